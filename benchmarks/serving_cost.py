@@ -330,4 +330,4 @@ def _tell(
         f" rounds; prompts of {given.input_len} and answers of {given.output_len} tokens, streamed. `{command}`\n\n{table(result)}\n"
     )
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"{text}\nkept in {path}")
+    print(f"{text}\nresult in {path}")

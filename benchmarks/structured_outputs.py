@@ -235,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
         path = free_name(asked.out, f"{date}-structured-{roofline.slug(about)}")
         kept = {"date": date, "command": command, "commit": commit(), "machine": about, **report}
         path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        print(f"kept in {path}")
+        print(f"result in {path}")
     return 0
 
 

@@ -171,4 +171,4 @@ def _keep(result: dict[str, Any], costs: Sequence[host_overhead.HostCost], folde
     if costs:
         text += f"\nWhat a step of the whole engine costs the host, in bfloat16:\n\n{host_overhead.table(costs)}\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nkept in {path}")
+    print(f"\n{text}\nresult in {path}")

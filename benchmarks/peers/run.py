@@ -150,7 +150,7 @@ def _measure(given: argparse.Namespace, command: str) -> int:
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     text = page(result)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nkept in {path}")
+    print(f"\n{text}\nresult in {path}")
     return 0
 
 

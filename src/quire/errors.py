@@ -66,7 +66,7 @@ class EngineDelayed(QuireError, RuntimeError):
 
     def __init__(self, incident: str):
         super().__init__(
-            f"the engine failed and is started again later ({incident} in the server's log)"
+            f"the engine failed and will be restarted later (see the server's log under {incident})"
         )
         self.incident = incident
 

@@ -49,12 +49,12 @@ def load_plugins(*, again: bool = False) -> list[str]:
         try:
             point.load()()
         except Exception:
-            logger.exception("plugin %s (%s) failed and is passed over", point.name, point.value)
+            logger.exception("plugin %s (%s) failed and is ignored", point.name, point.value)
             continue
         logger.info("plugin %s (%s) loaded", point.name, point.value)
         ran.append(point.name)
     for name in sorted((allowed or set()) - installed()):
-        logger.warning("plugin %s is named in QUIRE_PLUGINS and not installed", name)
+        logger.warning("plugin %s is named in QUIRE_PLUGINS but not installed", name)
     return ran
 
 
@@ -92,8 +92,8 @@ class _ModelRegistry:
         if not isinstance(model, str):
             if model.__module__ == "__main__" or "<" in model.__qualname__:
                 raise ConfigError(
-                    f"{model.__qualname__}: register a class of an importable module, as 'module:Class', so that"
-                    " every process can find it"
+                    f"{model.__qualname__}: register a class of an importable module as 'module:Class', so that every"
+                    " process can import it"
                 )
             model = f"{model.__module__}:{model.__qualname__}"
         importlib.import_module(_MODELS).register(architecture, model)

@@ -44,7 +44,7 @@ class Output:
         """Write, or drop the text and count it."""
         try:
             if self.dropped:
-                note = f"({self.dropped} lines were dropped: they could not be written)\n"
+                note = f"({self.dropped} log lines were dropped, because the output blocked)\n"
                 self._write(note, wait=0.0)
                 self.dropped = 0
                 self._write(text, wait=0.0)

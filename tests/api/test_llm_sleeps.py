@@ -61,7 +61,7 @@ def test_sleep_waits_for_other_threads_and_they_for_nobody(llm: LLM):
 
 def test_the_cache_alone_is_given_back(llm: LLM):
     (before,) = llm.generate(["a"], GREEDY, use_tqdm=False)
-    with pytest.raises(QuireError, match="paused first"):
+    with pytest.raises(QuireError, match="pause it first"):
         llm.release_kv_cache_memory()
     ids = llm.enqueue(["a"], GREEDY)
     llm.sleep(level=0, mode="keep")

@@ -196,7 +196,7 @@ class Measured:
     @property
     def wrong(self) -> list[str]:
         """Effects that no attack may have."""
-        replaced = "the engine was replaced" if self.engine_replaced else ""
+        replaced = "the engine was restarted" if self.engine_replaced else ""
         return [line for line in (self.killed, self.innocent, replaced, *self.left) if line]
 
     def check(self, http_mib: float = HTTP_MIB, engine_mib: float = HTTP_MIB, probe_s: float = PROBE_S) -> None:  # fmt: skip
@@ -301,7 +301,7 @@ class AttackedServer(Served):
         end = time.monotonic() + seconds
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         while sum(map(self.metric, names)) or self.client.get("/load").json() != {"server_load": 0}:
-            assert time.monotonic() < end, "requests still run"
+            assert time.monotonic() < end, "requests are still running"
             time.sleep(0.2)
 
     # -- innocents --------------------------------------------------------------------------------

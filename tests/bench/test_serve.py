@@ -70,8 +70,8 @@ def test_connections_are_kept_and_a_closed_one_is_replaced():
     [
         ([b""], "closed"),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", b""], "closed"),
-        ([b"SSH-2.0-OpenSSH\r\n"], "not HTTP"),
-        ([b"HTTP/1.1 200 OK\r\n", 60.0], "no answer within"),
+        ([b"SSH-2.0-OpenSSH\r\n"], "not an HTTP response"),
+        ([b"HTTP/1.1 200 OK\r\n", 60.0], "no response within"),
     ],
 )
 def test_half_an_answer_is_an_error(sent: list[bytes | float], said: str):
@@ -167,8 +167,8 @@ def test_every_kind_of_stream_is_read_alike_wherever_it_is_cut(cuts: int):
     ("events", "said"),
     [
         ([{"choices": [{"text": "a"}]}, {"error": {"message": "the engine died"}}], "engine died"),
-        ([], "without an answer"),
-        ([{"choices": "x"}], "an event that is none"),
+        ([], "without output"),
+        ([{"choices": "x"}], "an invalid event"),
     ],
 )
 def test_a_stream_that_fails_is_not_an_answer(events: list[Any], said: str):

@@ -83,7 +83,7 @@ def test_a_timeline_has_a_bar_a_request(tmp_path, capsys):
 
 
 def test_a_server_without_a_profiler_is_told_of():
-    with pytest.raises(HttpFailed, match="404 to /start_profile"):
+    with pytest.raises(HttpFailed, match="/start_profile with 404"):
         bench(model, "--num-prompts", "1", "--profile", "--disable-tqdm")
 
 

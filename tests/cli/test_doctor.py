@@ -175,15 +175,15 @@ def test_a_context_that_does_not_fit(ask):
 def test_a_model_that_does_not_fit(ask):
     status, text = ask("--gpu-memory-utilization", "0.1")
     assert status == 1
-    assert "The weights alone do not fit: take a smaller model or a smaller dtype" in text
+    assert "The weights alone do not fit: use a smaller model or a smaller dtype" in text
     assert "What fits" not in text
     assert text.count("Not enough memory") == 1
 
 
 ERRORS = [
-    ({"files": {"model.safetensors": "x"}}, (), "is no whole safetensors file"),
+    ({"files": {"model.safetensors": "x"}}, (), "is not a complete safetensors file"),
     ({"files": {"model.safetensors": None}}, (), "has no weights"),
-    ({"files": {"config.json": None}}, (), "has no config.json: it is no checkpoint"),
+    ({"files": {"config.json": None}}, (), "has no config.json, so it is not a checkpoint"),
     ({"files": {"config.json": "{"}}, (), "config.json cannot be read"),
     ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, (), "has no tokenizer; name one with --tokenizer"),
     ({"layers": 15}, (), "num_hidden_layers=16, but the files have weights of 15 layers"),
@@ -193,7 +193,7 @@ ERRORS = [
     ({}, ("--max-model-len", "1M"), "--max-model-len 131072 or less"),
     ({}, ("-tp", "2"), "tensor_parallel_size=2 is not supported yet"),
     ({}, ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "enable_chunked_prefill is off"),
-    ({}, ("--chat-template", "/nowhere.jinja"), "chat_template=/nowhere.jinja is neither a file"),
+    ({}, ("--chat-template", "/nowhere.jinja"), "chat_template=/nowhere.jinja is neither an"),
     ({}, ("--ssl-keyfile", "/nowhere.pem"), "--ssl-keyfile /nowhere.pem: the file does not exist"),
 ]  # fmt: skip
 
@@ -277,7 +277,7 @@ def test_a_model_that_cannot_run_is_known_beforehand(ask):
     config = {"architectures": ["BltForCausalLM"], "model_type": "blt"}
     status, text = ask("--max-model-len", "8K", config=config)
     assert status == 1
-    assert "it reads bytes through an encoder of its own" in text
+    assert "it reads bytes through its own encoder" in text
 
 
 def test_which_models_transformers_knows():

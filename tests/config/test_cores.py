@@ -32,8 +32,8 @@ def test_cores(bind, reserved, cores):
 @pytest.mark.parametrize(
     ("bind", "reserved", "says"),
     [
-        ("0-3", 0, "THREADS_BIND=0-3: this process may not use core 0; it may use 2,3,4,5"),
-        ("all", 0, "THREADS_BIND=all: auto, nobind, or a list of cores such as 0-3,8"),
+        ("0-3", 0, "THREADS_BIND=0-3: this process may not use core 0; allowed: 2,3,4,5"),
+        ("all", 0, "THREADS_BIND=all: must be auto, nobind, or a list of cores such as 0-3,8"),
         ("5-3", 0, "a list of cores such as"),
         ("3-", 0, "a list of cores such as"),
         ("3,,4", 0, "a list of cores such as"),

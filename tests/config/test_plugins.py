@@ -63,7 +63,7 @@ def test_our_plugins_run_once(package, warnings):
     assert choose_impl("MadeUpForCausalLM", {})[0] == "native"
     assert "MadeUpForCausalLM" in plugins.ModelRegistry.get_supported_archs()
     assert len(warnings) == 1
-    assert warnings[0].startswith("plugin bad (made_up:broken) failed and is passed over")
+    assert warnings[0].startswith("plugin bad (made_up:broken) failed and is ignored")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_list_of_allowed_names(package, monkeypatch, warnings, allowed, ran, m
     monkeypatch.setenv("VLLM_PLUGINS", allowed)
     assert plugins.load_plugins() == ran
     assert warnings == [
-        f"plugin {name} is named in QUIRE_PLUGINS and not installed" for name in missing
+        f"plugin {name} is named in QUIRE_PLUGINS but not installed" for name in missing
     ]
 
 

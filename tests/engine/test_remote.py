@@ -172,7 +172,7 @@ def test_what_the_engine_cannot_decode_is_answered() -> None:
 
 
 # -- what died with the engine ----------------------------------------------------------------------
-SECRET = "OSError: /srv/model: row 3 is taken by 'cmpl-of-another'"
+SECRET = "OSError: /srv/model: row 3 belongs to 'cmpl-of-another'"
 
 
 def begun(client: ProcessClient, id: str) -> None:

@@ -260,7 +260,7 @@ def test_who_waits_is_told_that_it_was_taken_back(
     async def main() -> None:
         one = await begin(engine, rests(engine))
         engine.call(end)
-        with pytest.raises(Conflict, match="let the engine go on"):
+        with pytest.raises(Conflict, match="resumed or restarted"):
             await one
 
     asyncio.run(main())
@@ -336,9 +336,9 @@ def test_what_workers_are_told(engine: Engine) -> None:
 def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]) -> None:
     told: list[tuple[object, ...]] = []
     engine.device.call = lambda *words: told.append(words) or [None]  # type: ignore[method-assign]
-    assert "paused first" in str(engine.call("release_kv_cache"))
+    assert "pause it first" in str(engine.call("release_kv_cache"))
     engine.call("hold", "keep")
-    assert "paused first" in str(engine.call("release_kv_cache"))  # not paused yet
+    assert "pause it first" in str(engine.call("release_kv_cache"))  # not paused yet
     engine.call(*rests)
     if rests == ("sleep", 0):
         engine.call("let_go")
@@ -359,7 +359,7 @@ def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]
 
 
 def test_who_releases_the_cache_of_an_engine_at_work_is_told(engine: Engine) -> None:
-    with pytest.raises(Conflict, match="paused first"):
+    with pytest.raises(Conflict, match="pause it first"):
         asyncio.run(sleep_client.release(asked_of(engine)))
 
 

@@ -12,7 +12,7 @@ from quire.native.fused_decoder import FusedLayer
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.skipif(best() is None, reason="no native kernels run here")
+pytestmark = pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])

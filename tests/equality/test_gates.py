@@ -20,7 +20,7 @@ from quire.worker.hooks import Hook
 
 NAME = "saved blocks"
 PATHS = [
-    pytest.param(True, marks=pytest.mark.skipif(best() is None, reason="no native kernels run here")),
+    pytest.param(True, marks=pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")),
     False,
 ]  # fmt: skip
 DEPTHS = [1, 2, 3]

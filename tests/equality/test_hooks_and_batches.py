@@ -16,7 +16,7 @@ from quire.worker.hooks import Hook
 from quire.worker.model_input import TokenModelInput
 
 FUSED = [
-    pytest.param(True, marks=pytest.mark.skipif(best() is None, reason="no native kernels run here")),
+    pytest.param(True, marks=pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")),
     False,
 ]  # fmt: skip
 DEPTHS = [1, 2, 3]
@@ -97,7 +97,7 @@ def test_a_hook_that_says_nothing_gets_every_batch(depth: int, fused: bool, path
     assert len([batch for batch in hook.batches if batch is not None]) == hook.works
 
 
-@pytest.mark.skipif(best() is None, reason="no native kernels run here")
+@pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
 @pytest.mark.parametrize("part", ["model_input", "model_output"])
 def test_a_part_that_says_nothing_is_not_skipped(part: str, path: str) -> None:
     """One that only has what its interface asks for."""

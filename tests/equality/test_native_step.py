@@ -15,7 +15,7 @@ from quire.native.step import NativeStep
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.skipif(best() is None, reason="no native kernels run here")
+pytestmark = pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
 
 PLAIN: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -127,5 +127,5 @@ def test_the_cache_takes_its_share_of_what_the_card_has_left(folder: str, monkey
             return allocate(*args)
 
         monkeypatch.setattr(kv_cache, "allocate_cache", meanwhile)
-        with pytest.raises(NotEnoughMemory, match="another program may have taken memory"):
+        with pytest.raises(NotEnoughMemory, match="another program may have allocated memory"):
             source_with(folder)

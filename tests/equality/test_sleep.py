@@ -39,7 +39,7 @@ def answers(one: Engine) -> list[list[int]]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_tokens_after_it(case: str, tmp_path: Path) -> None:
     if case == "fused" and best() is None:
-        pytest.skip("no native kernels run here")
+        pytest.skip("the native kernels do not run on this CPU")
     kind = "mamba" if case == "its own cache" else "qwen3"
     path = make_checkpoint(kind, tmp_path, intermediate_size=128)
     with engine(path, **CASES[case]) as one:

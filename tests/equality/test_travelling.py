@@ -94,7 +94,7 @@ def parts(layer: torch.nn.Module) -> list[Tensor]:
 def test_where_the_host_is_the_device_it_does_nothing(path: str, caplog) -> None:
     with engine(path, cpu_offload_gb=4.0) as one:
         assert one.client.core.executor.worker.model.movable
-    assert "cpu_offload_gb does nothing here" in caplog.text
+    assert "cpu_offload_gb has no effect" in caplog.text
 
 
 def test_models_through_transformers_keep_theirs(apart: Apart, path: str) -> None:

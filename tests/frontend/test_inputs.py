@@ -145,7 +145,7 @@ def test_a_text_of_too_many_bytes_is_not_tokenized(inputs: InputProcessor):
     options = TokenizeOptions(truncate=5, fits_model=False)
     assert inputs.tokenize(Prompt("a" * 1000), options).tokens
     for text in ("a" * 1001, "é" * 501):
-        with pytest.raises(ValidationError, match="bytes of UTF-8; at most 1000"):
+        with pytest.raises(ValidationError, match="bytes of UTF-8; the limit is 1000"):
             inputs.tokenize(Prompt(text), options)
 
 

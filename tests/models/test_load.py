@@ -218,7 +218,7 @@ def test_a_head_of_its_own_wins_over_a_wrong_config(original, copy: Path, caplog
     edit_config(copy, tie_word_embeddings=True)
     with caplog.at_level(logging.WARNING):
         model = build(copy)
-    assert "head of its own" in caplog.text
+    assert "separate head" in caplog.text
     text = texts()[1]
     assert (Runner(model).prefill(0, text) - plain(original[1], text)).abs().max() < 1e-4
 
@@ -235,7 +235,7 @@ def spoil_missing(folder: Path) -> str:
 
 def spoil_unexpected(folder: Path) -> str:
     rewrite(folder, {**weights(folder), "model.layers.1.self_attn.q_proj.bias": torch.ones(64)})
-    return r"1 tensors that Qwen3 has no place for: model\.layers\.1\.self_attn\.q_proj\.bias.*--model-impl transformers"
+    return r"1 tensors that Qwen3 does not use: model\.layers\.1\.self_attn\.q_proj\.bias.*--model-impl transformers"
 
 
 def spoil_shape(folder: Path) -> str:
@@ -249,12 +249,12 @@ def spoil_shape(folder: Path) -> str:
 def spoil_cut(folder: Path) -> str:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    return "is cut short"
+    return "is truncated"
 
 
 def spoil_header(folder: Path) -> str:
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-    return "no whole safetensors file"
+    return "not a complete safetensors file"
 
 
 def spoil_gone(folder: Path) -> str:
@@ -300,7 +300,7 @@ def spoil_plain_pickle(folder: Path) -> str:
 def spoil_other_pickle(folder: Path) -> str:
     (folder / "model.safetensors").unlink()
     torch.save([torch.ones(1)], folder / "pytorch_model.bin")
-    return "holds a list, not tensors by name"
+    return "contains a list, not a dict of tensors"
 
 
 def spoil_empty_pickle(folder: Path) -> str:

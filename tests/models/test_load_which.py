@@ -71,7 +71,7 @@ def test_the_log_says_whose_code_runs(original, caplog) -> None:
         assert isinstance(build(original[0]), Qwen3)
         assert isinstance(build(original[0], model_impl="transformers"), TransformersModel)
     assert "Qwen3ForCausalLM runs as native" in caplog.text
-    assert "runs as transformers: asked for by model_impl" in caplog.text
+    assert "runs as transformers: selected by model_impl" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_is_not_native_is_left_to_transformers(config: dict[str, Any], said
     impl, reason = registry.choose_impl("Qwen3ForCausalLM", config)
     assert impl == "transformers"
     assert said in reason
-    with pytest.raises(ConfigError, match="leave it at auto"):
+    with pytest.raises(ConfigError, match="use auto"):
         registry.choose_impl("Qwen3ForCausalLM", config, "quire")
 
 
@@ -120,11 +120,11 @@ def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("{}/nowhere/at/all", "there is no directory"),
-        ("./nowhere", "there is no directory"),
+        ("{}/nowhere/at/all", "does not exist"),
+        ("./nowhere", "does not exist"),
         ("{}", "has no config.json"),
         ("{}/file", "is a file"),
-        (" ", "there is no directory"),
+        (" ", "does not exist"),
     ],
 )
 def test_a_directory_that_is_none_is_named(tmp_path: Path, name: str, said: str) -> None:

@@ -79,7 +79,7 @@ def test_one_reason_is_told_once(
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("amx2", "there is no such build"), ("amx", "this CPU cannot run it")]
+    ("name", "says"), [("amx2", "unknown name"), ("amx", "this CPU cannot run it")]
 )
 def test_a_build_that_cannot_be_had_is_refused(
     name: str, says: str, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +99,7 @@ def test_the_log_says_which_is_taken(
     with caplog.at_level(logging.INFO):
         assert best() is made
     assert "CPU kernels: portable" in caplog.text
-    assert "threads of their own" not in caplog.text
+    assert "do not share torch's OpenMP threads" not in caplog.text
 
 
 def test_another_pool_of_threads_is_told_of(
@@ -109,13 +109,13 @@ def test_another_pool_of_threads_is_told_of(
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
     monkeypatch.setattr(bindings, "load", lambda name: SimpleNamespace(threads=lambda: before))
     best()
-    assert "the kernels have threads of their own" in caplog.text
+    assert "the kernels do not share torch's OpenMP threads" in caplog.text
     assert torch.get_num_threads() == before
 
 
 def test_the_kernels_use_torchs_threads() -> None:
     if (found := bindings.best()) is None:
-        pytest.skip("no native kernels run here")
+        pytest.skip("the native kernels do not run on this CPU")
     assert bindings.shares_threads(found.threads)
 
 

@@ -61,7 +61,7 @@ LACKING = {
     "kv_dtype": ("fp8", "KV cache of fp8"),
     "head_dims": (frozenset({64, 80, 96}), "head size 80, head size 96"),
     "block_size": (32, "blocks of 32"),
-    "differing_values": (True, "values of another size than keys"),
+    "differing_values": (True, "values whose size differs from keys"),
     "windows": (True, "windows"),
     "softcap": (True, "softcap"),
     "sinks": (True, "sinks"),
@@ -95,7 +95,9 @@ def test_the_one_asked_for_or_none() -> None:
     assert choose("torch_sdpa", ("NARROW",), PLAIN)[0].upper() == "TORCH_SDPA"
     with pytest.raises(ConfigError, match="NARROW lacks softcap"):
         choose("NARROW", order, replace(PLAIN, softcap=True))
-    with pytest.raises(ConfigError, match="'FLASH' is unknown; there are NARROW, GONE, TORCH_SDPA"):
+    with pytest.raises(
+        ConfigError, match="'FLASH' is unknown; choose from NARROW, GONE, TORCH_SDPA"
+    ):
         choose("FLASH", order, PLAIN)
     with pytest.raises(ConfigError, match="TORCH_SDPA lacks device tpu"):
         choose(None, order, replace(PLAIN, device="tpu"))
@@ -105,7 +107,7 @@ def test_attention_without_a_worker_says_so() -> None:
     layer = Attention(4, 2, 16, layer_index=7)
     with pytest.raises(RuntimeError, match="attention layer 7 has no backend yet"):
         layer(ones(1, 4, 16), ones(1, 2, 16), ones(1, 2, 16))
-    with pytest.raises(ValueError, match="4 query heads do not divide among 3 KV heads"):
+    with pytest.raises(ValueError, match="4 query heads are not a multiple of 3 KV heads"):
         Attention(4, 3, 16)
     with pytest.raises(ValueError, match="a layer with a window must be causal"):
         Attention(4, 2, 16, window=4, causal=False)

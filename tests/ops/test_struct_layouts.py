@@ -11,7 +11,7 @@ import pytest
 from quire.ops.cpu import bindings, build, structs
 
 KERNELS = bindings.best()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="no native kernels run here")
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="the native kernels do not run on this CPU")
 
 
 def found() -> dict[str, structs.Layout]:

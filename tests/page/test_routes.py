@@ -150,7 +150,7 @@ def test_a_long_step_is_not_an_error(monkeypatch: pytest.MonkeyPatch):
 def test_an_engine_that_is_replaced_is_waited_for():
     class Replaced(Watched):
         async def call(self, name: str, *args: Any) -> Any:
-            raise QuireError("the engine was replaced before it answered 'live'")
+            raise QuireError("the engine was restarted before 'live'")
 
     assert ask(Replaced(), "GET", "/ui/state").status_code == 503
     engine = Watched()

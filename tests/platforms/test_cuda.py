@@ -44,7 +44,7 @@ def test_it_is_taken_when_asked_for(card, monkeypatch, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         assert detect.facts().device == detect.facts().device == "cpu"
     (said,) = caplog.messages
-    assert said == "A card is here and not used: Quire has not been run on a card yet; QUIRE_DEVICE=cuda takes it"  # fmt: skip
+    assert said == "not using A card: CUDA support is experimental; set QUIRE_DEVICE=cuda to use it"  # fmt: skip
     monkeypatch.setenv("QUIRE_DEVICE", "cuda")
     found = detect.facts()
     assert (found.device, found.depth, found.block_size, found.dtypes[0]) == (
@@ -75,7 +75,7 @@ def test_a_plan_counts_on_what_is_free_less_a_reserve(card, monkeypatch) -> None
         80 * GIB, 60 * GIB - cuda.RESERVE
     )
     here.check_room(61 * GIB)
-    with pytest.raises(NotEnoughMemory, match=r"62464 MiB are left on A card.*needs 62465 MiB"):
+    with pytest.raises(NotEnoughMemory, match=r"62464 MiB are free on A card.*needs 62465 MiB"):
         here.check_room(61 * GIB + (1 << 20))
 
 

@@ -74,7 +74,7 @@ def test_what_is_of_no_use_is_passed_over(made: Callable[[str], Path]) -> None:
     change(path, add)
     assert torch.equal(answer(path), want)
     change(path, spoil)
-    with pytest.raises(ConfigError, match=r"no place for: model\.layers\.0\.mlp\.down_proj\.bias"):
+    with pytest.raises(ConfigError, match=r"does not use: model\.layers\.0\.mlp\.down_proj\.bias"):
         build(path)
 
 
@@ -191,7 +191,7 @@ def test_dummy_weights_of_a_quantized_checkpoint(made: Callable[[str], Path]) ->
 # ------------------------------------------------------------------------------------ in an engine
 
 
-@pytest.mark.skipif(best() is None, reason="no native kernels run here")
+@pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
 @pytest.mark.parametrize("name", ["gptq v2 asymmetric ordered", "awq", "ct int8", "gptq"])
 def test_the_engine_gives_the_tokens_of_its_parts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,14 +236,12 @@ def not_quantized(path: Path) -> str:
         found["model.layers.0.mlp.up_proj.weight"] = torch.ones(128, 64)
 
     change(path, plain)
-    return r"model\.layers\.0\.mlp\.up_proj\.weight is stored as float32; by config.json it should be int8"
+    return r"model\.layers\.0\.mlp\.up_proj\.weight is stored as float32, but config.json requires int8"
 
 
 def quantized_all_the_same(path: Path) -> str:
     says(path, ignore=["lm_head", "down_proj"])
-    return (
-        r"layers\.0\.mlp\.down_proj\.weight is stored as int8; by config.json it should be float32"
-    )
+    return r"layers\.0\.mlp\.down_proj\.weight is stored as int8, but config.json requires float32"
 
 
 def one_part_alone(path: Path) -> str:

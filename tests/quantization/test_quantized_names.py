@@ -68,7 +68,7 @@ def test_what_is_made_while_loading(asked: str | None, says: Any, want: str | No
     ("asked", "says", "error", "match"),
     [
         ("bitsandbytes", None, Unsupported, "quantization=bitsandbytes .*int8, int4, .*gptq, awq"),
-        ("int5", None, ConfigError, "quantization='int5' is no method that is known"),
+        ("int5", None, ConfigError, "quantization='int5' is unknown"),
         ("gptq", None, ConfigError, "quantization=gptq: the checkpoint is not quantized"),
         ("int8", GPTQ, ConfigError, r"quantization=int8: .*quantized already \(gptq\); leave the flag out"),
         ("awq", GPTQ, ConfigError, "quantization=awq: .*config.json says gptq"),

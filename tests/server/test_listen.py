@@ -211,7 +211,9 @@ def test_a_failed_start_is_one_report():
 
 
 def test_the_stages_of_a_start_are_all_of_it() -> None:
-    lines = stages_table([("import torch", 1.5), ("short", 0.001), ("load the model", 2.25)], 5.0)
+    lines = stages_table(
+        [("importing torch", 1.5), ("short", 0.001), ("loading the model", 2.25)], 5.0
+    )
     seconds = {line.rpartition("  ")[0].strip(): line.split()[-2] for line in lines.splitlines()}
     assert list(seconds.values()) == ["1.50", "2.25", "1.25", "5.00"]
     assert "other: imports, processes, tokenizer" in seconds

@@ -174,8 +174,8 @@ def test_completions_that_were_read_for_calls_are_counted():
 
 def test_refusals_name_the_limit_that_was_reached():
     for words, reason in (
-        ("3 requests wait already (max_num_queued_reqs)", "max_num_queued_reqs"),
-        ("9 prompt tokens wait already (max_num_queued_tokens)", "max_num_queued_tokens"),
+        ("3 requests are already waiting (max_num_queued_reqs)", "max_num_queued_reqs"),
+        ("9 prompt tokens are already waiting (max_num_queued_tokens)", "max_num_queued_tokens"),
     ):
         state = make_state(ScriptedEngine(QueueFull(words)))
         assert ask(None, "POST", CHAT, HI, state=state).status_code == 503

@@ -200,7 +200,7 @@ def test_no_token_left_is_an_error_of_one(plain: Engine):
     ended = finished(plain, {"x", "y"})
     assert ended["x"].error_kind == "invalid"
     assert ended["x"].error == (
-        "no token is left to choose: structured_outputs and allowed_token_ids together exclude them all"
+        "no token is left to sample: structured_outputs and allowed_token_ids together exclude them all"
     )
     assert ended["y"].finish == "stop"
 
@@ -269,7 +269,7 @@ def test_a_bad_constraint_fails_alone(plain: Engine, reader: Reader):
         assert ended[f"bad{number}"].finish == "error"
     assert "class" in (ended["bad0"].error or "")
     assert "not" in (ended["bad1"].error or "")
-    assert "stand in one another" in (ended["bad4"].error or "")
+    assert "nested repetitions" in (ended["bad4"].error or "")
     plain.client.call("stats")
 
 

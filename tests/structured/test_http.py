@@ -179,15 +179,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "two": ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
     "none": ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
     "two fields": ({"structured_outputs": {"regex": "a"}, "guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
-    "format and field": ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format", "one form"),
+    "format and field": ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format", "one constraint"),
     "unknown": ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "yaml"),
     "choices": ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
     "ref loop": ({"structured_outputs": {"json": {"$ref": "#"}}}, None, "structured_outputs.json: no output"),
     "ref circle": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}}}, None, "response_format: no output"),
-    "long": ({"structured_outputs": {"grammar": 'start: ("a"){1000000}'}}, "structured_outputs", "at most 65536"),
+    "long": ({"structured_outputs": {"grammar": 'start: ("a"){1000000}'}}, "structured_outputs", "the limit is 65536"),
     "hidden": ({"structured_outputs": {"grammar": 'start: a a\na: b b\nb: c c\nc: "x"{60000}'}}, None, "make it smaller"),
-    "nested": ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs", "at most 10000"),
+    "nested": ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs", "the limit is 10000"),
     "ref": ({"structured_outputs": {"json": {"$ref": "http://127.0.0.1:1/x"}}}, "structured_outputs", "127.0.0.1"),
 }  # fmt: skip
 

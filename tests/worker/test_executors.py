@@ -146,7 +146,7 @@ def test_calls(kind, request):
     if kind == "process":
         with pytest.raises(QuireError, match="Odd: very"):
             executor.call("odd")
-        with pytest.raises(TypeError, match="object cannot go"):
+        with pytest.raises(TypeError, match="object cannot be sent"):
             executor.call("object")
         with pytest.raises(ConfigError, match="cannot be imported by another process"):
             executor.call("apply_model", lambda model: 1)
@@ -167,10 +167,10 @@ def test_a_worker_that_cannot_start():
 
 def test_a_plan_that_contradicts_itself_ends_the_worker(process):
     pending = process.launch(StepPlan(1, [], [], [3]))
-    with pytest.raises(EngineDeadError, match="row 3 is left, but nobody sits there") as failure:
+    with pytest.raises(EngineDeadError, match="row 3 is freed, but no request has it") as failure:
         pending.result()
     assert "in leave" in failure.value.__notes__[0]
-    with pytest.raises(EngineDeadError, match="nobody sits there"):
+    with pytest.raises(EngineDeadError, match="no request has it"):
         process.call("ping")
 
 

@@ -224,7 +224,7 @@ def test_what_cannot_be_recorded_is_not_tried_again(caplog: pytest.LogCaptureFix
         batch = a_batch(rng, [1, 1])
         assert torch.equal(run(graphs, batch), run_plain(batch))
     assert recorder.sizes == [2]
-    assert "steps of 2 rows run without a graph: RuntimeError: out of memory" in caplog.text
+    assert "steps of 2 rows run without a CUDA graph: RuntimeError" in caplog.text
 
 
 def test_a_lost_device_is_said_at_once() -> None:

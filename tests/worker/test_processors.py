@@ -278,8 +278,8 @@ def test_logits_of_another_shape_are_refused():
         ("nowhere_at_all:Thing", "'nowhere_at_all:Thing' cannot be imported: ModuleNotFoundError"),
         (f"{__name__}:Nothing", "cannot be imported: AttributeError"),
         ("Thing", "is not of the form module:Class"),
-        (dict, "is no logits processor: it must be a class with apply, update_state"),
-        (f"{__name__}:wish", "is no logits processor"),
+        (dict, "is not a logits processor: it must be a class with apply, update_state"),
+        (f"{__name__}:wish", "is not a logits processor"),
     ],
 )
 def test_what_cannot_be_loaded(wanted, message):
@@ -298,7 +298,7 @@ def test_what_can_be_loaded(tmp_path, monkeypatch):
         def __init__(self, *given):
             raise OSError("no such file")
 
-    with pytest.raises(ConfigError, match="Fails cannot be made: OSError: no such file"):
+    with pytest.raises(ConfigError, match="Fails cannot be constructed: OSError: no such file"):
         load_processors([Fails])
     # one that an installed package offers
     about = tmp_path / "offers-1.0.dist-info"

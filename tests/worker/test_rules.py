@@ -200,7 +200,7 @@ def test_no_token_left_fails_its_row_alone():
             make_worker(MODEL), {0: (PROMPTS[0], free), 1: (PROMPTS[0], cornered)}, 1
         )
         assert result.errors == {
-            1: "no token is left to choose: allowed_token_ids and bad_words together exclude them all"
+            1: "no token is left to sample: allowed_token_ids and bad_words together exclude them all"
         }
         assert result.invalid == [1]
         assert result.tokens[0] == TEXT[:1]

@@ -106,7 +106,7 @@ def test_a_twin_uses_its_host_sides_in_turn() -> None:
         assert [packed[part].tolist() for part in parts] == [[step, 1], [step, 2, 3]]
         found.append(packed.data_ptr())
     assert found[0] == found[2] != found[1]
-    with pytest.raises(ValueError, match="17 integers do not fit a twin of 12"):
+    with pytest.raises(ValueError, match="17 integers do not fit a staging buffer of 12"):
         twin.lay(np.zeros(9))
 
 

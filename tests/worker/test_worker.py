@@ -148,8 +148,8 @@ def test_a_failing_pass_fails_its_step_alone():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (StepPlan(1, [], [], [0]), "nobody sits there"),
-        (StepPlan(1, [enter(0, [1], GREEDY), enter(0, [1], GREEDY)], [], []), "is taken"),
+        (StepPlan(1, [], [], [0]), "no request has it"),
+        (StepPlan(1, [enter(0, [1], GREEDY), enter(0, [1], GREEDY)], [], []), "belongs to"),
         (StepPlan(1, [enter(0, [1] * 65, GREEDY)], [], []), "holds 64"),
         (StepPlan(1, [enter(0, [1], GREEDY)], [WorkItem(0, 2)], []), "lacks the tokens"),
     ],

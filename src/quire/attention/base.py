@@ -139,7 +139,11 @@ class Capabilities:
         out += [
             word
             for word, asked, able in (
-                ("values of another size than keys", needs.differing_values, self.differing_values),
+                (
+                    "values whose size differs from keys",
+                    needs.differing_values,
+                    self.differing_values,
+                ),
                 ("windows", needs.windows, self.windows),
                 ("softcap", needs.softcap, self.softcap),
                 ("sinks", needs.sinks, self.sinks),
@@ -174,7 +178,9 @@ def load(name: str) -> AttentionBackend:
     """Raises ConfigError: the name is unknown, or the backend cannot be loaded on this machine."""
     target = BACKENDS.get(name.upper())
     if target is None:
-        raise ConfigError(f"attention backend {name!r} is unknown; there are {', '.join(BACKENDS)}")
+        raise ConfigError(
+            f"attention backend {name!r} is unknown; choose from {', '.join(BACKENDS)}"
+        )
     module, _, attribute = target.partition(":")
     try:
         backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()

@@ -56,7 +56,7 @@ class CpuAttention:
     def __init__(self) -> None:
         found = best()
         if found is None:
-            raise ImportError("no native kernels run here")
+            raise ImportError("the native kernels do not run on this CPU")
         self.kernels = found
 
     def cache_parts(

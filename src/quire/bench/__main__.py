@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 KINDS = {
-    "serve": ("serve.run", "load a running server (vLLM's options and result file)"),
-    "throughput": ("throughput", "many prompts at once, without a server"),
-    "latency": ("latency", "one batch, again and again, without a server"),
-    "startup": ("startup", "from nothing to ready, in new processes"),
+    "serve": ("serve.run", "benchmark a running server (vLLM's options and result file)"),
+    "throughput": ("throughput", "offline throughput of many prompts, without a server"),
+    "latency": ("latency", "latency of one batch, without a server"),
+    "startup": ("startup", "cold and warm start time, in new processes"),
 }
 """Name -> (module with `main(argv) -> int`, what it measures)."""
 

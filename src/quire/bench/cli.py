@@ -57,7 +57,7 @@ def parse_args(
         mine = {name: given.pop(name, option.default) for name, option in own.items()}
         for name, value in mine.items():
             if type(value) is int and value < (0 if "warmup" in name else 1):
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         engine = {"log_level": "WARNING", "disable_log_stats": True, **(defaults or {}), **given}
         from_keywords.engine_config(engine, "flag")  # reports mistakes before anything starts
     except (QuireError, TypeError, ValueError) as why:
@@ -71,9 +71,7 @@ def _help(command: str, about: str, own: Mapping[str, BenchOption]) -> str:
         said = f" (unset: {option.default})" if option.default not in (None, False) else ""
         value = "" if option.kind is bool else " X"
         lines.append(f"--{name.replace('_', '-') + value:<24} {option.help}{said}")
-    return "\n".join(
-        [*lines, "", "Every flag of the engine works too: see quire serve --help.", ""]
-    )
+    return "\n".join([*lines, "", "All engine flags are accepted too: see quire serve --help.", ""])
 
 
 def start(keywords: Mapping[str, Any]) -> Any:

@@ -24,17 +24,17 @@ from quire.bench.cli import (
 )
 
 OWN = {
-    "input_len": BenchOption(32, "tokens of each prompt"),
-    "output_len": BenchOption(128, "tokens of each answer"),
-    "batch_size": BenchOption(8, "prompts at once"),
-    "n": BenchOption(1, "answers of each prompt"),
-    "use_beam_search": BenchOption(False, "search with n beams instead", bool),
-    "num_iters_warmup": BenchOption(10, "runs before, which do not count"),
+    "input_len": BenchOption(32, "tokens per prompt"),
+    "output_len": BenchOption(128, "tokens per output"),
+    "batch_size": BenchOption(8, "prompts per batch"),
+    "n": BenchOption(1, "outputs per prompt"),
+    "use_beam_search": BenchOption(False, "use beam search with n beams", bool),
+    "num_iters_warmup": BenchOption(10, "warm-up runs that are not measured"),
     "num_iters": BenchOption(30, "runs"),
-    "disable_detokenize": BenchOption(False, "tokens only", bool),
-    "output_json": BenchOption(None, "file for the result", Path),
+    "disable_detokenize": BenchOption(False, "do not detokenize", bool),
+    "output_json": BenchOption(None, "write the result to this file", Path),
 }
-ABOUT = "The time from a batch of prompts to all of its answers."
+ABOUT = "Measure the latency of a batch of prompts."
 
 
 def main(argv: Sequence[str]) -> int:

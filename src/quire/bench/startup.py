@@ -33,11 +33,11 @@ from quire.errors import StartupError
 
 OWN = {
     "num_iters_cold": BenchOption(3, "cold starts"),
-    "num_iters_warmup": BenchOption(1, "warm starts before, which do not count"),
+    "num_iters_warmup": BenchOption(1, "warm-up starts that are not measured"),
     "num_iters_warm": BenchOption(3, "warm starts"),
-    "output_json": BenchOption(None, "file for the result", Path),
+    "output_json": BenchOption(None, "write the result to this file", Path),
 }
-ABOUT = "The time that a new process needs until the model is ready and until its first token."
+ABOUT = "Measure the time from process start until the model is ready, and until the first token."
 READY, TOKEN = "ready", "token"
 PATIENCE_S = 600
 
@@ -79,7 +79,7 @@ def once(keywords: dict[str, Any], cache: str) -> tuple[float, float]:
             process.wait(PATIENCE_S)
         if READY not in times or TOKEN not in times:
             said.seek(0)
-            raise StartupError(f"it did not start (status {process.returncode}):\n{said.read()[-2000:]}")  # fmt: skip
+            raise StartupError(f"the engine did not start (status {process.returncode}):\n{said.read()[-2000:]}")  # fmt: skip
     return times[READY], times[TOKEN]
 
 

@@ -18,17 +18,17 @@ from quire.errors import ConfigError, QuireError
 from quire.frontend.outputs import error_of
 
 OWN = {
-    "backend": BenchOption("quire", "quire (vllm means the same)", str),
+    "backend": BenchOption("quire", "quire (vllm is accepted and means the same)", str),
     "dataset_name": BenchOption("random", "random, sharegpt or custom", str),
-    "dataset_path": BenchOption(None, "file of prompts", Path),
-    "input_len": BenchOption(1024, "tokens of each made-up prompt"),
-    "output_len": BenchOption(None, "tokens of each answer (unset: 128, or what the file says)"),
+    "dataset_path": BenchOption(None, "file with prompts", Path),
+    "input_len": BenchOption(1024, "tokens per random prompt"),
+    "output_len": BenchOption(None, "tokens per output (unset: 128, or the length in the file)"),
     "num_prompts": BenchOption(1000, "prompts"),
-    "n": BenchOption(1, "answers of each prompt"),
-    "disable_detokenize": BenchOption(False, "tokens only", bool),
-    "output_json": BenchOption(None, "file for the result", Path),
+    "n": BenchOption(1, "outputs per prompt"),
+    "disable_detokenize": BenchOption(False, "do not detokenize", bool),
+    "output_json": BenchOption(None, "write the result to this file", Path),
 }
-ABOUT = "Requests and tokens a second when all prompts are there at once."
+ABOUT = "Measure requests and tokens per second with all prompts submitted at once."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +42,8 @@ def measure(given: BenchArgs) -> int:
     own = given.own
     if own["backend"] not in ("quire", "vllm"):
         raise ConfigError(
-            f"--backend {own['backend']}: quire only; python -m benchmarks offline has Transformers beside it"
+            f"--backend {own['backend']}: only quire is supported; python -m benchmarks offline compares with"
+            " Transformers"
         )
     with start(given.engine) as llm:
         batch, lengths = _prompts(llm, own)

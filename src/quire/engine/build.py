@@ -76,7 +76,7 @@ def make_client(
         StartupError: the child could not start.
     """
     stages = StartupStages()
-    with stages("read the configuration"):
+    with stages("reading the configuration"):
         resolved = resolve_config(config)
     if process:
         supervisor = EngineSupervisor(resolved_to_bytes(resolved), policy=restart_policy())

@@ -110,9 +110,9 @@ def undecoded(data: bytes) -> Answered | None:
     try:
         head = msgspec.msgpack.decode(data, type=Head)
     except Exception:
-        log.exception("the message cannot be answered: its head could not be decoded")
+        log.exception("no reply to the message: its head could not be decoded")
         return None
-    error = "the engine could not decode this message; the server's log has the reason"
+    error = "the engine could not decode this message; see the server's log"
     if isinstance(head, RequestHead):
         return EngineOutput(head.id, [], "error", error=error, client=head.client)
     return Reply(head.id, error=error, client=head.client)

@@ -250,11 +250,11 @@ class FlightRecorder:
         data = self._encoder.encode(frame)
         if self._segment is not None and not self._segment.has_room(len(data)):
             if isinstance(frame, SeatedRows):
-                raise OSError(f"the running requests take more than {MOST_ROOM} bytes")
+                raise OSError(f"the state of the running requests is larger than {MOST_ROOM} bytes")
             self._turn_page()
         if self._segment is not None:
             if not self._segment.has_room(len(data)):
-                raise OSError(f"a step takes more than {MOST_ROOM} bytes")
+                raise OSError(f"a step is larger than {MOST_ROOM} bytes")
             self._segment.append(data)
 
 
@@ -294,7 +294,9 @@ def read_recording(folder: Path) -> Recording | None:
             continue  # just started
         first, *rest = found
         if not isinstance(first, SeatedRows):
-            raise ValueError(f"{path} is not a flight recording: it does not start with its rows")
+            raise ValueError(
+                f"{path} is not a flight recording: it does not start with the running requests"
+            )
         segments.append((first, [f for f in rest if not isinstance(f, SeatedRows)]))
     if not segments:
         return None

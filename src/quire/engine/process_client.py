@@ -145,8 +145,8 @@ class ProcessClient:
             request = msgspec.structs.replace(request, client=self.client)
         if self._is_poison(request):
             raise ValidationError(
-                "the engine died twice while this request ran, so it is not run again now:"
-                " change the prompt or the parameters"
+                "the engine died twice while this request ran, so the server does not run it again now; change the"
+                " prompt or the parameters"
             )
         data = self._encoded(request)  # a request that cannot be encoded is not registered
         with self._sending:
@@ -186,7 +186,7 @@ class ProcessClient:
                     return answer(reply)
                 self.check()
                 if self.epoch != epoch:
-                    raise QuireError(f"the engine was replaced before it answered {name!r}")
+                    raise QuireError(f"the engine was restarted before {name!r} finished")
                 self._replied.wait(0.01)
 
     def outputs(self) -> list[EngineOutput]:
@@ -212,7 +212,7 @@ class ProcessClient:
             return msgspec.msgpack.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as why:
             raise ValidationError(
-                f"the request holds a value that cannot be sent to the engine's process: {why}"
+                f"the request contains a value that cannot be sent to the engine's process: {why}"
             ) from why
 
     def _put(self, message: ToEngine) -> None:
@@ -262,7 +262,7 @@ class ProcessClient:
         while self._sockets.up.poll(0):  # outputs from before the death are valid
             self._keep(self._decoder.decode(self._sockets.up.recv_multipart()))
         error = (
-            "the engine was restarted while this request ran; the server's log has the reason under"
+            "the engine was restarted while this request ran; see the server's log under"
             f" {state.incident}"
         )
         with self._sending:
@@ -296,9 +296,7 @@ class ProcessClient:
 
     def _end_all(self, state: EngineState) -> None:
         """No engine will run for a while, so end all requests instead of letting them wait."""
-        error = (
-            f"the engine failed and is started again later ({state.incident} in the server's log)"
-        )
+        error = f"the engine failed and will be restarted later (see the server's log under {state.incident})"
         with self._sending:
             self._note_deaths(state)
             for id, ours in list(self._unfinished.items()):

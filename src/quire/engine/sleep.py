@@ -161,9 +161,9 @@ class SleepController:
     def release_kv_cache(self) -> str | None:
         """Free only the KV cache, until `wake_up`. Returns the reason if it is not possible."""
         if not self.standing:
-            return "the KV cache is given back by an engine that rests: it must be paused first, or sleep at level 0"
+            return "releasing the KV cache needs a paused or sleeping engine: pause it first, or sleep at level 0"
         if gone := sorted(self.away & set(PARTS)):
-            return f"the engine has given memory back already ({', '.join(gone)}): wake_up takes it again"
+            return f"the engine has already released memory ({', '.join(gone)}): call wake_up to restore it"
         self.core.settle()
         self._put_away(0)
         self.standing.add(SLEEP)
@@ -176,7 +176,7 @@ class SleepController:
         scheduler = self.core.scheduler
         scheduler.set_back_all()
         if not scheduler.kv.reset():
-            raise RuntimeError("blocks are in use though nobody runs")
+            raise RuntimeError("KV blocks are in use although no request runs")
         self.core.executor.call("put_away", level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> list[str]:
@@ -247,6 +247,6 @@ def checked_tags(tags: Sequence[str] | None) -> Sequence[str]:
         if tag not in TAGS:
             known = ", ".join(TAGS)
             raise ValidationError(
-                f"`tags` has {tag!r}; there are {known}", parameter="tags", value=tag
+                f"`tags` has {tag!r}; choose from {known}", parameter="tags", value=tag
             )
     return tags or TAGS

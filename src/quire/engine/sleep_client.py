@@ -93,7 +93,7 @@ def check_stands(held: bool) -> None:
     """Raises Conflict."""
     if not held:
         raise Conflict(
-            "somebody let the engine go on, or it was started again, before all that ran had ended: ask again"
+            "the engine was resumed or restarted before its running requests had finished; try again"
         )
 
 

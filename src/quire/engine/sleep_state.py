@@ -30,7 +30,7 @@ def restore_sleep_state(functions: Functions, path: Path) -> None:
         told = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         functions["as_asked"](told)
         if told["paused"] or told["level"] >= 0:
-            log.warning("the engine rests as the one before it was told to: %s", told)
+            log.warning("restored the sleep state of the previous engine process: %s", told)
 
 
 def persisting(functions: Functions, path: Path) -> Functions:
@@ -47,7 +47,7 @@ def persisting(functions: Functions, path: Path) -> Functions:
                     new.write_bytes(msgspec.json.encode(functions["asked"]()))
                     os.replace(new, path)
                 except OSError as why:
-                    log.warning("an engine that replaces this one will not rest as deep: %s", why)
+                    log.warning("a restarted engine will not restore this sleep state: %s", why)
 
         return call
 

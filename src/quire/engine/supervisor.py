@@ -111,7 +111,7 @@ class EngineSupervisor:
         try:
             self.child = child = SupervisedProcess(partial(self._spawn, epoch))
         except OSError as why:  # no processes or descriptors are free; others may free some
-            return self._after(EngineDied(f"the engine's process could not be started: {why}"))
+            return self._after(EngineDied(f"could not start the engine process: {why}"))
         try:
             died = self._watch(child)
         finally:
@@ -127,7 +127,7 @@ class EngineSupervisor:
             path.write_bytes(for_recording(self._payload))
         except Exception as why:  # only the recording is lost, not the engine
             log.warning(
-                "the configuration could not be written beside the flight recording: %s", why
+                "could not write the configuration to the flight recorder's folder: %s", why
             )
 
     def _spawn(self, epoch: int, status_fd: int) -> subprocess.Popen[bytes]:
@@ -148,7 +148,7 @@ class EngineSupervisor:
                         last_message = message
                     case Heartbeat() if ready and message.busy > message.allowed:
                         why = (
-                            f"a step, or a function of the engine, has taken {message.busy:.0f} s, and"
+                            f"a step or an engine function has taken {message.busy:.0f} s, and"
                             f" {message.allowed:.0f} s is what it may take (a step: at this machine's pace)"
                         )
                         return self._hung(child, why)
@@ -156,14 +156,14 @@ class EngineSupervisor:
                 how = how_it_ended(child.process)
                 return last_message or EngineDied(f"the engine process {how}")
             if ready and child.is_silent(policy.heartbeat):
-                return self._hung(child, f"no sign of life for {policy.heartbeat:.0f} s")
+                return self._hung(child, f"no heartbeat for {policy.heartbeat:.0f} s")
             if not ready and time.monotonic() - started > policy.start:
                 return self._hung(child, f"the model was not loaded after {policy.start:.0f} s")
         return None
 
     def _hung(self, child: SupervisedProcess, why: str) -> EngineDied:
         """Make both processes write their stacks to the log, then kill the child."""
-        log.error("the engine hangs: %s; the stacks of both processes follow", why)
+        log.error("the engine hangs: %s; stacks of both processes follow", why)
         log.error("%s", own_stacks())
         child.kill_hanging()
         return EngineDied(f"the engine hung: {why}")
@@ -198,7 +198,7 @@ class EngineSupervisor:
             try:
                 self._make_folder(state.epoch + 1)
             except OSError as why:
-                log.error("there is no room for the next engine's sockets: %s", why)
+                log.error("no folder for the sockets of the next engine process: %s", why)
                 self.board.publish(msgspec.structs.replace(state, condition="delayed"))
                 wait = self.policy.retry
                 continue
@@ -212,7 +212,7 @@ class EngineSupervisor:
     def _make_folder(self, epoch: int) -> None:
         """Create the folder for the next process's sockets. A cleaner of old files may have deleted its parent."""
         if not self.folder.exists():
-            log.warning("%s was deleted; it is made again", self.folder)
+            log.warning("%s was deleted; creating it again", self.folder)
             self.folder.mkdir(mode=0o700)
         shutil.rmtree(self.folder / str(epoch - 1), ignore_errors=True)
         (self.folder / str(epoch)).mkdir(exist_ok=True)
@@ -228,10 +228,10 @@ class EngineSupervisor:
         if recording is not None:
             try:
                 log.error(
-                    "the last steps are in %s: quire replay shows them", keep_recording(folder)
+                    "the last steps are recorded in %s: see quire replay", keep_recording(folder)
                 )
             except OSError as why:
-                log.warning("the flight recording could not be kept: %s", why)
+                log.warning("could not keep the flight recording: %s", why)
         return recording
 
 

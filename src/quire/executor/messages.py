@@ -83,7 +83,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_by_its_name)
 
 
 def encode(message: Down | Up) -> bytes:
-    """Raises TypeError, ConfigError: something in the message cannot go to another process."""
+    """Raises TypeError, ConfigError: something in the message cannot be sent to another process."""
     return _encoder.encode(message)
 
 

@@ -102,7 +102,7 @@ class ProcessExecutor:
         while number not in self._kept:
             message = self._receive()
             if isinstance(message, WorkerStarted | WorkerEnded):
-                raise RuntimeError(f"{type(message).__name__} out of turn")
+                raise RuntimeError(f"{type(message).__name__} is unexpected")
             self._answered += 1
             self._kept[self._answered] = message
         return self._kept.pop(number)

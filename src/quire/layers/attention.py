@@ -47,7 +47,9 @@ class Attention(nn.Module):
     ):
         super().__init__()
         if num_heads % num_kv_heads:
-            raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads")
+            raise ValueError(
+                f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads"
+            )
         if window is not None and not causal:
             raise ValueError("a layer with a window must be causal")
         scale = head_dim**-0.5 if scale is None else scale

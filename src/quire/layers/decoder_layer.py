@@ -96,7 +96,7 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed="gate_up_proj", silu=silu)
         self.down_proj = Linear(inner, cfg.hidden_size, bias=bias)
         if self.act not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):
-            raise ConfigError(f"hidden_act={self.act!r} is not known to the gated MLP")
+            raise ConfigError(f"hidden_act={self.act!r} is not supported by the gated MLP")
 
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TI = self.gate_up(x_TD)

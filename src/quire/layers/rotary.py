@@ -53,7 +53,9 @@ class Rotary(nn.Module):
         super().__init__()
         self.kind = str(parameters["rope_type"])
         if self.kind not in RECIPES:
-            raise ConfigError(f"rope_type {self.kind!r} is unknown; there are {', '.join(RECIPES)}")
+            raise ConfigError(
+                f"rope_type {self.kind!r} is unknown; choose from {', '.join(RECIPES)}"
+            )
         self.options = dict(parameters)
         whole = head_dim if self.kind == "proportional" else partial(head_dim, parameters)
         self.size = whole

@@ -53,7 +53,7 @@ class WeightSlot(NamedTuple):
         into = self.layer.get_parameter(self.name)
         if tensor.dtype != into.dtype and not (_is_plain(tensor) and _is_plain(into)):
             raise ConfigError(
-                f"weight {called} is stored as {_name(tensor)}; by config.json it should be {_name(into)}"
+                f"weight {called} is stored as {_name(tensor)}, but config.json requires {_name(into)}"
             )
         layer, is_part, converts = self.layer, self.dim is not None, tensor.dtype != into.dtype
         here = device.type == "cpu"
@@ -87,7 +87,7 @@ class WeightSlot(NamedTuple):
         ):
             return tensor.reshape(want[1:]).expand(want)
         raise ConfigError(
-            f"weight {called} has shape {list(tensor.shape)}; config.json makes it {list(want)}"
+            f"weight {called} has shape {list(tensor.shape)}, but config.json requires {list(want)}"
         )
 
 

@@ -113,7 +113,9 @@ class PreparedWeight:
 
     def kernel_args(self) -> dict[str, Any]:
         """Fields of the C struct `Weight` (kernels/layer.h), except the bias and the shape."""
-        raise NotImplementedError(f"no kernel of a whole layer takes a {type(self).__name__}")
+        raise NotImplementedError(
+            f"the fused layer kernel does not support a {type(self).__name__}"
+        )
 
 
 Converted = PreparedWeight | Tensor

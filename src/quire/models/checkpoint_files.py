@@ -49,7 +49,7 @@ def weight_files(path: str, load_format: str = "auto") -> tuple[str, list[Path]]
         ConfigError: load_format is unknown.
     """
     if load_format not in FORMATS:
-        raise ConfigError(f"load_format={load_format!r}: choose {', '.join(FORMATS)}")
+        raise ConfigError(f"load_format={load_format!r}: choose from {', '.join(FORMATS)}")
     root = Path(path)
     if load_format in ("auto", "safetensors", "dummy"):
         files = _indexed(root, "model.safetensors.index.json") or _single_safetensors(root)
@@ -65,8 +65,8 @@ def weight_files(path: str, load_format: str = "auto") -> tuple[str, list[Path]]
             return "pt", files
     kinds = {"safetensors": "*.safetensors", "pt": "*.bin, *.pt", "npcache": "*.bin, *.pt"}
     raise ModelNotFound(
-        f"{path} has no weights ({kinds.get(load_format, '*.safetensors, *.bin, *.pt')});"
-        " pass --load-format dummy to run with random ones"
+        f"{path} has no weights ({kinds.get(load_format, '*.safetensors, *.bin, *.pt')}); pass --load-format dummy to"
+        " use random weights"
     )
 
 
@@ -80,11 +80,11 @@ def _indexed(root: Path, index: str) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is not a weight index: {error!r}") from None
     if any(part in ("..", "/") for name in names for part in Path(name).parts):
-        raise ConfigError(f"{file} names files outside its directory")
+        raise ConfigError(f"{file} refers to files outside its directory")
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise ModelNotFound(
-            f"{index} names {len(files)} files and {len(missing)} are missing: {', '.join(missing[:5])}"
+            f"{index} refers to {len(files)} files, but {len(missing)} are missing: {', '.join(missing[:5])}"
         )
     return files
 
@@ -122,13 +122,13 @@ def header(file: Path) -> dict[str, dict[str, Any]]:
         last = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
     except RecursionError:
         raise ConfigError(
-            f"{file} is no whole safetensors file: its header is nested too deeply"
+            f"{file} is not a complete safetensors file: its header is nested too deeply"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(f"{file} is no whole safetensors file: {error}") from None
+        raise ConfigError(f"{file} is not a complete safetensors file: {error}") from None
     if 8 + length + last > size:
         raise ConfigError(
-            f"{file} is cut short: {size} bytes of {8 + length + last}; fetch it again"
+            f"{file} is truncated: {size} bytes of {8 + length + last}; download it again"
         )
     return dict(found)
 
@@ -141,10 +141,12 @@ def _check_entry(name: str, tensor: dict[str, Any]) -> None:
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError(
-                f"the {what} of {name} is {str(numbers)[:200]}, and must be whole numbers"
+                f"the {what} of {name} is {str(numbers)[:200]}; they must be whole numbers"
             )
     if len(offsets) != 2:
-        raise ValueError(f"the data_offsets of {name} are {len(offsets)} numbers, and must be two")
+        raise ValueError(
+            f"the data_offsets of {name} are {len(offsets)} numbers; there must be two"
+        )
 
 
 def _check_overlaps(found: dict[str, dict[str, Any]]) -> None:
@@ -298,7 +300,7 @@ def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
             f"{file} cannot be read as weights only ({reason}); convert it to safetensors"
         ) from None
     if not isinstance(state, dict):
-        raise ConfigError(f"{file} holds a {type(state).__name__}, not tensors by name")
+        raise ConfigError(f"{file} contains a {type(state).__name__}, not a dict of tensors")
     for nest in ("state_dict", "model"):
         if isinstance(state.get(nest), dict):
             state = state[nest]

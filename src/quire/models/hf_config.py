@@ -37,14 +37,16 @@ def locate(model: ModelConfig, load: LoadConfig) -> str:
     directory = Path(name).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ModelNotFound(f"{directory.absolute()} has no config.json: it is no checkpoint")
+            raise ModelNotFound(
+                f"{directory.absolute()} has no config.json, so it is not a checkpoint"
+            )
         return str(directory.absolute())
     if (EMBEDDED / name / "config.json").is_file() and "/" not in name:
         return str(EMBEDDED / name)
     if directory.is_file():
-        raise ModelNotFound(f"{directory} is a file; the model is the directory it lies in")
+        raise ModelNotFound(f"{directory} is a file; pass the directory that contains it")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name.strip():
-        raise ModelNotFound(f"there is no directory {directory.absolute()} (model={name!r})")
+        raise ModelNotFound(f"the directory {directory.absolute()} does not exist (model={name!r})")
     return _fetch(name, model, load)
 
 
@@ -86,21 +88,22 @@ def _fetch(name: str, model: ModelConfig, load: LoadConfig) -> str:
         )
     except GatedRepoError:
         raise ModelNotFound(
-            f"{name} on the hub asks you to accept its terms: do so on its page, then pass --hf-token or `hf auth login`"
+            f"{name} on the hub requires you to accept its terms: accept them on its page, then pass --hf-token or"
+            " run `hf auth login`"
         ) from None
     except RepositoryNotFoundError:
-        reason = "the hub has no such repository, or it is private and needs --hf-token"
+        reason = "the repository does not exist on the hub, or it is private and needs --hf-token"
     except Exception as error:  # the class of network errors depends on the hub's HTTP client
-        reason = f"the hub cannot be asked ({_first_line(error)})"
+        reason = f"the hub cannot be reached ({_first_line(error)})"
     try:
         return hub.snapshot_download(name, local_files_only=True, **about)
     except Exception:
         cache = load.download_dir or hub.constants.HF_HUB_CACHE
         there = [p.name for p in EMBEDDED.glob("*") if (p / "config.json").is_file()]
         raise ModelNotFound(
-            f"model {name!r} is not here: no directory {Path(name).absolute()}, nothing in {cache},"
+            f"model {name!r} was not found: no directory {Path(name).absolute()}, nothing in {cache},"
             f" and {reason}. Pass a directory with config.json and weights"
-            + (f", or {' or '.join(there)}, which is embedded." if there else ".")
+            + (f", or {' or '.join(there)} (the embedded model)." if there else ".")
         ) from None
 
 
@@ -135,7 +138,7 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{file} is nested too deeply") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds a {type(config).__name__}, not an object")
+        raise ConfigError(f"{file} contains a {type(config).__name__}, not an object")
     found = text_config(overridden(_with_quantization(config, Path(path)), overrides or {}))
     _check_sizes(found)
     for key in ("rope_parameters", "rope_scaling"):
@@ -169,7 +172,7 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
         value = config.get(key)
         if isinstance(value, int | float) and not -1 <= value <= most:
             raise ConfigError(
-                f"{key}={value!r} in config.json or hf_overrides: at most {most} is possible; is the file damaged?"
+                f"{key}={value!r} in config.json or hf_overrides: at most {most} is allowed; the file may be damaged"
             )
 
 

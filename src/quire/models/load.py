@@ -118,8 +118,8 @@ def _can_quantize(impl: str, resolved: Resolved, platform: Platform) -> None:
     if kernels_for(getattr(torch, resolved.dtype)) is None:
         why = f"there are kernels for bfloat16, not {resolved.dtype}"
         if resolved.dtype == "bfloat16":
-            why = "no native CPU kernels run here"
-        log.warning("quantized weights run in plain torch, many times slower: %s", why)
+            why = "the native CPU kernels do not run on this machine"
+        log.warning("quantized weights run in plain torch, which is many times slower: %s", why)
 
 
 def _can_be_floats(resolved: Resolved, platform: Platform, remedy: str) -> None:
@@ -290,17 +290,18 @@ def fill(
     _resolve_tied_head(model, slots, filled, heads, device)
     if missing := _missing(slots, filled):
         raise ConfigError(
-            f"the checkpoint lacks {len(missing)} of the tensors that config.json asks for: {_some(missing)}"
+            f"the checkpoint lacks {len(missing)} of the tensors that config.json requires: {_some(missing)}"
             + (
-                f"; it has {_some(unexpected + unused)}, which have no place"
+                f"; unexpected tensors: {_some(unexpected + unused)}"
                 if unexpected or unused
                 else ""
             )
         )
     if unexpected:
         raise ConfigError(
-            f"the checkpoint has {len(unexpected)} tensors that {type(model).__name__} has no place for: {_some(unexpected)};"
-            " if config.json is right, --model-impl transformers may run it"
+            f"the checkpoint has {len(unexpected)} tensors that {type(model).__name__} does not use:"
+            f" {_some(unexpected)};"
+            " if config.json is correct, --model-impl transformers may run it"
         )
     if unused:
         (log.info if wrapped else log.warning)(
@@ -367,7 +368,7 @@ def _resolve_tied_head(
     if torch.equal(table.to(device=own.device, dtype=own.dtype), own):
         return
     log.warning(
-        "config.json ties the head to the embeddings, but the checkpoint has a head of its own: that one is used"
+        "config.json ties the head to the embeddings, but the checkpoint has a separate head, which is used"
     )
     vocab, size = own.shape
     with construction(own.dtype):

@@ -130,8 +130,8 @@ class Offload:
         total = sum(each.size for each in packed)
         self.chosen = []
         log.info(
-            "cpu_offload_gb: %d layers (%.2f GiB) stay in the host's memory, two places of %.2f GiB on the device;"
-            " steps are not recorded",
+            "cpu_offload_gb: %d layers (%.2f GiB) stay in host memory, with two buffers of %.2f GiB on the device;"
+            " steps are not recorded as CUDA graphs",
             len(packed), total / GIB, room / GIB,
         )  # fmt: skip
 

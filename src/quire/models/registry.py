@@ -41,15 +41,15 @@ def choose_impl(
         ConfigError: model_impl is unknown, or requires a native model that does not exist.
     """
     if model_impl not in IMPLS:
-        raise ConfigError(f"model_impl={model_impl!r}: choose {', '.join(IMPLS)}")
+        raise ConfigError(f"model_impl={model_impl!r}: choose from {', '.join(IMPLS)}")
     if model_impl == "transformers":
-        return "transformers", "asked for by model_impl"
+        return "transformers", "selected by model_impl"
     lacking = _lacking(architecture, hf_config)
     if not lacking:
         return "native", f"{architecture} is native"
     if model_impl in NATIVE:
         raise ConfigError(
-            f"model_impl={model_impl}: {lacking}; leave it at auto to run the code of Transformers"
+            f"model_impl={model_impl}: {lacking}; use auto to run it through Transformers"
         )
     return "transformers", lacking
 
@@ -65,10 +65,10 @@ def _lacking(architecture: str, config: Mapping[str, Any]) -> str:
     for each in by_type or [rope]:
         kind = each.get("rope_type") or each.get("type") or "default"
         if kind not in (*ROPE_TYPES, "su", "mrope"):
-            return f"rope type {kind!r} has no native form"
+            return f"rope type {kind!r} has no native implementation"
     odd = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if odd:
-        return f"layers of type {', '.join(sorted(odd))} have no native form"
+        return f"layers of type {', '.join(sorted(odd))} have no native implementation"
     if config.get("hidden_act", "silu") not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):
-        return f"activation {config['hidden_act']!r} has no native form"
+        return f"activation {config['hidden_act']!r} has no native implementation"
     return ""

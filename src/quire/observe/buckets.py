@@ -53,7 +53,7 @@ def checked(custom: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
     for family, bounds in custom.items():
         if family not in known:
             raise ConfigError(
-                f"custom_histogram_buckets has {family!r}: choose from {', '.join(known)}"
+                f"custom_histogram_buckets: unknown family {family!r}; choose from {', '.join(known)}"
             )
         numbers = isinstance(bounds, list | tuple) and all(
             isinstance(one, int | float) and not isinstance(one, bool) for one in bounds

@@ -49,39 +49,39 @@ class HttpMetrics:
         """A cache: finding labels costs more than counting."""
         self.requests = Counter(
             "http_requests",
-            "HTTP requests, by the first digit of their status.",
+            "HTTP requests by status class.",
             ["handler", "method", "status"],
             registry=registry,
         )
         self.seconds = Histogram(
             "http_request_duration_seconds",
-            "From the first byte of a request to the last of its answer.",
+            "Seconds from the first byte of a request to the last byte of its response.",
             ["handler", "method"],
             buckets=COARSE,
             registry=registry,
         )
         self.fine = Histogram(
             "http_request_duration_highr_seconds",
-            "The same in finer steps, for all routes together.",
+            "The same with finer buckets, for all routes together.",
             buckets=FINE,
             registry=registry,
         )
 
         self.asked_bytes = Summary(
             "http_request_size_bytes",
-            "Bytes of a request's body, as its head says.",
+            "Bytes of request bodies, by Content-Length.",
             ["handler"],
             registry=registry,
         )
         self.told_bytes = Summary(
             "http_response_size_bytes",
-            "Bytes of an answer's body.",
+            "Bytes of response bodies.",
             ["handler"],
             registry=registry,
         )
         self.under_way = Gauge(
             UNDER_WAY,
-            "HTTP requests that are being answered.",
+            "HTTP requests in progress.",
             registry=registry,
             multiprocess_mode="livesum",
         )

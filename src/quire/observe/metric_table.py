@@ -50,19 +50,19 @@ def hit_rate(stats: EngineStats) -> float:
 
 
 SNAPSHOTS: tuple[SnapshotMetric, ...] = (
-    SnapshotMetric("vllm:num_requests_running", "gauge", "Requests that hold a row.", lambda s: s.running),
-    SnapshotMetric("vllm:num_requests_waiting", "gauge", "Requests that wait for a row.", lambda s: s.waiting),
+    SnapshotMetric("vllm:num_requests_running", "gauge", "Running requests.", lambda s: s.running),
+    SnapshotMetric("vllm:num_requests_waiting", "gauge", "Waiting requests.", lambda s: s.waiting),
     SnapshotMetric(
-        "vllm:num_requests_waiting_by_reason", "gauge", "Waiting requests, by what they wait for.",
+        "vllm:num_requests_waiting_by_reason", "gauge", "Waiting requests, by the reason of waiting.",
         lambda s: {"capacity": s.waiting - s.deferred, "deferred": s.deferred}, label="reason",
     ),
-    SnapshotMetric("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.", lambda s: s.kv_usage),
+    SnapshotMetric("vllm:kv_cache_usage_perc", "gauge", "Fraction of KV blocks in use, 0 to 1.", lambda s: s.kv_usage),
     SnapshotMetric("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
     SnapshotMetric("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
-    SnapshotMetric("vllm:num_preemptions", "counter", "Requests that lost their row for want of KV blocks.", lambda s: s.preemptions),
+    SnapshotMetric("vllm:num_preemptions", "counter", "Requests preempted for lack of KV blocks.", lambda s: s.preemptions),
     SnapshotMetric("vllm:prompt_tokens", "counter", "Prompt tokens processed.", lambda s: s.prompt_tokens),
     SnapshotMetric(
-        "vllm:prompt_tokens_by_source", "counter", "Prompt tokens, by where their KV came from.",
+        "vllm:prompt_tokens_by_source", "counter", "Prompt tokens, by the source of their KV.",
         lambda s: {
             "local_compute": max(0, s.prompt_tokens - s.prefix_hits),
             "local_cache_hit": s.prefix_hits,
@@ -70,12 +70,12 @@ SNAPSHOTS: tuple[SnapshotMetric, ...] = (
         },
         label="source",
     ),
-    SnapshotMetric("vllm:prompt_tokens_cached", "counter", "Prompt tokens that cost nothing.", lambda s: s.prefix_hits),
-    SnapshotMetric("vllm:prompt_tokens_cached_by_source", "counter", "Prompt tokens that cost nothing, by where their KV was.",
+    SnapshotMetric("vllm:prompt_tokens_cached", "counter", "Prompt tokens that were not computed.", lambda s: s.prefix_hits),
+    SnapshotMetric("vllm:prompt_tokens_cached_by_source", "counter", "Prompt tokens that were not computed, by the source of their KV.",
              lambda s: {"device": s.prefix_hits}, label="source"),
     SnapshotMetric("vllm:generation_tokens", "counter", "Tokens generated.", lambda s: s.generation_tokens),
-    SnapshotMetric("vllm:request_success", "counter", "Requests that ended, by how.", finished, label="finished_reason"),
-    SnapshotMetric("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in.",
+    SnapshotMetric("vllm:request_success", "counter", "Finished requests, by finish reason.", finished, label="finished_reason"),
+    SnapshotMetric("vllm:engine_sleep_state", "gauge", "1 for the engine's current state.",
              lambda s: {state: state == s.state for state in STATES}, label="sleep_state"),
     SnapshotMetric("quire:engine_steps", "counter", "Forward passes.", lambda s: s.steps),
     # old names
@@ -89,7 +89,7 @@ SNAPSHOTS: tuple[SnapshotMetric, ...] = (
 
 OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric("vllm:time_to_first_token_seconds", "time_to_first_token", "Arrival to first token."),
-    ObservedMetric("vllm:inter_token_latency_seconds", "inter_token_latency", "Gap between two outputs of a request."),
+    ObservedMetric("vllm:inter_token_latency_seconds", "inter_token_latency", "Seconds between two outputs of a request."),
     ObservedMetric("vllm:request_time_per_output_token_seconds", "inter_token_latency", "A request's mean time per token after its first."),
     ObservedMetric("vllm:e2e_request_latency_seconds", "request_latency", "Arrival to last token."),
     ObservedMetric("vllm:request_queue_time_seconds", "request_latency", "Arrival to first step."),
@@ -98,27 +98,27 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric("vllm:request_decode_time_seconds", "request_latency", "First token to last token."),
     ObservedMetric("vllm:request_prompt_tokens", "request_tokens", "Prompt tokens of a request."),
     ObservedMetric("vllm:request_generation_tokens", "request_tokens", "Tokens generated for a request."),
-    ObservedMetric("vllm:request_max_num_generation_tokens", "request_tokens", "The longest of a request's completions."),
+    ObservedMetric("vllm:request_max_num_generation_tokens", "request_tokens", "Tokens of the longest completion of a request."),
     ObservedMetric("vllm:request_params_max_tokens", "request_tokens", "max_tokens of a request."),
     ObservedMetric("vllm:request_prefill_kv_computed_tokens", "request_tokens", "Prompt tokens computed, without those found in the cache."),
     ObservedMetric("vllm:request_params_n", "request_params_n", "n of a request."),
     ObservedMetric("vllm:request_num_preemptions", "request_num_preemptions", "How often a request was preempted."),
-    ObservedMetric("vllm:iteration_tokens_total", "iteration_tokens", "Tokens a step, as a mean over a second."),
+    ObservedMetric("vllm:iteration_tokens_total", "iteration_tokens", "Tokens per step, averaged over a second."),
 )  # fmt: skip
 
 RESIDENCY = "kv_cache_residency"
 STAYS: dict[str, tuple[str, str]] = {
-    "lifetime": ("vllm:kv_block_lifetime_seconds", "From when a block was taken until what it held was forgotten."),
-    "idle": ("vllm:kv_block_idle_before_evict_seconds", "How long nobody had used what was forgotten."),
-    "gap": ("vllm:kv_block_reuse_gap_seconds", "How long nobody had used what was used again."),
+    "lifetime": ("vllm:kv_block_lifetime_seconds", "Seconds from the allocation of a KV block to its eviction."),
+    "idle": ("vllm:kv_block_idle_before_evict_seconds", "Seconds since the last use of an evicted KV block."),
+    "gap": ("vllm:kv_block_reuse_gap_seconds", "Seconds between two uses of a KV block."),
 }  # fmt: skip
 """Histograms that the engine fills, by their names in EngineStats.residency."""
 
 COUNTS: dict[str, tuple[str, str]] = {
-    "flops": ("vllm:estimated_flops_per_gpu", "Floating-point operations of all steps, by the sums."),
-    "read_bytes": ("vllm:estimated_read_bytes_per_gpu", "Bytes of weights and KV that steps read, by the sums."),
-    "write_bytes": ("vllm:estimated_write_bytes_per_gpu", "Bytes of KV that steps wrote, by the sums."),
-    "recorder_stops": ("quire:flight_recorder_stops", "1: the engine's steps are recorded no longer, because they could not be written."),
+    "flops": ("vllm:estimated_flops_per_gpu", "Floating-point operations of all steps, estimated."),
+    "read_bytes": ("vllm:estimated_read_bytes_per_gpu", "Bytes of weights and KV that steps read, estimated."),
+    "write_bytes": ("vllm:estimated_write_bytes_per_gpu", "Bytes of KV that steps wrote, estimated."),
+    "recorder_stops": ("quire:flight_recorder_stops", "1: the flight recorder has stopped after a write error."),
 }  # fmt: skip
 """Counters that the engine computes at each scrape, by their names in EngineStats.counts."""
 

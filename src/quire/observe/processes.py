@@ -68,7 +68,7 @@ class AllocatedDict(MmapedDict):
         super()._init_value(key)  # type: ignore[no-untyped-call]
 
     def _leave_disk(self, data: bytes, why: OSError) -> None:
-        log.warning("metrics of this process are told no longer: %s", why)
+        log.warning("metrics of this process are no longer exported: %s", why)
         fd = os.memfd_create("quire-metrics")
         os.write(fd, data)
         super().__init__(f"/proc/self/fd/{fd}")  # type: ignore[no-untyped-call]

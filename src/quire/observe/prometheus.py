@@ -135,7 +135,7 @@ class MergedCollector(Collector):
         try:
             merged = list(self.files.collect())  # type: ignore[no-untyped-call]
         except (OSError, ValueError, RuntimeError, struct.error) as why:
-            log.warning_every("files", 60.0, "the files of metrics could not be read: %s", why)
+            log.warning_every("files", 60.0, "could not read the metrics files: %s", why)
             return
         for metric in merged:
             yield metric
@@ -207,29 +207,29 @@ class ServerMetrics:
             return Counter(name, help, ["model_name", *labels], registry=self.registry)
 
         self.rejected = counter(
-            "vllm:admission_rejections", "Requests refused because too many wait.", "reason"
+            "vllm:admission_rejections", "Requests refused because the queue is full.", "reason"
         )
         for limit in LIMITS:  # a series that starts at 1 hides its first event from rate()
             self.rejected.labels(self.model_name, limit)
         self.tools = counter(
             "vllm:tool_call_parser_invocations",
-            "Completions that were read for tool calls, by whether there were any.",
+            "Completions parsed for tool calls, by whether they contain any.",
             "mode", "outcome", "request_type",
         )  # fmt: skip
         self.errors = counter(
-            "quire:request_errors", "Requests answered with an error, by status.", "status"
+            "quire:request_errors", "Requests with an error response, by status.", "status"
         )
         self.restarts = counter(
-            "quire:process_restarts", "Processes that were replaced: engine or http.", "process"
+            "quire:process_restarts", "Restarted processes: engine or http.", "process"
         )
         for process in ("engine", "http"):
             self.restarts.labels(self.model_name, process)
         self.key_requests = counter("quire:key_requests", "Requests by key.", "key")
         self.key_tokens = counter(
-            "quire:key_tokens", "Tokens by key: of prompts, and of outputs.", "key", "kind"
+            "quire:key_tokens", "Prompt and output tokens by key.", "key", "kind"
         )
         self.key_rejections = counter(
-            "quire:key_rejections", "Requests refused because their key may not have more now.", "key"
+            "quire:key_rejections", "Requests refused because of a limit of their key.", "key"
         )  # fmt: skip
 
     def _make_gauges(self) -> None:
@@ -241,22 +241,22 @@ class ServerMetrics:
         for kind in ("prompt", "generation") if self.legacy else ():
             made = gauge(
                 f"vllm:avg_{kind}_throughput_toks_per_s",
-                f"Tokens of {kind}s a second, as the log line has it.",
+                f"Tokens of {kind}s per second, as in the log line.",
                 "model_name", "engine", mode="mostrecent",
             )  # fmt: skip
             self.throughput[kind] = made.labels(self.model_name, ENGINE)
-        rows = gauge("quire:max_num_seqs", "The most requests that run at once.", "model_name", "engine")  # fmt: skip
+        rows = gauge("quire:max_num_seqs", "Maximum requests that run at once.", "model_name", "engine")  # fmt: skip
         self.rows = rows.labels(self.model_name, ENGINE)
         self.operations = gauge(
-            "vllm:sleep_mode_operations_in_flight", "Sleeps and wake-ups under way.",
+            "vllm:sleep_mode_operations_in_flight", "Sleep and wake-up operations in progress.",
             "model_name", "engine", "operation", mode="livesum",
         )  # fmt: skip
         self.slept = Histograms(
-            "vllm:sleep_mode_operation_duration_seconds", "How long going to sleep and waking up took.",
+            "vllm:sleep_mode_operation_duration_seconds", "Seconds of sleep and wake-up operations.",
             ["model_name", "engine", "operation"], buckets=buckets("request_latency", 0, self.custom), registry=self.registry,
         )  # fmt: skip
-        self.startup = gauge("quire:startup_seconds", "How long each stage of start-up took.", "stage")  # fmt: skip
-        gauge("quire:build_info", "1 for the version that runs.", "version").labels(__version__).set(1)  # fmt: skip
+        self.startup = gauge("quire:startup_seconds", "Seconds of each stage of start-up.", "stage")  # fmt: skip
+        gauge("quire:build_info", "1, with the version as a label.", "version").labels(__version__).set(1)  # fmt: skip
 
     def attach(
         self, stats: Callable[[], EngineStats], max_model_len: int, info: Mapping[str, Any]
@@ -277,7 +277,7 @@ class ServerMetrics:
                     self.registry.register(AliasCollector(alias, histogram))
         labels = {key: str(value) for key, value in info.items()} | {"engine": ENGINE}
         gauge = Gauge(
-            "vllm:cache_config_info", "How the KV cache is set up.", list(labels),
+            "vllm:cache_config_info", "Configuration of the KV cache, as labels.", list(labels),
             registry=self.registry, multiprocess_mode="max",
         )  # fmt: skip
         gauge.labels(**labels).set(1)

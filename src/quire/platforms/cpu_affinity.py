@@ -62,7 +62,7 @@ def leave_a_core() -> list[int]:
     cores = all_but_one(allowed, one_node(allowed))
     if cores:
         os.sched_setaffinity(0, cores)
-        logger.info("core %d is left to the HTTP server", min(set(allowed) - set(cores)))
+        logger.info("leaving core %d to the HTTP server", min(set(allowed) - set(cores)))
     return cores
 
 
@@ -90,16 +90,15 @@ def chosen_cores(bind: str, reserved: int, allowed: list[int], node: list[int]) 
         wanted = _listed(bind.partition("|")[0], NAME)
         if missing := sorted(set(wanted) - set(allowed)):
             raise ConfigError(
-                f"{NAME}={bind}: this process may not use core {missing[0]}; it may use"
-                f" {','.join(map(str, allowed))}"
+                f"{NAME}={bind}: this process may not use core {missing[0]}; allowed: {','.join(map(str, allowed))}"
             )
         return wanted
     if not reserved:
         return node if len(node) < len(allowed) else []
     if not 0 < reserved < len(node):
         raise ConfigError(
-            f"QUIRE_CPU_NUM_OF_RESERVED_CPU={reserved}: this process may use {len(node)} cores, and one at least"
-            " must be left to compute on"
+            f"QUIRE_CPU_NUM_OF_RESERVED_CPU={reserved}: this process may use {len(node)} cores, and at least one must"
+            " remain for computing"
         )
     return node[reserved:]
 
@@ -178,6 +177,8 @@ def _listed(text: str, name: str) -> list[int]:
             or (dash and not last.isdigit())
             or (dash and int(last) < int(first))
         ):
-            raise ConfigError(f"{name}={text}: auto, nobind, or a list of cores such as 0-3,8")
+            raise ConfigError(
+                f"{name}={text}: must be auto, nobind, or a list of cores such as 0-3,8"
+            )
         cores.update(range(int(first), int(last if dash else first) + 1))
     return sorted(cores)

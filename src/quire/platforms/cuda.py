@@ -40,7 +40,7 @@ class CudaPlatform:
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
-                "torch finds no CUDA device; is it a CUDA build, and does it fit the driver?"
+                "torch finds no CUDA device; install a CUDA build of torch that matches the driver"
             )
         found = detect.cuda_facts()
         self._facts = found
@@ -79,8 +79,9 @@ class CudaPlatform:
         available = self.memory().available
         if available < needed:
             raise NotEnoughMemory(
-                f"{available >> 20} MiB are left on {self.description} after weights and KV cache, and a step needs"
-                f" {needed >> 20} MiB: another program may have taken memory meanwhile. Lower gpu_memory_utilization."
+                f"{available >> 20} MiB are free on {self.description} after loading weights and KV cache, but a step"
+                f" needs {needed >> 20} MiB; another program may have allocated memory meanwhile. Lower"
+                " gpu_memory_utilization."
             )
 
     def recorder(self) -> CudaRecorder:

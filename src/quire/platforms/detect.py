@@ -79,19 +79,17 @@ def facts() -> PlatformFacts:
     wanted = str(env.get("DEVICE") or "auto")
     if wanted not in ("auto", "cpu", "cuda"):
         raise ConfigError(
-            f"QUIRE_DEVICE={wanted}: the devices are cpu and cuda; unset it to let Quire choose."
+            f"QUIRE_DEVICE={wanted}: choose from cpu, cuda; unset it to detect the device."
         )
     gpu = cuda_device() if wanted != "cpu" else None
-    missing = (
-        cuda_missing() if gpu else "no CUDA driver answers, or it has no device for this process"
-    )
+    missing = cuda_missing() if gpu else "no CUDA driver, or no CUDA device for this process"
     if gpu and not missing and (PROVEN or wanted == "cuda"):
         return _cuda_facts(gpu)
     if wanted == "cuda":
         raise ConfigError(f"QUIRE_DEVICE=cuda, but {missing}.")
     if gpu:
-        missing = missing or "Quire has not been run on a card yet; QUIRE_DEVICE=cuda takes it"
-        logger.warning_once("%s is here and not used: %s", gpu.name, missing)
+        missing = missing or "CUDA support is experimental; set QUIRE_DEVICE=cuda to use it"
+        logger.warning_once("not using %s: %s", gpu.name, missing)
     return cpu_facts()
 
 
@@ -113,7 +111,7 @@ def cpu_facts() -> PlatformFacts:
 def cuda_facts() -> PlatformFacts:
     """Raises ConfigError: the driver finds no CUDA device."""
     if (gpu := cuda_device()) is None:
-        raise ConfigError("no CUDA driver answers, or it has no device for this process")
+        raise ConfigError("no CUDA driver, or no CUDA device for this process")
     return _cuda_facts(gpu)
 
 

@@ -87,11 +87,11 @@ def how_it_ended(child: subprocess.Popen[bytes], seconds: float = 2.0) -> str:
     try:
         code = child.wait(seconds)
     except subprocess.TimeoutExpired:
-        return "closed its pipe and hangs"
+        return "closed its pipe without exiting"
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    why = "; the system kills so when memory runs out" if -code == signal.SIGKILL else ""
+    why = "; the kernel sends this signal when memory runs out" if -code == signal.SIGKILL else ""
     return f"was ended by {name}{why}"
 
 
@@ -131,7 +131,7 @@ def end_with_parent(parent: int) -> None:
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
-        log.debug("no prctl here")
+        log.debug("prctl is not available")
     if os.getppid() != parent:
         os._exit(1)
     watch_parent(parent)

@@ -42,7 +42,7 @@ def own_folder() -> Path:
         except OSError as why:
             tried.append(str(why))
     raise StartupError(
-        f"the engine's sockets need a directory that can be written ({'; '.join(tried)}): set TMPDIR to one"
+        f"the engine's sockets need a writable directory ({'; '.join(tried)}): set TMPDIR to one"
     )
 
 
@@ -70,7 +70,7 @@ def remove_stale(place: Path) -> None:
             with (folder / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
-            log.info("removed %s, which a server that was killed had left", folder)
+            log.info("removed %s, left by a killed server", folder)
         except OSError:  # it is locked, has no lock file, or was removed in the meantime
             continue
 

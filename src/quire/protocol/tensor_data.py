@@ -56,7 +56,7 @@ class TensorData:
 def encode_tensor(value: Any) -> Any:
     """For msgspec's `enc_hook`: a tensor within its message. Raises TypeError: the value is no tensor."""
     if not isinstance(value, TensorData):
-        raise TypeError(f"a {type(value).__name__} cannot go to another process")
+        raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
     return value.dtype, value.shape, value.data
 
 

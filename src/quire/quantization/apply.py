@@ -79,7 +79,7 @@ def set_formats(
             if any(layout != layouts[0] for layout in layouts):
                 raise Unsupported(
                     f"a checkpoint whose {', '.join(names)} are quantized in different ways",
-                    "quantize all of them alike, or none",
+                    "quantize all of them in the same way, or none",
                 )
             if (layout := layouts[0]) is None:
                 continue

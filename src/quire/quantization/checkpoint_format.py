@@ -90,7 +90,8 @@ def _dequantized(
     split = (tensor.split(ref.outputs) for tensor in (q_OI, scale_OG, zero_OG))
     parts = [scattered(*part) for part in zip(*split, groups_PI, strict=True)]
     log.warning(
-        "weights of %s parts are multiplied as floats: their groups do not agree", len(parts)
+        "weights of %s parts are dequantized before multiplying, because their groups differ",
+        len(parts),
     )
     return torch.cat(parts)
 

@@ -132,9 +132,12 @@ def torch_can(device: torch.device) -> bool:
         bias = torch.zeros(256, dtype=x_TI.dtype, device=device)
         got = scaled_product(quantize(x_TI), pair, bias, x_TI.dtype).float()
     except Exception as error:
-        log.info("8-bit floats are multiplied by our own kernels alone: %s", error)
+        log.info("8-bit floats use only Quire's kernels: %s", error)
         return False
     away = float((got - want).norm() / want.norm())
     if not away < NEAR:
-        log.warning("torch's scaled product is %.2g off here, and not used", away)
+        log.warning(
+            "torch's scaled matrix product has an error of %.2g on this device, so it is not used",
+            away,
+        )
     return away < NEAR

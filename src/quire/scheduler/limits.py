@@ -60,7 +60,7 @@ class SchedulerLimits:
     def overloaded(self, asked: EngineRequest, waiting: WaitingQueue) -> str | None:
         """Why this request may not be queued now, or None."""
         if 0 < self.max_waiting <= len(waiting):
-            return f"{len(waiting)} requests wait already (max_num_queued_reqs)"
+            return f"{len(waiting)} requests are already waiting (max_num_queued_reqs)"
         if 0 < self.max_waiting_tokens < waiting.num_tokens + len(asked.tokens):
-            return f"{waiting.num_tokens} prompt tokens wait already (max_num_queued_tokens)"
+            return f"{waiting.num_tokens} prompt tokens are already waiting (max_num_queued_tokens)"
         return None

@@ -52,6 +52,6 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         index = bisect_left(self._requests, _backwards(request), key=_backwards)
         if index == len(self._requests) or self._requests[index] is not request:
-            raise KeyError(f"request {request.id} does not wait")
+            raise KeyError(f"request {request.id} is not waiting")
         del self._requests[index]
         self.num_tokens -= request.num_prompt

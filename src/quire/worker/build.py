@@ -83,10 +83,10 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
     """
     stages = StartupStages()
     load_plugins()
-    with stages("plan memory"):
+    with stages("planning memory"):
         forecast = plan_memory(resolved)
     bind_to_cores(computing=resolved.device == "cpu")
-    with stages("import torch"):
+    with stages("importing torch"):
         from quire.models.load import build_model
         from quire.native.step import make_native_step
         from quire.platforms.base import platform_of
@@ -101,9 +101,9 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
         platform = platform_of(resolved.device)
         platform.prepare(forecast.weights)
         forecast = plan_on(platform, resolved, forecast)
-    with stages("load the model"):
+    with stages("loading the model"):
         model = build_model(resolved, platform, build_offload(resolved, platform))
-    with stages("allocate the KV cache"):
+    with stages("allocating the KV cache"):
         specs = layer_specs(resolved, model)
         plan = replan(resolved, forecast, weight_bytes(model), specs)
         log.info("memory plan\n%s", table(plan.table()))
@@ -150,7 +150,7 @@ def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
     if not resolved.asked.cache.cpu_offload_gb:
         return None
     if (copier := platform.copier()) is None:
-        log.warning("cpu_offload_gb does nothing here: weights are in the host's memory as it is")
+        log.warning("cpu_offload_gb has no effect: weights are in host memory on this device")
         return None
     from quire.models.offload import Offload
 

@@ -298,9 +298,7 @@ class GraphModelInput:
             raise  # the device is lost
         except Exception as error:
             self.failed.add(key)
-            log.warning(
-                "steps of %d rows run without a graph: %s: %s", size, type(error).__name__, error
-            )
+            log.warning("steps of %d rows run without a CUDA graph: %r", size, error)
             return
         seconds = time.monotonic() - began
         self.pace.took(seconds)

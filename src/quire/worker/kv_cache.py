@@ -59,7 +59,7 @@ def allocate_cache(
             for parts in wanted
         ):
             raise Unsupported(
-                f"a cache whose groups of layers cannot share blocks ({wanted})",
+                f"a KV cache whose KV groups cannot share blocks ({wanted})",
                 "choose another attention_backend",
             )
         count = max(len(group.layers) for group in alike)

@@ -137,8 +137,8 @@ def forecast_weights(
     # An accelerator gets one weight after the other, and each is quantized at once.
     if loading > available and resolved.device == "cpu":
         raise NotEnoughMemory(
-            f"Not enough memory: before they are made {resolved.quantization}, weights take {size(loading)} as"
-            f" {resolved.dtype}, and {size(available)} is available. Take a checkpoint that is quantized already."
+            f"Not enough memory: quantizing to {resolved.quantization} first loads the weights as {resolved.dtype},"
+            f" which takes {size(loading)}, but {size(available)} is available. Use a quantized checkpoint."
         )
     small_head = resolved.device == "cpu"  # on an accelerator the head is not quantized
     return in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization, small_head=small_head)
@@ -217,7 +217,7 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, asked: int | None)
     elif asked is not None:
         remedy = "Raise kv_cache_memory_bytes"
     elif plan.weights > plan.available * plan.share:
-        remedy = "The weights alone do not fit: take a smaller model or a smaller dtype"
+        remedy = "The weights alone do not fit: use a smaller model or a smaller dtype"
     else:
         remedy = "Lower max_num_batched_tokens, or raise gpu_memory_utilization"
     return (

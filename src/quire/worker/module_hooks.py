@@ -72,7 +72,7 @@ class ModuleHooks:
         """
         if not callable(function):
             raise ValidationError(
-                "apply_model takes a function, which only a program has (LLM.apply_model): JSON holds none",
+                "apply_model needs a function, which JSON cannot contain; call LLM.apply_model from a program",
                 parameter="args",
             )
         return function(self.worker.model)
@@ -81,7 +81,7 @@ class ModuleHooks:
         """Replaces the worker's `put_away`."""
         if self.watched and level > 1 and self.worker.model is self.known():
             raise QuireError(
-                "hooks on the model's modules would be lost with its weights: remove them, or sleep at level 1"
+                "sleep level 2 drops the model's modules and their hooks: remove the hooks, or sleep at level 1"
             )
         self.put_away(level)
 
@@ -100,7 +100,7 @@ class ModuleHooks:
         if names := sorted(name for (name, _), keys in dead.items() if keys):
             raise Unsupported(
                 f"a hook on {', '.join(names)} (it would not be called: larger calls compute it)",
-                "hang it on a layer, its self_attn or its mlp, or on the model",
+                "register it on a layer, its self_attn or its mlp, or on the model",
             )
 
     def _run_modules(self, watched: bool) -> None:

@@ -68,7 +68,7 @@ class RequestRows:
         """
         row, length = new.row, len(new.tokens)
         if self.ids[row] is not None:
-            raise RuntimeError(f"row {row} is taken by {self.ids[row]!r}; {new.id!r} cannot enter")
+            raise RuntimeError(f"row {row} belongs to {self.ids[row]!r}; {new.id!r} cannot use it")
         if length > self.max_model_len or not 0 <= new.computed < length:
             raise RuntimeError(
                 f"{new.id!r} enters with {length} tokens, {new.computed} of them computed;"
@@ -123,7 +123,7 @@ class RequestRows:
     def leave(self, row: int) -> None:
         """Free a row. Raises RuntimeError: it is not in use."""
         if self.ids[row] is None:
-            raise RuntimeError(f"row {row} is left, but nobody sits there")
+            raise RuntimeError(f"row {row} is freed, but no request has it")
         self.ids[row] = self.params[row] = None
         self.length[row] = 0
 

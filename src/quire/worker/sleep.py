@@ -84,7 +84,7 @@ class WorkerSleep:
             self._move(torch.device("cpu"))
         self.away |= {"weights", "kv_cache"} if level else {"kv_cache"}
         collect()
-        log.info("asleep: the KV cache is given back%s", ", and the weights" if dropped else "")
+        log.info("asleep: released the KV cache%s", ", and the weights" if dropped else "")
 
     def bring_back(self, parts: Sequence[str]) -> None:
         """Restore those of `parts` that are away. On the host the cache's pages are allocated on first write."""
@@ -123,7 +123,7 @@ class UnloadedModel:
     per_request = False
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise QuireError("the engine sleeps and its weights are dropped: wake it up first")
+        raise QuireError("the engine is asleep and its weights are dropped: wake it up first")
 
 
 ABSENT: Any = UnloadedModel()

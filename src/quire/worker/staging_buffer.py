@@ -49,7 +49,7 @@ class StagingBuffer:
         """
         start, end = self.used, self.used + len(part)
         if end > self.size:
-            raise ValueError(f"{end} integers do not fit a twin of {self.size}")
+            raise ValueError(f"{end} integers do not fit a staging buffer of {self.size}")
         self.array[start:end] = part
         self.used = -(-end // LINE) * LINE
         return slice(start, end)

@@ -39,18 +39,18 @@ class Arrivals:
     def check(self) -> None:
         """Raises ConfigError: an invalid number, or options that exclude each other."""
         if not self.rate > 0:
-            raise ConfigError(f"--request-rate {self.rate:g}: more than 0, or inf")
+            raise ConfigError(f"--request-rate {self.rate:g}: must be above 0, or inf")
         if not 0 < self.burstiness < INFINITE:
-            raise ConfigError(f"--burstiness {self.burstiness:g}: more than 0")
+            raise ConfigError(f"--burstiness {self.burstiness:g}: must be above 0")
         if self.most is not None and self.most < 1:
-            raise ConfigError(f"--max-concurrency {self.most}: at least 1")
+            raise ConfigError(f"--max-concurrency {self.most}: must be at least 1")
         if self.ramp is None:
             return
         if self.rate != INFINITE:
-            raise ConfigError("--ramp-up-strategy sets the rate: leave --request-rate out")
+            raise ConfigError("--ramp-up-strategy sets the request rate; leave --request-rate out")
         if not 0 <= self.first <= self.last or self.last <= 0:
             raise ConfigError(
-                "--ramp-up-start-rps and --ramp-up-end-rps: 0 <= start <= end, end > 0"
+                "--ramp-up-start-rps and --ramp-up-end-rps: must satisfy 0 <= start <= end and end > 0"
             )
         if self.ramp == "exponential" and not self.first:
             raise ConfigError("--ramp-up-start-rps 0: an exponential ramp starts above 0")

@@ -71,7 +71,7 @@ class ServerCutter:
 class WordCutter:
     """Without a tokenizer: counts each word as a token. Results use the server's token counts where it reports them."""
 
-    name = "none: one word for a token"
+    name = "none: one word per token"
 
     async def encode(self, text: str, special: bool = False) -> list[Any]:
         return text.split(" ") if text else []
@@ -118,11 +118,11 @@ async def make(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
         ConfigError: an unknown dataset, or a file that is missing or malformed.
     """
     if wanted.count < 1:
-        raise ConfigError(f"--num-prompts {wanted.count}: at least 1")
+        raise ConfigError(f"--num-prompts {wanted.count}: must be at least 1")
     maker = DATASETS.get(wanted.dataset)
     if maker is None:
         raise ConfigError(
-            f"--dataset-name {wanted.dataset}: not one of {', '.join(DATASETS)}; other prompts can come from a file:"
+            f"--dataset-name {wanted.dataset}: choose from {', '.join(DATASETS)}; for prompts of a file use"
             " --dataset-name custom --dataset-path FILE.jsonl"
         )
     return await maker(wanted, cut)
@@ -211,7 +211,7 @@ async def _custom(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
             rows.append((str(row["prompt"]), row.get("output_tokens")))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
-                f'{wanted.path}, line {number}: an object with "prompt" is needed'
+                f'{wanted.path}, line {number}: must be an object with "prompt"'
             ) from None
     return await _from_file(wanted, cut, rows)
 
@@ -231,7 +231,7 @@ async def _sharegpt(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
 
 def _read(wanted: DatasetOptions) -> str:
     if wanted.path is None:
-        raise ConfigError(f"--dataset-name {wanted.dataset}: its file is needed, as --dataset-path")
+        raise ConfigError(f"--dataset-name {wanted.dataset}: --dataset-path is required")
     try:
         return wanted.path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as why:
@@ -242,7 +242,7 @@ async def _from_file(
     wanted: DatasetOptions, cut: Cutter, rows: list[tuple[str, int | None]]
 ) -> list[BenchPrompt]:
     if not rows:
-        raise ConfigError(f"--dataset-path {wanted.path}: no prompt in it")
+        raise ConfigError(f"--dataset-path {wanted.path}: the file has no prompts")
     if wanted.shuffle:
         random.Random(wanted.seed).shuffle(rows)
     rows = [rows[at % len(rows)] for at in range(wanted.count)]

@@ -148,7 +148,7 @@ class SseReader:
             event = msgspec.json.decode(data)
             said = self.read(event) if isinstance(event, dict) else StreamEvent()
         except (msgspec.DecodeError, AttributeError, TypeError):
-            said = StreamEvent(error=f"an event that is none: {data[:200]!r}")
+            said = StreamEvent(error=f"an invalid event: {data[:200]!r}")
         if said.error:
             self.done.error = said.error
         if said.begun:
@@ -164,7 +164,7 @@ class SseReader:
         """Fill in the results after the last event."""
         done, times = self.done, self.times
         if not self.begun and not done.error:
-            done.error = "the stream ended without an answer"
+            done.error = "the stream ended without output"
         if done.error:
             return
         first, last = (times[0] if times else self.begun), self.last

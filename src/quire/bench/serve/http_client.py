@@ -71,7 +71,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as why:
-            self._end(HttpFailed(f"not HTTP: {why}"))
+            self._end(HttpFailed(f"not an HTTP response: {why}"))
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -121,7 +121,7 @@ class HttpTarget:
     ):
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{base_url}: an address such as http://127.0.0.1:8000 is needed")
+            raise ConfigError(f"{base_url}: must be an address such as http://127.0.0.1:8000")
         self.host, self.base = parts.hostname, parts.path.rstrip("/")
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.secure: ssl.SSLContext | None = None
@@ -183,7 +183,7 @@ class HttpTarget:
                     self._keep(link)
                     return answer
         except TimeoutError:
-            raise HttpFailed(f"no answer within {timeout:g} s") from None
+            raise HttpFailed(f"no response within {timeout:g} s") from None
 
     async def json(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
         """The decoded body of a response. Raises HttpFailed also for a status other than 200."""
@@ -227,7 +227,7 @@ class HttpTarget:
 
 def _line(value: str) -> str:
     if "\r" in value or "\n" in value:
-        raise ConfigError(f"a header with a line break in it: {value!r}")
+        raise ConfigError(f"a header contains a line break: {value!r}")
     return value
 
 
@@ -240,4 +240,4 @@ def reason(body: bytes) -> str:
         found = msgspec.json.decode(body)
         error = found.get("error", found)
         text = str(error["message"] if isinstance(error, dict) else error)
-    return text.strip()[:500] or "an empty body"
+    return text.strip()[:500] or "empty body"

@@ -44,13 +44,13 @@ class MetricOptions:
         names = tuple(name.strip() for name in metrics.split(",") if name.strip())
         for name in names:
             if name not in METRICS:
-                raise ConfigError(f"--percentile-metrics {name}: not one of {', '.join(METRICS)}")
+                raise ConfigError(f"--percentile-metrics {name}: choose from {', '.join(METRICS)}")
         try:
             wanted = tuple(float(one) for one in percentiles.split(","))
         except ValueError:
             wanted = (-1.0,)
         if not all(0 <= one <= 100 for one in wanted):
-            raise ConfigError(f"--metric-percentiles {percentiles}: numbers from 0 to 100")
+            raise ConfigError(f"--metric-percentiles {percentiles}: must be numbers from 0 to 100")
         promises = {}
         for word in goodput or ():
             name, _, value = word.partition(":")
@@ -60,7 +60,7 @@ class MetricOptions:
                 limit = -1.0
             if name not in PROMISES or not limit >= 0:
                 raise ConfigError(
-                    f"--goodput {word}: NAME:MILLISECONDS, NAME one of {', '.join(PROMISES)}"
+                    f"--goodput {word}: must be NAME:MILLISECONDS with NAME one of {', '.join(PROMISES)}"
                 )
             promises[name] = limit
         return MetricOptions(names, wanted, promises or None)

@@ -48,7 +48,7 @@ class ServePlan:
         """Raises ConfigError: invalid options."""
         self.given = given
         if given.backend not in KINDS:
-            raise ConfigError(f"--backend {given.backend}: not one of {', '.join(KINDS)}")
+            raise ConfigError(f"--backend {given.backend}: choose from {', '.join(KINDS)}")
         self.kind: Kind = KINDS[given.backend]
         self.path = given.endpoint or self.kind.path
         self.url = given.base_url or f"http://{_host(given.host)}:{given.port}"
@@ -84,7 +84,7 @@ class ServePlan:
                 started = await server.ask("POST", "/start_profile")
                 if started.status != 200:
                     raise HttpFailed(
-                        f"--profile: the server answers {started.status} to /start_profile"
+                        f"--profile: the server answered /start_profile with {started.status}"
                     )
             done, seconds = await self._load(server, prompts, model)
             if given.profile:
@@ -113,7 +113,7 @@ class ServePlan:
                 listed = await server.json("GET", "/v1/models", timeout=30)
                 return str(name or listed["data"][0]["id"])
             except (KeyError, IndexError, TypeError):
-                raise HttpFailed(f"{self.url} lists no model: name one with --model") from None
+                raise HttpFailed(f"{self.url} lists no model; name one with --model") from None
             except HttpFailed as why:
                 refused = any(f" {status}:" in str(why) for status in (401, 403))
                 if name and " 404:" in str(why):
@@ -125,7 +125,9 @@ class ServePlan:
     def _announce(self, model: str, tokenizer: str) -> None:
         given = self.given
         rate = (
-            "all at once" if given.request_rate == math.inf else f"{given.request_rate:g} a second"
+            "all at once"
+            if given.request_rate == math.inf
+            else f"{given.request_rate:g} per second"
         )
         print(
             f"{self.wanted.count} prompts ({self.wanted.dataset}) to {self.url}{self.path}, model {model}, {rate},"
@@ -228,8 +230,8 @@ class ServePlan:
                 page = timeline.page(done, title, given.timeline_itl_thresholds)
                 drawn.write_text(page, encoding="utf-8")
         except OSError as why:
-            raise QuireError(f"the result could not be written: {why}") from why
-        print(f"kept in {path}")
+            raise QuireError(f"could not write the result: {why}") from why
+        print(f"result in {path}")
 
 
 def _host(name: str) -> str:

@@ -19,7 +19,7 @@ MAX_CACHED = 512  # cached results: agents send the same schema repeatedly
 CPU_S = 1.0  # limit of one check; the largest accepted schema needs 0.1 s
 MAX_PROCESSES = 2
 TOO_MUCH = (
-    "reading it takes too much processor time or memory; make it smaller, or repeat less in it"
+    "parsing it takes too much processor time or memory; make it smaller, or use fewer repetitions"
 )
 
 

@@ -224,6 +224,6 @@ def limit_error(constraint: StructuredOutputsParams) -> str:
     seconds = XGRAMMAR_CPU_S if is_xgrammar else SLOW_CPU_S
     memory = XGRAMMAR_MEMORY if is_xgrammar else MEMORY
     return (
-        f"its grammar needs more than {seconds:g} s of processor time or {memory >> 20} MiB of memory to be"
-        " compiled; make it smaller, or repeat less in it"
+        f"its grammar needs more than {seconds:g} s of processor time or {memory >> 20} MiB of memory to compile;"
+        " make it smaller, or use fewer repetitions"
     )

@@ -45,12 +45,12 @@ class _Part:
             self.nested, self.depth = self.nested * most, self.depth + 1
         if self.depth > 1 and self.nested > MAX_NESTED:
             raise UnsupportedConstraint(
-                f"repetitions that stand in one another make {self.nested} together; at most {MAX_NESTED} are"
-                " taken: write a smaller count, or one count"
+                f"nested repetitions multiply to {self.nested}; the limit is {MAX_NESTED}: use smaller counts, or one"
+                " count"
             )
         if self.length > MAX_LITERAL:
             raise UnsupportedConstraint(
-                f"the output would have at least {self.length} characters; at most {MAX_LITERAL} are taken"
+                f"the output would have at least {self.length} characters; the limit is {MAX_LITERAL}"
             )
 
     def add(self, other: _Part) -> None:
@@ -83,7 +83,7 @@ class _Reader:
 
     def open(self) -> None:
         if len(self.groups) >= MAX_GROUPS:
-            raise UnsupportedConstraint(f"its groups are nested more than {MAX_GROUPS} deep")
+            raise UnsupportedConstraint(f"its groups are nested deeper than {MAX_GROUPS} levels")
         self.own.add(self.last)
         self.groups.append((self.before, self.own, self.last))
         self._new()
@@ -155,7 +155,7 @@ def check_grammar(text: str) -> None:
             reader.piece(1 if first == "[" else 0)
     if alternatives > MAX_ALTERNATIVES:
         raise UnsupportedConstraint(
-            f"it has {alternatives} alternatives; at most {MAX_ALTERNATIVES} are taken"
+            f"it has {alternatives} alternatives; the limit is {MAX_ALTERNATIVES}"
         )
 
 
@@ -163,7 +163,7 @@ def check_text(text: str) -> None:
     """Raises UnsupportedConstraint."""
     if len(text) > MAX_LITERAL:
         raise UnsupportedConstraint(
-            f"one of its texts has {len(text)} characters; at most {MAX_LITERAL} are taken"
+            f"one of its strings has {len(text)} characters; the limit is {MAX_LITERAL}"
         )
 
 
@@ -202,8 +202,8 @@ def _check_multiple(schema: dict[str, Any]) -> None:
             )
             if found.numerator > MAX_MULTIPLE:
                 raise UnsupportedConstraint(
-                    f"multipleOf: the least common multiple of its numbers is {found.numerator}; at most"
-                    f" {MAX_MULTIPLE} is taken"
+                    f"multipleOf: the least common multiple of its numbers is {found.numerator}; the limit is"
+                    f" {MAX_MULTIPLE}"
                 )
         if isinstance(every := part.get("allOf"), list):
             parts += [one for one in every if isinstance(one, dict)]

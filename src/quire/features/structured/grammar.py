@@ -26,7 +26,7 @@ UNKNOWN_KEYS = re.compile(r'Unimplemented keys: \[(".*?")\]')
 SPENT = re.compile(
     r"fuel exhausted|[Tt]oo many|Current row has \d+ items|[Tt]ooComplex|InternalError"
 )
-TOO_MUCH = "it is too much work; make it smaller, or repeat less in it"
+TOO_MUCH = "it is too complex; make it smaller, or use fewer repetitions"
 MAX_TOLD = 1000  # characters of llguidance's message
 PREFIX = re.compile(r"^at \d+\(\d+\): ")
 
@@ -61,7 +61,7 @@ def grammar_of(
     value: Any = getattr(constraint, kind)
     size = len(value) if isinstance(value, str) else 0
     if size > MAX_BYTES:
-        raise UnsupportedConstraint(f"it has {size} characters; at most {MAX_BYTES} are taken")
+        raise UnsupportedConstraint(f"it has {size} characters; the limit is {MAX_BYTES}")
     match kind:
         case "json":
             return LLMatcher.grammar_from_json_schema(read_schema(value, constraint))
@@ -79,9 +79,9 @@ def grammar_of(
 
 def _choice(texts: list[str]) -> str:
     if len(texts) > MAX_CHOICES:
-        raise UnsupportedConstraint(f"it has {len(texts)} texts; at most {MAX_CHOICES} are taken")
+        raise UnsupportedConstraint(f"it has {len(texts)} strings; the limit is {MAX_CHOICES}")
     if sum(map(len, texts)) > MAX_BYTES:
-        raise UnsupportedConstraint(f"its texts have more than {MAX_BYTES} characters together")
+        raise UnsupportedConstraint(f"its strings have more than {MAX_BYTES} characters in total")
     for text in texts:
         check_text(text)
     quoted = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
@@ -96,7 +96,7 @@ def read_grammar(text: str) -> str:
     try:
         return any_to_lark(text)
     except Exception as error:  # the converter raises many types
-        raise UnsupportedConstraint(f"it is no EBNF that we can read: {error}") from error
+        raise UnsupportedConstraint(f"it is not a supported EBNF grammar: {error}") from error
 
 
 def explained(message: str) -> str:
@@ -106,15 +106,13 @@ def explained(message: str) -> str:
         names = ", ".join(sorted(json.loads(f"[{found[1]}]")))
         many = "," in names
         return (
-            f"{names}: {'these keywords' if many else 'this keyword'} cannot be enforced;"
-            f" leave {'them' if many else 'it'} out, or say the same in other words"
+            f"{names}: {'these keywords' if many else 'this keyword'} cannot be enforced; leave"
+            f" {'them' if many else 'it'} out, or express the constraint in another way"
         )
     if message.startswith("oneOf constraints are not supported"):
-        return (
-            "oneOf: a value may fit two of its branches, as far as can be seen; use anyOf instead"
-        )
+        return "oneOf: a value may match two of its branches; use anyOf instead"
     if message.startswith("NoExtension"):
-        return "no output can keep to it: look for references that lead in a circle"
+        return "no output can satisfy it; check for circular references"
     if SPENT.search(message):
         return TOO_MUCH
     return message[:MAX_TOLD]

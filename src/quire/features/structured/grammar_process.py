@@ -224,7 +224,7 @@ class GrammarProcess:
         masks = np.frombuffer(self._read(until), np.int32)
         if len(masks) != len(reply.over) * self.words:
             self.close()
-            raise ProcessEnded("its masks are of another size")
+            raise ProcessEnded("its masks have a different size")
         return reply, masks.reshape(len(reply.over), self.words)
 
     def drop(self, number: int) -> None:

@@ -20,11 +20,9 @@ from quire.features.structured.grammar import explained
 if TYPE_CHECKING:
     from quire.features.structured.matcher import Matcher
 
-DEAD_END = "no token continues the output as its constraint asks; the vocabulary may not be able to spell it"
-LIBRARY_FAILED = "the constraint cannot be kept: the grammar library fails on it"
-GAVE_UP = (
-    "the constraint is too much work, or the output left it; make it smaller, or repeat less in it"
-)
+DEAD_END = "no token of the vocabulary can continue the output under its constraint"
+LIBRARY_FAILED = "the constraint cannot be enforced: the grammar library failed"
+GAVE_UP = "the constraint is too complex, or the output violates it; make it smaller, or use fewer repetitions"
 MANY = 4  # from this many rows (and cores) on, a thread pool computes the masks
 THREADS = 8
 

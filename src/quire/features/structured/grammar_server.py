@@ -187,7 +187,7 @@ class GrammarServer:
     def _compile(self, message: Compile) -> CompileReply:
         vocabulary = self.vocabulary
         if vocabulary is None:
-            return CompileReply(error="there is no vocabulary")
+            return CompileReply(error="the vocabulary is missing")
         words = (vocabulary.tokenizer.vocab_size + 31) // 32
         try:
             self.states = GrammarStates(

@@ -42,13 +42,13 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
         try:
             schema = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise UnsupportedConstraint(f"it is no JSON: {error}") from error
+            raise UnsupportedConstraint(f"it is not JSON: {error}") from error
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise UnsupportedConstraint("a schema must be a JSON object")
     if depth(schema) > (most := most_nested()):
-        raise UnsupportedConstraint(f"it is nested more than {most} deep")
+        raise UnsupportedConstraint(f"it is nested deeper than {most} levels")
     check_schema(schema)
     if constraint.whitespace_pattern is not None:
         check_regex(constraint.whitespace_pattern)
@@ -61,9 +61,7 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
     made[OPTIONS] = options
     text = json.dumps(made)
     if len(text) > 2 * MAX_BYTES:
-        raise UnsupportedConstraint(
-            f"it has {len(text)} characters; at most {2 * MAX_BYTES} are taken"
-        )
+        raise UnsupportedConstraint(f"it has {len(text)} characters; the limit is {2 * MAX_BYTES}")
     return text
 
 
@@ -126,8 +124,8 @@ class _Strict:
         self.properties += own
         if own > MAX_PROPERTIES or self.properties > MAX_ALL_PROPERTIES:
             raise UnsupportedConstraint(
-                f"properties: {own} of one object, {self.properties} in all; at most {MAX_PROPERTIES} and"
-                f" {MAX_ALL_PROPERTIES} are taken"
+                f"properties: {own} of one object, {self.properties} in all; the limits are {MAX_PROPERTIES} and"
+                f" {MAX_ALL_PROPERTIES}"
             )
 
 

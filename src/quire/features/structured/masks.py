@@ -55,7 +55,7 @@ log = get_logger(__name__)
 MAX_DEATHS = 2
 WAIT_S = 3.0  # a step waits at most this long for all its masks
 
-TOO_LONG = "its grammar needed too much processor time or memory for one token; make it smaller, or repeat less in it"
+TOO_LONG = "its grammar needed too much processor time or memory for one token; make it smaller, or use fewer repetitions"
 
 NO_TOKENIZER = (
     "constrained output cannot read this model's tokenizer; the server's log has the reason"

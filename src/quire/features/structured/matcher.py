@@ -43,4 +43,4 @@ def make_matcher(
     return made
 
 
-PANIC = "the grammar library llguidance fails on it; write the constraint in another way"
+PANIC = "the grammar library llguidance failed; express the constraint in another way"

@@ -61,7 +61,7 @@ def _class(inside: list[str]) -> str:
     for at, piece in enumerate(inside[1:] if negated else inside):
         if piece == "-" and at and made[-1] == "-":
             raise UnsupportedConstraint(
-                "pattern: write \\- for each of two hyphens that follow one another in a class"
+                "pattern: write \\- for each of two adjacent hyphens in a class"
             )
         made.append(f"\\{piece}" if piece in "[&~" else piece)
     if negated:

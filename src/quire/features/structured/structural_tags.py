@@ -44,11 +44,11 @@ def tags_to_grammar(
         try:
             given = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise UnsupportedConstraint(f"it is no JSON: {error}") from error
+            raise UnsupportedConstraint(f"it is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise UnsupportedConstraint("it must be a JSON object")
     if depth(given) > (most := 2 * most_nested()):
-        raise UnsupportedConstraint(f"it is nested more than {most} deep")
+        raise UnsupportedConstraint(f"it is nested deeper than {most} levels")
     writer = _Writer(constraint, specials)
     if "format" in given:
         root = writer.part(given["format"], last=True)
@@ -122,7 +122,7 @@ class _Writer:
         make = getattr(self, f"_{kind}", None) if isinstance(kind, str) else None
         if make is None or kind not in KINDS.split(", "):
             raise UnsupportedConstraint(
-                f"a format of type {kind!r} cannot be enforced; there are {KINDS}"
+                f"a format of type {kind!r} cannot be enforced; choose from {KINDS}"
             )
         if kind in ("any_text", "triggered_tags", "sequence", "tag"):
             return str(make(given, last, end))
@@ -150,7 +150,7 @@ class _Writer:
             self.grammars.append({"name": name, "lark_grammar": any_to_lark(text)})
         except Exception as error:  # the converter raises many types
             raise UnsupportedConstraint(
-                f"grammar: it is no EBNF that we can read: {error}"
+                f"grammar: it is not a supported EBNF grammar: {error}"
             ) from error
         return f"@{name}"
 
@@ -201,7 +201,7 @@ class _Writer:
         ends = given.get("end")
         closing = ends if isinstance(ends, list) else [ends]
         if not closing or not all(isinstance(one, str) for one in closing):
-            raise UnsupportedConstraint("the `end` of a tag must be a text, or a list of texts")
+            raise UnsupportedConstraint("the `end` of a tag must be a string, or a list of strings")
         content, made = given.get("content"), []
         for one in closing:
             made.append(self.part(content, last=last and not one and not end, end=one or None))
@@ -213,7 +213,7 @@ class _Writer:
         """Free text in which a trigger may occur only as the start of a tag."""
         if not last or end:
             raise UnsupportedConstraint(
-                "triggered_tags must come last: nothing says where their free text ends"
+                "triggered_tags must come last, because their free text has no end"
             )
         triggers, tags = _texts(given, "triggers"), _formats(given, "tags")
         without = _texts(given, "excludes") if given.get("excludes") else []
@@ -223,19 +223,19 @@ class _Writer:
             begin = _text(tag, "begin")
             fits = [trigger for trigger in triggers if begin.startswith(trigger)]
             if not fits:
-                raise UnsupportedConstraint(f"the tag {begin!r} begins with none of the triggers")
+                raise UnsupportedConstraint(f"the tag {begin!r} starts with none of the triggers")
             by_trigger[fits[0]].append(self._tag(tag, False, None, skip=len(fits[0])))
             whole.append(self._tag(tag, False, None))
         segments = []
         for trigger, rest in by_trigger.items():
             if not rest:
-                raise UnsupportedConstraint(f"the trigger {trigger!r} begins no tag")
+                raise UnsupportedConstraint(f"no tag starts with the trigger {trigger!r}")
             bodies = self.rule(" | ".join(f"({one})" for one in rest))
             if self._special is not None and self._special.search(trigger):
                 opening = f"{self._free(without)} {self.literal(trigger)}"
             elif without:
                 raise UnsupportedConstraint(
-                    "triggered_tags: `excludes` beside a trigger that is plain text"
+                    "triggered_tags: `excludes` is not supported with a plain-text trigger"
                 )
             else:
                 text = self.rule(f"/{ANY}/", terminal=True)
@@ -271,7 +271,7 @@ def _slashed(pattern: str) -> str:
 def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
     value = given.get(name) if isinstance(given, dict) else None
     if not isinstance(value, str) or not (value or may_be_empty):
-        raise UnsupportedConstraint(f"`{name}` must be a text that is not empty")
+        raise UnsupportedConstraint(f"`{name}` must be a non-empty string")
     if name not in ("grammar", "pattern"):
         check_text(value)
     return value
@@ -280,12 +280,12 @@ def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
 def _texts(given: dict[str, Any], name: str) -> list[str]:
     values = given.get(name)
     if not isinstance(values, list) or not values:
-        raise UnsupportedConstraint(f"`{name}` must be a list of texts")
+        raise UnsupportedConstraint(f"`{name}` must be a list of strings")
     return [_text({name: value}, name) for value in values]
 
 
 def _formats(given: dict[str, Any], name: str) -> list[Any]:
     values = given.get(name)
     if not isinstance(values, list) or not values:
-        raise UnsupportedConstraint(f"`{name}` must be a list that is not empty")
+        raise UnsupportedConstraint(f"`{name}` must be a non-empty list")
     return values

@@ -31,7 +31,7 @@ def verdict(constraint: StructuredOutputsParams, engine: str, second: bool) -> s
     """
     if engine == "xgrammar":
         if second and (constraint.kind != "json" or not has_xgrammar()):
-            return "it has been refused"
+            return "it was refused"
         try:
             xgrammar_subset.check(constraint)
         except UnsupportedConstraint as error:

@@ -96,7 +96,7 @@ class Vocabulary:
         )
         if not made.is_special_token(free):
             raise ConfigError(
-                f"constrained output cannot read this tokenizer: its ids have holes below {free}"
+                f"constrained output cannot read this tokenizer: its ids have gaps below {free}"
             )
         # Use llguidance's notion of special: it treats `<tool_call>` as special even if the tokenizer does not.
         ids = {str(token["content"]): int(token["id"]) for token in added}
@@ -118,7 +118,7 @@ def tokenizer_json(folder: str) -> Callable[[], str]:
             return str(fast.backend_tokenizer.to_str())
         except Exception as error:
             raise ConfigError(
-                f"constrained output needs a tokenizer, and {folder} has none that can be read: {error}"
+                f"constrained output needs a tokenizer, but {folder} has no readable one: {error}"
             ) from error
 
     return read

@@ -52,11 +52,11 @@ def check(constraint: StructuredOutputsParams) -> None:
     """Raises UnsupportedConstraint: xgrammar is not known to enforce the constraint."""
     kind = constraint.kind
     if constraint.whitespace_pattern is not None:
-        raise UnsupportedConstraint("whitespace_pattern: the engine xgrammar cannot enforce it")
+        raise UnsupportedConstraint("whitespace_pattern: the backend xgrammar cannot enforce it")
     value: Any = getattr(constraint, kind)
     if isinstance(value, str) and len(value) > MAX_BYTES:
         raise UnsupportedConstraint(
-            f"it has {len(value)} characters; the engine xgrammar is given at most {MAX_BYTES}"
+            f"it has {len(value)} characters; the limit for the backend xgrammar is {MAX_BYTES}"
         )
     match kind:
         case "json":
@@ -68,25 +68,25 @@ def check(constraint: StructuredOutputsParams) -> None:
                 TypeError,
                 AttributeError,
             ) as error:  # for example a list in place of a string
-                raise UnsupportedConstraint(f"it is no schema: {error}") from error
+                raise UnsupportedConstraint(f"it is not a schema: {error}") from error
         case "json_object":
             return
         case "choice":
             if sum(map(len, value)) > MAX_BYTES:
                 raise UnsupportedConstraint(
-                    f"its texts have more than {MAX_BYTES} characters together"
+                    f"its strings have more than {MAX_BYTES} characters in total"
                 )
         case "regex":
             anchored_regex(value)
         case "grammar":
             if "::=" not in value:
                 raise UnsupportedConstraint(
-                    "the engine xgrammar reads EBNF (`root ::= ...`); Lark needs guidance"
+                    "the backend xgrammar reads EBNF (`root ::= ...`); Lark needs guidance"
                 )
             check_grammar(value)
         case _:
             raise UnsupportedConstraint(
-                f"{kind}: the engine xgrammar is not used for it; it needs guidance"
+                f"{kind}: the backend xgrammar is not used for it; it needs guidance"
             )
 
 
@@ -99,9 +99,9 @@ def schema_of(constraint: StructuredOutputsParams) -> Any:
     try:
         schema = json.loads(str(constraint.json))
     except (ValueError, RecursionError) as error:
-        raise UnsupportedConstraint(f"it is no JSON: {error}") from error
+        raise UnsupportedConstraint(f"it is not JSON: {error}") from error
     if depth(schema) > (most := most_nested()):
-        raise UnsupportedConstraint(f"it is nested more than {most} deep")
+        raise UnsupportedConstraint(f"it is nested deeper than {most} levels")
     return _closed(schema) if constraint.disable_additional_properties else schema
 
 
@@ -125,7 +125,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _no(what: str) -> UnsupportedConstraint:
-    return UnsupportedConstraint(f"{what}: this is not known to be enforced by the engine xgrammar")
+    return UnsupportedConstraint(f"{what}: not supported by the backend xgrammar")
 
 
 class _Reader:
@@ -185,7 +185,7 @@ class _Reader:
             raise _no(f"{', '.join(sorted(said)) or 'type'} without one type")
         if strange := sorted(set(said) - OF_TYPE[kind]):
             raise UnsupportedConstraint(
-                f"{', '.join(strange)}: the engine xgrammar cannot enforce"
+                f"{', '.join(strange)}: the backend xgrammar cannot enforce"
                 f" {'these keywords' if len(strange) > 1 else 'this keyword'}; leave it out, or use guidance"
             )
         getattr(self, f"_{kind}", lambda said: None)(said)
@@ -232,7 +232,7 @@ class _Reader:
         rest = said.get("additionalProperties", True)
         if own and rest is not False:
             raise UnsupportedConstraint(
-                "additionalProperties: beside properties the engine xgrammar would take a name twice; say"
+                "additionalProperties: beside properties the backend xgrammar would accept a name twice; set it to"
                 " false (disable_additional_properties does), or use guidance"
             )
         if "propertyNames" in said and (own or rest is not True):

@@ -71,8 +71,8 @@ def read_config(resolved: Resolved) -> PreTrainedConfig:
         )
     except ValueError as error:
         raise ConfigError(
-            f"Transformers {transformers.__version__} cannot read the config in {resolved.path}: {error} "
-            "If the checkpoint brings its own code, --trust-remote-code runs it."
+            f"Transformers {transformers.__version__} cannot read the config in {resolved.path}: {error} If the"
+            " checkpoint contains Python code, --trust-remote-code runs it."
         ) from error
     overrides = asked.hf_overrides
     if callable(overrides):
@@ -130,7 +130,7 @@ def _class_of(
     raise Unsupported(
         f"{resolved.architecture} ({config.model_type}) with Transformers {transformers.__version__}: "
         "it has no class that generates text",
-        "if the checkpoint brings its own code, add --trust-remote-code",
+        "if the checkpoint contains Python code, pass --trust-remote-code",
     )
 
 

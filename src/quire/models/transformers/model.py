@@ -229,7 +229,7 @@ class TransformersModel(LanguageModel):
                 "prefix caching, paging and batched decoding are off",
             ]
             if self._caches is not None and self._caches.one_by_one:
-                parts.append("only the first chunk of a prompt is computed at once")
+                parts.append("only the first chunk of a prompt is computed in one pass")
         if self._dropped:
             parts.append(f"text only: {', '.join(self._dropped)} not kept")
         return "; ".join(parts + self._frozen)

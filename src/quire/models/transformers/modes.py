@@ -26,8 +26,8 @@ PACKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_
 
 _OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
 _RECURRENT = "it has recurrent layers, which would see the tokens of other requests"
-_SPARSE = "it selects keys by an index of its own"
-_TWICE = "it calls attention more than once a layer"
+_SPARSE = "it selects keys by its own index"
+_TWICE = "it calls attention more than once per layer"
 _OWN_MASK = "it builds its own attention mask"
 
 PER_REQUEST_TYPES: dict[str, str] = {
@@ -47,9 +47,9 @@ UNSUPPORTED_TYPES: dict[str, str] = {
     "recurrent_gemma": "it keeps its state outside the cache classes of Transformers",
     "rwkv": "it keeps its state outside the cache classes of Transformers",
     "reformer": "it keeps its state outside the cache classes of Transformers",
-    "xlnet": "it is not a left-to-right model",
-    "xlm": "it is not a left-to-right model",
-    "blt": "it reads bytes through an encoder of its own",
+    "xlnet": "it is not a causal model",
+    "xlm": "it is not a causal model",
+    "blt": "it reads bytes through its own encoder",
 }
 """model_type -> why it cannot run at all; these fail before weights are read."""
 
@@ -114,7 +114,10 @@ def choose_mode(
             f"(--max-model-len {chunk} makes it packed)"
         )
     if (tuning := _tuning(hf_config)) and max(longest, step_tokens) > tuning:
-        return PER_REQUEST, f"it scales queries by their place in the pass beyond {tuning} tokens"
+        return (
+            PER_REQUEST,
+            f"it scales queries by their position in the pass beyond {tuning} tokens",
+        )
     return PACKED, "every layer is attention, full or in a window"
 
 

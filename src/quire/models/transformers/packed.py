@@ -282,7 +282,7 @@ _HARMLESS = frozenset(
 def _layer(call: AttentionCall, index: int, max_model_len: int) -> Attention:
     options = call.options
     if call.num_keys != call.num_queries or options.get("is_causal") is False:
-        raise NotPackable("a layer attends to something other than the tokens before it")
+        raise NotPackable("a layer does not use causal attention")
     if strange := sorted(
         k for k, v in options.items() if k not in _HARMLESS and isinstance(v, Tensor)
     ):

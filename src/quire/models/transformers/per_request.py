@@ -64,7 +64,7 @@ class OwnCaches:
         state = self._rows.get(row)
         if state is None or state.length != start:
             have = "no cache" if state is None else f"a cache of {state.length} tokens"
-            raise RuntimeError(f"row {row} continues at token {start} but has {have}")
+            raise RuntimeError(f"row {row} continues at token {start}, but its cache has {have}")
         state.length = -1  # until the pass is done; a failed pass leaves the cache unusable
         step = 1 if self.one_by_one and start else len(ids_T)
         parts = []

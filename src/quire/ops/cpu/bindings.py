@@ -68,7 +68,9 @@ class Kernels:
                 f"{path.name} has structs of another layout ({'; '.join(wrong)}): install Quire again"
             )
         if library.quire_init():
-            raise build.Missing(f"the operating system gives no {which.name} to this process")
+            raise build.Missing(
+                f"the operating system does not allow {which.name} for this process"
+            )
         for name, (gives, takes) in signatures().items():
             function = getattr(library, f"quire_{name}")
             function.argtypes, function.restype = takes, gives
@@ -111,16 +113,16 @@ def best() -> Kernels | None:
             log.info("CPU kernels: %s", name)
             if not shares_threads(found.threads):
                 log.warning(
-                    "the kernels have threads of their own, which compete with torch's for the cores: was it clang that compiled"
-                    " them? Its OpenMP is another one; CXX=g++ and another QUIRE_CACHE_ROOT make new ones"
+                    "the kernels do not share torch's OpenMP threads, so both compete for the cores; this happens if"
+                    " clang compiled them: set CXX=g++ and another QUIRE_CACHE_ROOT to compile them again"
                 )
             if failures:
                 log.warning(
-                    "the kernels for %s run, as others failed: %s", name, "; ".join(failures)
+                    "using the kernels for %s, because others failed: %s", name, "; ".join(failures)
                 )
             return found
     log.warning(
-        "no native CPU kernels (%s): linears and attention run in plain torch, slower",
+        "no native CPU kernels (%s): linear layers and attention run in plain torch, which is slower",
         "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()),
     )
     return None
@@ -139,5 +141,5 @@ def shares_threads(threads: Callable[[], int]) -> bool:
 def _check(wanted: str, usable: list[str]) -> None:
     if wanted != "auto" and wanted not in usable:
         known = any(each.name == wanted for each in isa.ISAS)
-        what = "this CPU cannot run it" if known else "there is no such build"
+        what = "this CPU cannot run it" if known else "unknown name"
         raise ConfigError(f"QUIRE_CPU_ISA={wanted}: {what}; choose auto, {', '.join(usable)}, or none for plain torch")  # fmt: skip

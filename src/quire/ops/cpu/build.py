@@ -99,12 +99,11 @@ def library(isa: Isa) -> Path:
         made = make(isa, root)
     except Unsafe as why:
         log.warning(
-            "%s: the CPU kernels are compiled for this process alone, at each start; set QUIRE_CACHE_ROOT to a"
-            " folder of this user", why,
+            "%s: the CPU kernels are compiled again at each start; set QUIRE_CACHE_ROOT to a folder of this user", why,
         )  # fmt: skip
         return make(isa, Path(tempfile.mkdtemp(prefix=PRIVATE)))
     except OSError as why:
-        raise CannotBuild(f"{root} cannot be written ({why}); set QUIRE_CACHE_ROOT") from None
+        raise CannotBuild(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
     log.info("compiled the CPU kernels for %s into %s", isa.name, made)
     return made
 
@@ -139,7 +138,7 @@ def check_owner(folder: Path) -> None:
             continue
         foreign = found.st_mode & stat.S_IWGRP and found.st_gid != os.getegid()
         if found.st_mode & stat.S_IWOTH or foreign:
-            raise Unsafe(f"other users may write to {place}")
+            raise Unsafe(f"other users can write to {place}")
 
 
 def _chain(folder: Path) -> list[Path]:
@@ -168,7 +167,9 @@ def make(isa: Isa, folder: Path) -> Path:
     """
     command, texts = [compiler(), *FLAGS, *isa.flags], sources()
     target = folder / file_name(isa, texts)
-    log.info("compiling the CPU kernels for %s, once: ten seconds of two cores", isa.name)
+    log.info(
+        "compiling the CPU kernels for %s once; this takes about ten seconds on two cores", isa.name
+    )
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for name, text in texts.items():
             (Path(scratch) / name).write_bytes(text)

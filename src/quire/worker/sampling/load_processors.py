@@ -56,10 +56,10 @@ def _installed() -> list[Any]:
             kinds.append(point.load())
         except Exception as error:
             raise ConfigError(
-                f"the logits processor {point.value}, offered by an installed package, cannot be imported:"
+                f"the logits processor {point.value} of an installed package cannot be imported:"
                 f" {type(error).__name__}: {error}; uninstall it, or leave {point.name} out of QUIRE_PLUGINS"
             ) from error
-        log.info("logits processor %s (%s) comes with a package", point.name, point.value)
+        log.info("loaded logits processor %s (%s) of an installed package", point.name, point.value)
     return kinds
 
 
@@ -92,9 +92,9 @@ def _made(kind: Any, config: Any, device: torch.device | str) -> Processor:
             return adapt_processor(kind, config, device)
     except Exception as error:
         raise ConfigError(
-            f"logits_processors: {kind.__name__} cannot be made: {type(error).__name__}: {error}"
+            f"logits_processors: {kind.__name__} cannot be constructed: {type(error).__name__}: {error}"
         ) from error
     raise ConfigError(
-        f"logits_processors: {kind!r} is no logits processor: it must be a class with apply, update_state and"
+        f"logits_processors: {kind!r} is not a logits processor: it must be a class with apply, update_state and"
         " is_argmax_invariant, or a subclass of quire.worker.sampling.logits_processors.Processor"
     )

@@ -35,7 +35,7 @@ def no_token_left(params: SamplingParams | None) -> str:
             why = f"{one} excludes them all"
         case [*others, last]:
             why = f"{', '.join(others)} and {last} together exclude them all"
-    return f"no token is left to choose: {why}"
+    return f"no token is left to sample: {why}"
 
 
 class RequestFault(str):

@@ -64,7 +64,7 @@ class Sampler:
         ops: SamplerOps = TORCH_OPS,
     ):
         if logprobs_mode not in MODES:
-            raise ValueError(f"logprobs_mode={logprobs_mode!r} is none of {', '.join(MODES)}")
+            raise ValueError(f"logprobs_mode={logprobs_mode!r}: choose from {', '.join(MODES)}")
         self.model, self.rows, self.device = model, rows, rows.device
         self.ops = ops
         self.raw = logprobs_mode.startswith("raw")
@@ -90,9 +90,9 @@ class Sampler:
             else:
                 self._refuse(new, "this engine generates tokens, and the request asks for none")
         except Exception:
-            log.exception("row %d: its parameters cannot be used", new.row)
+            log.exception("row %d: its parameters are not valid", new.row)
             self.invalid[new.row] = (
-                "its parameters cannot be used; the server's log has the exception"
+                "its parameters are not valid; see the exception in the server's log"
             )
         row, tables = new.row, (self.logprobs, self.prompt_logprobs, self.invalid)
         if (
