@@ -83,7 +83,7 @@ def test_every_form_of_a_prompt(
         (None, "must be a string"),
         (["a", "b"], "must be a string"),
         ([-1], "-1, which is not a token id"),
-        ([100_000], "ids go from 0 to"),
+        ([100_000], "ids are 0 to"),
         ([1] * MAX_LEN, "maximum context length is 40 tokens: the prompt has 40"),
         ("x" * 100_000, "100000 characters cannot fit"),
     ],
@@ -157,7 +157,7 @@ def test_an_engine_without_tokenizer_takes_ids_only():
     inputs = InputProcessor(None, MAX_LEN, 50)
     assert accept(inputs, [1, 2]).tokens == [1, 2]
     for given, words in (
-        ({}, "give token ids"),
+        ({}, "pass token ids"),
         ({"prompt": [1], "stop": "x"}, "stop needs a tokenizer"),
         ({"prompt": [1], "bad_words": ["x"]}, "bad_words needs a tokenizer"),
     ):

@@ -70,7 +70,7 @@ def test_what_is_made_while_loading(asked: str | None, says: Any, want: str | No
         ("bitsandbytes", None, Unsupported, "quantization=bitsandbytes .*int8, int4, .*gptq, awq"),
         ("int5", None, ConfigError, "quantization='int5' is unknown"),
         ("gptq", None, ConfigError, "quantization=gptq: the checkpoint is not quantized"),
-        ("int8", GPTQ, ConfigError, r"quantization=int8: .*quantized already \(gptq\); leave the flag out"),
+        ("int8", GPTQ, ConfigError, r"quantization=int8: .*already quantized \(gptq\); leave the flag out"),
         ("awq", GPTQ, ConfigError, "quantization=awq: .*config.json says gptq"),
         (None, {"quant_method": "torchao"}, Unsupported, "a checkpoint quantized with torchao"),
         (None, {"quant_method": "gptq"}, ConfigError, "quantization_config of gptq: KeyError.'bits'"),

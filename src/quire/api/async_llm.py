@@ -101,7 +101,7 @@ class AsyncLLM(AsyncEngine, UnsupportedMethods):
         if data_parallel_rank:
             raise Unsupported("data_parallel_rank", "an AsyncLLM has one engine")
         if hasattr(prompt, "__aiter__"):
-            raise Unsupported("a prompt that is streamed in", "give all of it")
+            raise Unsupported("a streamed prompt", "pass the whole prompt")
         new_output = asyncio.Event()
         stream = await self.open(
             prompt, sampling_params, request_id, new_output.set, lora_request=lora_request, priority=priority,

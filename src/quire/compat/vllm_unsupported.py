@@ -46,7 +46,9 @@ def __getattr__(name: str) -> Any:
     """Make a class on first access."""
     if name in NAMES:
         feature, _ = NAMES[name]
-        made: Any = _Later(name, (), {"__doc__": f"Comes with {feature}.", "__module__": __name__})
+        made: Any = _Later(
+            name, (), {"__doc__": f"Not supported yet: {feature}.", "__module__": __name__}
+        )
     elif name in IGNORED:
         made = type(name, (Settings,), {"__doc__": Settings.__doc__, "__module__": __name__})
     else:

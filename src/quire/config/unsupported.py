@@ -54,7 +54,7 @@ NAMES: dict[str, Feature] = {
     "SpeculativeConfig": SPECULATION,
     "VllmConfig": ("a configuration object of vLLM", "use EngineArgs(...).create_engine_config()"),
     "LogitsProcessor": (
-        "vLLM's interface of logits processors", "see `quire.worker.sampling.logits_processors` for ours",
+        "vLLM's interface of logits processors", "use the interface of `quire.worker.sampling.logits_processors`",
     ),
 }  # fmt: skip
 """Public classes."""
@@ -123,20 +123,20 @@ RESPONSES_FIELDS: dict[str, str] = {
 """Fields of /v1/responses -> what to do instead."""
 
 PROMPT_KEYS: dict[str, str] = {
-    "prompt_embeds": "give text or token ids",
-    "multi_modal_data": "this engine reads text only",
-    "multi_modal_uuids": "this engine reads text only",
-    "mm_processor_kwargs": "this engine reads text only",
-    "media_io_kwargs": "this engine reads text only",
+    "prompt_embeds": "pass text or token ids",
+    "multi_modal_data": "the engine accepts text only",
+    "multi_modal_uuids": "the engine accepts text only",
+    "mm_processor_kwargs": "the engine accepts text only",
+    "media_io_kwargs": "the engine accepts text only",
     "token_type_ids": "it belongs to pooling models",
-    "encoder_prompt": "encoder-decoder models come later",
-    "decoder_prompt": "encoder-decoder models come later",
+    "encoder_prompt": "encoder-decoder models are not supported",
+    "decoder_prompt": "encoder-decoder models are not supported",
     "data": "it belongs to IO processor plugins",
 }
 """Keys of a prompt dict -> what to do instead."""
 
 PARSERS: dict[str, str] = {
-    "hf": "auto reads the checkpoint's response_template",
+    "hf": "auto uses the checkpoint's response_template",
     "inkling": "", "kimi_k3": "", "minimax_m3": "", "muse_glimmer": "", "plamo3": "",
 }  # fmt: skip
 """Names of tool and reasoning parsers -> what to use instead, if anything."""

@@ -214,7 +214,7 @@ class InputProcessor:
         """Raises ValidationError: there is no tokenizer for this parameter."""
         if self.tokenizer is None:
             raise ValidationError(
-                "text needs a tokenizer, and skip_tokenizer_init=True left it out: give token ids (prompt_token_ids)",
+                "text needs a tokenizer, but skip_tokenizer_init=True is set; pass token ids (prompt_token_ids)",
                 parameter=parameter,
             )
         return self.tokenizer

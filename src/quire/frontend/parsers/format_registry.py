@@ -98,8 +98,8 @@ def _choose(
     name = asked if asked in known else others.get(asked, "")
     if not name:
         names = ", ".join(sorted({*known, *others}))
-        remedy = PARSERS.get(asked) or f"there are auto, none, {names}"
-        what = "is not supported yet" if asked in PARSERS else "is not known"
+        remedy = PARSERS.get(asked) or f"choose from auto, none, {names}"
+        what = "is not supported yet" if asked in PARSERS else "is unknown"
         raise ConfigError(f"{field}={asked!r} {what}; {remedy}")
     why = f"{field}={asked!r}"
     return FormatChoice(name, why if name == asked else f"{why}, which uses the format {name}")
