@@ -12,9 +12,7 @@ import transformers
 from equality.engines import engine, greedy, make_checkpoint, prompts
 from torch import Tensor
 
-from quire.layers.decoder_layer import PreNormLayer
 from quire.layers.rotary import Rotary
-from quire.native.fused_decoder import FusedLayer
 from quire.ops.cpu.bindings import best
 
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -82,17 +80,17 @@ def test_each_layer_has_the_angles_of_its_type(window: int, depth: int, tmp_path
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("window", [NARROW, WIDE])
 def test_fused_layers_take_the_angles_of_their_type(
-    window: int, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    window: int, depth: int, tmp_path: Path
 ) -> None:
     path, found = checkpoint(tmp_path, window), []
     for fused in (True, False):
-        if not fused:
-            monkeypatch.setattr(FusedLayer, "ready", lambda self, angles: False)
         with engine(path, depth, dtype="bfloat16", max_num_batched_tokens=50) as one:
             worker = one.client.core.executor.worker
+            if not fused:
+                worker.unfuse("test")
             found.append(one.tokens(prompts(6), greedy(32)))
-            layers = [m for m in worker.model.modules() if isinstance(m, PreNormLayer)]
-            assert [layer.fused.told is not None for layer in layers] == [fused] * len(layers)
+            decoder = worker.model.model.layers.fused
+            assert (decoder is not None and decoder.whole is not None) == fused
             assert worker.fast_step.model is None, (
                 "one table of angles is not enough for all layers"
             )

@@ -10,7 +10,7 @@ import pytest
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
 from quire.errors import QuireError
-from quire.native.fused_decoder import FusedLayer
+from quire.native.fused_decoder import FusedDecoder
 from quire.observe.process_memory import resident_bytes
 from quire.ops.cpu.bindings import best
 
@@ -44,10 +44,9 @@ def test_the_same_tokens_after_it(case: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path, intermediate_size=128)
     with engine(path, **CASES[case]) as one:
         before = answers(one)
-        layers = [
-            m for m in model_of(one).modules() if isinstance(getattr(m, "fused", None), FusedLayer)
-        ]
-        assert bool(layers) == (case == "fused")
+        fused = [getattr(module, "fused", None) for module in model_of(one).modules()]
+        assert any(isinstance(one, FusedDecoder) for one in fused) == (case == "fused")
+        del fused
         for level in (1, 2):
             model = weakref.ref(model_of(one))
             one.client.call("sleep", level)

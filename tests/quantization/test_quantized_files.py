@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quire.errors import ConfigError, Unsupported
 from quire.layers.linear import Linear
-from quire.native.fused_decoder import FusedLayer
 from quire.ops.cpu.bindings import best
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
@@ -207,11 +206,10 @@ def test_the_engine_gives_the_tokens_of_its_parts(
     settings = {"dtype": "bfloat16", "max_model_len": 128}
     with engine(path, **settings) as one:
         model = one.client.core.executor.worker.model
-        assert all(layer.fused is not None for layer in model.model.layers)
+        assert model.model.layers.fused.whole is not None
         alone = [one.tokens([text], greedy(12))[0] for text in texts]
-        assert all(layer.fused.told is not None for layer in model.model.layers)
-    monkeypatch.setattr(FusedLayer, "ready", lambda self, angles: False)
     with engine(path, **settings, max_num_batched_tokens=17) as one:
+        one.client.core.executor.worker.unfuse("test")
         assert one.tokens(texts, greedy(12)) == alone
 
 

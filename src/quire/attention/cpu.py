@@ -8,8 +8,7 @@ Shape suffixes: T tokens of this step, H query heads, K key/value heads, D head 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,8 +33,6 @@ class CpuStepMetadata:
     lengths_B: Tensor  # int32
     slots_T: Tensor  # int64
     rows: int
-    # the same as C structs, by the address of the layers' angles, for the fused layer kernel (native/)
-    steps: dict[int, Any] = field(default_factory=dict)
 
 
 class CpuAttention:

@@ -73,7 +73,7 @@ class Attention(nn.Module):
         Raises:
             RuntimeError: no forward pass is running, or the worker gave this layer no backend.
         """
-        meta = self._meta()
+        meta = self.step_metadata()
         return self.backend.attend(self.spec, q_THD, k_TKD, v_TKE, meta)  # type: ignore[union-attr]
 
     def fused_rope(
@@ -91,10 +91,12 @@ class Attention(nn.Module):
         attend = getattr(self.backend, "attend_fused_rope", None)
         if attend is None:
             return None
-        o_THE: Tensor | None = attend(self.spec, q_THD, k_TKD, v_TKE, how, angles, self._meta())
+        o_THE: Tensor | None = attend(
+            self.spec, q_THD, k_TKD, v_TKE, how, angles, self.step_metadata()
+        )
         return o_THE
 
-    def _meta(self) -> Any:
+    def step_metadata(self) -> Any:
         """Step metadata that the layers of the KV group share; the first layer of the step makes it."""
         if self.backend is None:
             raise RuntimeError(f"attention layer {self.layer_index} has no backend yet")

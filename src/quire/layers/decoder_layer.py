@@ -105,15 +105,6 @@ class GatedMLP(nn.Module):
         return self.down_proj(y_TI)
 
 
-class Fused(Protocol):
-    """A whole layer in one kernel call, with the same results."""
-
-    def ready(self, angles: Angles) -> bool: ...
-    def __call__(
-        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
-    ) -> tuple[Tensor, Tensor]: ...
-
-
 class PreNormLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); `residual` carries the sum."""
 
@@ -123,29 +114,34 @@ class PreNormLayer(nn.Module):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = mlp
-        self.fused: Fused | None = None  # set if one kernel call computes the layer
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        if self.fused is not None and self.fused.ready(angles):
-            return self.fused(x_TD, residual_TD, angles)
+        return self.mlp_half(*self.attention_half(x_TD, residual_TD, angles))
+
+    def attention_half(
+        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        """The input norm and attention."""
         if residual_TD is None:
             x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
         else:
             x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
-        x_TD = self.self_attn(x_TD, angles)
+        return self.self_attn(x_TD, angles), residual_TD
+
+    def mlp_half(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The second norm and the MLP."""
         x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 
 
 class FusedLayers(Protocol):
-    """All layers and the final norm in one kernel call, with the same results."""
+    """All layers and the last norm in few kernel calls, with the same results."""
 
-    def run(
-        self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: RMSNorm
-    ) -> Tensor | None:
-        """As `Layers.forward`; may overwrite x. None: the kernels cannot run this step, and nothing was computed."""
+    def run(self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries) -> Tensor:
+        """As `Layers.forward`; may overwrite x."""
+        ...
 
 
 class Layers(nn.ModuleList):
@@ -154,25 +150,23 @@ class Layers(nn.ModuleList):
     A layer takes (x_TD, residual_TD or None, angles) and returns (x_TD, residual_TD); its output is their sum.
     """
 
-    fused: FusedLayers | None = None  # set if one kernel call computes all layers
+    fused: FusedLayers | None = None  # set if kernel calls compute several modules at once
     recorded: frozenset[int] = frozenset()  # see `LanguageModel.record_hidden_states`
 
     def forward(
         self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: RMSNorm
     ) -> Tensor:
         """The normed output of the last layer; positions: see `Rotary.forward`."""
-        if self.fused is not None and not self.recorded:
-            y_TD = self.fused.run(x_TD, positions, rotary, norm)
-            if y_TD is not None:
-                return y_TD
+        if self.fused is not None:
+            return self.fused.run(x_TD, positions, rotary)
         residual_TD: Tensor | None = None
         for number, (layer, angles) in enumerate(zip(self, rotary(positions), strict=True)):
-            self._record(number, x_TD, residual_TD)
+            self.record(number, x_TD, residual_TD)
             x_TD, residual_TD = layer(x_TD, residual_TD, angles)
-        self._record(len(self), x_TD, residual_TD)
+        self.record(len(self), x_TD, residual_TD)
         return norm(x_TD) if residual_TD is None else norm.add(x_TD, residual_TD)[0]
 
-    def _record(self, number: int, x_TD: Tensor, residual_TD: Tensor | None) -> None:
+    def record(self, number: int, x_TD: Tensor, residual_TD: Tensor | None) -> None:
         """Copy the output of `number` layers to the batch, if it is wanted."""
         if number in self.recorded:
             copied = x_TD.clone() if residual_TD is None else x_TD + residual_TD

@@ -1,217 +1,227 @@
-"""Fused decoder layers on the CPU: one kernel call for a layer, or for all layers, where the kernels have every part.
+"""Fused decoder layers on the CPU: consecutive halves of layers, and the norm behind them, in one kernel call.
 
-Knows the parts of a `PreNormLayer`. A fused layer gives the same bits as its parts. A layer that the kernels do not
-support stays as it is. A fused layer runs its parts one by one until its KV cache is allocated.
+Knows which halves of which layers the kernels support (`layer_halves.py`). The others run as modules between the calls,
+so a layer with another MLP keeps its fused attention, and one with another attention keeps its fused MLP. A fused half
+gives the same bits as its modules.
 
-Shape suffixes: T tokens, D features.
+Shape suffixes: T tokens, D features, P pairs of features.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quire.attention.cpu import CpuAttention, CpuStepMetadata, cache_addresses
 from quire.forward_context import current_batch
 from quire.layers.attention import Attention
-from quire.layers.decoder_layer import GatedMLP, Layers, PreNormLayer, SelfAttention
-from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles, LayerRotaries
-from quire.layers.weights import PANEL
+from quire.models.base import Decoder
+from quire.native.layer_halves import has_attention, has_mlp, native_layer, norm_fits
 from quire.ops.cpu.bindings import Kernels, best
-from quire.ops.cpu.structs import CLayer, CStep, CWeight
+from quire.ops.cpu.structs import CLayer, CStep
 
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 
 
-def fuse_model(model: object) -> int:
-    """Fuse every layer that the kernels support; return how many."""
+def fuse_model(model: object) -> None:
+    """Fuse what the kernels support of the model's decoder. Its KV cache must be bound and not move."""
+    unfuse_model(model)
     kernels = best()
     if kernels is None or not isinstance(model, nn.Module):
-        return 0
-    found = [
-        layer for layer in model.modules() if isinstance(layer, PreNormLayer) and can_fuse(layer)
-    ]
-    for layer in found:
-        layer.fused = FusedLayer(layer, kernels)
-    for layers in model.modules():
-        if isinstance(layers, Layers):
-            alone = [layer.fused for layer in layers if isinstance(layer.fused, FusedLayer)]
-            if alone and len(alone) == len(layers):
-                layers.fused = FusedDecoder(alone, kernels)
-    return len(found)
+        return
+    for decoder in model.modules():
+        if isinstance(decoder, Decoder):
+            rotaries: list[Any] = [decoder.rotary.kinds[k] for k in decoder.rotary.kind_of_layer]
+            found = [
+                native_layer(layer, len(rotary.frequencies_P))
+                for layer, rotary in zip(decoder.layers, rotaries, strict=True)
+            ]
+            if any(has_attention(layer) or has_mlp(layer) for layer in found):
+                decoder.layers.fused = FusedDecoder(decoder, found, kernels)
 
 
 def unfuse_model(model: object) -> None:
     """Undo `fuse_model`, so that each module is called."""
     if isinstance(model, nn.Module):
-        for part in model.modules():
-            if isinstance(part, PreNormLayer | Layers):
-                part.fused = None
+        for decoder in model.modules():
+            if isinstance(decoder, Decoder):
+                decoder.layers.fused = None
 
 
-def can_fuse(layer: PreNormLayer) -> bool:
-    """Whether the kernels support all parts of the layer."""
-    attention, mlp = layer.self_attn, layer.mlp
-    if type(layer) is not PreNormLayer or type(attention) is not SelfAttention:
-        return False
-    if type(mlp) is not GatedMLP or not mlp.gate_up.ref.gated or attention.interleaved:
-        return False
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    if not all(_norm_fits(norm) for norm in norms):
-        return False
-    linears = (attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)
-    attend = attention.attend
-    return (
-        all(_weight(linear) is not None for linear in linears)
-        and attend.spec.v_head_dim == attend.spec.head_dim
-    )
+class ForwardPass:
+    """What the layers of one forward pass share: C structs by KV group and rotary embedding, and angles by layer."""
+
+    def __init__(
+        self, firsts: Sequence[tuple[Attention, int]], positions: Tensor, rotary: LayerRotaries
+    ):
+        self.positions, self.rotary = positions, rotary
+        self.alive: list[Any] = []
+        self.steps = (_P * len(firsts))(*(self._step(*first) for first in firsts))
+
+    @cached_property
+    def angles(self) -> list[Angles]:
+        """By layer, for those that run as modules."""
+        found: list[Angles] = self.rotary(self.positions)
+        return found
+
+    def _step(self, attend: Attention, kind: int) -> int:
+        """The address of a struct. Its angles are a table by position, if that has all positions of the step."""
+        rotary: Any = self.rotary.kinds[kind]
+        positions_T: Tensor | None = None
+        angles = rotary.table()
+        if self.positions.ndim == 1 and current_batch().max_length <= len(angles[0]):
+            positions_T = self.positions
+        else:
+            angles = rotary(self.positions)
+        cos_TP, sin_TP = (part.float().contiguous() for part in angles)
+        meta = attend.step_metadata()
+        step = CStep(
+            cos_TP.data_ptr(), sin_TP.data_ptr(), None if positions_T is None else positions_T.data_ptr(),
+            meta.slots_T.data_ptr(), meta.table_BN.data_ptr(), meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
+            len(meta.slots_T), meta.rows, meta.table_BN.shape[1], cos_TP.shape[1],
+        )  # fmt: skip
+        self.alive += [step, cos_TP, sin_TP]
+        return ctypes.addressof(step)
 
 
-def _norm_fits(norm: RMSNorm) -> bool:
-    weight = norm.weight
-    return not norm.plus_one and weight.dtype == torch.bfloat16 and len(weight) % 16 == 0
+Part = Callable[[ForwardPass, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""A part of the decoder, from (x_TD, residual_TD) to the next part's."""
 
 
-def _weight(linear: Linear) -> CWeight | None:
-    """The C description of the weight; None if the kernels do not multiply it, or its last panel is not full."""
-    prepared, bias_O = linear.ref.prepared, linear.ref.bias
-    if prepared is None or prepared.kernels is None or prepared.outs % PANEL:
-        return None
-    bias = None if bias_O is None else bias_O.data_ptr()
-    return CWeight(**prepared.kernel_args(), bias=bias, outs=prepared.outs, ins=prepared.ins)
+class NativeRun:
+    """Consecutive halves of layers in one call, and the last norm if it is given. It overwrites x and the residual."""
 
-
-class FusedLayer:
-    """A fused layer. It reads addresses once the cache is allocated: they do not change afterwards."""
-
-    def __init__(self, layer: PreNormLayer, kernels: Kernels):
-        self.layer, self.kernels = layer, kernels
-        self.told: CLayer | None = None
-        self.address = 0
-        self.sinks_H: Tensor | None = None
-
-    def ready(self, angles: Angles) -> bool:
-        """Whether the kernels do its attention, and its cache is allocated."""
-        if angles[0].shape[1] % 16:
-            return False
-        if self.told is None:
-            attention: Any = self.layer.self_attn
-            attend = attention.attend
-            if not isinstance(attend.backend, CpuAttention) or attend.spec.cache is None:
-                return False
-            self._tell()
-        return True
+    def __init__(
+        self, kernels: Kernels, layers: Sequence[tuple[CLayer, int]], norm: RMSNorm | None
+    ):
+        self.kernels, self.norm, self.count = kernels, norm, len(layers)
+        self.structs = [layer for layer, _ in layers]
+        self.layers = (_P * self.count)(*(ctypes.addressof(layer) for layer in self.structs))
+        self.groups = (_L * self.count)(*(group for _, group in layers))
 
     def __call__(
-        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
-    ) -> tuple[Tensor, Tensor]:
-        """As `PreNormLayer.forward`; overwrites both tensors."""
+        self, forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         first = residual_TD is None
         residual_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
-        attention: Any = self.layer.self_attn
-        step = _step_of(attention.attend, angles)
-        self.kernels.layer(self.address, step, x_TD.data_ptr(), residual_TD.data_ptr(), first)
-        return x_TD, residual_TD
-
-    def _tell(self) -> None:
-        attention: Any = self.layer.self_attn  # of the types that `can_fuse` accepts
-        mlp: Any = self.layer.mlp
-        attend = attention.attend
-        spec = attend.spec
-        told, block_size = cache_addresses(spec.cache), spec.cache[0].shape[2]
-        if spec.sinks is not None:
-            self.sinks_H = spec.sinks.float().contiguous()
-        q_norm, k_norm = attention.q_norm, attention.k_norm
-        self.told = CLayer(
-            _weight(attention.qkv), _weight(attention.o_proj), _weight(mlp.gate_up), _weight(mlp.down_proj),
-            self.layer.input_layernorm.weight.data_ptr(),
-            self.layer.post_attention_layernorm.weight.data_ptr(),
-            None if q_norm is None else q_norm.weight.data_ptr(),
-            None if k_norm is None else k_norm.weight.data_ptr(),
-            *told[:4],
-            None if self.sinks_H is None else self.sinks_H.data_ptr(),
-            told[4], attention.qkv.ref.num_in, attention.heads, attention.kv_heads, attention.size,
-            attention.rope, block_size, spec.window or 0,
-            self.layer.input_layernorm.eps, 0.0 if q_norm is None else q_norm.eps,
-            spec.scale, spec.softcap or 0.0,
+        norm, eps = (
+            (None, 0.0) if self.norm is None else (self.norm.weight.data_ptr(), self.norm.eps)
+        )
+        self.kernels.layers(
+            self.layers, self.groups, self.count, forward.steps, len(x_TD), x_TD.data_ptr(), residual_TD.data_ptr(),
+            first, norm, eps,
         )  # fmt: skip
-        self.address = ctypes.addressof(self.told)
+        return x_TD, residual_TD
 
 
 class FusedDecoder:
-    """All layers of a model in one call; each of them is fused."""
+    """A decoder's layers and last norm, as native runs with modules between them."""
 
-    def __init__(self, layers: Sequence[FusedLayer], kernels: Kernels):
-        self.layers, self.kernels = layers, kernels
-        self.told: ctypes.Array[Any] | None = None
-        self.groups: ctypes.Array[Any] | None = None
-        self.firsts: list[Attention] = []  # a layer of each group
+    def __init__(self, decoder: Decoder, found: Sequence[CLayer], kernels: Kernels):
+        self.layers, self.norm, self.kernels = decoder.layers, decoder.norm, kernels
+        self.found: list[tuple[Any, CLayer]] = list(zip(decoder.layers, found, strict=True))
+        attends: list[Any] = [
+            layer.self_attn.attend if has_attention(c) else None for layer, c in self.found
+        ]
+        keys = [
+            (-1, 0) if attend is None else (attend.kv_group, kind)
+            for attend, kind in zip(attends, decoder.rotary.kind_of_layer, strict=True)
+        ]
+        distinct = sorted({key for key in keys if key[0] >= 0})
+        # An attention and the kind of its rotary embedding, for each struct of a forward pass.
+        self.firsts: list[tuple[Attention, int]] = [
+            (attends[keys.index(key)], key[1]) for key in distinct
+        ]
+        self.groups = [distinct.index(key) if key in distinct else 0 for key in keys]
+        self.parts: dict[frozenset[int], list[Part]] = {}
 
-    def ready(self, angles: Angles, norm: RMSNorm) -> bool:
-        """Whether each layer is ready, and the kernels support the norm."""
-        if self.told is None:
-            if not (_norm_fits(norm) and all(layer.ready(angles) for layer in self.layers)):
-                return False
-            self._tell()
-        return True
+    @property
+    def whole(self) -> NativeRun | None:
+        """The one run that has all layers and the norm, if there is one."""
+        parts = self._parts(frozenset())
+        only = parts[0]
+        return only if len(parts) == 1 and isinstance(only, NativeRun) else None
 
-    def run(
-        self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: RMSNorm
-    ) -> Tensor | None:
-        """As `Layers.forward`; overwrites x. None: layers differ in their rotary embedding, or a layer is not ready."""
-        if (shared := rotary.shared) is None or not self.ready(table := shared.table(), norm):
-            return None
-        if positions.ndim == 1 and current_batch().max_length <= len(table[0]):
-            return self._run(x_TD, table, norm, positions)
-        return self._run(x_TD, shared(positions), norm, None)
-
-    def _run(
-        self, x_TD: Tensor, angles: Angles, norm: RMSNorm, positions_T: Tensor | None
-    ) -> Tensor:
-        steps = (_P * len(self.firsts))(
-            *(_step_of(one, angles, positions_T) for one in self.firsts)
-        )
-        self.kernels.layers(
-            self.told, self.groups, len(self.layers), steps, x_TD.data_ptr(), norm.weight.data_ptr(), norm.eps,
-        )  # fmt: skip
+    def run(self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries) -> Tensor:
+        """As `Layers.forward`; overwrites x."""
+        forward = ForwardPass(self.firsts, positions, rotary)
+        residual_TD: Tensor | None = None
+        for part in self._parts(self.layers.recorded):
+            x_TD, residual_TD = part(forward, x_TD, residual_TD)
         return x_TD
 
-    def _tell(self) -> None:
-        count = len(self.layers)
-        attends: list[Any] = [layer.layer.self_attn.attend for layer in self.layers]
-        groups = sorted({attend.kv_group for attend in attends})
-        self.firsts = [next(a for a in attends if a.kv_group == group) for group in groups]
-        self.groups = (_L * count)(*(groups.index(attend.kv_group) for attend in attends))
-        self.told = (_P * count)(*(layer.address for layer in self.layers))
+    def _parts(self, recorded: frozenset[int]) -> list[Part]:
+        if recorded not in self.parts:
+            self.parts[recorded] = self._build(recorded)
+        return self.parts[recorded]
+
+    def _build(self, recorded: frozenset[int]) -> list[Part]:
+        """The parts in order. A run ends where hidden states are recorded."""
+        parts: list[Part] = []
+        pending: list[tuple[CLayer, int]] = []
+
+        def call(*modules: Part, norm: RMSNorm | None = None) -> None:
+            if pending:
+                parts.append(NativeRun(self.kernels, list(pending), norm))
+                pending.clear()
+            parts.extend(modules)
+
+        for number, (layer, native) in enumerate(self.found):
+            if number in recorded:
+                call(self._recording(number))
+            if not has_attention(native):
+                half = layer.attention_half if has_mlp(native) else layer
+                call(_calling(half, number))
+            if has_attention(native) or has_mlp(native):
+                pending.append((native, self.groups[number]))
+            if has_attention(native) and not has_mlp(native):
+                call(_calling(layer.mlp_half, None))
+        if len(self.layers) in recorded:
+            call(self._recording(len(self.layers)))
+        if pending and norm_fits(self.norm):
+            call(norm=self.norm)
+        else:
+            call(self._norm)
+        return parts
+
+    def _recording(self, number: int) -> Part:
+        def record(
+            forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
+            self.layers.record(number, x_TD, residual_TD)
+            return x_TD, residual_TD
+
+        return record
+
+    def _norm(
+        self, forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return (
+            self.norm(x_TD) if residual_TD is None else self.norm.add(x_TD, residual_TD)[0]
+        ), None
 
 
-def _step_of(attend: Attention, angles: Angles, positions_T: Tensor | None = None) -> int:
-    """Address of the C struct that layers of a KV group and of equal angles share in this step; the first makes it.
+def _calling(module: Callable[..., tuple[Tensor, Tensor]], number: int | None) -> Part:
+    """A part that calls a layer, or half of one; `number`: of the layer whose angles it takes."""
 
-    angles: one per token; with `positions_T`, a table with one per position.
-    """
-    batch = current_batch()
-    plan: CpuStepMetadata | None = batch.meta.get(attend.kv_group)
-    if plan is None:
-        if attend.backend is None:
-            raise RuntimeError("attention has no backend yet")
-        plan = batch.meta[attend.kv_group] = attend.backend.plan(batch, attend.kv_group)
-    key = angles[0].data_ptr()
-    if key not in plan.steps:
-        cos_TP, sin_TP = (part.float().contiguous() for part in angles)
-        step = CStep(
-            cos_TP.data_ptr(), sin_TP.data_ptr(), None if positions_T is None else positions_T.data_ptr(),
-            plan.slots_T.data_ptr(), plan.table_BN.data_ptr(),
-            plan.starts_B1.data_ptr(), plan.lengths_B.data_ptr(),
-            len(plan.slots_T), plan.rows, plan.table_BN.shape[1], cos_TP.shape[1],
-        )  # fmt: skip
-        tensors = (angles, cos_TP, sin_TP, positions_T)  # keep them alive with the step
-        plan.steps[key] = (ctypes.addressof(step), step, *tensors)
-    return int(plan.steps[key][0])
+    def run(
+        forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        angles = () if number is None else (forward.angles[number],)
+        x_TD, residual_TD = module(x_TD, residual_TD, *angles)
+        return _checked(x_TD), _checked(residual_TD)
+
+    return run
+
+
+def _checked(x_TD: Tensor) -> Tensor:
+    """The tensor, contiguous. Raises TypeError: it is not bfloat16, which the kernels read."""
+    if x_TD.dtype != torch.bfloat16:
+        raise TypeError(f"a module between fused layers returned {x_TD.dtype}, not torch.bfloat16")
+    return x_TD.contiguous()

@@ -31,16 +31,15 @@ def native_model(model: object) -> CModel | None:
     table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
     if table is None or head is None or not isinstance(fused, FusedDecoder):
         return None
-    angles = rotary.table()
-    if not fused.ready(angles, decoder.norm) or fused.told is None or fused.groups is None:
+    if (run := fused.whole) is None:
         return None
-    cos_LP, sin_LP = (part.float().contiguous() for part in angles)
+    cos_LP, sin_LP = (part.float().contiguous() for part in rotary.table())
     found = CModel(
-        head, ctypes.addressof(fused.told), ctypes.addressof(fused.groups), cos_LP.data_ptr(), sin_LP.data_ptr(),
+        head, ctypes.addressof(run.layers), ctypes.addressof(run.groups), cos_LP.data_ptr(), sin_LP.data_ptr(),
         decoder.norm.weight.data_ptr(), table[0],
-        len(fused.layers), len(fused.firsts), *cos_LP.shape, table[1], model.vocab_size, decoder.norm.eps,
+        run.count, len(fused.firsts), *cos_LP.shape, table[1], model.vocab_size, decoder.norm.eps,
     )  # fmt: skip
-    found.alive = model, fused.told, fused.groups, cos_LP, sin_LP
+    found.alive = model, run, cos_LP, sin_LP
     return found
 
 

@@ -20,7 +20,10 @@ CHECK(layer) {
     Guarded<bf16> x2(T * hidden), residual2(T * hidden), qkv(T * width), o(T * heads * D), gated(T * inner);
     memcpy(x2.data, x.data, T * hidden * 2);
     memcpy(residual2.data, first ? x.data : residual.data, T * hidden * 2);
-    quire_layer(&l, &s, x, residual, first);
+    const quire::Layer* one[] = {&l};
+    const quire::Step* only[] = {&s};
+    const int64_t none[] = {0};
+    quire_layers(one, none, 1, only, T, x, residual, first, nullptr, 0);
     if (first)
       quire_rms_norm(x2, hidden, l.first_norm, x2, hidden, T, 1, hidden, l.eps, 0);
     else
@@ -49,8 +52,16 @@ CHECK(layer) {
   Guarded<bf16> x2(T * hidden), residual2(T * hidden), x3(T * hidden);
   memcpy(x2.data, x.data, T * hidden * 2);
   memcpy(x3.data, x.data, T * hidden * 2);
-  quire_layers(both, groups, 2, steps, x, l.first_norm, l.eps);
-  for (int first : {1, 0}) quire_layer(&l, &s, x2, residual2, first);
+  Guarded<bf16> residual(T * hidden), residual3(T * hidden);
+  quire_layers(both, groups, 2, steps, T, x, residual, 1, l.first_norm, l.eps);
+  // The same by halves: each is a layer without the weights of the other.
+  quire::Layer attention = l, mlp = l;
+  attention.gate_up.data = nullptr, mlp.qkv.data = nullptr;
+  const quire::Layer *first_half[] = {&attention}, *second_half[] = {&mlp};
+  for (int first : {1, 0}) {
+    quire_layers(first_half, groups, 1, steps, T, x2, residual2, first, nullptr, 0);
+    quire_layers(second_half, groups, 1, nullptr, T, x2, residual2, 0, nullptr, 0);
+  }
   quire_add_rms_norm(x2, residual2, l.first_norm, T, hidden, l.eps, 0);
   same("layers", x.data, x2.data, T * hidden);
 
@@ -64,6 +75,6 @@ CHECK(layer) {
   }
   const quire::Step placed{back_cos, back_sin, positions, slots, table, starts, lengths, T, 1, 2, P};
   const quire::Step* others[] = {&placed};
-  quire_layers(both, groups, 2, others, x3, l.first_norm, l.eps);
+  quire_layers(both, groups, 2, others, T, x3, residual3, 1, l.first_norm, l.eps);
   same("layers by position", x3.data, x2.data, T * hidden);
 }

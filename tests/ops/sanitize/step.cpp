@@ -64,7 +64,8 @@ CHECK(step) {
     l.keys = other_keys.data, l.values = other_values.data;
     const quire::Step s{cos, sin, positions, slots, places, starts, lengths, T, B, 2, P};
     const quire::Step* steps[] = {&s};
-    quire_layers(layers, groups, 2, steps, x, m.norm, m.eps);
+    Guarded<bf16> residual(T * hidden);
+    quire_layers(layers, groups, 2, steps, T, x, residual, 1, m.norm, m.eps);
     same("step's keys", keys.data, other_keys.data, keys.count);
     same("step's values", values.data, other_values.data, values.count);
     Guarded<bf16> logits(padded);

@@ -24,6 +24,9 @@ class CWeight(ctypes.Structure):
 
 
 class CLayer(ctypes.Structure):
+    """`alive` keeps references to what it points to, beside weights and cache."""
+
+    alive: Any
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "qkv o gate_up down"),
         *_all(c_void_p, "first_norm second_norm q_norm k_norm keys values key_scales value_scales sinks"),

@@ -1,5 +1,5 @@
-// A whole decoder layer in one call: the same functions in the same order as from Python, so the same bits, without the host's time
-// between them (13 calls a layer cost more than a small model's arithmetic).
+// Decoder layers in one call, or halves of them: the same functions in the same order as layer by layer from Python, so the same bits,
+// without the host's time between them (13 calls a layer cost more than a small model's arithmetic).
 //
 //   x, residual = norm(x + residual), x + residual
 //   q, k, v = qkv(x);  QK-norm and RoPE;  k, v to the cache (one pass over all three);  attention
@@ -53,16 +53,10 @@ static void prepare(const Layer& l, const Step& s, bf16* qkv) {
   }
 }
 
-}  // namespace quire
-
-using namespace quire;
-
-// x and residual: [tokens, hidden], overwritten; `first`: residual holds nothing yet.
-EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* residual, int first) {
-  static thread_local Scratch<bf16> keep_qkv, keep_o, keep_inner;  // of the calling thread
-  const Layer& l = *layer;
-  const Step& s = *step;
-  const long T = s.tokens, D = l.D, width = (l.heads + 2 * l.kv_heads) * D, inner = l.down.ins;
+// The first half of a layer. `first`: the residual holds nothing yet.
+static void attention_half(const Layer& l, const Step& s, bf16* x, bf16* residual, bool first) {
+  static thread_local Scratch<bf16> keep_qkv, keep_o;  // of the calling thread
+  const long T = s.tokens, D = l.D, width = (l.heads + 2 * l.kv_heads) * D;
   bf16* qkv = keep_qkv.at_least(T * width);
   bf16* o = keep_o.at_least(T * l.heads * D);
   if (first) {
@@ -76,17 +70,29 @@ EXPORT void quire_layer(const Layer* layer, const Step* step, bf16* x, bf16* res
   quire_attention(qkv, width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
                   s.lengths, l.sinks, s.rows, l.heads, l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
   l.o.multiply(o, l.heads * D, x, l.hidden, T, false);
-  quire_add_rms_norm(x, residual, l.second_norm, T, l.hidden, l.eps, 0);
+}
+
+static void mlp_half(const Layer& l, long T, bf16* x, bf16* residual) {
+  static thread_local Scratch<bf16> keep_inner;  // of the calling thread
+  const long inner = l.down.ins;
   bf16* gated = keep_inner.at_least(T * inner);
+  quire_add_rms_norm(x, residual, l.second_norm, T, l.hidden, l.eps, 0);
   l.gate_up.multiply(x, l.hidden, gated, inner, T, true);
   l.down.multiply(gated, inner, x, l.hidden, T, false);
 }
 
-// All layers, each with the step of its KV group, then the final norm: in place in x.
-EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long count, const Step* const* steps, bf16* x,
-                         const bf16* norm, float eps) {
-  static thread_local Scratch<bf16> keep;  // of the calling thread
-  bf16* residual = keep.at_least(steps[0]->tokens * layers[0]->hidden);
-  for (long i = 0; i < count; i++) quire_layer(layers[i], steps[groups[i]], x, residual, i == 0);
-  quire_add_rms_norm(x, residual, norm, steps[0]->tokens, layers[0]->hidden, eps, 0);
+}  // namespace quire
+
+using namespace quire;
+
+// Layers, or halves of them, one after the other, each with the step of its group; the norm behind them unless it is null.
+// x and residual: [tokens, hidden], written over. `first`: the residual holds nothing yet.
+EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long count, const Step* const* steps, long tokens,
+                         bf16* x, bf16* residual, int first, const bf16* norm, float eps) {
+  for (long i = 0; i < count; i++) {
+    const Layer& l = *layers[i];
+    if (l.qkv.data) attention_half(l, *steps[groups[i]], x, residual, first && i == 0);
+    if (l.gate_up.data) mlp_half(l, tokens, x, residual);
+  }
+  if (norm) quire_add_rms_norm(x, residual, norm, tokens, layers[0]->hidden, eps, 0);
 }

@@ -23,7 +23,7 @@ struct Weight {
   }
 };
 
-struct Layer {  // fixed once the model is loaded
+struct Layer {  // fixed once the model is loaded; a half without weights (qkv, gate_up) is not run
   Weight qkv, o, gate_up, down;
   const bf16 *first_norm, *second_norm, *q_norm, *k_norm;  // the last two may be null
   void *keys, *values;
@@ -43,5 +43,4 @@ struct Step {  // shared by the layers of a group
 }  // namespace quire
 
 EXPORT void quire_layers(const quire::Layer* const* layers, const int64_t* groups, long count, const quire::Step* const* steps,
-                         quire::bf16* x, const quire::bf16* norm, float eps);
-EXPORT void quire_layer(const quire::Layer* layer, const quire::Step* step, quire::bf16* x, quire::bf16* residual, int first);
+                         long tokens, quire::bf16* x, quire::bf16* residual, int first, const quire::bf16* norm, float eps);

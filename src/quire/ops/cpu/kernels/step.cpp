@@ -13,7 +13,7 @@ namespace {
 struct Places {  // of one step: T tokens, B rows, S rows that draw
   Scratch<int64_t> ids, positions, slots, last, who, lengths64, tokens;
   Scratch<int> starts, lengths, tables;
-  Scratch<bf16> x, hidden, logits;
+  Scratch<bf16> x, residual, hidden, logits;
   Scratch<float> whole;
   Scratch<RowParams> params;
 };
@@ -123,7 +123,8 @@ EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_
   for (long g = 0; g < m.num_groups; g++) all[g] = steps + g;
   bf16* x = p.x.at_least(size.tokens * m.layers[0]->hidden);
   embed(m, p.ids.data, size.tokens, x);
-  quire_layers(m.layers, m.groups, m.count, all, x, m.norm, m.eps);
+  bf16* residual = p.residual.at_least(size.tokens * m.layers[0]->hidden);
+  quire_layers(m.layers, m.groups, m.count, all, size.tokens, x, residual, 1, m.norm, m.eps);
   std::fill(drawn, drawn + B, -1);
   std::fill(whole, whole + B, 0.f);
   if (const long S = advance(*rows, w, p)) draw(m, *rows, w, S, p, x, size.tokens, drawn, whole);
