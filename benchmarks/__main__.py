@@ -16,6 +16,7 @@ KINDS = {
     "streaming": ("streaming_cost", "streaming to clients, beside the same requests offline"),
     "steps": ("scheduler_step", "the scheduler's cost of one step"),
     "host": ("host_overhead", "the host's cost of one step of the whole engine, by part"),
+    "paths": ("step_paths", "a step's CPU time by each of its implementations, in turns"),
     "loading": ("model_load", "memory while a model loads, and seconds to its first token"),
     "quality": ("quality", "the error of quantized weights and of a quantized KV cache"),
     "divergence": ("batch_invariance", "how often other requests change a bf16 answer"),
