@@ -87,9 +87,9 @@ GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         (GOOD | {"dtype": 7}, "dtype of x"),
         (GOOD | {"data_offsets": [0]}, "data_offsets of x"),
         (GOOD | {"data_offsets": [-8, 16]}, "data_offsets of x"),
-        (GOOD | {"data_offsets": [0, 10**9]}, "cut short"),
+        (GOOD | {"data_offsets": [0, 10**9]}, "truncated"),
         (GOOD | {"data_offsets": [16, 0]}, "data_offsets of x are 16 and 0, in the wrong order"),
-        ([], "is no whole safetensors file"),
+        ([], "is not a complete safetensors file"),
     ],
 )
 def test_a_lying_header_is_one_sentence(folder: Path, entry, says: str, capsys):

@@ -181,7 +181,7 @@ class HttpSupervisor:
                 case EngineOpen(chats=chats):
                     child.is_open, self.chats = True, chats
                     if self.stats is not None:
-                        log.info("HTTP process %d serves again", child.number)
+                        log.info("HTTP process %d is ready again", child.number)
                 case EngineDied():
                     child.died = message
 
@@ -198,7 +198,7 @@ class HttpSupervisor:
             self._ended(child, process)
         elif child.is_open and process.is_silent(self.policy.heartbeat):
             log.error(
-                "HTTP process %d gave no sign of life for %g s; its stacks follow",
+                "HTTP process %d sent no heartbeat for %g s; its stacks follow",
                 child.number, self.policy.heartbeat,
             )  # fmt: skip
             process.kill_hanging()
@@ -211,7 +211,7 @@ class HttpSupervisor:
             spawn = partial(self._spawn, child.number, child.listener.fileno(), again)
             child.process = process = SupervisedProcess(spawn)
         except OSError as why:
-            log.error("HTTP process %d cannot be started now: %s", child.number, why)
+            log.error("HTTP process %d cannot be started: %s", child.number, why)
             child.start_at = time.monotonic() + self.policy.retry
             return
         child.is_open, child.died = False, None
@@ -235,14 +235,18 @@ class HttpSupervisor:
             mark_process_dead(process.pid, str(self.metrics_folder))  # type: ignore[no-untyped-call]
             forget(self.usage_folder, child.number, self.count)
         except OSError as why:
-            log.warning("the counts of HTTP process %d could not be settled: %s", child.number, why)
+            log.warning(
+                "the shared counts of HTTP process %d could not be corrected: %s", child.number, why
+            )
         if self.stop_at is not None or self.engine.state.condition == "dead":
             child.is_given_up = True
             self._close_listener(child)
             return
         what = f"HTTP process {child.number} (pid {process.pid}) {how_it_ended(process.process)}"
         if self.stats is None:
-            child.died = child.died or EngineDied(f"{what} before it was ready; why stands above")
+            child.died = child.died or EngineDied(
+                f"{what} before it was ready; its log lines above give the reason"
+            )
             return
         restart = child.restarts.after_death()
         log.error("%s; %s", what, restart.text)
