@@ -209,12 +209,12 @@ def test_pieces_have_the_bits_of_the_whole(dtype, count: int, monkeypatch) -> No
         chunked, "ELEMENTS", 20 * 96
     )  # pieces of 20 rows, and one that is not whole
     given = inputs(dtype, count)
-    assert given.keys() >= {n for n, each in OPS.items() if "pieces" in each.implementations}
+    assert given.keys() >= {n for n, each in OPS.items() if "chunked" in each.implementations}
     for name, calls in given.items():
         each = OPS[name]
         for call in calls:
             want = each.reference(*call)
-            got = each.implementations.get("pieces", each.reference)(
+            got = each.implementations.get("chunked", each.reference)(
                 *(
                     t.clone() if isinstance(t, Tensor) and name.startswith("add") else t
                     for t in call

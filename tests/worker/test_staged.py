@@ -95,27 +95,27 @@ def test_what_is_written_last_stays() -> None:
     assert rows.pieces == {}
 
 
-def test_a_twin_uses_its_host_sides_in_turn() -> None:
-    twin = StagingBuffer(12, "cpu", copies=2)
+def test_a_staging_buffer_uses_its_host_sides_in_turn() -> None:
+    buffer = StagingBuffer(12, "cpu", copies=2)
     found = []
     for step in range(3):
-        twin.begin()
-        parts = [twin.lay(np.array([step, 1])), twin.lay(np.array([step, 2, 3]))]
+        buffer.begin()
+        parts = [buffer.append(np.array([step, 1])), buffer.append(np.array([step, 2, 3]))]
         assert [part.start % LINE for part in parts] == [0, 0]
-        packed = twin.upload()
+        packed = buffer.upload()
         assert [packed[part].tolist() for part in parts] == [[step, 1], [step, 2, 3]]
         found.append(packed.data_ptr())
     assert found[0] == found[2] != found[1]
     with pytest.raises(ValueError, match="17 integers do not fit a staging buffer of 12"):
-        twin.lay(np.zeros(9))
+        buffer.append(np.zeros(9))
 
 
 @pytest.mark.device
 def test_on_a_device_a_copy_is_not_overtaken() -> None:
-    twin = StagingBuffer(1 << 20, "cuda", copies=2)
+    buffer = StagingBuffer(1 << 20, "cuda", copies=2)
     kept = []
     for step in range(20):
-        twin.begin()
-        part = twin.lay(np.full(1 << 20, step))
-        kept.append(twin.upload()[part].clone())
+        buffer.begin()
+        part = buffer.append(np.full(1 << 20, step))
+        kept.append(buffer.upload()[part].clone())
     assert [int(x.float().mean()) for x in kept] == list(range(20))

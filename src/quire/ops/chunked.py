@@ -8,7 +8,7 @@ Shape suffixes: as in `reference.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -17,65 +17,51 @@ from quire.ops import reference
 ELEMENTS = 1 << 16  # per chunk: 256 KB in float32
 
 
-def _pieces(x: Tensor) -> Iterator[slice]:
+def _chunks(x: Tensor) -> Iterator[slice]:
     rows = max(16, ELEMENTS * len(x) // max(1, x.numel()))
     return (slice(a, a + rows) for a in range(0, len(x), rows))
 
 
-def _few(x: Tensor) -> bool:
-    return x.numel() <= 2 * ELEMENTS
+def _by_chunks(run: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
+    """`run` of tensors with a row for each token; the first one's size decides about the chunks."""
+    if by_row[0].numel() <= 2 * ELEMENTS:
+        return run(*by_row)
+    parts = ((at, run(*(tensor[at] for tensor in by_row))) for at in _chunks(by_row[0]))
+    at, part = next(parts)
+    found = part.new_empty((len(by_row[0]), *part.shape[1:]))
+    found[at] = part
+    for at, part in parts:
+        found[at] = part
+    return found
 
 
-@reference.rms_norm.on("pieces")
-def _rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
-    run = reference.rms_norm.reference
-    if _few(x_TD):
-        return run(x_TD, weight_D, eps, plus_one)
-    y_TD = x_TD.new_empty(x_TD.shape)
-    for at in _pieces(x_TD):
-        y_TD[at] = run(x_TD[at], weight_D, eps, plus_one)
-    return y_TD
+@reference.rms_norm.on("chunked")
+def rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
+    return _by_chunks(lambda x: reference.rms_norm.reference(x, weight_D, eps, plus_one), x_TD)
 
 
-@reference.add_rms_norm.on("pieces")
-def _add_rms_norm(
+@reference.add_rms_norm.on("chunked")
+def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Overwrites both inputs: x with the norm, the residual with the sum."""
-    for at in _pieces(x_TD):
+    for at in _chunks(x_TD):
         total_TD = residual_TD[at].add_(x_TD[at])
         x_TD[at] = reference.rms_norm.reference(total_TD, weight_D, eps, plus_one)
     return x_TD, residual_TD
 
 
-@reference.rotate.on("pieces")
-def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
+@reference.rotate.on("chunked")
+def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
     run = reference.rotate.reference
-    if _few(x_THD):
-        return run(x_THD, cos_TP, sin_TP, interleaved)
-    y_THD = x_THD.new_empty(x_THD.shape)
-    for at in _pieces(x_THD):
-        y_THD[at] = run(x_THD[at], cos_TP[at], sin_TP[at], interleaved)
-    return y_THD
+    return _by_chunks(lambda x, cos, sin: run(x, cos, sin, interleaved), x_THD, cos_TP, sin_TP)
 
 
-@reference.silu_and_mul.on("pieces")
-def _silu_and_mul(x_TI2: Tensor) -> Tensor:
-    run = reference.silu_and_mul.reference
-    if _few(x_TI2):
-        return run(x_TI2)
-    y_TI = x_TI2.new_empty(len(x_TI2), x_TI2.shape[1] // 2)
-    for at in _pieces(x_TI2):
-        y_TI[at] = run(x_TI2[at])
-    return y_TI
+@reference.silu_and_mul.on("chunked")
+def silu_and_mul(x_TI2: Tensor) -> Tensor:
+    return _by_chunks(reference.silu_and_mul.reference, x_TI2)
 
 
-@reference.gelu_and_mul.on("pieces")
-def _gelu_and_mul(x_TI2: Tensor, tanh: bool = False) -> Tensor:
-    run = reference.gelu_and_mul.reference
-    if _few(x_TI2):
-        return run(x_TI2, tanh)
-    y_TI = x_TI2.new_empty(len(x_TI2), x_TI2.shape[1] // 2)
-    for at in _pieces(x_TI2):
-        y_TI[at] = run(x_TI2[at], tanh)
-    return y_TI
+@reference.gelu_and_mul.on("chunked")
+def gelu_and_mul(x_TI2: Tensor, tanh: bool = False) -> Tensor:
+    return _by_chunks(lambda x: reference.gelu_and_mul.reference(x, tanh), x_TI2)

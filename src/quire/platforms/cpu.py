@@ -24,7 +24,7 @@ class CpuPlatform:
     name = "cpu"
     device = torch.device("cpu")
     attention: tuple[str, ...] = ("CPU_ATTN", "TORCH_SDPA")
-    kernels: tuple[str, ...] = ("native", "pieces", "reference")
+    kernels: tuple[str, ...] = ("native", "chunked", "reference")
 
     def __init__(self) -> None:
         # With several threads, MKL splits the sums of small products, so a row's float32 bits depend on the

@@ -42,9 +42,8 @@ class DeviceRows(RequestRows):
         super().__init__(max_rows, max_model_len, num_groups, block_size, device)
         self.tables = [lazy_zeros(blocks.shape, torch.int32, self.device) for blocks in self.blocks]
         self.pieces: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
-        self.flush_at = 1 << 20  # integers that may be staged
         self.waiting = 0
-        self.twin = StagingBuffer(0, self.device)
+        self.staging = StagingBuffer(0, self.device)
 
     def put(self, row: int, start: int, tokens: Sequence[int]) -> None:
         self._stage(TOKENS, row, start, tokens)
@@ -69,25 +68,25 @@ class DeviceRows(RequestRows):
         """Update the tables now, with a copy of their own, when the next step's copy is too late."""
         if self.pieces:
             self._room(0)
-            self.twin.begin()
-            places = self.lay(self.twin)
-            self.write(self.twin.upload(), places)
+            self.staging.begin()
+            places = self.stage(self.staging)
+            self.write(self.staging.upload(), places)
 
     def room(self) -> int:
-        """How many integers `lay` will add to the staging buffer, at most."""
+        """How many integers `stage` will add to the staging buffer, at most."""
         pieces = sum(len(staged) for staged in self.pieces.values())
         return self.waiting + 3 * pieces + len(self.pieces) * (1 + 4 * LINE)
 
     def _room(self, more: int) -> StagingBuffer:
         """The staging buffer, with room for the staged integers and `more`; it grows by doubling."""
         need = self.room() + more
-        if need > self.twin.size:
-            if self.twin.apart:
+        if need > self.staging.size:
+            if self.staging.is_accelerator:
                 torch.accelerator.synchronize(self.device)  # its copies may be in flight
-            self.twin = StagingBuffer(max(2 * self.twin.size, need, 4096), self.device)
-        return self.twin
+            self.staging = StagingBuffer(max(2 * self.staging.size, need, 4096), self.device)
+        return self.staging
 
-    def lay(self, twin: StagingBuffer) -> list[tuple[int, int, list[slice]]]:
+    def stage(self, staging: StagingBuffer) -> list[tuple[int, int, list[slice]]]:
         """Add all pieces to the staging buffer; (table, longest piece, slices of rows, places, starts and integers)."""
         found = []
         for table, staged in self.pieces.items():
@@ -100,7 +99,7 @@ class DeviceRows(RequestRows):
                 starts,
                 np.concatenate([np.asarray(values) for _, _, values in staged]),
             )
-            found.append((table, max(counts), [twin.lay(column) for column in columns]))
+            found.append((table, max(counts), [staging.append(column) for column in columns]))
         self.pieces, self.waiting = {}, 0
         return found
 
@@ -127,13 +126,13 @@ class DeviceInputBatchBuilder(InputBatchBuilder):
         parts = (counts.rows_B, counts.query_start_B1, counts.start_B, counts.end_B)
         sampled = counts.sample_at_S
         size = sum(len(part) + LINE for part in (*parts, sampled))
-        twin = rows._room(size)
-        twin.begin()
-        lain = [twin.lay(part) for part in (*parts, sampled)]
-        pieces = rows.lay(twin)
-        packed = twin.upload()
+        staging = rows._room(size)
+        staging.begin()
+        placed = [staging.append(part) for part in (*parts, sampled)]
+        pieces = rows.stage(staging)
+        packed = staging.upload()
         rows.write(packed, pieces)
-        rows_B, starts_B1, firsts_B, lengths_B, sample_at_S = (packed[at] for at in lain)
+        rows_B, starts_B1, firsts_B, lengths_B, sample_at_S = (packed[at] for at in placed)
         where = (rows_B, starts_B1, firsts_B, counts.num_tokens, max(counts.query_lens))
         ids_T, positions_T = gather(rows.token_ids_RL, *where)
         width = -(-counts.longest // rows.block_size)

@@ -24,13 +24,17 @@ class StagingBuffer:
 
     def __init__(self, size: int, device: torch.device | str, copies: int = 3, pin: bool = True):
         self.device, self.size = torch.device(device), size
-        self.apart = self.device.type != "cpu"
+        self.is_accelerator = self.device.type != "cpu"
         self.hosts = [
-            torch.zeros(size, dtype=torch.int32, pin_memory=pin and self.apart)
+            torch.zeros(size, dtype=torch.int32, pin_memory=pin and self.is_accelerator)
             for _ in range(copies)
         ]
         self.events: list[torch.Event | None] = [None] * copies
-        self.here = torch.zeros(size, dtype=torch.int32, device=self.device) if self.apart else None
+        self.device_copy = (
+            torch.zeros(size, dtype=torch.int32, device=self.device)
+            if self.is_accelerator
+            else None
+        )
         self.turn, self.used = 0, 0
         self.array = self.hosts[0].numpy()
 
@@ -41,7 +45,7 @@ class StagingBuffer:
             event.synchronize()
         self.array = self.hosts[self.turn].numpy()
 
-    def lay(self, part: np.ndarray) -> slice:
+    def append(self, part: np.ndarray) -> slice:
         """Add a part; returns its slice of the upload.
 
         Raises:
@@ -58,10 +62,10 @@ class StagingBuffer:
         """All parts, on the device. The tensor is valid until the next upload is queued."""
         host = self.hosts[self.turn]
         used = min(self.used, self.size)
-        if self.here is None:
+        if self.device_copy is None:
             return host[:used]
-        self.here[:used].copy_(host[:used], non_blocking=True)
+        self.device_copy[:used].copy_(host[:used], non_blocking=True)
         event = self.events[self.turn] or torch.Event(self.device)
         event.record()
         self.events[self.turn] = event
-        return self.here[:used]
+        return self.device_copy[:used]

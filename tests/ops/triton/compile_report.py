@@ -119,7 +119,6 @@ def launch_sampling(rows: int = 4) -> None:
     sampling.draw(logits, keys)
     sampling.draw(logits, keys, sampling.cutoff(logits, longs, doubles, doubles))
     sampling.rank(logits.bfloat16(), longs, True)
-    sampling.noise_words(keys, 1000)
     sampling.penalize(logits, longs, longs, longs, longs, torch.zeros(3, rows), tokens, 50)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from ops.triton.kernel_device import DEVICE
 from worker.reference_limits import all_survivors, limits_of, tied_logits
 
@@ -34,9 +36,19 @@ def logits(rows: int, spread: float = 2.0, seed: int = 0) -> torch.Tensor:
     return (spread * torch.randn(rows, VOCAB, generator=made)).to(DEVICE)
 
 
+@triton.jit
+def words_kernel(a_ptr, b_ptr, out_ptr, vocab, COLS: tl.constexpr):
+    row = tl.program_id(0)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    a = tl.load(a_ptr + row).to(tl.uint32, bitcast=True)
+    b = tl.load(b_ptr + row).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + row * vocab + col, sampling.words(a, b, col), mask=col < vocab)
+
+
 def test_the_words_of_noise_are_the_same_to_the_bit() -> None:
     rows = some_keys(5)
-    got = sampling.noise_words(rows, VOCAB)
+    got = torch.empty((5, VOCAB), dtype=torch.int32, device=DEVICE)
+    words_kernel[(5, triton.cdiv(VOCAB, 1024))](rows[0], rows[1], got, VOCAB, COLS=1024)
     ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE)
     want = ids * _signed(GOLDEN) + rows[0, :, None]
     spare = torch.empty_like(want)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops import chunked, reference  # noqa: F401  (chunked registers the fallbacks)
-from quire.ops.cpu import masked_argmax  # noqa: F401  (as above)
+from quire.ops import chunked, reference
+from quire.ops.cpu import masked_argmax  # noqa: F401  (it registers its kernels)
 from quire.ops.cpu.bindings import best
 
 
@@ -29,10 +29,10 @@ def _heads(x: Tensor) -> tuple[int, int, int] | None:
 
 @reference.rms_norm.on("native")
 def _rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
-    kernels, lies, size = best(), _heads(x_TD), x_TD.shape[-1]
-    if kernels is None or lies is None or weight_D is None or size % 16:
-        return reference.rms_norm.implementations["pieces"](x_TD, weight_D, eps, plus_one)
-    rows, heads, step = lies
+    kernels, layout, size = best(), _heads(x_TD), x_TD.shape[-1]
+    if kernels is None or layout is None or weight_D is None or size % 16:
+        return chunked.rms_norm(x_TD, weight_D, eps, plus_one)
+    rows, heads, step = layout
     y = torch.empty(x_TD.shape, dtype=torch.bfloat16)
     kernels.rms_norm(
         x_TD.data_ptr(), step, weight_D.data_ptr(), y.data_ptr(), heads * size, rows, heads, size, eps, plus_one
@@ -47,9 +47,7 @@ def _add_rms_norm(
     kernels, size = best(), x_TD.shape[-1]
     plain = x_TD.is_contiguous() and residual_TD.is_contiguous() and x_TD.dim() == 2
     if kernels is None or x_TD.dtype != torch.bfloat16 or not plain or size % 16:
-        return reference.add_rms_norm.implementations["pieces"](
-            x_TD, residual_TD, weight_D, eps, plus_one
-        )
+        return chunked.add_rms_norm(x_TD, residual_TD, weight_D, eps, plus_one)
     kernels.add_rms_norm(
         x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), len(x_TD), size, eps, plus_one
     )
@@ -58,10 +56,10 @@ def _add_rms_norm(
 
 @reference.rotate.on("native")
 def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
-    kernels, lies, half = best(), _heads(x_THD), cos_TP.shape[1]
-    if kernels is None or lies is None or interleaved or half % 16 or x_THD.dim() != 3:
-        return reference.rotate.implementations["pieces"](x_THD, cos_TP, sin_TP, interleaved)
-    rows, heads, step = lies
+    kernels, layout, half = best(), _heads(x_THD), cos_TP.shape[1]
+    if kernels is None or layout is None or interleaved or half % 16 or x_THD.dim() != 3:
+        return chunked.rotate(x_THD, cos_TP, sin_TP, interleaved)
+    rows, heads, step = layout
     size = x_THD.shape[2]
     cos_TP, sin_TP = cos_TP.contiguous(), sin_TP.contiguous()
     y = torch.empty(x_THD.shape, dtype=torch.bfloat16)
@@ -75,7 +73,7 @@ def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = F
 def _silu_and_mul(x_TI2: Tensor) -> Tensor:
     kernels, inner = best(), x_TI2.shape[-1] // 2
     if kernels is None or x_TI2.dtype != torch.bfloat16 or not x_TI2.is_contiguous() or inner % 16:
-        return reference.silu_and_mul.implementations["pieces"](x_TI2)
+        return chunked.silu_and_mul(x_TI2)
     y_TI = torch.empty((*x_TI2.shape[:-1], inner), dtype=torch.bfloat16)
     kernels.silu_and_mul(x_TI2.data_ptr(), y_TI.data_ptr(), x_TI2.numel() // (2 * inner), inner)
     return y_TI

@@ -73,15 +73,6 @@ def gumbel(a, b, token):
 
 
 @triton.jit(do_not_specialize_on_alignment=["a_ptr", "b_ptr"])
-def words_kernel(a_ptr, b_ptr, out_ptr, vocab, COLS: tl.constexpr):
-    row = tl.program_id(0)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    a = tl.load(a_ptr + row).to(tl.uint32, bitcast=True)
-    b = tl.load(b_ptr + row).to(tl.uint32, bitcast=True)
-    tl.store(out_ptr + row.to(tl.int64) * vocab + col, words(a, b, col), mask=col < vocab)
-
-
-@triton.jit(do_not_specialize_on_alignment=["a_ptr", "b_ptr"])
 def draw_kernel(
     x_ptr, a_ptr, b_ptr, floor_ptr, last_ptr, best_ptr, id_ptr, vocab, stride, chunks,
     LIMITED: tl.constexpr, COLS: tl.constexpr,
@@ -112,16 +103,6 @@ def pick_kernel(best_ptr, id_ptr, out_ptr, vocab, chunks, COLS: tl.constexpr):
     ids = tl.load(id_ptr + row * chunks + col, mask=col < chunks, other=NOBODY)
     at = tl.min(tl.where(best == tl.max(best, axis=0), ids, NOBODY), axis=0)
     tl.store(out_ptr + row, tl.minimum(at, vocab - 1).to(tl.int64))
-
-
-def noise_words(keys_2S: Tensor, vocab: int) -> Tensor:
-    """The 31 random bits of each row and token, int32 [S, V]: for tests."""
-    rows = keys_2S.shape[1]
-    out_SV = torch.empty((rows, vocab), dtype=torch.int32, device=keys_2S.device)
-    words_kernel[(rows, triton.cdiv(vocab, PIECE))](
-        keys_2S[0], keys_2S[1], out_SV, vocab, COLS=PIECE
-    )
-    return out_SV
 
 
 def draw(scaled_SV: Tensor, keys_2S: Tensor, cutoff: tuple[Tensor, Tensor] | None = None) -> Tensor:
