@@ -11,7 +11,7 @@ from toy_device import ToyDevice, next_token
 from workload import reference
 
 from quire.config.engine import EngineConfig, Resolved
-from quire.engine import rpc
+from quire.engine import rpc, sleep
 from quire.engine.client import InlineClient, interrupts_deferred
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError, QuireError
@@ -86,6 +86,35 @@ def test_it_answers_what_every_client_does() -> None:
         client.check()
     assert client.state().condition == "dead"
     assert client.stats().generation_tokens == 5
+
+
+def test_a_caller_that_waits_for_a_drain_hears_that_the_engine_died() -> None:
+    class Dying(Device):
+        def result(self, step):
+            if step == 4:
+                raise MemoryError
+            return super().result(step)
+
+    client = make(Dying)
+    client.core.functions |= sleep.functions(client.core)
+    ask(client, "long", 30)
+    assert client.call("hold", "wait") == 1
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            client.call("drained")
+        except Exception as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not client.core.pending_calls:
+        waiting.join(0.01)
+    with pytest.raises(EngineDeadError, match="MemoryError"):
+        collect(client, {"long"})
+    waiting.join(60)
+    assert [type(error) for error in errors] == [EngineDeadError]
 
 
 def test_a_refusal_comes_through_outputs_with_the_numbers() -> None:

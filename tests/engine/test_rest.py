@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -12,7 +13,7 @@ from test_client import Device
 from workload import reference
 
 from quire.engine import rpc, sleep, sleep_client, sleep_state
-from quire.engine.core import EngineCore
+from quire.engine.core import PENDING, EngineCore
 from quire.errors import Conflict
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
@@ -27,16 +28,18 @@ Rests = Callable[["Engine"], Coroutine[object, object, None]]
 
 
 class Engine:
-    """A core with a depth of two, and one row fewer than requests."""
+    """A core with one row fewer than requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
         groups = [CacheGroup(CacheSpec(1, 1, 1, 1), (0,))]
         self.device = Device(groups, 101, 4, 0, random.Random(1))
-        limits = SchedulerLimits(max_rows=2, max_step_tokens=16, max_length=60, depth=2)
+        limits = SchedulerLimits(max_rows=2, max_step_tokens=16, max_length=60, depth=depth)
         scheduler = Scheduler(KVManager(BlockPool(101), groups, 4), limits)
-        self.core = core = EngineCore(scheduler, self.device, 2)
+        self.core = core = EngineCore(scheduler, self.device, depth)
         core.check_each_step = True
         core.functions |= rpc.functions(core) | sleep.functions(core)
+        self.numbers = itertools.count(1)
+        self.replies: dict[int, Reply] = {}
         self.told: list[tuple[object, ...]] = []
         self.asked: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -49,11 +52,15 @@ class Engine:
             self.device.kin[id] = (None, "")
             self.core.inbox.put(self.asked[id])
 
+    def send(self, name: str, *args: object, client: int = 0) -> int:
+        """Call a function without waiting; the number of its reply."""
+        number = next(self.numbers)
+        self.core.inbox.put(Call(number, name, list(args), client))
+        self.take(self.core.receive(block=False))
+        return number
+
     def call(self, name: str, *args: object) -> object:
-        self.core.inbox.put(Call(1, name, list(args)))
-        *outputs, reply = self.core.receive(block=False)
-        self.take(outputs)
-        assert isinstance(reply, Reply)
+        reply = self.replies.pop(self.send(name, *args))
         assert reply.error is None, reply.error
         return reply.value
 
@@ -65,8 +72,11 @@ class Engine:
             if self.core.idle:
                 return
 
-    def take(self, outputs: list[EngineOutput]) -> None:
+    def take(self, outputs: list[EngineOutput | Reply]) -> None:
         for output in outputs:
+            if isinstance(output, Reply):
+                self.replies[output.id] = output
+                continue
             self.tokens[output.id] += output.tokens
             self.finish[output.id] = output.finish or self.finish[output.id]
 
@@ -90,10 +100,15 @@ def engine() -> Engine:
 
 def test_wait_lets_those_end_that_were_here(engine: Engine) -> None:
     assert engine.call("hold", "wait") == 3
+    drained = engine.send("drained")
     engine.ask("dddd")
+    while drained not in engine.replies:
+        assert not engine.is_right("a", "bb", "ccc")
+        engine.run(1)
+        engine.take(engine.core.receive(block=False))
     engine.run()
+    assert engine.replies[drained].value is True
     assert engine.is_right("a", "bb", "ccc")
-    assert engine.call("left") == 0
     assert engine.call("pause") is True
     assert engine.call("is_paused") is True
     assert not engine.tokens["dddd"]
@@ -164,7 +179,12 @@ def test_a_pause_outlasts_a_sleep(engine: Engine) -> None:
 
 def asked_of(engine: Engine) -> Callable[..., Awaitable[object]]:
     async def call(name: str, *args: object) -> object:
-        return engine.call(name, *args)
+        number = engine.send(name, *args)
+        while number not in engine.replies:
+            await asyncio.sleep(0)
+            engine.take(engine.core.receive(block=False))
+        assert engine.replies[number].error is None
+        return engine.replies.pop(number).value
 
     return call
 
@@ -226,11 +246,15 @@ def test_who_gives_up_ends_nobody_elses(engine: Engine, first: Rests, second: Re
 
 def test_a_front_room_that_is_gone_holds_nobody_back(engine: Engine) -> None:
     for number, name in ((1, "one"), (2, "two")):
-        engine.core.inbox.put(Call(1, "hold", ["wait", sleep.PAUSE, name], number))
-        engine.core.receive(block=False)
+        engine.send("hold", "wait", sleep.PAUSE, name, client=number)
+    one, two = (
+        engine.send("drained", name, client=number) for number, name in ((1, "one"), (2, "two"))
+    )
     engine.call("let_go_client", 1)
-    assert engine.call("left", "one") is None
-    assert engine.call("left", "two") == 3
+    engine.take(engine.core.receive(block=False))
+    assert engine.replies[one].value is False
+    assert two not in engine.replies
+    assert len(engine.core.pending_calls) == 1
     assert engine.call("is_paused") is True
     engine.call("let_go_client", 2)
     assert engine.call("is_paused") is False
@@ -248,6 +272,65 @@ def test_who_gives_up_ends_no_pause_that_stands(engine: Engine) -> None:
     engine.run()
     assert engine.call("is_paused") is True
     assert not engine.finish["a"]
+
+
+def test_a_caller_that_gives_up_leaves_no_pending_call(engine: Engine) -> None:
+    """(Its thread would wait until all requests had ended.)"""
+    engine.call("hold", "wait", sleep.PAUSE, "one")
+    number = engine.send("drained", "one")
+    assert number not in engine.replies
+    engine.call("let_go", "one")
+    engine.take(engine.core.receive(block=False))
+    assert engine.replies[number].value is False
+    assert not engine.core.pending_calls
+
+
+def test_a_waiting_pause_sends_the_engine_three_calls_however_long_it_lasts(engine: Engine) -> None:
+    """(It asked fifty times a second.)"""
+    called: list[str] = []
+
+    async def main() -> None:
+        async def call(name: str, *args: object) -> object:
+            called.append(name)
+            return await asked_of(engine)(name, *args)
+
+        task = asyncio.ensure_future(sleep_client.pause(call, "wait"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        engine.run()
+        await task
+
+    asyncio.run(main())
+    assert called == ["hold", "drained", "pause"]
+    assert engine.is_right("a", "bb", "ccc")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_pending_function_is_asked_in_each_turn(depth: int) -> None:
+    """Any function may answer later; what it sends before comes at once, and its error is its answer."""
+    engine = Engine(depth)
+    core = engine.core
+    asked: list[int] = []
+
+    def countdown(start: int) -> object:
+        asked.append(start)
+        if len(asked) > start:
+            raise ValueError("too late")
+        return "now" if len(asked) == start else PENDING
+
+    core.functions["countdown"] = countdown
+    engine.ask("a")
+    number = engine.send("countdown", 4)
+    other = engine.send("is_paused")  # others are answered meanwhile
+    assert engine.replies[other].value is False
+    while number not in engine.replies:
+        engine.take(core.receive(block=False))
+        engine.take(core.step())
+    assert engine.replies[number].value == "now"
+    failing = engine.send("countdown", 3)
+    assert engine.replies[failing].error == "ValueError: too late"
+    engine.run()
+    assert engine.is_right("a")
 
 
 @pytest.mark.parametrize(

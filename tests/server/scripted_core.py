@@ -83,7 +83,7 @@ class ToldClient:
         return [output]
 
     def call(self, name: str, *args: Any) -> Any:
-        return 0 if name in ("hold", "left") else EngineStats()
+        return 0 if name in ("hold", "drained") else EngineStats()
 
     def close(self) -> None:
         self.spoken.put(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from scripted_core import ToldClient, make_tokenizer
 
+from quire.api.async_llm import AsyncLLM
 from quire.api.metrics import engine_stats
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
@@ -117,3 +119,24 @@ async def test_the_server_ends_with_its_engine(
     async with served(client) as (_, _, running):
         client.condition = "dead"
         assert await asyncio.wait_for(running, PATIENCE_S) == 1
+
+
+@in_loop
+async def test_many_calls_that_wait_leave_room_for_the_one_that_ends_them(
+    client: ToldClient,
+) -> None:
+    """(They took all threads of the event loop.)"""
+    resumed = threading.Event()
+
+    def call(name: str, *args: Any) -> Any:
+        if name == "resume":
+            resumed.set()
+        return resumed.wait(PATIENCE_S)
+
+    client.call = call  # type: ignore[method-assign]
+    llm = AsyncLLM.from_client(client)
+    waiting = [asyncio.ensure_future(llm.call("drained", str(number))) for number in range(80)]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(llm.resume_generation(), PATIENCE_S)
+    assert await asyncio.gather(*waiting) == [True] * 80
+    llm.shutdown()

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from quire.api.own_thread import in_own_thread
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, QuireError, ValidationError
@@ -257,7 +258,7 @@ class AsyncEngine:
 
     async def call(self, name: str, *args: Any) -> Any:
         """Call a named function of the engine, without blocking the loop."""
-        return await asyncio.to_thread(self.client.call, name, *args)
+        return await in_own_thread(self.client.call, name, *args)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engine. Streams that still run end with EngineDeadError."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from quire.errors import InternalError, QuireError, ValidationError
 from quire.logging import get_logger
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 LOOK_AGAIN_S = 0.2  # the longest wait for a message while the scheduler has requests
+
+PENDING: Final = object()
+"""What a function returns whose answer is not known yet. It is called again, with the same arguments, in each turn."""
 
 Answered = EngineOutput | Reply
 Outbox = list[Answered]
@@ -47,6 +50,7 @@ class EngineCore:
         self.inbox: Inbox = SimpleQueue()
         self.in_flight: deque[tuple[int, StepFuture]] = deque()
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/rpc.py)
+        self.pending_calls: list[Call] = []  # their functions returned PENDING
         self.caller = 0  # the frontend that called the running function
         self.said: Outbox = []  # messages that a function sends besides its reply
         self.observers = StepObservers()
@@ -69,9 +73,12 @@ class EngineCore:
         loop later. If one forgets that, the requests are delayed for a moment, not for ever.
         """
         outputs: Outbox = []
+        calls, self.pending_calls = self.pending_calls, []
+        for call in calls:
+            outputs += self._answer(call)
         try:
             end = LOOK_AGAIN_S if self.scheduler.has_work else None
-            message = self.inbox.get(block=block, timeout=end)
+            message = self.inbox.get(block=block and not outputs, timeout=end)
             self.idle = False  # another thread may run the step
             while True:
                 self._take_in(message, outputs)
@@ -140,12 +147,19 @@ class EngineCore:
                 ended = (self.scheduler.abort(id, why) for id in ids)
                 outputs += [output for output in ended if output is not None]
             case Call():
-                reply = self._answer(message)
-                outputs += [*self.said, reply]
-                self.said.clear()
+                outputs += self._answer(message)
 
-    def _answer(self, call: Call) -> Reply:
-        """Run a named function. If it fails, the caller gets the error, and the engine goes on."""
+    def _answer(self, call: Call) -> Outbox:
+        """Run a named function. Returns what it sends: outputs, then its reply unless that is pending."""
+        reply = self._reply(call)
+        said, self.said = self.said, []
+        if reply.value is PENDING:
+            self.pending_calls.append(call)
+            return said
+        return [*said, reply]
+
+    def _reply(self, call: Call) -> Reply:
+        """If the function fails, the caller gets the error, and the engine goes on."""
         if (function := self.functions.get(call.name)) is None:
             known = ", ".join(sorted(self.functions))
             return Reply(

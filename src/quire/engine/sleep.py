@@ -4,8 +4,8 @@ Knows the scheduler, and that the workers can free their memory (`worker/sleep.p
 meantime wait, whichever frontend they come from. The `PauseGate` is in the scheduler's list of gates only while it
 blocks a request, so a working engine has no cost. `sleep_client.py` is the frontend's side.
 
-    hold -> [running requests end, are aborted, or stop] -> sleep -> wake_up, in parts or at once
-      `-> let_go                                         `-> pause -> resume
+    hold -> drained: running requests end, are aborted, or stop -> sleep -> wake_up, in parts or at once
+      `-> let_go                                                `-> pause -> resume
 
 A hold belongs to one holder, which may release it (`let_go`). `pause` and `sleep` turn a hold into a standing state,
 which any caller may end. When a frontend has ended, its holds are released.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from quire.engine.core import EngineCore
+from quire.engine.core import PENDING, EngineCore
 from quire.errors import ValidationError
 from quire.observe.metric_table import STATES
 from quire.scheduler.gate import Gate
@@ -72,7 +72,7 @@ class SleepController:
 
     # -- pause ----------------------------------------------------------------------------------
     def hold(self, mode: str, reason: str = PAUSE, holder: str = NOBODY) -> int:
-        """Admit no more requests; returns how many must still end (as does `left`)."""
+        """Admit no more requests; returns how many must still end (see `drained`)."""
         core, scheduler = self.core, self.core.scheduler
         until = scheduler.arrivals if checked_mode(mode) == "wait" else 0
         self.held[holder] = PauseHolder(reason, until, core.caller)
@@ -83,9 +83,12 @@ class SleepController:
             core.said += [output for output in ended if output is not None]
         return self._left()
 
-    def left(self, holder: str = NOBODY) -> int | None:
-        """How many of the requests that may go on have not ended; None: the hold is gone, since a caller resumed."""
-        return self._left() if holder in self.held else None
+    def drained(self, holder: str = NOBODY) -> Any:
+        """Answered when all requests that may go on have ended: True. False: the hold is gone, since a caller resumed,
+        or the holder gave up."""
+        if holder not in self.held:
+            return False
+        return PENDING if self._left() else True
 
     def _left(self) -> int:
         return sum(map(self.gate.ready, self.core.scheduler.requests.values()))
@@ -220,7 +223,7 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     """The functions for `EngineClient.call`."""
     rest = SleepController(core)
     named = (
-        rest.hold, rest.left, rest.let_go, rest.let_go_client, rest.pause, rest.resume, rest.is_paused,
+        rest.hold, rest.drained, rest.let_go, rest.let_go_client, rest.pause, rest.resume, rest.is_paused,
         rest.sleep, rest.release_kv_cache, rest.wake_up, rest.is_sleeping, rest.asked, rest.as_asked,
     )  # fmt: skip
     return {f.__name__: f for f in named}

@@ -15,8 +15,6 @@ from typing import Any
 from quire.engine.sleep import PAUSE, SLEEP, checked_level, checked_mode
 from quire.errors import Conflict, QuireError
 
-LOOK_EVERY_S = 0.02
-
 Ask = Callable[..., Awaitable[Any]]
 
 
@@ -58,11 +56,8 @@ async def holding(call: Ask, mode: str, reason: str) -> AsyncIterator[str]:
     holder = uuid.uuid4().hex
     asked: asyncio.Future[Any] = asyncio.ensure_future(call("hold", mode, reason, holder))
     try:
-        left = await asyncio.shield(asked)
-        while left:
-            await asyncio.sleep(LOOK_EVERY_S)
-            left = await call("left", holder)
-        check_stands(left is not None)
+        await asyncio.shield(asked)
+        check_stands(await call("drained", holder))  # answered when that is known
         yield holder
     except BaseException:
         await asyncio.shield(asyncio.ensure_future(_let_go(call, holder, asked)))
@@ -73,7 +68,7 @@ async def _let_go(call: Ask, holder: str, asked: asyncio.Future[Any]) -> None:
     with suppress(QuireError):  # an engine that is gone has no holds
         await asked  # `hold` may still run in another thread, and `let_go` must come after it
     with suppress(QuireError):
-        await call("let_go", holder)
+        await call("let_go", holder)  # also answers `drained`
 
 
 @contextmanager

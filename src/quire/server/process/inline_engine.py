@@ -6,16 +6,11 @@ the process. Does not know phases or signals.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from typing import Any
 
+from quire.api.own_thread import in_own_thread
 from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
 from quire.engine.client import EngineClient
@@ -25,32 +20,23 @@ class InlineEngineLoader:
     """Makes one engine, once."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._is_loading = False
 
     async def client(self, config: EngineConfig) -> EngineClient:
         """Raises what `make_client` raises."""
-        loop = asyncio.get_running_loop()
-        made: asyncio.Future[EngineClient] = loop.create_future()
+        self._is_loading = True
+        client: EngineClient = await in_own_thread(self._load, config)
+        return client
 
-        def tell(settle: Callable[[Any], None], what: object) -> None:
-            if not made.done():
-                settle(what)
-
-        def load() -> None:
-            try:
-                told = partial(tell, made.set_result, make_client(config))
-            except BaseException as error:
-                told = partial(tell, made.set_exception, error)
-            with suppress(RuntimeError):  # the loop is closed, and nothing waits
-                loop.call_soon_threadsafe(told)
-
-        self._thread = threading.Thread(target=load, name="load", daemon=True)
-        self._thread.start()
-        return await made
+    def _load(self, config: EngineConfig) -> EngineClient:
+        try:
+            return make_client(config)
+        finally:
+            self._is_loading = False
 
     def leave_behind(self, status: int) -> None:
         """End the process at once if the model still loads: the interpreter must not shut down under the thread."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._is_loading:
             logging.shutdown()
             sys.stdout.flush()
             os._exit(status)
