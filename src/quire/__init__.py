@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from quire.version import __version__
+
 __version_tuple__ = tuple(int(part) for part in __version__.split("."))
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ ORDER = [
     {"protocol"},
     {"plugins"},
     {"logging"},
-    {"env", "errors", "startup_timer", "terminal"},
+    {"env", "errors", "startup_timer", "terminal", "version"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 

@@ -22,7 +22,7 @@ from quire.config.server import ServerConfig
 from quire.engine.client import EngineClient
 from quire.protocol.output import EngineStats
 from quire.server.api_keys import ApiKeys
-from quire.server.process import launch, sockets
+from quire.server.process import server_process, sockets
 
 PATIENCE_S = 60.0
 
@@ -48,12 +48,12 @@ def client(tmp_path: Path) -> ToldClient:
 @asynccontextmanager
 async def served(
     client: EngineClient,
-) -> AsyncIterator[tuple[launch.ServerProcess, httpx.AsyncClient, asyncio.Task[int]]]:
+) -> AsyncIterator[tuple[server_process.ServerProcess, httpx.AsyncClient, asyncio.Task[int]]]:
     config = EngineConfig.from_keywords(
         model=client.resolved.path, served_model_name="toy", host="127.0.0.1", port=0
     )
     with sockets.bind(ServerConfig(host="127.0.0.1", port=0)) as listener:
-        server = launch.ServerProcess(config, listener, client, ApiKeys(config.server))
+        server = server_process.ServerProcess(config, listener, client, ApiKeys(config.server))
         running = asyncio.ensure_future(server.run())
         async with httpx.AsyncClient(base_url=server.url) as http:
             try:
@@ -115,7 +115,7 @@ async def test_metrics_report_the_statistics_and_the_restarts_of_the_client(
 async def test_the_server_ends_with_its_engine(
     client: ToldClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "DEATH_TOLD_S", 0.0)
+    monkeypatch.setattr(server_process, "DEATH_TOLD_S", 0.0)
     async with served(client) as (_, _, running):
         client.condition = "dead"
         assert await asyncio.wait_for(running, PATIENCE_S) == 1

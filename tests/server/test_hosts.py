@@ -20,7 +20,7 @@ from quire.server.app import UI_ROUTES, build_app
 from quire.server.hosts import PROBES, allowed_hosts, name_of
 from quire.server.middleware import OPEN
 from quire.server.process import sockets
-from quire.server.process.launch import ServerProcess
+from quire.server.process.server_process import ServerProcess
 from quire.server.state import ServerState
 
 CHAT = "/v1/chat/completions"

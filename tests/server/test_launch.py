@@ -22,7 +22,7 @@ from quire.config.server import ServerConfig
 from quire.processes.child import STOP
 from quire.server.api_keys import ApiKeys
 from quire.server.process import http_supervisor, sockets
-from quire.server.process.launch import ServerProcess
+from quire.server.process.server_process import ServerProcess
 
 WORKERS = 64  # more threads than an event loop has by itself
 

@@ -13,7 +13,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from quire import __version__, env
+from quire import env
+from quire.version import __version__
 
 PACKAGES = (
     "torch",

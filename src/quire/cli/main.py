@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else "--help"
     if first in ("-v", "--version", "-V", "version"):
-        from quire import __version__
+        from quire.version import __version__
 
         print(__version__)
         return 0

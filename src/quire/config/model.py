@@ -63,3 +63,9 @@ class ModelConfig:
     """Logits processors to run for every request, as classes or `module:Class`."""
     enable_prompt_embeds: bool = False
     """Accept prompts as embeddings (not supported yet)."""
+
+    @property
+    def served_names(self) -> list[str]:
+        """All names under which the model is served."""
+        names = self.served_model_name
+        return [names] if isinstance(names, str) else list(names or [self.model])

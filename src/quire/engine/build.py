@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import msgspec
 
-from quire import __version__, env
+from quire import env
 from quire.config.api_key_file import read_keys
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.resolve import resolve
@@ -49,6 +49,7 @@ from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.startup_timer import StartupStages
+from quire.version import __version__
 from quire.worker.build import PlugIn, WorkerInfo, WorkerParts, build_worker
 from quire.worker.memory_plan import ITEMSIZE, forecast_weights
 

@@ -32,7 +32,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from quire import __version__
 from quire.config.engine import Resolved
 from quire.logging import get_logger
 from quire.observe.buckets import buckets, checked
@@ -48,6 +47,7 @@ from quire.observe.metric_table import (
 )
 from quire.observe.processes import FamilyCollector, Processes, allocate_files
 from quire.protocol.output import EngineReady, EngineStats
+from quire.version import __version__
 
 log = get_logger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire import __version__, env
+from quire import env
 from quire.engine import sleep_client
 from quire.engine.sleep import checked_level, checked_tags
 from quire.server.errors import ApiError, invalid
@@ -23,6 +23,7 @@ from quire.server.generation import own_name
 from quire.server.health import state_of
 from quire.server.request_body import json_response, read
 from quire.server.schemas import AbortRequest, RpcRequest
+from quire.version import __version__
 
 RPC_TIMEOUT_S = 300.0
 PROGRAMS_ONLY = {"apply_model"}

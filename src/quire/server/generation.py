@@ -18,14 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from quire.api.async_engine import AsyncEngine, OutputStream
 from quire.engine.client import ERRORS
 from quire.errors import QueueFull, Unsupported, ValidationError
 from quire.frontend.beam_search import BeamStream
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.parsers.stream_parser import CallDelta
 from quire.frontend.prompts import Prompt
 from quire.logging import get_logger
 from quire.observe.prometheus import REQUESTS, TOKENS
@@ -36,40 +33,16 @@ from quire.server.answer_size import check_answer_size
 from quire.server.api_keys import Tenant
 from quire.server.errors import ApiError
 from quire.server.large_answers import LARGE_ENTRIES
-from quire.server.openai.chat_output import ChatOutputReader, added
+from quire.server.openai.chat_output import ChatOutputReader
 from quire.server.openai.logprobs import Position
 from quire.server.openai.sampling_params import FINAL_ONLY
+from quire.server.output_delta import OutputDelta
 from quire.server.state import ServerState
 
 log = get_logger(__name__)
 
 KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
 """Prefix of an id -> endpoint, as metrics name it."""
-
-
-class OutputDelta(msgspec.Struct):
-    """The new output of one completion; after `add`, of several steps."""
-
-    prompt: int
-    index: int
-    """Index of the completion: prompt-major over the HTTP request."""
-    text: str
-    tokens: list[int]
-    logprobs: Sequence[Position] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    reasoning: str = ""
-    """The reasoning, which is not in `text`."""
-    calls: list[CallDelta] = []
-
-    def add(self, later: OutputDelta) -> None:
-        self.text += later.text
-        self.reasoning += later.reasoning
-        self.calls = added(self.calls, later.calls)
-        self.tokens += later.tokens
-        if later.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire import __version__
 from quire.observe.http_metrics import UNDER_WAY
 from quire.observe.prometheus import CONTENT_TYPE
 from quire.server.middleware import TENANT
 from quire.server.request_body import json_response
 from quire.server.state import ServerPhase, ServerState
+from quire.version import __version__
 
 
 def state_of(request: Request) -> ServerState:

@@ -14,11 +14,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire import __version__
 from quire.config.unsupported import REQUEST_FIELDS, RESPONSES_FIELDS
 from quire.server import schemas
 from quire.server.middleware import OPEN
 from quire.server.request_body import json_response
+from quire.version import __version__
 
 Row = tuple[str, str, Callable[[Request], Awaitable[Any]]]
 

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from hashlib import sha256
 
-from quire import __version__, env
+from quire import env
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
@@ -24,6 +24,7 @@ from quire.observe.tracing import Tracer
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ApiError, unavailable
 from quire.server.text_pool import TextPool
+from quire.version import __version__
 
 MAX_TEXT_BYTES = 4 << 20  # a million tokens, for which the tokenizer takes 300 MiB of memory
 BYTES_PER_TOKEN = 16  # ... or so many bytes for each token of a longer context
@@ -77,10 +78,7 @@ class ServerState:
 
     @property
     def model_names(self) -> list[str]:
-        names = self.config.model.served_model_name
-        if isinstance(names, str):
-            return [names]
-        return list(names) if names else [self.config.model.model]
+        return self.config.model.served_names
 
     @property
     def model_name(self) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from quire.server.errors import invalid
-from quire.server.generation import OutputDelta
 from quire.server.openai.chat_output import OutputPiece, news
+from quire.server.output_delta import OutputDelta
 from quire.server.sse import event
 
 JSON = dict[str, Any]

@@ -19,7 +19,7 @@ from quire.frontend.chat import ChatOptions
 from quire.frontend.parsers.stream_parser import CallDelta
 from quire.frontend.prompts import Prompt
 from quire.server.errors import invalid
-from quire.server.generation import Generation, OutputDelta
+from quire.server.generation import Generation
 from quire.server.large_answers import json_answer
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
@@ -35,6 +35,7 @@ from quire.server.openai.chunks import (
 )
 from quire.server.openai.sampling_params import beam_search_params, chat_params
 from quire.server.openai.tools import tool_choice_of, with_calls_read
+from quire.server.output_delta import OutputDelta
 from quire.server.prompts import check_messages, render, tokenize_options
 from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, TokenizeRequest

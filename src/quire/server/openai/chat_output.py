@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.api.async_engine import AsyncEngine
 from quire.config.structured import structured_options
 from quire.errors import ValidationError
 from quire.frontend.parsers.format_registry import OFF
 from quire.frontend.parsers.model_formats import ModelFormats, OutputFormat
-from quire.frontend.parsers.stream_parser import CallDelta, ParsedDelta, StreamParser
+from quire.frontend.parsers.stream_parser import ParsedDelta, StreamParser
 from quire.frontend.parsers.tool_constraints import (
     answer_or_calls,
     auto_calls,
@@ -31,11 +31,9 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams
 from quire.server.errors import invalid
 from quire.server.openai.tools import ToolChoice
+from quire.server.output_delta import OutputDelta
 from quire.server.schemas import ChatRequest
 from quire.server.state import ServerState
-
-if TYPE_CHECKING:
-    from quire.server.generation import OutputDelta
 
 log = get_logger(__name__)
 
@@ -195,18 +193,6 @@ class ChatOutputReader:
                 "part of an output could not be parsed and was sent as content: %s",
                 reason,
             )
-
-
-def added(calls: list[CallDelta], later: list[CallDelta]) -> list[CallDelta]:
-    """Merge later deltas into `calls`."""
-    known = {call.index: call for call in calls}
-    for call in later:
-        if (before := known.get(call.index)) is None:
-            calls.append(call)
-            known[call.index] = call
-        else:
-            before.arguments += call.arguments
-    return calls
 
 
 @dataclass(slots=True)

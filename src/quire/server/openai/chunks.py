@@ -15,8 +15,8 @@ import msgspec
 from starlette.requests import Request
 
 from quire.server.errors import invalid
-from quire.server.generation import OutputDelta
 from quire.server.middleware import NEW_ID, VALID_ID
+from quire.server.output_delta import OutputDelta
 from quire.server.schemas import Sampling
 from quire.server.state import ServerState
 

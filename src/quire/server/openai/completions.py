@@ -19,7 +19,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import SamplingParams
 from quire.server.errors import invalid
-from quire.server.generation import Generation, OutputDelta
+from quire.server.generation import Generation
 from quire.server.large_answers import json_answer
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
@@ -33,6 +33,7 @@ from quire.server.openai.chunks import (
     priority,
 )
 from quire.server.openai.sampling_params import beam_search_params, completion_params
+from quire.server.output_delta import OutputDelta
 from quire.server.prompts import given_prompts, one_prompt
 from quire.server.request_body import prepared, read
 from quire.server.schemas import CompletionRequest

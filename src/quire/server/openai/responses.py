@@ -22,13 +22,14 @@ from starlette.responses import Response
 from quire.api.async_engine import AsyncEngine
 from quire.config.unsupported import RESPONSES_FIELDS
 from quire.server.errors import ApiError, as_api_error, clean, invalid
-from quire.server.generation import Generation, OutputDelta
+from quire.server.generation import Generation
 from quire.server.health import state_of
 from quire.server.large_answers import json_answer
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.chat import effort_of, generation_of
 from quire.server.openai.response_format import of_format
 from quire.server.openai.responses_items import ResponseItems, choice_of, messages_of, tools_of
+from quire.server.output_delta import OutputDelta
 from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, ResponsesRequest
 from quire.server.sse import EventStream, event, event_stream, until_disconnect

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.server.errors import invalid
-from quire.server.generation import OutputDelta
 from quire.server.openai.chat_output import OutputPiece, news
+from quire.server.output_delta import OutputDelta
 
 JSON = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

@@ -39,7 +39,7 @@ from quire.processes.supervisor import SupervisedProcess
 from quire.protocol.output import EngineDied, EngineOpen
 from quire.server.process.banner import curl_line, facts_table, failure, stages_table
 from quire.server.process.http_worker import KEYS, MODULE
-from quire.server.process.launch import ABORTED_S, DEATH_TOLD_S, closes_with_terminal, model_names
+from quire.server.process.server_process import ABORTED_S, DEATH_TOLD_S, closes_with_terminal
 from quire.server.process.sockets import LAST_ANSWERS_S, address, bind_beside
 from quire.server.shared_usage import forget
 from quire.startup_timer import since_process_start
@@ -307,7 +307,7 @@ class HttpSupervisor:
 
     # -- output to the terminal -----------------------------------------------------------------
     def _greet(self) -> None:
-        ready, names = self.client.wait_ready(), model_names(self.config)
+        ready, names = self.client.wait_ready(), self.config.model.served_names
         log.info("start-up\n%s", stages_table(ready.startup, since_process_start()))
         show(facts_table(self.config, ready, self.url, names))
         show(f"  HTTP          {self.count} processes")

@@ -29,7 +29,7 @@ from quire.processes.child import STOP, begin_child, exit_child
 from quire.processes.status_pipe import StatusWriter
 from quire.protocol.output import EngineDied, EngineOpen, Heartbeat
 from quire.server.api_keys import ApiKeys
-from quire.server.process.launch import ServerProcess, event_loop, tracer_of
+from quire.server.process.server_process import ServerProcess, event_loop, tracer_of
 from quire.server.shared_usage import UsageLedger
 from quire.startup_timer import since_process_start
 

@@ -1,10 +1,7 @@
-"""From a configuration to a running server, and to its end.
+"""From a configuration to a running server: checks the options, binds, and starts the processes.
 
-    bind -> engine process starts -> HTTP answers "loading" -> ready -> serving -> SIGTERM -> draining -> 0
-                         `-> could not start -> one report, 1            `-> the engine is dead -> 1
-
-Knows processes, signals and phases. Does not know routes or models, and never imports torch: the engine has its own
-process unless configured otherwise.
+Knows which processes a configuration needs. Never imports torch: the engine has its own process unless configured
+otherwise.
 """
 
 from __future__ import annotations
@@ -12,52 +9,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
-import sys
-import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from socket import socket
-from typing import Any
 
-from quire import env
-from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
-from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER
-from quire.errors import ConfigError, EngineDeadError, EngineDelayed, QuireError
+from quire.errors import ConfigError
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.logging import get_logger
 from quire.observe.buckets import checked
-from quire.observe.processes import Processes
-from quire.observe.prometheus import ServerMetrics
-from quire.observe.stats_log import StatsLog
-from quire.observe.tracing import Tracer
 from quire.server.api_keys import ApiKeys
-from quire.server.app import build_app
-from quire.server.hosts import allowed_hosts
 from quire.server.process import tls
-from quire.server.process.banner import curl_line, facts_table, failure, stages_table
 from quire.server.process.command_line import hide_secrets
-from quire.server.process.inline_engine import InlineEngineLoader
-from quire.server.process.sockets import LOOPBACKS, address, bind_all, host_of, http_server
-from quire.server.state import ServerPhase, ServerState
+from quire.server.process.server_process import ServerProcess, event_loop, tracer_of
+from quire.server.process.sockets import LOOPBACKS, bind_all, host_of
 from quire.server.user_middleware import own_layers
-from quire.startup_timer import since_process_start
-from quire.terminal import show
 
 log = get_logger(__name__)
 
-LOOK_EVERY_S = 0.25
-MOST_OBSERVED = 500  # most steps to count in the histogram at once
-ABORTED_S = 5.0  # limit for the engine to end aborted requests
 MOST_QUEUED = 1 << 14  # requests
 MOST_QUEUED_TOKENS = 1 << 25  # about a gigabyte of token ids
-DEATH_TOLD_S = 1.0  # time for clients to read the error before the process ends
 
 
 def serve(config: EngineConfig) -> int:
@@ -127,275 +99,3 @@ def bounded(config: EngineConfig) -> EngineConfig:
             max_num_queued_tokens=MOST_QUEUED_TOKENS if queue.max_num_queued_tokens is None else queue.max_num_queued_tokens,
         ),
     )  # fmt: skip
-
-
-def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    found: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return found
-
-
-class ServerProcess:
-    """One server process, from its start to its end."""
-
-    stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        listener: socket,
-        client: EngineClient | None,
-        tenants: ApiKeys,
-        shared: str | None = None,
-        processes: Processes | None = None,
-        tracer: Tracer | None = None,
-    ):
-        self.config, self.listener, self.tenants = config, listener, tenants
-        self.client = client
-        self.leads, self.logs_stats = True, not config.observe.disable_log_stats
-        observe = config.observe
-        metrics = ServerMetrics(
-            model_name(config),
-            legacy=observe.legacy_metrics,
-            shared=shared,
-            custom=observe.custom_histogram_buckets,
-            processes=processes,
-        )
-        self.state = ServerState(config, metrics, tenants=tenants, tracer=tracer)
-        self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
-        self.state.stage = "loading the model"
-        self.state.hosts = allowed_hosts(config.server, listener)
-        self.http = http_server(build_app(self.state), config.server)
-        self.loading = InlineEngineLoader()
-        self.stopping, self.opened = asyncio.Event(), asyncio.Event()
-        self.opened.set()  # it answers from the beginning, with 503 while it loads
-        self._tasks: set[asyncio.Future[Any]] = set()  # prevents their garbage collection
-        self.url = address(config.server, listener)
-
-    async def run(self) -> int:
-        """Run to the end; the exit status."""
-        loop = asyncio.get_running_loop()
-        for number in self.stop_signals:
-            loop.add_signal_handler(number, self.stop, number)
-        if self.tenants.path is not None:
-            loop.add_signal_handler(signal.SIGHUP, self.reload)
-        elif closes_with_terminal():
-            loop.add_signal_handler(signal.SIGHUP, self.stop, signal.SIGHUP)
-        http = asyncio.ensure_future(self._answer())
-        try:
-            code = await self._lived(http)
-        finally:
-            self.http.should_exit = True
-            self.opened.set()
-            with suppress(asyncio.CancelledError):
-                await http
-            if self.state.tracer is not None:
-                await asyncio.to_thread(self.state.tracer.close)
-            if self.client is not None:
-                # In its own thread: those of the loop may all wait for the engine, which this call ends.
-                with ThreadPoolExecutor(1, "close") as own:
-                    await loop.run_in_executor(own, self.client.close)
-        return code
-
-    async def _answer(self) -> None:
-        await self.opened.wait()
-        if self.config.server.enable_ssl_refresh:
-            context = partial(getattr, self.http.config, "ssl", None)
-            self._soon(tls.keep_fresh(context, self.config.server))
-        await self.http.serve(sockets=[self.listener])
-
-    def stop(self, number: int) -> None:
-        """The first signal drains the server, the second one aborts running requests."""
-        if self.stopping.is_set():
-            log.warning("second signal: not waiting for running requests")
-            self.http.force_exit = True
-            for name in list(self.state.active):
-                self._abort_soon(name)
-            self.state.hurry = True
-            return
-        log.info("%s: shutting down", signal.Signals(number).name)
-        if self.state.phase in (ServerPhase.READY, ServerPhase.LOADING):
-            self.state.phase = ServerPhase.DRAINING
-        self.stopping.set()
-
-    def reload(self) -> None:
-        """Read the key file again, at SIGHUP."""
-        tenants = self.tenants
-        try:
-            tenants.reload()
-        except ConfigError as error:
-            log.error("SIGHUP: the keys are unchanged: %s", error)
-            return
-        log.info("SIGHUP: read %d keys from %s", len(tenants.weights), tenants.path)
-        if self.state.engine is not None:
-            self._soon(self.state.engine.call("set_weights", tenants.weights))
-
-    async def _lived(self, http: asyncio.Future[None]) -> int:
-        told = asyncio.ensure_future(self.stopping.wait())
-        starting = asyncio.ensure_future(self._start())
-        await first_of(told, starting, http)
-        if not starting.done():  # stop signal while loading, or HTTP ended
-            starting.cancel()
-            return 0 if told.done() else 1
-        try:
-            starting.result()
-        except Exception as error:
-            if not isinstance(error, QuireError | OSError):  # a bug: log its traceback
-                log.exception("the start failed")
-            self._report(error)
-            return 1
-        if self.state.engine is None:
-            return 0  # stop signal at the end of loading
-        watch = asyncio.ensure_future(self._watch())
-        await first_of(told, watch, http)
-        if watch.done():
-            watch.result()
-            await asyncio.sleep(DEATH_TOLD_S)
-            return 1
-        code = 0 if told.done() else 1
-        watch.cancel()
-        await self._drain()
-        return code
-
-    def _report(self, error: Exception) -> None:
-        show(failure(error), sys.stderr)
-
-    async def _connected(self, engine: AsyncEngine) -> None:
-        """For subclasses: the engine's outputs are received from now on."""
-
-    async def _start(self) -> None:
-        """Wait until the model is loaded.
-
-        Raises:
-            StartupError, QuireError: it could not be loaded.
-        """
-        state = self.state
-        client = self.client = self.client or await self.loading.client(self.config)
-        await asyncio.to_thread(client.wait_ready, float(env.get("ENGINE_READY_TIMEOUT_S")))
-        engine = await asyncio.to_thread(AsyncEngine, client, self.config)
-        await engine.listen()
-        await self._connected(engine)
-        if state.phase is not ServerPhase.LOADING:
-            return  # stop signal while it loaded
-        state.metrics.rows.set(client.resolved.max_num_seqs)
-        for name, seconds in client.ready.startup:
-            state.metrics.startup.labels(name).set(seconds)
-        formats = engine.front.formats
-        for what, choice in (("tool calls", formats.tool_choice), ("thoughts", formats.reasoning_choice)):  # fmt: skip
-            log.info("format of %s: %s (%s)", what, choice.name or "none", choice.why)
-        state.attach(engine)
-        self._greet(engine)
-
-    def _greet(self, engine: AsyncEngine) -> None:
-        names, client = self.state.model_names, self.client
-        if client is None:
-            return
-        total = since_process_start()
-        self.state.metrics.startup.labels("all").set(total)
-        log.info("start-up\n%s", stages_table(client.ready.startup, total))
-        show(facts_table(self.config, client.ready, self.url, names))
-        line = curl_line(self.config, self.url, names[0], engine.front.has_chat_template)
-        show(f"\nReady. Try:\n\n{line}\n")
-
-    async def _watch(self) -> None:
-        """Wait until the engine is dead; log statistics at intervals."""
-        state, observe = self.state, self.config.observe
-        engine = state.engine
-        if engine is None or self.client is None:
-            return
-        stats = StatsLog(engine.stats, device=self.client.ready.device.upper())
-        every = observe.log_stats_interval
-        before, latest = time.monotonic(), engine.stats()
-        steps, tokens = latest.steps, latest.prompt_tokens + latest.generation_tokens
-        epoch = self.client.epoch
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            try:
-                engine.check()
-            except EngineDeadError as error:
-                if state.phase is not ServerPhase.DEAD:
-                    state.phase = ServerPhase.DEAD
-                log.error("the engine has stopped: %s", error)
-                if not env.get("KEEP_ALIVE_ON_ENGINE_DEATH"):
-                    return
-                await self.stopping.wait()
-            except EngineDelayed:
-                pass  # its supervisor logs this, and restarts it later
-            if (new := self.client.epoch) > epoch and self.leads:
-                state.metrics.replaced("engine", new - epoch)
-            epoch = new
-            now, latest = time.monotonic(), engine.stats()
-            made = latest.prompt_tokens + latest.generation_tokens
-            for _ in range(min(latest.steps - steps, MOST_OBSERVED) if self.leads else 0):
-                state.metrics.observe(
-                    "vllm:iteration_tokens_total", (made - tokens) / (latest.steps - steps)
-                )
-            steps, tokens = latest.steps, made
-            if every and now - before >= every:
-                stats.tick(now - before, write=self.logs_stats)
-                state.metrics.rates(stats.prompt, stats.generation)
-                before = now
-
-    async def _drain(self) -> None:
-        """Wait for running requests, then abort those that are left."""
-        state, patience = self.state, self.config.server.shutdown_timeout
-        if state.active:
-            log.info(
-                "waiting up to %g s for %d running requests to end", patience, len(state.active)
-            )
-        await self._until_idle(patience)
-        for name in list(state.active):
-            self._abort_soon(name)
-        await self._until_idle(ABORTED_S, hurried=False)
-
-    async def _until_idle(self, seconds: float, hurried: bool = True) -> None:
-        end = time.monotonic() + seconds
-        while self.state.active and time.monotonic() < end:
-            if hurried and self.state.hurry:
-                return
-            await asyncio.sleep(0.02)
-
-    def _abort_soon(self, name: str) -> None:
-        self._soon(self.state.abort(name))
-
-    def _soon(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Future[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a call to the engine failed: %s", error)
-
-
-def closes_with_terminal() -> bool:
-    """Whether SIGHUP ends this process if there is no key file to read again; under nohup it does not."""
-    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-
-
-async def first_of(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of them is done."""
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-
-
-def tracer_of(config: EngineConfig) -> Tracer | None:
-    """Raises ConfigError: tracing is configured, and its exporter is not installed."""
-    endpoint = config.observe.otlp_traces_endpoint
-    return None if endpoint is None else Tracer(endpoint)
-
-
-def model_name(config: EngineConfig) -> str:
-    """The first name under which the model is served."""
-    return model_names(config)[0]
-
-
-def model_names(config: EngineConfig) -> list[str]:
-    """All names under which the model is served."""
-    names = config.model.served_model_name
-    if isinstance(names, str):
-        return [names]
-    return list(names) if names else [config.model.model]
