@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 from engines import Engine, engine
 
 from quire.errors import ValidationError
+from quire.features.thinking.budget import ThinkingState
 from quire.frontend.request_manager import RequestManager
 from quire.protocol.sampling_params import SamplingParams, ThinkingMarkers
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
-from quire.worker.sampling.thinking_budget import ThinkingState
 
 OPEN, A, B, C = 90, 91, 92, 93  # a mark that opens, and the three tokens of the one that ends
 ONE = ThinkingMarkers(3, [[OPEN]], [[A]], opened=False, again=False)

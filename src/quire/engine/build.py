@@ -237,7 +237,7 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
 
     def plug_in(parts: WorkerParts) -> None:
         from quire.features.structured.masks import GrammarMasks
-        from quire.worker.sampling.thinking_budget import ThinkingBudget
+        from quire.features.thinking.budget import ThinkingBudget
 
         options = structured_options(resolved.asked.structured.structured_outputs_config)
         masks = GrammarMasks(compiler, parts.rows, options.jumps and not parts.processors)

@@ -1,7 +1,7 @@
 """Thinking markers: the token ids that start and end reasoning, for the thinking budget, which the worker enforces.
 
-The worker counts tokens and knows no text. Knows the table of reasoning formats and a tokenizer. Does not know how the
-worker enforces the budget (`worker/sampling/thinking_budget.py`).
+Knows the table of reasoning formats and a tokenizer. Does not know how the
+worker enforces the budget (`features/thinking/budget.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Thinking budget: ends a model's thinking after a number of tokens."""
