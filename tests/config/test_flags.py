@@ -171,9 +171,9 @@ def test_an_empty_file_says_nothing(tmp_path):
         ("# two\n\thost: a\n", "server.yaml, line 2: while scanning for the next token, found character '\\t' that cannot start"),
         ("host: \x07\n", "server.yaml: unacceptable character"),
         ("# one\nseed: one\n", "server.yaml, line 2: seed='one'"),
-        ("max-num-seqs: 1.5\n", "server.yaml, line 1: max_num_seqs=1.5: must be a whole number"),
+        ("max-num-seqs: 1.5\n", "server.yaml, line 1: max_num_seqs=1.5: Expected `int`, got `float`"),
         ("seed: 1\nenable-lora: true\n", "server.yaml, line 2: --enable-lora (LoRA) is not supported yet"),
-        ("enforce-eager: 7\n", "server.yaml, line 1: enforce_eager=7: must be true or false"),
+        ("enforce-eager: 7\n", "server.yaml, line 1: enforce_eager=7: Expected `bool`, got `int`"),
     ],
     ids=lambda text: text.splitlines()[0],
 )  # fmt: skip

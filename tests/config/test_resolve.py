@@ -16,6 +16,7 @@ from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.context_length import model_length
 from quire.config.options import options
 from quire.config.resolve import overridden
+from quire.config.unsupported import SETTINGS
 from quire.errors import ConfigError, Unsupported
 
 # Lengths
@@ -105,7 +106,7 @@ def test_longer_than_the_model_is_refused(settle, monkeypatch, warnings):
 
 @pytest.mark.parametrize("length", [0, -2, "long"])
 def test_lengths_that_are_none(settle, length):
-    with pytest.raises(ConfigError, match=f"max_model_len='?{length}'?: .*auto"):
+    with pytest.raises(ConfigError, match=f"max_model_len='?{length}'?: "):
         settle(max_model_len=length)
 
 
@@ -298,7 +299,8 @@ def test_every_field_is_read_by_somebody():
     """A flag that is taken and does nothing is a lie; `validate.py` may say so instead."""
     source = Path(quire.__file__).parent
     text = "\n".join(file.read_text(encoding="utf-8") for file in source.rglob("*.py"))
-    unread = {name for name in options() if not re.search(rf"\.{name}\b", text)}
+    by_name = {name for _, name, _ in SETTINGS}
+    unread = {name for name in options() if not re.search(rf"\.{name}\b", text)} - by_name
     assert unread == set(UNREAD)
 
 
@@ -339,8 +341,8 @@ REFUSED = [
     ({"load_format": "zip"}, ConfigError, "load_format='zip': choose from auto"),
     ({"kv_cache_dtype": "nvfp4"}, Unsupported, "kv_cache_dtype=nvfp4 .*int8, .*fp8"),
     ({"quantization": "bitsandbytes"}, Unsupported, "quantization=bitsandbytes"),
-    ({"gpu_memory_utilization": 0.0}, ConfigError, "gpu_memory_utilization=0.0: must be"),
-    ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization=1.5: must be"),
+    ({"gpu_memory_utilization": 0.0}, ConfigError, "gpu_memory_utilization=0.0: Expected `float` > 0"),
+    ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization=1.5: Expected `float` <= 1"),
     ({"block_size": 0}, ConfigError, "block_size=0"),
     ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0"),
     ({"max_num_batched_tokens": 0}, ConfigError, "max_num_batched_tokens=0"),
@@ -348,10 +350,10 @@ REFUSED = [
     ({"kv_cache_memory_bytes": 0}, ConfigError, "kv_cache_memory_bytes=0"),
     ({"max_logprobs": -2}, ConfigError, "max_logprobs=-2"),
     ({"num_scheduler_steps": 0}, ConfigError, "num_scheduler_steps=0"),
-    ({"cudagraph_capture_sizes": [1, "x"]}, ConfigError, "cudagraph_capture_sizes has 'x'"),
-    ({"cudagraph_capture_sizes": [0]}, ConfigError, "cudagraph_capture_sizes has 0"),
+    ({"cudagraph_capture_sizes": [1, "x"]}, ConfigError, "cudagraph_capture_sizes=.*Expected `int`"),
+    ({"cudagraph_capture_sizes": [0]}, ConfigError, "cudagraph_capture_sizes=.*Expected `int` >= 1"),
     ({"api_server_count": 0}, ConfigError, "api_server_count=0"),
-    ({"port": 70000}, ConfigError, "port=70000: must be from 0"),
+    ({"port": 70000}, ConfigError, "port=70000: Expected `int` <= 65535"),
     ({"scheduling_policy": "lifo"}, ConfigError, "scheduling_policy='lifo': choose from fcfs, priority"),
 ]  # fmt: skip
 

@@ -156,7 +156,7 @@ def test_older_names_and_shapes(caplog: pytest.LogCaptureFixture):
     assert SamplingParams(
         structured_outputs={"choice": ["a"], "regex": None}
     ).structured_outputs == Form(choice=["a"])  # type: ignore[arg-type]
-    with pytest.raises(ValidationError, match="newer"):
+    with pytest.raises(ValidationError, match="old name"):
         SamplingParams(guided_decoding=Form(regex="a"), structured_outputs=Form(regex="a"))
     with pytest.raises(ValidationError, match="StructuredOutputsParams"):
         SamplingParams(structured_outputs="[0-9]")  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
 from quire.config.resolve import resolve
-from quire.config.validate import check_wishes
+from quire.config.validate import check_options
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
 from quire.models import hf_config
 from quire.models.checkpoint_files import Stored, in_memory, on_disk, stored_tensors, weight_files
@@ -90,7 +90,7 @@ def examine(asked: EngineConfig) -> DoctorReport:
     """Find out all that can be known without loading; an error ends this and goes into the report."""
     report = DoctorReport(asked, facts())
     try:
-        check_wishes(asked)
+        check_options(asked)
         load_plugins()
         path = _small_files(asked)
         config = hf_config.read_config(path, asked.model.hf_overrides)

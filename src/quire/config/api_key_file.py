@@ -14,30 +14,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
+
+from quire.config.ranges import AtLeast1
 from quire.errors import ConfigError
 
 PLAIN = "--api-key"
 """Tenant names of --api-key keys begin with this text; names in a key file must not."""
-LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrency")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TenantKey:
+class TenantKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of the file."""
 
-    name: str
-    key: str = field(repr=False)
-    weight: float = 1.0
-    requests_per_minute: int | None = None
+    name: Annotated[str, Meta(min_length=1)]
+    key: str
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    requests_per_minute: AtLeast1 | None = None
     """Completions a minute: a request counts its prompts times n, and one that only tokenizes counts 1."""
-    tokens_per_minute: int | None = None
+    tokens_per_minute: AtLeast1 | None = None
     """Tokens of prompts and outputs together."""
-    max_concurrency: int | None = None
+    max_concurrency: AtLeast1 | None = None
     """Completions at once, counted in the same way."""
+
+    def __repr__(self) -> str:
+        return f"TenantKey(name={self.name!r})"
 
 
 def plain_keys(given: Sequence[str] | str | None, source: str = PLAIN) -> list[str]:
@@ -90,9 +94,16 @@ def read_keys(path: str) -> list[TenantKey]:
         found = _parsed(path, text)
     except ValueError:
         raise ConfigError(f"--api-key-file {path}: the file is neither JSON nor YAML") from None
-    if not isinstance(found, list) or not found:
+    if not found:
         raise ConfigError(f"--api-key-file {path}: the file must be a list of entries with `name` and `key`")  # fmt: skip
-    keys = [_entry(f"--api-key-file {path}, entry {at}", one) for at, one in enumerate(found, 1)]
+    try:
+        keys = msgspec.convert(found, list[TenantKey])
+    except msgspec.ValidationError as why:
+        raise ConfigError(f"--api-key-file {path}: {why}") from None
+    for at, one in enumerate(keys):
+        check_key(f"--api-key-file {path}, $[{at}].key", one.key)
+        if one.name.startswith(PLAIN):
+            raise ConfigError(f"--api-key-file {path}, $[{at}].name: must not begin with {PLAIN}")
     for what in ("name", "key"):
         if len({getattr(key, what) for key in keys}) < len(keys):
             raise ConfigError(f"--api-key-file {path}: two entries have the same `{what}`")
@@ -108,25 +119,3 @@ def _parsed(path: str, text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as why:
         raise ValueError from why
-
-
-def _entry(where: str, given: Any) -> TenantKey:
-    if not isinstance(given, dict):
-        raise ConfigError(f"{where}: must be an object with `name` and `key`")
-    known = [one.name for one in fields(TenantKey)]
-    if unknown := sorted(set(map(str, given)) - set(known)):
-        raise ConfigError(f"{where}: unknown field {', '.join(unknown)}; the fields are {', '.join(known)}")  # fmt: skip
-    for name in ("name", "key"):
-        if not isinstance(given.get(name), str) or not given[name]:
-            raise ConfigError(f"{where}: `{name}` must be a string")
-    check_key(f"{where}, `key`", given["key"])
-    if given["name"].startswith(PLAIN):
-        raise ConfigError(f"{where}: `name` must not begin with {PLAIN}; choose another name")
-    weight = given.get("weight", 1.0)
-    if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight <= 1e6:
-        raise ConfigError(f"{where}: `weight` must be a number above 0")
-    for name in LIMITS:
-        value = given.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):  # fmt: skip
-            raise ConfigError(f"{where}: `{name}` must be a whole number of at least 1")
-    return TenantKey(**{**given, "weight": float(weight)})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from quire.config.ranges import Amount, AtLeast1, Fraction
 
 KV_DTYPES = {
     "float32": "float32",
@@ -22,21 +25,23 @@ KV_DTYPES = {
 class CacheConfig:
     """KV cache."""
 
-    block_size: int | None = None
+    block_size: AtLeast1 | None = None
     """Tokens per KV block; unset: the platform's default."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Fraction = 0.9
     """Fraction of the device's memory for weights, activations and KV cache; on a CPU, of the memory that is free in this cgroup at start."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: AtLeast1 | None = None
     """Size of the KV cache in bytes; replaces gpu_memory_utilization."""
-    num_gpu_blocks_override: int | None = None
+    num_gpu_blocks_override: AtLeast1 | None = None
     """Number of KV blocks, without regard to free memory (for tests of preemption)."""
     kv_cache_dtype: str = "auto"
     """auto (the model's dtype), float32, bfloat16, float16; int8, fp8 (fp8_e4m3) or fp8_e5m2 with one scale per token and head."""
     enable_prefix_caching: bool | None = None
     """Reuse the KV blocks of equal prompt prefixes; unset: on if the model supports it."""
-    prefix_caching_hash_algo: str = "blake2b"
+    prefix_caching_hash_algo: Literal[
+        "blake2b", "builtin", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"
+    ] = "blake2b"
     """blake2b; the sha256 and xxhash names are accepted and select the same keyed hash."""
-    swap_space: float = 0
+    swap_space: Amount = 0
     """GiB of host memory for preempted requests (accepted without effect: preempted requests are recomputed)."""
-    cpu_offload_gb: float = 0
+    cpu_offload_gb: Amount = 0
     """GiB of weights that stay in host memory and are copied to the GPU for each step (a CPU ignores it)."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from quire.config import from_keywords, help
 from quire.config.engine import EngineConfig
-from quire.config.options import REPEATED, Kind, coerce, options
+from quire.config.options import BOOLEANS, REPEATED, Kind, coerce, options
 from quire.config.vllm_flags import OLD, SHORT
 from quire.errors import ConfigError, QuireError
 from quire.logging import get_logger
@@ -70,20 +70,14 @@ def add_flags(parser: argparse.ArgumentParser, *, server: bool = True) -> None:
 def _add(
     parser: argparse.ArgumentParser, name: str, kind: Kind | str, short: Sequence[str]
 ) -> None:
-    dashed = name.replace("_", "-")
-    names = [f"--{dashed}", *short]
+    names = [f"--{name.replace('_', '-')}", *short]
     if kind == "flag":
-        parser.add_argument(*names, dest=name, action="store_true", default=argparse.SUPPRESS)
-        parser.add_argument(
-            f"--no-{dashed}", dest=name, action="store_false", default=argparse.SUPPRESS
-        )
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     elif kind == "list":
-        action = "extend" if name in REPEATED else "store"
-        parser.add_argument(*names, dest=name, nargs="*", action=action, default=argparse.SUPPRESS)
-    elif kind == "maybe":
-        parser.add_argument(*names, dest=name, nargs="?", const=True, default=argparse.SUPPRESS)
+        how = {"nargs": "*", "action": "extend" if name in REPEATED else "store"}
     else:
-        parser.add_argument(*names, dest=name, default=argparse.SUPPRESS)
+        how = {"nargs": "?", "const": True} if kind == "maybe" else {}
+    parser.add_argument(*names, dest=name, default=argparse.SUPPRESS, **how)
 
 
 def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
@@ -161,7 +155,7 @@ def normalise(
         if action is not None:
             twice += [flag] if action.dest in seen - REPEATED else []
             seen.add(action.dest)
-        if equals and isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction):
+        if equals and isinstance(action, argparse.BooleanOptionalAction):
             words.append(_boolean(flag, value))
         else:
             words.append(f"{flag}={value}" if equals else flag)
@@ -174,20 +168,11 @@ def normalise(
 
 def _boolean(flag: str, value: str) -> str:
     """--x=false -> --no-x"""
-    wanted = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(
-        value.lower()
-    )
-    if wanted is None:
-        raise ConfigError(f"{flag}={value}: {flag} is a switch; write {flag} or {_opposite(flag)}")
-    return flag if wanted else _opposite(flag)
-
-
-def _opposite(flag: str) -> str:
-    return (
-        f"--{flag.removeprefix('--no-')}"
-        if flag.startswith("--no-")
-        else f"--no-{flag.removeprefix('--')}"
-    )
+    name = flag.removeprefix("--").removeprefix("no-")
+    opposite = f"--{name}" if flag.startswith("--no-") else f"--no-{name}"
+    if value.lower() not in BOOLEANS:
+        raise ConfigError(f"{flag}={value}: {flag} is a switch; write {flag} or {opposite}")
+    return flag if BOOLEANS[value.lower()] else opposite
 
 
 def _put(tree: dict[str, Any], path: list[str], text: str) -> None:
@@ -282,12 +267,8 @@ def read_yaml(path: str, but: Container[str] = ()) -> dict[str, Any]:
 def _in_words(why: Any) -> str:
     """A YAML error's line and problem, without the surrounding text."""
     mark = why.problem_mark or why.context_mark
-    begun = (
-        f"{why.context} that begins in line {why.context_mark.line + 1}"
-        if why.context_mark
-        else why.context
-    )
-    says = ", ".join(part for part in (begun, why.problem) if part)
+    at = f" that begins in line {why.context_mark.line + 1}" if why.context_mark else ""
+    says = ", ".join(part for part in (why.context and why.context + at, why.problem) if part)
     return f": {says}" if mark is None else f", line {mark.line + 1}: {says}"
 
 

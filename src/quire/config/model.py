@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,17 +15,17 @@ class ModelConfig:
 
     model: str = "quire-tiny"
     """A local directory, a hub id, or `quire-tiny`, the model embedded in the package."""
-    runner: str = "auto"
+    runner: Literal["auto", "generate", "pooling"] = "auto"
     """auto or generate; pooling is not supported yet."""
-    model_impl: str = "auto"
+    model_impl: Literal["auto", "quire", "native", "vllm", "transformers"] = "auto"
     """Model code to run: auto, quire (also: vllm, native) or transformers."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = "auto"
     """auto, float16 (half), bfloat16 or float32 (float)."""
     max_model_len: int | str | None = None
     """Maximum tokens of prompt plus output; `auto` or -1: the most that fits in memory; unset: the model's context length."""
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; unset: the model's."""
-    tokenizer_mode: str = "auto"
+    tokenizer_mode: Literal["auto", "hf", "slow", "mistral"] = "auto"
     """auto, hf or slow (the Python tokenizer of Transformers)."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts and outputs are token ids."""
@@ -35,7 +37,7 @@ class ModelConfig:
     """Revision of the checkpoint's Python code on the hub."""
     tokenizer_revision: str | None = None
     """Branch, tag or commit of the tokenizer on the hub."""
-    config_format: str = "auto"
+    config_format: Literal["auto", "hf", "mistral"] = "auto"
     """auto or hf."""
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
     """Values that override the checkpoint's config.json (nested dicts are merged), or a function that returns the new config."""
@@ -49,15 +51,17 @@ class ModelConfig:
     """Model names that requests may use; responses and metrics show the first."""
     chat_template: str | None = None
     """Path of a Jinja chat template, or the template itself; unset: the tokenizer's template."""
-    chat_template_content_format: str = "auto"
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     """How message content is passed to the template: auto, string or openai."""
     generation_config: str = "auto"
     """Source of default sampling parameters: auto (the model's generation_config.json), vllm or quire (none), or a directory."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     """Values that override the generation config, such as {"temperature": 0.5}."""
-    max_logprobs: int = 20
+    max_logprobs: Annotated[int, Meta(ge=-1)] = 20
     """Maximum log-probabilities per position that a request may ask for; -1: no limit."""
-    logprobs_mode: str = "raw_logprobs"
+    logprobs_mode: Literal[
+        "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
+    ] = "raw_logprobs"
     """Values to return as log-probabilities: raw_logprobs, processed_logprobs, raw_logits or processed_logits."""
     logits_processors: list[Any] = field(default_factory=list)
     """Logits processors to run for every request, as classes or `module:Class`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.config.ranges import Fraction
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObserveConfig:
@@ -26,7 +28,7 @@ class ObserveConfig:
     """Histogram buckets by family, such as request_latency or request_tokens: a list of increasing numbers for each."""
     kv_cache_metrics: bool = False
     """Measure the lifetime, idle time and reuse gaps of KV blocks."""
-    kv_cache_metrics_sample: float = 0.01
+    kv_cache_metrics_sample: Fraction = 0.01
     """Fraction of the KV blocks that kv_cache_metrics measures."""
     enable_mfu_metrics: bool = False
     """Estimate the floating-point operations of steps and the bytes of weights and KV that they move (estimated_* in /metrics)."""

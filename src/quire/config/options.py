@@ -12,15 +12,22 @@ import importlib
 import itertools
 import json
 import re
-from dataclasses import MISSING, Field, dataclass, fields
+import types
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from quire.config.engine import EngineConfig
+from quire.config.ranges import AtLeast1
 from quire.errors import ConfigError
 
 Kind = Literal["flag", "int", "float", "text", "json", "list", "maybe"]
 """flag: --x and --no-x; maybe: --x or --x VALUE; list: --x A B."""
+
+
+BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +39,10 @@ class Option:
     """Attribute of EngineConfig: model, cache, ..."""
     kind: Kind
     default: Any
-    type: str
+    type: Any
+    """The field's annotation."""
     choices: tuple[str, ...] = ()
+    """The allowed values. Fields whose values plugins can extend, such as backends, have none."""
     short: tuple[str, ...] = ()
 
 
@@ -47,34 +56,8 @@ SHORT = {
     "gpu_memory_utilization": ("--device-memory-utilization",),
 }
 
-CHOICES = {
-    "runner": ("auto", "generate", "pooling"),
-    "model_impl": ("auto", "quire", "native", "vllm", "transformers"),
-    "dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
-    "tokenizer_mode": ("auto", "hf", "slow", "mistral"),
-    "config_format": ("auto", "hf", "mistral"),
-    "chat_template_content_format": ("auto", "string", "openai"),
-    "tool_strict_level": ("auto", "strict", "function", "parameter"),
-    "logprobs_mode": ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
-    "prefix_caching_hash_algo": (
-        "blake2b",
-        "builtin",
-        "sha256",
-        "sha256_cbor",
-        "xxhash",
-        "xxhash_cbor",
-    ),
-    "scheduling_policy": ("fcfs", "priority"),
-    "preemption_mode": ("recompute", "swap"),
-    "uvicorn_log_level": ("critical", "error", "warning", "info", "debug", "trace"),
-}
-"""The allowed values of a field. Backends and formats are not here, because plugins can add some."""
-
 REPEATED = frozenset({"middleware"})
-"""Lists whose flag may be repeated to add items; for other flags the last one counts."""
-
-WORDS = {"max_model_len": ("auto",)}
-"""Words that a numeric field also accepts."""
+"""Lists whose flag may be repeated to add items; for other flags the last value is used."""
 
 
 @functools.cache
@@ -82,17 +65,14 @@ def options() -> dict[str, Option]:
     """Every field of every section, by name, in the order of the dataclasses."""
     found: dict[str, Option] = {}
     for section in fields(EngineConfig):
-        for one in fields(section_class(section.name)):
-            text = str(one.type)
-            found[one.name] = Option(
-                one.name,
-                section.name,
-                _kind(text),
-                _default(one),
-                text,
-                CHOICES.get(one.name, ()),
-                SHORT.get(one.name, ()),
-            )
+        kind = section_class(section.name)
+        hints, defaults = get_type_hints(kind, include_extras=True), kind()
+        for name in (one.name for one in fields(kind)):
+            members = _members(hints[name])
+            choices = next((get_args(one) for one in members if get_origin(one) is Literal), ())
+            found[name] = Option(
+                name, section.name, _kind(members), getattr(defaults, name), hints[name], choices, SHORT.get(name, ())
+            )  # fmt: skip
     return found
 
 
@@ -101,21 +81,20 @@ def section_class(name: str) -> Any:
     return next(f.default_factory for f in fields(EngineConfig) if f.name == name)
 
 
-def _default(one: Field[Any]) -> Any:
-    if one.default_factory is not MISSING:
-        return one.default_factory()
-    return one.default
+def _members(hint: Any) -> list[Any]:
+    """The types of a union, without the limits of numbers."""
+    if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
+        return [member for one in get_args(hint) for member in _members(one)]
+    return [get_args(hint)[0] if get_origin(hint) is Annotated else hint]
 
 
-def _kind(text: str) -> Kind:
-    """The kind of a field, from the text of its annotation."""
-    parts = {part.strip() for part in text.split("|")}
-    if "bool" in parts:
-        return "maybe" if "str" in parts else "flag"
-    for mark, kind in (("list[", "list"), ("dict[", "json")):
-        if any(part.startswith(mark) for part in parts):
-            return kind  # type: ignore[return-value]
-    return "int" if "int" in parts else "float" if "float" in parts else "text"
+def _kind(members: list[Any]) -> Kind:
+    if bool in members:
+        return "maybe" if str in members else "flag"
+    origins = {get_origin(one) for one in members}
+    if list in origins or dict in origins:
+        return "list" if list in origins else "json"
+    return "int" if int in members else "float" if float in members else "text"
 
 
 @functools.cache
@@ -169,54 +148,43 @@ def coerce(option: Option, value: Any) -> Any:
     """Convert a value from Python, JSON or YAML to the type of the field.
 
     Raises:
-        ConfigError: impossible; the message names the field and the values that it accepts.
+        ConfigError: impossible, or out of range; the message names the field, the value and what the field accepts.
     """
     if value is None:
         return option.default
     try:
-        value = _coerce(option, value)
-    except (ValueError, TypeError) as why:
-        raise ConfigError(f"{option.name}={value!r}: {why}") from None
-    if option.choices and value not in option.choices:
+        converted = _coerce(option, value)
+    except (ValueError, TypeError) as why:  # msgspec.ValidationError is a ValueError
+        says = str(why).replace(" | null", "")
+        raise ConfigError(f"{option.name}={value!r}: {says}") from None
+    if option.choices and converted not in option.choices:
         raise ConfigError(f"{option.name}={value!r}: choose from {', '.join(option.choices)}")
-    return value
+    return converted
 
 
 def _coerce(option: Option, value: Any) -> Any:
     if callable(value) and not isinstance(value, type):
-        if "Callable" not in option.type:
+        if option.name != "hf_overrides":
             raise TypeError("must not be a function")
         return value
     match option.kind:
         case "flag":
-            return _flag(value)
-        case "int":
-            if isinstance(value, str):
-                return value if value in WORDS.get(option.name, ()) else human_int(value)
-            if isinstance(value, bool) or value != int(value):
-                raise TypeError("must be a whole number")
-            return int(value)
-        case "float":
-            return float(value)
+            value = BOOLEANS.get(str(value).lower(), value)
+        case "int" if isinstance(value, str) and (option.name, value) != ("max_model_len", "auto"):
+            value = human_int(value)
+        case "list":
+            value = (
+                [value] if isinstance(value, str) or not hasattr(value, "__iter__") else [*value]
+            )
+            if option.type != list[AtLeast1]:
+                return value
         case "json":
             return json_object(value)
-        case "list":
-            return (
-                [value] if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
-            )
-        case "maybe":
-            return value if isinstance(value, (bool, str)) else str(value)
-        case _:
-            return dtype_name(value) if option.name == "dtype" else str(value)
-
-
-def _flag(value: Any) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if isinstance(value, str) and value.lower() in words:
-        return words[value.lower()]
-    if value in (0, 1):
-        return bool(value)
-    raise TypeError("must be true or false")
+        case "maybe" if isinstance(value, bool):
+            return value
+        case "maybe" | "text":
+            return str(value).removeprefix("torch." if option.name == "dtype" else "")
+    return msgspec.convert(value, option.type, strict=False)
 
 
 def json_object(value: Any) -> dict[str, Any]:
@@ -229,8 +197,3 @@ def json_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError("must be a JSON object (a dict)")
     return value
-
-
-def dtype_name(value: Any) -> str:
-    """The name of a dtype without its module: 'half' -> 'half', torch.float16 -> 'float16'."""
-    return str(value).removeprefix("torch.")

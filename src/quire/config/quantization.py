@@ -179,7 +179,7 @@ def _named(pattern: str, name: str) -> bool:
 # ------------------------------------------------------------------------------------ what is requested
 
 
-def scheme_asked(asked: str | None) -> str | None:
+def quantization_method(asked: str | None) -> str | None:
     """Quire's name of the requested method; None: as the checkpoint says.
 
     Raises:
@@ -202,7 +202,7 @@ def fitting(asked: str | None, stored: CheckpointQuantization | None) -> str | N
     Raises:
         ConfigError: the checkpoint uses another method, or is not quantized.
     """
-    name = scheme_asked(asked)
+    name = quantization_method(asked)
     if name is None or (stored is not None and name == stored.method):
         return None
     eight = stored is not None and all(layout.kind == "float" for layout in stored.layouts())

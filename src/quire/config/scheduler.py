@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from quire.config.ranges import AtLeast0, AtLeast1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     """The step: rows, tokens, order."""
 
-    max_num_seqs: int | None = None
+    max_num_seqs: AtLeast1 | None = None
     """Maximum requests that run at once; unset: 256."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: AtLeast1 | None = None
     """Maximum tokens per step; unset: the platform's default."""
     enable_chunked_prefill: bool | None = None
     """Split a prompt that does not fit in one step; unset: on."""
-    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold: AtLeast0 = 0
     """Maximum tokens of one prompt per step; 0: no limit."""
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """fcfs, or priority (a lower value runs first, then the earlier arrival; the highest value is preempted first)."""
     async_scheduling: bool | None = None
     """True: depth 2, the host plans a step while the device runs one; False: depth 1; unset: the platform's default."""
-    num_scheduler_steps: int = 1
+    num_scheduler_steps: AtLeast1 = 1
     """Old name: a value above 1 means async_scheduling."""
-    preemption_mode: str | None = None
+    preemption_mode: Literal["recompute", "swap"] | None = None
     """recompute; swap is accepted and also recomputes."""
-    max_num_queued_reqs: int | None = None
+    max_num_queued_reqs: AtLeast0 | None = None
     """Maximum waiting requests; the server refuses more with status 503; unset: the server's own limit."""
-    max_num_queued_tokens: int | None = None
+    max_num_queued_tokens: AtLeast0 | None = None
     """Maximum prompt tokens of waiting requests; the server refuses more with status 503."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from quire.config.ranges import Amount, AtLeast1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,7 +16,7 @@ class ServerConfig:
 
     host: str | None = None
     """Address to listen on; unset: loopback, or all interfaces if an API key is set or in a container."""
-    port: int = 8000
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """TCP port."""
     uds: str | None = None
     """Path of a unix socket to listen on instead of host and port."""
@@ -46,11 +50,11 @@ class ServerConfig:
     """CORS: allow credentials."""
     middleware: list[str] = field(default_factory=list)
     """ASGI middleware to run around every request: package.module.Class, or the path of an async function(request, call_next)."""
-    api_server_count: int = 1
+    api_server_count: AtLeast1 = 1
     """Number of HTTP processes in front of the engine."""
     disable_frontend_multiprocessing: bool = False
     """Run the engine in the HTTP process (for one-core machines and debugging)."""
-    shutdown_timeout: float = 30
+    shutdown_timeout: Amount = 30
     """Seconds that running requests may take to finish after SIGTERM."""
     enable_auto_tool_choice: bool = False
     """Let the model decide whether to call a tool (accepted without effect: always on if the model's call format is known)."""
@@ -58,7 +62,7 @@ class ServerConfig:
     """Format of the model's tool calls; unset or auto: detected from its chat template; none: tool calls are not parsed."""
     tool_parser_plugin: str | None = None
     """Python file with a function `register(registry)` that adds tool call formats."""
-    tool_strict_level: str = "auto"
+    tool_strict_level: Literal["auto", "strict", "function", "parameter"] = "auto"
     """Constraints on tool calls that the model may make: auto or function: call format, tool names and the schemas of strict tools; parameter: the schemas of all tools; strict: as auto, but none without a strict tool."""
     reasoning_parser: str | None = None
     """Format of the model's reasoning; unset or auto: detected from its chat template; none: reasoning stays in the text."""
@@ -82,11 +86,11 @@ class ServerConfig:
     """Send the header X-Request-Id in responses."""
     enable_server_load_tracking: bool = False
     """Count running HTTP requests for /load."""
-    stream_interval: int = 1
+    stream_interval: AtLeast1 = 1
     """Tokens per chunk of a stream, after a first chunk of one token; a request may set a larger value."""
-    sse_keep_alive_interval: float = 0
+    sse_keep_alive_interval: Amount = 0
     """Seconds of silence in a stream after which the server sends a comment line; 0: never."""
-    uvicorn_log_level: str = "warning"
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "warning"
     """Log level of the HTTP server."""
     disable_uvicorn_access_log: bool = False
     """Do not log each HTTP request."""
@@ -98,13 +102,13 @@ class ServerConfig:
     """Do not serve /docs and /openapi.json."""
     h11_max_incomplete_event_size: int | None = None
     """Maximum bytes of an HTTP request's request line and headers; unset: 65536."""
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: AtLeast1 = 16 << 20
     """Maximum bytes of a request body."""
-    receive_timeout: float = 30
+    receive_timeout: Amount = 30
     """Seconds without received data after which the server drops an incomplete request; 0: never."""
-    send_timeout: float = 60
+    send_timeout: Amount = 60
     """Seconds after which the server disconnects a client that reads nothing of its response; 0: never."""
-    max_completions: int = 4096
+    max_completions: AtLeast1 = 4096
     """Maximum completions of one HTTP request: its prompts times n."""
 
     @property
@@ -112,5 +116,5 @@ class ServerConfig:
         """Whether a request must have a key. The choice of address, the key check and the messages all use this."""
         return bool(self.api_key) or self.api_key_file is not None
 
-    max_answer_entries: int = 1 << 21
+    max_answer_entries: AtLeast1 = 1 << 21
     """Maximum tokens plus log-probabilities of one response, at about 200 bytes of memory each."""

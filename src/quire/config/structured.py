@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from quire.errors import ConfigError, Unsupported
 
@@ -24,8 +26,9 @@ class StructuredConfig:
     disable_additional_properties, enable_in_reasoning, jumps (append forced tokens without sampling them; default true)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StructuredOutputsOptions:
+class StructuredOutputsOptions(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """The keys of `structured_outputs_config`."""
 
     backend: str = "auto"
@@ -42,25 +45,19 @@ def structured_options(given: Mapping[str, Any]) -> StructuredOutputsOptions:
         ConfigError: an unknown key, or an invalid value.
         Unsupported: a known backend that Quire does not have.
     """
-    known = {one.name: one.type for one in fields(StructuredOutputsOptions)}
-    made: dict[str, Any] = {}
-    for name, value in given.items():
-        if name in ("reasoning_parser", "reasoning_parser_plugin"):
-            if value:
-                raise ConfigError(
-                    f"structured_outputs_config.{name}: use the flag --{name.replace('_', '-')} instead"
-                )
-        elif name not in known:
+    own = dict(given)
+    for name in ("reasoning_parser", "reasoning_parser_plugin"):
+        if own.pop(name, None):
             raise ConfigError(
-                f"structured_outputs_config: unknown key {name!r}; the keys are {', '.join(known)}"
+                f"structured_outputs_config.{name}: use the flag --{name.replace('_', '-')} instead"
             )
-        elif name == "backend":
-            made[name] = backend(value)
-        elif not isinstance(value, bool):
-            raise ConfigError(f"structured_outputs_config.{name}={value!r}: must be true or false")
-        else:
-            made[name] = value
-    return StructuredOutputsOptions(**made)
+    if "backend" in own:
+        own["backend"] = backend(own["backend"])
+    try:
+        return msgspec.convert(own, StructuredOutputsOptions)
+    except msgspec.ValidationError as why:
+        keys = ", ".join(StructuredOutputsOptions.__struct_fields__)
+        raise ConfigError(f"structured_outputs_config: {why}; the keys are {keys}") from None
 
 
 def backend(value: Any) -> str:

@@ -22,6 +22,7 @@ SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of 
 TRANSFER = "KV transfer between servers", "let each server prefill its own requests"
 DEVICES = "several devices", "start one server for each device"
 WEIGHTS = "replacing weights while running", "start again with the new checkpoint"
+EXECUTORS = "use uni (worker in the engine's process) or mp (worker in its own process)"
 PROFILER = "profiling", "use py-spy or torch.profiler on the engine's process"
 
 _WEIGHT_CALLS = (
@@ -152,6 +153,8 @@ SETTINGS: dict[tuple[str, str, object], str] = {
     ("model", "enable_prompt_embeds", True): "send token ids instead",
     ("model", "tokenizer_mode", "mistral"): "use auto and a checkpoint with tokenizer.json",
     ("model", "config_format", "mistral"): "use auto and a checkpoint with config.json",
+    ("parallel", "distributed_executor_backend", "ray"): EXECUTORS,
+    ("parallel", "distributed_executor_backend", "external_launcher"): EXECUTORS,
 }
 """(section, field, value) of a configuration -> what to do instead."""
 

@@ -20,7 +20,7 @@ from quire.config.engine import EngineConfig, Resolved
 from quire.config.resolve import resolve
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
 from quire.config.structured import structured_options
-from quire.config.validate import check_wishes
+from quire.config.validate import check_options
 from quire.engine import rpc, sleep
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
@@ -99,7 +99,7 @@ def restart_policy() -> RestartPolicy:
 
 def resolve_config(config: EngineConfig) -> Resolved:
     """Find the checkpoint, read its config.json, resolve every "auto"."""
-    check_wishes(config)
+    check_options(config)
     load_plugins()
     path = hf_config.locate(config.model, config.load)
     return resolve(config, path, hf_config.read_config(path, config.model.hf_overrides), facts())
