@@ -34,20 +34,20 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     ),
     "re-admitted with tokens pending": (SCHEDULER, "Scheduler._admit", "request.pending", "False"),
     "rejected drafts stay computed": (SCHEDULER, "Scheduler.commit", "request.computed -= ANY", ""),
-    "draws of tokens that are certain count": (SCHEDULER, "Scheduler._take_certain", "cancel_redundant_draws(ANY, ANY, ANY)", "pass"),
-    "what is certain is dropped": (SCHEDULER, "Scheduler._take_certain", "self._extend(ANY, ANY)", "[]"),
-    "drafts in flight stay beside tokens that are certain": (BUILDING, "cancel_drafts", "any(ANY)", "False"),
+    "draws of forced tokens count": (SCHEDULER, "Scheduler._add_forced_tokens", "cancel_redundant_draws(ANY, ANY, ANY)", "pass"),
+    "forced tokens are dropped": (SCHEDULER, "Scheduler._add_forced_tokens", "self._extend(ANY, ANY)", "[]"),
+    "drafts in flight stay beside forced tokens": (BUILDING, "cancel_drafts", "any(ANY)", "False"),
     "a request whose drafts are cancelled keeps its row": (
-        SCHEDULER, "Scheduler._take_certain", "self._set_back(ANY)", "pass",
+        SCHEDULER, "Scheduler._add_forced_tokens", "self._preempt(ANY)", "pass",
     ),
-    "old drafts continue tokens that are certain": (
-        SCHEDULER, "Scheduler._take_certain", "request.drafted = False", "",
+    "old drafts continue forced tokens": (
+        SCHEDULER, "Scheduler._add_forced_tokens", "request.drafted = False", "",
     ),
     "cancelled steps give tokens": (SCHEDULER, "Scheduler.commit", "most < 0", "False"),
     "all draws in flight are void": (BUILDING, "cancel_redundant_draws", "count -= 1", ""),
     "no limit to running ahead": (SCHEDULER, "Scheduler._wanted", "length >= request.limit", "False"),
     "running ahead where it may not": (SCHEDULER, "Scheduler._wanted", "self.limits.run_ahead", "True"),
-    "preemption keeps the work of this plan": (SCHEDULER, "Scheduler._preempt", "building.undo(ANY)", "pass"),
+    "preemption keeps the work of this plan": (SCHEDULER, "Scheduler._preempt_for_blocks", "building.undo(ANY)", "pass"),
     "undo forgets the pending tokens": (BUILDING, "PlanBuilder.undo", "request.pending -= ANY", ""),
     "admission after preemption in the same plan": (SCHEDULER, "Scheduler.plan", "building.preempted", "False"),
     "preempts the first come": (
@@ -55,11 +55,11 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the queue forgets who came first": (QUEUES, "_backwards", "-number", "number"),
     "a tenant's end is not told": (SCHEDULER, "Scheduler._end", "self.waiting.ended(ANY)", "pass"),
-    "the oldest gives way": (FAIR, "FairQueue.gives_way", "lambda r: r.order", "lambda r: tuple(-part for part in r.order)"),
+    "the oldest is preempted": (FAIR, "FairQueue.victim_for", "lambda r: r.order", "lambda r: tuple(-part for part in r.order)"),
     "a gate's stop is a skip": (
         SCHEDULER, "Scheduler._admit",
         "if not n or not self.kv.admit(ANY, ANY, ANY, ANY): break",
-        "if not n or not self.kv.admit(request, prefix, hit, n): continue",
+        "if not n or not self.kv.admit(request, prefix, num_cached_tokens, n): continue",
     ),
     "a gate's skip is a stop": (SCHEDULER, "Scheduler._waiting_and_ready", "break", "return"),
     "a gate is not asked": (SCHEDULER, "Scheduler._waiting_and_ready", "not gate.ready(ANY)", "False"),
@@ -72,7 +72,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
         SCHEDULER, "Scheduler._waiting_and_ready", "request in self.held_blocks", "False",
     ),
     "preempts others while blocks are held back": (SCHEDULER, "Scheduler.plan", "self.held_blocks.of_preempted()", "False"),
-    "sleep leaves blocks held back": (SCHEDULER, "Scheduler.set_back_all", "self.held_blocks.revoke()", "pass"),
+    "sleep leaves blocks held back": (SCHEDULER, "Scheduler.preempt_all", "self.held_blocks.revoke()", "pass"),
     "a gate is not told that its blocks are gone": (HELD, "HeldBlocks.revoke", "gate.revoke(ANY)", "pass"),
     "a request without tokens draws": (
         BUILDING, "PlanBuilder.take", "WorkItem(ANY, ANY, ANY, ANY, request.generates)", "WorkItem(request.row, num_tokens, added, guesses)",
@@ -104,7 +104,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "sharing leaves a block free": (POOL, "BlockPool.share", "del self.free[ANY]", ""),
     "the hash ignores the adapter": (HASHING, "Hasher.root", "adapter is None", "True"),
     "the hash ignores the salt": (
-        HASHING, "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.kept}:{named}"',
+        HASHING, "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.element_format}:{named}"',
     ),
     "the hash ignores the parent": (HASHING, "Hasher.extend", "hashes[-1] if hashes else root", "root"),
 }  # fmt: skip

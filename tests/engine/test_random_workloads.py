@@ -18,7 +18,7 @@ def test_every_output_equals_the_reference_and_nothing_leaks(first: int) -> None
         logging.disable(logging.NOTSET)
 
 
-def test_some_workloads_mix_drafts_and_tokens_that_are_certain() -> None:
+def test_some_workloads_mix_drafts_and_forced_tokens() -> None:
     """Regression: the first such workload killed the engine."""
     logging.disable(logging.CRITICAL)
     try:

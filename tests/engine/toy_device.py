@@ -87,8 +87,8 @@ class ToyDevice:
         self.spoilt_by_step: dict[int, set[str]] = {}
         self.entered_at: dict[str, int] = {}
         self.reads = self.launched = 0
-        self.foretells = 0.0  # probability of forced tokens after a draw
-        self.foretold = 0
+        self.forcing = 0.0  # probability of forced tokens after a draw
+        self.num_forced = 0
         self.fate = random.Random(0)
         self.drew: dict[
             int, list[tuple[int, int, ToyRow, int]]
@@ -113,23 +113,23 @@ class ToyDevice:
         done = self.done.pop(step)
         if isinstance(done, StepFailed):
             raise done
-        self._foretell(done)
+        self._force(done)
         return done
 
-    def _foretell(self, result: StepResult) -> None:
+    def _force(self, result: StepResult) -> None:
         """Report tokens forced by a draw, before or after later steps ran; drop what was reported before."""
         for index, number, row, place in self.drew.pop(result.step):
             if place < row.told:
                 result.tokens[index] = []
                 continue
             row.told = place + len(result.tokens[index])
-            if row.spoilt or self.fate.random() >= self.foretells:
+            if row.spoilt or self.fate.random() >= self.forcing:
                 continue
             history = row.tokens[: row.told]
             for _ in range(self.fate.choice([1, 1, 2, 3, 9])):
                 history.append(next_token(history, row.kin[0]))
-            result.certain[index] = history[row.told :]
-            self.foretold += len(history) - row.told
+            result.forced_tokens[index] = history[row.told :]
+            self.num_forced += len(history) - row.told
             row.told = len(history)
             if self.rows.get(number) is row and len(row.tokens) < len(history):
                 row.tokens, row.drafts = history, []  # draft tokens do not continue them

@@ -299,7 +299,7 @@ def draw_setting(seed: int) -> Setting:
     fair = random.Random(~seed).random() < 0.3
     waiting = FairQueue({"b": 3.0}) if fair else None
     device.fate = random.Random(~seed ^ 1)
-    device.foretells = device.fate.choice([0.0, 0.0, 0.2, 0.7])
+    device.forcing = device.fate.choice([0.0, 0.0, 0.2, 0.7])
     scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
     core = EngineCore(scheduler, device, depth)
     witness.scheduler = piece.scheduler = holding.scheduler = scheduler
@@ -372,7 +372,7 @@ class Check:
                 pools = isinstance(asked.params, PoolingParams)
                 if output.finish == "stop" and pools:
                     assert output.tensor == pooled(asked.tokens)
-                    assert output.cached < len(asked.tokens)
+                    assert output.num_cached_tokens < len(asked.tokens)
                 elif output.finish == "stop":
                     last = self.got[output.id][-1]
                     assert output.stopped_by == (
@@ -438,8 +438,8 @@ def nap(s: Setting, rest: SleepController, check: Check) -> None:
     s.witness.awake = False
     rest.sleep(1)
     s.witness.awake = True
-    check.take(s.core.said)
-    s.core.said.clear()
+    check.take(s.core.outbox)
+    s.core.outbox.clear()
     s.device.memory = [None] * len(s.device.memory)
     rest.wake_up()
 

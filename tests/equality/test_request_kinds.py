@@ -161,7 +161,9 @@ def test_tensors_beside_tokens(
         before = one.stats()["prefix_hits"]
         again = [one.run([prompt], PoolingParams())[0] for prompt in given]
         assert [tensor_of(outputs) for outputs in again] == expected[0]
-        assert [outputs[0].cached for outputs in again] == [(len(p) - 1) // 16 * 16 for p in given]
+        assert [outputs[0].num_cached_tokens for outputs in again] == [
+            (len(p) - 1) // 16 * 16 for p in given
+        ]
         assert one.stats()["prefix_hits"] > before
         one.client.core.scheduler.check()
 

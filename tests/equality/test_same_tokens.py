@@ -82,7 +82,9 @@ def test_a_cached_prefix_changes_no_token(kind: str, checkpoint: Checkpoint) -> 
         again = one.run(prompts(6), greedy(COUNT))
         same([[t for out in outs for t in out.tokens] for outs in again], reference(path))
         assert one.stats()["prefix_hits"] > before
-        assert sum(outs[-1].cached for outs in again) == one.stats()["prefix_hits"] - before
+        assert (
+            sum(outs[-1].num_cached_tokens for outs in again) == one.stats()["prefix_hits"] - before
+        )
 
 
 def mixed() -> list[SamplingParams]:

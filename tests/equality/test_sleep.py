@@ -56,7 +56,7 @@ def test_the_same_tokens_after_it(case: str, tmp_path: Path) -> None:
                     one.client.call("collective_rpc", "num_parameters", [], {})
             assert one.client.call("wake_up") == []
             first, *_ = one.run(prompts(1), greedy(20))
-            assert first[-1].cached == 0
+            assert first[-1].num_cached_tokens == 0
             assert answers(one) == before
 
 

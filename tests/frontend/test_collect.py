@@ -284,8 +284,8 @@ def test_ending_early_tells_what_there_is(tokenizer: Tokenizer):
 
 def test_times_and_counts(tokenizer: Tokenizer):
     one = collector(tokenizer)
-    one.add(0, EngineOutput("r", [1, 2], cached=3, queued=0.5), NOW)
-    one.add(0, EngineOutput("r", [3], finish="length", cached=3, preemptions=1), NOW)
+    one.add(0, EngineOutput("r", [1, 2], num_cached_tokens=3, queued=0.5), NOW)
+    one.add(0, EngineOutput("r", [3], finish="length", num_cached_tokens=3, preemptions=1), NOW)
     output = one.take()
     metrics = output.metrics
     assert output.num_cached_tokens == 3

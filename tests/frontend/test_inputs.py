@@ -39,7 +39,7 @@ def accept(inputs: InputProcessor, prompt: Any = "the cat", **given: Any) -> Acc
     return inputs.accept(prompt, SamplingParams(**given), id="r", **options)
 
 
-OPTIONS = ("priority", "tokenization_kwargs", "lora_request", "inner")
+OPTIONS = ("priority", "tokenization_kwargs", "lora_request", "is_subrequest")
 
 
 # -- prompts ----------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_logprobs_have_a_limit(inputs: InputProcessor):
         for count in (21, -1):
             with pytest.raises(ValidationError, match=f"{name}={count} is more than .* 20"):
                 accept(inputs, **{name: count})
-    assert accept(inputs, logprobs=50, inner=True).params.logprobs == 50
+    assert accept(inputs, logprobs=50, is_subrequest=True).params.logprobs == 50
     inputs.max_logprobs = -1
     assert accept(inputs, logprobs=-1).params.logprobs == inputs.vocab_size
 

@@ -259,7 +259,7 @@ class LLM(UnsupportedMethods):
             if output is None or not output.finished:
                 continue
             self._kept[output.request_id] = output
-            if not collector.accepted.inner:
+            if not collector.accepted.is_subrequest:
                 self.watch.finished(output, collector.params)
             for one in output.outputs:
                 if one.finish_reason == "error":

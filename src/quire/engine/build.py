@@ -189,7 +189,7 @@ def build_scheduler(
         cut.groups,
         resolved.block_size,
         caching=caching,
-        hasher=Hasher(resolved.block_size, kept=resolved.kv_dtype),
+        hasher=Hasher(resolved.block_size, element_format=resolved.kv_dtype),
     )
     limits = SchedulerLimits(
         max_rows=resolved.max_num_seqs,

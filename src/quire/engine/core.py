@@ -52,7 +52,7 @@ class EngineCore:
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/rpc.py)
         self.pending_calls: list[Call] = []  # their functions returned PENDING
         self.caller = 0  # the frontend that called the running function
-        self.said: Outbox = []  # messages that a function sends besides its reply
+        self.outbox: Outbox = []  # messages that a function sends besides its reply
         self.observers = StepObservers()
         self.counts: dict[str, float] = {}  # additional counters of observers
         self.state = "awake"
@@ -81,7 +81,7 @@ class EngineCore:
             message = self.inbox.get(block=block and not outputs, timeout=end)
             self.idle = False  # another thread may run the step
             while True:
-                self._take_in(message, outputs)
+                self._handle(message, outputs)
                 message = self.inbox.get_nowait()
         except Empty:
             return outputs
@@ -108,7 +108,7 @@ class EngineCore:
         """
         try:
             while self.in_flight:
-                self.said += self._commit()
+                self.outbox += self._commit()
         except Exception as error:
             self.broken = error
             raise
@@ -135,7 +135,7 @@ class EngineCore:
             self.scheduler.check()
 
     # -- messages -------------------------------------------------------------------------------
-    def _take_in(self, message: ToEngine | Answered | None, outputs: Outbox) -> None:
+    def _handle(self, message: ToEngine | Answered | None, outputs: Outbox) -> None:
         match message:
             # a complete answer, for a message that could not be decoded
             case EngineOutput() | Reply():
@@ -152,11 +152,11 @@ class EngineCore:
     def _answer(self, call: Call) -> Outbox:
         """Run a named function. Returns what it sends: outputs, then its reply unless that is pending."""
         reply = self._reply(call)
-        said, self.said = self.said, []
+        sent, self.outbox = self.outbox, []
         if reply.value is PENDING:
             self.pending_calls.append(call)
-            return said
-        return [*said, reply]
+            return sent
+        return [*sent, reply]
 
     def _reply(self, call: Call) -> Reply:
         """If the function fails, the caller gets the error, and the engine goes on."""

@@ -23,7 +23,7 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         first, so that they use none; they are computed again."""
         if running:
             core.settle()
-            core.scheduler.set_back_all()
+            core.scheduler.preempt_all()
         return core.scheduler.kv.reset()
 
     def stats() -> dict[str, Any]:
@@ -54,7 +54,7 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     def end(ids: list[str]) -> None:
         """End these requests; each frontend gets outputs for its own, with finish "abort"."""
         ended = (core.scheduler.abort(id) for id in ids)
-        core.said += [output for output in ended if output is not None]
+        core.outbox += [output for output in ended if output is not None]
 
     def count_ended(outputs: dict[FinishReason, int]) -> None:
         """Count the end of a request that consisted of many inner ones: its number of outputs by finish reason."""

@@ -80,7 +80,7 @@ class SleepController:
         if mode == "abort":
             core.settle()
             ended = (scheduler.abort(id) for id in list(scheduler.requests))
-            core.said += [output for output in ended if output is not None]
+            core.outbox += [output for output in ended if output is not None]
         return self._left()
 
     def drained(self, holder: str = NOBODY) -> Any:
@@ -177,7 +177,7 @@ class SleepController:
 
     def _put_away(self, level: int) -> None:
         scheduler = self.core.scheduler
-        scheduler.set_back_all()
+        scheduler.preempt_all()
         if not scheduler.kv.reset():
             raise RuntimeError("KV blocks are in use although no request runs")
         self.core.executor.call("put_away", level)

@@ -161,12 +161,12 @@ def search_together(
     """
     step, arrived, searches = step_params(params), time.time(), []
     for prompt in prompts:
-        tokens = inputs.accept(prompt, step, id="beam", inner=True).tokens
+        tokens = inputs.accept(prompt, step, id="beam", is_subrequest=True).tokens
         searches.append(BeamSearch(params, tokens, inputs.eos_token_ids, inputs.max_model_len))
     for _ in range(params.max_tokens):
         requests = [
             inputs.accept(
-                Prompt(None, beam.tokens, prompt.salt), step, id=f"beam-{next(ids)}", inner=True, arrived=arrived
+                Prompt(None, beam.tokens, prompt.salt), step, id=f"beam-{next(ids)}", is_subrequest=True, arrived=arrived
             )
             for one, prompt in zip(searches, prompts, strict=True)
             for beam in one.beams

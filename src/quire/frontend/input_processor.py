@@ -48,8 +48,8 @@ class AcceptedRequest:
     children: list[EngineRequest]
     """The engine requests, one for each output."""
     arrived: float
-    inner: bool = False
-    """As `EngineRequest.inner`."""
+    is_subrequest: bool = False
+    """As `EngineRequest.is_subrequest`."""
 
     def rename_children(self, number: int) -> None:
         """Give the children ids that the engine does not know yet; the user's `id` stays."""
@@ -145,10 +145,10 @@ class InputProcessor:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         lora_request: Any = None,
         arrived: float | None = None,
-        inner: bool = False,
+        is_subrequest: bool = False,
         tenant: str = "",
     ) -> AcceptedRequest:
-        """Validate and complete one request. `inner`: a part of a larger request, exempt from max_logprobs.
+        """Validate and complete one request. `is_subrequest`: a part of a larger request, exempt from max_logprobs.
 
         Raises:
             ValidationError: `parameter` names the wrong parameter; the message says how to correct it.
@@ -167,19 +167,21 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             options.truncate = params.truncate_prompt_tokens
         tokens = self.tokenize(given, options).tokens
-        settled = self._settle(params, len(tokens), limited=not inner)
+        settled = self._settle(params, len(tokens), limited=not is_subrequest)
         if (budget := params.thinking_token_budget) is not None and budget >= 0:
             marks = thinking_markers(budget, self.reasoning(), self.tokenizer, tokens)
             settled = settled.settled(thoughts=marks)
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
             priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1), salt=tenant_salt(given.salt, tenant),
-            tenant=tenant, inner=inner,
+            tenant=tenant, is_subrequest=is_subrequest,
         )  # fmt: skip
         asked = params.settled(
             max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs
         )
-        return AcceptedRequest(id, given.text, tokens, asked, fan_out(request), arrived, inner)
+        return AcceptedRequest(
+            id, given.text, tokens, asked, fan_out(request), arrived, is_subrequest
+        )
 
     # -- the prompt -----------------------------------------------------------------------------
     def tokenize(self, prompt: Prompt, options: TokenizeOptions | None = None) -> Prompt:

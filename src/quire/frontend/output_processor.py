@@ -120,7 +120,7 @@ class OutputProcessor:
         self._wants_logprobs = (
             self.params.logprobs is not None or self.params.logprob_token_ids is not None
         )
-        self.cached: int | None = None
+        self.num_cached_tokens: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(len(accepted.tokens), self._names)
@@ -172,8 +172,8 @@ class OutputProcessor:
             metrics.first_token_ts = metrics.first_token_ts or now
             metrics.last_token_ts = now
             metrics.num_generation_tokens += len(output.tokens)
-            if self.cached is None or output.cached > self.cached:
-                self.cached = output.cached
+            if self.num_cached_tokens is None or output.num_cached_tokens > self.num_cached_tokens:
+                self.num_cached_tokens = output.num_cached_tokens
         if output.queued and not metrics.scheduled_ts:
             metrics.scheduled_ts = metrics.queued_ts + output.queued
         if output.preemptions > metrics.num_preemptions:
@@ -212,7 +212,7 @@ class OutputProcessor:
             outputs = [self._completion(child, child.index) for child in chosen]
         return RequestOutput(
             self.id, self.accepted.prompt, self.accepted.tokens, self._take_prompt_logprobs(),
-            outputs, self.finished, self.metrics, num_cached_tokens=self.cached,
+            outputs, self.finished, self.metrics, num_cached_tokens=self.num_cached_tokens,
         )  # fmt: skip
 
     def _completion(self, child: OutputState, index: int) -> CompletionOutput:

@@ -20,18 +20,18 @@ DIGEST_BYTES = 16
 class Hasher:
     """Block hashes with one secret. Two processes that must agree share the secret.
 
-    kept: the format of the cached elements. Blocks of different formats never have equal hashes.
+    element_format: the format of the cached elements. Blocks of different formats never have equal hashes.
     """
 
-    def __init__(self, block_size: int, secret: bytes | None = None, kept: str = ""):
+    def __init__(self, block_size: int, secret: bytes | None = None, element_format: str = ""):
         self.block_size = block_size
         self.secret = secret or secrets.token_bytes(32)
-        self.kept = kept
+        self.element_format = element_format
 
     def root(self, salt: str, adapter: str | None) -> bytes:
         """The parent hash of a first block. Requests with different salts or adapters never share blocks."""
         named = "" if adapter is None else "adapter:" + adapter
-        return self._digest(f"{self.kept}:{len(salt)}:{salt}{named}".encode())
+        return self._digest(f"{self.element_format}:{len(salt)}:{salt}{named}".encode())
 
     def extend(
         self, hashes: list[bytes], root: bytes, tokens: list[int], media: Sequence[MediaItem] = ()

@@ -45,8 +45,8 @@ def most_blocks(
     total = 0
     for group in groups:
         if isinstance(group.spec, WindowSpec):
-            held = -(-(group.spec.window + max_step_tokens) // block_size) + 1
-            total += min(whole, held)
+            most_in_window = -(-(group.spec.window + max_step_tokens) // block_size) + 1
+            total += min(whole, most_in_window)
         else:
             total += whole
     return total

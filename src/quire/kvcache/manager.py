@@ -33,8 +33,8 @@ class Holder(Protocol):
     hashes: list[bytes]
     root: bytes
     media: Sequence[MediaItem]
-    published: int
-    cached: int
+    num_published_blocks: int
+    num_cached_blocks: int
 
 
 # by group: blocks that already contain a prefix (null: outside the window)
@@ -124,18 +124,22 @@ class KVManager:
         return -1
 
     # -- growing --------------------------------------------------------------------------------
-    def admit(self, request: Holder, prefix: Prefix, hit: int, num_tokens: int) -> bool:
+    def admit(
+        self, request: Holder, prefix: Prefix, num_cached_tokens: int, num_tokens: int
+    ) -> bool:
         """Share `prefix` and take blocks for num_tokens after it. False (and no change) if they do not fit."""
         shared = [block for column in prefix for block in column if block != NULL_BLOCK]
         idle = sum(self.pool.refs[block] == 0 for block in shared)
-        need = -(-(hit + num_tokens) // self.block_size) - len(prefix[0])
+        need = -(-(num_cached_tokens + num_tokens) // self.block_size) - len(prefix[0])
         if need * len(self.groups) > len(self.pool.free) - idle:
             return False
         for block in shared:
             self.pool.share(block)
         request.blocks = [column + [self.pool.take() for _ in range(need)] for column in prefix]
         request.capacity = len(request.blocks[0]) * self.block_size
-        request.published = request.cached = hit // self.block_size
+        request.num_published_blocks = request.num_cached_blocks = (
+            num_cached_tokens // self.block_size
+        )
         return True
 
     def grow(self, request: Holder, num_tokens: int) -> list[list[int]] | None:
@@ -170,20 +174,24 @@ class KVManager:
     # -- sharing --------------------------------------------------------------------------------
     def publish(self, request: Holder) -> None:
         """Publish the blocks whose tokens are known and whose KV is written or certain to be."""
-        end = (request.published + 1) * self.block_size  # of the next block
+        end = (request.num_published_blocks + 1) * self.block_size  # of the next block
         if request.computed < end or len(request.tokens) < end or not self.caching:
             return
         full = min(request.computed, len(request.tokens)) // self.block_size
         self.hasher.extend(request.hashes, request.root, request.tokens, request.media)
-        for index in range(request.published, full):
+        for index in range(request.num_published_blocks, full):
             for g, column in enumerate(request.blocks):
                 if column[index] != NULL_BLOCK:
                     self.pool.publish(g, column[index], request.hashes[index])
-        request.published = full
+        request.num_published_blocks = full
 
     def retract(self, request: Holder) -> set[int]:
         """Unpublish what this request published, because its KV is wrong. Returns those blocks."""
-        wrong = {b for column in request.blocks for b in column[request.cached : request.published]}
+        wrong = {
+            b
+            for column in request.blocks
+            for b in column[request.num_cached_blocks : request.num_published_blocks]
+        }
         for block in wrong:
             self.pool.forget(block)
         return wrong - {NULL_BLOCK}
@@ -193,7 +201,7 @@ class KVManager:
         for column in request.blocks:
             self.pool.release(reversed(column))
         request.blocks = [[] for _ in self.groups]
-        request.capacity = request.published = request.cached = 0
+        request.capacity = request.num_published_blocks = request.num_cached_blocks = 0
 
     def reset(self) -> bool:
         """Forget all content that no request uses now. False if some is in use (and stays)."""

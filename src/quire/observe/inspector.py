@@ -263,7 +263,7 @@ def timeline_dict(life: RequestTimeline, now: float) -> dict[str, Any]:
         "state": "ended" if life.ended is not None else state,
         "finish": request.finish,
         "prompt": request.num_prompt,
-        "hit": request.hit,
+        "hit": request.num_cached_tokens,
         "computed": min(request.computed, request.length),
         "output": len(request.tokens) - request.num_prompt,
         "limit": request.limit - request.num_prompt,

@@ -42,11 +42,10 @@ class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="o
     error_kind: ErrorKind = "internal"
     logprobs: Logprobs | None = None  # one position for each token of `tokens`
     prompt_logprobs: Logprobs | None = None
-    cached: int = 0  # prompt tokens that the prefix cache already had
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache already had
     preemptions: int = 0
     queued: float = 0.0  # seconds it waited before its first step
     client: int = 0
-    extras: dict[str, Any] = {}
     tensor: TensorData | None = None  # the output of a request that generates no tokens
 
 

@@ -68,7 +68,7 @@ class StepResult(Struct, array_like=True, omit_defaults=True, gc=False, tag="res
     invalid: list[int] = []  # those of `errors` that the request itself caused (HTTP 400)
     extras: dict[str, bytes] = {}  # hook -> gate
     # forced tokens, which follow without a draw; none of them is computed yet
-    certain: dict[int, list[int]] = {}
+    forced_tokens: dict[int, list[int]] = {}
     tensors: dict[
         int, TensorData
     ] = {}  # outputs of requests that generate no tokens, with the last chunk

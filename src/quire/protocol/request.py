@@ -43,8 +43,9 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     salt: str = ""  # prefix-cache isolation: only equal salts share blocks
     # the owner of the API key: requests of one tenant share its part of the engine
     tenant: str = ""
-    extras: dict[str, Any] = {}  # data for features, by feature name; only that feature reads it
-    inner: bool = False  # part of a larger request, whose end its frontend counts (engine/rpc.py)
+    is_subrequest: bool = (
+        False  # part of a larger request, whose end its frontend counts (engine/rpc.py)
+    )
 
 
 class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):

@@ -78,7 +78,7 @@ class FairQueue(WaitingQueue):
         cost = OUTPUT if is_output else num_tokens
         self.served[request.tenant] += cost / self.weight(request.tenant)
 
-    def gives_way(self, first: Request, running: Sequence[Request]) -> Request | None:
+    def victim_for(self, first: Request, running: Sequence[Request]) -> Request | None:
         rows: dict[str, int] = {}
         for request in running:
             rows[request.tenant] = rows.get(request.tenant, 0) + 1

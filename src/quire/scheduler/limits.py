@@ -35,12 +35,12 @@ class SchedulerLimits:
         step = min(self.max_step_tokens, self.max_length)
         return step + (self.depth - 1) * (1 + self.drafts)
 
-    def impossible(self, asked: EngineRequest, kv: KVManager) -> str | None:
+    def impossible(self, received: EngineRequest, kv: KVManager) -> str | None:
         """Why this request could not run even alone, or None."""
-        prompt, most = len(asked.tokens), 0
+        prompt, most = len(received.tokens), 0
         asks = f"the prompt has {prompt} tokens"
-        if isinstance(asked.params, SamplingParams):
-            most = asked.params.max_tokens or 0
+        if isinstance(received.params, SamplingParams):
+            most = received.params.max_tokens or 0
             asks += f" and max_tokens is {most}"
             if not most:
                 return f"{asks}: max_tokens must be at least 1"
@@ -57,10 +57,10 @@ class SchedulerLimits:
             )
         return None
 
-    def overloaded(self, asked: EngineRequest, waiting: WaitingQueue) -> str | None:
+    def overloaded(self, received: EngineRequest, waiting: WaitingQueue) -> str | None:
         """Why this request may not be queued now, or None."""
         if 0 < self.max_waiting <= len(waiting):
             return f"{len(waiting)} requests are already waiting (max_num_queued_reqs)"
-        if 0 < self.max_waiting_tokens < waiting.num_tokens + len(asked.tokens):
+        if 0 < self.max_waiting_tokens < waiting.num_tokens + len(received.tokens):
             return f"{waiting.num_tokens} prompt tokens are already waiting (max_num_queued_tokens)"
         return None

@@ -18,7 +18,7 @@ def output_of(request: Request, tokens: list[int], index: int, result: StepResul
     if isinstance(params, SamplingParams) and request.finish == "stop":
         output.stopped_by = tokens[-1] if tokens[-1] in params.stop_token_ids else None
     if request.finish or len(request.tokens) - len(tokens) <= request.num_prompt:
-        output.cached, output.queued = request.hit, request.queued
+        output.num_cached_tokens, output.queued = request.num_cached_tokens, request.queued
         output.preemptions = request.preemptions
     if result.logprobs:
         output.logprobs = result.logprobs.get(index)

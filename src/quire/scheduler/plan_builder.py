@@ -69,11 +69,13 @@ class PlanBuilder:
             self.work.append(WorkItem(request.row, num_tokens, added, 0, False))
             self.counted.append((request, 0))
         else:
-            guesses = computed - length
-            request.pending += 1 + guesses
+            num_drafts = computed - length
+            request.pending += 1 + num_drafts
             request.drafted = drafts and request.generates
-            self.work.append(WorkItem(request.row, num_tokens, added, guesses, request.generates))
-            self.counted.append((request, 1 + guesses))
+            self.work.append(
+                WorkItem(request.row, num_tokens, added, num_drafts, request.generates)
+            )
+            self.counted.append((request, 1 + num_drafts))
         self.budget -= num_tokens
 
     def undo(self, request: Request) -> None:

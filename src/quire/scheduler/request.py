@@ -1,7 +1,7 @@
 """Request: one generation, or one prompt whose output is a tensor, as the scheduler sees it.
 
 Knows tokens, counts and blocks. Fields that several features share are here (`adapter`, `media`, `drafted`, `tenant`,
-`inner`). A feature that needs more state for a request keeps a dict by request id, in its own package.
+`is_subrequest`). A feature that needs more state for a request keeps a dict by request id, in its own package.
 
     tokens     |------- prompt -------|--- output, known ---|- pending -|
     computed   |--------- KV written or in flight ----------------|          always <= length
@@ -42,7 +42,7 @@ class Request:
     min_length: int  # tokens it must have before a stop token ends it
     arrived: float
     tenant: str = ""  # the owner of the API key, where that affects the order
-    inner: bool = False  # its end is not counted in the statistics
+    is_subrequest: bool = False  # its end is not counted in the statistics
 
     # progress
     row: int = NO_ROW
@@ -52,19 +52,19 @@ class Request:
     blocks: list[list[int]] = field(default_factory=list)  # by KV group
     capacity: int = 0  # tokens that fit in its blocks
     hashes: list[bytes] = field(default_factory=list)
-    published: int = 0  # leading blocks that other requests may share
-    cached: int = 0  # leading blocks that came from the prefix cache
+    num_published_blocks: int = 0  # leading blocks that other requests may share
+    num_cached_blocks: int = 0  # leading blocks that came from the prefix cache
 
     # the end, and what is reported
     finish: FinishReason | None = None
     preemptions: int = 0
-    hit: int = 0  # prompt tokens that came from the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     queued: float = -1.0  # seconds before its first step; -1: not yet
 
     @classmethod
-    def of(cls, asked: EngineRequest, number: int, root: bytes, by_priority: bool) -> Request:
+    def of(cls, received: EngineRequest, number: int, root: bytes, by_priority: bool) -> Request:
         """`number` counts arrivals. SamplingParams.max_tokens must be set (frontend/input_processor.py does that)."""
-        params, num_prompt = asked.params, len(asked.tokens)
+        params, num_prompt = received.params, len(received.tokens)
         limit = min_length = num_prompt
         stops: frozenset[int] = frozenset()
         if isinstance(params, SamplingParams):
@@ -73,23 +73,23 @@ class Request:
             limit += params.max_tokens or 0
             min_length += params.min_tokens
         return cls(
-            id=asked.id,
-            client=asked.client,
-            tokens=list(asked.tokens),
+            id=received.id,
+            client=received.client,
+            tokens=list(received.tokens),
             num_prompt=num_prompt,
             params=params,
             generates=isinstance(params, SamplingParams),
             number=number,
-            order=(asked.priority if by_priority else 0, asked.arrived, number),
-            adapter=asked.adapter,
-            media=asked.media,
+            order=(received.priority if by_priority else 0, received.arrived, number),
+            adapter=received.adapter,
+            media=received.media,
             root=root,
             limit=limit,
             stops=stops,
             min_length=min_length,
-            arrived=asked.arrived,
-            tenant=asked.tenant,
-            inner=asked.inner,
+            arrived=received.arrived,
+            tenant=received.tenant,
+            is_subrequest=received.is_subrequest,
         )
 
     @property

@@ -41,7 +41,7 @@ from quire.scheduler.waiting_queue import WaitingQueue
 
 log = get_logger(__name__)
 
-FIRST_IN_LINE = 256
+MAX_COUNTED_WAITING = 256
 NO_TENSOR = (
     "this engine generates tokens; it has no output for a request without sampling parameters"
 )
@@ -83,24 +83,26 @@ class Scheduler:
         self.finished: dict[FinishReason, int] = dict.fromkeys(FINISHES, 0)
 
     # -- adding and aborting --------------------------------------------------------------------
-    def add(self, asked: EngineRequest) -> EngineOutput | None:
+    def add(self, received: EngineRequest) -> EngineOutput | None:
         """Queue a request, or return the error if it can never run (or not now)."""
-        if asked.id in self.requests:
-            return self._refuse(asked, f"request id {asked.id!r} is already in use")
-        if reason := self.limits.impossible(asked, self.kv):
-            return self._refuse(asked, reason)
-        if reason := self.limits.overloaded(asked, self.waiting):
-            return self._refuse(asked, reason, "overloaded")
+        if received.id in self.requests:
+            return self._refuse(received, f"request id {received.id!r} is already in use")
+        if reason := self.limits.impossible(received, self.kv):
+            return self._refuse(received, reason)
+        if reason := self.limits.overloaded(received, self.waiting):
+            return self._refuse(received, reason, "overloaded")
         self.arrivals += 1
-        root = self.kv.hasher.root(asked.salt, asked.adapter)
-        request = Request.of(asked, self.arrivals, root, self.limits.by_priority)
+        root = self.kv.hasher.root(received.salt, received.adapter)
+        request = Request.of(received, self.arrivals, root, self.limits.by_priority)
         self.requests[request.id] = request
         self.waiting.add(request)
         return None
 
-    def _refuse(self, asked: EngineRequest, why: str, kind: ErrorKind = "invalid") -> EngineOutput:
-        self.finished["error"] += not asked.inner
-        return EngineOutput(asked.id, [], "error", None, why, kind, client=asked.client)
+    def _refuse(
+        self, received: EngineRequest, why: str, kind: ErrorKind = "invalid"
+    ) -> EngineOutput:
+        self.finished["error"] += not received.is_subrequest
+        return EngineOutput(received.id, [], "error", None, why, kind, client=received.client)
 
     def abort(
         self, id: str, finish: FinishReason = "abort", error: str | None = None
@@ -116,7 +118,7 @@ class Scheduler:
         """Give every running request its next tokens, then admit waiting ones, within the budget."""
         building = PlanBuilder(self.limits.max_step_tokens)
         self.held_blocks.retry()
-        self._make_way()
+        self._preempt_for_row()
         for request in self._decoding_first():
             if request.row == NO_ROW or not (
                 n := self._wanted(request, building.budget, request.computed)
@@ -126,7 +128,7 @@ class Scheduler:
                 if self.held_blocks.of_preempted():
                     break  # a preempted request's blocks will be free soon: wait for them
                 victim = max(self.running, key=lambda r: r.order)
-                self._preempt(victim, building)
+                self._preempt_for_blocks(victim, building)
                 if victim is request:
                     break
             else:
@@ -177,8 +179,8 @@ class Scheduler:
 
     @property
     def deferred(self) -> int:
-        """How many of the first FIRST_IN_LINE waiting requests a gate blocks. Changes nothing."""
-        first = itertools.islice(self.waiting, FIRST_IN_LINE)
+        """How many of the first MAX_COUNTED_WAITING waiting requests a gate blocks. Changes nothing."""
+        first = itertools.islice(self.waiting, MAX_COUNTED_WAITING)
         return sum(
             one in self.held_blocks or any(gate.holds(one) for gate in self.gates) for one in first
         )
@@ -201,11 +203,11 @@ class Scheduler:
         for request in self._waiting_and_ready():
             if not building.budget or len(seated) == len(self.free_rows) or request.pending:
                 break
-            hit, prefix = self._match(request)
-            n = self._wanted(request, building.budget, hit)
-            if not n or not self.kv.admit(request, prefix, hit, n):
+            num_cached_tokens, prefix = self._match(request)
+            n = self._wanted(request, building.budget, num_cached_tokens)
+            if not n or not self.kv.admit(request, prefix, num_cached_tokens, n):
                 break
-            self._enter(request, hit, n, building, self.free_rows[-1 - len(seated)])
+            self._enter(request, num_cached_tokens, n, building, self.free_rows[-1 - len(seated)])
             seated.append(request)
         for request in seated:
             self.free_rows.pop()
@@ -217,19 +219,21 @@ class Scheduler:
             return 0, [[] for _ in self.kv.groups]
         return self.kv.match(request)
 
-    def _enter(self, request: Request, hit: int, n: int, building: PlanBuilder, row: int) -> None:
-        request.row, request.computed = row, hit
+    def _enter(
+        self, request: Request, num_cached_tokens: int, n: int, building: PlanBuilder, row: int
+    ) -> None:
+        request.row, request.computed = row, num_cached_tokens
         if not request.preemptions:
-            request.hit = hit
+            request.num_cached_tokens = num_cached_tokens
             request.queued = max(self.clock() - request.arrived, 0.0)
             self.count.prefix_queries += request.num_prompt
-            self.count.prefix_hits += hit
+            self.count.prefix_hits += num_cached_tokens
             self.count.prompt_tokens += request.num_prompt
         for gate in self.gates:
             gate.enter(request)
         building.entered.append(
             EnteredRow(
-                row, request.id, list(request.tokens), request.num_prompt, hit,
+                row, request.id, list(request.tokens), request.num_prompt, num_cached_tokens,
                 [list(column) for column in request.blocks], request.params, request.adapter,
             )
         )  # fmt: skip
@@ -237,20 +241,20 @@ class Scheduler:
         self.waiting.charge(request, n)
         self.kv.publish(request)
 
-    def _make_way(self) -> None:
+    def _preempt_for_row(self) -> None:
         """If no row is free for the first waiting request, preempt a running one, if the queue names one."""
         if self.free_rows or (first := next(self._waiting_and_ready(), None)) is None:
             return
-        if not first.pending and (victim := self.waiting.gives_way(first, self.running)):
-            self._set_back(victim)
+        if not first.pending and (victim := self.waiting.victim_for(first, self.running)):
+            self._preempt(victim)
 
-    def set_back_all(self) -> None:
+    def preempt_all(self) -> None:
         """Take the row and the blocks of every request. No step may be in flight."""
         for request in sorted(self.running, key=lambda r: r.order, reverse=True):
-            self._set_back(request)
+            self._preempt(request)
         self.held_blocks.revoke()
 
-    def _set_back(self, request: Request) -> None:
+    def _preempt(self, request: Request) -> None:
         """Take a request's row and blocks and queue it again; its tokens are computed again later."""
         self._leave(request)
         request.computed, request.drafted = 0, False
@@ -258,11 +262,11 @@ class Scheduler:
         self.waiting.add(request)
         self.count.preemptions += 1
 
-    def _preempt(self, request: Request, building: PlanBuilder) -> None:
+    def _preempt_for_blocks(self, request: Request, building: PlanBuilder) -> None:
         """Preempt a request because blocks are lacking, and undo this plan's work for it."""
         building.preempted = True
         building.undo(request)
-        self._set_back(request)
+        self._preempt(request)
         log.warning_every(
             "preemption", 5.0,
             "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache"
@@ -283,7 +287,7 @@ class Scheduler:
 
     def _end(self, request: Request, finish: FinishReason) -> None:
         request.finish = finish
-        self.finished[finish] += not request.inner
+        self.finished[finish] += not request.is_subrequest
         del self.requests[request.id]
         if request.row != NO_ROW:
             self._leave(request)
@@ -320,8 +324,8 @@ class Scheduler:
                     # rejected draft tokens do not count as computed
                     request.computed -= most - len(tokens)
                 tokens = self._extend(request, tokens)
-            if request.finish is None and (certain := result.certain.get(index)):
-                tokens = tokens + self._take_certain(request, certain)
+            if request.finish is None and (forced := result.forced_tokens.get(index)):
+                tokens = tokens + self._add_forced_tokens(request, forced)
             if tokens or request.finish is not None or index in result.prompt_logprobs:
                 outputs.append(output_of(request, tokens, index, result))
             if request.row != NO_ROW:
@@ -331,18 +335,18 @@ class Scheduler:
                 gate.learn(extra)
         return outputs
 
-    def _take_certain(self, request: Request, certain: list[int]) -> list[int]:
+    def _add_forced_tokens(self, request: Request, forced: list[int]) -> list[int]:
         """Add forced tokens, which need no draw, and return those that were added.
 
         Draws in flight at their positions are not counted. If steps in flight verify draft tokens, these steps are
         cancelled, and the request loses its row: its tokens are computed again.
         """
         if not (cancelled := cancel_drafts(self.in_flight, request)):
-            cancel_redundant_draws(self.in_flight, request, len(certain))
+            cancel_redundant_draws(self.in_flight, request, len(forced))
         request.drafted = False  # the worker's draft tokens do not continue it
-        added = self._extend(request, certain)
+        added = self._extend(request, forced)
         if cancelled and request.finish is None and request.row != NO_ROW:
-            self._set_back(request)
+            self._preempt(request)
         return added
 
     def _extend(self, request: Request, tokens: list[int]) -> list[int]:

@@ -41,7 +41,7 @@ class WaitingQueue:
     def ended(self, request: Request) -> None:
         """The request has ended; `add` will not get it again."""
 
-    def gives_way(self, first: Request, running: Sequence[Request]) -> Request | None:
+    def victim_for(self, first: Request, running: Sequence[Request]) -> Request | None:
         """Which of `running` the scheduler must preempt so that `first`, the first waiting request, gets a row."""
         return None
 

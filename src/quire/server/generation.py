@@ -294,7 +294,7 @@ class Generation:
             except Unsupported as error:
                 raise ValidationError(str(error)) from error
         search = self.state.searches[name] = BeamStream(
-            engine.inputs, prompt, self.beams, name, partial(open_request, inner=True, arrived=time.time()),
+            engine.inputs, prompt, self.beams, name, partial(open_request, is_subrequest=True, arrived=time.time()),
             partial(engine.call, "count_ended"), self._bell.ring, logprobs=params.logprobs is not None,
         )  # fmt: skip
         return search

@@ -41,7 +41,7 @@ class Hook:
     def after(self, plan: StepPlan) -> None:
         """The model's work is queued and so is the draw."""
 
-    def certain(self, step: int) -> dict[int, list[int]]:
+    def forced_tokens(self, step: int) -> dict[int, list[int]]:
         """By row, the forced tokens that follow this step's token; called once, when the step's result is read.
 
         They are not drawn: a later step computes their KV like that of prompt tokens.

@@ -23,7 +23,7 @@ from quire.platforms.memory import lazy_zeros
 from quire.protocol.plan import EnteredRow, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 
-MOST = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class RequestRows:
         self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
         self.params: list[SamplingParams | None] = [None] * max_rows
         self.ids: list[str | None] = [None] * max_rows
-        self.told = [ReportedCount(0)] * max_rows
+        self.reported_counts = [ReportedCount(0)] * max_rows
 
     def enter(self, new: EnteredRow) -> None:
         """Put a request into its row.
@@ -76,8 +76,8 @@ class RequestRows:
             )
         self.ids[row] = new.id
         self.params[row] = new.params if isinstance(new.params, SamplingParams) else None
-        self.told[row] = ReportedCount(length)
-        if min(new.tokens) >= 0 and max(new.tokens) <= MOST:  # else the sampler fails the request
+        self.reported_counts[row] = ReportedCount(length)
+        if min(new.tokens) >= 0 and max(new.tokens) <= MAX_TOKEN_ID:  # else the sampler refuses it
             self.put(row, 0, new.tokens)
         self.num_prompt[row], self.computed[row], self.length[row] = (
             new.num_prompt, new.computed, length,
@@ -127,12 +127,12 @@ class RequestRows:
         self.ids[row] = self.params[row] = None
         self.length[row] = 0
 
-    def foretell(self, row: int, told: ReportedCount, tokens: Sequence[int]) -> None:
+    def append_forced(self, row: int, reported: ReportedCount, tokens: Sequence[int]) -> None:
         """Append forced tokens after the reported ones. A draw in flight at these positions gives the same tokens."""
-        start, told.count = told.count, told.count + len(tokens)
-        if self.told[row] is told:  # else another request has the row by now
+        start, reported.count = reported.count, reported.count + len(tokens)
+        if self.reported_counts[row] is reported:  # else another request has the row by now
             self.put(row, start, tokens)
-            self.length[row] = max(self.length[row], told.count)
+            self.length[row] = max(self.length[row], reported.count)
 
     def grow(self, work: Sequence[WorkItem]) -> None:
         """Add the new blocks of this step's work to the block tables."""

@@ -195,8 +195,8 @@ class Worker:
         self._before(plan, batch)
         pending = self._forward(plan, batch)
         rows = batch.rows_S.tolist()
-        told = [self.rows.told[row] for row in rows]
-        drew = list(zip(batch.drawing, rows, told, batch.lengths_S.tolist(), strict=True))
+        reported = [self.rows.reported_counts[row] for row in rows]
+        drew = list(zip(batch.drawing, rows, reported, batch.lengths_S.tolist(), strict=True))
         return self._queued(pending, drew)
 
     def _queued(self, pending: QueuedStep, drew: list[_Drew]) -> _Step:
@@ -282,17 +282,17 @@ class _Step:
 
     def result(self) -> StepResult:
         result = self.pending.result()
-        for number, _, told, position in self.drew:
-            if position < told.count:
+        for number, _, reported, position in self.drew:
+            if position < reported.count:
                 result.tokens[number] = []  # an earlier result reported it as a forced token
             else:
-                told.count = position + len(result.tokens[number])
+                reported.count = position + len(result.tokens[number])
         for hook in self.hooks:
-            if following := hook.certain(result.step):
-                for number, row, told, _ in self.drew:
-                    if (tokens := following.get(row)) is not None:
-                        result.certain[number] = tokens
-                        self.rows.foretell(row, told, tokens)
+            if forced := hook.forced_tokens(result.step):
+                for number, row, reported, _ in self.drew:
+                    if (tokens := forced.get(row)) is not None:
+                        result.forced_tokens[number] = tokens
+                        self.rows.append_forced(row, reported, tokens)
             if (extra := hook.report()) is not None:
                 result.extras[hook.name] = extra
         return result

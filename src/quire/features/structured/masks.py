@@ -7,7 +7,7 @@ preemption the row enters again with its output so far.
     enter   -> thread: the row enters its grammar's process with the output so far; receive its mask
     apply      wait for the masks of the rows that sample; apply them to the logits
     after   -> thread: send the sampled tokens to the grammars; receive the masks of the next step
-    certain    wait until the tokens are fed; forced tokens are never sampled (`jumps`)
+    forced     wait until the tokens are fed; forced tokens are never sampled (`jumps`)
 
 A token is forced if the mask allows no other, so a jump changes no token. A step planned before a jump was known
 samples at positions that the jump has filled: it gets the tokens that are already there.
@@ -295,16 +295,16 @@ class GrammarMasks(Processor):
         event: torch.Event | None,
         found: Future[dict[int, list[int]]],
     ) -> None:
-        certain: dict[int, list[int]] = {}
+        forced_tokens: dict[int, list[int]] = {}
         fed: list[_SentRows] = []
         try:
             if event is not None:
                 event.synchronize()
             sent = self._send(grammars, tokens_P.tolist(), lengths_P.tolist())
             until = time.monotonic() + STEP_S
-            fed = [one for one in sent if self._fed(*one, until, certain)]
+            fed = [one for one in sent if self._fed(*one, until, forced_tokens)]
         finally:
-            found.set_result(certain)  # also after an error, so that `certain` never hangs
+            found.set_result(forced_tokens)  # also after an error: the hook waits for it
         for process, rows in fed:
             try:
                 reply, masks_NW = process.read_masks(until)
@@ -351,7 +351,7 @@ class GrammarMasks(Processor):
         process: GrammarProcess,
         rows: list[RowGrammar],
         until: float,
-        certain: dict[int, list[int]],
+        forced_tokens: dict[int, list[int]],
     ) -> bool:
         """Receive the forced tokens that follow the fed ones. False: the process has ended."""
         try:
@@ -363,7 +363,7 @@ class GrammarMasks(Processor):
         for grammar, forced in zip(rows, reply.forced, strict=True):
             grammar.tokens += forced
             if forced and grammar.settings.jumps:
-                certain[grammar.row] = forced
+                forced_tokens[grammar.row] = forced
         return True
 
 
@@ -396,6 +396,6 @@ class GrammarHook(Hook):
     def after(self, plan: StepPlan) -> None:
         self.masks.after_draw(plan.step)
 
-    def certain(self, step: int) -> dict[int, list[int]]:
+    def forced_tokens(self, step: int) -> dict[int, list[int]]:
         forced = self.masks.forced.pop(step, None)
         return {} if forced is None else forced.result()
