@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from benchmarks import host_overhead, model_load, streaming_cost
 from benchmarks.__main__ import main
 from benchmarks.host_overhead import HostCost, Stopwatch
+from quire.ops.cpu.bindings import best
 
 
 def test_parts_and_model_are_the_step():
@@ -58,6 +60,14 @@ def test_host_measures_the_real_engine(tmp_path, capsys):
     assert len(list((tmp_path / "out").glob("*-host-*.md"))) == 1
     kept = json.loads(next((tmp_path / "out").glob("*-host-*.json")).read_text())
     assert all(row["model"] > 0 for row in kept["rows"])
+
+
+@pytest.mark.skipif(best() is None, reason="no native kernels run here")
+def test_the_implementations_of_a_step_take_turns(tmp_path, capsys):
+    words = ["paths", "--model", "tiny-llama", "--rows", "2", "--steps", "3"]
+    assert main([*words, "--cache", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r" +2 rows  native step .*  fused decoder .*  modules .*", line)
 
 
 def test_streaming_is_set_against_its_own_round():

@@ -192,9 +192,7 @@ def test_dummy_weights_of_a_quantized_checkpoint(made: Callable[[str], Path]) ->
 
 @pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
 @pytest.mark.parametrize("name", ["gptq v2 asymmetric ordered", "awq", "ct int8", "gptq"])
-def test_the_engine_gives_the_tokens_of_its_parts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_gives_the_tokens_of_its_parts(name: str, tmp_path: Path) -> None:
     """By whole layers alone, and by their parts in chunks beside others."""
     form = copy.deepcopy(BY_NAME[name])
     for key in ("modules_to_not_convert", "ignore"):

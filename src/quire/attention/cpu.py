@@ -78,15 +78,15 @@ class CpuAttention:
         v_TKE: Tensor,
         meta: CpuStepMetadata,
     ) -> Tensor:
-        told, block_size = cache_addresses(spec.cache), spec.cache[0].shape[2]
-        keys, values, key_scales, value_scales, kind = told
+        addresses, block_size = cache_addresses(spec.cache), spec.cache[0].shape[2]
+        keys, values, key_scales, value_scales, kind = addresses
         self._write(k_TKD, (keys, key_scales), meta.slots_T, block_size, kind, True)
         self._write(v_TKE, (values, value_scales), meta.slots_T, block_size, kind, False)
         q_THD = _side_by_side(q_THD)
         sinks_H = None if spec.sinks is None else spec.sinks.float().contiguous()
         o_THE = torch.empty((len(q_THD), spec.num_heads, spec.v_head_dim), dtype=torch.bfloat16)
         self.kernels.attention(
-            q_THD.data_ptr(), q_THD.stride(0), o_THE.data_ptr(), *told, meta.table_BN.data_ptr(), meta.table_BN.shape[1], meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
+            q_THD.data_ptr(), q_THD.stride(0), o_THE.data_ptr(), *addresses, meta.table_BN.data_ptr(), meta.table_BN.shape[1], meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
             None if sinks_H is None else sinks_H.data_ptr(), meta.rows, spec.num_heads, spec.num_kv_heads,
             spec.head_dim, spec.v_head_dim, block_size, spec.window or 0, spec.scale, spec.softcap or 0.0,
         )  # fmt: skip

@@ -89,13 +89,13 @@ class NativeStep:
         work, rows = plan.work, self.rows
         rows.grow(work)
         count = len(work)
-        shares = [item.row for item in work] + [item.num_tokens for item in work]
-        shares += [item.samples for item in work]
-        told_3B = array("q", shares)
+        numbers = [item.row for item in work] + [item.num_tokens for item in work]
+        numbers += [item.samples for item in work]
+        work_3B = array("q", numbers)
         wrong = self.kernels.step(
             self._model,
             self._address,
-            told_3B.buffer_info()[0],
+            work_3B.buffer_info()[0],
             count,
             self._drawn,
             self._max_logit,
