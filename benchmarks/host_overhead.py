@@ -213,11 +213,9 @@ def measure_all(shape: shapes.Shape, cache: Path, rows: Sequence[int], steps: in
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
-    add("--shape", choices=shapes.SHAPES, default=GOAL_SHAPE, help="model")
+    shapes.add_options(parser, GOAL_SHAPE)
     add("--rows", nargs="+", type=int, default=[1, 32, 256], metavar="N")
     add("--steps", type=int, default=STEPS, help="decode steps to measure; medians are told")
-    add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "quire-bench", help="folder of the random checkpoints")  # fmt: skip
-    add("--out", type=Path, help="folder for the result; unset: print only")
     given = parser.parse_args(argv)
     costs = measure_all(shapes.SHAPES[given.shape], given.cache, given.rows, given.steps)
     lines = [cost.line(given.shape) for cost in costs]

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import shapes
+from benchmarks import result_files, shapes
 from quire import env
 from quire.errors import StartupError
 
@@ -33,11 +33,9 @@ def main(argv: Sequence[str]) -> int:
         return child(json.loads(argv[1]))
     parser = argparse.ArgumentParser(prog="python -m benchmarks loading", description=__doc__)
     add = parser.add_argument
-    add("--shape", choices=shapes.SHAPES, default="qwen3-0.6b", help="model")
+    shapes.add_options(parser)
     add("--quantizations", nargs="+", default=["none", "int8", "int4"], metavar="NAME", help="each in turn")  # fmt: skip
     add("--rounds", type=int, default=2, help="starts of each; medians are told")
-    add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "quire-bench", help="folder of the random checkpoints")  # fmt: skip
-    add("--out", type=Path, help="folder for the result; unset: print only")
     given = parser.parse_args(argv)
     model = str(shapes.checkpoint(shapes.SHAPES[given.shape], "bfloat16", given.cache))
     found: dict[str, list[dict[str, float]]] = {}
@@ -49,14 +47,8 @@ def main(argv: Sequence[str]) -> int:
     except StartupError as why:
         print(f"python -m benchmarks loading: error: {why}", file=sys.stderr)
         return 1
-    text = table(found)
-    print(text)
-    if given.out is not None:
-        from benchmarks import result_files
-
-        kept = {"command": " ".join(["python -m benchmarks loading", *argv]), "shape": given.shape, "starts": found}  # fmt: skip
-        title = f"What loading {given.shape} takes"
-        print(f"kept in {result_files.keep(given.out, 'loading', title, kept, text)}")
+    kept = {"command": " ".join(["python -m benchmarks loading", *argv]), "shape": given.shape, "starts": found}  # fmt: skip
+    result_files.report(given.out, "loading", f"What loading {given.shape} takes", kept, table(found))  # fmt: skip
     return 0
 
 

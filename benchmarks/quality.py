@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rtn_checkpoints
+from benchmarks import result_files, rtn_checkpoints
 from quire.config.cache import KV_DTYPES
 from quire.config.quantization import online_schemes
 from quire.errors import ConfigError, QuireError
@@ -74,14 +74,9 @@ def main(argv: Sequence[str]) -> int:
     except QuireError as why:
         print(f"python -m benchmarks quality: error: {why}", file=sys.stderr)
         return 2 if isinstance(why, ConfigError) else 1
-    text = page(result)
-    print(text)
-    if given.out is not None:
-        from benchmarks import result_files
-
-        result = {"command": " ".join(["python -m benchmarks quality", *argv]), **result}
-        title = f"What short numbers cost {given.model}"
-        print(f"kept in {result_files.keep(given.out, 'quality', title, result, text)}")
+    kept = {"command": " ".join(["python -m benchmarks quality", *argv]), **result}
+    title = f"What short numbers cost {given.model}"
+    result_files.report(given.out, "quality", title, kept, page(result))
     return 0
 
 

@@ -144,6 +144,13 @@ def commit() -> str:
     return said.stdout.strip()
 
 
+def report(folder: Path | None, kind: str, title: str, result: dict[str, Any], table: str) -> None:
+    """Print the table; keep the result if a folder is given."""
+    print(table)
+    if folder is not None:
+        print(f"kept in {keep(folder, kind, title, result, table)}")
+
+
 def keep(folder: Path, kind: str, title: str, result: dict[str, Any], table: str) -> Path:
     """Write folder/DATE-KIND-MACHINE.json (`result` plus date, commit and machine) and a page beside it."""
     from benchmarks import roofline as machine  # imports torch, so only after the measurement

@@ -6,7 +6,9 @@ of this shape, and the output is meaningless.
 
 from __future__ import annotations
 
+import argparse
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,3 +189,11 @@ def compressed(path: Path) -> Path:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     done.write_text(json.dumps(config | {"quantization_config": how}, indent=2), encoding="utf-8")
     return folder
+
+
+def add_options(parser: argparse.ArgumentParser, default: str = "qwen3-0.6b") -> None:
+    """Options of the benchmarks that run a random checkpoint: --shape, --cache, --out."""
+    add, cache = parser.add_argument, Path(tempfile.gettempdir()) / "quire-bench"
+    add("--shape", choices=SHAPES, default=default, help="model")
+    add("--cache", type=Path, default=cache, help="folder of the random checkpoints")
+    add("--out", type=Path, help="folder for the result; unset: print only")

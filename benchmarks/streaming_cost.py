@@ -13,14 +13,13 @@ import asyncio
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import shapes
+from benchmarks import result_files, shapes
 from benchmarks.serving_cost import Running, started
 from quire.bench.serve.arrivals import Arrivals, run
 from quire.bench.serve.endpoints import KINDS, BenchPrompt, RequestRecord, ask
@@ -35,29 +34,20 @@ SPECIAL = ("<|pad|>", "<|end|>")
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks streaming", description=__doc__)
     add = parser.add_argument
-    add("--shape", choices=shapes.SHAPES, default="qwen3-0.6b", help="model")
+    shapes.add_options(parser)
     add("--clients", type=int, default=32, metavar="N")
     add("--input-len", type=int, default=128, metavar="TOKENS")
     add("--output-len", type=int, default=64, metavar="TOKENS")
     add("--rounds", type=int, default=3, help="medians are told")
     add("--flags", default="", metavar="WORDS", help="more flags for the server")
-    add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "quire-bench", help="folder of the random checkpoints")  # fmt: skip
-    add("--out", type=Path, help="folder for the result; unset: print only")
     given = parser.parse_args(argv)
     try:
         found = asyncio.run(_measure(given))
     except QuireError as why:
         print(f"python -m benchmarks streaming: error: {why}", file=sys.stderr)
         return 1
-    text = table(found)
-    print(text)
-    if given.out is not None:
-        from benchmarks import result_files
-
-        kept = {"command": " ".join(["python -m benchmarks streaming", *argv]), "shape": given.shape, **found}  # fmt: skip
-        print(
-            f"kept in {result_files.keep(given.out, 'streaming', 'What streaming costs', kept, text)}"
-        )
+    kept = {"command": " ".join(["python -m benchmarks streaming", *argv]), "shape": given.shape, **found}  # fmt: skip
+    result_files.report(given.out, "streaming", "What streaming costs", kept, table(found))
     return 0
 
 
