@@ -29,7 +29,7 @@ BY_LABEL = {arch.label: arch for arch in ARCHS}
 
 def build(folder: Path, **asked):
     config = EngineConfig.from_keywords(model=str(folder), **{"dtype": "float32", **asked})
-    return build_model(resolve_config(config), CpuPlatform())
+    return build_model(resolve_config(config).spec, CpuPlatform())
 
 
 def check(theirs, ours) -> None:

@@ -166,4 +166,4 @@ def test_a_field_that_is_needed_is_named(copy: Path) -> None:
     edit_config(copy, intermediate_size=None)
     config = EngineConfig.from_keywords(model=str(copy), dtype="float32")
     with pytest.raises(ConfigError, match="intermediate_size"):
-        build_model(resolve_config(config), CpuPlatform())
+        build_model(resolve_config(config).spec, CpuPlatform())

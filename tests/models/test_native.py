@@ -26,7 +26,7 @@ BLOCKS = (16, 32, 128)
 
 def build(folder: Path, **asked: Any) -> nn.Module:
     config = EngineConfig.from_keywords(model=str(folder), **{"dtype": "float32", **asked})
-    return build_model(resolve_config(config), CpuPlatform())
+    return build_model(resolve_config(config).spec, CpuPlatform())
 
 
 def texts(seed: int = 3) -> list[list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +22,8 @@ LARGE, UNLIKE = CacheSpec(1, 32, 32, "float32"), CacheSpec(2, 8, 6, "float32")
 
 def allocated(specs, backend=None):
     layers = [Attention(2, 1, 8) for _ in specs]
-    model = SimpleNamespace(attention_layers=lambda: layers)
     cut = layout(specs, SIZE, 100)
-    storages = allocate_cache(model, cut.groups, BLOCKS, SIZE, backend or ReferenceAttention())
+    storages = allocate_cache(layers, cut.groups, BLOCKS, SIZE, backend or ReferenceAttention())
     return layers, cut, storages
 
 

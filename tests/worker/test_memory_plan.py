@@ -51,6 +51,16 @@ def test_one_kind_of_layer_is_one_group() -> None:
     assert cut.blocks_for(33, 16) == 3
 
 
+def test_layers_of_other_shapes_that_keep_the_same_tokens_share_a_group() -> None:
+    """So a draft model of one layer costs the bytes of that layer, and no block table."""
+    draft = CacheSpec(1, 32, 32, "bfloat16")
+    cut = layout([FULL] * 5 + [draft], 16, 4096)
+    assert [group.layers for group in cut.groups] == [(0, 1, 2, 3, 4, 5)]
+    assert cut.bytes_per_block == (5 * FULL.bytes_per_token + draft.bytes_per_token) * 16
+    mixed = layout([FULL, draft, NARROW] * 2 + [FULL, draft], 16, 4096)
+    assert [group.layers for group in mixed.groups] == [(0, 1), (3, 4), (6, 7), (2, 5)]
+
+
 def test_kinds_are_cut_into_groups_of_equal_size() -> None:
     specs = [FULL if i % 6 == 5 else NARROW for i in range(12)]  # 2 full, 10 narrow
     cut = layout(specs, 16, 4096)
@@ -106,7 +116,9 @@ def test_never_more_than_the_rows_can_use() -> None:
 def test_the_share_covers_weights_activations_and_cache() -> None:
     asked = resolved(gpu_memory_utilization=0.5)
     weights, blocks = 5_000_000, 30
-    available = 2 * (weights + activation_bytes(asked) + (blocks + 1) * 3 * 64 * 16)
+    available = 2 * (
+        weights + activation_bytes(asked.spec, asked.max_num_seqs) + (blocks + 1) * 3 * 64 * 16
+    )
     assert make_plan(asked, weights, 1 << 30, available, [FULL] * 3).num_blocks == blocks
 
 
@@ -145,15 +157,20 @@ def test_weights_that_are_made_small_count_as_such_and_must_fit_before() -> None
         ("embed.weight", "F16", (10, 64)),
     ]
     plain = resolved()
-    assert forecast_weights(plain, 0, found) == 2 * (6400 + 100 + 640)
+    assert forecast_weights(plain.spec, plain.device, 0, found) == 2 * (6400 + 100 + 640)
     small = replace(plain, quantization="int8")
-    assert forecast_weights(small, 20_000, found) == 6400 + 2 * 100 + 2 * 640 + 640
+    assert (
+        forecast_weights(small.spec, small.device, 20_000, found) == 6400 + 2 * 100 + 2 * 640 + 640
+    )
     packed = [("a.qweight", "I32", (8, 100)), ("a.scales", "F16", (1, 100))]
-    assert forecast_weights(plain, 0, packed) == 4 * 800 + 2 * 100
+    assert forecast_weights(plain.spec, plain.device, 0, packed) == 4 * 800 + 2 * 100
     with pytest.raises(NotEnoughMemory, match=r"before they are made int8.*13\.95 KiB as bfloat16"):
-        forecast_weights(small, 14_000, found)
+        forecast_weights(small.spec, small.device, 14_000, found)
     # A CUDA device quantizes them one by one and keeps the head: the embedding table, or its own.
     away = replace(small, device="cuda", quantization="fp8")
-    assert forecast_weights(away, 14_000, found) == 6400 + 2 * 100 + 2 * 640
+    assert forecast_weights(away.spec, away.device, 14_000, found) == 6400 + 2 * 100 + 2 * 640
     found.append(("lm_head.weight", "BF16", (10, 64)))
-    assert forecast_weights(away, 14_000, found) == 6400 + 2 * 100 + 2 * 640 + 2 * 640
+    assert (
+        forecast_weights(away.spec, away.device, 14_000, found)
+        == 6400 + 2 * 100 + 2 * 640 + 2 * 640
+    )

@@ -49,6 +49,14 @@ class Span:
     ]  # queries of each row; hidden_BQS: True where the query must not attend to the key
 
 
+_Kind = tuple[int | None, bool, int, int, int]
+
+
+def _kind(spec: AttentionSpec) -> _Kind:
+    """What the tiles of a layer depend on: layers of several models may share a KV group."""
+    return spec.window, spec.causal, spec.num_heads, spec.num_kv_heads, spec.head_dim
+
+
 @dataclass(slots=True)
 class Unit:
     """Rows that are computed together: the same number of new tokens, longest context first."""
@@ -57,9 +65,8 @@ class Unit:
     lengths: list[int]
     tokens: Tensor | slice  # indices in T of the unit's tokens, row by row
     table_BN: Tensor  # int64
-    # by window and causality
-    spans: dict[tuple[int | None, bool], list[Span]] = field(default_factory=dict)
-    pieces: dict[int | None, list[torch_sdpa.Piece]] = field(default_factory=dict)  # by window
+    spans: dict[_Kind, list[Span]] = field(default_factory=dict)
+    pieces: dict[_Kind, list[torch_sdpa.Piece]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -138,22 +145,21 @@ class ReferenceAttention:
     def _attend_tiles(
         self, spec: AttentionSpec, unit: Unit, q: Tensor, meta: ReferenceStepMetadata
     ) -> Tensor:
-        key = spec.window, spec.causal
-        spans = unit.spans.get(key)
+        spans = unit.spans.get(kind := _kind(spec))
         if spans is None:
             num_kv_heads, block_size = spec.cache[0].shape[1:3]
-            spans = list(_spans(unit, *key, num_kv_heads, block_size, self.tile))
-            unit.spans[key] = spans
+            spans = list(_spans(unit, spec.window, spec.causal, num_kv_heads, block_size, self.tile))
+            unit.spans[kind] = spans
         return _attend_unit(spec, unit, spans, q)
 
     def _attend_fused(
         self, spec: AttentionSpec, unit: Unit, q: Tensor, meta: ReferenceStepMetadata
     ) -> Tensor:
-        found = unit.pieces.get(spec.window)
+        found = unit.pieces.get(kind := _kind(spec))
         if found is None:
             long = unit.num_queries > ALONE
             found = torch_sdpa.pieces(unit.table_BN, unit.lengths, unit.num_queries, spec, long)
-            unit.pieces[spec.window] = found
+            unit.pieces[kind] = found
         return torch_sdpa.attend(spec, found, unit.num_queries, q, meta.scratch)
 
 

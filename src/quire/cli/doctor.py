@@ -131,7 +131,7 @@ def _plan(report: DoctorReport, resolved: Resolved, found: list[Stored] | int) -
     about, specs = report.facts, specs_of(resolved.hf_config, resolved.kv_dtype)
     weights = in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization)
     try:
-        forecast_weights(resolved, about.available_bytes, found)
+        forecast_weights(resolved.spec, resolved.device, about.available_bytes, found)
         return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
     except NotEnoughMemory as why:
         report.findings.append(DoctorFinding("error", str(why)))

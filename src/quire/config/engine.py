@@ -50,6 +50,25 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """One model that a worker loads. A worker has the main model, and others if features need them."""
+
+    path: str
+    """Local directory of the checkpoint."""
+    hf_config: dict[str, Any]
+    """config.json after overrides; if a wrapper nests the text model, only the text model's part."""
+    architecture: str
+    dtype: str
+    """float32, bfloat16 or float16."""
+    max_model_len: int
+    max_step_tokens: int
+    quantization: str | None
+    """The quantization to apply to unquantized weights while loading; None: weights stay as the checkpoint has them."""
+    options: ModelConfig
+    load: LoadConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
     """The configuration that engine and worker are built from: no "auto" left, conflicts checked (`resolve.py`)."""
 
@@ -79,6 +98,21 @@ class Resolved:
     """The requested backend without aliases (`attention/base.py` finds it); None: the platform's first that fits."""
     quantization: str | None = None
     """The quantization to apply to unquantized weights while loading; None: weights stay as the checkpoint has them."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The main model."""
+        return ModelSpec(
+            path=self.path,
+            hf_config=self.hf_config,
+            architecture=self.architecture,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            max_step_tokens=self.max_num_batched_tokens,
+            quantization=self.quantization,
+            options=self.asked.model,
+            load=self.asked.load,
+        )
 
     @property
     def kv_dtype(self) -> str:

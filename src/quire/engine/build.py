@@ -146,7 +146,7 @@ def build_core(
 def add_observers(core: EngineCore, resolved: Resolved, info: WorkerInfo, cut: CacheLayout) -> None:
     """The observers of every engine."""
     if resolved.asked.observe.enable_mfu_metrics:
-        weights = forecast_weights(resolved, available=1 << 62)
+        weights = forecast_weights(resolved.spec, resolved.device, available=1 << 62)
         costs = StepCosts.of(
             resolved.hf_config, info.layer_specs(), weights, ITEMSIZE[resolved.dtype]
         )

@@ -2,27 +2,31 @@
 
 Knows specs, groups and bytes. Does not know tensors: `worker/kv_cache.py` allocates them from this layout.
 
-A model with one kind of layer has one group. With several kinds (say 22 windows and 4 full), the layers of each
-kind are divided into groups of equal size, so that a block id means the same bytes in every group:
+Layers that keep the same tokens are of one kind. With one kind there is one group. With several (say 22 windows and 4
+full), the layers of each kind are divided into groups of equal size, so that a block id means the same bytes in every
+group:
 
     storage tensor 0    [blocks]   layer 0 of group A, layer 0 of group B, layer 0 of group C
     storage tensor 1    [blocks]   layer 1 of group A, layer 1 of group B, ...
 
 While group A uses a block, B does not, so two layers never use the same memory at once. Layers whose keys and
-values have other sizes get storage of their own; then a block id costs memory in both storages.
+values have other sizes (of a draft model, for example) get storage of their own; then a block id costs memory in both
+storages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
 
 from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How the KV cache of a model is divided."""
+    """How the KV cache of a worker's models is divided."""
 
     groups: tuple[CacheGroup, ...]
     block_size: int
@@ -54,32 +58,47 @@ def most_blocks(
 
 def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> CacheLayout:
     """Group layers 0 .. len(specs) - 1. A window of at least max_model_len tokens counts as full attention."""
-    kinds: dict[CacheSpec, list[int]] = {}
-    for layer, spec in enumerate(specs):
-        kinds.setdefault(_effective(spec, max_model_len), []).append(layer)
+    effective = [_effective(spec, max_model_len) for spec in specs]
+    kinds: dict[int, list[int]] = {}  # window, or 0 -> layers
+    for layer, spec in enumerate(effective):
+        kinds.setdefault(spec.window if isinstance(spec, WindowSpec) else 0, []).append(layer)
     size = min(len(layers) for layers in kinds.values())
     groups = []
     # Full attention first: these groups need a prefix without gaps.
-    for spec, layers in sorted(kinds.items(), key=lambda kind: isinstance(kind[0], WindowSpec)):
+    for _, layers in sorted(kinds.items(), key=lambda kind: kind[0] > 0):
         count = -(-len(layers) // size)
         share = -(-len(layers) // count)  # groups of a kind as equal as possible
-        for first in range(0, len(layers), share):
-            groups.append(CacheGroup(spec, tuple(layers[first : first + share])))
+        parts = [layers[first : first + share] for first in range(0, len(layers), share)]
+        if len({effective[layer] for layer in layers}) > 1:  # as many of each shape in each group
+            layers.sort(key=lambda layer: effective.index(effective[layer]))
+            parts = [layers[first::count] for first in range(count)]
+        for part in parts:
+            shapes = tuple(effective[layer] for layer in part)
+            groups.append(CacheGroup(shapes[0], tuple(part), shapes))
     cost = sum(
-        alike[0].spec.bytes_per_token * max(len(group.layers) for group in alike)
+        alike[0].spec.bytes_per_token * max(len(part.layers) for part in alike)
         for alike in by_shape(groups).values()
     )
     return CacheLayout(tuple(groups), block_size, cost * block_size)
 
 
-def by_shape(groups: Sequence[CacheGroup]) -> dict[tuple[int, int, int, str], list[CacheGroup]]:
-    """Groups whose layers can share storage: equal head counts, sizes and element types."""
-    out: dict[tuple[int, int, int, str], list[CacheGroup]] = {}
-    for group in groups:
-        spec = group.spec
-        key = (spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.dtype)
-        out.setdefault(key, []).append(group)
-    return out
+class GroupPart(NamedTuple):
+    """The layers of one shape in a group."""
+
+    group: int
+    spec: CacheSpec
+    layers: list[int]
+
+
+def by_shape(groups: Sequence[CacheGroup]) -> dict[tuple[int, int, int, str], list[GroupPart]]:
+    """The layers that can share storage: equal head counts, sizes and element types."""
+    out: dict[tuple[int, int, int, str], dict[int, GroupPart]] = {}
+    for number, group in enumerate(groups):
+        for layer, spec in zip(group.layers, group.shapes or repeat(group.spec), strict=False):
+            key = (spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.dtype)
+            parts = out.setdefault(key, {})
+            parts.setdefault(number, GroupPart(number, spec, [])).layers.append(layer)
+    return {key: list(parts.values()) for key, parts in out.items()}
 
 
 def _effective(spec: CacheSpec, max_model_len: int) -> CacheSpec:

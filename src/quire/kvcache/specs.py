@@ -68,9 +68,12 @@ class WindowSpec(CacheSpec):
 class CacheGroup:
     """Layers that share one block table. All groups take blocks of equal size from one pool.
 
-    A block of this group has `block_size` tokens of each of `layers`. The i-th layer of the group is
-    in storage tensor i (`layout.py`), so that a block id means the same memory in any group.
+    A block of this group has `block_size` tokens of each of `layers`, which keep the same tokens. The i-th layer of one
+    shape is in storage tensor i of that shape (`layout.py`), so that a block id means the same memory in any group.
     """
 
     spec: CacheSpec
-    layers: tuple[int, ...]  # layer indices of the model
+    layers: tuple[int, ...]
+    """Layer indices over all models."""
+    shapes: tuple[CacheSpec, ...] = ()
+    """The spec of each layer; empty: `spec` is that of all."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from quire.config.engine import Resolved
+from quire.config.engine import ModelSpec
 from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
@@ -75,9 +75,9 @@ SHOWN = 5  # names in a message, at most
 
 
 def build_model(
-    resolved: Resolved, platform: Platform, offload: Offload | None = None
+    spec: ModelSpec, platform: Platform, offload: Offload | None = None
 ) -> LanguageModel:
-    """The model of `resolved`, with its weights, on the platform's device, in eval mode, without gradients.
+    """The model of `spec`, with its weights, on the platform's device, in eval mode, without gradients.
 
     `offload`: which weights stay on the host.
 
@@ -87,20 +87,18 @@ def build_model(
         Unsupported: Transformers does not have this model, or it cannot be run correctly.
     """
     bind(platform.kernels)
-    impl, reason = registry.choose_impl(
-        resolved.architecture, resolved.hf_config, resolved.asked.model.model_impl
-    )
-    log.info("%s runs as %s: %s", resolved.architecture, impl, reason)
-    if resolved.quantization or stored_quantization(resolved.hf_config) is not None:
-        _can_quantize(impl, resolved, platform)
+    impl, reason = registry.choose_impl(spec.architecture, spec.hf_config, spec.options.model_impl)
+    log.info("%s runs as %s: %s", spec.architecture, impl, reason)
+    if spec.quantization or stored_quantization(spec.hf_config) is not None:
+        _can_quantize(impl, spec, platform)
     if impl == "transformers":
         from quire.models.transformers.model import TransformersModel
 
         if offload is not None:
-            what = f"cpu_offload_gb for {resolved.architecture}, which runs through Transformers"
+            what = f"cpu_offload_gb for {spec.architecture}, which runs through Transformers"
             raise Unsupported(what, "leave it out")
-        return TransformersModel.build(resolved, platform)
-    return _native(resolved, platform, offload)
+        return TransformersModel.build(spec, platform)
+    return _native(spec, platform, offload)
 
 
 def is_accelerator(platform: Platform) -> bool:
@@ -108,25 +106,25 @@ def is_accelerator(platform: Platform) -> bool:
     return "triton" in platform.kernels
 
 
-def _can_quantize(impl: str, resolved: Resolved, platform: Platform) -> None:
+def _can_quantize(impl: str, spec: ModelSpec, platform: Platform) -> None:
     remedy = "serve its float16 or bfloat16 form without --quantization"
     if impl == "transformers":
-        check_weights(True, resolved.architecture)
+        check_weights(True, spec.architecture)
     if is_accelerator(platform):
-        _can_be_floats(resolved, platform, remedy)
+        _can_be_floats(spec, platform, remedy)
         return
-    if kernels_for(getattr(torch, resolved.dtype)) is None:
-        why = f"there are kernels for bfloat16, not {resolved.dtype}"
-        if resolved.dtype == "bfloat16":
+    if kernels_for(getattr(torch, spec.dtype)) is None:
+        why = f"there are kernels for bfloat16, not {spec.dtype}"
+        if spec.dtype == "bfloat16":
             why = "the native CPU kernels do not run on this machine"
         log.warning("quantized weights run in plain torch, which is many times slower: %s", why)
 
 
-def _can_be_floats(resolved: Resolved, platform: Platform, remedy: str) -> None:
-    stored = stored_quantization(resolved.hf_config)
+def _can_be_floats(spec: ModelSpec, platform: Platform, remedy: str) -> None:
+    stored = stored_quantization(spec.hf_config)
     kinds = {layout.kind for layout in stored.layouts()} if stored is not None else set()
-    kept = "float" in kinds and resolved.quantization is None
-    if (kept or resolved.quantization == "fp8") and not platform.supports("float8_e4m3"):
+    kept = "float" in kinds and spec.quantization is None
+    if (kept or spec.quantization == "fp8") and not platform.supports("float8_e4m3"):
         raise Unsupported(
             f"8-bit floats on {platform.description}, which has no instructions for them (compute capability 8.9"
             " and newer have)",
@@ -134,46 +132,44 @@ def _can_be_floats(resolved: Resolved, platform: Platform, remedy: str) -> None:
         )
 
 
-def _native(resolved: Resolved, platform: Platform, offload: Offload | None) -> LanguageModel:
+def _native(spec: ModelSpec, platform: Platform, offload: Offload | None) -> LanguageModel:
     began = time.perf_counter()
-    target = registry.MODELS[resolved.architecture]
-    with construction(getattr(torch, resolved.dtype)):
-        model: CausalLM = _model_class(target)(
-            TextConfig(resolved.hf_config), resolved.max_model_len
-        )
-        _set_formats(model, resolved, is_accelerator(platform))
-    _drop_wide_windows(model, resolved.max_model_len)
+    target = registry.MODELS[spec.architecture]
+    with construction(getattr(torch, spec.dtype)):
+        model: CausalLM = _model_class(target)(TextConfig(spec.hf_config), spec.max_model_len)
+        _set_formats(model, spec, is_accelerator(platform))
+    _drop_wide_windows(model, spec.max_model_len)
     with separate_blocks():
-        source = _with_weights(model, resolved, platform, offload)
+        source = _with_weights(model, spec, platform, offload)
     log.info(
         "loaded %s: %.2f GiB in %s from %s, %.1f s",
-        *(target.partition(":")[2], weight_bytes(model) / 2**30, resolved.dtype),
+        *(target.partition(":")[2], weight_bytes(model) / 2**30, spec.dtype),
         *(source, time.perf_counter() - began),
     )
     return model
 
 
 def _with_weights(
-    model: CausalLM, resolved: Resolved, platform: Platform, offload: Offload | None
+    model: CausalLM, spec: ModelSpec, platform: Platform, offload: Offload | None
 ) -> str:
     """Load the weights, then quantize and pack them. Returns a description of their source."""
     offloaded: set[nn.Module] = set()
     if offload is not None:
-        dtype = getattr(torch, resolved.dtype)
-        shrink = BYTES[resolved.quantization] / dtype.itemsize if resolved.quantization else 1.0
+        dtype = getattr(torch, spec.dtype)
+        shrink = BYTES[spec.quantization] / dtype.itemsize if spec.quantization else 1.0
         offloaded = offload.choose(list(model.model.layers), shrink)
-    load_format, files = resolved.asked.load.load_format, list[Path]()
-    source = f"random weights (seed {resolved.asked.model.seed})"
+    load_format, files = spec.load.load_format, list[Path]()
+    source = f"random weights (seed {spec.options.seed})"
     if load_format == "dummy":
-        found = random_tensors(model, resolved.asked.model.seed, platform.device)
+        found = random_tensors(model, spec.options.seed, platform.device)
     else:
-        kind, files = weight_files(resolved.path, load_format)
+        kind, files = weight_files(spec.path, load_format)
         source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
-        found = tensors(resolved.path, load_format)
-        if resolved.asked.load.use_tqdm_on_load and len(files) > 1:
+        found = tensors(spec.path, load_format)
+        if spec.load.use_tqdm_on_load and len(files) > 1:
             # disable=None: no progress bar unless stderr is a terminal.
             found = iter(tqdm(found, "weights", unit=" tensors", disable=None))
-    wrapped, method = bool(resolved.hf_config.get(WRAPPED)), resolved.quantization
+    wrapped, method = bool(spec.hf_config.get(WRAPPED)), spec.quantization
     accelerator = is_accelerator(platform)
     # On an accelerator, quantize each weight as it is loaded: the 16-bit model need not fit.
     on_loaded = (
@@ -207,11 +203,11 @@ def _with_weights(
     return source
 
 
-def _set_formats(model: nn.Module, resolved: Resolved, accelerator: bool) -> None:
+def _set_formats(model: nn.Module, spec: ModelSpec, accelerator: bool) -> None:
     """Prepare the layers for the tensors of a quantized checkpoint. The model is still on "meta"."""
-    if (stored := stored_quantization(resolved.hf_config)) is not None:
-        count = set_formats(model, stored, resolved.quantization, accelerator)
-        about = stored.says(accelerator, resolved.quantization)
+    if (stored := stored_quantization(spec.hf_config)) is not None:
+        count = set_formats(model, stored, spec.quantization, accelerator)
+        about = stored.says(accelerator, spec.quantization)
         log.info("%d weights are quantized: %s", count, about)
 
 

@@ -33,6 +33,8 @@ def native_model(model: object) -> CModel | None:
         return None
     if (run := fused.whole) is None:
         return None
+    if [layer.kv_group for layer, _ in fused.firsts] != list(range(len(fused.firsts))):
+        return None  # the kernel takes the first block tables of a row; the others are of another model
     cos_LP, sin_LP = (part.float().contiguous() for part in rotary.table())
     found = CModel(
         head, ctypes.addressof(run.layers), ctypes.addressof(run.groups), cos_LP.data_ptr(), sin_LP.data_ptr(),

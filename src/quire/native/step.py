@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,13 +61,15 @@ class NativeStep:
         self._max_logit_B = np.zeros(rows.max_rows, np.float32)
         self._drawn, self._max_logit = self._drawn_B.ctypes.data, self._max_logit_B.ctypes.data
 
-    def fuse(self, model: object) -> None:
-        """Run this model from now on, and fuse its layers."""
-        fuse_model(model)
-        self._set_model(native_model(model))
+    def fuse(self, models: Sequence[object]) -> None:
+        """Run the first model from now on, and fuse the layers of all."""
+        for model in models:
+            fuse_model(model)
+        self._set_model(native_model(models[0]))
 
-    def unfuse(self, model: object) -> None:
-        unfuse_model(model)
+    def unfuse(self, models: Sequence[object]) -> None:
+        for model in models:
+            unfuse_model(model)
         self._set_model(None)
 
     def _set_model(self, model: CModel | None) -> None:

@@ -6,20 +6,27 @@ plugs them in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.config.engine import Resolved
+from quire.config.engine import ModelSpec, Resolved
 from quire.errors import ConfigError
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
 from quire.startup_timer import StartupStages, table
-from quire.worker.memory_plan import GIB, MemoryPlan, layer_specs, make_plan, plan_memory, specs_of
+from quire.worker.memory_plan import (
+    GIB,
+    MemoryPlan,
+    forecast_specs,
+    layer_specs,
+    make_plan,
+    plan_memory,
+)
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
@@ -59,12 +66,16 @@ class WorkerParts:
     """The parts of a worker that is being built; features add theirs.
 
     Attributes:
+        models: the main model, then those that features asked for. The list is the worker's: after a sleep it has other
+            models.
+        model_input: a feature may replace it.
         processors: logits processors in the order in which they run; at first those of the user.
         hooks: in the order in which they run.
     """
 
     platform: Platform
-    model: LanguageModel
+    models: list[LanguageModel]
+    model_input: ModelInput
     rows: RequestRows
     processors: list[Processor]
     hooks: list[Hook] = field(default_factory=list)
@@ -74,8 +85,10 @@ PlugIn = Callable[[WorkerParts], None]
 """Adds the parts of features to a worker."""
 
 
-def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
-    """Plan memory, load the model, allocate its KV cache: one device, ready to run plans.
+def build_worker(resolved: Resolved, plug_in: PlugIn, others: Sequence[ModelSpec] = ()) -> Worker:
+    """Plan memory, load the models, allocate their KV cache: one device, ready to run plans.
+
+    `others`: models that features need beside the main one.
 
     Raises:
         NotEnoughMemory: before anything is loaded.
@@ -84,10 +97,9 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
     stages = StartupStages()
     load_plugins()
     with stages("planning memory"):
-        forecast = plan_memory(resolved)
+        forecast = plan_memory(resolved, others)
     bind_to_cores(computing=resolved.device == "cpu")
     with stages("importing torch"):
-        from quire.models.load import build_model
         from quire.native.step import make_native_step
         from quire.platforms.base import platform_of
         from quire.quantization.apply import weight_bytes
@@ -100,19 +112,22 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
 
         platform = platform_of(resolved.device)
         platform.prepare(forecast.weights)
-        forecast = plan_on(platform, resolved, forecast)
+        forecast = plan_on(platform, resolved, forecast, others)
     with stages("loading the model"):
-        model = build_model(resolved, platform, build_offload(resolved, platform))
+        models = build_models(resolved, platform, others)
     with stages("allocating the KV cache"):
-        specs = layer_specs(resolved, model)
-        plan = replan(resolved, forecast, weight_bytes(model), specs)
+        specs = layer_specs(resolved, models)
+        weights = sum(weight_bytes(model) for model in models)
+        plan = make_plan(resolved, weights, forecast.total, forecast.available, specs, others)
         log.info("memory plan\n%s", table(plan.table()))
-        storages = allocate_kv_cache(resolved, platform, model, plan)
+        storages = allocate_kv_cache(resolved, platform, models, plan)
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
     rows, asked = batcher.rows, resolved.asked.model
     processors = load_processors(asked.logits_processors, resolved, platform.device)
-    parts = WorkerParts(platform, model, rows, processors)
+    model = models[0]
+    model_input = build_model_input(resolved, platform, plan, model)
+    parts = WorkerParts(platform, models, model_input, rows, processors)
     plug_in(parts)
     sampler = Sampler(
         model, rows, asked.logprobs_mode, parts.processors, ops=build_sampler_ops(platform)
@@ -121,8 +136,8 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)
     worker = Worker(
-        platform, model, build_model_input(resolved, platform, plan, model), sampler,
-        [*parts.hooks, pages], rows, batcher,
+        platform, model, parts.model_input, sampler, [*parts.hooks, pages], rows, batcher,
+        models=models,
         fast_step=make_native_step(rows, sampler) if "native" in platform.kernels else None,
     )  # fmt: skip
     info = WorkerInfo(
@@ -137,12 +152,25 @@ def build_worker(resolved: Resolved, plug_in: PlugIn) -> Worker:
     worker.functions["info"] = lambda: msgspec.to_builtins(info)
     WorkerSleep(
         worker, storages, platform.device,
-        load=lambda: build_model(resolved, platform, build_offload(resolved, platform)),
-        equip=lambda model: allocate_kv_cache(resolved, platform, model, plan),
-        begun=pages.begin,
+        load=lambda: build_models(resolved, platform, others),
+        allocate=lambda models: allocate_kv_cache(resolved, platform, models, plan),
+        on_cache_reset=pages.begin,
     )  # fmt: skip
     ModuleHooks(worker)
     return worker
+
+
+def build_models(
+    resolved: Resolved, platform: Platform, others: Sequence[ModelSpec]
+) -> list[LanguageModel]:
+    """The main model and the others, with their weights."""
+    from quire.models.load import build_model
+
+    offload = build_offload(resolved, platform)
+    return [
+        build_model(resolved.spec, platform, offload),
+        *(build_model(spec, platform) for spec in others),
+    ]
 
 
 def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
@@ -157,24 +185,19 @@ def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
     return Offload(copier, int(resolved.asked.cache.cpu_offload_gb * GIB))
 
 
-def plan_on(platform: Platform, resolved: Resolved, forecast: MemoryPlan) -> MemoryPlan:
+def plan_on(
+    platform: Platform, resolved: Resolved, forecast: MemoryPlan, others: Sequence[ModelSpec]
+) -> MemoryPlan:
     """Repeat the plan with the device's own numbers: the forecast does not know what else uses the device's memory."""
     from quire.platforms.base import Memory
 
-    specs = specs_of(resolved.hf_config, resolved.kv_dtype)
+    specs = forecast_specs(resolved, others)
     # A row needs its tokens and, for each group, two block tables: a permanent one, and one for the running step.
     groups = len(forecast.layout.groups)
     blocks = -(-forecast.max_model_len // resolved.block_size) + 1
     tables = 4 * resolved.max_num_seqs * (forecast.max_model_len + 2 * groups * blocks)
     now = platform.plannable(Memory(forecast.total, forecast.available), tables)
-    return make_plan(resolved, forecast.weights, now.total, now.available, specs)
-
-
-def replan(
-    resolved: Resolved, forecast: MemoryPlan, weights: int, specs: list[CacheSpec]
-) -> MemoryPlan:
-    """Repeat the plan with the actual size of the weights and the layers' own cache specs."""
-    return make_plan(resolved, weights, forecast.total, forecast.available, specs)
+    return make_plan(resolved, forecast.weights, now.total, now.available, specs, others)
 
 
 def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> InputBatchBuilder:
@@ -224,12 +247,14 @@ def build_model_input(
     return GraphModelInput(model_input, recorder, sizes, most, plan.max_model_len)
 
 
-def allocate_kv_cache(resolved: Resolved, platform: Any, model: Any, plan: MemoryPlan) -> Any:
+def allocate_kv_cache(
+    resolved: Resolved, platform: Any, models: Sequence[LanguageModel], plan: MemoryPlan
+) -> Any:
     """Choose a backend that supports every layer, and give each layer its part of the cache. Returns the storages."""
     from quire.attention.base import Needs, choose
-    from quire.worker.kv_cache import allocate_cache
+    from quire.worker.kv_cache import allocate_cache, cached_layers
 
-    layers = model.attention_layers()
+    layers = cached_layers(models)
     if not layers:
         return []
     needs = Needs.of(
@@ -247,7 +272,7 @@ def allocate_kv_cache(resolved: Resolved, platform: Any, model: Any, plan: Memor
     _, backend = choose(resolved.attention_backend, platform.attention, needs)
     groups = plan.layout.groups
     return allocate_cache(
-        model, groups, plan.num_blocks + 1, resolved.block_size, backend, platform
+        layers, groups, plan.num_blocks + 1, resolved.block_size, backend, platform
     )
 
 

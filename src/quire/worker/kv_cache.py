@@ -26,32 +26,36 @@ from quire.platforms.memory import lazy_zeros
 
 if TYPE_CHECKING:
     from quire.attention.base import AttentionBackend
+    from quire.layers.attention import Attention
     from quire.models.base import LanguageModel
     from quire.platforms.base import Platform
 
 
+def cached_layers(models: Sequence[LanguageModel]) -> list[Attention]:
+    """The attention layers of all models, in the order of the memory plan's cache specs."""
+    return [layer for model in models for layer in model.attention_layers()]
+
+
 def allocate_cache(
-    model: LanguageModel,
+    layers: Sequence[Attention],
     groups: Sequence[CacheGroup],
     num_blocks: int,
     block_size: int,
     backend: AttentionBackend,
     platform: Platform | None = None,
 ) -> list[tuple[Tensor, ...]]:
-    """Allocate zeroed storage and give it to the model's attention layers (`Attention.bind`).
+    """Allocate zeroed storage and give it to the attention layers (`spec.cache`, `kv_group`, `backend`).
 
-    `groups[g].layers` index `model.attention_layers()`. `num_blocks` includes the null block.
+    `groups[g].layers` index `layers`. `num_blocks` includes the null block.
     Returns the storages: for each, the flat parts (keys, values ...), of which layers get reshaped views.
 
     Raises:
         Unsupported: two groups with equal heads have different layouts, or blocks are not the first dimension.
     """
     device = torch.device("cpu") if platform is None else torch.device(platform.device)
-    layers = model.attention_layers()
-    numbers = {group.layers: number for number, group in enumerate(groups)}
     everything = []
     for alike in by_shape(groups).values():
-        wanted = [backend.cache_parts(group.spec, num_blocks, block_size) for group in alike]
+        wanted = [backend.cache_parts(part.spec, num_blocks, block_size) for part in alike]
         sizes = tuple((prod(shape), dtype) for shape, dtype in wanted[0])
         if any(
             tuple((prod(shape), dtype) for shape, dtype in parts) != sizes
@@ -62,15 +66,15 @@ def allocate_cache(
                 f"a KV cache whose KV groups cannot share blocks ({wanted})",
                 "choose another attention_backend",
             )
-        count = max(len(group.layers) for group in alike)
+        count = max(len(part.layers) for part in alike)
         storages = [
             tuple(lazy_zeros(size, dtype, device) for size, dtype in sizes) for _ in range(count)
         ]
-        for group, parts in zip(alike, wanted, strict=True):
-            for storage, index in zip(storages, group.layers, strict=False):
+        for part, tensors in zip(alike, wanted, strict=True):
+            for storage, index in zip(storages, part.layers, strict=False):
                 cache = tuple(
-                    flat.view(part.shape) for flat, part in zip(storage, parts, strict=True)
+                    flat.view(each.shape) for flat, each in zip(storage, tensors, strict=True)
                 )
-                layers[index].bind(backend, cache, numbers[group.layers])
+                layers[index].bind(backend, cache, part.group)
         everything += storages
     return everything

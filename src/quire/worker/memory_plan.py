@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config.engine import Resolved
+from quire.config.engine import ModelSpec, Resolved
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
@@ -108,20 +108,20 @@ def _many(value: Any) -> list[int]:
     return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
 
 
-def activation_bytes(resolved: Resolved) -> int:
+def activation_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
     """The peak of memory in a step: a few hidden states, the inner values of an MLP, and float32 logits twice."""
-    config = resolved.hf_config
+    config = spec.hf_config
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 1024
     inner = config.get("intermediate_size") or 4 * hidden
     inner = max(_many(inner))
-    item = ITEMSIZE[resolved.dtype]
-    step = resolved.max_num_batched_tokens * (8 * hidden + 3 * inner) * item
-    logits = resolved.max_num_seqs * (config.get("vocab_size") or 32_000) * 4 * 2
+    item = ITEMSIZE[spec.dtype]
+    step = spec.max_step_tokens * (8 * hidden + 3 * inner) * item
+    logits = max_num_seqs * (config.get("vocab_size") or 32_000) * 4 * 2
     return int(step + logits)
 
 
 def forecast_weights(
-    resolved: Resolved, available: int, found: Iterable[Stored] | int | None = None
+    spec: ModelSpec, device: str, available: int, found: Iterable[Stored] | int | None = None
 ) -> int:
     """The bytes of the weights in memory, from the headers of their files, or from `found`.
 
@@ -130,24 +130,31 @@ def forecast_weights(
         ModelNotFound, ConfigError: as `models.checkpoint_files.stored_tensors`.
     """
     if found is None:
-        found = stored_tensors(resolved.path, resolved.hf_config, resolved.asked.load.load_format)
-    loading = in_memory(found, ITEMSIZE[resolved.dtype])
-    if resolved.quantization is None:
+        found = stored_tensors(spec.path, spec.hf_config, spec.load.load_format)
+    loading = in_memory(found, ITEMSIZE[spec.dtype])
+    if spec.quantization is None:
         return loading
     # An accelerator gets one weight after the other, and each is quantized at once.
-    if loading > available and resolved.device == "cpu":
+    if loading > available and device == "cpu":
         raise NotEnoughMemory(
-            f"Not enough memory: quantizing to {resolved.quantization} first loads the weights as {resolved.dtype},"
+            f"Not enough memory: quantizing to {spec.quantization} first loads the weights as {spec.dtype},"
             f" which takes {size(loading)}, but {size(available)} is available. Use a quantized checkpoint."
         )
-    small_head = resolved.device == "cpu"  # on an accelerator the head is not quantized
-    return in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization, small_head=small_head)
+    small_head = device == "cpu"  # on an accelerator the head is not quantized
+    return in_memory(found, ITEMSIZE[spec.dtype], spec.quantization, small_head=small_head)
 
 
 def make_plan(
-    resolved: Resolved, weights: int, total: int, available: int, specs: Sequence[CacheSpec]
+    resolved: Resolved,
+    weights: int,
+    total: int,
+    available: int,
+    specs: Sequence[CacheSpec],
+    others: Sequence[ModelSpec] = (),
 ) -> MemoryPlan:
     """Choose the number of blocks, and with `auto` also the longest context.
+
+    `weights`, `specs`: of all models. `others`: the models beside the main one; one model computes at a time.
 
     Raises:
         NotEnoughMemory: weights and activations leave too little for one request of max_model_len.
@@ -159,7 +166,9 @@ def make_plan(
         available=available,
         share=cache.gpu_memory_utilization,
         weights=weights,
-        activations=activation_bytes(resolved),
+        activations=max(
+            activation_bytes(spec, resolved.max_num_seqs) for spec in (resolved.spec, *others)
+        ),
         layout=cut,
         num_blocks=0,
         max_model_len=resolved.max_model_len,
@@ -226,23 +235,36 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, asked: int | None)
     )
 
 
-def plan_memory(resolved: Resolved) -> MemoryPlan:
-    """The plan before anything is loaded, from config.json and the headers of the weight files."""
+def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryPlan:
+    """The plan before anything is loaded, from config.json and the headers of the weight files.
+
+    `others`: the models of the worker beside the main one.
+    """
     about, cache = facts(), resolved.asked.cache
     away = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
-    weights = max(0, forecast_weights(resolved, about.available_bytes + away) - away)
-    specs = specs_of(resolved.hf_config, resolved.kv_dtype)
-    return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
+    room = about.available_bytes
+    weights = max(0, forecast_weights(resolved.spec, resolved.device, room + away) - away)
+    weights += sum(forecast_weights(spec, resolved.device, room - weights) for spec in others)
+    specs = forecast_specs(resolved, others)
+    return make_plan(resolved, weights, about.total_bytes, room, specs, others)
 
 
-def layer_specs(resolved: Resolved, model: Any) -> list[CacheSpec]:
-    """The cache spec of each layer; if a model keeps its own cache, the forecast remains.
+def forecast_specs(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> list[CacheSpec]:
+    """The cache specs of all models, forecast from their config.json."""
+    models = (resolved.spec, *others)
+    return [each for spec in models for each in specs_of(spec.hf_config, resolved.kv_dtype)]
+
+
+def layer_specs(resolved: Resolved, models: Sequence[Any]) -> list[CacheSpec]:
+    """The cache spec of each layer of the models; if the main model keeps its own cache, its forecast remains.
 
     Raises:
         Unsupported: such a model is configured with another cache format.
     """
     dtype = resolved.kv_dtype
-    specs = [layer.spec.cache_spec(dtype) for layer in model.attention_layers()]
-    if not specs:
+    found = [
+        [layer.spec.cache_spec(dtype) for layer in model.attention_layers()] for model in models
+    ]
+    if not all(found):
         check_own_cache(resolved.dtype, dtype, resolved.architecture)
-    return specs or specs_of(resolved.hf_config, dtype)
+    return [each for specs in found for each in specs] or specs_of(resolved.hf_config, dtype)

@@ -25,6 +25,7 @@ from quire.logging import get_logger
 from quire.models.base import LanguageModel
 from quire.platforms.memory import give_back
 from quire.quantization.apply import move
+from quire.worker.kv_cache import cached_layers
 from quire.worker.worker import Worker
 
 log = get_logger(__name__)
@@ -40,9 +41,9 @@ class WorkerSleep:
     Args:
         storages: the cache, as `allocate_cache` returned it.
         device: where weights and cache are while the worker is awake.
-        load: loads the model again.
-        equip: gives a model its cache.
-        begun: called with the cache when it is empty again, and with [] when it is freed.
+        load: loads the models again.
+        allocate: gives models their cache.
+        on_cache_reset: called with the cache when it is empty again, and with [] when it is freed.
     """
 
     def __init__(
@@ -51,15 +52,15 @@ class WorkerSleep:
         storages: Storages,
         device: torch.device,
         *,
-        load: Callable[[], LanguageModel],
-        equip: Callable[[LanguageModel], Storages],
-        begun: Callable[[Storages], None],
+        load: Callable[[], list[LanguageModel]],
+        allocate: Callable[[Sequence[LanguageModel]], Storages],
+        on_cache_reset: Callable[[Storages], None],
     ):
         self.worker, self.storages, self.device = worker, storages, device
-        self.load, self.equip, self.begun = load, equip, begun
+        self.load, self.allocate, self.on_cache_reset = load, allocate, on_cache_reset
         self.in_place = device.type == "cpu"
         self.away: set[str] = set()
-        self.equipped = True
+        self.has_cache = True
         worker.functions.update(put_away=self.put_away, bring_back=self.bring_back)
 
     def put_away(self, level: int) -> None:
@@ -70,16 +71,16 @@ class WorkerSleep:
         worker = self.worker
         if worker.forget is not None:
             worker.forget(list(range(worker.rows.max_rows)))
-        self.begun([])
+        self.on_cache_reset([])
         for parts in self.storages:
             for part in parts:
                 give_back(part)
-        fixed = isinstance(worker.model, UnloadedModel) or not worker.model.movable
-        dropped = level > 1 or (level == 1 and fixed)
+        movable = all(isinstance(m, nn.Module) and m.movable for m in worker.models)
+        dropped = level > 1 or (level == 1 and not movable)
         if dropped or not self.in_place:
             self._drop_cache()
         if dropped:
-            worker.set_model(ABSENT)
+            worker.set_models([ABSENT] * len(worker.models))
         elif level and not self.in_place:
             self._move(torch.device("cpu"))
         self.away |= {"weights", "kv_cache"} if level else {"kv_cache"}
@@ -91,30 +92,28 @@ class WorkerSleep:
         worker = self.worker
         if "weights" in parts:
             if isinstance(worker.model, UnloadedModel):
-                worker.set_model(self.load())
+                worker.set_models(self.load())
             elif not self.in_place:
                 self._move(self.device)
         self.away -= set(parts)
-        if not self.away and not self.equipped:
-            self.storages = self.equip(worker.model)
+        if not self.away and not self.has_cache:
+            self.storages = self.allocate(worker.models)
             worker.fuse(SLEEP)
-            self.equipped = True
+            self.has_cache = True
         if not self.away:
-            self.begun(self.storages)
+            self.on_cache_reset(self.storages)
         collect()
 
     def _drop_cache(self) -> None:
-        self.storages, self.equipped = [], False
-        model = self.worker.model
-        if not isinstance(model, UnloadedModel):
-            for layer in model.attention_layers():
-                layer.drop_cache()
+        self.storages, self.has_cache = [], False
+        for layer in cached_layers([m for m in self.worker.models if m is not ABSENT]):
+            layer.drop_cache()
         self.worker.unfuse(SLEEP)  # nothing keeps addresses of the cache or the weights
 
     def _move(self, device: torch.device) -> None:
-        model = self.worker.model
-        if isinstance(model, nn.Module):
-            move(model, device)
+        for model in self.worker.models:
+            if isinstance(model, nn.Module):
+                move(model, device)
 
 
 class UnloadedModel:

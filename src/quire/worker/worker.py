@@ -56,12 +56,12 @@ class ModelOutput(Protocol):
 class FastStep(Protocol):
     """Runs batch, model input and model output in one call, and gives the same tokens."""
 
-    def fuse(self, model: LanguageModel) -> None:
-        """Run this model from now on: fuse its layers where possible. Its cache may not be allocated yet."""
+    def fuse(self, models: Sequence[LanguageModel]) -> None:
+        """Run the first model from now on: fuse the layers of all where possible. Caches may not be allocated yet."""
         ...
 
-    def unfuse(self, model: LanguageModel) -> None:
-        """Undo `fuse`: the model runs module by module, and no address of it is kept."""
+    def unfuse(self, models: Sequence[LanguageModel]) -> None:
+        """Undo `fuse`: the models run module by module, and no address of them is kept."""
         ...
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
@@ -95,9 +95,11 @@ class Worker:
 
     Args:
         platform: describes the device; None: the CPU, as tests use it.
+        model: the main model.
         rows: state by row; `batcher` defaults to one over it.
         functions: further functions that `call` can name, besides the worker's own.
         fast_step: the fast path for some plans, if there is one.
+        models: all models, the main one first, if features have models of their own. The worker keeps this list.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Worker:
         batcher: InputBatchBuilder | None = None,
         functions: dict[str, Callable[..., Any]] | None = None,
         fast_step: FastStep | None = None,
+        models: list[LanguageModel] | None = None,
     ):
         self.platform, self.model_input, self.model_output = platform, model_input, model_output
         self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or InputBatchBuilder(rows)
@@ -122,10 +125,13 @@ class Worker:
         }
         self.fast_step = fast_step
         self.unfused_for: set[str] = set()
-        self.set_model(model)
+        self.models = models or [model]
+        self.set_models(list(self.models))
 
-    def set_model(self, model: LanguageModel) -> None:
-        """Run this model from now on. No row may be in use."""
+    def set_models(self, models: Sequence[LanguageModel]) -> None:
+        """Run these models from now on, the main one first. No row may be in use."""
+        self.models[:] = models
+        model = models[0]
         self.model = self.model_input.model = self.model_output.model = model
         # Some models keep a cache for each row. They must drop it when the row gets another request.
         self.forget: Callable[[list[int]], None] | None = (
@@ -151,9 +157,9 @@ class Worker:
         if self.fast_step is None:
             return
         if self.unfused_for:
-            self.fast_step.unfuse(self.model)
+            self.fast_step.unfuse(self.models)
         else:
-            self.fast_step.fuse(self.model)
+            self.fast_step.fuse(self.models)
 
     def run(self, plan: StepPlan) -> QueuedStep:
         """Queue one step.

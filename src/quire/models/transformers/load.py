@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from quire.config.engine import Resolved
+from quire.config.engine import ModelSpec
 from quire.errors import ConfigError, Unsupported
 
 # Prefixes of the language model's names in wrapper checkpoints, and in its own class.
@@ -33,45 +33,45 @@ TEXT_NAMES = {
 }
 
 
-def load(resolved: Resolved, device: torch.device | str) -> PreTrainedModel:
+def load(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
     """The model with its weights, in eval mode, on `device`.
 
     Raises:
         ConfigError: the checkpoint lacks weights that the model needs, or has them in other shapes.
         Unsupported: Transformers has no text-generating class for this checkpoint.
     """
-    config = read_config(resolved)
-    dtype = getattr(torch, resolved.dtype)
-    model_class, config, renames = _class_of(config, resolved)
+    config = read_config(spec)
+    dtype = getattr(torch, spec.dtype)
+    model_class, config, renames = _class_of(config, spec)
     with _quiet():
-        if resolved.asked.load.load_format == "dummy":
+        if spec.load.load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(resolved.asked.model.seed)
+                torch.manual_seed(spec.options.seed)
                 model = model_class._from_config(config, dtype=dtype)
         else:
-            model = _read(model_class, config, renames, dtype, resolved)
+            model = _read(model_class, config, renames, dtype, spec)
     model = model.to(device).eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model
 
 
-def read_config(resolved: Resolved) -> PreTrainedConfig:
+def read_config(spec: ModelSpec) -> PreTrainedConfig:
     """The checkpoint's config, wrapper included, with `hf_overrides` applied.
 
     Raises:
         ConfigError: Transformers does not know the model type, and the checkpoint's own code is not trusted.
     """
-    asked = resolved.asked.model
+    asked = spec.options
     try:
         config = AutoConfig.from_pretrained(
-            resolved.path,
+            spec.path,
             trust_remote_code=asked.trust_remote_code,
             code_revision=asked.code_revision,
         )
     except ValueError as error:
         raise ConfigError(
-            f"Transformers {transformers.__version__} cannot read the config in {resolved.path}: {error} If the"
+            f"Transformers {transformers.__version__} cannot read the config in {spec.path}: {error} If the"
             " checkpoint contains Python code, --trust-remote-code runs it."
         ) from error
     overrides = asked.hf_overrides
@@ -97,15 +97,15 @@ def _is_model(found: Any) -> bool:
 
 
 def _class_of(
-    config: PreTrainedConfig, resolved: Resolved
+    config: PreTrainedConfig, spec: ModelSpec
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig, dict[str, str] | None]:
     """The class to build, its config, and how to rename the checkpoint's weights for it."""
     auto_map = getattr(config, "auto_map", None) or {}
-    if resolved.asked.model.trust_remote_code and "AutoModelForCausalLM" in auto_map:
+    if spec.options.trust_remote_code and "AutoModelForCausalLM" in auto_map:
         found = transformers.dynamic_module_utils.get_class_from_dynamic_module(
             auto_map["AutoModelForCausalLM"],
-            resolved.path,
-            code_revision=resolved.asked.model.code_revision,
+            spec.path,
+            code_revision=spec.options.code_revision,
         )
         return found, config, None
     text = config.get_text_config(decoder=True)
@@ -123,12 +123,12 @@ def _class_of(
             return found, text, TEXT_NAMES
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, None
-    for name in getattr(config, "architectures", None) or [resolved.architecture]:
+    for name in getattr(config, "architectures", None) or [spec.architecture]:
         named: Any = getattr(transformers, name, None)
         if _is_model(named) and named.can_generate():
             return named, config, None
     raise Unsupported(
-        f"{resolved.architecture} ({config.model_type}) with Transformers {transformers.__version__}: "
+        f"{spec.architecture} ({config.model_type}) with Transformers {transformers.__version__}: "
         "it has no class that generates text",
         "if the checkpoint contains Python code, pass --trust-remote-code",
     )
@@ -139,16 +139,16 @@ def _read(
     config: PreTrainedConfig,
     renames: dict[str, str] | None,
     dtype: torch.dtype,
-    resolved: Resolved,
+    spec: ModelSpec,
 ) -> PreTrainedModel:
     model, info = model_class.from_pretrained(
-        resolved.path,
+        spec.path,
         config=config,
         dtype=dtype,
         key_mapping=renames,
         output_loading_info=True,
         local_files_only=True,
-        use_safetensors={"safetensors": True, "pt": False}.get(resolved.asked.load.load_format),
+        use_safetensors={"safetensors": True, "pt": False}.get(spec.load.load_format),
     )
     for what, names in (
         ("lacks weights", info["missing_keys"]),
@@ -158,7 +158,7 @@ def _read(
         if names:
             first = ", ".join(sorted(str(name) for name in names)[:5])
             raise ConfigError(
-                f"the checkpoint in {resolved.path} {what} for {model_class.__name__}: {first} "
+                f"the checkpoint in {spec.path} {what} for {model_class.__name__}: {first} "
                 f"({len(names)} in all). Check that the download is complete and config.json belongs to it."
             )
     return model

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from quire.config.engine import Resolved
+from quire.config.engine import ModelSpec
 from quire.errors import Unsupported
 from quire.forward_context import ForwardBatch, current_batch
 from quire.layers.attention import Attention
@@ -97,18 +97,18 @@ class TransformersModel(LanguageModel):
         self._choose(max_model_len, step_tokens)
 
     @classmethod
-    def build(cls, resolved: Resolved, platform: _OnDevice) -> TransformersModel:
-        """Load the checkpoint of `resolved` and choose the mode.
+    def build(cls, spec: ModelSpec, platform: _OnDevice) -> TransformersModel:
+        """Load the checkpoint of `spec` and choose the mode.
 
         Raises:
             ConfigError: the checkpoint is incomplete, or needs code that is not trusted.
             Unsupported: it has no text model, or one that neither mode can run.
         """
-        check_supported(resolved.hf_config, resolved.architecture)
-        model = loading.load(resolved, platform.device)
+        check_supported(spec.hf_config, spec.architecture)
+        model = loading.load(spec, platform.device)
         with torch.no_grad():
-            built = cls(model, resolved.max_model_len, resolved.max_num_batched_tokens)
-        log.info("%s: %s", resolved.architecture, built.description)
+            built = cls(model, spec.max_model_len, spec.max_step_tokens)
+        log.info("%s: %s", spec.architecture, built.description)
         return built
 
     # --------------------------------------------------------------------------------------- LanguageModel
