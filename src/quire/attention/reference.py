@@ -148,7 +148,9 @@ class ReferenceAttention:
         spans = unit.spans.get(kind := _kind(spec))
         if spans is None:
             num_kv_heads, block_size = spec.cache[0].shape[1:3]
-            spans = list(_spans(unit, spec.window, spec.causal, num_kv_heads, block_size, self.tile))
+            spans = list(
+                _spans(unit, spec.window, spec.causal, num_kv_heads, block_size, self.tile)
+            )
             unit.spans[kind] = spans
         return _attend_unit(spec, unit, spans, q)
 
