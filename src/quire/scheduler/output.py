@@ -1,6 +1,6 @@
 """The EngineOutput of a request, from the result of a step.
 
-Knows what a frontend is told about a request. Does not know blocks or rows.
+Knows what the engine reports to a frontend about a request. Does not know blocks or rows.
 """
 
 from __future__ import annotations

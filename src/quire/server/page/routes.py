@@ -76,7 +76,7 @@ async def ui_words(request: Request) -> Response:
         raise ApiError(
             403,
             "prompts and outputs are shown only if requests need keys: start the server with QUIRE_API_KEY or"
-            " --api-key-file (or with QUIRE_SERVER_DEV_MODE=1, if nobody else can reach it)",
+            " --api-key-file (or with QUIRE_SERVER_DEV_MODE=1, if no other user can reach it)",
         )
     engine = state.serving()
     words = await engine.call("live_words", number(request, "n"))
