@@ -150,7 +150,7 @@ def test_effort_reaches_the_template():
     asked: list[Any] = []
 
     class Engine(ScriptedEngine):
-        async def render(self, messages: Any, options: Any) -> str:
+        def render(self, messages: Any, options: Any) -> str:
             asked.append(options.template_kwargs)
             return "x"
 
@@ -162,7 +162,7 @@ def test_effort_reaches_the_template():
 
 def test_the_prompt_decides_where_thoughts_begin():
     class Engine(ScriptedEngine):
-        async def render(self, messages: Any, options: Any) -> str:
+        def render(self, messages: Any, options: Any) -> str:
             return "a:<think>\n" + ("\n</think>\n" if not options.template_kwargs else "")
 
     found = ask(Engine("hm</think>Yes."), "POST", CHAT, {**HI, "reasoning_effort": "low"}, **FORMATS)  # fmt: skip
@@ -262,7 +262,7 @@ def test_histories_reach_the_template_with_arguments_as_objects():
     seen: list[Any] = []
 
     class Engine(ScriptedEngine):
-        async def render(self, messages: Any, options: Any) -> str:
+        def render(self, messages: Any, options: Any) -> str:
             seen.append((messages, options.tools))
             return "x"
 

@@ -42,7 +42,7 @@ def client_of(engine: ScriptedEngine, library: Any = httpx) -> Any:
 class Rendered(ScriptedEngine):
     """Keeps what it was asked to render."""
 
-    async def render(self, messages: Any, options: Any) -> str:
+    def render(self, messages: Any, options: Any) -> str:
         self.messages, self.options = messages, options
         return "x"
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from test_conversation import QUESTION, WEATHER, tool
 
+from quire.frontend.untrusted_templates import UntrustedTemplateRenderer
 from quire.server.app import build_app
 from quire.server.state import ServerState
 
@@ -216,5 +217,5 @@ def test_what_is_bad_fails_alone(state: ServerState):
         talk(state, work)
     finally:
         object.__setattr__(server, "trust_request_chat_template", False)
-        state.engine.strangers.close()
-        del state.engine.strangers
+        state.untrusted.close()
+        state.untrusted = UntrustedTemplateRenderer()

@@ -239,5 +239,6 @@ def make_state(engine: ScriptedEngine | None, **keywords: Any) -> ServerState:
 def serve(state: ServerState, engine: ScriptedEngine) -> None:
     """As ServerState.attach, without metrics."""
     engine.in_thread, engine.formats = state.texts.run_sized, ModelFormats.of(state.config.server)
+    engine.formats.log_choices()
     state.fingerprint, state.created = "scripted", CREATED
     state.engine, state.phase = engine, ServerPhase.READY

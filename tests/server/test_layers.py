@@ -12,7 +12,7 @@ from quire.config.flags import parse
 from quire.errors import ConfigError
 from quire.server.app import build_app
 
-BOTH = ["own_layers.Marked", "own_layers:also_marked"]
+BOTH = ["user_middleware.Marked", "user_middleware:also_marked"]
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 
@@ -71,8 +71,8 @@ def test_an_error_of_theirs_is_answered_without_its_text():
     [
         ("Marked", "must be package.module.Name"),
         ("no_such_module.Marked", "No module named"),
-        ("own_layers.Missing", "has no attribute 'Missing'"),
-        ("own_layers.NOT_A_LAYER", "neither a class"),
+        ("user_middleware.Missing", "has no attribute 'Missing'"),
+        ("user_middleware.NOT_A_LAYER", "neither a class"),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_the_start(path, why):

@@ -79,7 +79,7 @@ def test_the_text_of_an_internal_error_stays_in_the_log(
     engine = ScriptedEngine(InternalError("KeyError: secret"))
     answer = ask(engine, "POST", CHAT, {**HI, "stream": stream})
     assert "secret" not in answer.text
-    (incident,) = re.findall(r"the server's log has the reason under (\w{8})", answer.text)
+    (incident,) = re.findall(r"see the server's log under (\w{8})", answer.text)
     assert f"failure {incident}: InternalError: KeyError: secret" in caplog.text
 
 
@@ -91,4 +91,4 @@ def test_an_engine_function_reports_only_errors_that_are_written_for_clients():
             raise error
 
         core = SimpleNamespace(functions={"f": fail}, caller=0)
-        assert EngineCore._answer(core, Call(1, "f", [])).error_kind == kind  # type: ignore[arg-type]
+        assert EngineCore._reply(core, Call(1, "f", [])).error_kind == kind  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripted_core import make_tokenizer, told_engine
 
-from quire.api import async_llm
+from quire.api import async_engine
 from quire.protocol.sampling_params import SamplingParams
 
 
@@ -17,13 +17,13 @@ def test_a_request_given_up_while_it_is_sent_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):
     monkeypatch.setattr(
-        async_llm, "BREATH_S", -1.0
+        async_engine, "BREATH_S", -1.0
     )  # others have their turn after each output's request
     make_tokenizer(tmp_path)
 
     async def go() -> None:
         engine, below = told_engine(tmp_path, "x")
-        llm, params = engine.llm, SamplingParams(n=64, temperature=1.0, max_tokens=1)
+        llm, params = engine, SamplingParams(n=64, temperature=1.0, max_tokens=1)
         opening = asyncio.ensure_future(llm.open("hi", params, "many", lambda: None))
         while len(below.begun) < 5:
             await asyncio.sleep(0)

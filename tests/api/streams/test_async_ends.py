@@ -16,7 +16,13 @@ from streaming import FINAL, GREEDY, executor, expected, greedy, outputs, run
 
 from quire.api.async_llm import AsyncLLM
 from quire.api.llm_engine import LLMEngine
-from quire.errors import EngineDeadError, QueueFull, QuireError, Unsupported, ValidationError
+from quire.errors import (
+    EngineDeadError,
+    InternalError,
+    QueueFull,
+    Unsupported,
+    ValidationError,
+)
 from quire.frontend.outputs import RequestOutput
 
 # -- errors -----------------------------------------------------------------------------------------
@@ -44,7 +50,7 @@ def test_a_request_that_fails_alone_raises_for_itself(llm: AsyncLLM):
         found = await asyncio.gather(
             *(outputs(llm, "x", GREEDY, id) for id in "abc"), return_exceptions=True
         )
-        assert [type(one) for one in found] == [list, QuireError, list]
+        assert [type(one) for one in found] == [list, InternalError, list]
         assert "it was told to fail" in str(found[1])
 
     run(main())

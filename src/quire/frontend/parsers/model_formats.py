@@ -15,6 +15,9 @@ from quire.frontend.parsers.format_registry import FormatChoice, FormatRegistry
 from quire.frontend.parsers.format_table import ParserTable, ReasoningFormat, ToolFormat, compose
 from quire.frontend.parsers.stream_parser import StreamParser
 from quire.frontend.parsers.tool_schemas import ToolSchemas
+from quire.logging import get_logger
+
+log = get_logger(__name__)
 
 
 class ModelFormats:
@@ -55,6 +58,10 @@ class ModelFormats:
         return cls(
             config.tool_call_parser, config.reasoning_parser, template, specials, plugins.registry(files)
         )  # fmt: skip
+
+    def log_choices(self) -> None:
+        for what, choice in (("tool calls", self.tool_choice), ("thoughts", self.reasoning_choice)):
+            log.info("format of %s: %s (%s)", what, choice.name or "none", choice.why)
 
     def opened(self, prompt: str, last: str = "") -> bool | None:
         """Whether a prompt ends inside reasoning (True) or after it (False); None: it does not show.

@@ -203,9 +203,7 @@ class ServerProcess:
         state.metrics.rows.set(client.resolved.max_num_seqs)
         for name, seconds in client.ready.startup:
             state.metrics.startup.labels(name).set(seconds)
-        formats = engine.front.formats
-        for what, choice in (("tool calls", formats.tool_choice), ("thoughts", formats.reasoning_choice)):  # fmt: skip
-            log.info("format of %s: %s (%s)", what, choice.name or "none", choice.why)
+        engine.front.formats.log_choices()
         state.attach(engine)
         self._greet(engine)
 
