@@ -88,6 +88,18 @@ def test_the_whole_keeps_to_its_budget():
     assert counted().total() - counted()["C++"] <= WHOLE_PYTHON
 
 
+def test_the_files_of_the_core_keep_to_their_ceilings():
+    rows = re.findall(r"^\| `(\w+/\w+\.py)` \| (\d+) \|", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert {name for name, _ in rows} == {
+        "scheduler/scheduler.py", "engine/core.py", "worker/worker.py",
+    }  # fmt: skip
+    for name, most in rows:
+        lines = python_lines((SOURCE / "quire" / name).read_text(encoding="utf-8"))
+        assert lines <= int(most), (
+            f"{name}: {lines} code lines, at most {most}; give the feature a joint"
+        )
+
+
 def test_what_is_code_and_what_is_over():
     text = '"""Doc."""\n\n# why\nx = """two\nlines"""\n\n\ndef f():\n    """Doc."""\n    return x\n'
     assert python_lines(text) == 4

@@ -22,7 +22,7 @@ TRIALS = 4000
 SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/plan_builder.py"
 MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/block_pool.py", "kvcache/block_hash.py"
 HELD = "scheduler/held_blocks.py"
-QUEUES, FAIR = "scheduler/waiting_queue.py", "scheduler/fair_queue.py"
+QUEUES, FAIR = "scheduler/waiting_queue.py", "features/fair_share/fair_queue.py"
 
 # name -> (file, function or method, pattern in its syntax tree, replacement). Both are Python, so that formatting does
 # not matter. `ANY` matches any expression; an empty replacement deletes the matched statements.

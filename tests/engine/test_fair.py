@@ -8,12 +8,12 @@ import pytest
 from toy_device import ToyDevice
 
 from quire.engine.core import EngineCore
+from quire.features.fair_share.fair_queue import FairQueue
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.waiting_queue import WaitingQueue

@@ -14,6 +14,7 @@ from toy_device import VOCAB, ToyDevice, next_token, pooled
 
 from quire.engine.core import EngineCore
 from quire.engine.sleep import SleepController
+from quire.features.fair_share.fair_queue import FairQueue
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.manager import KVManager
@@ -22,7 +23,6 @@ from quire.protocol.output import EngineOutput
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import Abort, EngineRequest
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import CANCELLED

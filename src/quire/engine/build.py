@@ -27,6 +27,7 @@ from quire.engine.core import EngineCore
 from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.process_client import ProcessClient
 from quire.engine.supervisor import EngineSupervisor
+from quire.features.fair_share.fair_queue import FairQueue
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
@@ -44,7 +45,6 @@ from quire.plugins import load_plugins
 from quire.processes.restart_policy import RestartPolicy
 from quire.processes.watchdog import Watchdog
 from quire.protocol.output import EngineReady
-from quire.scheduler.fair_queue import FairQueue
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
@@ -121,6 +121,8 @@ def build_core(
     gate.wake = lambda: core.inbox.put(None)
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)
+    if isinstance(scheduler.waiting, FairQueue):
+        core.functions["set_weights"] = scheduler.waiting.set_weights
     add_observers(core, resolved, info, cut)
     ready = EngineReady(
         max_model_len=info.max_model_len,

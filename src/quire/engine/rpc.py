@@ -12,7 +12,6 @@ import msgspec
 
 from quire.engine.core import EngineCore
 from quire.protocol.output import FinishReason
-from quire.scheduler.fair_queue import FairQueue
 
 
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
@@ -33,11 +32,6 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     def collective_rpc(method: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Call a method of every worker; returns one result for each."""
         return list(core.executor.call("collective_rpc", method, args, kwargs))
-
-    def set_weights(weights: dict[str, float]) -> None:
-        """Replace the weights of tenants; no effect if requests are not scheduled by tenant."""
-        if isinstance(core.scheduler.waiting, FairQueue):
-            core.scheduler.waiting.weights = weights
 
     def abort_client(number: int) -> int:
         """End every request of a frontend that is gone, without outputs. Returns how many there were."""
@@ -61,5 +55,5 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         for finish, count in outputs.items():
             core.scheduler.finished[finish] += count
 
-    named = (reset_prefix_cache, stats, collective_rpc, set_weights, abort_client, requests, end, count_ended)  # fmt: skip
+    named = (reset_prefix_cache, stats, collective_rpc, abort_client, requests, end, count_ended)  # fmt: skip
     return {f.__name__: f for f in named}

@@ -21,7 +21,7 @@ def _backwards(request: Request) -> tuple[int, float, int]:
 class WaitingQueue:
     """A list in reverse order, so that removing the first request from the end is cheap.
 
-    A subclass may define another order (`fair_queue.py`); the scheduler uses only these methods.
+    A subclass may define another order (`features/fair_share`); the scheduler uses only these methods.
     """
 
     def __init__(self) -> None:

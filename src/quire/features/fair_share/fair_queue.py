@@ -38,6 +38,10 @@ class FairQueue(WaitingQueue):
     def weight(self, tenant: str) -> float:
         return self.weights.get(tenant, 1.0)
 
+    def set_weights(self, weights: dict[str, float]) -> None:
+        """Replace the weights of tenants."""
+        self.weights = weights
+
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())
 
