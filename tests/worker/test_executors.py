@@ -155,14 +155,14 @@ def test_calls(kind, request):
 
 def test_a_worker_that_cannot_start():
     with pytest.raises(ConfigError, match=r"^max_num_seqs must be even$"):
-        ProcessExecutor("children:misconfigured", b"")
+        ProcessExecutor("stub_workers:misconfigured", b"")
     with pytest.raises(
         StartupError, match="ZeroDivisionError: in the middle of loading"
     ) as failure:
-        ProcessExecutor("children:broken", b"")
+        ProcessExecutor("stub_workers:broken", b"")
     assert "in broken" in failure.value.detail
     with pytest.raises(StartupError, match="ended with exit code 7"):
-        ProcessExecutor("children:vanishing", b"")
+        ProcessExecutor("stub_workers:vanishing", b"")
 
 
 def test_a_plan_that_contradicts_itself_ends_the_worker(process):
@@ -187,7 +187,7 @@ def test_a_killed_worker_is_noticed(process):
 
 
 def test_close_ends_the_child():
-    process = ProcessExecutor("children:idle", b"")
+    process = ProcessExecutor("stub_workers:idle", b"")
     assert process.call("anything") == ["anything"]
     pid = process.process.pid
     process.close()
@@ -201,7 +201,7 @@ def test_close_ends_the_child():
 PARENT = """
 import sys, time
 from quire.executor.process import ProcessExecutor
-executor = ProcessExecutor("children:idle", b"")
+executor = ProcessExecutor("stub_workers:idle", b"")
 print(executor.process.pid, flush=True)
 time.sleep(60)
 """

@@ -232,5 +232,5 @@ def test_parameters_that_cannot_be_used_fail_their_request(monkeypatch):
     )
     entered = [enter(1, [4, 5], GREEDY), enter(2, [6, 7], GREEDY)]
     result = Driver(worker)([WorkItem(1, 2), WorkItem(2, 2)], entered)
-    assert "cannot be used" in result.errors[0]
+    assert "parameters are not valid" in result.errors[0]
     assert result.tokens[1] == follow(worker.model, [6, 7], 1)
