@@ -250,17 +250,17 @@ def test_a_front_room_that_is_gone_holds_nobody_back(engine: Engine) -> None:
     one, two = (
         engine.send("drained", name, client=number) for number, name in ((1, "one"), (2, "two"))
     )
-    engine.call("let_go_client", 1)
+    engine.call("release_client", 1)
     engine.take(engine.core.receive(block=False))
     assert engine.replies[one].value is False
     assert two not in engine.replies
     assert len(engine.core.pending_calls) == 1
     assert engine.call("is_paused") is True
-    engine.call("let_go_client", 2)
+    engine.call("release_client", 2)
     assert engine.call("is_paused") is False
     engine.call("hold", "wait")
     engine.call("pause")
-    engine.call("let_go_client", 0)  # a client whose pause is complete may disconnect
+    engine.call("release_client", 0)  # a client whose pause is complete may disconnect
     assert engine.call("is_paused") is True
 
 
@@ -268,7 +268,7 @@ def test_who_gives_up_ends_no_pause_that_stands(engine: Engine) -> None:
     engine.call("hold", "keep")
     engine.call("pause")
     engine.call("hold", "wait", sleep.PAUSE, "another")
-    engine.call("let_go", "another")
+    engine.call("release_hold", "another")
     engine.run()
     assert engine.call("is_paused") is True
     assert not engine.finish["a"]
@@ -279,7 +279,7 @@ def test_a_caller_that_gives_up_leaves_no_pending_call(engine: Engine) -> None:
     engine.call("hold", "wait", sleep.PAUSE, "one")
     number = engine.send("drained", "one")
     assert number not in engine.replies
-    engine.call("let_go", "one")
+    engine.call("release_hold", "one")
     engine.take(engine.core.receive(block=False))
     assert engine.replies[number].value is False
     assert not engine.core.pending_calls
@@ -377,7 +377,7 @@ def test_the_next_process_rests_as_deep(
     if released:
         before.call("release_kv_cache")  # or it returns the reason
     after = process()
-    for name in ("is_paused", "is_sleeping", "asked"):
+    for name in ("is_paused", "is_sleeping", "saved_state"):
         assert after.call(name) == before.call(name), name
     assert after.core.state == before.core.state
     after.ask("a")
@@ -387,7 +387,7 @@ def test_the_next_process_rests_as_deep(
     after.call("resume")
     after.run()
     assert after.is_right("a")
-    assert process().call("asked") == {"paused": False, "level": -1, "away": []}
+    assert process().call("saved_state") == {"paused": False, "level": -1, "away": []}
 
 
 def test_what_nobody_was_told_to_be_done_is_not_kept(engine: Engine, tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]
     assert "pause it first" in str(engine.call("release_kv_cache"))  # not paused yet
     engine.call(*rests)
     if rests == ("sleep", 0):
-        engine.call("let_go")
+        engine.call("release_hold")
     assert engine.call("release_kv_cache") is None
     assert not engine.core.scheduler.running
     assert "wake_up" in str(engine.call("release_kv_cache"))

@@ -155,7 +155,7 @@ def test_an_account_without_a_file_is_this_processes_own(
 
 
 def test_an_answer_does_not_wait_for_the_disk(tmp_path: Path):
-    functions = dict.fromkeys(sleep_state.CHANGE, lambda: "done") | {"asked": dict}
+    functions = dict.fromkeys(sleep_state.CHANGE, lambda: "done") | {"saved_state": dict}
     kept = sleep_state.persisting(functions, tmp_path / "missing" / "asked")
     assert kept["pause"]() == "done"
 

@@ -103,8 +103,8 @@ def test_several_steps_in_flight(shared):
 def test_neither_waits_for_the_other_to_read(shared):
     """Much in both directions at once, and more than a socket holds."""
     size = 4_000_000
-    shared._ask(_ask("big", size))
-    last = shared._ask(_ask("length", b"y" * size))
+    shared._request(_ask("big", size))
+    last = shared._request(_ask("length", b"y" * size))
     assert shared.answer(last).value == size
 
 

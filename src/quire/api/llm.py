@@ -363,14 +363,14 @@ class LLM(UnsupportedMethods):
         call = self.client.call
         self._asleep = True  # first, so that a later caller fails instead of waiting with the lock
         try:
-            with sleep_client.by_turns(call, mode, sleep.SLEEP) as holder:
+            with sleep_client.holding_inline(call, mode, sleep.SLEEP) as holder:
                 if mode != "keep":
                     # Other threads end their own requests; enqueued requests end here.
                     with self._running:
                         while self.front.live:
                             for _ in self._turn():
                                 pass
-                sleep_client.check_stands(call("sleep", level, holder))
+                sleep_client.check_held(call("sleep", level, holder))
         except BaseException:
             self._asleep = bool(call("is_sleeping"))
             raise

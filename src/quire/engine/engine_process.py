@@ -1,4 +1,4 @@
-"""The engine as a process: `python -m quire.engine.engine_process FOLDER EPOCH FRONTENDS LIFELINE PARENT`.
+"""The engine as a process: `python -m quire.engine.engine_process FOLDER EPOCH FRONTENDS STATUS PARENT`.
 
 It reads its configuration from stdin. Knows sockets and signals. When the process ends, it sends a last message with
 the reason, and it never outlives its parent. One thread receives messages, one sends heartbeats; the main thread runs
@@ -76,7 +76,7 @@ class FrontendSockets:
             if 0 <= client < len(self.up):
                 self._send(self.up[client], part)
 
-    def tell_all(self, stats: EngineStats) -> None:
+    def send_stats(self, stats: EngineStats) -> None:
         for socket in self.up:
             self._send(socket, [stats])
 
@@ -122,70 +122,70 @@ def stop(number: int, frame: FrameType | None) -> None:
     raise StopEngine
 
 
-def loop(core: EngineCore, link: FrontendSockets, pulse: Watchdog) -> None:
+def loop(core: EngineCore, sockets: FrontendSockets, watchdog: Watchdog) -> None:
     """Run until a stop, or until an error that is not one request's."""
-    told = 0.0
+    sent_at = 0.0
     while True:
         outbox = core.receive(block=core.idle)
-        with pulse.working():
+        with watchdog.working():
             outbox += core.step()
         if outbox:
-            link.send(outbox)
+            sockets.send(outbox)
         now = time.monotonic()
-        if core.idle or now - told > STATS_EVERY_S:
-            told = now
-            link.tell_all(core.stats())
+        if core.idle or now - sent_at > STATS_EVERY_S:
+            sent_at = now
+            sockets.send_stats(core.stats())
 
 
-def serve(folder: Path, frontends: int, speaker: StatusWriter) -> None:
+def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     """Build the engine, report that it is ready, run it."""
     from quire.config.serialize import resolved_from_bytes
     from quire.engine.build import add_process_observers, build_core
 
-    link = FrontendSockets(folder, frontends)
-    told = folder.parent / sleep_state.FILE
+    sockets = FrontendSockets(folder, frontends)
+    sleep_file = folder.parent / sleep_state.FILE
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
     if resolved.device == "cpu":
         leave_a_core()
     core, ready = build_core(resolved)
-    pulse = Watchdog(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
-    add_process_observers(core, pulse, folder)
+    watchdog = Watchdog(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
+    add_process_observers(core, watchdog, folder)
     # A function may load a model. No request is served in the meantime, so it has a time limit too.
     longest = float(env.get("ENGINE_READY_TIMEOUT_S"))
-    core.functions = sleep_state.persisting(core.functions, told)
-    core.functions = {name: pulse.bound(f, longest) for name, f in core.functions.items()}
+    core.functions = sleep_state.persisting(core.functions, sleep_file)
+    core.functions = {name: watchdog.bound(f, longest) for name, f in core.functions.items()}
     # Freeze the objects built so far; otherwise a garbage collection would visit all of them in the middle of a step.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
-    threading.Thread(target=link.read_into, args=(core,), name="reader", daemon=True).start()
-    sleep_state.restore_sleep_state(core.functions, told)
-    speaker.send(ready)
-    pulse.send_by(speaker.send)
+    threading.Thread(target=sockets.read_into, args=(core,), name="reader", daemon=True).start()
+    sleep_state.restore_sleep_state(core.functions, sleep_file)
+    status.send(ready)
+    watchdog.send_by(status.send)
     try:
-        loop(core, link, pulse)
+        loop(core, sockets, watchdog)
     finally:
         core.executor.close()
-        link.close()
+        sockets.close()
 
 
-def main(folder: Path, frontends: int, lifeline: int, parent: int) -> int:
+def main(folder: Path, frontends: int, status_fd: int, parent: int) -> int:
     signal.signal(STOP, stop)
     begin_child("engine", parent)
-    speaker = StatusWriter(lifeline)
+    status = StatusWriter(status_fd)
     try:
-        serve(folder, frontends, speaker)
+        serve(folder, frontends, status)
     except StopEngine:
         return 0
     except QuireError as error:
-        speaker.send(EngineDied(str(error)))
+        status.send(EngineDied(str(error)))
         return 1
     except BaseException as error:
-        speaker.send(EngineDied(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        status.send(EngineDied(f"{type(error).__name__}: {error}", traceback.format_exc()))
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    place, epoch, count, pipe, keeper = sys.argv[1:]
-    exit_child(main(Path(place) / epoch, int(count), int(pipe), int(keeper)))
+    parent_folder, epoch, count, status, parent = sys.argv[1:]
+    exit_child(main(Path(parent_folder) / epoch, int(count), int(status), int(parent)))

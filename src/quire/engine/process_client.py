@@ -276,7 +276,7 @@ class ProcessClient:
                 if ours.aborted:  # the old process may not have received the abort
                     self._end(id, "abort")
                 elif id in ran or self._is_poison(ours.request):
-                    self._end(id, "error", error)
+                    self._end(id, "error", error, "reported")
                 else:
                     ours.sent += 1
                     self._resend(ours.request)
@@ -306,7 +306,7 @@ class ProcessClient:
                     self._end(id, "error", error, "overloaded")
 
     def _end(
-        self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "reported"
+        self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "internal"
     ) -> None:
         """End a request here, without the engine."""
         del self._unfinished[id]

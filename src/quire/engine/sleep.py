@@ -5,9 +5,9 @@ meantime wait, whichever frontend they come from. The `PauseGate` is in the sche
 blocks a request, so a working engine has no cost. `sleep_client.py` is the frontend's side.
 
     hold -> drained: running requests end, are aborted, or stop -> sleep -> wake_up, in parts or at once
-      `-> let_go                                                `-> pause -> resume
+      `-> release_hold                                            `-> pause -> resume
 
-A hold belongs to one holder, which may release it (`let_go`). `pause` and `sleep` turn a hold into a standing state,
+A hold belongs to one holder, which may release it (`release_hold`). `pause` and `sleep` turn a hold into a lasting state,
 which any caller may end. When a frontend has ended, its holds are released.
 """
 
@@ -62,10 +62,10 @@ class SleepController:
 
     def __init__(self, core: EngineCore):
         self.core, self.gate = core, PauseGate()
-        self.held: dict[str, PauseHolder] = {}
+        self.holds: dict[str, PauseHolder] = {}
         """The holds, by holder."""
-        self.standing: set[str] = set()
-        """The standing reasons to block all requests, which have no holder."""
+        self.lasting: set[str] = set()
+        """The lasting reasons to block all requests, which have no holder."""
         self.away: set[str] = set()
         """The TAGS that must return before work goes on."""
         self.level = -1
@@ -75,7 +75,7 @@ class SleepController:
         """Admit no more requests; returns how many must still end (see `drained`)."""
         core, scheduler = self.core, self.core.scheduler
         until = scheduler.arrivals if checked_mode(mode) == "wait" else 0
-        self.held[holder] = PauseHolder(reason, until, core.caller)
+        self.holds[holder] = PauseHolder(reason, until, core.caller)
         self._set_gate()
         if mode == "abort":
             core.settle()
@@ -86,41 +86,41 @@ class SleepController:
     def drained(self, holder: str = NOBODY) -> Any:
         """Answered when all requests that may go on have ended: True. False: the hold is gone, since a caller resumed,
         or the holder gave up."""
-        if holder not in self.held:
+        if holder not in self.holds:
             return False
         return PENDING if self._left() else True
 
     def _left(self) -> int:
         return sum(map(self.gate.ready, self.core.scheduler.requests.values()))
 
-    def let_go(self, holder: str = NOBODY) -> None:
+    def release_hold(self, holder: str = NOBODY) -> None:
         """Release one holder's hold; others may remain."""
-        self.held.pop(holder, None)
+        self.holds.pop(holder, None)
         self._set_gate()
 
-    def let_go_client(self, number: int) -> None:
+    def release_client(self, number: int) -> None:
         """Release the holds of a frontend that is gone."""
-        self.held = {who: held for who, held in self.held.items() if held.client != number}
+        self.holds = {holder: held for holder, held in self.holds.items() if held.client != number}
         self._set_gate()
 
     def pause(self, holder: str = NOBODY) -> bool:
         """Turn the holder's hold into a pause that lasts until `resume`; False: the hold is gone."""
-        return self._stand(PAUSE, holder)
+        return self._make_lasting(PAUSE, holder)
 
     def resume(self, reason: str = PAUSE) -> bool:
         """End all blocking for that reason. Returns whether work goes on."""
-        self.standing.discard(reason)
-        self.held = {who: held for who, held in self.held.items() if held.reason != reason}
+        self.lasting.discard(reason)
+        self.holds = {holder: held for holder, held in self.holds.items() if held.reason != reason}
         self._set_gate()
         return not self.is_paused()
 
     def is_paused(self) -> bool:
-        return bool(self.standing or self.held)
+        return bool(self.lasting or self.holds)
 
-    def _stand(self, reason: str, holder: str) -> bool:
-        if self.held.pop(holder, None) is None:
+    def _make_lasting(self, reason: str, holder: str) -> bool:
+        if self.holds.pop(holder, None) is None:
             return False
-        self.standing.add(reason)
+        self.lasting.add(reason)
         self._set_gate()
         return True
 
@@ -131,8 +131,8 @@ class SleepController:
             if self.gate in gates:
                 gates.remove(self.gate)
             return
-        untils = (held.until for held in self.held.values())
-        self.gate.until = 0 if self.standing else min(untils)
+        untils = (held.until for held in self.holds.values())
+        self.gate.until = 0 if self.lasting else min(untils)
         if self.gate not in gates:
             gates.append(self.gate)
 
@@ -144,7 +144,7 @@ class SleepController:
         False: the hold of `holder` is gone, and the engine does not sleep.
         """
         core, level = self.core, checked_level(level)
-        if holder is not None and holder not in self.held:
+        if holder is not None and holder not in self.holds:
             return False
         holder = holder or NOBODY
         self.hold("keep", SLEEP, holder)
@@ -154,22 +154,22 @@ class SleepController:
                 self._put_away(level)
         except Exception:
             # otherwise the engine would stay blocked, since its callers do not see it as asleep
-            self.let_go(holder)
+            self.release_hold(holder)
             raise
-        self._stand(SLEEP, holder)
+        self._make_lasting(SLEEP, holder)
         self.away |= set(PARTS) if level else {"scheduling"}
         self._be(max(self.level, level))
         return True
 
     def release_kv_cache(self) -> str | None:
         """Free only the KV cache, until `wake_up`. Returns the reason if it is not possible."""
-        if not self.standing:
+        if not self.lasting:
             return "releasing the KV cache needs a paused or sleeping engine: pause it first, or sleep at level 0"
         if gone := sorted(self.away & set(PARTS)):
             return f"the engine has already released memory ({', '.join(gone)}): call wake_up to restore it"
         self.core.settle()
         self._put_away(0)
-        self.standing.add(SLEEP)
+        self.lasting.add(SLEEP)
         self._set_gate()
         self.away = {"kv_cache"}
         self._be(0)
@@ -197,20 +197,20 @@ class SleepController:
         return self.level >= 0
 
     # -- across restarts ------------------------------------------------------------------------
-    def asked(self) -> dict[str, Any]:
-        """The sleep state, for `as_asked` in another process."""
-        return {"paused": PAUSE in self.standing, "level": self.level, "away": sorted(self.away)}
+    def saved_state(self) -> dict[str, Any]:
+        """The sleep state, for `restore_state` in another process."""
+        return {"paused": PAUSE in self.lasting, "level": self.level, "away": sorted(self.away)}
 
-    def as_asked(self, told: dict[str, Any]) -> None:
-        """Restore the sleep state that `asked` of another process returned; this engine has no requests yet."""
-        if told["paused"]:
-            self.standing.add(PAUSE)
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Restore the sleep state that `saved_state` of another process returned; this engine has no requests yet."""
+        if state["paused"]:
+            self.lasting.add(PAUSE)
             self._set_gate()
-        if told["level"] >= 0:
-            self.sleep(told["level"])
-            if told["level"] == 0 and "kv_cache" in told["away"]:
+        if state["level"] >= 0:
+            self.sleep(state["level"])
+            if state["level"] == 0 and "kv_cache" in state["away"]:
                 self.release_kv_cache()
-            if back := self.away - set(told["away"]):
+            if back := self.away - set(state["away"]):
                 self.wake_up(sorted(back))
 
     def _be(self, level: int) -> None:
@@ -221,12 +221,12 @@ class SleepController:
 
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
     """The functions for `EngineClient.call`."""
-    rest = SleepController(core)
-    named = (
-        rest.hold, rest.drained, rest.let_go, rest.let_go_client, rest.pause, rest.resume, rest.is_paused,
-        rest.sleep, rest.release_kv_cache, rest.wake_up, rest.is_sleeping, rest.asked, rest.as_asked,
+    controller = SleepController(core)
+    names = (
+        "hold", "drained", "release_hold", "release_client", "pause", "resume", "is_paused", "sleep",
+        "release_kv_cache", "wake_up", "is_sleeping", "saved_state", "restore_state",
     )  # fmt: skip
-    return {f.__name__: f for f in named}
+    return {name: getattr(controller, name) for name in names}
 
 
 # -- validation -------------------------------------------------------------------------------------

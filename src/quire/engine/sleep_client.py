@@ -26,7 +26,7 @@ async def pause(call: Ask, mode: str) -> None:
         Conflict: another caller resumed the engine in the meantime.
     """
     async with holding(call, checked_mode(mode), PAUSE) as holder:
-        check_stands(await call("pause", holder))
+        check_held(await call("pause", holder))
 
 
 async def sleep(call: Ask, level: int, mode: str) -> None:
@@ -38,7 +38,7 @@ async def sleep(call: Ask, level: int, mode: str) -> None:
     """
     checked_level(level)
     async with holding(call, checked_mode(mode), SLEEP) as holder:
-        check_stands(await call("sleep", level, holder))
+        check_held(await call("sleep", level, holder))
 
 
 async def release(call: Ask) -> None:
@@ -54,25 +54,25 @@ async def release(call: Ask) -> None:
 async def holding(call: Ask, mode: str, reason: str) -> AsyncIterator[str]:
     """Block new requests; the body runs when all requests that may go on have ended."""
     holder = uuid.uuid4().hex
-    asked: asyncio.Future[Any] = asyncio.ensure_future(call("hold", mode, reason, holder))
+    sent: asyncio.Future[Any] = asyncio.ensure_future(call("hold", mode, reason, holder))
     try:
-        await asyncio.shield(asked)
-        check_stands(await call("drained", holder))  # answered when that is known
+        await asyncio.shield(sent)
+        check_held(await call("drained", holder))  # answered when that is known
         yield holder
     except BaseException:
-        await asyncio.shield(asyncio.ensure_future(_let_go(call, holder, asked)))
+        await asyncio.shield(asyncio.ensure_future(_release(call, holder, sent)))
         raise
 
 
-async def _let_go(call: Ask, holder: str, asked: asyncio.Future[Any]) -> None:
+async def _release(call: Ask, holder: str, sent: asyncio.Future[Any]) -> None:
     with suppress(QuireError):  # an engine that is gone has no holds
-        await asked  # `hold` may still run in another thread, and `let_go` must come after it
+        await sent  # `hold` may still run in another thread, and `release_hold` must come after it
     with suppress(QuireError):
-        await call("let_go", holder)  # also answers `drained`
+        await call("release_hold", holder)  # also answers `drained`
 
 
 @contextmanager
-def by_turns(call: Callable[..., Any], mode: str, reason: str) -> Iterator[str]:
+def holding_inline(call: Callable[..., Any], mode: str, reason: str) -> Iterator[str]:
     """Like `holding`, for a caller that runs the engine's steps itself: the body must finish those requests."""
     holder = uuid.uuid4().hex
     try:
@@ -80,11 +80,11 @@ def by_turns(call: Callable[..., Any], mode: str, reason: str) -> Iterator[str]:
         yield holder
     except BaseException:
         with suppress(QuireError):
-            call("let_go", holder)
+            call("release_hold", holder)
         raise
 
 
-def check_stands(held: bool) -> None:
+def check_held(held: bool) -> None:
     """Raises Conflict."""
     if not held:
         raise Conflict(

@@ -18,7 +18,7 @@ from quire.logging import get_logger
 
 log = get_logger(__name__)
 
-FILE = "asked"
+FILE = "sleep-state"
 CHANGE = ("pause", "resume", "sleep", "release_kv_cache", "wake_up")
 
 Functions = dict[str, Callable[..., Any]]
@@ -27,10 +27,10 @@ Functions = dict[str, Callable[..., Any]]
 def restore_sleep_state(functions: Functions, path: Path) -> None:
     """Restore the sleep state that an earlier process wrote."""
     if path.exists():
-        told = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        functions["as_asked"](told)
-        if told["paused"] or told["level"] >= 0:
-            log.warning("restored the sleep state of the previous engine process: %s", told)
+        state = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        functions["restore_state"](state)
+        if state["paused"] or state["level"] >= 0:
+            log.warning("restored the sleep state of the previous engine process: %s", state)
 
 
 def persisting(functions: Functions, path: Path) -> Functions:
@@ -44,7 +44,7 @@ def persisting(functions: Functions, path: Path) -> Functions:
             finally:
                 try:
                     new = path.with_suffix(".new")
-                    new.write_bytes(msgspec.json.encode(functions["asked"]()))
+                    new.write_bytes(msgspec.json.encode(functions["saved_state"]()))
                     os.replace(new, path)
                 except OSError as why:
                     log.warning("a restarted engine will not restore this sleep state: %s", why)

@@ -73,13 +73,13 @@ Down = StartWorker | StepPlan | CallWorker
 Up = WorkerStarted | StepResult | CallResult | CallFailed | WorkerEnded
 
 
-def _by_its_name(value: Any) -> Any:
+def _encode_callable(value: Any) -> Any:
     return marked(value) if callable(value) else encode_tensor(value)
 
 
 _down: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
 _up: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up, dec_hook=decode_tensor)
-_encoder = msgspec.msgpack.Encoder(enc_hook=_by_its_name)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_callable)
 
 
 def encode(message: Down | Up) -> bytes:
@@ -115,23 +115,23 @@ def call_failed(error: BaseException) -> CallFailed:
 
 
 def worker_ended(error: BaseException) -> WorkerEnded:
-    told = call_failed(error)
-    return WorkerEnded(told.kind, told.text, told.detail)
+    failure = call_failed(error)
+    return WorkerEnded(failure.kind, failure.text, failure.detail)
 
 
 def _text(error: BaseException) -> str:
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
-def exception(told: CallFailed | WorkerEnded) -> Exception:
+def exception(failure: CallFailed | WorkerEnded) -> Exception:
     """Rebuild the worker's exception: of its own type if that is Quire's or Python's, with the worker's traceback as a
     note; else an InternalError that names the type."""
-    kind = getattr(errors, told.kind, None) or getattr(builtins, told.kind, None)
+    kind = getattr(errors, failure.kind, None) or getattr(builtins, failure.kind, None)
     simple = isinstance(kind, type) and issubclass(kind, Exception)
     if simple and not issubclass(kind, (Unsupported, UnicodeError, ExceptionGroup)):  # type: ignore[arg-type]
-        error: Exception = kind(told.text)  # type: ignore[misc]
+        error: Exception = kind(failure.text)  # type: ignore[misc]
     else:
-        error = InternalError(f"{told.kind}: {told.text}")
+        error = InternalError(f"{failure.kind}: {failure.text}")
     if not isinstance(error, errors.ConfigError):  # ConfigError messages are complete, for the user
-        error.add_note(f"In the worker's process:\n{told.detail}")
+        error.add_note(f"In the worker's process:\n{failure.detail}")
     return error

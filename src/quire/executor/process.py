@@ -34,7 +34,7 @@ from quire.protocol.plan import StepPlan, StepResult
 
 # how often a wait checks that the child is alive, in case the socket does not close
 LOOK_AGAIN_S = 1.0
-PATIENCE_S = 5.0  # how long a child may take to end after its socket is closed
+END_S = 5.0  # how long a child may take to end after its socket is closed
 
 
 class ProcessExecutor:
@@ -51,9 +51,9 @@ class ProcessExecutor:
     recoverable: tuple[type[BaseException], ...] = (StepFailed,)
 
     def __init__(self, target: str, payload: bytes):
-        self._link, self.process = _spawn()
-        self._asked = self._answered = 0
-        self._kept: dict[
+        self._pipe, self.process = _spawn()
+        self._num_sent = self._num_answered = 0
+        self._answers: dict[
             int, StepResult | CallResult | CallFailed
         ] = {}  # answers not requested yet
         self._dead: Exception | None = None
@@ -67,7 +67,7 @@ class ProcessExecutor:
 
     # -- interface for the engine ---------------------------------------------------------------
     def launch(self, plan: StepPlan) -> StepFuture:
-        return _Step(self, self._ask(plan))
+        return _Step(self, self._request(plan))
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """Like `Executor.call`. Functions and classes among the arguments are sent by name.
@@ -78,7 +78,7 @@ class ProcessExecutor:
             ConfigError, TypeError: an argument, or the result, cannot go to another process.
             EngineDeadError: the child has died.
         """
-        answer = self.answer(self._ask(CallWorker(name, list(args))))
+        answer = self.answer(self._request(CallWorker(name, list(args))))
         if isinstance(answer, CallFailed):
             raise exception(answer)
         return [answer.value] if isinstance(answer, CallResult) else []
@@ -87,59 +87,59 @@ class ProcessExecutor:
         """Close the socket, which ends the child; kill the child if it does not end."""
         if self._dead is None:
             self._dead = EngineDeadError("the worker was shut down")
-        self._link.close()
-        wait_or_kill(self.process, PATIENCE_S)
+        self._pipe.close()
+        wait_or_kill(self.process, END_S)
 
     # -- messages -------------------------------------------------------------------------------
-    def _ask(self, message: Down) -> int:
+    def _request(self, message: Down) -> int:
         """Send a message and return the number of its answer."""
         self._send(message)
-        self._asked += 1
-        return self._asked
+        self._num_sent += 1
+        return self._num_sent
 
     def answer(self, number: int) -> StepResult | CallResult | CallFailed:
         """Wait for answer `number`. Each answer can be fetched once."""
-        while number not in self._kept:
+        while number not in self._answers:
             message = self._receive()
             if isinstance(message, WorkerStarted | WorkerEnded):
                 raise RuntimeError(f"{type(message).__name__} is unexpected")
-            self._answered += 1
-            self._kept[self._answered] = message
-        return self._kept.pop(number)
+            self._num_answered += 1
+            self._answers[self._num_answered] = message
+        return self._answers.pop(number)
 
     def _send(self, message: Down) -> None:
-        self._alive()
+        self._check_alive()
         data = encode(message)
         try:
-            self._link.send_bytes(data)
+            self._pipe.send_bytes(data)
         except OSError:
-            self._bury()
+            self._fail()
 
     def _receive(self) -> Up:
         """The next message. Raises the cause of death if the child has died."""
-        self._alive()
+        self._check_alive()
         try:
-            while not self._link.poll(LOOK_AGAIN_S):
-                if self.process.poll() is not None and not self._link.poll(0):
-                    self._bury()
-            message = decode_up(self._link.recv_bytes())
+            while not self._pipe.poll(LOOK_AGAIN_S):
+                if self.process.poll() is not None and not self._pipe.poll(0):
+                    self._fail()
+            message = decode_up(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            self._bury()
+            self._fail()
         if isinstance(message, WorkerEnded):
-            self._bury(message)
+            self._fail(message)
         return message
 
-    def _alive(self) -> None:
+    def _check_alive(self) -> None:
         if self._dead is not None:
             raise self._dead
 
-    def _bury(self, last: WorkerEnded | None = None) -> None:
+    def _fail(self, last: WorkerEnded | None = None) -> None:
         """The child is dead or dying: raise the cause, now and at every later use."""
         while last is None:  # the child may have sent a last message
             try:
-                if not self._link.poll(0):
+                if not self._pipe.poll(0):
                     break
-                message = decode_up(self._link.recv_bytes())
+                message = decode_up(self._pipe.recv_bytes())
             except (EOFError, OSError):
                 break
             last = message if isinstance(message, WorkerEnded) else None
@@ -147,9 +147,9 @@ class ProcessExecutor:
         raise self._dead
 
     def _cause(self, last: WorkerEnded | None) -> Exception:
-        starting = not self._asked
+        starting = not self._num_sent
         if last is None:
-            text = f"the worker's process {how_it_ended(self.process, PATIENCE_S)}"
+            text = f"the worker's process {how_it_ended(self.process, END_S)}"
             return StartupError(text) if starting else EngineDeadError(text)
         error = exception(last)
         if starting and isinstance(error, ConfigError):

@@ -37,32 +37,32 @@ from quire.processes.child import exit_child, watch_parent
 from quire.protocol.plan import StepPlan
 
 
-def read_into(inbox: SimpleQueue[Down], link: Connection) -> None:
+def read_into(inbox: SimpleQueue[Down], pipe: Connection) -> None:
     """Read until the parent closes its end or dies. Then end this process: it has nothing left to do."""
     with contextlib.suppress(EOFError, OSError):
         while True:
-            inbox.put(decode_down(link.recv_bytes()))
+            inbox.put(decode_down(pipe.recv_bytes()))
     os._exit(0)
 
 
-def make(start: StartWorker) -> Any:
+def make_worker(start: StartWorker) -> Any:
     """Create the worker."""
     extend_path(start.path)
     module, _, name = start.target.partition(":")
     return getattr(importlib.import_module(module), name)(start.payload)
 
 
-def serve(inbox: SimpleQueue[Down], link: Connection) -> None:
+def serve(inbox: SimpleQueue[Down], pipe: Connection) -> None:
     """Create the worker, then handle messages; an exception that is not caught ends the process."""
     start = inbox.get()
     if not isinstance(start, StartWorker):
         raise TypeError(f"{type(start).__name__} came before Start")
-    worker = make(start)
-    link.send_bytes(encode(WorkerStarted()))
+    worker = make_worker(start)
+    pipe.send_bytes(encode(WorkerStarted()))
     while True:
         message = inbox.get()
-        answer = step(worker, message) if isinstance(message, StepPlan) else ask(worker, message)
-        link.send_bytes(answer)
+        answer = step(worker, message) if isinstance(message, StepPlan) else call(worker, message)
+        pipe.send_bytes(answer)
 
 
 def step(worker: Any, plan: StepPlan) -> bytes:
@@ -73,7 +73,7 @@ def step(worker: Any, plan: StepPlan) -> bytes:
     return encode(result)
 
 
-def ask(worker: Any, message: Down) -> bytes:
+def call(worker: Any, message: Down) -> bytes:
     """If the function fails, the caller gets its exception, and the worker goes on."""
     if not isinstance(message, CallWorker):
         raise TypeError(f"{type(message).__name__} came after Start")
@@ -90,14 +90,14 @@ def main(fd: int, parent: int) -> int:
     # Not `end_with_parent`: the thread that makes a ProcessExecutor may end long before its process.
     watch_parent(parent)
     our_logging.configure("worker")
-    link = Connection(fd)
+    pipe = Connection(fd)
     inbox: SimpleQueue[Down] = SimpleQueue()
-    threading.Thread(target=read_into, args=(inbox, link), name="reader", daemon=True).start()
+    threading.Thread(target=read_into, args=(inbox, pipe), name="reader", daemon=True).start()
     try:
-        serve(inbox, link)
+        serve(inbox, pipe)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            link.send_bytes(encode(worker_ended(error)))
+            pipe.send_bytes(encode(worker_ended(error)))
     return 1
 
 

@@ -265,7 +265,7 @@ class HttpSupervisor:
         try:
             if count := self.client.call("abort_client", number):
                 log.info("aborted %d requests of HTTP process %d", count, number)
-            self.client.call("let_go_client", number)
+            self.client.call("release_client", number)
         except QuireError as error:
             log.warning("could not abort the requests of HTTP process %d: %s", number, error)
 

@@ -1,4 +1,4 @@
-"""One of several HTTP processes: `python -m quire.server.process.http_worker FOLDER NUMBER COUNT LISTENER LIFELINE
+"""One of several HTTP processes: `python -m quire.server.process.http_worker FOLDER NUMBER COUNT LISTENER STATUS
 PARENT AGAIN BOARD`.
 
 Reads its configuration from stdin; inherits its socket and a status pipe. Knows how to be a child process: it reports
@@ -48,19 +48,19 @@ class HttpWorker(ServerProcess):
         resolved: Resolved,
         listener: socket,
         client: ProcessClient,
-        speaker: StatusWriter,
+        status: StatusWriter,
         ledger: UsageLedger,
-        again: bool,
+        is_replacement: bool,
     ):
         config = resolved.asked
         shared = env.outer("PROMETHEUS_MULTIPROC_DIR")
         tenants, tracer = ApiKeys(config.server, ledger=ledger), tracer_of(config)
         super().__init__(config, listener, client, tenants, shared, processes, tracer)
-        self.speaker, self.again = speaker, again
-        if again:  # new connections may wait: the other processes serve
+        self.status, self.is_replacement = status, is_replacement
+        if is_replacement:  # new connections may wait: the other processes serve
             self.opened.clear()
         self.state.front, self.state.fronts = ledger.front, ledger.fronts
-        self.leads = client.client == 0
+        self.is_primary = client.client == 0
         self.logs_stats = False  # the supervisor does
 
     async def run(self) -> int:
@@ -74,24 +74,24 @@ class HttpWorker(ServerProcess):
         """Heartbeats from the serving loop: if it hangs, they stop."""
         while True:
             await asyncio.sleep(BEAT_S)
-            self.speaker.send(Heartbeat(0, 0.0, 0.0))
+            self.status.send(Heartbeat(0, 0.0, 0.0))
 
     async def _connected(self, engine: AsyncEngine) -> None:
         """Fetch the statistics: the engine sends them only when they change."""
         await asyncio.to_thread(engine.client.stats, fresh=True)
 
     def _greet(self, engine: AsyncEngine) -> None:
-        if self.again:
+        if self.is_replacement:
             self.state.metrics.replaced("http")
         else:
             seconds = since_process_start(os.getppid())
             self.state.metrics.startup.labels("all").set(seconds)
         self.opened.set()
-        self.speaker.send(EngineOpen(engine.front.has_chat_template))
+        self.status.send(EngineOpen(engine.front.has_chat_template))
 
     def _report(self, error: Exception) -> None:
         detail = error.detail if isinstance(error, StartupError) else ""
-        self.speaker.send(EngineDied(str(error), detail or ""))
+        self.status.send(EngineDied(str(error), detail or ""))
 
 
 def processes() -> dict[int, str]:
@@ -117,16 +117,16 @@ def name_of(words: list[str]) -> str | None:
 
 def main(words: list[str]) -> int:
     folder, *numbers = words
-    number, count, listener, lifeline, parent, again, board = (int(word) for word in numbers)
+    number, count, listener, status_fd, parent, again, board = (int(word) for word in numbers)
     begin_child(f"server {number}", parent)
     gc.set_threshold(*COLLECT_AFTER)
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
     configure(f"server {number}", resolved.asked.observe.log_level)
-    speaker = StatusWriter(lifeline)
+    status = StatusWriter(status_fd)
     client = ProcessClient(resolved, Path(folder), StateBoard(board), client=number)
     with asyncio.Runner(loop_factory=event_loop()) as runner, socket(fileno=listener) as own:
         ledger = UsageLedger(Path(folder) / KEYS, number, count)
-        front = HttpWorker(resolved, own, client, speaker, ledger, bool(again))
+        front = HttpWorker(resolved, own, client, status, ledger, bool(again))
         try:
             return runner.run(front.run())
         except EngineDeadError:

@@ -75,7 +75,7 @@ class ServerProcess:
     ):
         self.config, self.listener, self.tenants = config, listener, tenants
         self.client = client
-        self.leads, self.logs_stats = True, not config.observe.disable_log_stats
+        self.is_primary, self.logs_stats = True, not config.observe.disable_log_stats
         observe = config.observe
         metrics = ServerMetrics(
             config.model.served_names[0],
@@ -106,7 +106,7 @@ class ServerProcess:
             loop.add_signal_handler(signal.SIGHUP, self.stop, signal.SIGHUP)
         http = asyncio.ensure_future(self._answer())
         try:
-            code = await self._lived(http)
+            code = await self._run_phases(http)
         finally:
             self.http.should_exit = True
             self.opened.set()
@@ -153,7 +153,7 @@ class ServerProcess:
         if self.state.engine is not None:
             self._soon(self.state.engine.call("set_weights", tenants.weights))
 
-    async def _lived(self, http: asyncio.Future[None]) -> int:
+    async def _run_phases(self, http: asyncio.Future[None]) -> int:
         told = asyncio.ensure_future(self.stopping.wait())
         starting = asyncio.ensure_future(self._start())
         await first_of(told, starting, http)
@@ -242,12 +242,12 @@ class ServerProcess:
                 await self.stopping.wait()
             except EngineDelayed:
                 pass  # its supervisor logs this, and restarts it later
-            if (new := self.client.epoch) > epoch and self.leads:
+            if (new := self.client.epoch) > epoch and self.is_primary:
                 state.metrics.replaced("engine", new - epoch)
             epoch = new
             now, latest = time.monotonic(), engine.stats()
             made = latest.prompt_tokens + latest.generation_tokens
-            for _ in range(min(latest.steps - steps, MOST_OBSERVED) if self.leads else 0):
+            for _ in range(min(latest.steps - steps, MOST_OBSERVED) if self.is_primary else 0):
                 state.metrics.observe(
                     "vllm:iteration_tokens_total", (made - tokens) / (latest.steps - steps)
                 )
