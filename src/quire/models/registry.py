@@ -46,7 +46,7 @@ def choose_impl(
         return "transformers", "selected by model_impl"
     lacking = _lacking(architecture, hf_config)
     if not lacking:
-        return "native", f"{architecture} is native"
+        return "native", f"{architecture} has a native model"
     if model_impl in NATIVE:
         raise ConfigError(
             f"model_impl={model_impl}: {lacking}; use auto to run it through Transformers"
