@@ -128,7 +128,7 @@ def test_restarts_are_immediate_then_late_then_forgotten() -> None:
     assert [count.after_death().delay for _ in range(4)] == [0.0, 0.0, 30.0, 30.0]
     assert "4 times" not in count.after_death().text
     clock.now += 61
-    assert count.after_death() == (0.0, "it is started again")
+    assert count.after_death() == (0.0, "restarting it")
 
 
 def test_no_restarts_means_none() -> None:

@@ -44,8 +44,8 @@ class RestartCount:
             self._deaths.popleft()
         count = len(self._deaths)
         if policy.restarts == 0:
-            return Restart(None, f"and {count} times in a row: it is not started again")
+            return Restart(None, f"{count} times in a row: it is not restarted")
         if count > policy.restarts:
-            text = f"and {count} times in a row: it is started again in {policy.retry:.0f} s"
+            text = f"{count} times in a row: restarting it in {policy.retry:.0f} s"
             return Restart(policy.retry, text)
-        return Restart(0.0, "it is started again")
+        return Restart(0.0, "restarting it")
