@@ -127,6 +127,28 @@ def test_a_part_that_says_nothing_is_not_skipped(part: str, path: str) -> None:
     assert wrapper.calls > 5
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_model_that_records_hidden_states_refuses_the_fast_path(depth: int, path: str) -> None:
+    """No hook refuses here; and it may begin and end while the worker has the model."""
+    with engine(path, depth, dtype="bfloat16") as one:
+        worker = worker_of(one)
+        batches, build = [], worker.batcher.build
+        worker.batcher.build = lambda plan: batches.append(build(plan)) or batches[-1]
+        wanted = one.tokens(prompts(3), greedy(6))
+        assert not batches or best() is None
+        batches.clear()
+        worker.model.record_hidden_states([1])
+        one.client.call("reset_prefix_cache")
+        assert one.tokens(prompts(3), greedy(6)) == wanted
+        assert batches
+        assert all(len(batch.hidden_states[1]) == batch.num_tokens for batch in batches)
+        worker.model.record_hidden_states([])
+        batches.clear()
+        one.client.call("reset_prefix_cache")
+        assert one.tokens(prompts(3), greedy(6)) == wanted
+        assert not batches or best() is None
+
+
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_feature_by_row_takes_its_steps_off_the_fast_path(

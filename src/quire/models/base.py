@@ -9,6 +9,7 @@ Shape suffixes: T tokens of this step, S positions that need logits, D features,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import LayerRotaries
 from quire.models.hf_config import TextConfig
+
+if TYPE_CHECKING:
+    from quire.protocol.plan import StepPlan
 
 
 class Decoder(nn.Module):
@@ -73,11 +77,15 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """Whether this plan may run in one native call, in which no module of the model is called."""
+        return False
+
     def record_hidden_states(self, after: Sequence[int]) -> None:
         """Let each forward pass put the residual stream after this many layers into `current_batch().hidden_states`.
 
-        0 gives the embeddings; the number of layers gives the input of the last norm. The last call counts. The fast
-        path refuses a model that records, so call it before the worker gets the model.
+        0 gives the embeddings; the number of layers gives the input of the last norm. The last call counts. A model
+        that records refuses the fast path.
 
         Raises:
             Unsupported: the model cannot. ValueError: it has fewer layers.
@@ -125,6 +133,10 @@ class CausalLM(LanguageModel):
     def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
         """hidden_TD, after the last norm."""
         return self.model(embeddings_TD, positions)
+
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """Whether no hidden states are recorded."""
+        return not self.model.layers.recorded
 
     def record_hidden_states(self, after: Sequence[int]) -> None:
         """See `LanguageModel`."""

@@ -26,7 +26,7 @@ def native_model(model: object) -> CModel | None:
     ):
         return None
     decoder = model.model
-    if (rotary := decoder.rotary.shared) is None or decoder.layers.recorded:
+    if (rotary := decoder.rotary.shared) is None:
         return None
     table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
     if table is None or head is None or not isinstance(fused, FusedDecoder):

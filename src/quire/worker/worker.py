@@ -187,7 +187,7 @@ class Worker:
     def _accepts_fast_step(self, plan: StepPlan) -> bool:
         if not plan.work:
             return True
-        asked = (self.fast_step, self.model_input, self.model_output, *self.hooks)
+        asked = (self.fast_step, self.model, self.model_input, self.model_output, *self.hooks)
         answers = (getattr(part, "accepts_fast_step", _refuses)(plan) for part in asked)
         return all(answers)
 
