@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quire.models.registry import MODELS
 from quire.models.transformers.modes import PER_REQUEST_TYPES, UNSUPPORTED_TYPES, choose_mode
-from tests.models.archs import ARCHS, PACKED, PER_REQUEST
+from tests.models.archs import ARCHS, PAGED, PER_REQUEST
 from tests.models.cases import CASES
 from tests.models.wrappers import WRAPPERS
 
@@ -77,7 +77,7 @@ def refused() -> Iterator[str]:
 
 TABLES = {
     "native": native,
-    "packed": lambda: rows(PACKED),
+    "paged": lambda: rows(PAGED),
     "per request": lambda: rows(PER_REQUEST),
     "wrappers": wrappers,
     "refused": refused,

@@ -80,7 +80,7 @@ IMPORTS_BY_NAME = {  # file: source of the names
 }
 GLOBALS = {
     (
-        "quire/models/transformers/packed.py",
+        "quire/models/transformers/paged.py",
         "_calls",
     ): "the probe that runs now; a second one waits",
     ("quire/models/transformers/self_check.py", "_rows"): "the check that runs now; likewise",

@@ -27,7 +27,7 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 HEAD = {"head_dim": 16}
-PACKED, PER_REQUEST = "packed", "per request"
+PAGED, PER_REQUEST = "paged", "per request"
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Arch:
         return self.name or self.kind
 
 
-def packed(kind: str, name: str = "", slow: bool = False, **config: Any) -> Arch:
-    return Arch(kind, PACKED, config, name, slow)
+def paged(kind: str, name: str = "", slow: bool = False, **config: Any) -> Arch:
+    return Arch(kind, PAGED, config, name, slow)
 
 
 def per_request(kind: str, name: str = "", slow: bool = False, **config: Any) -> Arch:
@@ -112,8 +112,8 @@ _MAMBA = {
 
 ARCHS: list[Arch] = [
     # dense, attention only
-    packed("llama"),
-    packed(
+    paged("llama"),
+    paged(
         "llama",
         "llama (llama3 rope)",
         rope_parameters={
@@ -125,10 +125,10 @@ ARCHS: list[Arch] = [
             "original_max_position_embeddings": 32,
         },
     ),
-    packed("llama", "llama (yarn)", rope_parameters=_YARN, tie_word_embeddings=True),
-    packed("mistral", sliding_window=5, **HEAD),
-    packed("ministral", sliding_window=5, layer_types=_LAYERS3, **HEAD),
-    packed(
+    paged("llama", "llama (yarn)", rope_parameters=_YARN, tie_word_embeddings=True),
+    paged("mistral", sliding_window=5, **HEAD),
+    paged("ministral", sliding_window=5, layer_types=_LAYERS3, **HEAD),
+    paged(
         "ministral3",
         rope_parameters={
             **_YARN,
@@ -137,18 +137,18 @@ ARCHS: list[Arch] = [
         },
         **HEAD,
     ),
-    packed("qwen2"),
-    packed(
+    paged("qwen2"),
+    paged(
         "qwen2", "qwen2 (window)", use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
-    packed("qwen3", head_dim=32),
-    packed("gemma", **HEAD),
-    packed("gemma2", sliding_window=5, query_pre_attn_scalar=24, layer_types=_LAYERS3, **HEAD),
-    packed("gemma3_text", sliding_window=5, layer_types=_LAYERS3, **HEAD),
-    packed(
+    paged("qwen3", head_dim=32),
+    paged("gemma", **HEAD),
+    paged("gemma2", sliding_window=5, query_pre_attn_scalar=24, layer_types=_LAYERS3, **HEAD),
+    paged("gemma3_text", sliding_window=5, layer_types=_LAYERS3, **HEAD),
+    paged(
         "gemma3_text", "gemma3_text (wide window)", sliding_window=9, layer_types=_LAYERS3, **HEAD
     ),
-    packed(
+    paged(
         "gemma4_text",
         sliding_window=5,
         layer_types=_LAYERS3,
@@ -156,7 +156,7 @@ ARCHS: list[Arch] = [
         hidden_size_per_layer_input=8,
         **HEAD,
     ),
-    packed(
+    paged(
         "gemma3n_text",
         num_hidden_layers=4,
         num_kv_shared_layers=2,
@@ -169,65 +169,65 @@ ARCHS: list[Arch] = [
         activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
         **HEAD,
     ),
-    packed("vaultgemma", sliding_window=5, **HEAD),
-    packed("phi"),
-    packed("phi3", sliding_window=5),
-    packed("glm", **HEAD),
-    packed("glm4", **HEAD),
-    packed("olmo", clip_qkv=1.5),
-    packed("olmo2"),
-    packed("olmo3", sliding_window=5, layer_types=_LAYERS3),
-    packed(
+    paged("vaultgemma", sliding_window=5, **HEAD),
+    paged("phi"),
+    paged("phi3", sliding_window=5),
+    paged("glm", **HEAD),
+    paged("glm4", **HEAD),
+    paged("olmo", clip_qkv=1.5),
+    paged("olmo2"),
+    paged("olmo3", sliding_window=5, layer_types=_LAYERS3),
+    paged(
         "granite",
         embedding_multiplier=3.0,
         residual_multiplier=0.7,
         attention_multiplier=0.2,
         logits_scaling=2.0,
     ),
-    packed("granite_swa", sliding_window=5),
-    packed("smollm3", no_rope_layers=[1, 0, 1]),
-    packed("stablelm"),
-    packed("starcoder2", sliding_window=5),
-    packed("cohere", logit_scale=1.5),
-    packed("cohere2", logit_scale=1.5, sliding_window=5, layer_types=_LAYERS3),
-    packed("exaone4", sliding_window=5, layer_types=_LAYERS3),
-    packed("gpt2", **_GPT2),
-    packed("gpt_bigcode", **_GPT2),
-    packed("gpt_neox"),
-    packed("opt", ffn_dim=96, word_embed_proj_dim=64),
-    packed("nemotron", **HEAD),
-    packed("seed_oss", **HEAD),
-    packed("ernie4_5", **HEAD),
-    packed("hunyuan_v1_dense", **HEAD),
-    packed("arcee", **HEAD),
-    packed("helium", **HEAD),
-    packed("apertus", **HEAD),
-    packed("nanochat"),
-    packed("persimmon"),
-    packed("biogpt"),
-    packed("internlm3", **HEAD),
-    packed("cwm", sliding_window=5, layer_types=_LAYERS3, **HEAD),
-    packed("jais2", **HEAD),
-    packed("modernbert-decoder", local_attention=8),
-    packed("bitnet"),
-    packed("youtu", **_MLA),
-    packed("minicpm3", **_MLA),
-    packed("hyperclovax", **HEAD),
+    paged("granite_swa", sliding_window=5),
+    paged("smollm3", no_rope_layers=[1, 0, 1]),
+    paged("stablelm"),
+    paged("starcoder2", sliding_window=5),
+    paged("cohere", logit_scale=1.5),
+    paged("cohere2", logit_scale=1.5, sliding_window=5, layer_types=_LAYERS3),
+    paged("exaone4", sliding_window=5, layer_types=_LAYERS3),
+    paged("gpt2", **_GPT2),
+    paged("gpt_bigcode", **_GPT2),
+    paged("gpt_neox"),
+    paged("opt", ffn_dim=96, word_embed_proj_dim=64),
+    paged("nemotron", **HEAD),
+    paged("seed_oss", **HEAD),
+    paged("ernie4_5", **HEAD),
+    paged("hunyuan_v1_dense", **HEAD),
+    paged("arcee", **HEAD),
+    paged("helium", **HEAD),
+    paged("apertus", **HEAD),
+    paged("nanochat"),
+    paged("persimmon"),
+    paged("biogpt"),
+    paged("internlm3", **HEAD),
+    paged("cwm", sliding_window=5, layer_types=_LAYERS3, **HEAD),
+    paged("jais2", **HEAD),
+    paged("modernbert-decoder", local_attention=8),
+    paged("bitnet"),
+    paged("youtu", **_MLA),
+    paged("minicpm3", **_MLA),
+    paged("hyperclovax", **HEAD),
     # mixture of experts, attention only
-    packed("mixtral", **_MOE),
-    packed("qwen2_moe", shared_expert_intermediate_size=48, **_MOE),
-    packed("qwen3_moe", **HEAD, **_MOE),
-    packed("granitemoe", **_MOE),
-    packed("granitemoeshared", shared_intermediate_size=32, **_MOE),
-    packed("olmoe", **_MOE),
-    packed("gpt_oss", sliding_window=5, layer_types=_LAYERS3, **HEAD, **_MOE),
-    packed("phimoe", sliding_window=5, **_MOE),
-    packed("deepseek_v2", **{**_MLA, **_SIGMOID, "topk_method": "group_limited_greedy"}),
-    packed("deepseek_v3", **_MLA, **_SIGMOID),
-    packed("glm4_moe", **HEAD, **_SIGMOID),
-    packed("glm4_moe_lite", **_MLA, **_SIGMOID),
-    packed("dots1", **HEAD, **_SIGMOID),
-    packed(
+    paged("mixtral", **_MOE),
+    paged("qwen2_moe", shared_expert_intermediate_size=48, **_MOE),
+    paged("qwen3_moe", **HEAD, **_MOE),
+    paged("granitemoe", **_MOE),
+    paged("granitemoeshared", shared_intermediate_size=32, **_MOE),
+    paged("olmoe", **_MOE),
+    paged("gpt_oss", sliding_window=5, layer_types=_LAYERS3, **HEAD, **_MOE),
+    paged("phimoe", sliding_window=5, **_MOE),
+    paged("deepseek_v2", **{**_MLA, **_SIGMOID, "topk_method": "group_limited_greedy"}),
+    paged("deepseek_v3", **_MLA, **_SIGMOID),
+    paged("glm4_moe", **HEAD, **_SIGMOID),
+    paged("glm4_moe_lite", **_MLA, **_SIGMOID),
+    paged("dots1", **HEAD, **_SIGMOID),
+    paged(
         "llama4_text",
         no_rope_layers=[1, 0, 1],
         intermediate_size_mlp=96,
@@ -235,19 +235,19 @@ ARCHS: list[Arch] = [
         **HEAD,
         **_MOE,
     ),
-    packed("minimax_m2", **HEAD, **_MOE),
-    packed("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=32, **HEAD),
-    packed("solar_open", **HEAD, **_SIGMOID),
-    packed("hy_v3", **HEAD, **_MOE),
-    packed("exaone_moe", sliding_window=5, **HEAD, **_MOE),
-    packed("flex_olmo", **_MOE),
-    packed("hunyuan_v1_moe", moe_topk=2, **HEAD, **_MOE),
-    packed("jetmoe", kv_channels=16, **_MOE),
-    packed("axk1", **_MLA, **_SIGMOID),
-    packed("laguna", sliding_window=5, **HEAD, **_MOE),
-    packed("mimo_v2_flash", sliding_window=5, **HEAD, **_SIGMOID),
-    packed("cohere2_moe", logit_scale=1.5, sliding_window=5, **HEAD, **_MOE),
-    packed(
+    paged("minimax_m2", **HEAD, **_MOE),
+    paged("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=32, **HEAD),
+    paged("solar_open", **HEAD, **_SIGMOID),
+    paged("hy_v3", **HEAD, **_MOE),
+    paged("exaone_moe", sliding_window=5, **HEAD, **_MOE),
+    paged("flex_olmo", **_MOE),
+    paged("hunyuan_v1_moe", moe_topk=2, **HEAD, **_MOE),
+    paged("jetmoe", kv_channels=16, **_MOE),
+    paged("axk1", **_MLA, **_SIGMOID),
+    paged("laguna", sliding_window=5, **HEAD, **_MOE),
+    paged("mimo_v2_flash", sliding_window=5, **HEAD, **_SIGMOID),
+    paged("cohere2_moe", logit_scale=1.5, sliding_window=5, **HEAD, **_MOE),
+    paged(
         "longcat_flash",
         num_layers=2,
         num_hidden_layers=None,
@@ -258,7 +258,7 @@ ARCHS: list[Arch] = [
         moe_topk=2,
         **_MLA,
     ),
-    packed(
+    paged(
         "dbrx",
         d_model=64,
         n_heads=4,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.models.transformers.model import TransformersModel
-from tests.models.archs import ARCHS, PACKED, VOCAB, Arch, make_model
+from tests.models.archs import ARCHS, PAGED, VOCAB, Arch, make_model
 from tests.models.harness import Runner
 
 CLOSE = 1e-4  # float32, on logits of magnitude ~2
@@ -77,7 +77,7 @@ def test_says_what_transformers_says(arch: Arch) -> None:
     wanted_after = plain_logits(model, after_a_prefix)
     ours = TransformersModel(model, max_model_len=256)
     assert ours.mode == arch.mode, ours.description
-    assert bool(ours.attention_layers()) == (arch.mode == PACKED)
+    assert bool(ours.attention_layers()) == (arch.mode == PAGED)
 
     for block_size in (16, *BLOCKS.get(arch.label, ())):
         runner = Runner(ours, block_size=block_size, num_tokens=1024)
@@ -103,5 +103,5 @@ def test_says_what_transformers_says(arch: Arch) -> None:
 
 def _restore(ours: TransformersModel) -> None:
     """Give the wrapped model its own attention back."""
-    if ours.mode == PACKED:
+    if ours.mode == PAGED:
         ours.model.set_attn_implementation("eager")

@@ -17,7 +17,7 @@ from quire.models.base import CausalLM
 from quire.models.load import build_model
 from quire.models.transformers.model import TransformersModel
 from quire.platforms.cpu import CpuPlatform
-from tests.models.archs import ARCHS, PACKED, PER_REQUEST, VOCAB, Arch, make_model, randomise
+from tests.models.archs import ARCHS, PAGED, PER_REQUEST, VOCAB, Arch, make_model, randomise
 from tests.models.cases import edit_config, save
 from tests.models.harness import Runner
 from tests.models.test_generic import CLOSE, in_awkward_pieces, plain_logits, prompts
@@ -51,7 +51,7 @@ def test_text_of_a_wrapper_runs_without_its_towers(wrapper: Wrapper, impl: str, 
     if impl == "auto":
         assert isinstance(ours, CausalLM) == wrapper.runs_as.startswith("native")
     if isinstance(ours, TransformersModel):
-        assert ours.mode == (PER_REQUEST if wrapper.runs_as == PER_REQUEST else PACKED)
+        assert ours.mode == (PER_REQUEST if wrapper.runs_as == PER_REQUEST else PAGED)
         said = f"text only: model.{wrapper.dropped} not kept"
         assert (said in ours.description) == bool(wrapper.dropped)
     names = (name for name, weight in ours.named_parameters() if weight.numel())

@@ -14,9 +14,9 @@ from torch import nn
 
 from quire.errors import Unsupported
 from quire.models.transformers import model as generic
-from quire.models.transformers import packed as packed
+from quire.models.transformers import paged
 from quire.models.transformers.model import TransformersModel
-from quire.models.transformers.modes import PACKED, PER_REQUEST, choose_mode
+from quire.models.transformers.modes import PAGED, PER_REQUEST, choose_mode
 from tests.models.archs import ARCHS, Arch, make_model
 
 BY_LABEL = {arch.label: arch for arch in ARCHS}
@@ -30,8 +30,8 @@ def _no_grad():
 
 @pytest.fixture
 def any_config_packs(monkeypatch):
-    """The tables of `modes.py` know nothing: only what is measured can stop packed mode."""
-    monkeypatch.setattr(generic, "choose_mode", lambda *_: (PACKED, "tables are off"))
+    """The tables of `modes.py` know nothing: only what is measured can stop paged mode."""
+    monkeypatch.setattr(generic, "choose_mode", lambda *_: (PAGED, "tables are off"))
 
 
 def build(label: str, change=None, dtype=torch.float32) -> TransformersModel:
@@ -123,7 +123,7 @@ def places_as_positions(model) -> None:
         (places_as_positions, "differ from its plain pass"),
     ],
 )
-def test_a_model_that_cannot_be_packed_gets_its_own_cache(change, reason, dtype) -> None:
+def test_a_model_that_cannot_be_paged_gets_its_own_cache(change, reason, dtype) -> None:
     ours = build("llama", change, dtype)
     assert ours.mode == PER_REQUEST
     assert reason in ours.description
@@ -162,7 +162,7 @@ def test_the_tables_are_not_needed(arch, any_config_packs) -> None:
 def test_temperature_by_place_is_found(any_config_packs) -> None:
     config = {**BY_LABEL["llama4_text"].config, "floor_scale": 4, "attn_scale": 3.0}
     assert 0 in config["no_rope_layers"]
-    model = make_model(Arch("llama4_text", PACKED, config))
+    model = make_model(Arch("llama4_text", PAGED, config))
     assert model.config.attn_temperature_tuning
     assert TransformersModel(model, max_model_len=256).mode == PER_REQUEST
 
@@ -171,8 +171,8 @@ def test_temperature_by_place_is_found(any_config_packs) -> None:
 
 
 def without(**lost):
-    """`packed._layer`, with some of what a layer asked for forgotten."""
-    whole = packed._layer
+    """`paged._layer`, with some of what a layer asked for forgotten."""
+    whole = paged._layer
 
     def layer(*args):
         made = whole(*args)
@@ -199,19 +199,19 @@ def without(**lost):
     ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)),
 )
 def test_a_wrong_bridge_is_found(label, lost, monkeypatch) -> None:
-    assert build(label).mode == PACKED
-    monkeypatch.setattr(packed, "_layer", without(**lost))
+    assert build(label).mode == PAGED
+    monkeypatch.setattr(paged, "_layer", without(**lost))
     assert build(label).mode == PER_REQUEST
 
 
 def test_probing_leaves_no_trace() -> None:
     model = make_model(BY_LABEL["llama"])
     before = model.config._attn_implementation
-    calls = packed.probe(model, lambda ids, positions: model(input_ids=ids, position_ids=positions))
+    calls = paged.probe(model, lambda ids, positions: model(input_ids=ids, position_ids=positions))
     assert len(calls) == 3
     assert model.config._attn_implementation == before
     with pytest.raises(RuntimeError, match="probing only"):
-        packed._record(model, *[torch.zeros(1, 1, 1, 1)] * 3)
+        paged._record(model, *[torch.zeros(1, 1, 1, 1)] * 3)
 
 
 # ------------------------------------------------------------------------------------- what the config says
@@ -220,11 +220,11 @@ def test_probing_leaves_no_trace() -> None:
 @pytest.mark.parametrize(
     ("config", "mode"),
     [
-        ({"model_type": "llama"}, PACKED),
+        ({"model_type": "llama"}, PAGED),
         ({"model_type": "unheard_of", "layer_types": ["full_attention", "wavelet"]}, PER_REQUEST),
         ({"model_type": "falcon_like", "alibi": True}, PER_REQUEST),
         ({"model_type": "llama4_text", "attention_chunk_size": 64}, PER_REQUEST),
-        ({"model_type": "llama4_text", "attention_chunk_size": 128}, PACKED),
+        ({"model_type": "llama4_text", "attention_chunk_size": 128}, PAGED),
         (
             {"model_type": "llama4_text", "attn_temperature_tuning": True, "floor_scale": 64},
             PER_REQUEST,
@@ -240,7 +240,7 @@ def test_choose_mode(config, mode) -> None:
 
 def test_the_longest_request_counts_for_chunks() -> None:
     config = {"model_type": "llama4_text", "attention_chunk_size": 8192}
-    assert choose_mode(config, 8192)[0] == PACKED
+    assert choose_mode(config, 8192)[0] == PAGED
     mode, why = choose_mode(config, 8193)
     assert mode == PER_REQUEST
     assert "--max-model-len 8192" in why

@@ -105,7 +105,7 @@ WRAPPERS = [
     Wrapper(
         "gemma3",
         "Gemma3ForConditionalGeneration",
-        "packed",
+        "paged",
         lambda: {
             "text_config": {**TEXT, "sliding_window": 5},
             "vision_config": {"model_type": "siglip_vision_model", **SIGLIP},
@@ -115,7 +115,7 @@ WRAPPERS = [
     Wrapper(
         "llama4",
         "Llama4ForConditionalGeneration",
-        "packed",
+        "paged",
         lambda: {
             "text_config": {
                 **TEXT,
@@ -129,7 +129,7 @@ WRAPPERS = [
     Wrapper(
         "qwen3_vl_moe",
         "Qwen3VLMoeForConditionalGeneration",
-        "packed",
+        "paged",
         lambda: {
             "text_config": {
                 **TEXT,
@@ -190,7 +190,7 @@ WRAPPERS = [
     Wrapper(
         "glm4v",
         "Glm4vForConditionalGeneration",
-        "packed",
+        "paged",
         lambda: {
             "text_config": {**TEXT, **MROPE},
             "vision_config": {**QWEN_TOWER, "image_size": 28},
@@ -200,7 +200,7 @@ WRAPPERS = [
     Wrapper(
         "gemma4",
         "Gemma4ForConditionalGeneration",
-        "packed",
+        "paged",
         lambda: {
             "text_config": {
                 **TEXT,

@@ -1,11 +1,11 @@
 """Transformers backend: any text model of Transformers, with the interface of native models.
 
-    packed        Quire's attention, with the model's own code for all else; paging, prefix caching and
+    paged        Quire's attention, with the model's own code for all else; paging, prefix caching and
                   preemption work as for native models
     per request   the model's own cache, one pass per row; slower, for models that also mix tokens elsewhere
 
 The mode is decided at load: first by the config (`modes.py`), then by what the layers pass to attention in
-one forward pass (`packed.py`), then by whether the logits agree (`self_check.py`).
+one forward pass (`paged.py`), then by whether the logits agree (`self_check.py`).
 A model that fails in both modes is refused.
 
 Knows one forward pass. Does not know blocks, plans, sampling, or any architecture by name.
@@ -32,10 +32,10 @@ from quire.layers.attention import Attention
 from quire.logging import get_logger
 from quire.models.base import LanguageModel
 from quire.models.transformers import load as loading
-from quire.models.transformers import packed as packed
+from quire.models.transformers import paged
 from quire.models.transformers import self_check as check
 from quire.models.transformers.modes import (
-    PACKED,
+    PAGED,
     PER_REQUEST,
     Mode,
     check_supported,
@@ -51,7 +51,7 @@ from quire.models.transformers.parts import (
     runner_of,
     vocab_size,
 )
-from quire.models.transformers.per_request import OwnCaches
+from quire.models.transformers.per_request import PerRequestCaches
 
 log = get_logger(__name__)
 
@@ -64,14 +64,14 @@ class TransformersModel(LanguageModel):
     """See the module's docstring. Make one with `build`.
 
     Attributes:
-        mode: "packed" or "per request".
+        mode: "paged" or "per request".
         per_request: True in mode "per request": no attention layers of Quire, and `forget` must be called.
         supports_prefix_caching: False in mode "per request".
         description: one sentence for the log: which mode, why, and which features are off.
     """
 
     mode: Mode
-    recordable = False  # the model's code may read values from the device, which a graph cannot do
+    capturable = False  # the model's code may read values from the device, which a graph cannot do
 
     def __init__(self, model: PreTrainedModel, max_model_len: int, step_tokens: int = 0):
         """Wrap a model that has its weights.
@@ -84,7 +84,7 @@ class TransformersModel(LanguageModel):
         self.config = model.config.get_text_config(decoder=True)
         check_supported(self.config.to_dict(), type(model).__name__)
         self._layers = nn.ModuleList()
-        self._caches: OwnCaches | None = None
+        self._caches: PerRequestCaches | None = None
         self._frozen = loading.freeze_rope(model, max_model_len)
         self._trunk, self._output = find_trunk(model)
         self._runner = runner_of(model, self._trunk)
@@ -119,7 +119,7 @@ class TransformersModel(LanguageModel):
 
     @property
     def supports_prefix_caching(self) -> bool:
-        return self.mode == PACKED
+        return self.mode == PAGED
 
     @property
     def vocab_size(self) -> int:
@@ -210,10 +210,10 @@ class TransformersModel(LanguageModel):
 
     def _choose(self, max_model_len: int, step_tokens: int) -> None:
         mode, why = choose_mode(self.config.to_dict(), max_model_len, step_tokens)
-        if mode == PACKED:
+        if mode == PAGED:
             try:
-                self._become_packed(max_model_len)
-            except packed.NotPackable as error:
+                self._become_paged(max_model_len)
+            except paged.PagingUnsupported as error:
                 mode, why = PER_REQUEST, str(error)
         if mode == PER_REQUEST:
             self._become_per_request()
@@ -221,8 +221,8 @@ class TransformersModel(LanguageModel):
         self.description = self._describe(why)
 
     def _describe(self, why: str) -> str:
-        if self.mode == PACKED:
-            parts = [f"runs through Transformers, packed: {why}"]
+        if self.mode == PAGED:
+            parts = [f"runs through Transformers, paged: {why}"]
         else:
             parts = [
                 f"runs through Transformers with one cache per request because {why}",
@@ -234,30 +234,30 @@ class TransformersModel(LanguageModel):
             parts.append(f"text only: {', '.join(self._dropped)} not kept")
         return "; ".join(parts + self._frozen)
 
-    def _become_packed(self, max_model_len: int) -> None:
+    def _become_paged(self, max_model_len: int) -> None:
         before = self.model.config._attn_implementation
         ids = check.prompts(vocab_size(self.model), self.model.device)
-        calls = packed.probe(self.model, self._run)
-        layers = packed.attach(calls, max_model_len)
-        check.register(packed.HANDLE)
+        calls = paged.probe(self.model, self._run)
+        layers = paged.attach(calls, max_model_len)
+        check.register(paged.HANDLE)
         try:
             with check.checking() as rows:
 
                 def step(pieces: list[tuple[int, int, Tensor]]) -> list[Tensor]:
                     rows.pieces = [(row, start, len(ids_T)) for row, start, ids_T in pieces]
-                    return self._packed_step(pieces)
+                    return self._paged_step(pieces)
 
                 wrong = self._compare(ids, step, check.CHECK)
             if wrong:
-                raise packed.NotPackable(wrong)
-        except packed.NotPackable:
-            packed.detach(calls)
-            packed.use(self.model, before)
+                raise paged.PagingUnsupported(wrong)
+        except paged.PagingUnsupported:
+            paged.detach(calls)
+            paged.set_attention(self.model, before)
             raise
-        packed.use(self.model, packed.ATTENTION)
+        paged.set_attention(self.model, paged.ATTENTION)
         self._layers.extend(layers)
 
-    def _packed_step(self, pieces: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+    def _paged_step(self, pieces: list[tuple[int, int, Tensor]]) -> list[Tensor]:
         ids_T = torch.cat([ids for _, _, ids in pieces])
         positions_T = torch.cat(
             [torch.arange(at, at + len(ids), device=ids.device) for _, at, ids in pieces]
@@ -267,8 +267,8 @@ class TransformersModel(LanguageModel):
                 hidden_1TD = self._run(ids_T[None], positions_T[None])[0]
             logits_TV = self.logits(hidden_1TD[0])
         except Exception as error:  # model code may fail in any way with an unexpected pass
-            raise packed.NotPackable(
-                f"a packed pass failed in its code ({type(error).__name__}: {error})"
+            raise paged.PagingUnsupported(
+                f"a paged pass failed in its code ({type(error).__name__}: {error})"
             ) from error
         return list(logits_TV.split([len(ids) for _, _, ids in pieces]))
 
@@ -276,7 +276,7 @@ class TransformersModel(LanguageModel):
         ids = check.prompts(vocab_size(self.model), self.model.device)
         reasons = []
         for one_by_one in (False, True):
-            caches = OwnCaches(self._run_cached, self._new_cache, one_by_one)
+            caches = PerRequestCaches(self._run_cached, self._new_cache, one_by_one)
             try:
                 wrong = self._compare(ids, functools.partial(self._cached_step, caches), None)
             except Exception as error:  # as above
@@ -293,7 +293,7 @@ class TransformersModel(LanguageModel):
         )
 
     def _cached_step(
-        self, caches: OwnCaches, pieces: list[tuple[int, int, Tensor]]
+        self, caches: PerRequestCaches, pieces: list[tuple[int, int, Tensor]]
     ) -> list[Tensor]:
         results = []
         for row, start, ids_T in pieces:
@@ -315,11 +315,11 @@ class TransformersModel(LanguageModel):
         def attended(pieces: list[tuple[int, int, Tensor]]) -> list[Tensor]:
             if attention is None:
                 return step(pieces)
-            packed.use(self.model, attention)
+            paged.set_attention(self.model, attention)
             try:
                 return step(pieces)
             finally:
-                packed.use(self.model, before)
+                paged.set_attention(self.model, before)
 
         exact = self.model.dtype == torch.float32
         limit = check.EXACT if exact else self._rounding(ids)
@@ -330,11 +330,11 @@ class TransformersModel(LanguageModel):
         before = self.model.config._attn_implementation
 
         def simply(ids_N: Tensor) -> Tensor:
-            packed.use(self.model, "eager")
+            paged.set_attention(self.model, "eager")
             try:
                 return self._plain(ids_N)
             finally:
-                packed.use(self.model, before)
+                paged.set_attention(self.model, before)
 
         if before == "eager" or not self.model._can_set_attn_implementation():
             return check.ROUGH

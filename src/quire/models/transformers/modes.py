@@ -1,13 +1,13 @@
-"""Chooses the mode of a Transformers model: packed, or one cache per request.
+"""Chooses the mode of a Transformers model: paged, or one cache per request.
 
-    packed        one forward pass computes all requests of a step side by side; keys and values go through Quire's
+    paged        one forward pass computes all requests of a step side by side; keys and values go through Quire's
                   attention layers into its KV cache, so prefix caching and preemption work as for native models.
     per request   one forward pass per request, with a cache of Transformers; correct for recurrent layers,
                   alibi and sparse attention, but without paging and without prefix caching.
 
 Knows a config as a dict. Does not know torch or the model. What only the model can show (does each layer go
-through the attention interface, with which mask?) is found at build time by `packed.py` and `self_check.py`,
-which may change "packed" to "per request", never the reverse.
+through the attention interface, with which mask?) is found at build time by `paged.py` and `self_check.py`,
+which may change "paged" to "per request", never the reverse.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from quire.errors import Unsupported
 
-Mode = Literal["packed", "per request"]
-PACKED: Mode = "packed"
+Mode = Literal["paged", "per request"]
+PAGED: Mode = "paged"
 PER_REQUEST: Mode = "per request"
 
-PACKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Layers that mix tokens only through attention; any other layer would mix tokens of different requests."""
 
 _OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
@@ -102,7 +102,9 @@ def choose_mode(
     kind = str(hf_config.get("model_type", ""))
     if reason := PER_REQUEST_TYPES.get(kind):
         return PER_REQUEST, reason
-    if others := sorted({str(t) for t in hf_config.get("layer_types") or ()} - PACKED_LAYER_TYPES):
+    if others := sorted(
+        {str(t) for t in hf_config.get("layer_types") or ()} - ATTENTION_LAYER_TYPES
+    ):
         return PER_REQUEST, f"it has layers of type {', '.join(others)}"
     if hf_config.get("alibi"):
         return PER_REQUEST, "it adds a position bias to attention (alibi)"
@@ -111,14 +113,14 @@ def choose_mode(
     if chunk and longest > chunk:
         return PER_REQUEST, (
             f"it attends within chunks of {chunk} tokens and max_model_len is {longest} "
-            f"(--max-model-len {chunk} makes it packed)"
+            f"(--max-model-len {chunk} makes it paged)"
         )
     if (tuning := _tuning(hf_config)) and max(longest, step_tokens) > tuning:
         return (
             PER_REQUEST,
             f"it scales queries by their position in the pass beyond {tuning} tokens",
         )
-    return PACKED, "every layer is attention, full or in a window"
+    return PAGED, "every layer is attention, full or in a window"
 
 
 def _chunk(hf_config: Mapping[str, Any]) -> int:

@@ -23,7 +23,7 @@ class _Row:
     length: int = 0
 
 
-class OwnCaches:
+class PerRequestCaches:
     """Maps row numbers to caches.
 
     Args:

@@ -4,7 +4,7 @@ Every model of the Transformers backend passes this check before it serves. Two 
 uneven pieces, side by side, and compared with the model's own pass over each whole prompt. A model that mixes tokens
 in a way that `modes.py` does not know fails here, instead of giving bad text later.
 
-Knows forward functions. Does not know backends: a short implementation here computes packed attention, so that a
+Knows forward functions. Does not know backends: a short implementation here computes paged attention, so that a
 wrong kernel cannot be mistaken for a wrong model.
 
 Shape suffixes: T tokens of one pass, N of one prompt, H query heads, K key/value heads, D head size, V vocabulary.
@@ -71,22 +71,24 @@ def difference(
             if logits_TV.shape != got[row][start : start + n].shape:
                 return f"logits have shape {tuple(logits_TV.shape)}"
             got[row][start : start + n] = logits_TV.float()
-    apart = torch.cat([_apart(w, g) for w, g in zip(wanted, got, strict=True)])
-    missed = int((~(apart <= limit)).sum())  # not (a > b): nan counts as missed
-    if missed <= (len(apart) // 4 if spare else 0):
+    errors = torch.cat([_relative_error(w, g) for w, g in zip(wanted, got, strict=True)])
+    missed = int((~(errors <= limit)).sum())  # not (a > b): nan counts as missed
+    if missed <= (len(errors) // 4 if spare else 0):
         return None
-    return f"{missed} of {len(apart)} tokens differ from its plain pass, by up to {float(apart.max()):.1g}"
+    return f"{missed} of {len(errors)} tokens differ from its plain pass, by up to {float(errors.max()):.1g}"
 
 
 def rounding(
     ids: list[Tensor], one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]
 ) -> float:
     """The limit that rounding alone justifies, measured between two orders of summation; ROUGH if they are equal."""
-    middle = float(torch.cat([_apart(one(i).float(), other(i).float()) for i in ids]).median())
+    middle = float(
+        torch.cat([_relative_error(one(i).float(), other(i).float()) for i in ids]).median()
+    )
     return max(0.02, 3 * middle) if middle > 0 else ROUGH
 
 
-def _apart(wanted_NV: Tensor, got_NV: Tensor) -> Tensor:
+def _relative_error(wanted_NV: Tensor, got_NV: Tensor) -> Tensor:
     centred = wanted_NV - wanted_NV.mean(-1, keepdim=True)
     return (wanted_NV - got_NV).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-12)
 
@@ -98,7 +100,7 @@ class _Rows:
     """The check's keys and values, by layer and row."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.pieces: list[tuple[int, int, int]] = []  # (row, start, tokens) of the running pass
 
     def attend(self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -107,9 +109,9 @@ class _Rows:
             key = (layer.layer_index, row)
             k_NKD, v_NKD = k_TKD[at : at + n], v_TKD[at : at + n]
             if start:
-                old_k, old_v = self.kept[key]
+                old_k, old_v = self.cache[key]
                 k_NKD, v_NKD = torch.cat([old_k, k_NKD]), torch.cat([old_v, v_NKD])
-            self.kept[key] = (k_NKD, v_NKD)
+            self.cache[key] = (k_NKD, v_NKD)
             outputs.append(_attention(layer.spec, q_THD[at : at + n], k_NKD, v_NKD, start))
             at += n
         return torch.cat(outputs)
