@@ -255,6 +255,6 @@ def chosen(monkeypatch: Any) -> Iterator[None]:
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(detect, "cuda_device", lambda: detect.CudaDevice("A card", size, (9, 0)))
     monkeypatch.setattr(detect, "cuda_missing", lambda: "")
-    monkeypatch.setattr(cuda.CudaRecorder, "record", lambda self, run: Again(run))
+    monkeypatch.setattr(cuda.CudaGraphCapturer, "capture", lambda self, run: Again(run))
     with installed(monkeypatch):
         yield

@@ -106,16 +106,16 @@ def _watched(client: Any) -> list[float]:
 def record(client: Any, sizes: list[int]) -> None:
     """Capture graphs for these numbers of rows now, without the capture budget; skip those that cannot be captured."""
     source = _source(client)
-    if (pace := getattr(source, "pace", None)) is None:
+    if (budget := getattr(source, "budget", None)) is None:
         return
-    share, pace.share, pace.free_at = pace.share, 1.0, 0.0
+    share, budget.share, budget.free_at = budget.share, 1.0, 0.0
     for size in sizes:
         many(client, [4] * size, 4, f"record-{size}")
-    pace.share = share
+    budget.share = share
 
 
 def _recorded(client: Any) -> list[int]:
-    return sorted(size for size, _ in getattr(_source(client), "recorded", {}))
+    return sorted(key.size for key in getattr(_source(client), "captured", {}))
 
 
 def _source(client: Any) -> Any:

@@ -78,7 +78,7 @@ def forward_context(batch: ForwardBatch) -> Iterator[None]:
 
 
 @contextmanager
-def running_instead(batch: ForwardBatch) -> Iterator[None]:
+def replace_current_batch(batch: ForwardBatch) -> Iterator[None]:
     """Inside a forward pass: layers see `batch`, a captured graph's static tensors, instead of the step's batch."""
     outer, _running.batch = current_batch(), batch
     try:

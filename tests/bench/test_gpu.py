@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import fake_cuda_device
 import triton_interpreter  # noqa: F401
-from worker.test_graphs import Recorder
+from worker.test_graphs import Capturer
 
 from benchmarks.gpu import checks, engine, peers, timing
 from benchmarks.gpu import run as gpu
@@ -191,7 +191,7 @@ def test_a_section_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 def test_sizes_are_recorded_when_asked_for(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
-    monkeypatch.setattr(CpuPlatform, "recorder", lambda self: Recorder())
+    monkeypatch.setattr(CpuPlatform, "graph_capturer", lambda self: Capturer())
     for op in OPS.values():
         monkeypatch.setattr(op, "run", op.run)  # so that it comes back
     monkeypatch.setitem(CONFIGS, "tiny", {**CONFIGS["tiny"], "num_hidden_layers": 1})

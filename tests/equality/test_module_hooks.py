@@ -17,7 +17,7 @@ CALLED = (
 )  # fmt: skip
 PARTS_OF_CALLS = (
     "model.norm", "model.layers.0.input_layernorm", "model.layers.0.self_attn.q_norm",
-    "model.layers.0.self_attn.attend",
+    "model.layers.0.self_attn.attn",
 )  # fmt: skip
 
 

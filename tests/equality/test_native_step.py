@@ -119,7 +119,7 @@ def test_a_long_row_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     with engine(path, dtype="bfloat16") as one:
         wanted = one.tokens(prompts(2), greedy(60))
-    monkeypatch.setattr("quire.layers.rotary.KEPT", 80)
+    monkeypatch.setattr("quire.layers.rotary.TABLE_LENGTH", 80)
     with engine(path, dtype="bfloat16") as one:
         count = Counted(worker_of(one))
         assert one.tokens(prompts(2), greedy(60)) == wanted

@@ -73,7 +73,7 @@ def test_tokens_are_the_same(quantization: str | None, apart: Apart, path: str, 
         assert one.tokens(asked, greedy(COUNT)) == want
         passes = apart.copies
         assert one.tokens(asked, greedy(COUNT)) == want
-        assert not model.recordable
+        assert not model.capturable
         one.client.call(
             "sleep", 1
         )  # its weights cannot be moved: they are dropped, and loaded again

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import triton_interpreter  # noqa: F401
 from engines import engine, greedy, plain, prompts
-from worker.test_graphs import Recorder
+from worker.test_graphs import Capturer
 
 from quire.ops.dispatch import OPS
 from quire.platforms.cpu import CpuPlatform
@@ -29,8 +29,8 @@ def test_tokens_are_those_of_transformers(
     monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
     for op in OPS.values():
         monkeypatch.setattr(op, "run", op.run)  # so that it comes back
-    recorder = Recorder()
-    monkeypatch.setattr(CpuPlatform, "recorder", lambda self: recorder)
+    capturer = Capturer()
+    monkeypatch.setattr(CpuPlatform, "graph_capturer", lambda self: capturer)
     path, asked = checkpoint(kind), prompts(3, longest=30)
     settings = {"block_size": 16, "max_num_batched_tokens": 32, "attention_backend": "triton_attn"}
     settings["cudagraph_capture_sizes"] = ["3", 8, 900]
@@ -40,5 +40,5 @@ def test_tokens_are_those_of_transformers(
         together = one.tokens(asked, [greedy(COUNT), greedy(COUNT), drawn])
         assert together[:2] == [plain(path, prompt, COUNT) for prompt in asked[:2]]
         assert one.tokens(asked[2:], drawn) == together[2:]
-        assert recorder.sizes, "no step of single tokens was replayed"
-        assert set(recorder.sizes) <= {3, 8}
+        assert capturer.sizes, "no step of single tokens was replayed"
+        assert set(capturer.sizes) <= {3, 8}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.layers.rotary import KEPT, RECIPES, Rotary
+from quire.layers.rotary import ROPE_INIT_FUNCTIONS, TABLE_LENGTH, Rotary
 from quire.models.hf_config import TextConfig, rope_parameters
 from quire.ops.reference import rotate
 from tests.models.cases import Case, write
@@ -63,11 +63,11 @@ def test_frequencies_are_those_of_transformers(kind: str, more: dict[str, Any], 
     read = rope_parameters({"rope_parameters": given, "max_position_embeddings": LONGEST})
     ours = Rotary(64, read, max_length=length)
     torch.testing.assert_close(ours.frequencies_P, want_P, atol=0, rtol=1e-6)
-    assert math.isclose(ours.factor, want_factor, rel_tol=1e-7)
+    assert math.isclose(ours.attention_factor, want_factor, rel_tol=1e-7)
 
 
 def test_every_recipe_is_compared() -> None:
-    assert {kind for kind, _ in WAYS} | {"default"} == set(RECIPES)
+    assert {kind for kind, _ in WAYS} | {"default"} == set(ROPE_INIT_FUNCTIONS)
 
 
 MODULES = {  # how the first features of a head turn: halves apart, all or a part; neighbours
@@ -204,7 +204,7 @@ def test_angles_looked_up_are_those_worked_out(kind: str, more: dict[str, Any]) 
     """To the bit, whatever stands beside them in a step; beyond what is kept they are worked out."""
     config = {"max_position_embeddings": TRAINED, "rope_scaling": {"rope_type": kind, **more}}
     ours = Rotary(64, rope_parameters(config), max_length=LONGEST)
-    for places in ([0], [KEPT - 1, 5, 5], list(range(100)), [7, KEPT], [LONGEST]):
+    for places in ([0], [TABLE_LENGTH - 1, 5, 5], list(range(100)), [7, TABLE_LENGTH], [LONGEST]):
         positions_T = torch.tensor(places)
         for got, want in zip(ours(positions_T), ours.angles(positions_T), strict=True):
             assert torch.equal(got, want)

@@ -268,7 +268,7 @@ def test_in_16_bits_a_long_row_goes_in_blocks_of_queries(monkeypatch):
 @pytest.mark.parametrize("kind", ["softcap", "sinks", "one for all"])
 def test_in_16_bits_other_layers_go_in_tiles(kind):
     spec = replace(layer_of(kind).spec, cache=(torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16),) * 2)
-    assert not torch_sdpa.serves(spec, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
+    assert not torch_sdpa.supports(spec, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
     spec = replace(layer_of("plain").spec, cache=(torch.zeros(1, 1, 1, 16),) * 2)
-    assert not torch_sdpa.serves(spec, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
-    assert not torch_sdpa.serves(spec, torch.zeros(1, 4, 16))
+    assert not torch_sdpa.supports(spec, torch.zeros(1, 4, 16, dtype=torch.bfloat16))
+    assert not torch_sdpa.supports(spec, torch.zeros(1, 4, 16))

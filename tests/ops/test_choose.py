@@ -9,7 +9,7 @@ import pytest
 from torch import nn, ones
 
 from quire.attention import base
-from quire.attention.base import Capabilities, Needs, choose
+from quire.attention.base import Capabilities, Needs, choose_backend
 from quire.attention.reference import ReferenceAttention
 from quire.errors import ConfigError
 from quire.layers.attention import Attention
@@ -81,8 +81,8 @@ def test_the_first_that_can_is_taken_and_the_log_says_who_could_not(
 ) -> None:
     order = ("GONE", "NARROW", "TORCH_SDPA")
     with caplog.at_level(logging.INFO):
-        assert choose(None, order, PLAIN)[0] == "NARROW"
-        name, backend = choose("auto", order, replace(PLAIN, sinks=True, windows=True))
+        assert choose_backend(None, order, PLAIN)[0] == "NARROW"
+        name, backend = choose_backend("auto", order, replace(PLAIN, sinks=True, windows=True))
     assert name == "TORCH_SDPA"
     assert isinstance(backend, ReferenceAttention)
     assert "attention: TORCH_SDPA" in caplog.text
@@ -92,15 +92,15 @@ def test_the_first_that_can_is_taken_and_the_log_says_who_could_not(
 
 def test_the_one_asked_for_or_none() -> None:
     order = ("TORCH_SDPA",)
-    assert choose("torch_sdpa", ("NARROW",), PLAIN)[0].upper() == "TORCH_SDPA"
+    assert choose_backend("torch_sdpa", ("NARROW",), PLAIN)[0].upper() == "TORCH_SDPA"
     with pytest.raises(ConfigError, match="NARROW lacks softcap"):
-        choose("NARROW", order, replace(PLAIN, softcap=True))
+        choose_backend("NARROW", order, replace(PLAIN, softcap=True))
     with pytest.raises(
         ConfigError, match="'FLASH' is unknown; choose from NARROW, GONE, TORCH_SDPA"
     ):
-        choose("FLASH", order, PLAIN)
+        choose_backend("FLASH", order, PLAIN)
     with pytest.raises(ConfigError, match="TORCH_SDPA lacks device tpu"):
-        choose(None, order, replace(PLAIN, device="tpu"))
+        choose_backend(None, order, replace(PLAIN, device="tpu"))
 
 
 def test_attention_without_a_worker_says_so() -> None:
@@ -116,5 +116,5 @@ def test_attention_without_a_worker_says_so() -> None:
 def test_only_the_reference_backend_attends_to_later_tokens() -> None:
     needs = replace(PLAIN, non_causal=True)
     with pytest.raises(ConfigError, match="CPU_ATTN lacks attention to later tokens"):
-        choose("CPU_ATTN", (), needs)
-    assert choose("auto", ("CPU_ATTN", "TORCH_SDPA"), needs)[0] == "TORCH_SDPA"
+        choose_backend("CPU_ATTN", (), needs)
+    assert choose_backend("auto", ("CPU_ATTN", "TORCH_SDPA"), needs)[0] == "TORCH_SDPA"

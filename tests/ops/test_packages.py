@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 import triton_interpreter  # noqa: F401
 
 from quire.attention import base, kv_quantization
-from quire.attention.base import Needs, load
+from quire.attention.base import Needs, load_backend
 from quire.attention.reference import ReferenceAttention
 from quire.errors import ConfigError
 from quire.forward_context import forward_context
@@ -128,7 +128,7 @@ def test_they_are_asked_for_what_the_reference_gives(package, kind, monkeypatch)
     tables = {0: [3, 1, 6], 1: [2]}
     found = []
     torch.set_num_threads(1)
-    for backend in (load(name), ReferenceAttention()):
+    for backend in (load_backend(name), ReferenceAttention()):
         made = torch.Generator().manual_seed(2)
         parts = backend.cache_parts(layer.spec.cache_spec("float32"), 7, size)
         layer.bind(backend, tuple(torch.zeros(p.shape, dtype=p.dtype) for p in parts))
@@ -160,12 +160,12 @@ def test_what_they_cannot_is_said(monkeypatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     for name in ("FLASH_ATTN", "FLASHINFER"):
         with pytest.raises(ConfigError, match=f"{name} cannot be loaded"):
-            load(name)
+            load_backend(name)
     monkeypatch.setitem(sys.modules, "flash_attn", PACKAGES["flash_attn"])
-    assert load("FLASH_ATTN").can.lacking(needs) == ["blocks of 16"]
+    assert load_backend("FLASH_ATTN").can.lacking(needs) == ["blocks of 16"]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", PACKAGES["flash_attn_interface"])
-    assert load("FLASH_ATTN").can.lacking(needs) == []
-    assert kv_quantization.DTYPES.keys() - load("FLASH_ATTN").can.kv_dtypes == {
+    assert load_backend("FLASH_ATTN").can.lacking(needs) == []
+    assert kv_quantization.DTYPES.keys() - load_backend("FLASH_ATTN").can.kv_dtypes == {
         "float32",
         "int8",
         "fp8_e4m3",

@@ -106,7 +106,7 @@ def test_weights_travel_on_streams_of_the_card() -> None:
 
 
 class Streams:
-    """Of torch.cuda, as much as a recorder uses; a recording that fails leaves its stream current, as torch does."""
+    """Of torch.cuda, as much as a graph capturer uses; a capture that fails leaves its stream current, as torch does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.current, self.made = "the caller's", 0
@@ -131,7 +131,7 @@ class Streams:
 
     @contextlib.contextmanager
     def graph(self, graph, pool, stream, capture_error_mode):
-        self.current = "the recorder's"
+        self.current = "the capturer's"
         yield
         self.current = "the caller's"
 
@@ -152,12 +152,12 @@ def failing(code: int):
 
 def test_what_cannot_be_recorded_is_not_a_lost_device(monkeypatch) -> None:
     streams = Streams(monkeypatch)
-    recorder = cuda.CudaRecorder()
-    assert recorder.record(lambda: torch.ones(1)).output == 1
+    capturer = cuda.CudaGraphCapturer()
+    assert capturer.capture(lambda: torch.ones(1)).output == 1
     with pytest.raises(RuntimeError, match=r"^CUDA error: not now$") as caught:
-        recorder.record(failing(900))  # cudaErrorStreamCaptureUnsupported
+        capturer.capture(failing(900))  # cudaErrorStreamCaptureUnsupported
     assert not isinstance(caught.value, torch.AcceleratorError)
-    assert (streams.current, recorder.pool) == ("the caller's", 2)
+    assert (streams.current, capturer.pool) == ("the caller's", 2)
     with pytest.raises(torch.AcceleratorError):
-        recorder.record(failing(719))  # cudaErrorLaunchFailure
+        capturer.capture(failing(719))  # cudaErrorLaunchFailure
     assert streams.current == "the caller's"

@@ -1,6 +1,6 @@
 """Graphs on the host's side: which steps are replayed, padding, when one is recorded, and what happens if it cannot be.
 
-The recorder here keeps the function and runs it again, as a device does with what it recorded: from the same memory,
+The capturer here keeps the function and runs it again, as a device does with what it recorded: from the same memory,
 into the same memory.
 """
 
@@ -50,12 +50,12 @@ class Again:
         self.output.copy_(self.run())
 
 
-class Recorder:
+class Capturer:
     def __init__(self, fails: tuple[int, ...] = ()):
         self.sizes: list[int] = []
         self.fails = fails
 
-    def record(self, run) -> Again:
+    def capture(self, run) -> Again:
         made = Again(run)
         self.sizes.append(len(made.output))
         if len(made.output) in self.fails:
@@ -77,10 +77,10 @@ def a_batch(rng: random.Random, counts: list[int]) -> ForwardBatch:
 
 
 def source(
-    recorder: Recorder, sizes=(1, 2, 4), pace: CaptureBudget | None = None, tokens=(1,)
+    capturer: Capturer, sizes=(1, 2, 4), budget: CaptureBudget | None = None, tokens=(1,)
 ) -> GraphModelInput:
     return GraphModelInput(
-        Sum(), recorder, sizes, BLOCKS, LENGTH, tokens, pace or CaptureBudget(share=1.0)
+        Sum(), capturer, sizes, BLOCKS, LENGTH, tokens, budget or CaptureBudget(share=1.0)
     )
 
 
@@ -91,13 +91,13 @@ def run(source: GraphModelInput, batch: ForwardBatch) -> Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_replayed_steps_equal_those_that_run_as_they_are(tokens: int) -> None:
-    rng, recorder = random.Random(1), Recorder()
-    graphs = source(recorder, tokens=(tokens,))
+    rng, capturer = random.Random(1), Capturer()
+    graphs = source(capturer, tokens=(tokens,))
     for _ in range(30):
         batch = a_batch(rng, [tokens] * rng.randint(1, 4))
         assert torch.equal(run(graphs, batch), run_plain(batch))
     assert graphs.replays == 30
-    assert sorted(recorder.sizes) == [tokens, 2 * tokens, 4 * tokens]
+    assert sorted(capturer.sizes) == [tokens, 2 * tokens, 4 * tokens]
 
 
 def with_extras(rng: random.Random, batch: ForwardBatch) -> ForwardBatch:
@@ -110,20 +110,20 @@ def with_extras(rng: random.Random, batch: ForwardBatch) -> ForwardBatch:
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_extra_tensors_are_copied_without_their_names_being_known(tokens: int) -> None:
-    rng, recorder = random.Random(8), Recorder()
-    graphs = source(recorder, tokens=(tokens,))
+    rng, capturer = random.Random(8), Capturer()
+    graphs = source(capturer, tokens=(tokens,))
     for number in range(40):
         batch = a_batch(rng, [tokens] * rng.randint(1, 4))
         if number % 2:
             with_extras(rng, batch)
         assert torch.equal(run(graphs, batch), run_plain(batch))
     assert graphs.replays == 40
-    assert sorted(recorder.sizes) == sorted(2 * [tokens, 2 * tokens, 4 * tokens])
+    assert sorted(capturer.sizes) == sorted(2 * [tokens, 2 * tokens, 4 * tokens])
 
 
 def test_extra_tensors_of_padding_are_zero() -> None:
     rng = random.Random(9)
-    graphs = source(Recorder(), sizes=(4,))
+    graphs = source(Capturer(), sizes=(4,))
     for rows in (4, 2):
         run(graphs, with_extras(rng, a_batch(rng, [1] * rows)))
     ((static, _),) = graphs.captured.values()
@@ -132,12 +132,12 @@ def test_extra_tensors_of_padding_are_zero() -> None:
 
 
 def test_an_extra_tensor_that_is_neither_by_token_nor_by_row_runs_without_a_graph() -> None:
-    rng, recorder = random.Random(10), Recorder()
-    graphs = source(recorder)
+    rng, capturer = random.Random(10), Capturer()
+    graphs = source(capturer)
     batch = a_batch(rng, [1, 1])
     batch.extras["table"] = torch.ones(2)
     assert torch.equal(run(graphs, batch), run_plain(batch))
-    assert (graphs.replays, graphs.eager, recorder.sizes) == (0, 1, [])
+    assert (graphs.replays, graphs.eager, capturer.sizes) == (0, 1, [])
 
 
 def run_plain(batch: ForwardBatch) -> Tensor:
@@ -154,7 +154,7 @@ class Recorded(Sum):
 
 
 def test_a_replay_gives_the_recorded_hidden_states_of_its_step() -> None:
-    rng, graphs = random.Random(8), source(Recorder())
+    rng, graphs = random.Random(8), source(Capturer())
     graphs.inner = Recorded()
     for count in (4, 1, 3, 1):
         batch = a_batch(rng, [1] * count)
@@ -164,25 +164,25 @@ def test_a_replay_gives_the_recorded_hidden_states_of_its_step() -> None:
 
 
 def test_a_step_with_replaced_embeddings_runs_without_a_graph() -> None:
-    batch, graphs = a_batch(random.Random(9), [1]), source(Recorder())
+    batch, graphs = a_batch(random.Random(9), [1]), source(Capturer())
     batch.embeddings.append((torch.tensor([0]), torch.zeros(1, 4)))
     run(graphs, batch)
     assert (graphs.replays, graphs.eager) == (0, 1)
 
 
 def test_other_steps_run_as_they_are() -> None:
-    rng, recorder = random.Random(2), Recorder()
-    graphs = source(recorder)
+    rng, capturer = random.Random(2), Capturer()
+    graphs = source(capturer)
     for counts in ([1] * 5, [1, 2], [7], [2, 2]):
         batch = a_batch(rng, counts)
         assert torch.equal(run(graphs, batch), run_plain(batch))
-    assert (graphs.replays, graphs.eager, recorder.sizes) == (0, 4, [])
+    assert (graphs.replays, graphs.eager, capturer.sizes) == (0, 4, [])
 
 
 def test_padding_is_computed_and_touches_nobody() -> None:
     """Three rows in a graph of four: the fourth is a token at place 0 of the null block."""
     rng = random.Random(3)
-    graphs = source(Recorder(), sizes=(4,))
+    graphs = source(Capturer(), sizes=(4,))
     run(graphs, a_batch(rng, [1] * 4))
     run(graphs, a_batch(rng, [1] * 3))
     static = graphs.captured[4, 1, ()][0].batch
@@ -194,7 +194,7 @@ def test_padding_is_computed_and_touches_nobody() -> None:
 
 def test_all_sizes_share_their_memory() -> None:
     rng = random.Random(4)
-    graphs = source(Recorder())
+    graphs = source(Capturer())
     for count in (1, 4, 2):
         run(graphs, a_batch(rng, [1] * count))
     found = {static.batch.block_tables[0].data_ptr() for static, _ in graphs.captured.values()}
@@ -203,33 +203,33 @@ def test_all_sizes_share_their_memory() -> None:
 
 def test_recording_takes_its_share_of_the_time_and_no_more() -> None:
     """Until it is a size's turn, a larger one serves, or none."""
-    rng, recorder, clock = random.Random(5), Recorder(), Clock()
-    pace = CaptureBudget(share=0.25, clock=clock)
-    graphs = source(recorder, pace=pace)
+    rng, capturer, clock = random.Random(5), Capturer(), Clock()
+    budget = CaptureBudget(share=0.25, clock=clock)
+    graphs = source(capturer, budget=budget)
     run(graphs, a_batch(rng, [1] * 4))
     clock.now = 10.0
-    pace.took(2.0)
+    budget.spent(2.0)
     for at, rows, sizes in ((15.9, 1, [4]), (16.0, 1, [4, 1]), (16.0, 2, [4, 1, 2])):
         clock.now = at
         run(graphs, a_batch(rng, [1] * rows))
-        assert recorder.sizes == sizes
-        pace.free_at = min(pace.free_at, 16.0)
+        assert capturer.sizes == sizes
+        budget.free_at = min(budget.free_at, 16.0)
     assert graphs.eager == 0
 
 
 def test_what_cannot_be_recorded_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    rng, recorder = random.Random(6), Recorder(fails=(2,))
-    graphs = source(recorder)
+    rng, capturer = random.Random(6), Capturer(fails=(2,))
+    graphs = source(capturer)
     for _ in range(3):
         batch = a_batch(rng, [1, 1])
         assert torch.equal(run(graphs, batch), run_plain(batch))
-    assert recorder.sizes == [2]
+    assert capturer.sizes == [2]
     assert "steps of 2 rows run without a CUDA graph: RuntimeError" in caplog.text
 
 
 def test_a_lost_device_is_said_at_once() -> None:
     class Lost:
-        def record(self, run):
+        def capture(self, run):
             raise torch.AcceleratorError("gone")
 
     with pytest.raises(torch.AcceleratorError):

@@ -174,7 +174,7 @@ class AttentionBackend(Protocol):
         ...
 
 
-def load(name: str) -> AttentionBackend:
+def load_backend(name: str) -> AttentionBackend:
     """Raises ConfigError: the name is unknown, or the backend cannot be loaded on this machine."""
     target = BACKENDS.get(name.upper())
     if target is None:
@@ -189,7 +189,7 @@ def load(name: str) -> AttentionBackend:
     return backend
 
 
-def choose(
+def choose_backend(
     wanted: str | None, preference: Sequence[str], needs: Needs
 ) -> tuple[str, AttentionBackend]:
     """The requested backend, or the first of the platform's preference that can serve the model.
@@ -200,7 +200,7 @@ def choose(
     passed: list[str] = []
     for name in [wanted] if wanted and wanted != "auto" else preference:
         try:
-            backend = load(name)
+            backend = load_backend(name)
         except ConfigError as error:
             passed.append(str(error))
             continue

@@ -29,13 +29,13 @@ Kind = tuple[int, int, int, int, float, float]
 
 @dataclass(slots=True)
 class FlashInferStepMetadata:
-    """Step metadata that the layers of a KV group share; `ready`: the kinds of layers with a plan for this step."""
+    """Step metadata that the layers of a KV group share; `planned`: the kinds of layers with a plan for this step."""
 
     slots_T: Tensor
     starts_B1: Tensor
     block_tables: Tensor
     lengths: list[int]
-    ready: set[Kind] = field(default_factory=set)
+    planned: set[Kind] = field(default_factory=set)
 
 
 class FlashInfer:
@@ -98,7 +98,7 @@ class FlashInfer:
             make = self.module.BatchPrefillWithPagedKVCacheWrapper
             self.wrappers[kind] = make(self.workspace, "HND")
         wrapper = self.wrappers[kind]
-        if kind not in meta.ready:
+        if kind not in meta.planned:
             size = keys.shape[2]
             used = [-(-n // size) for n in meta.lengths]
             rows = torch.tensor([row for row, n in enumerate(used) for _ in range(n)])
@@ -113,5 +113,5 @@ class FlashInfer:
                 window_left=window, logits_soft_cap=spec.softcap or 0.0, q_data_type=q_THD.dtype,
                 kv_data_type=keys.dtype,
             )  # fmt: skip
-            meta.ready.add(kind)
+            meta.planned.add(kind)
         return wrapper

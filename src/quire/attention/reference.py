@@ -42,7 +42,7 @@ class Span:
     """The tiles over one range of keys, which are gathered once for all blocks of queries."""
 
     rows: slice
-    lines: Tensor  # int64 [rows * K * blocks per tile]: (block, head) of the cache as one index
+    entries: Tensor  # int64 [rows * K * blocks per tile]: block * K + head
     unseen_BS: Tensor | None  # True where no query attends to the key: it may be unwritten memory
     tiles: list[
         tuple[slice, Tensor | None]
@@ -131,7 +131,7 @@ class ReferenceAttention:
     ) -> Tensor:
         """Write k and v to the batch's slots; return o_THE in q's dtype, zeros for padding tokens."""
         o_THE = q_THD.new_zeros(q_THD.shape[0], spec.num_heads, spec.v_head_dim)
-        attend = self._attend_fused if torch_sdpa.serves(spec, q_THD) else self._attend_tiles
+        attend = self._attend_fused if torch_sdpa.supports(spec, q_THD) else self._attend_tiles
         if kv_quantization.is_quantized(spec.cache):
             kv_quantization.write(spec.cache, k_TKD, v_TKE, meta.slots_T)
             q_THD = kv_quantization.query(q_THD, spec.cache[0].dtype)
@@ -191,7 +191,7 @@ def _spans(
             continue
         blocks = unit.table_BN[a:b, index * per_tile : (index + 1) * per_tile]
         blocks = F.pad(blocks, (0, per_tile - blocks.shape[1]))[:, None] * num_kv_heads
-        lines = (blocks + torch.arange(num_kv_heads, device=device)[:, None]).flatten()
+        entries = (blocks + torch.arange(num_kv_heads, device=device)[:, None]).flatten()
         key_S = torch.arange(start, stop, device=device)
         at_BQ = first_B1[a:b] + torch.arange(Q, device=device)
         unseen_BS = None
@@ -213,7 +213,7 @@ def _spans(
                 if window:
                     hidden |= key_S <= at - window
             tiles.append((slice(x, y), hidden))
-        yield Span(slice(a, b), lines, unseen_BS, tiles)
+        yield Span(slice(a, b), entries, unseen_BS, tiles)
 
 
 def _low(first_B1: Tensor, window: int | None) -> Tensor:
@@ -255,7 +255,7 @@ def _gather(cache: Sequence[Tensor], span: Span) -> Tensor:
         kv_quantization.as_bytes(part)
         .flatten(0, 1)
         .flatten(1)
-        .index_select(0, span.lines)
+        .index_select(0, span.entries)
         .view(part.dtype)
         for part in cache
     )

@@ -34,7 +34,7 @@ class Piece:
     """Rows whose keys are gathered together."""
 
     rows: slice
-    lines: Tensor  # int64 [B * K * N]: (block, head) of the cache as one index
+    entries: Tensor  # int64 [B * K * N]: block * K + head
     num_keys: int  # of the longest row
     stale: (
         tuple[Tensor, Tensor] | None
@@ -49,7 +49,7 @@ Scratch = list[Tensor]
 """Buffers for gathered keys and values, which all layers reuse: new memory costs page faults."""
 
 
-def serves(spec: AttentionSpec, q_THD: Tensor) -> bool:
+def supports(spec: AttentionSpec, q_THD: Tensor) -> bool:
     """Whether this file can compute the layer."""
     keys, values = spec.cache[:2]
     return (
@@ -88,7 +88,7 @@ def pieces(
     return found
 
 
-def _lines(table_BN: Tensor, bases: list[int], wide: list[int], num_kv_heads: int) -> Tensor:
+def _entries(table_BN: Tensor, bases: list[int], wide: list[int], num_kv_heads: int) -> Tensor:
     """Indices of the rows' blocks, for each row and head, in the cache viewed as [blocks * K, block_size * D]."""
     most = max(wide)
     filler_row = wide.index(most)
@@ -122,15 +122,15 @@ def _short(
     if hidden_BQS.any():
         if num_queries > 1:
             hidden_BQS = hidden_BQS.repeat_interleave(heads_each, 1)
-        mask = _added(hidden_BQS, keys.dtype)[:, None]
+        mask = _additive_mask(hidden_BQS, keys.dtype)[:, None]
     stale = None
     if min(held) < S:
         last_B = torch.tensor(wide) - 1
         inside_B = torch.tensor(held) - last_B * block_size
         at = torch.arange(block_size)
         stale = last_B, (at >= inside_B[:, None])[:, None, :, None]
-    lines = _lines(table_BN, bases, wide, spec.num_kv_heads)
-    return Piece(rows, lines, S, stale, mask, [])
+    entries = _entries(table_BN, bases, wide, spec.num_kv_heads)
+    return Piece(rows, entries, S, stale, mask, [])
 
 
 def _long(
@@ -156,12 +156,12 @@ def _long(
         hidden = ahead > 0
         if spec.window is not None:
             hidden |= ahead <= -spec.window
-        mask = _added(hidden, keys.dtype).as_strided((y - x, b - a), (1, 1))
+        mask = _additive_mask(hidden, keys.dtype).as_strided((y - x, b - a), (1, 1))
         blocks.append((slice(x, y), slice(a, b), mask))
-    return Piece(rows, _lines(table_BN, bases, wide, spec.num_kv_heads), S, None, None, blocks)
+    return Piece(rows, _entries(table_BN, bases, wide, spec.num_kv_heads), S, None, None, blocks)
 
 
-def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
@@ -204,13 +204,13 @@ def _attend_long(
 def _gather(cache: Tensor, piece: Piece, scratch: Scratch, which: int) -> Tensor:
     """Copy the rows' blocks of cache [blocks, K, block_size, D] to scratch memory, as [B, K, S, D]."""
     _, K, block_size, D = cache.shape
-    size = len(piece.lines) * block_size * D
+    size = len(piece.entries) * block_size * D
     while len(scratch) <= which:
         scratch.append(cache.new_empty(0))
     if scratch[which].numel() < size or scratch[which].dtype != cache.dtype:
         scratch[which] = cache.new_empty(size)
-    into = scratch[which][:size].view(len(piece.lines), block_size * D)
-    torch.index_select(cache.view(-1, block_size * D), 0, piece.lines, out=into)
+    into = scratch[which][:size].view(len(piece.entries), block_size * D)
+    torch.index_select(cache.view(-1, block_size * D), 0, piece.entries, out=into)
     num_rows = piece.rows.stop - piece.rows.start
     found = into.view(num_rows, K, -1, block_size, D)
     if piece.stale is not None:

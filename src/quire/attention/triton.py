@@ -109,17 +109,19 @@ class TritonStepMetadata:
         self.table_BN = batch.block_tables[kv_group]
         self.starts_B1, self.lengths_B = batch.query_start_B1, batch.lengths_B
         self.rows, self.longest = batch.num_rows, batch.max_length
-        self.alike = batch.max_query if batch.max_query * batch.num_rows == batch.num_tokens else 0
+        # The new tokens of each row, if all rows have as many, as in plain decode: no work list is needed. Else 0.
+        equal = batch.max_query * batch.num_rows == batch.num_tokens
+        self.equal_queries = batch.max_query if equal else 0
         self.query_lens = batch.query_lens
         self.steps: dict[tuple[int, int, int], PagedAttentionStep] = {}
 
     def step(self, heads_each: int, sizes: Sizes) -> PagedAttentionStep:
         key = (heads_each, sizes.short, sizes.long)
         if (found := self.steps.get(key)) is None:
-            found = self.steps[key] = self._cut(heads_each, sizes)
+            found = self.steps[key] = self._split_work(heads_each, sizes)
         return found
 
-    def _cut(self, heads_each: int, sizes: Sizes) -> PagedAttentionStep:
+    def _split_work(self, heads_each: int, sizes: Sizes) -> PagedAttentionStep:
         few, many = sizes.short // heads_each, sizes.long // heads_each
         parts: dict[str, Any] = {
             "table_BN": self.table_BN,
@@ -128,11 +130,9 @@ class TritonStepMetadata:
             "rows": self.rows,
             "longest": self.longest,
         }
-        if 0 < self.alike <= few:  # rows with equal counts, as in plain decode: no work list needed
-            alike = self.alike
-            return PagedAttentionStep(
-                **parts, short_W2=None, num_short=self.rows, long_W2=None, most=alike
-            )
+        if 0 < self.equal_queries <= few:
+            parts |= {"short_W2": None, "num_short": self.rows, "long_W2": None}
+            return PagedAttentionStep(**parts, most=self.equal_queries)
         counts = self.query_lens or self.starts_B1.diff().tolist()
         short = [(row, 0) for row in range(self.rows) if counts[row] <= few]
         # The longest first, so that the item that starts last is not the one that takes longest.

@@ -57,7 +57,7 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(size, cfg.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(size, cfg.rms_norm_eps) if qk_norm else None
         self.interleaved, self.rope = interleaved, rope
-        self.attend = Attention(
+        self.attn = Attention(
             heads, kv_heads, size, scale=scale, window=window, softcap=softcap, layer_index=layer
         )
 
@@ -67,7 +67,7 @@ class SelfAttention(nn.Module):
         k_TKD = k.unflatten(-1, (self.kv_heads, self.size))
         v_TKD = v.unflatten(-1, (self.kv_heads, self.size))
         if self.rope:
-            o_THD = self.attend.fused_rope(q_THD, k_TKD, v_TKD, self._norm_and_rope(), angles)
+            o_THD = self.attn.fused_rope(q_THD, k_TKD, v_TKD, self._norm_and_rope(), angles)
             if o_THD is not None:
                 return self.o_proj(o_THD.flatten(-2))
         if self.q_norm is not None and self.k_norm is not None:
@@ -75,7 +75,7 @@ class SelfAttention(nn.Module):
         if self.rope:
             q_THD = rotate(q_THD, *angles, self.interleaved)
             k_TKD = rotate(k_TKD, *angles, self.interleaved)
-        return self.o_proj(self.attend(q_THD, k_TKD, v_TKD).flatten(-2))
+        return self.o_proj(self.attn(q_THD, k_TKD, v_TKD).flatten(-2))
 
     def _norm_and_rope(self) -> QKNormRope:
         if self.q_norm is None or self.k_norm is None:

@@ -32,7 +32,7 @@ Angles = tuple[Tensor, Tensor]
 
 Parameters = Mapping[str, Any]
 
-KEPT = 8192  # positions in the table; 4 MB with 64 pairs
+TABLE_LENGTH = 8192  # positions in the table; 4 MB with 64 pairs
 
 
 class Rotary(nn.Module):
@@ -47,20 +47,22 @@ class Rotary(nn.Module):
 
     frequencies_P: Tensor
     component_P: Tensor | None  # see `components`
-    kept: Angles | None = None  # angles of the first positions, on the host
+    _table: Angles | None = None  # angles of the first positions, on the host
 
     def __init__(self, head_dim: int, parameters: Parameters, max_length: int = 0):
         super().__init__()
         self.kind = str(parameters["rope_type"])
-        if self.kind not in RECIPES:
+        if self.kind not in ROPE_INIT_FUNCTIONS:
             raise ConfigError(
-                f"rope_type {self.kind!r} is unknown; choose from {', '.join(RECIPES)}"
+                f"rope_type {self.kind!r} is unknown; choose from {', '.join(ROPE_INIT_FUNCTIONS)}"
             )
         self.options = dict(parameters)
-        whole = head_dim if self.kind == "proportional" else partial(head_dim, parameters)
+        whole = head_dim if self.kind == "proportional" else rotary_dim(head_dim, parameters)
         self.size = whole
         with torch.device("cpu"):  # the model may be under construction on "meta"
-            frequencies_P, self.factor = RECIPES[self.kind](whole, parameters, max_length)
+            frequencies_P, self.attention_factor = ROPE_INIT_FUNCTIONS[self.kind](
+                whole, parameters, max_length
+            )
             component_P = components(parameters, len(frequencies_P))
         self.register_buffer("frequencies_P", frequencies_P.float(), persistent=False)
         self.register_buffer("component_P", component_P, persistent=False)
@@ -75,11 +77,11 @@ class Rotary(nn.Module):
         return self.angles(positions)
 
     def table(self) -> Angles:
-        """Angles of the first positions, on the host: [KEPT, P]."""
-        if self.kept is None:
-            cos_LP, sin_LP = self.angles(torch.arange(KEPT))
-            self.kept = cos_LP.contiguous(), sin_LP.contiguous()
-        return self.kept
+        """Angles of the first positions, on the host: [TABLE_LENGTH, P]."""
+        if self._table is None:
+            cos_LP, sin_LP = self.angles(torch.arange(TABLE_LENGTH))
+            self._table = cos_LP.contiguous(), sin_LP.contiguous()
+        return self._table
 
     def angles(self, positions: Tensor) -> Angles:
         """As `forward`, computed without the table.
@@ -95,9 +97,9 @@ class Rotary(nn.Module):
             raise ValueError("positions of several components need `mrope_section` in config.json")
         frequencies = self._dynamic(positions_TP) if self.kind == "dynamic" else self.frequencies_P
         angles_TP = positions_TP * frequencies
-        if self.factor == 1.0:
+        if self.attention_factor == 1.0:
             return angles_TP.cos(), angles_TP.sin()
-        return angles_TP.cos() * self.factor, angles_TP.sin() * self.factor
+        return angles_TP.cos() * self.attention_factor, angles_TP.sin() * self.attention_factor
 
     def _dynamic(self, positions_TP: Tensor) -> Tensor:
         """Frequencies by position: the base grows with the length of the text up to the token itself.
@@ -158,43 +160,43 @@ def components(parameters: Parameters, pairs: int) -> Tensor | None:
     return component_P
 
 
-def partial(head_dim: int, parameters: Parameters) -> int:
+def rotary_dim(head_dim: int, parameters: Parameters) -> int:
     """The number of features that are rotated."""
     return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
-def plain(size: int, theta: float) -> Tensor:
+def inverse_frequencies(size: int, theta: float) -> Tensor:
     """theta ** (-2 i / size), i = 0 .. size / 2."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
 
 
 def _default(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
-    return plain(size, p["rope_theta"]), 1.0
+    return inverse_frequencies(size, p["rope_theta"]), 1.0
 
 
 def _linear(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
     """Positions divided by `factor`."""
-    return plain(size, p["rope_theta"]) / _needed(p, "factor"), 1.0
+    return inverse_frequencies(size, p["rope_theta"]) / _required(p, "factor"), 1.0
 
 
 def _dynamic(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
-    _needed(p, "factor"), _needed(p, "max_position_embeddings")
-    return plain(size, p["rope_theta"]), 1.0
+    _required(p, "factor"), _required(p, "max_position_embeddings")
+    return inverse_frequencies(size, p["rope_theta"]), 1.0
 
 
 def _llama3(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
     """Low frequencies are divided by `factor`, high ones kept, those between blended by turns."""
-    frequencies_P = plain(size, p["rope_theta"])
-    trained = _needed(p, "original_max_position_embeddings")
-    low, high = _needed(p, "low_freq_factor"), _needed(p, "high_freq_factor")
+    frequencies_P = inverse_frequencies(size, p["rope_theta"])
+    trained = _required(p, "original_max_position_embeddings")
+    low, high = _required(p, "low_freq_factor"), _required(p, "high_freq_factor")
     turns_P = trained * frequencies_P / (2 * math.pi)
     kept_P = ((turns_P - low) / (high - low)).clamp(0, 1)
-    return frequencies_P * (kept_P + (1 - kept_P) / _needed(p, "factor")), 1.0
+    return frequencies_P * (kept_P + (1 - kept_P) / _required(p, "factor")), 1.0
 
 
 def _yarn(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
     """As llama3, with a blend by pair index; a factor on cos and sin also sharpens attention."""
-    theta, trained = p["rope_theta"], _needed(p, "original_max_position_embeddings")
+    theta, trained = p["rope_theta"], _required(p, "original_max_position_embeddings")
     factor = p.get("factor") or p["max_position_embeddings"] / trained
 
     def pair_that_turns(times: float) -> float:
@@ -210,45 +212,47 @@ def _yarn(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
         last += 0.001
     pairs_P = torch.arange(size // 2, dtype=torch.float32)
     slowed_P = ((pairs_P - first) / (last - first)).clamp(0, 1)
-    frequencies_P = plain(size, theta)
-    sharp = p.get("attention_factor")
-    if sharp is None:
+    frequencies_P = inverse_frequencies(size, theta)
+    attention_factor = p.get("attention_factor")
+    if attention_factor is None:
         one, all_dims = p.get("mscale"), p.get("mscale_all_dim")
-        sharp = (
-            _sharpness(factor, one) / _sharpness(factor, all_dims)
+        attention_factor = (
+            _attention_scale(factor, one) / _attention_scale(factor, all_dims)
             if one and all_dims
-            else _sharpness(factor, 1.0)
+            else _attention_scale(factor, 1.0)
         )
-    return frequencies_P * (1 - slowed_P + slowed_P / factor), float(sharp)
+    return frequencies_P * (1 - slowed_P + slowed_P / factor), float(attention_factor)
 
 
-def _sharpness(factor: float, scale: float) -> float:
+def _attention_scale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _longrope(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
     """Each pair's frequency divided by its own factor; one set of factors for short texts, one for long."""
-    trained = _needed(p, "original_max_position_embeddings")
+    trained = _required(p, "original_max_position_embeddings")
     factor = p.get("factor") or p["max_position_embeddings"] / trained
     which = "long_factor" if max_length > trained else "short_factor"
-    factors_P = torch.tensor(_needed(p, which), dtype=torch.float32)
+    factors_P = torch.tensor(_required(p, which), dtype=torch.float32)
     if factors_P.shape != (size // 2,):
         raise ConfigError(f"rope: {which} has {len(factors_P)} factors for {size // 2} pairs")
-    sharp = p.get("attention_factor")
-    if sharp is None:
-        sharp = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    return plain(size, p["rope_theta"]) / factors_P, float(sharp)
+    attention_factor = p.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = (
+            1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+        )
+    return inverse_frequencies(size, p["rope_theta"]) / factors_P, float(attention_factor)
 
 
 def _proportional(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
     """Frequencies as if all pairs were rotated, but zero after the rotated part (Gemma 4)."""
-    frequencies_P = plain(size, p["rope_theta"]) / (p.get("factor") or 1.0)
+    frequencies_P = inverse_frequencies(size, p["rope_theta"]) / (p.get("factor") or 1.0)
     turning = int(p.get("partial_rotary_factor", 1.0) * size // 2)
     frequencies_P[turning:] = 0
     return frequencies_P, 1.0
 
 
-RECIPES: dict[str, Callable[[int, Parameters, int], tuple[Tensor, float]]] = {
+ROPE_INIT_FUNCTIONS: dict[str, Callable[[int, Parameters, int], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
@@ -259,7 +263,7 @@ RECIPES: dict[str, Callable[[int, Parameters, int], tuple[Tensor, float]]] = {
 }
 
 
-def _needed(p: Parameters, key: str) -> Any:
+def _required(p: Parameters, key: str) -> Any:
     if p.get(key) is None:
         raise ConfigError(
             f"config.json's rope parameters lack {key!r}, which {p['rope_type']} needs"

@@ -47,7 +47,7 @@ class LanguageModel(nn.Module):
     description = "native"
     """One sentence for the log: how the model runs, and which features are off."""
 
-    recordable = True
+    capturable = True
     """Whether its steps may be captured in graphs."""
     movable = True
     """Whether its weights may be moved to another device and back."""

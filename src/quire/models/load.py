@@ -196,7 +196,7 @@ def _with_weights(
             layer.join()
     if offload is not None:
         offload.take()
-        model.recordable = model.movable = False
+        model.capturable = model.movable = False
     if "native" in platform.kernels:
         # Only norms and the embedding table still use the mapped files.
         release_file_pages(files, (*model.parameters(), *model.buffers()))

@@ -127,7 +127,7 @@ class FusedDecoder:
         self.layers, self.norm, self.kernels = decoder.layers, decoder.norm, kernels
         self.found: list[tuple[Any, CLayer]] = list(zip(decoder.layers, found, strict=True))
         attends: list[Any] = [
-            layer.self_attn.attend if has_attention(c) else None for layer, c in self.found
+            layer.self_attn.attn if has_attention(c) else None for layer, c in self.found
         ]
         keys = [
             (-1, 0) if attend is None else (attend.kv_group, kind)

@@ -50,9 +50,9 @@ def _fill_attention(layer: PreNormLayer, found: CLayer) -> None:
     attention = layer.self_attn
     if type(attention) is not SelfAttention or attention.interleaved:
         return
-    attend, q_norm, k_norm = attention.attend, attention.q_norm, attention.k_norm
-    spec, norms = attend.spec, [layer.input_layernorm, q_norm, k_norm]
-    if not isinstance(attend.backend, CpuAttention) or spec.cache is None:
+    attn, q_norm, k_norm = attention.attn, attention.q_norm, attention.k_norm
+    spec, norms = attn.spec, [layer.input_layernorm, q_norm, k_norm]
+    if not isinstance(attn.backend, CpuAttention) or spec.cache is None:
         return
     if spec.v_head_dim != spec.head_dim or not all(
         norm is None or norm_fits(norm) for norm in norms

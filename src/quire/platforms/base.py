@@ -60,7 +60,7 @@ class Platform(Protocol):
         """Called when everything is allocated. Raises NotEnoughMemory: fewer bytes are free than a step needs."""
         ...
 
-    def recorder(self) -> Any:
+    def graph_capturer(self) -> Any:
         """The object that captures steps as graphs (`worker/graphs.py`); None: the device cannot."""
         ...
 

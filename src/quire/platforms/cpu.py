@@ -62,7 +62,7 @@ class CpuPlatform:
     def check_room(self, needed: int) -> None:
         """Do nothing: Linux provides pages at first touch, and the memory plan has counted them."""
 
-    def recorder(self) -> None:
+    def graph_capturer(self) -> None:
         return None
 
     def copier(self) -> None:

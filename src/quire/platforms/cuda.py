@@ -84,8 +84,8 @@ class CudaPlatform:
                 " gpu_memory_utilization."
             )
 
-    def recorder(self) -> CudaRecorder:
-        return CudaRecorder()
+    def graph_capturer(self) -> CudaGraphCapturer:
+        return CudaGraphCapturer()
 
     def copier(self) -> CudaCopier:
         return CudaCopier(self.device)
@@ -107,15 +107,15 @@ class Graph:
         self.graph.replay()
 
 
-class CudaRecorder:
+class CudaGraphCapturer:
     """Captures CUDA graphs on its own stream; all graphs share one memory pool, because only one runs at a time."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
 
-    def record(self, run: Callable[[], Tensor]) -> Graph:
-        """See `Recorder`. The runs keep their order with the work on the caller's stream.
+    def capture(self, run: Callable[[], Tensor]) -> Graph:
+        """See `GraphCapturer`. The runs keep their order with the work on the caller's stream.
 
         Raises:
             RuntimeError: `run` did something that CUDA cannot capture. The device stays usable.

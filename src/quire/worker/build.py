@@ -235,23 +235,23 @@ def build_model_input(
     from quire.worker.graphs import GraphModelInput, default_sizes
     from quire.worker.model_input import TokenModelInput
 
-    model_input, recorder = TokenModelInput(model), platform.recorder()
+    model_input, capturer = TokenModelInput(model), platform.graph_capturer()
     layers = model.attention_layers()
-    able = model.recordable and layers and layers[0].backend.can.graphs
-    if recorder is None or not able or resolved.asked.parallel.enforce_eager:
+    able = model.capturable and layers and layers[0].backend.can.graphs
+    if capturer is None or not able or resolved.asked.parallel.enforce_eager:
         return model_input
     most = -(-(plan.max_model_len + 1) // resolved.block_size)
     wanted = {int(size) for size in resolved.asked.parallel.cudagraph_capture_sizes}
     sizes = [size for size in wanted if size <= resolved.max_num_seqs]
     sizes = sizes or default_sizes(resolved.max_num_seqs)
-    return GraphModelInput(model_input, recorder, sizes, most, plan.max_model_len)
+    return GraphModelInput(model_input, capturer, sizes, most, plan.max_model_len)
 
 
 def allocate_kv_cache(
     resolved: Resolved, platform: Any, models: Sequence[LanguageModel], plan: MemoryPlan
 ) -> Any:
     """Choose a backend that supports every layer, and give each layer its part of the cache. Returns the storages."""
-    from quire.attention.base import Needs, choose
+    from quire.attention.base import Needs, choose_backend
     from quire.worker.kv_cache import allocate_cache, cached_layers
 
     layers = cached_layers(models)
@@ -269,7 +269,7 @@ def allocate_kv_cache(
             "tokens of this model attend to later tokens, so a prompt must be computed in one step:"
             " set enable_chunked_prefill=False, and max_num_batched_tokens to at least max_model_len"
         )
-    _, backend = choose(resolved.attention_backend, platform.attention, needs)
+    _, backend = choose_backend(resolved.attention_backend, platform.attention, needs)
     groups = plan.layout.groups
     return allocate_cache(
         layers, groups, plan.num_blocks + 1, resolved.block_size, backend, platform

@@ -42,7 +42,7 @@ class DeviceRows(RequestRows):
         super().__init__(max_rows, max_model_len, num_groups, block_size, device)
         self.tables = [lazy_zeros(blocks.shape, torch.int32, self.device) for blocks in self.blocks]
         self.pieces: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
-        self.waiting = 0
+        self.num_staged = 0
         self.staging = StagingBuffer(0, self.device)
 
     def put(self, row: int, start: int, tokens: Sequence[int]) -> None:
@@ -62,24 +62,24 @@ class DeviceRows(RequestRows):
             self.flush()
             staged = self.pieces.setdefault(table, [])
         staged.append((row, start, values))
-        self.waiting += len(values)
+        self.num_staged += len(values)
 
     def flush(self) -> None:
         """Update the tables now, with a copy of their own, when the next step's copy is too late."""
         if self.pieces:
-            self._room(0)
+            self.reserve(0)
             self.staging.begin()
             places = self.stage(self.staging)
             self.write(self.staging.upload(), places)
 
-    def room(self) -> int:
+    def num_integers(self) -> int:
         """How many integers `stage` will add to the staging buffer, at most."""
         pieces = sum(len(staged) for staged in self.pieces.values())
-        return self.waiting + 3 * pieces + len(self.pieces) * (1 + 4 * LINE)
+        return self.num_staged + 3 * pieces + len(self.pieces) * (1 + 4 * LINE)
 
-    def _room(self, more: int) -> StagingBuffer:
+    def reserve(self, more: int) -> StagingBuffer:
         """The staging buffer, with room for the staged integers and `more`; it grows by doubling."""
-        need = self.room() + more
+        need = self.num_integers() + more
         if need > self.staging.size:
             if self.staging.is_accelerator:
                 torch.accelerator.synchronize(self.device)  # its copies may be in flight
@@ -100,7 +100,7 @@ class DeviceRows(RequestRows):
                 np.concatenate([np.asarray(values) for _, _, values in staged]),
             )
             found.append((table, max(counts), [staging.append(column) for column in columns]))
-        self.pieces, self.waiting = {}, 0
+        self.pieces, self.num_staged = {}, 0
         return found
 
     def write(self, packed: Tensor, places: list[tuple[int, int, list[slice]]]) -> None:
@@ -126,7 +126,7 @@ class DeviceInputBatchBuilder(InputBatchBuilder):
         parts = (counts.rows_B, counts.query_start_B1, counts.start_B, counts.end_B)
         sampled = counts.sample_at_S
         size = sum(len(part) + LINE for part in (*parts, sampled))
-        staging = rows._room(size)
+        staging = rows.reserve(size)
         staging.begin()
         placed = [staging.append(part) for part in (*parts, sampled)]
         pieces = rows.stage(staging)

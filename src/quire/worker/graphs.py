@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.forward_context import ForwardBatch, running_instead
+from quire.forward_context import ForwardBatch, replace_current_batch
 from quire.logging import get_logger
 from quire.protocol.plan import StepPlan
 from quire.worker.model_input import ModelInput
@@ -49,7 +49,7 @@ class CapturedGraph(Protocol):
 class GraphCapturer(Protocol):
     """Captures graphs on a device."""
 
-    def record(self, run: Callable[[], Tensor]) -> CapturedGraph:
+    def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
         """Run a few times to warm up, then capture. What `run` reads must keep its address."""
         ...
 
@@ -69,7 +69,7 @@ class CaptureBudget:
     def allows(self) -> bool:
         return self.clock() >= self.free_at
 
-    def took(self, seconds: float) -> None:
+    def spent(self, seconds: float) -> None:
         self.free_at = self.clock() + seconds * (1 / self.share - 1)
 
 
@@ -202,14 +202,14 @@ class GraphModelInput:
     def __init__(
         self,
         inner: ModelInput,
-        recorder: GraphCapturer,
+        capturer: GraphCapturer,
         sizes: Sequence[int],
         max_blocks: int,
         max_length: int,
         tokens: Sequence[int] = (1,),
-        pace: CaptureBudget | None = None,
+        budget: CaptureBudget | None = None,
     ):
-        self.inner, self.recorder, self.pace = inner, recorder, pace or CaptureBudget()
+        self.inner, self.capturer, self.budget = inner, capturer, budget or CaptureBudget()
         self.sizes, self.tokens = sorted(sizes), frozenset(tokens)
         self.max_blocks, self.max_length = max_blocks, max_length
         # By tokens per row and extra tensors: for the largest size.
@@ -273,7 +273,7 @@ class GraphModelInput:
         if not fitting:
             return None
         best = fitting[0]
-        if best not in self.captured and best not in self.failed and self.pace.allows():
+        if best not in self.captured and best not in self.failed and self.budget.allows():
             self._capture(best, batch)
         return next((key for key in fitting if key in self.captured), None)
 
@@ -289,11 +289,11 @@ class GraphModelInput:
         def run() -> Tensor:
             static.batch.meta = {}  # attention plans again, so that its planning is captured too
             static.batch.hidden_states = {}
-            with running_instead(static.batch):
+            with replace_current_batch(static.batch):
                 return self.inner.forward(static.batch)
 
         try:
-            self.captured[key] = static, self.recorder.record(run)
+            self.captured[key] = static, self.capturer.capture(run)
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as error:
@@ -301,5 +301,5 @@ class GraphModelInput:
             log.warning("steps of %d rows run without a CUDA graph: %r", size, error)
             return
         seconds = time.monotonic() - began
-        self.pace.took(seconds)
+        self.budget.spent(seconds)
         log.info("captured steps of %d rows (%d tokens each) in %.2f s", size, tokens, seconds)

@@ -81,7 +81,7 @@ class InputBatchBuilder:
             row_T = np.repeat(rows_B, counts.count_B)
             position_T = np.arange(counts.num_tokens)
             position_T += np.repeat(start_B - starts_B1[:-1], counts.count_B)
-        tables, slots = self._places(rows_B, row_T, position_T, counts.longest)
+        tables, slots = self._tables_and_slots(rows_B, row_T, position_T, counts.longest)
         tensor = self.rows.tensor
         return counts.batch(
             token_ids_T=self.rows.tokens(row_T, position_T),
@@ -114,7 +114,7 @@ class InputBatchBuilder:
             rows_B, count_B, start_B, end_B, drawing_S, query_start_B1, query_lens, lengths
         )
 
-    def _places(
+    def _tables_and_slots(
         self, rows_B: np.ndarray, row_T: np.ndarray, position_T: np.ndarray, longest: int
     ) -> tuple[list[Tensor], list[Tensor]]:
         """By KV group: block tables as wide as the longest row needs, and the slot of each token."""

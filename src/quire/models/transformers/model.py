@@ -1,6 +1,6 @@
 """Transformers backend: any text model of Transformers, with the interface of native models.
 
-    paged        Quire's attention, with the model's own code for all else; paging, prefix caching and
+    paged         Quire's attention, with the model's own code for all else; paging, prefix caching and
                   preemption work as for native models
     per request   the model's own cache, one pass per row; slower, for models that also mix tokens elsewhere
 
@@ -213,7 +213,7 @@ class TransformersModel(LanguageModel):
         if mode == PAGED:
             try:
                 self._become_paged(max_model_len)
-            except paged.PagingUnsupported as error:
+            except paged.PagingError as error:
                 mode, why = PER_REQUEST, str(error)
         if mode == PER_REQUEST:
             self._become_per_request()
@@ -249,8 +249,8 @@ class TransformersModel(LanguageModel):
 
                 wrong = self._compare(ids, step, check.CHECK)
             if wrong:
-                raise paged.PagingUnsupported(wrong)
-        except paged.PagingUnsupported:
+                raise paged.PagingError(wrong)
+        except paged.PagingError:
             paged.detach(calls)
             paged.set_attention(self.model, before)
             raise
@@ -267,7 +267,7 @@ class TransformersModel(LanguageModel):
                 hidden_1TD = self._run(ids_T[None], positions_T[None])[0]
             logits_TV = self.logits(hidden_1TD[0])
         except Exception as error:  # model code may fail in any way with an unexpected pass
-            raise paged.PagingUnsupported(
+            raise paged.PagingError(
                 f"a paged pass failed in its code ({type(error).__name__}: {error})"
             ) from error
         return list(logits_TV.split([len(ids) for _, _, ids in pieces]))

@@ -1,6 +1,6 @@
 """Chooses the mode of a Transformers model: paged, or one cache per request.
 
-    paged        one forward pass computes all requests of a step side by side; keys and values go through Quire's
+    paged         one forward pass computes all requests of a step side by side; keys and values go through Quire's
                   attention layers into its KV cache, so prefix caching and preemption work as for native models.
     per request   one forward pass per request, with a cache of Transformers; correct for recurrent layers,
                   alibi and sparse attention, but without paging and without prefix caching.
@@ -21,7 +21,7 @@ Mode = Literal["paged", "per request"]
 PAGED: Mode = "paged"
 PER_REQUEST: Mode = "per request"
 
-ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Layers that mix tokens only through attention; any other layer would mix tokens of different requests."""
 
 _OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
@@ -102,9 +102,7 @@ def choose_mode(
     kind = str(hf_config.get("model_type", ""))
     if reason := PER_REQUEST_TYPES.get(kind):
         return PER_REQUEST, reason
-    if others := sorted(
-        {str(t) for t in hf_config.get("layer_types") or ()} - ATTENTION_LAYER_TYPES
-    ):
+    if others := sorted({str(t) for t in hf_config.get("layer_types") or ()} - LAYER_TYPES):
         return PER_REQUEST, f"it has layers of type {', '.join(others)}"
     if hf_config.get("alibi"):
         return PER_REQUEST, "it adds a position bias to attention (alibi)"

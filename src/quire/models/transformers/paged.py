@@ -31,7 +31,7 @@ HANDLE = (
 PROBE_TOKENS = 6
 
 
-class PagingUnsupported(Exception):
+class PagingError(Exception):
     """This model cannot run paged; the message is a clause that says why."""
 
 
@@ -83,7 +83,7 @@ def attach(calls: list[AttentionCall], max_model_len: int) -> list[Attention]:
     """Make a Quire attention layer for each call, and attach it to the module that made the call.
 
     Raises:
-        PagingUnsupported: a call needs something that Quire's attention does not support.
+        PagingError: a call needs something that Quire's attention does not support.
     """
     layers = [_layer(call, index, max_model_len) for index, call in enumerate(calls)]
     for call, layer in zip(calls, layers, strict=True):
@@ -123,7 +123,7 @@ def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any]) -> l
         forward: called with ids and positions, [1, T] each; must run the decoder without a cache.
 
     Raises:
-        PagingUnsupported: some layer does not call the attention interface exactly once.
+        PagingError: some layer does not call the attention interface exactly once.
     """
     register()
     before = model.config._attn_implementation
@@ -133,12 +133,10 @@ def probe(model: PreTrainedModel, forward: Callable[[Tensor, Tensor], Any]) -> l
     try:
         with _recording() as calls:
             forward(ids_1T, torch.arange(PROBE_TOKENS, device=model.device)[None])
-    except PagingUnsupported:
+    except PagingError:
         raise
     except Exception as error:  # model code may fail in any way with an unexpected mask
-        raise PagingUnsupported(
-            f"a pass failed in its code ({type(error).__name__}: {error})"
-        ) from error
+        raise PagingError(f"a pass failed in its code ({type(error).__name__}: {error})") from error
     finally:
         set_attention(model, before)
     _check_calls(calls, config)
@@ -156,10 +154,10 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     """Make `name` the attention implementation of every layer.
 
     Raises:
-        PagingUnsupported: the model's code does not use the attention interface.
+        PagingError: the model's code does not use the attention interface.
     """
     if not model._can_set_attn_implementation():
-        raise PagingUnsupported(
+        raise PagingError(
             "its attention does not go through the attention interface of Transformers"
         )
     model.set_attn_implementation(name)
@@ -168,9 +166,9 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 def _check_calls(calls: list[AttentionCall], config: Any) -> None:
     num_layers = int(config.num_hidden_layers)
     if len({id(call.module) for call in calls}) != len(calls):
-        raise PagingUnsupported("a layer calls attention more than once in a pass")
+        raise PagingError("a layer calls attention more than once in a pass")
     if len(calls) != num_layers:
-        raise PagingUnsupported(
+        raise PagingError(
             f"{len(calls)} of its {num_layers} layers go through the attention interface, "
             "so the others may see the tokens of other requests"
         )
@@ -187,7 +185,7 @@ def _record(
     if _calls is None:
         raise RuntimeError(f"attention {PROBE!r} is for probing only")
     if query.shape[0] != 1 or query.ndim != 4 or query.shape[1] % key.shape[1]:
-        raise PagingUnsupported(f"a layer passes queries of shape {tuple(query.shape)}")
+        raise PagingError(f"a layer passes queries of shape {tuple(query.shape)}")
     _calls.append(
         AttentionCall(
             module=module,
@@ -284,14 +282,14 @@ _HARMLESS = frozenset(
 def _layer(call: AttentionCall, index: int, max_model_len: int) -> Attention:
     options = call.options
     if call.num_keys != call.num_queries or options.get("is_causal") is False:
-        raise PagingUnsupported("a layer does not use causal attention")
+        raise PagingError("a layer does not use causal attention")
     if strange := sorted(
         k for k, v in options.items() if k not in _HARMLESS and isinstance(v, Tensor)
     ):
-        raise PagingUnsupported(f"a layer passes {', '.join(strange)} to attention")
+        raise PagingError(f"a layer passes {', '.join(strange)} to attention")
     sinks = options.get("s_aux")
     if sinks is not None and sinks.numel() != call.num_heads:
-        raise PagingUnsupported(f"a layer passes attention sinks of shape {tuple(sinks.shape)}")
+        raise PagingError(f"a layer passes attention sinks of shape {tuple(sinks.shape)}")
     return Attention(
         call.num_heads,
         call.num_kv_heads,
@@ -317,9 +315,9 @@ def _window(call: AttentionCall, max_model_len: int) -> int | None:
         window = call.options.get("sliding_window")
         rule = MaskRule("window", int(window)) if window else MaskRule("full")
     if rule.kind == "other":
-        raise PagingUnsupported("it builds its own attention mask")
+        raise PagingError("it builds its own attention mask")
     if rule.kind == "full" or rule.size >= max_model_len:
         return None
     if rule.kind == "chunk":
-        raise PagingUnsupported(f"it attends within chunks of {rule.size} tokens")
+        raise PagingError(f"it attends within chunks of {rule.size} tokens")
     return rule.size

@@ -71,7 +71,7 @@ def difference(
             if logits_TV.shape != got[row][start : start + n].shape:
                 return f"logits have shape {tuple(logits_TV.shape)}"
             got[row][start : start + n] = logits_TV.float()
-    errors = torch.cat([_relative_error(w, g) for w, g in zip(wanted, got, strict=True)])
+    errors = torch.cat([_distance(w, g) for w, g in zip(wanted, got, strict=True)])
     missed = int((~(errors <= limit)).sum())  # not (a > b): nan counts as missed
     if missed <= (len(errors) // 4 if spare else 0):
         return None
@@ -82,13 +82,11 @@ def rounding(
     ids: list[Tensor], one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]
 ) -> float:
     """The limit that rounding alone justifies, measured between two orders of summation; ROUGH if they are equal."""
-    middle = float(
-        torch.cat([_relative_error(one(i).float(), other(i).float()) for i in ids]).median()
-    )
+    middle = float(torch.cat([_distance(one(i).float(), other(i).float()) for i in ids]).median())
     return max(0.02, 3 * middle) if middle > 0 else ROUGH
 
 
-def _relative_error(wanted_NV: Tensor, got_NV: Tensor) -> Tensor:
+def _distance(wanted_NV: Tensor, got_NV: Tensor) -> Tensor:
     centred = wanted_NV - wanted_NV.mean(-1, keepdim=True)
     return (wanted_NV - got_NV).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-12)
 
