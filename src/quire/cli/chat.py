@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
-from quire.cli.completion_client import ClientOptions, CompletionClient, TimingLine, read, talker
+from quire.cli.completion_client import ClientOptions, CompletionClient, TimingLine, connect, read
 from quire.errors import QuireError
 from quire.logging import configure
 
@@ -18,51 +18,53 @@ PROMPT = "> "
 
 def main(argv: Sequence[str]) -> int:
     """Chat until the end of input; returns the exit status."""
-    return at_the_terminal("chat", argv, conversation)
+    return run_in_terminal("chat", argv, conversation)
 
 
-def at_the_terminal(
-    command: str, argv: Sequence[str], talk: Callable[[ClientOptions, CompletionClient], int]
+def run_in_terminal(
+    command: str, argv: Sequence[str], session: Callable[[ClientOptions, CompletionClient], int]
 ) -> int:
-    """Connect to the model that the flags name and run `talk`. An error is one line on stderr and exit status 1."""
-    wish = read(command, argv)
-    configure(command, wish.config.observe.log_level)
+    """Connect to the model that the flags name and run `session`. An error is one line on stderr and exit status 1."""
+    options = read(command, argv)
+    configure(command, options.config.observe.log_level)
     try:
-        with closing(talker(wish)) as there:
-            return talk(wish, there)
+        with closing(connect(options)) as client:
+            return session(options, client)
     except QuireError as why:
-        say(f"quire {command}: error: {why}")
+        print_notice(f"quire {command}: error: {why}")
         return 1
 
 
-def conversation(wish: ClientOptions, there: CompletionClient) -> int:
+def conversation(options: ClientOptions, client: CompletionClient) -> int:
     """Send messages and show answers in turn."""
     start: list[dict[str, str]] = []
-    if wish.system_prompt:
-        start.append({"role": "system", "content": wish.system_prompt})
-    if wish.quick is not None:
-        shown(there.chat([*start, {"role": "user", "content": wish.quick}]), wish.stats)
+    if options.system_prompt:
+        start.append({"role": "system", "content": options.system_prompt})
+    if options.quick is not None:
+        print_answer(
+            client.chat([*start, {"role": "user", "content": options.quick}]), options.stats
+        )
         return 0
-    say(
-        f"Chatting with {there.name}. /reset clears the conversation; Ctrl-C stops an answer, Ctrl-D exits."
+    print_notice(
+        f"Chatting with {client.name}. /reset clears the conversation; Ctrl-C stops an answer, Ctrl-D exits."
     )
     messages = list(start)
-    for line in lines():
+    for line in input_lines():
         if line == "/reset":
             messages = list(start)
             continue
         messages.append({"role": "user", "content": line})
         try:
-            answer = shown(there.chat(messages), wish.stats)
+            answer = print_answer(client.chat(messages), options.stats)
         except QuireError as why:  # this message failed; the conversation continues without it
-            say(f"error: {why}")
+            print_notice(f"error: {why}")
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": answer})
     return 0
 
 
-def lines() -> Iterator[str]:
+def input_lines() -> Iterator[str]:
     """The lines that the user types, until the end of input; skips empty lines."""
     while True:
         try:
@@ -70,7 +72,7 @@ def lines() -> Iterator[str]:
         except EOFError:
             return
         except KeyboardInterrupt:
-            say("")
+            print_notice("")
             return
         if line in ("/exit", "/quit"):
             return
@@ -78,7 +80,7 @@ def lines() -> Iterator[str]:
             yield line
 
 
-def shown(pieces: Iterator[str], stats: bool) -> str:
+def print_answer(pieces: Iterator[str], stats: bool) -> str:
     """Write an answer as it arrives and return all of it. Ctrl-C stops it."""
     clock, parts = TimingLine(pieces), []
     try:
@@ -95,10 +97,10 @@ def shown(pieces: Iterator[str], stats: bool) -> str:
         sys.stdout.write("\n")
         sys.stdout.flush()
     if stats:
-        say(str(clock))
+        print_notice(str(clock))
     return "".join(parts)
 
 
-def say(words: str) -> None:
+def print_notice(words: str) -> None:
     """Print to the user, on stderr, so that stdout has only answers."""
     print(words, file=sys.stderr, flush=True)

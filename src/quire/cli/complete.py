@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cli.chat import at_the_terminal, lines, say, shown
+from quire.cli.chat import input_lines, print_answer, print_notice, run_in_terminal
 from quire.cli.completion_client import ClientOptions, CompletionClient
 from quire.errors import QuireError
 
 
 def main(argv: Sequence[str]) -> int:
     """Complete texts until the end of input; returns the exit status."""
-    return at_the_terminal("complete", argv, texts)
+    return run_in_terminal("complete", argv, texts)
 
 
-def texts(wish: ClientOptions, there: CompletionClient) -> int:
+def texts(options: ClientOptions, client: CompletionClient) -> int:
     """Read texts and show their completions in turn."""
-    if wish.quick is not None:
-        shown(there.complete(wish.quick), wish.stats)
+    if options.quick is not None:
+        print_answer(client.complete(options.quick), options.stats)
         return 0
-    say(f"{there.name} completes your texts. Ctrl-C stops a completion, Ctrl-D exits.")
-    for line in lines():
+    print_notice(f"{client.name} completes your texts. Ctrl-C stops a completion, Ctrl-D exits.")
+    for line in input_lines():
         try:
-            shown(there.complete(line), wish.stats)
+            print_answer(client.complete(line), options.stats)
         except QuireError as why:
-            say(f"error: {why}")
+            print_notice(f"error: {why}")
     return 0

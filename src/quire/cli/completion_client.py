@@ -108,26 +108,26 @@ class CompletionClient(Protocol):
     def close(self) -> None: ...
 
 
-def talker(wish: ClientOptions) -> CompletionClient:
+def connect(options: ClientOptions) -> CompletionClient:
     """Raises QuireError: the server cannot be reached, or the model cannot be loaded."""
-    return RemoteClient(wish) if wish.url is not None else LocalClient(wish)
+    return RemoteClient(options) if options.url is not None else LocalClient(options)
 
 
 class RemoteClient:
     """A server that implements OpenAI's API."""
 
-    def __init__(self, wish: ClientOptions):
-        url = wish.url if "://" in (wish.url or "") else f"http://{wish.url}"
+    def __init__(self, options: ClientOptions):
+        url = options.url if "://" in (options.url or "") else f"http://{options.url}"
         self.parts = urlsplit(url or "")
         if self.parts.scheme not in ("http", "https") or not self.parts.hostname:
-            raise ConfigError(f"--url {wish.url}: must be an http or https address")
+            raise ConfigError(f"--url {options.url}: must be an http or https address")
         self.base = self.parts.path.rstrip("/")
         self.base = self.base if self.base.endswith("/v1") else f"{self.base}/v1"
         self.headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-        if wish.api_key:
-            self.headers["Authorization"] = f"Bearer {wish.api_key}"
-        self.sampling = wish.sampling
-        self.name = wish.model_name or self._first_model()
+        if options.api_key:
+            self.headers["Authorization"] = f"Bearer {options.api_key}"
+        self.sampling = options.sampling
+        self.name = options.model_name or self._first_model()
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
         for choice in self._stream("/chat/completions", {"messages": messages}):
@@ -200,13 +200,13 @@ def error_message(answer: http.client.HTTPResponse) -> str:
 class LocalClient:
     """A model in this process."""
 
-    def __init__(self, wish: ClientOptions):
+    def __init__(self, options: ClientOptions):
         from quire.engine.build import make_client
         from quire.frontend.request_manager import RequestManager
 
-        self.client = make_client(wish.config)
+        self.client = make_client(options.config)
         self.front = RequestManager(self.client)
-        self.sampling, self.name, self.count = wish.sampling, wish.config.model.model, 0
+        self.sampling, self.name, self.count = options.sampling, options.config.model.model, 0
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
         text = self.front.render(messages)

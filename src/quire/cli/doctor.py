@@ -60,7 +60,7 @@ class DoctorReport:
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; 0: it would start, 1: it would not, 2: a usage error."""
-    with heard() as warnings:
+    with captured_warnings() as warnings:
         asked = parse(argv, "quire doctor")
         report = examine(asked)
     report.findings += [DoctorFinding("warning", text) for text in dict.fromkeys(warnings)]
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
+def captured_warnings() -> Iterator[list[str]]:
     """Collects warnings of Quire's loggers, instead of printing them."""
     texts: list[str] = []
 

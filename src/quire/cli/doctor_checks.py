@@ -57,12 +57,12 @@ class DoctorContext:
 def findings(
     resolved: Resolved, facts: PlatformFacts, plan: MemoryPlan | None, weights: int
 ) -> list[DoctorFinding]:
-    """The findings of all checks, in the order of LOOKS."""
-    patient = DoctorContext(resolved, facts, plan, weights)
+    """The findings of all checks, in the order of CHECKS."""
+    context = DoctorContext(resolved, facts, plan, weights)
     found: list[DoctorFinding] = []
-    for look in LOOKS:
+    for check in CHECKS:
         try:
-            found += look(patient)
+            found += check(context)
         except QuireError as why:
             found.append(DoctorFinding("error", str(why)))
     return found
@@ -71,8 +71,8 @@ def findings(
 # Checks
 
 
-def _code(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    resolved = patient.resolved
+def _code(context: DoctorContext) -> Iterator[DoctorFinding]:
+    resolved = context.resolved
     config, asked = resolved.hf_config, resolved.asked.model
     impl, why = choose_impl(resolved.architecture, config, asked.model_impl)
     if impl == "native":
@@ -94,8 +94,8 @@ def _code(patient: DoctorContext) -> Iterator[DoctorFinding]:
         )
 
 
-def _generic(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    resolved = patient.resolved
+def _generic(context: DoctorContext) -> Iterator[DoctorFinding]:
+    resolved = context.resolved
     config, name = resolved.hf_config, resolved.architecture
     if choose_impl(name, config, resolved.asked.model.model_impl)[0] == "native":
         return
@@ -132,17 +132,17 @@ def known_to_transformers(model_type: str) -> bool:
     )
 
 
-def _formats(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    resolved, native = patient.resolved, patient.facts.dtypes
+def _formats(context: DoctorContext) -> Iterator[DoctorFinding]:
+    resolved, native = context.resolved, context.facts.dtypes
     if resolved.dtype not in native:
         yield DoctorFinding(
             "warning",
-            f"{patient.facts.name} has no instructions for {resolved.dtype}, so it is slow;"
+            f"{context.facts.name} has no instructions for {resolved.dtype}, so it is slow;"
             f" --dtype {native[0]} is native",
         )
     stored = stored_dtype(resolved.path, resolved.hf_config)
-    if stored != resolved.dtype and patient.weights:
-        made = patient.weights * ITEMSIZE[resolved.dtype] // ITEMSIZE.get(stored, 2)
+    if stored != resolved.dtype and context.weights:
+        made = context.weights * ITEMSIZE[resolved.dtype] // ITEMSIZE.get(stored, 2)
         yield DoctorFinding(
             "note",
             f"the weights are stored as {stored} and used as {resolved.dtype}: loading converts them to a copy of {size(made)}"
@@ -150,8 +150,8 @@ def _formats(patient: DoctorContext) -> Iterator[DoctorFinding]:
         )
 
 
-def _weights(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    resolved = patient.resolved
+def _weights(context: DoctorContext) -> Iterator[DoctorFinding]:
+    resolved = context.resolved
     load = resolved.asked.load
     if load.load_format == "dummy":
         yield DoctorFinding(
@@ -161,8 +161,8 @@ def _weights(patient: DoctorContext) -> Iterator[DoctorFinding]:
     try:
         kind, files = weight_files(resolved.path, load.load_format)
     except ModelNotFound:
-        if patient.weights:
-            yield from _room_to_fetch(patient)
+        if context.weights:
+            yield from _room_to_fetch(context)
         return
     if kind == "pt":
         yield DoctorFinding(
@@ -192,24 +192,24 @@ def _layers(names: list[str]) -> set[int]:
     return found
 
 
-def _room_to_fetch(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    free = shutil.disk_usage(patient.path).free
-    if free < patient.weights:
+def _room_to_fetch(context: DoctorContext) -> Iterator[DoctorFinding]:
+    free = shutil.disk_usage(context.path).free
+    if free < context.weights:
         yield DoctorFinding(
             "error",
-            f"the weights take {size(patient.weights)}, but the disk of {patient.path} has {size(free)} free;"
+            f"the weights take {size(context.weights)}, but the disk of {context.path} has {size(free)} free;"
             " free some space, or choose another disk with --download-dir",
         )
     else:
-        yield DoctorFinding("note", f"starting downloads the weights: {size(patient.weights)}")
+        yield DoctorFinding("note", f"starting downloads the weights: {size(context.weights)}")
 
 
-def _tokenizer(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    asked = patient.resolved.asked.model
+def _tokenizer(context: DoctorContext) -> Iterator[DoctorFinding]:
+    asked = context.resolved.asked.model
     if asked.skip_tokenizer_init:
         yield DoctorFinding("note", "skip_tokenizer_init: prompts and outputs are token ids")
         return
-    folder = patient.path
+    folder = context.path
     if asked.tokenizer is not None:
         if not Path(asked.tokenizer).is_dir():
             return  # a hub id
@@ -246,18 +246,18 @@ def _has_template(folder: Path) -> bool:
     )
 
 
-def _template(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    given = patient.resolved.asked.model.chat_template
+def _template(context: DoctorContext) -> Iterator[DoctorFinding]:
+    given = context.resolved.asked.model.chat_template
     if given and "{" not in given and not Path(given).is_file():
         yield DoctorFinding(
             "error", f"chat_template={given} is neither an existing file nor a Jinja template"
         )
 
 
-def _end(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    generation = _json(patient.path / "generation_config.json")
+def _end(context: DoctorContext) -> Iterator[DoctorFinding]:
+    generation = _json(context.path / "generation_config.json")
     if (
-        patient.resolved.hf_config.get("eos_token_id") is None
+        context.resolved.hf_config.get("eos_token_id") is None
         and generation.get("eos_token_id") is None
     ):
         yield DoctorFinding(
@@ -270,7 +270,7 @@ def _end(patient: DoctorContext) -> Iterator[DoctorFinding]:
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         if generation.get(name) is not None
     }
-    if patient.resolved.asked.model.generation_config != "auto":
+    if context.resolved.asked.model.generation_config != "auto":
         return
     if (cap := generation.get("max_new_tokens")) is not None:
         yield DoctorFinding(
@@ -286,11 +286,11 @@ def _end(patient: DoctorContext) -> Iterator[DoctorFinding]:
         )
 
 
-def _room(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    plan = patient.plan
+def _room(context: DoctorContext) -> Iterator[DoctorFinding]:
+    plan = context.plan
     if plan is None:
         return
-    if plan.max_model_len < patient.resolved.max_model_len:
+    if plan.max_model_len < context.resolved.max_model_len:
         yield DoctorFinding(
             "note",
             f"the tables above are for --max-model-len {plan.max_model_len}, which would fit",
@@ -314,8 +314,8 @@ def _room(patient: DoctorContext) -> Iterator[DoctorFinding]:
         )
 
 
-def _address(patient: DoctorContext) -> Iterator[DoctorFinding]:
-    server = patient.resolved.asked.server
+def _address(context: DoctorContext) -> Iterator[DoctorFinding]:
+    server = context.resolved.asked.server
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         file = getattr(server, name)
         if file and not Path(file).is_file():
@@ -338,7 +338,7 @@ def _address(patient: DoctorContext) -> Iterator[DoctorFinding]:
             )
 
 
-LOOKS: tuple[Callable[[DoctorContext], Iterator[DoctorFinding]], ...] = (
+CHECKS: tuple[Callable[[DoctorContext], Iterator[DoctorFinding]], ...] = (
     _code,
     _generic,
     _formats,
