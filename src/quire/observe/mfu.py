@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from quire.config.model_sizes import model_size
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.protocol.plan import StepPlan, StepResult, WorkItem
 
@@ -43,9 +44,9 @@ class StepCosts:
     ) -> StepCosts:
         """`weight_bytes`: of the whole checkpoint in memory; `itemsize`: of an unquantized element."""
         kinds = tuple(Counter(specs).items())
-        hidden = _first(config, "hidden_size", "n_embd", "d_model")
-        heads = _first(config, "num_attention_heads", "n_head")
-        head = hidden * _first(config, "vocab_size")
+        hidden = model_size(config, "hidden_size")
+        heads = model_size(config, "num_attention_heads")
+        head = hidden * model_size(config, "vocab_size")
         mlp = hidden * _mlp(config, hidden)
         layers = sum(
             count * (mlp + hidden * (heads + spec.num_kv_heads) * (spec.head_dim + spec.v_head_dim))
@@ -75,18 +76,12 @@ class StepCosts:
         return float(read), float(written)
 
 
-def _first(config: dict[str, Any], *names: str) -> int:
-    """The value of the first name that exists; the maximum if layers differ."""
-    found = next((config[name] for name in names if config.get(name)), 0)
-    return int(max(found) if isinstance(found, list | tuple) else found)
-
-
 def _mlp(config: dict[str, Any], hidden: int) -> int:
     """Elements of one layer's MLP, divided by the hidden size; with experts, only those that a token uses."""
-    width = _first(config, "intermediate_size", "n_inner") or 4 * hidden
-    if chosen := _first(config, "num_experts_per_tok"):
-        width = _first(config, "moe_intermediate_size") or width
-        width *= chosen + _first(config, "n_shared_experts")
+    width = model_size(config, "intermediate_size", 4 * hidden)
+    if chosen := model_size(config, "num_experts_per_tok"):
+        width = model_size(config, "moe_intermediate_size") or width
+        width *= chosen + model_size(config, "n_shared_experts")
     names = ("hidden_act", "hidden_activation", "activation_function")
     act = next((config[name] for name in names if config.get(name)), "silu")
     gated = act in ("silu", "swish", "gelu_pytorch_tanh")

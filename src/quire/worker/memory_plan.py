@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.engine import ModelSpec, Resolved
+from quire.config.model_sizes import model_size
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
@@ -84,15 +85,11 @@ def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
 
     dtype: format of the cached elements (kvcache/specs.py).
     """
-    heads = config.get("num_attention_heads") or config.get("n_head") or 1
-    hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or heads
-    layers = (
-        config.get("num_hidden_layers") or config.get("n_layer") or config.get("num_layers") or 1
-    )
-    kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
-    dim = config.get("head_dim") or max(hidden // heads, 1)
-    if isinstance(dim, (list, tuple)) or isinstance(kv_heads, (list, tuple)):
-        dim, kv_heads = max(_many(dim)), max(_many(kv_heads))
+    heads = model_size(config, "num_attention_heads", 1)
+    hidden = model_size(config, "hidden_size", heads)
+    layers = model_size(config, "num_hidden_layers", 1)
+    kv_heads = model_size(config, "num_key_value_heads", heads)
+    dim = model_size(config, "head_dim", max(hidden // heads, 1))
     key_dim = (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0) or dim
     value_dim = config.get("v_head_dim") or dim
     full = CacheSpec(kv_heads, key_dim, value_dim, dtype)
@@ -104,19 +101,14 @@ def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
     return [narrow if kind == "sliding_attention" else full for kind in kinds]
 
 
-def _many(value: Any) -> list[int]:
-    return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
-
-
 def activation_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
     """The peak of memory in a step: a few hidden states, the inner values of an MLP, and float32 logits twice."""
     config = spec.hf_config
-    hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 1024
-    inner = config.get("intermediate_size") or 4 * hidden
-    inner = max(_many(inner))
+    hidden = model_size(config, "hidden_size", 1024)
+    inner = model_size(config, "intermediate_size", 4 * hidden)
     item = ITEMSIZE[spec.dtype]
     step = spec.max_step_tokens * (8 * hidden + 3 * inner) * item
-    logits = max_num_seqs * (config.get("vocab_size") or 32_000) * 4 * 2
+    logits = max_num_seqs * model_size(config, "vocab_size", 32_000) * 4 * 2
     return int(step + logits)
 
 
