@@ -1,4 +1,4 @@
-"""Every rule of SamplingParams against a plain one: each token, given the text before it, is as `plain.py` says."""
+"""Every rule of SamplingParams against a plain one: each token, given the text before it, is as `reference_sampler.py` says."""
 
 from __future__ import annotations
 

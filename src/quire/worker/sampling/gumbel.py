@@ -32,7 +32,7 @@ from quire.ops import masked_argmax
 GOLDEN, OTHER = 0x9E3779B9, 0x85EBCA6B
 WORD = 0xFFFFFFFF
 MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B
-MOST_AT_ONCE = 1 << 18  # words computed at a time: they fit a core's own cache
+MAX_AT_ONCE = 1 << 18  # words computed at a time: they fit a core's own cache
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -107,7 +107,7 @@ def draw(scaled_SV: Tensor, keys_2S: Tensor) -> Tensor:
     """Draw token ids, int64 [S], from float32 logits that are already divided by the temperature."""
     count, vocab = scaled_SV.shape
     ids = _all_ids(vocab, scaled_SV.device)
-    rows = max(1, MOST_AT_ONCE // vocab)
+    rows = max(1, MAX_AT_ONCE // vocab)
     parts = []
     for start in range(0, count, rows):
         noise = gumbel(keys_2S[:, start : start + rows], ids)

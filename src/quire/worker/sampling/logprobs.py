@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.protocol.output import Logprobs
 
-MOST_AT_ONCE = 1 << 20  # scores computed at a time
+MAX_AT_ONCE = 1 << 20  # scores computed at a time
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -51,7 +51,7 @@ def score(
     A rank is one plus the number of tokens that score higher. A few positions are scored at a time, so that
     the scores fit the CPU's cache.
     """
-    piece = max(1, MOST_AT_ONCE // logits_NV.shape[1])
+    piece = max(1, MAX_AT_ONCE // logits_NV.shape[1])
     if len(logits_NV) > piece:
         starts = range(0, len(logits_NV), piece)
         return joined(

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.worker.sampling.gumbel import MOST_AT_ONCE, draw, draw_among
+from quire.worker.sampling.gumbel import MAX_AT_ONCE, draw, draw_among
 
 SPARE = 64  # candidates beyond top-k, for tokens that tie with the last one
 USUAL = 1024  # candidates that include all survivors of most distributions
@@ -131,7 +131,7 @@ def draw_top_k_top_p(scaled_SV: Tensor, params_S: np.ndarray, keys_2S: Tensor) -
     kept_SK = values_SK.masked_fill(place_K >= count_S1, -torch.inf)
     tokens_S = draw_among(kept_SK, ids_SK, keys_2S)
     if most < vocab and not bool(complete_S.all()):
-        for at in (~complete_S).nonzero()[:, 0].split(max(1, MOST_AT_ONCE // vocab)):
+        for at in (~complete_S).nonzero()[:, 0].split(max(1, MAX_AT_ONCE // vocab)):
             part_SV = scaled_SV[at]
             cut = cutoff(part_SV, params_S[at.numpy()])
             tokens_S[at] = draw(cut.masked_(part_SV), keys_2S[:, at])
