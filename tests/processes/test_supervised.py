@@ -134,4 +134,4 @@ def test_restarts_are_immediate_then_late_then_forgotten() -> None:
 def test_no_restarts_means_none() -> None:
     delay, text = RestartCount(RestartPolicy(restarts=0)).after_death()
     assert delay is None
-    assert "not started again" in text
+    assert "not restarted" in text
