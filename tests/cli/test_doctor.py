@@ -104,7 +104,7 @@ Model
   directory       PATH
   architecture    LlamaForCausalLM
   weights         2.30 GiB, 1 safetensors file
-  model code      native (LlamaForCausalLM is native)
+  model code      native (LlamaForCausalLM has a native model)
   dtype           bfloat16
   context         8192 tokens
   step            2048 tokens, 256 requests
