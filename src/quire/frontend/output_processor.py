@@ -37,7 +37,7 @@ class OutputState:
     id: str
     index: int
     detokenizer: Detokenizer | None
-    circles: RepetitionDetector | None = None
+    repetition: RepetitionDetector | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Position | None] | PackedLogprobs | None = None
     cumulative: float | None = None
@@ -45,9 +45,9 @@ class OutputState:
     stop_reason: int | str | None = None
     error: str | None = None
     error_kind: ErrorKind = "internal"
-    taken: int = 0
+    delivered: int = 0
     """Number of tokens delivered to the user."""
-    told: bool = False
+    end_delivered: bool = False
     """The finish was delivered to the user."""
 
     def add(self, output: EngineOutput) -> None:
@@ -55,10 +55,10 @@ class OutputState:
 
         Drops tokens after a stop string or a detected repetition; `finish` then overrides the engine's.
         """
-        kept, finish = len(output.tokens), None
-        if self.detokenizer is not None or self.circles is not None:
-            kept, finish = self._read(output)
-        self.tokens += output.tokens[:kept]
+        count, finish = len(output.tokens), None
+        if self.detokenizer is not None or self.repetition is not None:
+            count, finish = self._read(output)
+        self.tokens += output.tokens[:count]
         if finish is not None:
             self.finish = finish
             if finish == "stop" and self.detokenizer is not None:
@@ -67,18 +67,18 @@ class OutputState:
             self.finish, self.stop_reason = output.finish, output.stopped_by
             self.error, self.error_kind = output.error, output.error_kind
         if output.logprobs is not None:
-            chosen = output.logprobs.values[:kept]
+            chosen = output.logprobs.values[:count]
             self.cumulative = (self.cumulative or 0.0) + sum(values[0] for values in chosen)
 
     def _read(self, output: EngineOutput) -> tuple[int, FinishReason | None]:
         """How many tokens to keep, and the finish reason if a stop string or a repetition ends the output here."""
-        detokenizer, circles = self.detokenizer, self.circles
+        detokenizer, repetition = self.detokenizer, self.repetition
         # A stop token is not part of the text.
         silent = output.finish == "stop" and (detokenizer is None or not detokenizer.include_stop)
         for at, token_id in enumerate(output.tokens[:-1] if silent else output.tokens, 1):
             if detokenizer is not None and detokenizer.add(token_id):
                 return at, "stop"
-            if circles is not None and circles.add(token_id):
+            if repetition is not None and repetition.add(token_id):
                 stopped = detokenizer is not None and detokenizer.end()
                 return at, "stop" if stopped else "repetition"
         if output.finish is not None and detokenizer is not None and detokenizer.end():
@@ -91,10 +91,10 @@ class OutputState:
 
     def is_ready(self, interval: int) -> bool:
         """There is something to deliver: a first token, `interval` more tokens, or the finish."""
-        new = len(self.tokens) - self.taken
+        new = len(self.tokens) - self.delivered
         if self.finish is not None:
-            return new > 0 or not self.told
-        return new >= interval or (new > 0 and not self.taken)
+            return new > 0 or not self.end_delivered
+        return new >= interval or (new > 0 and not self.delivered)
 
 
 class OutputProcessor:
@@ -107,7 +107,10 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.children = [
             OutputState(
-                child.id, index, _detokenizer(accepted, tokenizer), _circles(accepted.params)
+                child.id,
+                index,
+                _detokenizer(accepted, tokenizer),
+                _repetition_detector(accepted.params),
             )
             for index, child in enumerate(accepted.children)
         ]
@@ -124,7 +127,7 @@ class OutputProcessor:
         self.prompt_logprobs: PromptLogprobs | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(len(accepted.tokens), self._names)
-        self._prompt_told = False
+        self._prompt_delivered = False
         self.finished = False
         self.failed = False
         """A child ended with an error."""
@@ -206,7 +209,7 @@ class OutputProcessor:
             chosen = [self.children[index] for index in best(scores, self.params.n)]
             outputs = [self._completion(child, at) for at, child in enumerate(chosen)]
             for child in self.children:  # the others are not delivered
-                child.taken, child.told = len(child.tokens), True
+                child.delivered, child.end_delivered = len(child.tokens), True
         else:
             chosen = ready if self._deltas else self.children
             outputs = [self._completion(child, child.index) for child in chosen]
@@ -216,12 +219,12 @@ class OutputProcessor:
         )  # fmt: skip
 
     def _completion(self, child: OutputState, index: int) -> CompletionOutput:
-        start, text = child.taken if self._deltas else 0, ""
+        start, text = child.delivered if self._deltas else 0, ""
         if child.detokenizer is not None:
             text = child.detokenizer.take(child.finish is not None)
             if not self._deltas:
                 text = child.detokenizer.settled
-        child.taken, child.told = len(child.tokens), child.finish is not None
+        child.delivered, child.end_delivered = len(child.tokens), child.finish is not None
         logprobs = None if child.logprobs is None else self._logprobs(child.logprobs, start)
         return CompletionOutput(
             index, text, child.tokens[start:], child.cumulative, logprobs, child.finish,
@@ -238,17 +241,17 @@ class OutputProcessor:
         return flat
 
     def _take_prompt_logprobs(self) -> Positions | None:
-        if self.prompt_logprobs is None or (self._deltas and self._prompt_told):
+        if self.prompt_logprobs is None or (self._deltas and self._prompt_delivered):
             return None
-        self._prompt_told = True
+        self._prompt_delivered = True
         return self.prompt_logprobs.result(self.params.flat_logprobs, self.packs)
 
 
-def _circles(params: SamplingParams) -> RepetitionDetector | None:
-    asked = params.repetition_detection
+def _repetition_detector(params: SamplingParams) -> RepetitionDetector | None:
+    limits = params.repetition_detection
     return (
-        RepetitionDetector(asked, params.min_tokens)
-        if asked is not None and asked.max_pattern_size
+        RepetitionDetector(limits, params.min_tokens)
+        if limits is not None and limits.max_pattern_size
         else None
     )
 

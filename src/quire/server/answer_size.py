@@ -28,8 +28,8 @@ def check_answer_size(
     each = max(params.n, params.best_of or 1)
     prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
     room = (max(1, engine.inputs.max_model_len - len(prompt.tokens)) for prompt in prompts)
-    asked = params.max_tokens
-    output_tokens = each * sum(one if asked is None else min(asked, one) for one in room)
+    max_tokens = params.max_tokens
+    output_tokens = each * sum(one if max_tokens is None else min(max_tokens, one) for one in room)
     of_prompt = entries_per_token(params.prompt_logprobs, engine.inputs.vocab_size)
     of_output = entries_per_token(params.logprobs, engine.inputs.vocab_size)
     if params.logprob_token_ids is not None and beams is None:
@@ -48,12 +48,12 @@ def check_answer_size(
     }
     if (total := sum(sums.values())) <= max(most, engine.inputs.max_model_len):
         return
-    told = []
+    parts = []
     if of_prompt:
-        told.append(f"{prompt_tokens} prompt tokens with {of_prompt} each")
-    told.append(f"up to {output_tokens} output tokens with {of_output} each")
+        parts.append(f"{prompt_tokens} prompt tokens with {of_prompt} each")
+    parts.append(f"up to {output_tokens} output tokens with {of_output} each")
     raise invalid(
-        f"the response could have {total} tokens and log-probabilities ({' and '.join(told)}); the limit"
+        f"the response could have {total} tokens and log-probabilities ({' and '.join(parts)}); the limit"
         f" for one request is {most} (--max-answer-entries). Send fewer prompts, or lower"
         " `n`, `max_tokens`, `logprobs`, `prompt_logprobs`",
         max(sums, key=lambda name: sums[name]),

@@ -1,6 +1,6 @@
 """The generations of one HTTP request: each prompt becomes one engine request, and their outputs one stream.
 
-    engine -> Wakeup.ring -> Generation.next -> OutputDeltas
+    engine -> Wakeup.set -> Generation.next -> OutputDeltas
 
 Knows prompts, deltas, times and counts. Does not know answer shapes. However it ends (complete, failed, client
 disconnected), it aborts every engine request that still runs. The frontend merges output that nothing has read
@@ -58,23 +58,23 @@ class TokenCount:
 class Wakeup:
     """Wakes one waiting task. An asyncio.Event, which allows several, costs three times as much."""
 
-    __slots__ = ("_rung", "_waiter")
+    __slots__ = ("_is_set", "_waiter")
 
     def __init__(self) -> None:
-        self._rung = False
+        self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def ring(self) -> None:
-        self._rung = True
+    def set(self) -> None:
+        self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Safe to cancel: a ring stays set until a wait returns."""
-        if not self._rung:
+        """Safe to cancel: it stays set until a wait returns."""
+        if not self._is_set:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        self._rung = False
+        self._is_set = False
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class RunningPrompt:
     which: int
     name: str
     """Its id in the engine."""
-    told: str
+    public_id: str
     """Its id for the user."""
     params: SamplingParams
     stream: OutputStream | BeamStream
@@ -116,7 +116,7 @@ class Generation:
     counts: list[TokenCount] = field(init=False)
     ended: bool = False
     _running: list[RunningPrompt] = field(default_factory=list)
-    _bell: Wakeup = field(default_factory=Wakeup)
+    _wakeup: Wakeup = field(default_factory=Wakeup)
     _collected: dict[int, OutputDelta] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
     _counted: ExitStack = field(default_factory=ExitStack)
@@ -139,8 +139,8 @@ class Generation:
             "prompt_tokens_details": cached if details else None,
         }
         if self.reader is not None and self.reader.reading.reasons:
-            told = {"reasoning_tokens": self.reader.reasoning_tokens}
-            found["completion_tokens_details"] = told
+            details_of_output = {"reasoning_tokens": self.reader.reasoning_tokens}
+            found["completion_tokens_details"] = details_of_output
         return found
 
     def is_large(self, deltas: Sequence[OutputDelta]) -> bool:
@@ -190,7 +190,7 @@ class Generation:
         deltas: list[OutputDelta] = []
         while not (deltas or self.ended):
             if self._until is None:
-                await self._bell.wait()
+                await self._wakeup.wait()
             else:
                 await self._in_time(self._until)
             for running in tuple(self._running):
@@ -207,7 +207,7 @@ class Generation:
     async def _in_time(self, until: float) -> None:
         try:
             async with asyncio.timeout_at(until):
-                await self._bell.wait()
+                await self._wakeup.wait()
         except TimeoutError as error:
             raise ApiError(
                 408,
@@ -264,7 +264,7 @@ class Generation:
 
     async def _ask(self, which: int) -> RunningPrompt:
         prompt = self.prompts[which]
-        name = told = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
+        name = public_id = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
         if self.state.fronts > 1:  # clients of other HTTP processes choose ids too
             name = shared_name(name, self.state.front)
         if name in self.state.active:  # clients may choose an id twice
@@ -273,7 +273,7 @@ class Generation:
         # A copy: the frontend fills in this request's own values (seed, EOS tokens).
         params = self.params.settled() if len(self.prompts) > 1 else self.params
         if self.state.config.observe.enable_log_requests:
-            self._log(told, prompt, params)
+            self._log(public_id, prompt, params)
         tenant = self.tenant.id if self.tenant is not None else ""
         self.state.active.add(name)
         try:
@@ -281,7 +281,7 @@ class Generation:
         except BaseException:
             self.state.active.discard(name)
             raise
-        return RunningPrompt(which, name, told, params, stream, timer)
+        return RunningPrompt(which, name, public_id, params, stream, timer)
 
     async def _stream(
         self, prompt: Prompt, params: SamplingParams, name: str, tenant: str
@@ -290,12 +290,12 @@ class Generation:
         open_request = partial(engine.open, priority=self.priority, tenant=tenant)
         if self.beams is None:
             try:
-                return await open_request(prompt, params, name, self._bell.ring)
+                return await open_request(prompt, params, name, self._wakeup.set)
             except Unsupported as error:
                 raise ValidationError(str(error)) from error
         search = self.state.searches[name] = BeamStream(
             engine.inputs, prompt, self.beams, name, partial(open_request, is_subrequest=True, arrived=time.time()),
-            partial(engine.call, "count_ended"), self._bell.ring, logprobs=params.logprobs is not None,
+            partial(engine.call, "count_ended"), self._wakeup.set, logprobs=params.logprobs is not None,
         )  # fmt: skip
         return search
 
@@ -317,7 +317,8 @@ class Generation:
         if (tracer := self.state.tracer) is not None:
             model, made = self.state.model_name, count.output_tokens
             tracer.request(
-                SpanAttributes(running.told, model, params, count.prompt_tokens, made), latencies
+                SpanAttributes(running.public_id, model, params, count.prompt_tokens, made),
+                latencies,
             )
 
     def _count_calls(

@@ -69,8 +69,8 @@ class KnownHosts:
             await self.app(scope, receive, send)
             return
         # A browser always sends the header, once; a program that sends none is not a browser.
-        asked = [name_of(host) for host in Headers(scope=scope).getlist("host")]
-        if all(self._is_known(name) for name in asked):
+        names = [name_of(host) for host in Headers(scope=scope).getlist("host")]
+        if all(self._is_known(name) for name in names):
             await self.app(scope, receive, send)
             return
         error = ApiError(

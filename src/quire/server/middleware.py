@@ -53,12 +53,12 @@ class RequestCountMiddleware:
             await self.app(scope, receive, send)
             return
 
-        began, status, told = time.perf_counter(), CLOSED_BY_CLIENT, 0
+        began, status, sent = time.perf_counter(), CLOSED_BY_CLIENT, 0
 
         async def watched(message: Message) -> None:
-            nonlocal status, told
+            nonlocal status, sent
             if message["type"] == "http.response.body":
-                told += len(message.get("body", b""))
+                sent += len(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
             if message["type"] == "http.response.start" and message["status"] >= 400 and not probe:
@@ -82,8 +82,10 @@ class RequestCountMiddleware:
             seconds = time.perf_counter() - began
             if metrics is not None:
                 metrics.under_way.set(self.state.http_requests)
-                asked = content_length(scope)
-                metrics.answered(self._route(scope), scope["method"], status, seconds, asked, told)
+                received = content_length(scope)
+                metrics.answered(
+                    self._route(scope), scope["method"], status, seconds, received, sent
+                )
 
     def _route(self, scope: Scope) -> str:
         """The pattern of the route, so that clients cannot create metric labels."""
@@ -124,12 +126,12 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        told = Headers(scope=scope).get("x-request-id")
-        if told is None:
+        given_id = Headers(scope=scope).get("x-request-id")
+        if given_id is None:
             name = scope[NEW_ID] = secrets.token_hex(16)
         else:
             name = (
-                told if VALID_ID.fullmatch(told) else ""
+                given_id if VALID_ID.fullmatch(given_id) else ""
             )  # a bad one is refused later; never echoed
 
         async def named(message: Message) -> None:
@@ -191,11 +193,11 @@ class ApiKeyMiddleware:
         if not tenant.headers():
             return send
 
-        async def told(message: Message) -> None:
+        async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in tenant.headers().items():
                     headers[name] = value
             await send(message)
 
-        return told
+        return send_with_limits

@@ -48,8 +48,8 @@ async def read_body(request: Request, limit: int, patience: float = 0) -> bytes:
         ApiError: 413: longer than `limit` bytes, also without Content-Length; 408: it does not arrive in time.
         ClientDisconnect: the client is gone.
     """
-    told = request.headers.get("content-length", "0")
-    size = int(told) if told.isdigit() else 0
+    length = request.headers.get("content-length", "0")
+    size = int(length) if length.isdigit() else 0
     if size > limit:
         raise too_long(limit)
     body, more, now = bytearray(), True, asyncio.get_running_loop().time

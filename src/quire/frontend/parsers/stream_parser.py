@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.frontend.parsers.call_readers import CallObject, PythonCall
-from quire.frontend.parsers.flow import TrimmedText
 from quire.frontend.parsers.format_table import READERS, ParserState, ParserTable, Transition
 from quire.frontend.parsers.tool_schemas import ToolSchemas
+from quire.frontend.parsers.trimmed_text import TrimmedText
 from quire.frontend.parsers.value_reader import MalformedValue, ValueReader, inside, quoted
 
 MOST_WORD = 512  # characters of a name, a key, a head

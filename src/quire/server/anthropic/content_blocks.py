@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.server.errors import invalid
-from quire.server.openai.chat_output import OutputPiece, news
+from quire.server.openai.chat_output import OutputPiece, pieces
 from quire.server.output_delta import OutputDelta
 from quire.server.sse import event
 
@@ -108,11 +108,11 @@ def tools_of(tools: list[JSON]) -> list[JSON]:
     return found
 
 
-def choice_of(asked: JSON | None) -> Any:
+def choice_of(choice: JSON | None) -> Any:
     """`tool_choice` in chat's form."""
-    kind = (asked or {}).get("type", "auto")
+    kind = (choice or {}).get("type", "auto")
     if kind == "tool":
-        return {"type": "function", "function": {"name": (asked or {}).get("name")}}
+        return {"type": "function", "function": {"name": (choice or {}).get("name")}}
     known = {"auto": None, "any": "required", "none": "none"}
     if kind not in known:
         raise invalid("`tool_choice.type` must be auto, any, tool or none", "tool_choice")
@@ -138,7 +138,7 @@ class ContentBlocks:
 
     def add(self, delta: OutputDelta) -> Iterator[bytes]:
         """The events of a delta."""
-        for new in news(delta):
+        for new in pieces(delta):
             if (new.kind, new.index) != (self._kind, self._call):
                 yield from self.close()
                 yield self._open(new)

@@ -111,12 +111,12 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
             raise invalid(f"`messages[{at}].role` must be user or assistant", f"messages[{at}].role")  # fmt: skip
         messages += messages_of(role, message.get("content"), f"messages[{at}].content")
     goes_on = bool(body.messages) and messages[-1]["role"] == "assistant"  # it begins the answer
-    wishes = {} if thinking is None else {"enable_thinking": THINKS[thinking]}
+    template_kwargs = {} if thinking is None else {"enable_thinking": THINKS[thinking]}
     one = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
     return ChatRequest(
         messages=messages, model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences,
         stream=body.stream, temperature=body.temperature, top_k=body.top_k, top_p=body.top_p,
-        cache_salt=body.cache_salt, chat_template_kwargs=wishes | body.chat_template_kwargs,
+        cache_salt=body.cache_salt, chat_template_kwargs=template_kwargs | body.chat_template_kwargs,
         tools=tools_of(body.tools) or None, tool_choice=choice_of(body.tool_choice),
         parallel_tool_calls=not one, include_reasoning=bool(thinking and THINKS[thinking]),
         response_format=output.get("format"), reasoning_effort=effort_of(output.get("effort"), "output_config.effort"), vllm_xargs=body.vllm_xargs,
@@ -177,12 +177,12 @@ class MessageEventEncoder:
         yield from self.blocks.add(delta)
         if delta.finish_reason is not None:
             yield from self.blocks.end()
-            told = usage(self.generation, self.details)
+            final_usage = usage(self.generation, self.details)
             yield event(
                 {
                     "type": "message_delta",
                     "delta": stop_reason_of(delta, self.blocks),
-                    "usage": told,
+                    "usage": final_usage,
                 }
             )
 
@@ -190,13 +190,13 @@ class MessageEventEncoder:
         yield event({"type": "message_stop"})
 
 
-async def asked_of(
+async def generation_for(
     request: Request, body: MessagesRequest, engine: AsyncEngine, state: ServerState
 ) -> Generation:
-    wish = as_chat(body)
-    if wish.include_reasoning and engine.front.formats.reasoning is None:
+    chat = as_chat(body)
+    if chat.include_reasoning and engine.front.formats.reasoning is None:
         raise invalid("`thinking`: the format of this model's reasoning is unknown; leave the field out, or start the server with --reasoning-parser NAME", "thinking")  # fmt: skip
-    return await generation_of(request, wish, engine, "msg_")
+    return await generation_of(request, chat, engine, "msg_")
 
 
 @with_its_errors
@@ -206,7 +206,7 @@ async def messages(request: Request) -> Response | EventStream:
     engine = state.serving()
     body = await read(request, MessagesRequest)
     model = state.check_model(body.model)
-    generation = await prepared(request, asked_of, request, body, engine, state)
+    generation = await prepared(request, generation_for, request, body, engine, state)
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
         return await event_stream(

@@ -45,11 +45,11 @@ from quire.server.state import ServerState
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def effort_of(asked: Any, said: str) -> str | None:
+def effort_of(effort: Any, field: str) -> str | None:
     """Raises ApiError 400 that names the field."""
-    if asked is None or asked in EFFORTS:
-        return None if asked is None else str(asked)
-    raise invalid(f"`{said}` must be one of {', '.join(EFFORTS)}; send other template variables in `chat_template_kwargs`", said)  # fmt: skip
+    if effort is None or effort in EFFORTS:
+        return None if effort is None else str(effort)
+    raise invalid(f"`{field}` must be one of {', '.join(EFFORTS)}; send other template variables in `chat_template_kwargs`", field)  # fmt: skip
 
 
 def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> ChatOptions:
@@ -174,16 +174,16 @@ class ChatChoiceBuilder:
     def chunks(self, delta: OutputDelta) -> list[dict[str, Any]]:
         """The chunks of a delta: reasoning, then content, then calls; none if nothing is visible."""
         logprobs, ids = self.logprobs(delta), self.ids(delta)
-        news: list[dict[str, Any]] = []
+        parts: list[dict[str, Any]] = []
         if delta.reasoning:
-            news.append(self.thoughts(delta.reasoning))
+            parts.append(self.thoughts(delta.reasoning))
         if delta.text:
-            news.append({"content": delta.text})
+            parts.append({"content": delta.text})
         if delta.calls:
-            news.append({"tool_calls": [call_delta(call) for call in delta.calls]})
-        if not (news or delta.finish_reason or logprobs or ids):
+            parts.append({"tool_calls": [call_delta(call) for call in delta.calls]})
+        if not (parts or delta.finish_reason or logprobs or ids):
             return []
-        chunks = [part(delta.index, new) for new in news or [{}]]
+        chunks = [part(delta.index, new) for new in parts or [{}]]
         chunks[0] |= {"logprobs": logprobs, "token_ids": ids}
         chunks[-1]["finish_reason"] = delta.finish_reason
         if delta.finish_reason is not None:
@@ -194,14 +194,14 @@ class ChatChoiceBuilder:
 class ChatChunkEncoder(ChunkEncoder):
     """Encodes deltas as frames."""
 
-    def __init__(self, shaper: ChatChoiceBuilder, frames: ChunkFrames, details: bool):
+    def __init__(self, builder: ChatChoiceBuilder, frames: ChunkFrames, details: bool):
         super().__init__(frames, details)
-        self.shaper = shaper
+        self.builder = builder
 
     def whole(self, delta: OutputDelta) -> Iterator[bytes]:
-        frames, body, generation = self.frames, self.shaper.body, self.shaper.generation
+        frames, body, generation = self.frames, self.builder.body, self.builder.generation
         usage = generation.usage(self.details) if frames.running_usage else None
-        for at, opening in enumerate(self.shaper.opening(delta)):
+        for at, opening in enumerate(self.builder.opening(delta)):
             if at == 0 and body.return_token_ids:
                 opening["prompt_token_ids"] = generation.prompts[0].tokens
             if at == 0 and body.return_prompt_text:
@@ -211,7 +211,7 @@ class ChatChunkEncoder(ChunkEncoder):
                 "total_tokens": usage["prompt_tokens"],
             }
             yield frames.frame([opening], start)
-        for chunk in self.shaper.chunks(delta):
+        for chunk in self.builder.chunks(delta):
             ended = chunk["finish_reason"] is not None
             yield frames.frame([chunk], usage, last=ended and not frames.final_usage)
         if not (body.logprobs or body.return_token_ids or frames.running_usage):
@@ -219,7 +219,7 @@ class ChatChunkEncoder(ChunkEncoder):
 
     def end(self) -> Iterator[bytes]:
         if self.frames.final_usage:
-            yield self.frames.frame([], self.shaper.generation.usage(self.details), last=True)
+            yield self.frames.frame([], self.builder.generation.usage(self.details), last=True)
         yield DONE
 
 
@@ -276,18 +276,18 @@ async def chat(request: Request) -> Response | EventStream:
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
     name = shapes.naming(as_ids, engine.token_text)
-    shaper = ChatChoiceBuilder(body, generation, name, state.config.server.response_role)
+    builder = ChatChoiceBuilder(body, generation, name, state.config.server.response_role)
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
         frames = ChunkFrames(
             "chat.completion.chunk", generation.id, model, state.fingerprint, body, state
         )
-        return await event_stream(request, generation, ChatChunkEncoder(shaper, frames, details))
+        return await event_stream(request, generation, ChatChunkEncoder(builder, frames, details))
     created = int(time.time())
     deltas = await until_disconnect(request.receive, generation.whole())
-    told = generation.counts[0].prompt_logprobs
+    prompt_logprobs = generation.counts[0].prompt_logprobs
     large = generation.is_large(deltas)
-    choices = partial(map, partial(shaper.choice, large=large), deltas)
+    choices = partial(map, partial(builder.choice, large=large), deltas)
     whole = {
         "id": generation.id,
         "object": "chat.completion",
@@ -297,7 +297,9 @@ async def chat(request: Request) -> Response | EventStream:
         "service_tier": None,
         "system_fingerprint": state.fingerprint,
         "usage": generation.usage(details),
-        "prompt_logprobs": shapes.prompt(told, large) if body.prompt_logprobs is not None else None,
+        "prompt_logprobs": shapes.prompt(prompt_logprobs, large)
+        if body.prompt_logprobs is not None
+        else None,
         "prompt_token_ids": prompt.tokens if body.return_token_ids else None,
         "kv_transfer_params": None,
     }

@@ -68,8 +68,8 @@ def make_output_reader(
         raise invalid(f"`{said}` and a `tool_choice` that forces a tool call cannot be combined: an output has one constraint; leave one of them out", said)  # fmt: skip
     else:
         calls = calls_of(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
-        asked = state.config.structured.structured_outputs_config
-        thoughts = None if structured_options(asked).enable_in_reasoning else formats.reasoning
+        options = state.config.structured.structured_outputs_config
+        thoughts = None if structured_options(options).enable_in_reasoning else formats.reasoning
         params.structured_outputs = answer_or_calls(
             params.structured_outputs, thoughts, opened, calls
         )
@@ -81,7 +81,7 @@ def make_output_reader(
         return engine.decode(tokens, skip_special=skip)
 
     return ChatOutputReader(
-        reading, decode, told=body.include_reasoning, parallel=body.parallel_tool_calls,
+        reading, decode, include_reasoning=body.include_reasoning, parallel=body.parallel_tool_calls,
         named=choice.kind == "named",
     )  # fmt: skip
 
@@ -92,21 +92,21 @@ def demanded(
     """The constraint that the request's tools put on the output."""
     tag: dict[str, Any] | None = None
     parallel, tools = body.parallel_tool_calls, choice.tools
-    asked_for = choice.must or level in ("function", "parameter") or any(map(is_strict, tools))
+    must_hold = choice.must or level in ("function", "parameter") or any(map(is_strict, tools))
     if choice.must:
         format = forced(formats.tools, tools)
         parallel = parallel and choice.kind == "required"
         tag = calls_only(format, tools, parallel, formats.reasoning, opened)
-    elif tools and formats.tools is not None and (asked_for or level != "strict"):
+    elif tools and formats.tools is not None and (must_hold or level != "strict"):
         tag = auto_calls(formats.tools, tools, parallel, level, formats.reasoning, opened)
-        if tag is None and asked_for:
+        if tag is None and must_hold:
             log.warning_every("strict", 3600, "`strict` is not enforced: the grammar cannot express calls in the format %s, or the schema of a tool in it", formats.tool_choice.name)  # fmt: skip
     if tag is None:
         return None
     try:
         return StructuredOutputsParams(structural_tag=tag, said="tools")
     except ValidationError as error:
-        if not asked_for:
+        if not must_hold:
             return None  # the request needs its calls parsed only
         raise invalid(f"`tools`: {error}", "tools") from error
 
@@ -128,7 +128,7 @@ class ChatOutputReader:
 
     reading: OutputFormat
     decode: Callable[[list[int]], str]
-    told: bool = True
+    include_reasoning: bool = True
     """Whether the answer includes the reasoning."""
     parallel: bool = True
     named: bool = False
@@ -150,7 +150,7 @@ class ChatOutputReader:
             output.size += len(delta.text)
             count = self._thoughts(output, parser.thought - before)
             self.reasoning_tokens += count
-            if not self.told:
+            if not self.include_reasoning:
                 self._hide(delta, parsed, count)
         delta.text, delta.reasoning = parsed.content, parsed.reasoning
         delta.calls = parsed.calls if self.parallel else [c for c in parsed.calls if c.index == 0]
@@ -207,7 +207,7 @@ class OutputPiece:
     name: str | None = None
 
 
-def news(delta: OutputDelta) -> list[OutputPiece]:
+def pieces(delta: OutputDelta) -> list[OutputPiece]:
     """The pieces of a delta, in the order of the answer."""
     found = []
     if delta.reasoning:

@@ -87,8 +87,8 @@ class ChunkFrames:
         if last:
             parts.append(self._print)
         if usage is not None:
-            kept = {key: value for key, value in usage.items() if value is not None}
-            parts += [b',"usage":', self.encode(kept)]
+            present = {key: value for key, value in usage.items() if value is not None}
+            parts += [b',"usage":', self.encode(present)]
         parts.append(b"}\n\n")
         return b"".join(parts)
 

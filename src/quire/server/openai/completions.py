@@ -102,9 +102,9 @@ class CompletionChoiceBuilder:
             "token_ids": tokens if ids else None,
         }
         if whole:
-            told = self.generation.counts[delta.prompt].prompt_logprobs
-            asked = self.body.prompt_logprobs is not None
-            choice["prompt_logprobs"] = shapes.prompt(told, large) if asked else None
+            prompt_logprobs = self.generation.counts[delta.prompt].prompt_logprobs
+            wanted = self.body.prompt_logprobs is not None
+            choice["prompt_logprobs"] = shapes.prompt(prompt_logprobs, large) if wanted else None
         if whole or first:
             choice["prompt_token_ids"] = prompt.tokens if ids else None
             if self.body.return_prompt_text:
@@ -121,28 +121,28 @@ class CompletionChoiceBuilder:
 class CompletionChunkEncoder(ChunkEncoder):
     """Encodes deltas as frames."""
 
-    def __init__(self, shaper: CompletionChoiceBuilder, frames: ChunkFrames, details: bool):
+    def __init__(self, builder: CompletionChoiceBuilder, frames: ChunkFrames, details: bool):
         super().__init__(frames, details)
-        self.shaper = shaper
+        self.builder = builder
 
     def whole(self, delta: OutputDelta) -> Iterator[bytes]:
-        shaper, frames = self.shaper, self.frames
-        choice = shaper.choice(delta, whole=False)
+        builder, frames = self.builder, self.frames
+        choice = builder.choice(delta, whole=False)
         ended = delta.finish_reason is not None
         if not (choice["text"] or ended or choice["logprobs"] or choice["token_ids"]):
             return  # an incomplete character, or a possible stop string
-        if shaper.is_text and not frames.running_usage:
-            self.around[delta.index] = frames.around(partial(shaper.later, delta.index))
-        usage = shaper.usage(self.details) if frames.running_usage else None
+        if builder.is_text and not frames.running_usage:
+            self.around[delta.index] = frames.around(partial(builder.later, delta.index))
+        usage = builder.usage(self.details) if frames.running_usage else None
         yield frames.frame([choice], usage, last=ended and not frames.final_usage)
 
     def end(self) -> Iterator[bytes]:
         if self.frames.final_usage:
-            yield self.frames.frame([], self.shaper.usage(self.details), last=True)
+            yield self.frames.frame([], self.builder.usage(self.details), last=True)
         yield DONE
 
 
-async def asked_of(
+async def read_request(
     request: Request, body: CompletionRequest, engine: AsyncEngine, state: ServerState
 ) -> tuple[SamplingParams, list[Prompt]]:
     """Check and tokenize a request. Raises ApiError, ValidationError: it is invalid."""
@@ -168,7 +168,7 @@ async def completions(request: Request) -> Response | EventStream:
         raise invalid(
             "`stream` is not supported with `use_beam_search`; leave one of them out", "stream"
         )
-    params, prompts = await prepared(request, asked_of, request, body, engine, state)
+    params, prompts = await prepared(request, read_request, request, body, engine, state)
     of_prompt = body.echo or body.return_token_ids or body.return_prompt_text
     repeated = bool(of_prompt) or body.prompt_logprobs is not None
     generation = Generation(
@@ -179,7 +179,7 @@ async def completions(request: Request) -> Response | EventStream:
     )  # fmt: skip
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
-    shaper = CompletionChoiceBuilder(
+    builder = CompletionChoiceBuilder(
         body, engine, generation, shapes.naming(as_ids, engine.token_text)
     )
     details = state.config.server.enable_prompt_tokens_details
@@ -188,12 +188,12 @@ async def completions(request: Request) -> Response | EventStream:
             "text_completion", generation.id, model, state.fingerprint, body, state
         )
         return await event_stream(
-            request, generation, CompletionChunkEncoder(shaper, frames, details)
+            request, generation, CompletionChunkEncoder(builder, frames, details)
         )
     created = int(time.time())
     deltas = await until_disconnect(request.receive, generation.whole())
     large = generation.is_large(deltas)
-    choices = partial(map, partial(shaper.choice, whole=True, large=large), deltas)
+    choices = partial(map, partial(builder.choice, whole=True, large=large), deltas)
     return json_answer(
         {
             "id": generation.id,
@@ -203,7 +203,7 @@ async def completions(request: Request) -> Response | EventStream:
             "choices": shapes.listed(choices, large),
             "service_tier": None,
             "system_fingerprint": state.fingerprint,
-            "usage": shaper.usage(details),
+            "usage": builder.usage(details),
             "kv_transfer_params": None,
         },
         large,

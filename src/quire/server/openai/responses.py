@@ -181,8 +181,8 @@ class ResponseBuilder:
 
     def failed(self, error: BaseException) -> bytes:
         known = as_api_error(error)
-        told = {"code": "server_error", "message": clean(known.message)}
-        return self.event("failed", response=self.response("failed", [], told))
+        error_object = {"code": "server_error", "message": clean(known.message)}
+        return self.event("failed", response=self.response("failed", [], error_object))
 
 
 def no_event(kind: str, **fields: Any) -> bytes:
@@ -194,26 +194,28 @@ def no_event(kind: str, **fields: Any) -> bytes:
 class ResponseEventEncoder:
     """Encodes deltas as events."""
 
-    shaper: ResponseBuilder
+    builder: ResponseBuilder
     items: ResponseItems
 
     def add(self, delta: OutputDelta) -> Iterator[bytes]:
-        shaper, items = self.shaper, self.items
-        if not shaper.number:
-            start = shaper.response("in_progress", [])
-            yield shaper.event("created", response=start)
-            yield shaper.event("in_progress", response=start)
+        builder, items = self.builder, self.items
+        if not builder.number:
+            start = builder.response("in_progress", [])
+            yield builder.event("created", response=start)
+            yield builder.event("in_progress", response=start)
         yield from items.add(delta)
         if delta.finish_reason is not None:
             yield from items.end(status_of(delta))
-            whole = shaper.ended(delta, items.done)
-            yield shaper.event(whole["status"], response=whole)
+            whole = builder.ended(delta, items.done)
+            yield builder.event(whole["status"], response=whole)
 
     def end(self) -> Iterator[bytes]:
         return iter(())
 
 
-async def asked_of(request: Request, body: ResponsesRequest, engine: AsyncEngine) -> Generation:
+async def generation_for(
+    request: Request, body: ResponsesRequest, engine: AsyncEngine
+) -> Generation:
     return await generation_of(request, as_chat(body), engine, "resp_")
 
 
@@ -223,16 +225,16 @@ async def responses(request: Request) -> Response | EventStream:
     engine = state.serving()
     body = await read(request, ResponsesRequest)
     model = state.check_model(body.model)
-    generation = await prepared(request, asked_of, request, body, engine)
+    generation = await prepared(request, generation_for, request, body, engine)
     as_ids = state.config.server.return_tokens_as_token_ids
-    shaper = ResponseBuilder(body, generation, model, shapes.naming(as_ids, engine.token_text))
+    builder = ResponseBuilder(body, generation, model, shapes.naming(as_ids, engine.token_text))
     if body.stream:
         return await event_stream(
-            request, generation, ResponseEventEncoder(shaper, shaper.items()), shaper.failed
+            request, generation, ResponseEventEncoder(builder, builder.items()), builder.failed
         )
     (delta,) = await until_disconnect(request.receive, generation.whole())
     large = generation.is_large([delta])
-    return json_answer(shaper.whole(delta, large), large, state.answering)
+    return json_answer(builder.whole(delta, large), large, state.answering)
 
 
 def status_of(delta: OutputDelta) -> str:

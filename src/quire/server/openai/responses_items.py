@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.server.errors import invalid
-from quire.server.openai.chat_output import OutputPiece, news
+from quire.server.openai.chat_output import OutputPiece, pieces
 from quire.server.output_delta import OutputDelta
 
 JSON = dict[str, Any]
@@ -105,11 +105,11 @@ def tools_of(tools: list[JSON] | None) -> list[JSON] | None:
     return found
 
 
-def choice_of(asked: Any) -> Any:
+def choice_of(choice: Any) -> Any:
     """`tool_choice` in chat's form."""
-    if isinstance(asked, dict) and asked.get("type") == "function":
-        return {"type": "function", "function": {"name": asked.get("name")}}
-    return asked
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
 # -- out ------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class ResponseItems:
     def add(self, delta: OutputDelta) -> Iterator[bytes]:
         """The events of a delta."""
         self._waiting = joined(self._waiting, self.logprobs(delta))
-        for new in news(delta):
+        for new in pieces(delta):
             if self._new is None or (new.kind, new.index) != (self._new.kind, self._new.index):
                 yield from self.close("completed")
                 yield from self._open(new)

@@ -61,6 +61,6 @@ def viewer_state(seen: dict[str, Any], since: int, tenant: str) -> dict[str, Any
 
 def foreign(life: dict[str, Any]) -> dict[str, Any]:
     """Another tenant's request: its lengths would reveal what it contains."""
-    kept = {key: life[key] for key in ("n", "state", "preemptions", "blocks", "ended")}
+    visible = {key: life[key] for key in ("n", "state", "preemptions", "blocks", "ended")}
     phases = [[kind, ago, 0] for kind, ago, _ in life["phases"]]
-    return kept | {"id": "", "foreign": True, "phases": phases}
+    return visible | {"id": "", "foreign": True, "phases": phases}

@@ -154,12 +154,12 @@ class ServerProcess:
             self._soon(self.state.engine.call("set_weights", tenants.weights))
 
     async def _run_phases(self, http: asyncio.Future[None]) -> int:
-        told = asyncio.ensure_future(self.stopping.wait())
+        stopped = asyncio.ensure_future(self.stopping.wait())
         starting = asyncio.ensure_future(self._start())
-        await first_of(told, starting, http)
+        await first_of(stopped, starting, http)
         if not starting.done():  # stop signal while loading, or HTTP ended
             starting.cancel()
-            return 0 if told.done() else 1
+            return 0 if stopped.done() else 1
         try:
             starting.result()
         except Exception as error:
@@ -170,12 +170,12 @@ class ServerProcess:
         if self.state.engine is None:
             return 0  # stop signal at the end of loading
         watch = asyncio.ensure_future(self._watch())
-        await first_of(told, watch, http)
+        await first_of(stopped, watch, http)
         if watch.done():
             watch.result()
             await asyncio.sleep(DEATH_TOLD_S)
             return 1
-        code = 0 if told.done() else 1
+        code = 0 if stopped.done() else 1
         watch.cancel()
         await self._drain()
         return code
