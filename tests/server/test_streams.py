@@ -199,7 +199,7 @@ async def test_a_pause_holds_new_requests_back():
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         (_, mode, _, holder), *after = engine.called
         assert mode == "abort"
-        assert after[:2] == [("pause", holder), ("reset_prefix_cache",)]
+        assert after[:3] == [("drained", holder), ("pause", holder), ("reset_prefix_cache",)]
         late = asyncio.ensure_future(client.post(CHAT, json=HI))
         await asyncio.sleep(0.05)
         assert not late.done()
