@@ -144,14 +144,14 @@ def test_every_layer_computes_with_its_own_weights() -> None:
 
 
 def no_wait(ring: Ring, layer: int) -> None:
-    if ring.held[layer % 2] != layer:
-        ring._bring(layer)
+    if ring.resident[layer % 2] != layer:
+        ring._copy_in(layer)
 
 
 def trusting(ring: Ring, layer: int) -> None:
     """As if every pass ran to its end."""
-    if ring.held[layer % 2] is None:
-        ring._bring(layer)
+    if ring.resident[layer % 2] is None:
+        ring._copy_in(layer)
     ring.copier.wait(ring.copied[layer % 2])
 
 
@@ -162,8 +162,8 @@ def early(ring: Ring, layer: int) -> None:
 
 
 def at_once(ring: Ring, layer: int) -> None:
-    if ring.held[layer % 2] != layer:
-        ring.held[layer % 2], now = layer, Mark()
+    if ring.resident[layer % 2] != layer:
+        ring.resident[layer % 2], now = layer, Mark()
         now.reached = True
         ring.copied[layer % 2] = ring.copier.copy(ring.copies[layer], after=now)
 
@@ -171,16 +171,16 @@ def at_once(ring: Ring, layer: int) -> None:
 def no_turn(ring: Ring, layer: int) -> None:
     """The last layers send for nobody, and who comes first is thought to be there."""
     if layer + 2 < len(ring.copies):
-        ring._bring(layer + 2)
+        ring._copy_in(layer + 2)
     else:
-        ring.held[layer % 2] = layer % 2
+        ring.resident[layer % 2] = layer % 2
 
 
 MUTATIONS: dict[str, dict[str, Any]] = {
     "does not wait for the copy": {"before": no_wait},
     "does not look who has the place": {"before": trusting},
     "sends for the next too early": {"before": early, "after": lambda ring, layer: None},
-    "copies without waiting": {"_bring": at_once},
+    "copies without waiting": {"_copy_in": at_once},
     "forgets the next pass": {"after": no_turn},
 }
 

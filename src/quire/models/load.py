@@ -123,8 +123,8 @@ def _can_quantize(impl: str, spec: ModelSpec, platform: Platform) -> None:
 def _can_be_floats(spec: ModelSpec, platform: Platform, remedy: str) -> None:
     stored = stored_quantization(spec.hf_config)
     kinds = {layout.kind for layout in stored.layouts()} if stored is not None else set()
-    kept = "float" in kinds and spec.quantization is None
-    if (kept or spec.quantization == "fp8") and not platform.supports("float8_e4m3"):
+    keeps_fp8 = "float" in kinds and spec.quantization is None
+    if (keeps_fp8 or spec.quantization == "fp8") and not platform.supports("float8_e4m3"):
         raise Unsupported(
             f"8-bit floats on {platform.description}, which has no instructions for them (compute capability 8.9"
             " and newer have)",

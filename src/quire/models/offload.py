@@ -67,26 +67,26 @@ class Ring:
 
     def __init__(self, copier: Copier, copies: Sequence[Sequence[Pair]]):
         self.copier, self.copies = copier, copies
-        self.held: list[int | None] = [None] * PLACES
+        self.resident: list[int | None] = [None] * PLACES
         self.copied: list[Any] = [None] * PLACES
 
     def before(self, layer: int) -> None:
         """Make what is queued next wait for the layer's weights."""
         place = layer % PLACES
-        if self.held[place] != layer:  # the first pass, or one after a failed pass
-            self._bring(layer)
+        if self.resident[place] != layer:  # the first pass, or one after a failed pass
+            self._copy_in(layer)
         self.copier.wait(self.copied[place])
 
     def after(self, layer: int) -> None:
         """The layer is done in this pass: copy the next layer into its place."""
         following = layer + PLACES
-        self._bring(following if following < len(self.copies) else layer % PLACES)
+        self._copy_in(following if following < len(self.copies) else layer % PLACES)
 
-    def _bring(self, layer: int) -> None:
+    def _copy_in(self, layer: int) -> None:
         place = layer % PLACES
-        if self.held[place] == layer:
+        if self.resident[place] == layer:
             return
-        self.held[place] = layer
+        self.resident[place] = layer
         self.copied[place] = self.copier.copy(self.copies[layer], after=self.copier.mark())
 
 
@@ -120,23 +120,23 @@ class Offload:
 
     def take(self) -> None:
         """Move the loaded weights into pinned memory and install the copies. Call once, after loading."""
-        packed = [_Packed(self.copier, weight_tensors(layer)) for layer in self.chosen]
-        room = max(each.size for each in packed)
-        places = [self.copier.device(room) for _ in range(min(PLACES, len(packed)))]
-        ring = Ring(self.copier, [p.laid_in(places[i % PLACES]) for i, p in enumerate(packed)])
+        pinned = [_PinnedLayer(self.copier, weight_tensors(layer)) for layer in self.chosen]
+        room = max(each.size for each in pinned)
+        places = [self.copier.device(room) for _ in range(min(PLACES, len(pinned)))]
+        ring = Ring(self.copier, [p.bind_to(places[i % PLACES]) for i, p in enumerate(pinned)])
         for index, layer in enumerate(self.chosen):
             layer.register_forward_pre_hook(lambda module, args, i=index: ring.before(i))
             layer.register_forward_hook(lambda module, args, out, i=index: ring.after(i))
-        total = sum(each.size for each in packed)
+        total = sum(each.size for each in pinned)
         self.chosen = []
         log.info(
             "cpu_offload_gb: %d layers (%.2f GiB) stay in host memory, with two buffers of %.2f GiB on the device;"
             " steps are not recorded as CUDA graphs",
-            len(packed), total / GIB, room / GIB,
+            len(pinned), total / GIB, room / GIB,
         )  # fmt: skip
 
 
-class _Packed:
+class _PinnedLayer:
     """A layer's tensors in pinned host memory, one after the other."""
 
     def __init__(self, copier: Copier, parts: Sequence[TensorRef]):
@@ -161,7 +161,7 @@ class _Packed:
             chunk[start : start + len(piece)].copy_(piece)
             at, source = at + len(piece), source[len(piece) :]
 
-    def laid_in(self, place: Tensor) -> list[Pair]:
+    def bind_to(self, place: Tensor) -> list[Pair]:
         """Make the tensors views of a place; returns the copies that fill it."""
         for at, part in self.parts:
             like = part.tensor

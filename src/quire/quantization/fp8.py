@@ -123,9 +123,9 @@ def scaled_product(
 @functools.cache
 def torch_can(device: torch.device) -> bool:
     """Whether torch's scaled GEMM runs on the device and is right: tried once, because GPUs and builds differ."""
-    made = torch.Generator().manual_seed(0)
-    weight: Any = Float8Weight.of(torch.randn(256, 512, generator=made).to(device), False)
-    x_TI = torch.randn(128, 512, generator=made).to(device).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    weight: Any = Float8Weight.of(torch.randn(256, 512, generator=generator).to(device), False)
+    x_TI = torch.randn(128, 512, generator=generator).to(device).bfloat16()
     want = weight.reference(x_TI, None).float()
     try:
         pair = (weight.q_OI, weight.scale)
