@@ -129,7 +129,7 @@ def test_what_is_not_foreign_stays_fused(case: str, depth: int, tmp_path: Path) 
             worker = worker_of(one)
             plain = one.tokens(prompts(4), greedy(3))
             foreign = put(worker.model.model.layers, numbers)
-            worker.set_model(worker.model)
+            worker.set_models(worker.models)
             if not fused:
                 worker.unfuse("test")
             decoder = worker.model.model.layers.fused
@@ -153,7 +153,7 @@ def test_a_foreign_module_of_another_dtype_is_refused(
     with engine(path, dtype="bfloat16") as one:
         worker = worker_of(one)
         (mixture,) = put_mixtures(worker.model.model.layers, {1})
-        worker.set_model(worker.model)
+        worker.set_models(worker.models)
         mixture.forward = lambda x_TD: x_TD.float()
         with pytest.raises(RuntimeError, match="the step failed"):
             one.tokens([[5, 6]], greedy(2))
