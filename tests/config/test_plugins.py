@@ -96,7 +96,7 @@ def test_a_plugin_is_there_before_a_model_is_chosen(package):
         env={**os.environ, "PYTHONPATH": f"{Path(plugins.__file__).parents[1]}:{package}"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert "model code      native (MadeUpForCausalLM is native)" in done.stdout, (
+    assert "model code      native (MadeUpForCausalLM has a native model)" in done.stdout, (
         done.stdout + done.stderr
     )
 

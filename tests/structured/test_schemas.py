@@ -158,7 +158,7 @@ def test_options_of_the_constraint(reader: Reader):
     ("schema", "says"),
     [
         ({"x-guidance": {"lenient": True}, "not": {}}, "not"),  # no way round by the engine's options
-        ('{"type":', "no JSON"),
+        ('{"type":', "not JSON"),
         ("[]", "must be a JSON object"),
         ({"type": "strin"}, "strin"),
         ({"type": "string", "pattern": "["}, "class is not closed"),
