@@ -125,7 +125,7 @@ def hang(client: ProcessClient) -> None:
     os.kill(client.supervisor.child.pid, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize(("blow", "word"), [(die, "SIGKILL"), (hang, "sign of life")])
+@pytest.mark.parametrize(("blow", "word"), [(die, "SIGKILL"), (hang, "no heartbeat")])
 def test_everybody_gets_an_answer_and_the_engine_comes_back(
     start: Callable, tmp_path: Path, blow: Callable, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

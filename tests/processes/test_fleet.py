@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -345,7 +346,7 @@ def test_a_keeper_that_was_stopped_blames_nobody(
     process = object.__new__(SupervisedProcess)
     polled = long_ago if was_stopped else time.monotonic()
     process.__dict__.update(
-        heard=long_ago, polled=polled, process=Mock(poll=Mock(return_value=None)),
+        heard=long_ago, polled=polled, process=Mock(poll=Mock(return_value=None), wait=Mock(side_effect=[subprocess.TimeoutExpired("", 0), 0])),
         status=Mock(broken=True, poll=Mock(return_value=[])),
     )  # fmt: skip
     child = http_supervisor.HttpWorkerSlot(0, None, Mock(), process, is_open=True)
