@@ -29,7 +29,7 @@ PARTS = ("weights", "kv_cache")
 TAGS = (*PARTS, "scheduling")
 
 PAUSE, SLEEP = "pause", "sleep"
-NOBODY = ""
+NO_HOLDER = ""
 
 
 class PauseGate(Gate):
@@ -71,7 +71,7 @@ class SleepController:
         self.level = -1
 
     # -- pause ----------------------------------------------------------------------------------
-    def hold(self, mode: str, reason: str = PAUSE, holder: str = NOBODY) -> int:
+    def hold(self, mode: str, reason: str = PAUSE, holder: str = NO_HOLDER) -> int:
         """Admit no more requests; returns how many must still end (see `drained`)."""
         core, scheduler = self.core, self.core.scheduler
         until = scheduler.arrivals if checked_mode(mode) == "wait" else 0
@@ -83,7 +83,7 @@ class SleepController:
             core.outbox += [output for output in ended if output is not None]
         return self._left()
 
-    def drained(self, holder: str = NOBODY) -> Any:
+    def drained(self, holder: str = NO_HOLDER) -> Any:
         """Answered when all requests that may go on have ended: True. False: the hold is gone, since a caller resumed,
         or the holder gave up."""
         if holder not in self.holds:
@@ -93,7 +93,7 @@ class SleepController:
     def _left(self) -> int:
         return sum(map(self.gate.ready, self.core.scheduler.requests.values()))
 
-    def release_hold(self, holder: str = NOBODY) -> None:
+    def release_hold(self, holder: str = NO_HOLDER) -> None:
         """Release one holder's hold; others may remain."""
         self.holds.pop(holder, None)
         self._set_gate()
@@ -103,7 +103,7 @@ class SleepController:
         self.holds = {holder: held for holder, held in self.holds.items() if held.client != number}
         self._set_gate()
 
-    def pause(self, holder: str = NOBODY) -> bool:
+    def pause(self, holder: str = NO_HOLDER) -> bool:
         """Turn the holder's hold into a pause that lasts until `resume`; False: the hold is gone."""
         return self._make_lasting(PAUSE, holder)
 
@@ -146,7 +146,7 @@ class SleepController:
         core, level = self.core, checked_level(level)
         if holder is not None and holder not in self.holds:
             return False
-        holder = holder or NOBODY
+        holder = holder or NO_HOLDER
         self.hold("keep", SLEEP, holder)
         try:
             core.settle()

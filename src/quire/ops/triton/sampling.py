@@ -25,7 +25,7 @@ from quire.ops.triton.launch import EXACT, INTERPRETED, pow2
 CHUNK = 1024 if INTERPRETED else 4096
 PIECE = 1024  # chunk size of kernels with little work per element
 WIDE: dict[str, Any] = {} if INTERPRETED else {"num_warps": 8}
-NOBODY = tl.constexpr(0x7FFFFFFF)
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 PLAIN = tl.constexpr(INTERPRETED)
 """Use Triton's own exp and log, which are NumPy's in the interpreter. A device's fast logarithm has an absolute error
 of 2^-22, which is too large near 1, so on a device kernels call libdevice, which the interpreter does not have."""
@@ -91,7 +91,7 @@ def draw_kernel(
     score = tl.where(col < vocab, score, float("-inf"))
     best = tl.max(score, axis=0)
     tl.store(best_ptr + row * chunks + chunk, best)
-    tl.store(id_ptr + row * chunks + chunk, tl.min(tl.where(score == best, col, NOBODY), axis=0))
+    tl.store(id_ptr + row * chunks + chunk, tl.min(tl.where(score == best, col, NO_TOKEN), axis=0))
 
 
 @triton.jit
@@ -100,8 +100,8 @@ def pick_kernel(best_ptr, id_ptr, out_ptr, vocab, chunks, COLS: tl.constexpr):
     row = tl.program_id(0)
     col = tl.arange(0, COLS)
     best = tl.load(best_ptr + row * chunks + col, mask=col < chunks, other=float("-inf"))
-    ids = tl.load(id_ptr + row * chunks + col, mask=col < chunks, other=NOBODY)
-    at = tl.min(tl.where(best == tl.max(best, axis=0), ids, NOBODY), axis=0)
+    ids = tl.load(id_ptr + row * chunks + col, mask=col < chunks, other=NO_TOKEN)
+    at = tl.min(tl.where(best == tl.max(best, axis=0), ids, NO_TOKEN), axis=0)
     tl.store(out_ptr + row, tl.minimum(at, vocab - 1).to(tl.int64))
 
 
@@ -172,7 +172,7 @@ def reaching(x_ptr, vocab, top, floor, last, wanted, WEIGHED: tl.constexpr, COLS
     each = tl.maximum(weight_of(tl.zeros([1], tl.float32) + logit, top, WEIGHED), 1)
     wanted_here = tl.max((wanted - above + each - 1) // each, axis=0)
     seen = tl.zeros([1], tl.int64)
-    found_id = tl.full([COLS], NOBODY, tl.int32)
+    found_id = tl.full([COLS], NO_TOKEN, tl.int32)
     for start in range(0, vocab, COLS):
         col = start + tl.arange(0, COLS)
         x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
@@ -196,10 +196,10 @@ def cutoff_kernel(
     top = tl.max(most, axis=0)
     # In float64, as top_k_top_p.py.
     floor = tl.minimum((top.to(tl.float64) + tl.load(log_min_p_ptr + row)).to(tl.float32), top)
-    last = tl.full([], NOBODY, tl.int32)
+    last = tl.full([], NO_TOKEN, tl.int32)
     top_k = tl.load(top_k_ptr + row)
     if (top_k > 0) & (top_k < vocab):
-        kth, kth_id = reaching(x_ptr, vocab, top, float("-inf"), NOBODY, top_k, False, COLS)
+        kth, kth_id = reaching(x_ptr, vocab, top, float("-inf"), NO_TOKEN, top_k, False, COLS)
         if kth >= floor:  # else fewer than k survive min-p
             floor = kth
             last = kth_id
