@@ -91,6 +91,13 @@ NOT_OF_REQUESTS = {
     "quire.features.structured.grammar.MAX_TOLD",  # a message is cut
     "quire.features.structured.masks.MAX_DEATHS",
     "quire.features.structured.cost.MAX_GROUPS",  # below what MAX_NESTED takes
+    # Caches and messages of our own processes:
+    "quire.features.structured.check_process.MAX_CACHED",
+    "quire.features.structured.check_process.MAX_PROCESSES",
+    "quire.features.structured.compiler.MAX_CACHED_ERRORS",
+    "quire.features.structured.grammar_messages.MAX_MESSAGE_BYTES",
+    "quire.protocol.tensor_data.MAX_BYTES",
+    "quire.protocol.tensor_data.MAX_DIMENSIONS",
 }
 """Constants of these packages that are no limit of what a client may ask for."""
 

@@ -111,6 +111,12 @@ class PreparedWeight:
         """Multiply in plain torch: the definition."""
         raise NotImplementedError
 
+    def move(self, device: torch.device) -> None:
+        """Move the tensors to another device."""
+        for name, value in list(vars(self).items()):
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+
     def kernel_args(self) -> dict[str, Any]:
         """Fields of the C struct `Weight` (kernels/layer.h), except the bias and the shape."""
         raise NotImplementedError(

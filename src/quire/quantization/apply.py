@@ -136,9 +136,7 @@ def move(model: nn.Module, device: torch.device) -> None:
         lambda t: t if t.is_meta else t.to(device)
     )  # `to` refuses a model with "meta" tensors
     for prepared in prepared_weights(model):
-        for name, value in list(vars(prepared).items()):
-            if isinstance(value, Tensor):
-                setattr(prepared, name, value.to(device))
+        prepared.move(device)
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -34,7 +34,7 @@ def weight(rng: random.Random, bits: int, group: int, groups: int, outs: int) ->
     order = torch.randperm(ins).int() if rng.random() < 0.5 else None
     made = FewBitsWeight(Grouped(q, scale, zero, order), bits, False)
     assert torch.equal(wna16_gemm.unpacked(made.data, bits, made.step), q)
-    made.to(torch.device(DEVICE))
+    made.move(torch.device(DEVICE))
     return made
 
 

@@ -63,6 +63,6 @@ def test_an_attention_layer_takes_the_pass_of_its_backend(monkeypatch: pytest.Mo
     layer.backend = TritonAttention.__new__(TritonAttention)
     answer = torch.ones(3, 2, 8)
     monkeypatch.setattr(TritonAttention, "attend_fused_rope", lambda *_: answer)
-    monkeypatch.setattr(layer, "_meta", lambda: None)
+    monkeypatch.setattr(layer, "step_metadata", lambda: None)
     q, k = torch.zeros(3, 2, 8), torch.zeros(3, 1, 8)
     assert layer.fused_rope(q, k, k, QKNormRope(False), (q, q)) is answer
