@@ -57,7 +57,7 @@ function numbers() {
   put("speed", count(speeds.at(-1) || 0));
   put("prompt-speed", count(speed("prompt")));
   put("running", `${stats.running} / ${limits.rows}`);
-  put("waiting", stats.waiting ? `running, ${count(stats.waiting)} waiting` : "running, nobody waits");
+  put("waiting", stats.waiting ? `running, ${count(stats.waiting)} waiting` : "running, none waiting");
   put("kv", (100 * used / Math.max(1, blocks.count)).toFixed(1) + " %");
   put("kv-bytes", memory.block ? `of ${bytes(memory.block * blocks.count)} KV cache in use` : "KV cache in use");
   $("kv-bar").value = used / Math.max(1, blocks.count);
@@ -95,7 +95,7 @@ $("blocks").onmousemove = event => {
   const what = cells[at];
   pointed = what !== undefined;
   if (!pointed) return;
-  const name = ["free", "cached: free, and found again by whoever asks the same", "shared by several requests"][what] ?? `request ${what - OWNED}`;
+  const name = ["free", "cached: free, and used again by a request with the same prefix", "shared by several requests"][what] ?? `request ${what - OWNED}`;
   put("block-note", `block ${at * seen.blocks.each + 1}: ${name}`);
   choose(what >= OWNED ? what - OWNED : null);
 };
