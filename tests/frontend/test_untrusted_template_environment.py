@@ -1,4 +1,4 @@
-"""A process that renders a request's template sees no keys and tokens of the server (M7)."""
+"""The process that renders a request's template gets no keys and tokens of the server (M7)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import pytest
 
 from quire import env
 from quire.frontend import untrusted_templates
+from quire.frontend.chat import ChatOptions
+
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def test_the_process_of_a_template_has_no_secrets(monkeypatch: pytest.MonkeyPatch):
     for name in ("QUIRE_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "sesame")
-    process = untrusted_templates.start()
+    renderer = untrusted_templates.UntrustedTemplateRenderer(seconds=60.0)
     try:
-        process.stdin.write((2).to_bytes(4) + b"{}")  # it has begun when it takes this
-        found = Path(f"/proc/{process.pid}/environ").read_bytes()
-        assert b"sesame" not in found
+        # An answer shows that the program has started: between execve and the first page of the new program, both files are empty.
+        assert renderer.render(MESSAGES, ChatOptions(template="done"), {}) == "done"
+        [process] = renderer.idle
+        assert b"sesame" not in Path(f"/proc/{process.pid}/environ").read_bytes()
         assert b"-P" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
     finally:
-        untrusted_templates.end(process)
+        renderer.close()
 
 
 def test_an_empty_entry_of_pythonpath_is_no_folder(monkeypatch: pytest.MonkeyPatch):
