@@ -21,7 +21,8 @@ from engines import Engine, engine
 
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.grammar import limits
-from quire.features.structured.grammar_rows import GrammarRowSettings, GrammarStates
+from quire.features.structured.grammar_messages import GrammarRowSettings
+from quire.features.structured.grammar_rows import GrammarStates
 from quire.protocol.output import EngineOutput
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams

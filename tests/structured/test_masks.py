@@ -19,8 +19,9 @@ from quire.errors import ValidationError
 from quire.features.structured.compiler import MAX_CACHED, THREADS, GrammarCompiler, digest
 from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.gate import CompileRequests, GrammarGate, apply_compile_requests
+from quire.features.structured.grammar_messages import GrammarRowSettings
 from quire.features.structured.grammar_process import GrammarProcess
-from quire.features.structured.grammar_rows import LIBRARY_FAILED, GrammarRowSettings, GrammarStates
+from quire.features.structured.grammar_rows import LIBRARY_FAILED, GrammarStates
 from quire.features.structured.masks import GrammarMasks
 from quire.features.structured.validate import check_constraint
 from quire.ops.masked_argmax import bits, num_words

@@ -11,7 +11,6 @@ import time
 
 from msgspec import Struct
 
-from quire.features.structured.grammar_rows import GrammarRowSettings
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 STEP_CPU_S = 0.1  # processor time for a message; the hardest mask of a normal grammar takes 0.03 s
@@ -71,6 +70,21 @@ class CompileReply(Struct, array_like=True):
     error: str | None = None
     cause: str = ""
     """The exception behind the error, for the log."""
+
+
+class GrammarRowSettings(Struct, array_like=True):
+    """A request's settings for the end of its output and for forced tokens."""
+
+    ends: list[int]
+    """Tokens that end the output."""
+    ends_late: bool
+    """`ignore_eos`: the output ends only where no other token is allowed."""
+    room: int
+    """Maximum number of output tokens."""
+    end_at: int
+    """From this length on, the end token of a finished grammar is forced."""
+    jumps: bool
+    """Feed forced tokens at once, without sampling."""
 
 
 class Begin(Struct, array_like=True, tag=True):

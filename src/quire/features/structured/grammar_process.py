@@ -17,10 +17,9 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import numpy as np
 
 import quire
 from quire import env
@@ -37,6 +36,7 @@ from quire.features.structured.grammar_messages import (
     CompileReply,
     Drop,
     ForcedReply,
+    GrammarRowSettings,
     MaskReply,
     Prepare,
     PrepareReply,
@@ -45,10 +45,12 @@ from quire.features.structured.grammar_messages import (
     receive,
     send,
 )
-from quire.features.structured.grammar_rows import GrammarRowSettings
 from quire.features.structured.vocabulary import Vocabulary
 from quire.logging import get_logger
 from quire.protocol.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 log = get_logger(__name__)
 
@@ -219,6 +221,8 @@ class GrammarProcess:
         return self._decoded(until, ForcedReply)
 
     def read_masks(self, until: float) -> tuple[MaskReply, np.ndarray]:
+        import numpy as np  # 0.1 s, which a server that only checks grammars does not need
+
         reply = self._decoded(until, MaskReply)
         self.bytes = reply.bytes
         masks = np.frombuffer(self._read(until), np.int32)

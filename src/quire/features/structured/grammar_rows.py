@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from msgspec import Struct
 
 from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.grammar import explained
 
 if TYPE_CHECKING:
+    from quire.features.structured.grammar_messages import GrammarRowSettings
     from quire.features.structured.matcher import Matcher
 
 DEAD_END = "no token of the vocabulary can continue the output under its constraint"
@@ -25,21 +25,6 @@ LIBRARY_FAILED = "the constraint cannot be enforced: the grammar library failed"
 GAVE_UP = "the constraint is too complex, or the output violates it; make it smaller, or use fewer repetitions"
 MANY = 4  # from this many rows (and cores) on, a thread pool computes the masks
 THREADS = 8
-
-
-class GrammarRowSettings(Struct, array_like=True):
-    """A request's settings for the end of its output and for forced tokens."""
-
-    ends: list[int]
-    """Tokens that end the output."""
-    ends_late: bool
-    """`ignore_eos`: the output ends only where no other token is allowed."""
-    room: int
-    """Maximum number of output tokens."""
-    end_at: int
-    """From this length on, the end token of a finished grammar is forced."""
-    jumps: bool
-    """Feed forced tokens at once, without sampling."""
 
 
 class GrammarState:
