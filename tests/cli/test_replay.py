@@ -15,7 +15,7 @@ from msgspec.msgpack import Ext
 from quire.cli.replay import main
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
-from quire.config.recording import asked_of, for_recording, from_recording
+from quire.config.recording import config_of, for_recording, from_recording
 from quire.config.serialize import resolved_to_bytes
 from quire.engine.build import build_core, resolve_config
 from quire.engine.flight_recorder import FlightRecorder, read_recording
@@ -106,13 +106,13 @@ def test_a_recording_says_neither_which_model_nor_whose_code(
     kept |= {"path": "/nowhere", "left_out": ["evil_of_a_folder:x"], "trust_remote_code": True}
     kept["model"] |= {"trust_remote_code": True, "hf_overrides": {"a": mark}, "model": "/nowhere"}
     (copied / CONFIG).write_bytes(json.dumps(kept).encode())
-    assert asked_of(from_recording((copied / CONFIG).read_bytes()), model).model == ModelConfig(
+    assert config_of(from_recording((copied / CONFIG).read_bytes()), model).model == ModelConfig(
         model=model, hf_overrides={"a": mark}, dtype="auto", trust_remote_code=False
     )
     assert main([str(copied), "--model", model]) == 0
-    old = {"resolved": {"path": model, "hf_config": mark}, "asked": {}, "path": [str(tmp_path)]}
+    old = {"resolved": {"path": model, "hf_config": mark}, "config": {}, "path": [str(tmp_path)]}
     names = Ext(1, b"evil_of_a_folder:x")
-    for data in (old, {**old, "asked": {"model": {"hf_overrides": names}}}, [names]):
+    for data in (old, {**old, "config": {"model": {"hf_overrides": names}}}, [names]):
         (copied / CONFIG).write_bytes(msgspec.msgpack.encode(data))
         assert main([str(copied), "--model", model]) == 2
         assert "not a recorded configuration" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def sent(settle):
     def send(**keywords) -> Resolved:
         asked = EngineConfig.from_keywords(**keywords)
         return serialize.resolved_from_bytes(
-            serialize.resolved_to_bytes(replace(resolved, asked=asked))
+            serialize.resolved_to_bytes(replace(resolved, config=asked))
         )
 
     return send
@@ -48,8 +48,8 @@ def sent(settle):
 
 def test_every_field_survives(sent):
     keywords = {name: OTHER[option.kind] for name, option in options().items()}
-    assert sent(**keywords).asked == EngineConfig.from_keywords(**keywords)
-    assert sent().asked == EngineConfig()
+    assert sent(**keywords).config == EngineConfig.from_keywords(**keywords)
+    assert sent().config == EngineConfig()
 
 
 def test_a_resolved_configuration_survives(settle):
@@ -62,7 +62,7 @@ def test_a_resolved_configuration_survives(settle):
 
 
 def test_functions_and_classes_travel_by_name(sent):
-    back = sent(hf_overrides=shift, logits_processors=["a.b:C", EngineConfig]).asked
+    back = sent(hf_overrides=shift, logits_processors=["a.b:C", EngineConfig]).config
     assert back.model.hf_overrides is shift
     assert back.model.logits_processors == ["a.b:C", EngineConfig]
 
@@ -94,7 +94,7 @@ def test_data_names_nothing_that_is_imported(settle, sent, names, tmp_path, monk
         assert serialize.resolved_from_bytes(serialize.resolved_to_bytes(resolved)) == resolved
     else:
         for field in ("hf_overrides", "override_generation_config", "default_chat_template_kwargs"):
-            back = sent(**{field: data}).asked
+            back = sent(**{field: data}).config
             assert back == EngineConfig.from_keywords(**{field: data})
     assert "evil_of_a_checkpoint" not in sys.modules
 

@@ -39,7 +39,7 @@ def make(device: type[ToyDevice] = Device) -> InlineClient:
     core = EngineCore(Scheduler(KVManager(BlockPool(101), groups, 4), limits), toy, 1)
     core.functions.update(rpc.functions(core))
     resolved = Resolved(
-        asked=EngineConfig(), path="", hf_config={}, architecture="Toy", dtype="float32",
+        config=EngineConfig(), path="", hf_config={}, architecture="Toy", dtype="float32",
         device="cpu", max_model_len=60, auto_max_model_len=False, block_size=4, max_num_seqs=4,
         max_num_batched_tokens=16, chunked_prefill=True, prefix_caching=True, depth=1, executor="uni",
     )  # fmt: skip

@@ -164,18 +164,18 @@ def make(folder: Path, **keywords: Any) -> InlineClient:
     """A client over a fresh engine; its executor is `client.core.executor`, its model that one's."""
     if not (folder / "tokenizer.json").is_file():
         save_byte_level(folder)
-    asked = engine_config({"model": str(folder), "disable_log_stats": True, **keywords})
-    length = int(asked.model.max_model_len or MAX_LEN)
+    config = engine_config({"model": str(folder), "disable_log_stats": True, **keywords})
+    length = int(config.model.max_model_len or MAX_LEN)
     groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
     limits = SchedulerLimits(
         max_rows=4, max_step_tokens=32, max_length=length,
-        by_priority=asked.scheduler.scheduling_policy == "priority",
-        max_waiting=asked.scheduler.max_num_queued_reqs or 0,
+        by_priority=config.scheduler.scheduling_policy == "priority",
+        max_waiting=config.scheduler.max_num_queued_reqs or 0,
     )  # fmt: skip
     core = EngineCore(Scheduler(KVManager(BlockPool(301), groups, 4), limits), Executor(Model()), 1)
     core.functions |= rpc.functions(core) | sleep.functions(core)
     resolved = Resolved(
-        asked=asked, path=str(folder), hf_config={"vocab_size": VOCAB}, architecture="Toy",
+        config=config, path=str(folder), hf_config={"vocab_size": VOCAB}, architecture="Toy",
         dtype="float32", device="cpu", max_model_len=length, auto_max_model_len=False, block_size=4,
         max_num_seqs=4, max_num_batched_tokens=32, chunked_prefill=True, prefix_caching=True, depth=1,
         executor="uni",

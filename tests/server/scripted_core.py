@@ -26,9 +26,9 @@ class ToldClient:
 
     def __init__(self, folder: Path, text: str, step: int = 1):
         self.tokenizer = load(str(folder))
-        asked = EngineConfig.from_keywords(model=str(folder), served_model_name="toy")
+        config = EngineConfig.from_keywords(model=str(folder), served_model_name="toy")
         self.resolved: Any = SimpleNamespace(
-            asked=asked, path=str(folder), hf_config={}, kv_dtype="float32", prefix_caching=True,
+            config=config, path=str(folder), hf_config={}, kv_dtype="float32", prefix_caching=True,
         )  # fmt: skip
         self.ready = EngineReady(
             max_model_len=4096, num_blocks=64, block_size=64, vocab_size=len(self.tokenizer),

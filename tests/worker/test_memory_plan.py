@@ -26,7 +26,7 @@ CONFIG = {
 
 def resolved(**cache: object) -> Resolved:
     return Resolved(
-        asked=EngineConfig.from_keywords(**cache),
+        config=EngineConfig.from_keywords(**cache),
         path="",
         hf_config=CONFIG,
         architecture="X",

@@ -80,7 +80,7 @@ class AsyncEngine:
 
     def __init__(self, client: EngineClient, config: EngineConfig | None = None):
         self.client = client
-        self.config = config or client.resolved.asked
+        self.config = config or client.resolved.config
         self.front = RequestManager(client)
         self.inputs = self.front.inputs
         self.in_thread: Callable[..., Awaitable[Any]] = in_thread

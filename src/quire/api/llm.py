@@ -86,7 +86,7 @@ class LLM(UnsupportedMethods):
 
     def _attach(self, client: EngineClient) -> None:
         self.client = client
-        self.config = client.resolved.asked
+        self.config = client.resolved.config
         self.front = RequestManager(client)
         self.front.logs_requests = self.config.observe.enable_log_requests
         self.watch = MetricsWatch(client, self.config.model.model)

@@ -22,7 +22,7 @@ class LLMEngine:
 
     def __init__(self, client: EngineClient):
         self.client, self.front = client, RequestManager(client)
-        self.config = client.resolved.asked
+        self.config = client.resolved.config
         self.front.logs_requests = self.config.observe.enable_log_requests
         self._ended: list[RequestOutput] = []
         self._close = weakref.finalize(self, client.close)

@@ -60,19 +60,19 @@ class MetricsWatch:
     """Metrics of one LLM: finished requests, and periodic statistics lines if they are enabled."""
 
     def __init__(self, client: EngineClient, name: str):
-        asked = client.resolved.asked
-        observe = asked.observe
+        config = client.resolved.config
+        observe = config.observe
         self.client = client
         self.metrics = ServerMetrics(
             name, process=False, http=False,
             legacy=observe.legacy_metrics, custom=observe.custom_histogram_buckets,
         )  # fmt: skip
         ready = client.ready
-        info = cache_info(asked.cache, ready, client.resolved)
+        info = cache_info(config.cache, ready, client.resolved)
         self.metrics.attach(lambda: engine_stats(client), ready.max_model_len, info)
-        self.interval = asked.observe.log_stats_interval
+        self.interval = config.observe.log_stats_interval
         self._log: StatsLog | None = None
-        if not asked.observe.disable_log_stats:
+        if not config.observe.disable_log_stats:
             self._log = StatsLog(lambda: engine_stats(client), self.interval)
         self._last = time.monotonic()
 

@@ -43,7 +43,7 @@ LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
 class DoctorReport:
     """What the examination found, until the first error."""
 
-    asked: EngineConfig
+    config: EngineConfig
     facts: PlatformFacts
     resolved: Resolved | None = None
     weights: int = 0
@@ -61,8 +61,8 @@ class DoctorReport:
 def main(argv: Sequence[str]) -> int:
     """Print the report; 0: it would start, 1: it would not, 2: a usage error."""
     with captured_warnings() as warnings:
-        asked = parse(argv, "quire doctor")
-        report = examine(asked)
+        config = parse(argv, "quire doctor")
+        report = examine(config)
     report.findings += [DoctorFinding("warning", text) for text in dict.fromkeys(warnings)]
     print(text_of(report), end="")
     return 0 if report.would_start else 1
@@ -86,15 +86,15 @@ def captured_warnings() -> Iterator[list[str]]:
         ours.handlers, ours.propagate = before
 
 
-def examine(asked: EngineConfig) -> DoctorReport:
+def examine(config: EngineConfig) -> DoctorReport:
     """Find out all that can be known without loading; an error ends this and goes into the report."""
-    report = DoctorReport(asked, facts())
+    report = DoctorReport(config, facts())
     try:
-        check_options(asked)
+        check_options(config)
         load_plugins()
-        path = _small_files(asked)
-        config = hf_config.read_config(path, asked.model.hf_overrides)
-        report.resolved = resolve(asked, path, config, report.facts)
+        path = _small_files(config)
+        checkpoint = hf_config.read_config(path, config.model.hf_overrides)
+        report.resolved = resolve(config, path, checkpoint, report.facts)
         found = _weights(report, path)
         report.weights = on_disk(found)
         report.plan = _plan(report, report.resolved, found)
@@ -105,21 +105,21 @@ def examine(asked: EngineConfig) -> DoctorReport:
     return report
 
 
-def _small_files(asked: EngineConfig) -> str:
+def _small_files(config: EngineConfig) -> str:
     """The checkpoint's directory; for a hub id, fetches everything but the weights."""
     load = replace(
-        asked.load, ignore_patterns=[*asked.load.ignore_patterns, *hf_config.WEIGHT_FILES]
+        config.load, ignore_patterns=[*config.load.ignore_patterns, *hf_config.WEIGHT_FILES]
     )
-    return hf_config.locate(asked.model, load)
+    return hf_config.locate(config.model, load)
 
 
 def _weights(report: DoctorReport, path: str) -> list[Stored] | int:
     """From the local headers; from the hub's, if the weights have not been fetched yet."""
     config = report.resolved.hf_config if report.resolved else None
     try:
-        return stored_tensors(path, config, report.asked.load.load_format)
+        return stored_tensors(path, config, report.config.load.load_format)
     except ModelNotFound:
-        there = remote_tensors(report.asked.model)
+        there = remote_tensors(report.config.model)
         if there is None:
             raise
     report.remote = True
@@ -163,13 +163,13 @@ def text_of(report: DoctorReport) -> str:
 
 def _head(report: DoctorReport) -> str:
     here = report.facts
-    return f"{report.asked.model.model} on {here.device} ({here.name})"
+    return f"{report.config.model.model} on {here.device} ({here.name})"
 
 
 def _model(report: DoctorReport, resolved: Resolved) -> list[tuple[str, str]]:
     config = resolved.hf_config
     try:
-        impl, why = choose_impl(resolved.architecture, config, report.asked.model.model_impl)
+        impl, why = choose_impl(resolved.architecture, config, report.config.model.model_impl)
     except QuireError:
         impl, why = "none", "see below"
     prefixes = resolved.prefix_caching and not (impl == "transformers" and own_cache(resolved))
@@ -194,7 +194,7 @@ def _model(report: DoctorReport, resolved: Resolved) -> list[tuple[str, str]]:
 
 def _files(report: DoctorReport, resolved: Resolved) -> str:
     try:
-        kind, files = weight_files(resolved.path, report.asked.load.load_format)
+        kind, files = weight_files(resolved.path, report.config.load.load_format)
     except QuireError:
         return "dummy"
     return f"{len(files)} {kind} file{'s' * (len(files) != 1)}"

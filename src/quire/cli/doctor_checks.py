@@ -73,13 +73,13 @@ def findings(
 
 def _code(context: DoctorContext) -> Iterator[DoctorFinding]:
     resolved = context.resolved
-    config, asked = resolved.hf_config, resolved.asked.model
-    impl, why = choose_impl(resolved.architecture, config, asked.model_impl)
+    config, options = resolved.hf_config, resolved.config.model
+    impl, why = choose_impl(resolved.architecture, config, options.model_impl)
     if impl == "native":
         return
     yield DoctorFinding("note", f"{why}, so the model runs through Transformers, which is slower")
     if config.get("auto_map"):
-        if not asked.trust_remote_code:
+        if not options.trust_remote_code:
             yield DoctorFinding(
                 "warning",
                 "this checkpoint contains Python code (auto_map in config.json); if the model does not load,"
@@ -97,7 +97,7 @@ def _code(context: DoctorContext) -> Iterator[DoctorFinding]:
 def _generic(context: DoctorContext) -> Iterator[DoctorFinding]:
     resolved = context.resolved
     config, name = resolved.hf_config, resolved.architecture
-    if choose_impl(name, config, resolved.asked.model.model_impl)[0] == "native":
+    if choose_impl(name, config, resolved.config.model.model_impl)[0] == "native":
         return
     check_supported(config, name)
     check_weights(bool(resolved.quantization or stored_quantization(config)), name)
@@ -152,7 +152,7 @@ def _formats(context: DoctorContext) -> Iterator[DoctorFinding]:
 
 def _weights(context: DoctorContext) -> Iterator[DoctorFinding]:
     resolved = context.resolved
-    load = resolved.asked.load
+    load = resolved.config.load
     if load.load_format == "dummy":
         yield DoctorFinding(
             "note", "load_format=dummy: the weights are random, so the output is meaningless"
@@ -205,15 +205,15 @@ def _room_to_fetch(context: DoctorContext) -> Iterator[DoctorFinding]:
 
 
 def _tokenizer(context: DoctorContext) -> Iterator[DoctorFinding]:
-    asked = context.resolved.asked.model
-    if asked.skip_tokenizer_init:
+    options = context.resolved.config.model
+    if options.skip_tokenizer_init:
         yield DoctorFinding("note", "skip_tokenizer_init: prompts and outputs are token ids")
         return
     folder = context.path
-    if asked.tokenizer is not None:
-        if not Path(asked.tokenizer).is_dir():
+    if options.tokenizer is not None:
+        if not Path(options.tokenizer).is_dir():
             return  # a hub id
-        folder = Path(asked.tokenizer)
+        folder = Path(options.tokenizer)
     files = {
         "tokenizer.json": "",
         "tokenizer.model": "converted to a fast tokenizer at start, which takes seconds",
@@ -232,7 +232,7 @@ def _tokenizer(context: DoctorContext) -> Iterator[DoctorFinding]:
         yield DoctorFinding(
             "note", f"the checkpoint has {kind} but no tokenizer.json: {files[kind]}"
         )
-    if asked.chat_template is None and not _has_template(folder):
+    if options.chat_template is None and not _has_template(folder):
         yield DoctorFinding(
             "warning",
             "the tokenizer has no chat template, so /v1/chat/completions refuses requests; set one with --chat-template",
@@ -247,10 +247,10 @@ def _has_template(folder: Path) -> bool:
 
 
 def _template(context: DoctorContext) -> Iterator[DoctorFinding]:
-    given = context.resolved.asked.model.chat_template
-    if given and "{" not in given and not Path(given).is_file():
+    template = context.resolved.config.model.chat_template
+    if template and "{" not in template and not Path(template).is_file():
         yield DoctorFinding(
-            "error", f"chat_template={given} is neither an existing file nor a Jinja template"
+            "error", f"chat_template={template} is neither an existing file nor a Jinja template"
         )
 
 
@@ -270,7 +270,7 @@ def _end(context: DoctorContext) -> Iterator[DoctorFinding]:
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         if generation.get(name) is not None
     }
-    if context.resolved.asked.model.generation_config != "auto":
+    if context.resolved.config.model.generation_config != "auto":
         return
     if (cap := generation.get("max_new_tokens")) is not None:
         yield DoctorFinding(
@@ -315,7 +315,7 @@ def _room(context: DoctorContext) -> Iterator[DoctorFinding]:
 
 
 def _address(context: DoctorContext) -> Iterator[DoctorFinding]:
-    server = context.resolved.asked.server
+    server = context.resolved.config.server
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         file = getattr(server, name)
         if file and not Path(file).is_file():

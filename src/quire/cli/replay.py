@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from quire.config.recording import as_recorded, asked_of, from_recording
+from quire.config.recording import as_recorded, config_of, from_recording
 from quire.engine import flight_recorder
 from quire.engine.replay import Replayed, replay
 from quire.engine.supervisor import CONFIG
@@ -33,20 +33,20 @@ def main(argv: Sequence[str]) -> int:
         required=True,
         help="the model of the recorded engine: a directory or a hub id",
     )
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     configure("replay")
     try:
-        recording = flight_recorder.read_recording(asked.folder)
+        recording = flight_recorder.read_recording(args.folder)
         if recording is None:
-            return refused(f"no recording in {asked.folder}")
-        recorded = from_recording((asked.folder / CONFIG).read_bytes())
+            return refused(f"no recording in {args.folder}")
+        recorded = from_recording((args.folder / CONFIG).read_bytes())
         for name in recorded.left_out:
             log.warning(
                 "the recorded engine used %s, which is not imported: results may differ", name
             )
         from quire.engine.build import build_compiler, build_executor, resolve_config
 
-        resolved = as_recorded(resolve_config(asked_of(recorded, asked.model)), recorded)
+        resolved = as_recorded(resolve_config(config_of(recorded, args.model)), recorded)
     except (OSError, ValueError, QuireError) as why:
         return refused(str(why))
     executor = build_executor(resolved, build_compiler(resolved))

@@ -72,7 +72,7 @@ class ModelSpec:
 class Resolved:
     """The configuration that engine and worker are built from: no "auto" left, conflicts checked (`resolve.py`)."""
 
-    asked: EngineConfig
+    config: EngineConfig
     path: str
     """Local directory of the checkpoint."""
     hf_config: dict[str, Any]
@@ -110,12 +110,12 @@ class Resolved:
             max_model_len=self.max_model_len,
             max_step_tokens=self.max_num_batched_tokens,
             quantization=self.quantization,
-            options=self.asked.model,
-            load=self.asked.load,
+            options=self.config.model,
+            load=self.config.load,
         )
 
     @property
     def kv_dtype(self) -> str:
         """Format of the cached keys and values: a name of kvcache/specs.py."""
-        asked = self.asked.cache.kv_cache_dtype
-        return KV_DTYPES.get(asked, asked) if asked != "auto" else self.dtype
+        requested = self.config.cache.kv_cache_dtype
+        return KV_DTYPES.get(requested, requested) if requested != "auto" else self.dtype

@@ -51,10 +51,10 @@ class EngineArgs:
 
     def create_engine_config(self) -> EngineConfig:
         """The configuration, with the current values of the attributes."""
-        asked = {
+        keywords = {
             name: getattr(self, name) for name, option in options().items() if _engines(option)
         }
-        return engine_config(asked)
+        return engine_config(keywords)
 
     def __repr__(self) -> str:
         changed = {

@@ -74,7 +74,7 @@ INSTEAD = (
 
 def online_schemes() -> dict[str, str]:
     """The methods applied while loading: value of `--quantization` -> description."""
-    return {name: says for name, says in ONLINE.items() if name != "fp8"}
+    return {name: description for name, description in ONLINE.items() if name != "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class WeightLayout:
     shifted: bool = False  # stored zero points are one too small (the first GPTQ format)
     inverse: bool = False  # the scale is called weight_scale_inv, but it is multiplied as well
 
-    def says(self, accelerator: bool = False, online: str | None = None) -> str:
+    def describe(self, accelerator: bool = False, online: str | None = None) -> str:
         """Describe it. online: the `--quantization` method applied to 8-bit floats."""
         one = "output channel" if self.strategy in ("group", "channel") else self.strategy
         per = f"groups of {self.group}" if self.group > 0 else f"one scale per {one}"
@@ -153,9 +153,9 @@ class CheckpointQuantization:
                         return layout
         return None
 
-    def says(self, accelerator: bool = False, online: str | None = None) -> str:
+    def describe(self, accelerator: bool = False, online: str | None = None) -> str:
         """For the log: the stored format and what loading makes of it."""
-        kinds = [layout.says(accelerator, online) for layout in dict.fromkeys(self.layouts())]
+        kinds = [layout.describe(accelerator, online) for layout in dict.fromkeys(self.layouts())]
         return f"{self.method}, {'; '.join(kinds)}"
 
     def layouts(self) -> Iterator[WeightLayout]:
@@ -179,30 +179,30 @@ def _named(pattern: str, name: str) -> bool:
 # ------------------------------------------------------------------------------------ what is requested
 
 
-def quantization_method(asked: str | None) -> str | None:
+def quantization_method(requested: str | None) -> str | None:
     """Quire's name of the requested method; None: as the checkpoint says.
 
     Raises:
         Unsupported: a known method that is not supported. ConfigError: an unknown method.
     """
-    if asked in (None, "none", "auto"):
+    if requested in (None, "none", "auto"):
         return None
-    name = SAME.get(str(asked), str(asked))
+    name = SAME.get(str(requested), str(requested))
     if name in ONLINE or name in METHODS:
         return name
     served = f"{', '.join(ONLINE)} quantize while loading; checkpoints may be {', '.join(METHODS)}"
     if name in LATER:
-        raise Unsupported(f"quantization={asked}", served)
-    raise ConfigError(f"quantization={asked!r} is unknown: {served}")
+        raise Unsupported(f"quantization={requested}", served)
+    raise ConfigError(f"quantization={requested!r} is unknown: {served}")
 
 
-def fitting(asked: str | None, stored: CheckpointQuantization | None) -> str | None:
+def fitting(requested: str | None, stored: CheckpointQuantization | None) -> str | None:
     """The method to apply while loading, or None.
 
     Raises:
         ConfigError: the checkpoint uses another method, or is not quantized.
     """
-    name = quantization_method(asked)
+    name = quantization_method(requested)
     if name is None or (stored is not None and name == stored.method):
         return None
     eight = stored is not None and all(layout.kind == "float" for layout in stored.layouts())
@@ -210,15 +210,15 @@ def fitting(asked: str | None, stored: CheckpointQuantization | None) -> str | N
         if stored is None or eight:
             return name
         raise ConfigError(
-            f"quantization={asked}: the checkpoint is already quantized ({stored.method}); leave the flag out"
+            f"quantization={requested}: the checkpoint is already quantized ({stored.method}); leave the flag out"
         )
     if stored is None:
         raise ConfigError(
-            f"quantization={asked}: the checkpoint is not quantized (its config.json has no quantization_config);"
+            f"quantization={requested}: the checkpoint is not quantized (its config.json has no quantization_config);"
             f" {', '.join(ONLINE)} quantize while loading"
         )
     raise ConfigError(
-        f"quantization={asked}: the checkpoint's config.json says {stored.method}; leave the flag out"
+        f"quantization={requested}: the checkpoint's config.json says {stored.method}; leave the flag out"
     )
 
 
@@ -232,14 +232,14 @@ def stored_quantization(config: Mapping[str, Any]) -> CheckpointQuantization | N
         Unsupported: an unsupported method, or an unsupported variant of one; the message says which.
         ConfigError: the description is invalid.
     """
-    says = config.get("quantization_config") or config.get("compression_config")
-    if not says:
+    description = config.get("quantization_config") or config.get("compression_config")
+    if not description:
         return None
-    if not isinstance(says, Mapping):
+    if not isinstance(description, Mapping):
         raise ConfigError(
-            f"config.json: quantization_config is a {type(says).__name__}; it must be an object"
+            f"config.json: quantization_config is a {type(description).__name__}; it must be an object"
         )
-    method = str(says.get("quant_method", "unknown"))
+    method = str(description.get("quant_method", "unknown"))
     method = SAME.get(method, method)
     if method not in READERS:
         raise Unsupported(
@@ -247,7 +247,7 @@ def stored_quantization(config: Mapping[str, Any]) -> CheckpointQuantization | N
             f"{', '.join(METHODS)} are supported; or {INSTEAD}",
         )
     try:
-        return READERS[method](says)
+        return READERS[method](description)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError | Unsupported):
             raise
@@ -258,20 +258,20 @@ def _refuse(method: str, what: str) -> Unsupported:
     return Unsupported(f"a {method} checkpoint with {what}", INSTEAD)
 
 
-def _gptq(says: Mapping[str, Any]) -> CheckpointQuantization:
-    layout = WeightLayout(
-        kind="gptq",
-        bits=int(says["bits"]),
-        group=int(says.get("group_size", -1)),
-        symmetric=bool(says.get("sym", True)),
-        ordered=True,  # by g_idx, which every GPTQ checkpoint has
-        shifted=(says.get("checkpoint_format") or says.get("format") or "gptq") != "gptq_v2",
-    )
-    form = str(says.get("checkpoint_format") or says.get("format") or "gptq")
+def _gptq(description: Mapping[str, Any]) -> CheckpointQuantization:
+    form = str(description.get("checkpoint_format") or description.get("format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise _refuse("GPTQ", f"checkpoint_format={form}")
+    layout = WeightLayout(
+        kind="gptq",
+        bits=int(description["bits"]),
+        group=int(description.get("group_size", -1)),
+        symmetric=bool(description.get("sym", True)),
+        ordered=True,  # by g_idx, which every GPTQ checkpoint has
+        shifted=form != "gptq_v2",
+    )
     changed: list[tuple[str, WeightLayout | None]] = []
-    for key, value in (says.get("dynamic") or {}).items():
+    for key, value in (description.get("dynamic") or {}).items():
         if key.startswith("-:"):
             changed.append((key[2:], None))
             continue
@@ -284,22 +284,22 @@ def _gptq(says: Mapping[str, Any]) -> CheckpointQuantization:
     for each in (layout, *(own for _, own in changed if own is not None)):
         if each.bits not in (2, 4, 8):
             raise _refuse("GPTQ", f"bits={each.bits}")
-    only = says.get("modules_in_block_to_quantize") or ()
+    only = description.get("modules_in_block_to_quantize") or ()
     names = tuple(name for part in only for name in ([part] if isinstance(part, str) else part))
-    head = bool(says.get("lm_head", False))
+    head = bool(description.get("lm_head", False))
     return CheckpointQuantization(
         "gptq",
         ((("Linear",), layout),),
-        ignored=_names(says, "modules_to_not_convert"),
+        ignored=_names(description, "modules_to_not_convert"),
         only=(*names, "lm_head") if names and head else names,
         changed=tuple(changed),
         head=head,
     )
 
 
-def _awq(says: Mapping[str, Any]) -> CheckpointQuantization:
-    version = str(says.get("version", "gemm")).lower()
-    bits = int(says.get("bits") or says.get("w_bit") or 4)
+def _awq(description: Mapping[str, Any]) -> CheckpointQuantization:
+    version = str(description.get("version", "gemm")).lower()
+    bits = int(description.get("bits") or description.get("w_bit") or 4)
     if version != "gemm":
         raise _refuse("AWQ", f"version={version} (only gemm is supported)")
     if bits != 4:
@@ -307,15 +307,15 @@ def _awq(says: Mapping[str, Any]) -> CheckpointQuantization:
     layout = WeightLayout(
         kind="awq",
         bits=bits,
-        group=int(says.get("group_size") or says.get("q_group_size") or 128),
-        symmetric=not says.get("zero_point", True),
+        group=int(description.get("group_size") or description.get("q_group_size") or 128),
+        symmetric=not description.get("zero_point", True),
     )
-    ignored = _names(says, "modules_to_not_convert")
+    ignored = _names(description, "modules_to_not_convert")
     return CheckpointQuantization("awq", ((("Linear",), layout),), ignored=ignored)
 
 
-def _fp8(says: Mapping[str, Any]) -> CheckpointQuantization:
-    block = says.get("weight_block_size")
+def _fp8(description: Mapping[str, Any]) -> CheckpointQuantization:
+    block = description.get("weight_block_size")
     layout = WeightLayout(
         kind="float",
         bits=8,
@@ -323,13 +323,13 @@ def _fp8(says: Mapping[str, Any]) -> CheckpointQuantization:
         block=(int(block[0]), int(block[1])) if block else (128, 128),
         inverse=bool(block),
     )
-    ignored = _names(says, "ignored_layers", "modules_to_not_convert")
+    ignored = _names(description, "ignored_layers", "modules_to_not_convert")
     return CheckpointQuantization("fp8", ((("Linear",), layout),), ignored=ignored)
 
 
-def _fbgemm(says: Mapping[str, Any]) -> CheckpointQuantization:
+def _fbgemm(description: Mapping[str, Any]) -> CheckpointQuantization:
     layout = WeightLayout(kind="float", bits=8, strategy="channel")
-    ignored = _names(says, "modules_to_not_convert")
+    ignored = _names(description, "modules_to_not_convert")
     return CheckpointQuantization("fbgemm_fp8", ((("Linear",), layout),), ignored=ignored)
 
 
@@ -341,15 +341,15 @@ FORMATS = {
 }
 
 
-def _compressed(says: Mapping[str, Any]) -> CheckpointQuantization:
-    if says.get("transform_config"):
+def _compressed(description: Mapping[str, Any]) -> CheckpointQuantization:
+    if description.get("transform_config"):
         raise _refuse("compressed-tensors", "transform_config")
-    sparsity = (says.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = (description.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise _refuse("compressed-tensors", f"sparsity {sparsity}")
     groups = []
-    for group in (says.get("config_groups") or {}).values():
-        form = str(group.get("format") or says.get("format"))
+    for group in (description.get("config_groups") or {}).values():
+        form = str(group.get("format") or description.get("format"))
         if form not in FORMATS:
             raise _refuse("compressed-tensors", f"format={form}")
         if (weights := group.get("weights")) is not None:
@@ -360,14 +360,14 @@ def _compressed(says: Mapping[str, Any]) -> CheckpointQuantization:
             "config.json: quantization_config of compressed-tensors has no config_groups"
         )
     return CheckpointQuantization(
-        "compressed-tensors", tuple(groups), ignored=_names(says, "ignore"), head=True
+        "compressed-tensors", tuple(groups), ignored=_names(description, "ignore"), head=True
     )
 
 
 def _compressed_layout(form: str, weights: Mapping[str, Any]) -> WeightLayout:
     bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     symmetric = bool(weights.get("symmetric", True))
-    told = f"{form}: num_bits={bits} type={kind} strategy={strategy} symmetric={symmetric}"
+    variant = f"{form}: num_bits={bits} type={kind} strategy={strategy} symmetric={symmetric}"
     how = FORMATS[form] or ("float" if kind == "float" else "ct-int")
     allowed = {
         "ct-int": kind == "int" and bits == 8 and symmetric and strategy in ("tensor", "channel"),
@@ -377,7 +377,7 @@ def _compressed_layout(form: str, weights: Mapping[str, Any]) -> WeightLayout:
         "float": kind == "float" and bits == 8 and strategy in ("tensor", "channel", "block"),
     }
     if not allowed[how]:
-        raise _refuse("compressed-tensors", told)
+        raise _refuse("compressed-tensors", variant)
     block = weights.get("block_structure") or (128, 128)
     return WeightLayout(
         kind=how,
@@ -399,5 +399,5 @@ READERS = {
 }
 
 
-def _names(says: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    return tuple(str(name) for key in keys for name in says.get(key) or ())
+def _names(description: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    return tuple(str(name) for key in keys for name in description.get(key) or ())

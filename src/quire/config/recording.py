@@ -79,8 +79,8 @@ class RecordedConfig(Struct):
 def for_recording(payload: bytes) -> bytes:
     """The content of the file, from the result of `serialize.resolved_to_bytes`."""
     sent = msgspec.msgpack.decode(payload)
-    resolved, asked = sent["resolved"], sent["asked"]
-    model = dict(asked["model"])
+    resolved, config = sent["resolved"], sent["config"]
+    model = dict(config["model"])
     overrides, processors = model["hf_overrides"], model["logits_processors"]
     names = [overrides] if isinstance(overrides, Ext) else []
     left_out = [_name(one) for one in [*names, *processors]]
@@ -89,10 +89,10 @@ def for_recording(payload: bytes) -> bytes:
         "path": resolved["path"],
         "architecture": resolved["architecture"],
         "left_out": left_out,
-        "load_format": asked["load"]["load_format"],
+        "load_format": config["load"]["load_format"],
         "settled": {name: resolved[name] for name in Settled.__struct_fields__},
         "model": {name: model[name] for name in RecordedModel.__struct_fields__},
-        **{name: asked[name] for name in ("cache", "scheduler", "parallel", "structured")},
+        **{name: config[name] for name in ("cache", "scheduler", "parallel", "structured")},
     }
     return msgspec.json.format(msgspec.json.encode(found))
 
@@ -113,7 +113,7 @@ def from_recording(data: bytes) -> RecordedConfig:
         raise ConfigError(f"not a recorded configuration: {why}") from None
 
 
-def asked_of(recorded: RecordedConfig, model: str) -> EngineConfig:
+def config_of(recorded: RecordedConfig, model: str) -> EngineConfig:
     """The configuration to resolve for a replay with the checkpoint `model`, whose code is not run."""
     fields = {name: getattr(recorded.model, name) for name in RecordedModel.__struct_fields__}
     return EngineConfig(

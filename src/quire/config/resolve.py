@@ -46,7 +46,7 @@ class PlatformDefaults(Protocol):
 
 
 def resolve(
-    asked: EngineConfig,
+    config: EngineConfig,
     path: str,
     hf_config: Mapping[str, Any],
     facts: PlatformDefaults,
@@ -56,7 +56,7 @@ def resolve(
     """Replace every open choice by a value.
 
     Args:
-        asked: the user's configuration.
+        config: the user's configuration.
         path: local directory of the checkpoint.
         hf_config: its config.json as `models/hf_config.read_config` returns it: with hf_overrides, and only the text
             model's part if that is nested.
@@ -67,57 +67,56 @@ def resolve(
         ConfigError: two settings contradict each other, or one contradicts the model; names the flag to change.
         Unsupported: a known feature that is not implemented yet.
     """
-    config = dict(hf_config)
-    check(asked, config)
-    length, auto = _length(asked, config)
-    chunked = asked.scheduler.enable_chunked_prefill is not False
-    rows, tokens = _step(asked, facts, length, chunked)
+    check(config, hf_config)
+    length, auto = _length(config, hf_config)
+    chunked = config.scheduler.enable_chunked_prefill is not False
+    rows, tokens = _step(config, facts, length, chunked)
     resolved = Resolved(
-        asked=asked,
+        config=config,
         path=path,
-        hf_config=config,
-        architecture=_architecture(config, path),
-        dtype=_dtype(asked, path, config, facts),
+        hf_config=dict(hf_config),
+        architecture=_architecture(hf_config, path),
+        dtype=_dtype(config, path, hf_config, facts),
         device=facts.device,
         max_model_len=length,
         auto_max_model_len=auto,
-        block_size=asked.cache.block_size or facts.block_size,
+        block_size=config.cache.block_size or facts.block_size,
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         chunked_prefill=chunked,
-        prefix_caching=_prefix_caching(asked, per_request_cache),
-        depth=_depth(asked, facts),
-        executor=asked.parallel.distributed_executor_backend or "uni",
-        attention_backend=_attention(asked, facts),
-        quantization=fitting(asked.model.quantization, stored_quantization(config)),
+        prefix_caching=_prefix_caching(config, per_request_cache),
+        depth=_depth(config, facts),
+        executor=config.parallel.distributed_executor_backend or "uni",
+        attention_backend=_attention(config, facts),
+        quantization=fitting(config.model.quantization, stored_quantization(hf_config)),
     )
-    _say(resolved, facts)
+    _log(resolved, facts)
     return resolved
 
 
-def overridden(config: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
+def overridden(hf_config: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
     """config.json with hf_overrides applied: nested dicts are merged, a function is called with a copy.
 
     Raises:
         ConfigError: the function returned something that is not a dict.
     """
-    base = copy.deepcopy(dict(config))
+    base = copy.deepcopy(dict(hf_config))
     if callable(overrides):
-        made = overrides(base)
-        made = base if made is None else made
-        if not isinstance(made, dict):
+        result = overrides(base)
+        result = base if result is None else result
+        if not isinstance(result, dict):
             raise ConfigError(
-                f"hf_overrides returned a {type(made).__name__}; the function must return a dict"
+                f"hf_overrides returned a {type(result).__name__}; the function must return a dict"
             )
-        return made
+        return result
     for key, value in overrides.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
         base[key] = overridden(base[key], value) if both else value
     return base
 
 
-def _architecture(config: Mapping[str, Any], path: str) -> str:
-    names = config.get("architectures") or []
+def _architecture(hf_config: Mapping[str, Any], path: str) -> str:
+    names = hf_config.get("architectures") or []
     if not names:
         raise ConfigError(
             f"{path}/config.json has no `architectures`; name one with"
@@ -127,16 +126,16 @@ def _architecture(config: Mapping[str, Any], path: str) -> str:
 
 
 def _dtype(
-    asked: EngineConfig, path: str, config: Mapping[str, Any], facts: PlatformDefaults
+    config: EngineConfig, path: str, hf_config: Mapping[str, Any], facts: PlatformDefaults
 ) -> str:
-    stored = stored_dtype(path, config)
-    fragile = config.get("model_type") in NOT_IN_FLOAT16
-    wanted = asked.model.dtype
-    dtype = DTYPES.get(wanted, wanted)
+    stored = stored_dtype(path, hf_config)
+    fragile = hf_config.get("model_type") in NOT_IN_FLOAT16
+    requested = config.model.dtype
+    dtype = DTYPES.get(requested, requested)
     if dtype == "auto":
         small = (
-            quantization_method(asked.model.quantization) in ONLINE
-            or stored_quantization(config) is not None
+            quantization_method(config.model.quantization) in ONLINE
+            or stored_quantization(hf_config) is not None
         )
         kept = "bfloat16" if small and facts.device == "cpu" else stored  # the CPU kernels need it
         dtype = facts.preferred_dtype(kept)
@@ -148,54 +147,54 @@ def _dtype(
             )
     elif dtype == "float16" and fragile:
         raise ConfigError(
-            f"dtype=float16: {config['model_type']} models overflow in float16; use --dtype bfloat16 or float32"
+            f"dtype=float16: {hf_config['model_type']} models overflow in float16; use --dtype bfloat16 or float32"
         )
     return dtype
 
 
-def _length(asked: EngineConfig, config: Mapping[str, Any]) -> tuple[int, bool]:
+def _length(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[int, bool]:
     """(the most tokens of a request, whether the memory plan may lower it)"""
-    own, where = model_length(config)
-    wanted = asked.model.max_model_len
-    if wanted is None or wanted in ("auto", -1):
+    own, where = model_length(hf_config)
+    requested = config.model.max_model_len
+    if requested is None or requested in ("auto", -1):
         if where == "":
             logger.warning(
                 "config.json has no maximum length: using %d; set it with --max-model-len", own
             )
-        return own, wanted is not None
-    length = int(wanted)
+        return own, requested is not None
+    length = int(requested)
     if length < 1:
         raise ConfigError(
             f"max_model_len={length}: must be at least 1; auto (or -1) selects the most that fits in memory"
         )
     if where and length > own:
-        _allow_long(length, own, where, config)
+        _allow_long(length, own, where, hf_config)
     return length, False
 
 
-def _allow_long(length: int, own: int, where: str, config: Mapping[str, Any]) -> None:
-    says = f"max_model_len={length} is more than the {own} tokens that the model's config.json allows ({where})"
-    if learned_positions(config):
+def _allow_long(length: int, own: int, where: str, hf_config: Mapping[str, Any]) -> None:
+    message = f"max_model_len={length} is more than the {own} tokens that the model's config.json allows ({where})"
+    if learned_positions(hf_config):
         raise ConfigError(
-            f"{says}, and the model has no positions beyond that. Use --max-model-len {own} or less."
+            f"{message}, and the model has no positions beyond that. Use --max-model-len {own} or less."
         )
     if not env.get("ALLOW_LONG_MAX_MODEL_LEN"):
         raise ConfigError(
-            f"{says}. Use --max-model-len {own} or less, extend its rotary positions with --hf-overrides,"
+            f"{message}. Use --max-model-len {own} or less, extend its rotary positions with --hf-overrides,"
             " or set QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1 to allow it: output beyond may be nonsense."
         )
     logger.warning(
-        "%s: output beyond may be nonsense (allowed by QUIRE_ALLOW_LONG_MAX_MODEL_LEN)", says
+        "%s: output beyond may be nonsense (allowed by QUIRE_ALLOW_LONG_MAX_MODEL_LEN)", message
     )
 
 
 def _step(
-    asked: EngineConfig, facts: PlatformDefaults, length: int, chunked: bool
+    config: EngineConfig, facts: PlatformDefaults, length: int, chunked: bool
 ) -> tuple[int, int]:
     """(the most requests at once, tokens a step)"""
-    wish = asked.scheduler
-    rows = facts.max_num_seqs if wish.max_num_seqs is None else wish.max_num_seqs
-    tokens = wish.max_num_batched_tokens
+    scheduler = config.scheduler
+    rows = facts.max_num_seqs if scheduler.max_num_seqs is None else scheduler.max_num_seqs
+    tokens = scheduler.max_num_batched_tokens
     if tokens is None:
         tokens = max(facts.num_batched_tokens, rows, 0 if chunked else length)
     else:
@@ -206,7 +205,7 @@ def _step(
                 f" --max-model-len {tokens}, or --enable-chunked-prefill."
             )
         if tokens < rows:
-            if wish.max_num_seqs is not None:
+            if scheduler.max_num_seqs is not None:
                 raise ConfigError(
                     f"max_num_batched_tokens={tokens} is less than max_num_seqs={rows}, but a step computes a"
                     f" token of each running request. Use --max-num-seqs {tokens} or --max-num-batched-tokens {rows}."
@@ -215,51 +214,53 @@ def _step(
     return rows, min(tokens, rows * length)
 
 
-def _prefix_caching(asked: EngineConfig, per_request_cache: bool) -> bool:
-    wanted = asked.cache.enable_prefix_caching
+def _prefix_caching(config: EngineConfig, per_request_cache: bool) -> bool:
+    requested = config.cache.enable_prefix_caching
     if per_request_cache:
-        if wanted:
+        if requested:
             logger.warning(
                 "prefix caching stays off: this model keeps a separate cache for each request"
             )
         return False
-    return wanted is not False
+    return requested is not False
 
 
-def _depth(asked: EngineConfig, facts: PlatformDefaults) -> int:
-    wish = asked.scheduler
-    if wish.num_scheduler_steps > 1 and wish.async_scheduling is None:
+def _depth(config: EngineConfig, facts: PlatformDefaults) -> int:
+    scheduler = config.scheduler
+    if scheduler.num_scheduler_steps > 1 and scheduler.async_scheduling is None:
         logger.warning(
             "num_scheduler_steps=%d is an old name: the host plans one step ahead (async_scheduling, depth 2)",
-            wish.num_scheduler_steps,
+            scheduler.num_scheduler_steps,
         )
         return 2
-    return facts.depth if wish.async_scheduling is None else 1 + wish.async_scheduling
+    return facts.depth if scheduler.async_scheduling is None else 1 + scheduler.async_scheduling
 
 
-def _attention(asked: EngineConfig, facts: PlatformDefaults) -> str | None:
+def _attention(config: EngineConfig, facts: PlatformDefaults) -> str | None:
     """The requested name without aliases. `attention/base.py` checks whether the platform has it."""
-    wanted = asked.parallel.attention_backend
-    name = None if wanted is None else wanted.upper()
+    requested = config.parallel.attention_backend
+    name = None if requested is None else requested.upper()
     if name == "XFORMERS":
-        logger.warning("attention_backend=%s is an old name: using the platform's backend", wanted)
+        logger.warning(
+            "attention_backend=%s is an old name: using the platform's backend", requested
+        )
         return None
     if (
         name not in (None, "AUTO", "TORCH_SDPA")
         and facts.device == "cpu"
-        and wanted == env.get("ATTENTION_BACKEND")
+        and requested == env.get("ATTENTION_BACKEND")
     ):
         # A variable is often set for many servers, so it is ignored here; a flag is for this server and refused later.
         logger.warning(
             "VLLM_ATTENTION_BACKEND=%s does not support %s: using the platform's backend; --attention-backend forces one",
-            wanted,
+            requested,
             facts.name,
         )
         return None
     return None if name == "AUTO" else name
 
 
-def _say(resolved: Resolved, facts: PlatformDefaults) -> None:
+def _log(resolved: Resolved, facts: PlatformDefaults) -> None:
     """Log one line with all decisions, each under the name of the flag that changes it."""
     logger.info(
         "%s on %s (%s): dtype=%s max_model_len=%d%s max_num_seqs=%d max_num_batched_tokens=%d block_size=%d"

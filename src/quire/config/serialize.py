@@ -39,10 +39,10 @@ def resolved_to_bytes(resolved: Resolved) -> bytes:
             function or in the program's main file).
     """
     plain = {
-        f.name: _plain(getattr(resolved, f.name)) for f in fields(resolved) if f.name != "asked"
+        f.name: _plain(getattr(resolved, f.name)) for f in fields(resolved) if f.name != "config"
     }
-    asked = _sections(resolved.asked)
-    return _encode({"resolved": plain, "asked": asked, "path": _path_for(resolved.asked)})
+    config = _sections(resolved.config)
+    return _encode({"resolved": plain, "config": config, "path": _path_for(resolved.config)})
 
 
 def resolved_from_bytes(data: bytes) -> Resolved:
@@ -53,13 +53,13 @@ def resolved_from_bytes(data: bytes) -> Resolved:
     """
     sent = msgspec.msgpack.decode(data)
     extend_path(sent["path"])
-    return Resolved(**sent["resolved"], asked=_asked(sent["asked"]))
+    return Resolved(**sent["resolved"], config=_config(sent["config"]))
 
 
-def _sections(asked: EngineConfig) -> dict[str, Any]:
+def _sections(config: EngineConfig) -> dict[str, Any]:
     return {
-        section.name: _section(section.name, getattr(asked, section.name))
-        for section in fields(asked)
+        section.name: _section(section.name, getattr(config, section.name))
+        for section in fields(config)
     }
 
 
@@ -71,11 +71,11 @@ def _section(name: str, section: Any) -> dict[str, Any]:
     }
 
 
-def _asked(plain: dict[str, Any]) -> EngineConfig:
+def _config(plain: dict[str, Any]) -> EngineConfig:
     sections: dict[str, Any] = {}
     for name, values in plain.items():
-        found = {field: revived(values[field]) for field in NAMED.get(name, ())}
-        sections[name] = section_class(name)(**{**values, **found})
+        named = {field: revived(values[field]) for field in NAMED.get(name, ())}
+        sections[name] = section_class(name)(**{**values, **named})
     return EngineConfig(**sections)
 
 
@@ -159,8 +159,12 @@ def import_path() -> list[str]:
         here = ""
     main = sys.modules.get("__main__")
     script = getattr(main, "__spec__", None) is None and hasattr(main, "__file__")
-    asked = (env.outer("PYTHONPATH") or "").split(os.pathsep)
-    if sys.flags.safe_path or script or any(os.path.abspath(one) == here for one in asked if one):
+    searched = (env.outer("PYTHONPATH") or "").split(os.pathsep)
+    if (
+        sys.flags.safe_path
+        or script
+        or any(os.path.abspath(one) == here for one in searched if one)
+    ):
         return [folder for folder in sys.path if folder]
     return [folder for folder in sys.path if folder and os.path.abspath(folder) != here]
 
@@ -170,7 +174,7 @@ def extend_path(folders: list[str]) -> None:
     sys.path += [folder for folder in folders if folder not in sys.path]
 
 
-def _path_for(asked: EngineConfig) -> list[str]:
+def _path_for(config: EngineConfig) -> list[str]:
     """The import path if the configuration names something to import; else an empty list."""
-    overrides, processors = asked.model.hf_overrides, asked.model.logits_processors
-    return import_path() if callable(overrides) or processors or asked.server.middleware else []
+    overrides, processors = config.model.hf_overrides, config.model.logits_processors
+    return import_path() if callable(overrides) or processors or config.server.middleware else []

@@ -38,14 +38,14 @@ class StructuredOutputsOptions(
     jumps: bool = True
 
 
-def structured_options(given: Mapping[str, Any]) -> StructuredOutputsOptions:
+def structured_options(json_object: Mapping[str, Any]) -> StructuredOutputsOptions:
     """Parse `structured_outputs_config`.
 
     Raises:
         ConfigError: an unknown key, or an invalid value.
         Unsupported: a known backend that Quire does not have.
     """
-    own = dict(given)
+    own = dict(json_object)
     for name in ("reasoning_parser", "reasoning_parser_plugin"):
         if own.pop(name, None):
             raise ConfigError(

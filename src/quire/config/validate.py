@@ -20,59 +20,59 @@ logger = get_logger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "dummy", "hf")
 
 
-def check(asked: EngineConfig, config: Mapping[str, Any]) -> None:
+def check(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
     """Refuse invalid settings before anything is loaded, and warn about settings without effect.
 
     Raises:
         ConfigError: a value is out of its range.
         Unsupported: a feature that is planned for later.
     """
-    check_options(asked)
-    stored_quantization(config)
-    _warn_of_ignored(asked)
+    check_options(config)
+    stored_quantization(hf_config)
+    _warn_of_ignored(config)
 
 
-def check_options(asked: EngineConfig) -> None:
+def check_options(config: EngineConfig) -> None:
     """The checks that need no checkpoint: they run before one is downloaded, which can take an hour.
 
     Raises: as `check`.
     """
     for option in options().values():
-        coerce(option, getattr(getattr(asked, option.section), option.name))
-    _check_supported(asked)
-    if (name := asked.load.load_format) not in LOAD_FORMATS:
+        coerce(option, getattr(getattr(config, option.section), option.name))
+    _check_supported(config)
+    if (name := config.load.load_format) not in LOAD_FORMATS:
         raise ConfigError(f"load_format={name!r}: choose from {', '.join(LOAD_FORMATS)}")
-    if (executor := asked.parallel.distributed_executor_backend) not in (None, "uni", "mp"):
+    if (executor := config.parallel.distributed_executor_backend) not in (None, "uni", "mp"):
         raise ConfigError(f"distributed_executor_backend={executor!r}: choose from uni, mp")
-    quantization_method(asked.model.quantization)
-    backend = structured_options(asked.structured.structured_outputs_config).backend
+    quantization_method(config.model.quantization)
+    backend = structured_options(config.structured.structured_outputs_config).backend
     if backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
         raise ConfigError(
             "structured_outputs_config.backend=xgrammar: xgrammar is not installed; pip install quire[xgrammar]"
         )
 
 
-def _check_supported(asked: EngineConfig) -> None:
+def _check_supported(config: EngineConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if (size := getattr(asked.parallel, name)) > 1:
+        if (size := getattr(config.parallel, name)) > 1:
             raise Unsupported(f"{name}={size}", unsupported.DEVICES[1])
     for (section, name, unsupported_value), remedy in unsupported.SETTINGS.items():
-        if getattr(getattr(asked, section), name) == unsupported_value:
+        if getattr(getattr(config, section), name) == unsupported_value:
             value = "" if unsupported_value is True else f"={unsupported_value}"
             raise Unsupported(f"{name}{value}", remedy)
-    if (name := asked.load.load_format) in unsupported.LOAD_FORMATS:
+    if (name := config.load.load_format) in unsupported.LOAD_FORMATS:
         raise Unsupported(f"load_format={name}", f"choose from {', '.join(LOAD_FORMATS)}")
-    if (name := asked.cache.kv_cache_dtype) not in ("auto", *KV_DTYPES):
+    if (name := config.cache.kv_cache_dtype) not in ("auto", *KV_DTYPES):
         raise Unsupported(f"kv_cache_dtype={name}", f"choose from auto, {', '.join(KV_DTYPES)}")
 
 
-def _warn_of_ignored(asked: EngineConfig) -> None:
+def _warn_of_ignored(config: EngineConfig) -> None:
     """Warn about settings that are accepted but have no effect."""
-    swap, form = asked.cache.swap_space, asked.load.load_format
+    swap, form = config.cache.swap_space, config.load.load_format
     ignored = {
         (f"swap_space={swap:g}", "preempted requests are recomputed"): swap not in (0, 4),
-        ("preemption_mode=swap", "preempted requests are recomputed"): asked.scheduler.preemption_mode == "swap",
-        ("model_loader_extra_config", f"load_format={form} has no options"): asked.load.model_loader_extra_config,
+        ("preemption_mode=swap", "preempted requests are recomputed"): config.scheduler.preemption_mode == "swap",
+        ("model_loader_extra_config", f"load_format={form} has no options"): config.load.model_loader_extra_config,
     }  # fmt: skip
     for (name, why), is_given in ignored.items():
         if is_given:

@@ -147,7 +147,7 @@ def build_core(
 
 def add_observers(core: EngineCore, resolved: Resolved, info: WorkerInfo, cut: CacheLayout) -> None:
     """The observers of every engine."""
-    if resolved.asked.observe.enable_mfu_metrics:
+    if resolved.config.observe.enable_mfu_metrics:
         weights = forecast_weights(resolved.spec, resolved.device, available=1 << 62)
         costs = StepCosts.of(
             resolved.hf_config, info.layer_specs(), weights, ITEMSIZE[resolved.dtype]
@@ -168,13 +168,13 @@ def add_process_observers(core: EngineCore, watchdog: Watchdog, folder: Path) ->
 
 def build_compiler(resolved: Resolved) -> GrammarCompiler:
     """The grammar compiler: one for each process that compiles, so the gate and an inline worker share it."""
-    asked = resolved.asked.model
-    folder = hf_config.locate_tokenizer(resolved.path, asked, resolved.asked.load)
+    options = resolved.config.model
+    folder = hf_config.locate_tokenizer(resolved.path, options, resolved.config.load)
     size = int(resolved.hf_config.get("vocab_size") or 0)
     compiler = GrammarCompiler(Vocabulary(tokenizer_json(folder), size))
-    if not asked.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
+    if not options.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
         other = (
-            structured_options(resolved.asked.structured.structured_outputs_config).backend
+            structured_options(resolved.config.structured.structured_outputs_config).backend
             == "xgrammar"
         )
         compiler.warm(other)  # while weights load; later it would delay running requests
@@ -184,7 +184,7 @@ def build_compiler(resolved: Resolved) -> GrammarCompiler:
 def build_scheduler(
     resolved: Resolved, info: WorkerInfo, cut: CacheLayout, gates: Sequence[Gate]
 ) -> Scheduler:
-    asked = resolved.asked.scheduler
+    options = resolved.config.scheduler
     caching = resolved.prefix_caching and info.prefix_caching
     kv = KVManager(
         build_pool(resolved, info.num_blocks + 1, len(cut.groups)),
@@ -198,20 +198,20 @@ def build_scheduler(
         max_step_tokens=resolved.max_num_batched_tokens,
         max_length=info.max_model_len,
         chunked=resolved.chunked_prefill,
-        max_chunk=asked.long_prefill_token_threshold,
+        max_chunk=options.long_prefill_token_threshold,
         depth=resolved.depth,
-        by_priority=asked.scheduling_policy == "priority",
-        max_waiting=asked.max_num_queued_reqs or 0,
-        max_waiting_tokens=asked.max_num_queued_tokens or 0,
+        by_priority=options.scheduling_policy == "priority",
+        max_waiting=options.max_num_queued_reqs or 0,
+        max_waiting_tokens=options.max_num_queued_tokens or 0,
     )
     waiting = None
-    if (path := resolved.asked.server.api_key_file) is not None:
+    if (path := resolved.config.server.api_key_file) is not None:
         waiting = FairQueue({key.name: key.weight for key in read_keys(path)})
     return Scheduler(kv, limits, gates, waiting=waiting)
 
 
 def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPool:
-    observe = resolved.asked.observe
+    observe = resolved.config.observe
     if not observe.kv_cache_metrics:
         return BlockPool(num_blocks, num_groups)
     bounds = buckets("kv_cache_residency", 0, checked(observe.custom_histogram_buckets))
@@ -241,7 +241,7 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
         from quire.features.structured.masks import GrammarMasks
         from quire.features.thinking.budget import ThinkingBudget
 
-        options = structured_options(resolved.asked.structured.structured_outputs_config)
+        options = structured_options(resolved.config.structured.structured_outputs_config)
         masks = GrammarMasks(compiler, parts.rows, options.jumps and not parts.processors)
         parts.processors += [ThinkingBudget(), masks]
         parts.hooks.append(masks.hook)

@@ -40,26 +40,26 @@ class RequestManager:
     def __init__(self, client: EngineClient, number: int = 0):
         self.client = client
         resolved, ready = client.resolved, client.ready
-        asked = resolved.asked.model
-        self.content_format = asked.chat_template_content_format
+        options = resolved.config.model
+        self.content_format = options.chat_template_content_format
         self.tokenizer: Tokenizer | None = None
-        if not asked.skip_tokenizer_init:
+        if not options.skip_tokenizer_init:
             self.tokenizer = load(
                 tokenizer_folder(client),
-                mode=asked.tokenizer_mode,
-                trust_remote_code=asked.trust_remote_code,
-                chat_template=asked.chat_template,
+                mode=options.tokenizer_mode,
+                trust_remote_code=options.trust_remote_code,
+                chat_template=options.chat_template,
             )
         known = 0 if self.tokenizer is None else len(self.tokenizer)
         self.inputs = InputProcessor(
             self.tokenizer,
             ready.max_model_len,
             ready.vocab_size or int(resolved.hf_config.get("vocab_size") or known),
-            generation_defaults(resolved.path, asked, resolved.hf_config),
-            asked.max_logprobs,
-            asked.seed,
+            generation_defaults(resolved.path, options, resolved.hf_config),
+            options.max_logprobs,
+            options.seed,
             number,
-            structured=structured_options(resolved.asked.structured.structured_outputs_config),
+            structured=structured_options(resolved.config.structured.structured_outputs_config),
             reasoning=lambda: self.formats.reasoning,
         )
         self.logs_requests = False
@@ -85,7 +85,7 @@ class RequestManager:
     def formats(self) -> ModelFormats:
         """The model's formats of reasoning and tool calls."""
         return ModelFormats.of(
-            self.client.resolved.asked.server, self.template_text, self.special_texts
+            self.client.resolved.config.server, self.template_text, self.special_texts
         )
 
     @property
@@ -195,7 +195,7 @@ class RequestManager:
         return found
 
     def _log(self, accepted: AcceptedRequest) -> None:
-        most = self.client.resolved.asked.observe.max_log_len
+        most = self.client.resolved.config.observe.max_log_len
         text = None if accepted.prompt is None else accepted.prompt[:most]
         log.info(
             "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
@@ -220,4 +220,4 @@ def response_template(folder: Path) -> str:
 
 def tokenizer_folder(client: EngineClient) -> str:
     resolved = client.resolved
-    return hf_config.locate_tokenizer(resolved.path, resolved.asked.model, resolved.asked.load)
+    return hf_config.locate_tokenizer(resolved.path, resolved.config.model, resolved.config.load)

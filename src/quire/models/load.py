@@ -207,7 +207,7 @@ def _set_formats(model: nn.Module, spec: ModelSpec, accelerator: bool) -> None:
     """Prepare the layers for the tensors of a quantized checkpoint. The model is still on "meta"."""
     if (stored := stored_quantization(spec.hf_config)) is not None:
         count = set_formats(model, stored, spec.quantization, accelerator)
-        about = stored.says(accelerator, spec.quantization)
+        about = stored.describe(accelerator, spec.quantization)
         log.info("%d weights are quantized: %s", count, about)
 
 

@@ -123,14 +123,14 @@ def build_worker(resolved: Resolved, plug_in: PlugIn, others: Sequence[ModelSpec
         storages = allocate_kv_cache(resolved, platform, models, plan)
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
-    rows, asked = batcher.rows, resolved.asked.model
-    processors = load_processors(asked.logits_processors, resolved, platform.device)
+    rows, options = batcher.rows, resolved.config.model
+    processors = load_processors(options.logits_processors, resolved, platform.device)
     model = models[0]
     model_input = build_model_input(resolved, platform, plan, model)
     parts = WorkerParts(platform, models, model_input, rows, processors)
     plug_in(parts)
     sampler = Sampler(
-        model, rows, asked.logprobs_mode, parts.processors, ops=build_sampler_ops(platform)
+        model, rows, options.logprobs_mode, parts.processors, ops=build_sampler_ops(platform)
     )
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
@@ -175,14 +175,14 @@ def build_models(
 
 def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
     """Which weights stay in host memory."""
-    if not resolved.asked.cache.cpu_offload_gb:
+    if not resolved.config.cache.cpu_offload_gb:
         return None
     if (copier := platform.copier()) is None:
         log.warning("cpu_offload_gb has no effect: weights are in host memory on this device")
         return None
     from quire.models.offload import Offload
 
-    return Offload(copier, int(resolved.asked.cache.cpu_offload_gb * GIB))
+    return Offload(copier, int(resolved.config.cache.cpu_offload_gb * GIB))
 
 
 def plan_on(
@@ -238,11 +238,11 @@ def build_model_input(
     model_input, capturer = TokenModelInput(model), platform.graph_capturer()
     layers = model.attention_layers()
     able = model.capturable and layers and layers[0].backend.can.graphs
-    if capturer is None or not able or resolved.asked.parallel.enforce_eager:
+    if capturer is None or not able or resolved.config.parallel.enforce_eager:
         return model_input
     most = -(-(plan.max_model_len + 1) // resolved.block_size)
-    wanted = {int(size) for size in resolved.asked.parallel.cudagraph_capture_sizes}
-    sizes = [size for size in wanted if size <= resolved.max_num_seqs]
+    requested = {int(size) for size in resolved.config.parallel.cudagraph_capture_sizes}
+    sizes = [size for size in requested if size <= resolved.max_num_seqs]
     sizes = sizes or default_sizes(resolved.max_num_seqs)
     return GraphModelInput(model_input, capturer, sizes, most, plan.max_model_len)
 

@@ -151,7 +151,7 @@ def make_plan(
     Raises:
         NotEnoughMemory: weights and activations leave too little for one request of max_model_len.
     """
-    cache = resolved.asked.cache
+    cache = resolved.config.cache
     cut = layout(specs, resolved.block_size, resolved.max_model_len)
     plan = MemoryPlan(
         total=total,
@@ -183,10 +183,10 @@ def _with_blocks(plan: MemoryPlan, num_blocks: int, resolved: Resolved) -> Memor
     longest = plan.max_model_len
     if cut.blocks_for(longest, plan.max_step_tokens) > num_blocks:
         longest = _longest(plan, num_blocks)
-        forced = resolved.asked.cache.num_gpu_blocks_override is not None
+        forced = resolved.config.cache.num_gpu_blocks_override is not None
         if longest < block or (not resolved.auto_max_model_len and not forced):
-            asked = resolved.asked.cache.kv_cache_memory_bytes
-            raise NotEnoughMemory(_explain(plan, num_blocks, longest, asked))
+            requested = resolved.config.cache.kv_cache_memory_bytes
+            raise NotEnoughMemory(_explain(plan, num_blocks, longest, requested))
         if forced and not resolved.auto_max_model_len:
             # the scheduler refuses requests that cannot fit, with the numbers
             longest = plan.max_model_len
@@ -203,19 +203,19 @@ def _longest(plan: MemoryPlan, num_blocks: int) -> int:
     return low * plan.layout.block_size
 
 
-def _explain(plan: MemoryPlan, num_blocks: int, longest: int, asked: int | None) -> str:
+def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | None) -> str:
     need = plan.layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
     cost = size((need + 1) * plan.layout.bytes_per_block)
     left = size(max(num_blocks + 1, 0) * plan.layout.bytes_per_block)
     sums = (
         f"{size(plan.available)} available x gpu_memory_utilization={plan.share:g}, less"
         f" {size(plan.weights)} of weights and {size(plan.activations)} of activations"
-        if asked is None
-        else f"kv_cache_memory_bytes={asked}"
+        if requested is None
+        else f"kv_cache_memory_bytes={requested}"
     )
     if longest >= plan.layout.block_size:
         remedy = f"Set max_model_len={longest} or less, or max_model_len=auto"
-    elif asked is not None:
+    elif requested is not None:
         remedy = "Raise kv_cache_memory_bytes"
     elif plan.weights > plan.available * plan.share:
         remedy = "The weights alone do not fit: use a smaller model or a smaller dtype"
@@ -232,7 +232,7 @@ def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryP
 
     `others`: the models of the worker beside the main one.
     """
-    about, cache = facts(), resolved.asked.cache
+    about, cache = facts(), resolved.config.cache
     away = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
     room = about.available_bytes
     weights = max(0, forecast_weights(resolved.spec, resolved.device, room + away) - away)

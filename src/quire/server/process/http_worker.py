@@ -52,7 +52,7 @@ class HttpWorker(ServerProcess):
         ledger: UsageLedger,
         is_replacement: bool,
     ):
-        config = resolved.asked
+        config = resolved.config
         shared = env.outer("PROMETHEUS_MULTIPROC_DIR")
         tenants, tracer = ApiKeys(config.server, ledger=ledger), tracer_of(config)
         super().__init__(config, listener, client, tenants, shared, processes, tracer)
@@ -121,7 +121,7 @@ def main(words: list[str]) -> int:
     begin_child(f"server {number}", parent)
     gc.set_threshold(*COLLECT_AFTER)
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
-    configure(f"server {number}", resolved.asked.observe.log_level)
+    configure(f"server {number}", resolved.config.observe.log_level)
     status = StatusWriter(status_fd)
     client = ProcessClient(resolved, Path(folder), StateBoard(board), client=number)
     with asyncio.Runner(loop_factory=event_loop()) as runner, socket(fileno=listener) as own:

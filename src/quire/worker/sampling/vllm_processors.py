@@ -253,7 +253,7 @@ def _config_of(resolved: Any) -> SimpleNamespace:
             max_num_batched_tokens=resolved.max_num_batched_tokens,
         ),
         model_config=SimpleNamespace(
-            model=resolved.asked.model.model,
+            model=resolved.config.model.model,
             max_model_len=resolved.max_model_len,
             dtype=getattr(torch, resolved.dtype),
             hf_config=hf,
