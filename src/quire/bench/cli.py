@@ -81,6 +81,16 @@ def start(keywords: Mapping[str, Any]) -> Any:
     return LLM.from_config(from_keywords.engine_config(keywords, "flag"))
 
 
+def sampling(own: Mapping[str, Any], max_tokens: int) -> Any:
+    """Random sampling of exactly `max_tokens` tokens, with the options `n` and `disable_detokenize`."""
+    from quire.protocol.sampling_params import SamplingParams
+
+    return SamplingParams(
+        n=own["n"], temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=max_tokens,
+        detokenize=not own["disable_detokenize"],
+    )  # fmt: skip
+
+
 def prompts(llm: Any, count: int, length: int, seed: int = 0) -> list[dict[str, list[int]]]:
     """Prompts of random tokens, without special ones; no two prompts share a prefix."""
     draw = random.Random(seed)
@@ -105,10 +115,18 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {str(one): float(numpy.percentile(values, one)) for one in (10, 25, 50, 75, 90, 99)}
 
 
-def run_command(command: str, work: Callable[[], int]) -> int:
-    """Run a benchmark; returns the exit status. Prints an error as one line."""
+def run_command(
+    command: str, about: str, own: Mapping[str, BenchOption], argv: Sequence[str],
+    measure: Callable[[BenchArgs], int], defaults: Mapping[str, Any] | None = None,
+) -> int:  # fmt: skip
+    """Parse the command line and measure; returns the exit status. Prints an error as one line.
+
+    Args:
+        defaults: default engine keywords.
+    """
+    given = parse_args(command, about, own, argv, defaults)
     try:
-        return work()
+        return measure(given)
     except QuireError as why:
         print(f"quire bench {command}: error: {why}", file=sys.stderr)
         return 1

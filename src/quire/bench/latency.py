@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tqdm
 
@@ -16,10 +17,10 @@ from quire.bench.cli import (
     BenchArgs,
     BenchOption,
     keep,
-    parse_args,
     percentiles,
     prompts,
     run_command,
+    sampling,
     start,
 )
 
@@ -39,14 +40,13 @@ ABOUT = "Measure the latency of a batch of prompts."
 
 def main(argv: Sequence[str]) -> int:
     # Every run uses the same prompts: a prefix cache would skip their prefill.
-    given = parse_args("latency", ABOUT, OWN, argv, {"enable_prefix_caching": False})
-    return run_command("latency", lambda: measure(given))
+    return run_command("latency", ABOUT, OWN, argv, measure, {"enable_prefix_caching": False})
 
 
 def measure(given: BenchArgs) -> int:
     own = given.own
     with start(given.engine) as llm:
-        run = _work(llm, given)
+        run = _work(llm, own)
         for _ in tqdm.trange(own["num_iters_warmup"], desc="warm-up"):
             run()
         seconds = []
@@ -66,21 +66,14 @@ def measure(given: BenchArgs) -> int:
     return 0
 
 
-def _work(llm: object, given: BenchArgs) -> Callable[[], object]:
-    from quire.api.llm import LLM
-    from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
+def _work(llm: Any, own: Mapping[str, Any]) -> Callable[[], object]:
+    from quire.protocol.sampling_params import BeamSearchParams
 
-    if not isinstance(llm, LLM):
-        raise TypeError(type(llm))
-    own = given.own
     batch = prompts(llm, own["batch_size"], own["input_len"])
     if own["use_beam_search"]:
         search = BeamSearchParams(
             beam_width=own["n"], max_tokens=own["output_len"], ignore_eos=True
         )
         return lambda: llm.beam_search(batch, search)
-    params = SamplingParams(
-        n=own["n"], temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=own["output_len"],
-        detokenize=not own["disable_detokenize"],
-    )  # fmt: skip
+    params = sampling(own, own["output_len"])
     return lambda: llm.generate(batch, params, use_tqdm=False)

@@ -19,16 +19,7 @@ from typing import Any
 import tqdm
 
 from quire import env
-from quire.bench.cli import (
-    BenchArgs,
-    BenchOption,
-    keep,
-    parse_args,
-    percentiles,
-    prompts,
-    run_command,
-    start,
-)
+from quire.bench.cli import BenchArgs, BenchOption, keep, percentiles, prompts, run_command, start
 from quire.errors import StartupError
 
 OWN = {
@@ -45,8 +36,7 @@ PATIENCE_S = 600
 def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--child"]:
         return child(json.loads(argv[1]))
-    given = parse_args("startup", ABOUT, OWN, argv)
-    return run_command("startup", lambda: measure(given))
+    return run_command("startup", ABOUT, OWN, argv, measure)
 
 
 def child(keywords: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench.cli import BenchArgs, BenchOption, keep, parse_args, prompts, run_command, start
+from quire.bench.cli import BenchArgs, BenchOption, keep, prompts, run_command, sampling, start
 from quire.bench.serve import datasets
 from quire.errors import ConfigError, QuireError
 from quire.frontend.outputs import error_of
@@ -32,13 +32,10 @@ ABOUT = "Measure requests and tokens per second with all prompts submitted at on
 
 
 def main(argv: Sequence[str]) -> int:
-    given = parse_args("throughput", ABOUT, OWN, argv)
-    return run_command("throughput", lambda: measure(given))
+    return run_command("throughput", ABOUT, OWN, argv, measure)
 
 
 def measure(given: BenchArgs) -> int:
-    from quire.protocol.sampling_params import SamplingParams
-
     own = given.own
     if own["backend"] not in ("quire", "vllm"):
         raise ConfigError(
@@ -47,13 +44,7 @@ def measure(given: BenchArgs) -> int:
         )
     with start(given.engine) as llm:
         batch, lengths = _prompts(llm, own)
-        params = [
-            SamplingParams(
-                n=own["n"], temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=length,
-                detokenize=not own["disable_detokenize"],
-            )
-            for length in lengths
-        ]  # fmt: skip
+        params = [sampling(own, length) for length in lengths]
         began = time.perf_counter()
         outputs = llm.generate(batch, params)
         seconds = time.perf_counter() - began

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.bench.serve import datasets
 from quire.bench.serve.endpoints import KINDS
@@ -31,186 +31,6 @@ SAMPLING: dict[str, type] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        prog="quire bench serve",
-        usage="%(prog)s [options]",
-        description=ABOUT,
-        allow_abbrev=False,
-    )
-    _server_options(found.add_argument_group("server"))
-    _prompt_options(found.add_argument_group("prompts"))
-    _load_options(found.add_argument_group("load"))
-    _result_options(found.add_argument_group("result"))
-    group = found.add_argument_group("sampling", "unset: greedy, with the server's defaults")
-    for name, kind in SAMPLING.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind)
-    group.add_argument("--logprobs", type=int, metavar="N", help="request N log-probabilities")
-    group.add_argument(
-        "--extra-body",
-        type=_object,
-        default={},
-        metavar="JSON",
-        help="more fields of the request body",
-    )
-    group.add_argument(
-        "--ignore-eos",
-        action="store_true",
-        help="ignore end-of-text tokens, so that every output has the requested length",
-    )
-    return found
-
-
-def _server_options(group: Any) -> None:
-    add = group.add_argument
-    add("--backend", "--endpoint-type", default="openai", metavar="KIND", help=", ".join(KINDS))
-    add("--base-url", metavar="URL", help="instead of --host and --port")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
-    add("--endpoint", metavar="PATH", help="unset: the backend's")
-    add("--model", help="unset: the server's first model")
-    add("--served-model-name", metavar="NAME", help="model name in requests")
-    add(
-        "--lora-modules",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="LoRA adapters; each request uses a random one",
-    )
-    add("--header", nargs="*", default=[], metavar="NAME=VALUE", help="more request headers")
-    add("--api-key", metavar="KEY", help="unset: QUIRE_API_KEY or OPENAI_API_KEY")
-    add("--insecure", action="store_true", help="do not verify the TLS certificate")
-    add(
-        "--ready-check-timeout-sec",
-        type=float,
-        default=600,
-        metavar="S",
-        help="seconds to wait for the server; 0: do not wait",
-    )
-
-
-def _prompt_options(group: Any) -> None:
-    add = group.add_argument
-    add("--dataset-name", default="random", metavar="NAME", help=", ".join(datasets.DATASETS))
-    add("--dataset-path", type=Path, metavar="FILE")
-    add("--num-prompts", type=int, default=1000, metavar="N")
-    add("--tokenizer", metavar="NAME", help="unset: the server's, if its API offers one")
-    add("--trust-remote-code", action="store_true")
-    add("--seed", type=int, default=0)
-    add("--disable-shuffle", action="store_true", help="do not shuffle the prompts of the file")
-    add("--random-input-len", "--input-len", type=int, default=1024, metavar="TOKENS")
-    add("--random-output-len", "--output-len", type=int, default=128, metavar="TOKENS")
-    add(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="lengths vary from 1-R to 1+R times the length",
-    )
-    add(
-        "--random-prefix-len",
-        type=int,
-        default=0,
-        metavar="TOKENS",
-        help="tokens of a prefix that all prompts share",
-    )
-    add("--prefix-repetition-prefix-len", type=int, default=256, metavar="TOKENS")
-    add("--prefix-repetition-suffix-len", type=int, default=256, metavar="TOKENS")
-    add("--prefix-repetition-num-prefixes", type=int, default=10, metavar="N")
-    add("--prefix-repetition-output-len", type=int, default=128, metavar="TOKENS")
-    add(
-        "--custom-output-len",
-        type=int,
-        default=256,
-        metavar="TOKENS",
-        help="for prompts without a length in the file",
-    )
-    add(
-        "--sharegpt-output-len",
-        type=int,
-        metavar="TOKENS",
-        help="instead of the lengths in the file",
-    )
-
-
-def _load_options(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--request-rate",
-        type=float,
-        default=math.inf,
-        metavar="RPS",
-        help="requests per second; inf: all at once",
-    )
-    add(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="1: Poisson arrivals; below 1: bursts; above 1: more regular",
-    )
-    add("--max-concurrency", type=int, metavar="N", help="maximum requests in flight")
-    add("--ramp-up-strategy", choices=("linear", "exponential"))
-    add("--ramp-up-start-rps", type=float, default=0.0, metavar="RPS")
-    add("--ramp-up-end-rps", type=float, default=0.0, metavar="RPS")
-    add(
-        "--num-warmups",
-        type=int,
-        default=0,
-        metavar="N",
-        help="warm-up requests that are not measured",
-    )
-    add(
-        "--profile",
-        action="store_true",
-        help="call /start_profile before and /stop_profile after the run",
-    )
-    add("--disable-tqdm", action="store_true", help="do not show a progress bar")
-    add(
-        "--request-id-prefix",
-        default="bench-",
-        metavar="TEXT",
-        help="prefix of the header X-Request-Id",
-    )
-
-
-def _result_options(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--percentile-metrics",
-        default="ttft,tpot,itl",
-        metavar="NAMES",
-        help="of ttft,tpot,itl,e2el",
-    )
-    add("--metric-percentiles", default="99", metavar="NUMBERS", help="such as 50,90,99")
-    add(
-        "--goodput",
-        nargs="+",
-        metavar="NAME:MS",
-        help="latency goals in ms that count a request as good, such as ttft:200",
-    )
-    add("--save-result", action="store_true", help="write the result as JSON")
-    add("--save-detailed", action="store_true", help="include the values of each request")
-    add(
-        "--append-result",
-        action="store_true",
-        help="append to the file, one object per line",
-    )
-    add(
-        "--plot-timeline",
-        action="store_true",
-        help="write an HTML timeline with one bar per request",
-    )
-    add(
-        "--timeline-itl-thresholds", type=_two_numbers, default=GAPS_MS, metavar="MS,MS",
-        help="thresholds in ms of its colors",
-    )  # fmt: skip
-    add("--result-dir", type=Path, default=Path(), metavar="FOLDER")
-    add("--result-filename", metavar="NAME")
-    add("--label", metavar="TEXT", help="prefix of the file name; unset: the backend")
-    add("--metadata", nargs="*", default=[], metavar="NAME=VALUE", help="added to the result file")
-
-
 def _two_numbers(text: str) -> tuple[float, float]:
     low, high = (float(number) for number in text.split(","))
     if not 0 < low <= high:
@@ -224,6 +44,110 @@ def _object(text: str) -> dict[str, Any]:
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError("must be an object")
+    return found
+
+
+class ServeOption(NamedTuple):
+    """An option of `quire bench serve`."""
+
+    flags: str
+    kind: Callable[[str], Any] | None  # converts its value; None: it takes no value
+    default: Any = None
+    metavar: str | None = None
+    help: str | None = None
+    nargs: str | None = None
+    choices: Sequence[str] | None = None
+
+    def add_to(self, group: Any) -> None:
+        if self.kind is None:
+            group.add_argument(*self.flags.split(), action="store_true", help=self.help)
+        else:
+            flags, kind, *others = self
+            names = self._fields[2:]
+            group.add_argument(*flags.split(), type=kind, **dict(zip(names, others, strict=True)))
+
+
+OPTIONS: dict[str, tuple[ServeOption, ...]] = {
+    "server": (
+        ServeOption("--backend --endpoint-type", str, "openai", "KIND", ", ".join(KINDS)),
+        ServeOption("--base-url", str, None, "URL", "instead of --host and --port"),
+        ServeOption("--host", str, "127.0.0.1"),
+        ServeOption("--port", int, 8000),
+        ServeOption("--endpoint", str, None, "PATH", "unset: the backend's"),
+        ServeOption("--model", str, help="unset: the server's first model"),
+        ServeOption("--served-model-name", str, None, "NAME", "model name in requests"),
+        ServeOption("--lora-modules", str, [], "NAME", "LoRA adapters; each request uses a random one", "+"),
+        ServeOption("--header", str, [], "NAME=VALUE", "more request headers", "*"),
+        ServeOption("--api-key", str, None, "KEY", "unset: QUIRE_API_KEY or OPENAI_API_KEY"),
+        ServeOption("--insecure", None, help="do not verify the TLS certificate"),
+        ServeOption("--ready-check-timeout-sec", float, 600, "S", "seconds to wait for the server; 0: do not wait"),
+    ),
+    "prompts": (
+        ServeOption("--dataset-name", str, "random", "NAME", ", ".join(datasets.DATASETS)),
+        ServeOption("--dataset-path", Path, None, "FILE"),
+        ServeOption("--num-prompts", int, 1000, "N"),
+        ServeOption("--tokenizer", str, None, "NAME", "unset: the server's, if its API offers one"),
+        ServeOption("--trust-remote-code", None),
+        ServeOption("--seed", int, 0),
+        ServeOption("--disable-shuffle", None, help="do not shuffle the prompts of the file"),
+        ServeOption("--random-input-len --input-len", int, 1024, "TOKENS"),
+        ServeOption("--random-output-len --output-len", int, 128, "TOKENS"),
+        ServeOption("--random-range-ratio", float, 0.0, "R", "lengths vary from 1-R to 1+R times the length"),
+        ServeOption("--random-prefix-len", int, 0, "TOKENS", "tokens of a prefix that all prompts share"),
+        ServeOption("--prefix-repetition-prefix-len", int, 256, "TOKENS"),
+        ServeOption("--prefix-repetition-suffix-len", int, 256, "TOKENS"),
+        ServeOption("--prefix-repetition-num-prefixes", int, 10, "N"),
+        ServeOption("--prefix-repetition-output-len", int, 128, "TOKENS"),
+        ServeOption("--custom-output-len", int, 256, "TOKENS", "for prompts without a length in the file"),
+        ServeOption("--sharegpt-output-len", int, None, "TOKENS", "instead of the lengths in the file"),
+    ),
+    "load": (
+        ServeOption("--request-rate", float, math.inf, "RPS", "requests per second; inf: all at once"),
+        ServeOption("--burstiness", float, 1.0, "X", "1: Poisson arrivals; below 1: bursts; above 1: more regular"),
+        ServeOption("--max-concurrency", int, None, "N", "maximum requests in flight"),
+        ServeOption("--ramp-up-strategy", str, choices=("linear", "exponential")),
+        ServeOption("--ramp-up-start-rps", float, 0.0, "RPS"),
+        ServeOption("--ramp-up-end-rps", float, 0.0, "RPS"),
+        ServeOption("--num-warmups", int, 0, "N", "warm-up requests that are not measured"),
+        ServeOption("--profile", None, help="call /start_profile before and /stop_profile after the run"),
+        ServeOption("--disable-tqdm", None, help="do not show a progress bar"),
+        ServeOption("--request-id-prefix", str, "bench-", "TEXT", "prefix of the header X-Request-Id"),
+    ),
+    "result": (
+        ServeOption("--percentile-metrics", str, "ttft,tpot,itl", "NAMES", "of ttft,tpot,itl,e2el"),
+        ServeOption("--metric-percentiles", str, "99", "NUMBERS", "such as 50,90,99"),
+        ServeOption("--goodput", str, None, "NAME:MS", "latency goals in ms that count a request as good, such as ttft:200", "+"),
+        ServeOption("--save-result", None, help="write the result as JSON"),
+        ServeOption("--save-detailed", None, help="include the values of each request"),
+        ServeOption("--append-result", None, help="append to the file, one object per line"),
+        ServeOption("--plot-timeline", None, help="write an HTML timeline with one bar per request"),
+        ServeOption("--timeline-itl-thresholds", _two_numbers, GAPS_MS, "MS,MS", "thresholds in ms of its colors"),
+        ServeOption("--result-dir", Path, Path(), "FOLDER"),
+        ServeOption("--result-filename", str, None, "NAME"),
+        ServeOption("--label", str, None, "TEXT", "prefix of the file name; unset: the backend"),
+        ServeOption("--metadata", str, [], "NAME=VALUE", "added to the result file", "*"),
+    ),
+    "sampling": (
+        *(ServeOption(f"--{name.replace('_', '-')}", kind) for name, kind in SAMPLING.items()),
+        ServeOption("--logprobs", int, None, "N", "request N log-probabilities"),
+        ServeOption("--extra-body", _object, {}, "JSON", "more fields of the request body"),
+        ServeOption("--ignore-eos", None, help="ignore end-of-text tokens, so that every output has the requested length"),
+    ),
+}  # fmt: skip
+NOTES = {"sampling": "unset: greedy, with the server's defaults"}
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="quire bench serve",
+        usage="%(prog)s [options]",
+        description=ABOUT,
+        allow_abbrev=False,
+    )
+    for title, options in OPTIONS.items():
+        group = found.add_argument_group(title, NOTES.get(title))
+        for option in options:
+            option.add_to(group)
     return found
 
 

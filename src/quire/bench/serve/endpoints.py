@@ -62,26 +62,22 @@ class Kind:
     """A kind of endpoint."""
 
     path: str
-    body: Callable[[BenchPrompt, bool], dict[str, Any]]
+    prompt: Callable[[str], dict[str, Any]]
+    limit: str  # the field for the number of requested tokens
     read: Callable[[dict[str, Any]], StreamEvent]
     asks_usage: bool = True
 
-
-def _completion(prompt: BenchPrompt, ignore_eos: bool) -> dict[str, Any]:
-    return {"prompt": prompt.text, "max_tokens": prompt.output} | _endless(ignore_eos)
-
-
-def _chat(prompt: BenchPrompt, ignore_eos: bool) -> dict[str, Any]:
-    message = {"role": "user", "content": prompt.text}
-    return {"messages": [message], "max_completion_tokens": prompt.output} | _endless(ignore_eos)
-
-
-def _response(prompt: BenchPrompt, ignore_eos: bool) -> dict[str, Any]:
-    return {"input": prompt.text, "max_output_tokens": prompt.output} | _endless(ignore_eos)
+    def body(self, prompt: BenchPrompt, ignore_eos: bool) -> dict[str, Any]:
+        body = self.prompt(prompt.text) | {self.limit: prompt.output, "stream": True}
+        if ignore_eos:  # not in OpenAI's API: sent only if requested
+            body["ignore_eos"] = True
+        if self.asks_usage:
+            body["stream_options"] = {"include_usage": True}
+        return body
 
 
-def _endless(ignore_eos: bool) -> dict[str, Any]:
-    return {"ignore_eos": True} if ignore_eos else {}  # not in OpenAI's API: sent only if requested
+def _messages(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
 
 
 def _read_completion(event: dict[str, Any]) -> StreamEvent:
@@ -119,10 +115,10 @@ def _error(event: dict[str, Any]) -> str:
 
 
 KINDS = {
-    "openai": Kind("/v1/completions", _completion, _read_completion),
-    "openai-chat": Kind("/v1/chat/completions", _chat, _read_chat),
-    "openai-responses": Kind("/v1/responses", _response, _read_response, asks_usage=False),
-}
+    "openai": Kind("/v1/completions", lambda text: {"prompt": text}, "max_tokens", _read_completion),
+    "openai-chat": Kind("/v1/chat/completions", _messages, "max_completion_tokens", _read_chat),
+    "openai-responses": Kind("/v1/responses", lambda text: {"input": text}, "max_output_tokens", _read_response, False),
+}  # fmt: skip
 KINDS["vllm"] = KINDS["quire"] = KINDS["openai"]
 
 
@@ -192,10 +188,7 @@ async def ask(
     Args:
         more: fields that override the body's, `model` included.
     """
-    body = kind.body(prompt, ignore_eos) | {"stream": True}
-    if kind.asks_usage:
-        body["stream_options"] = {"include_usage": True}
-    data = msgspec.json.encode(body | more)
+    data = msgspec.json.encode(kind.body(prompt, ignore_eos) | more)
     done = RequestRecord(prompt.length, start=clock())
     stream = SseReader(kind, done)
     try:

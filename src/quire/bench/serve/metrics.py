@@ -147,29 +147,23 @@ def busiest_second(done: Sequence[RequestRecord]) -> float:
 
 def printout(result: dict[str, Any], told: MetricOptions, most: int | None, rate: float) -> str:
     """The table to print at the end."""
+    rows: dict[str, float | None] = {
+        "Successful requests:": result["completed"],
+        "Failed requests:": result["failed"],
+        "Maximum request concurrency:": most,
+        "Request rate configured (RPS):": rate if rate != math.inf else None,
+        "Benchmark duration (s):": result["duration"],
+        "Total input tokens:": result["total_input_tokens"],
+        "Total generated tokens:": result["total_output_tokens"],
+        "Request throughput (req/s):": result["request_throughput"],
+        "Request goodput (req/s):": result["request_goodput"],
+        "Output token throughput (tok/s):": result["output_throughput"],
+        "Peak output token throughput (tok/s):": result["max_output_tokens_per_s"],
+        "Peak concurrent requests:": float(result["max_concurrent_requests"]),
+        "Total token throughput (tok/s):": result["total_token_throughput"],
+    }
     lines = [_title("Serving Benchmark Result", "=")]
-    lines += [
-        _line("Successful requests:", result["completed"]),
-        _line("Failed requests:", result["failed"]),
-    ]
-    if most is not None:
-        lines.append(_line("Maximum request concurrency:", most))
-    if rate != math.inf:
-        lines.append(_line("Request rate configured (RPS):", rate))
-    lines += [
-        _line("Benchmark duration (s):", result["duration"]),
-        _line("Total input tokens:", result["total_input_tokens"]),
-        _line("Total generated tokens:", result["total_output_tokens"]),
-        _line("Request throughput (req/s):", result["request_throughput"]),
-    ]
-    if result["request_goodput"] is not None:
-        lines.append(_line("Request goodput (req/s):", result["request_goodput"]))
-    lines += [
-        _line("Output token throughput (tok/s):", result["output_throughput"]),
-        _line("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),
-        _line("Peak concurrent requests:", float(result["max_concurrent_requests"])),
-        _line("Total token throughput (tok/s):", result["total_token_throughput"]),
-    ]
+    lines += [_line(words, value) for words, value in rows.items() if value is not None]
     for name in told.metrics:
         short, long = METRICS[name]
         lines += [
