@@ -12,28 +12,8 @@ UNCOUNTED = frozenset(
 )  # fmt: skip
 COARSE = (0.1, 0.5, 1)
 FINE = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    1.5,
-    2,
-    2.5,
-    3,
-    3.5,
-    4,
-    4.5,
-    5,
-    7.5,
-    10,
-    30,
-    60,
-)
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60,
+)  # fmt: skip
 UNKNOWN = "none"
 UNDER_WAY = "quire:http_requests_under_way"
 
@@ -66,7 +46,6 @@ class HttpMetrics:
             buckets=FINE,
             registry=registry,
         )
-
         self.asked_bytes = Summary(
             "http_request_size_bytes",
             "Bytes of request bodies, by Content-Length.",
@@ -74,17 +53,11 @@ class HttpMetrics:
             registry=registry,
         )
         self.told_bytes = Summary(
-            "http_response_size_bytes",
-            "Bytes of response bodies.",
-            ["handler"],
-            registry=registry,
+            "http_response_size_bytes", "Bytes of response bodies.", ["handler"], registry=registry
         )
         self.under_way = Gauge(
-            UNDER_WAY,
-            "HTTP requests in progress.",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
+            UNDER_WAY, "HTTP requests in progress.", registry=registry, multiprocess_mode="livesum"
+        )  # fmt: skip
 
     def answered(
         self, handler: str, method: str, status: int, seconds: float, asked: int = 0, told: int = 0
