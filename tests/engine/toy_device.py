@@ -35,7 +35,7 @@ class ToyRow:
     id: str
     kin: tuple  # what KV depends on besides the tokens: adapter and salt
     tokens: list[int]
-    computed: int
+    num_computed_tokens: int
     blocks: list[list[int]]
     entered: int  # step
     drafts: list[int] = field(default_factory=list)
@@ -141,7 +141,7 @@ class ToyDevice:
 
     # -- one step -------------------------------------------------------------------------------
     def _run(self, plan: StepPlan) -> None:
-        for row in plan.left:
+        for row in plan.freed_rows:
             assert self.rows.pop(row, None) is not None, f"row {row} left twice, or was never there"
         for new in plan.entered:
             self._enter(new, plan.step)
@@ -154,7 +154,7 @@ class ToyDevice:
             if plan.step <= row.stale_until:
                 row.drafts += [0] * (item.drafts - len(row.drafts))
             sequence = row.tokens + row.drafts[: item.drafts]
-            start, end = row.computed, row.computed + item.num_tokens
+            start, end = row.num_computed_tokens, row.num_computed_tokens + item.num_tokens
             assert start < end <= len(sequence), f"row {item.row}: no such tokens"
             row.spoilt |= self._fails(row) or fails
             self._write(row, sequence, start, end)  # all rows write before any reads
@@ -182,7 +182,7 @@ class ToyDevice:
         kin = self.kin[new.id]
         assert new.adapter == kin[0]
         self.rows[new.row] = ToyRow(
-            new.id, kin, list(new.tokens), new.computed, blocks, step, told=len(new.tokens),
+            new.id, kin, list(new.tokens), new.num_computed_tokens, blocks, step, told=len(new.tokens),
             pools=isinstance(new.params, PoolingParams),
         )  # fmt: skip
         self.entered_at.setdefault(new.id, step)
@@ -224,7 +224,7 @@ class ToyDevice:
 
     def _decide(self, item, row: ToyRow, sequence: list[int], end: int) -> list[int]:
         if not item.samples or end < len(row.tokens):
-            row.computed = end
+            row.num_computed_tokens = end
             return []
         base = end - 1 - item.drafts
         decided = []
@@ -233,7 +233,7 @@ class ToyDevice:
             if i < item.drafts and decided[-1] != sequence[base + i + 1]:
                 break
         row.tokens = row.tokens[: base + 1] + decided + row.tokens[base + 1 + len(decided) :]
-        row.computed = end - (item.drafts + 1 - len(decided))
+        row.num_computed_tokens = end - (item.drafts + 1 - len(decided))
         history, row.drafts = list(row.tokens), []
         for _ in range(self.drafts):
             right = self.rng.random() < 0.6

@@ -76,7 +76,7 @@ class PieceGate(Gate):
     def allow(self, request, start, num_tokens):
         assert start < request.length
         if request.row != NO_ROW:
-            assert start == request.computed
+            assert start == request.num_computed_tokens
         if start + num_tokens <= request.num_prompt:
             return min(num_tokens, self.size - start % self.size)
         return num_tokens
@@ -84,7 +84,7 @@ class PieceGate(Gate):
     def extra(self, plan):
         rows = {request.row: request for request in self.scheduler.running}
         for item in plan.work:
-            end = rows[item.row].computed
+            end = rows[item.row].num_computed_tokens
             if end <= rows[item.row].num_prompt:
                 assert (end - item.num_tokens) // self.size == (end - 1) // self.size
         return
@@ -128,7 +128,7 @@ class HoldingGate(Gate):
         taken = [b for item in plan.work for column in item.new_blocks for b in column]
         size = self.scheduler.kv.block_size
         for new in plan.entered:  # it may share the first blocks
-            taken += [b for column in new.blocks for b in column[new.computed // size :]]
+            taken += [b for column in new.blocks for b in column[new.num_computed_tokens // size :]]
         assert not held.intersection(taken) - {NULL_BLOCK}, "blocks that are held back are taken"
         return
 
@@ -413,11 +413,15 @@ def moves(s: Setting, check: Check) -> None:
     if stuck and (scheduler.running or any(s.late.ready(r) for r in scheduler.waiting)):
         raise AssertionError("there is work, and nothing moves")
     for request in scheduler.running:
-        assert request.computed < request.limit + (not request.generates), "works past the limit"
-        assert scheduler.limits.run_ahead or request.pending <= 1 + scheduler.limits.drafts
+        assert request.num_computed_tokens < request.limit + (not request.generates), (
+            "works past the limit"
+        )
+        assert (
+            scheduler.limits.run_ahead or request.num_pending_tokens <= 1 + scheduler.limits.drafts
+        )
         held = sum(block != NULL_BLOCK for column in request.blocks for block in column)
         limits = scheduler.limits
-        most = scheduler.kv.most_blocks(request.limit + limits.drafts, limits.most_ahead)
+        most = scheduler.kv.max_blocks(request.limit + limits.drafts, limits.max_tokens_in_flight)
         assert held <= most, f"{request.id} holds {held} blocks, and {most} are enough"
 
 

@@ -63,7 +63,11 @@ def worker_of(one: Any) -> Any:
 
 def rows_of(worker: Any) -> list[Any]:
     rows = worker.rows
-    return [rows.token_ids_RL.tolist(), rows.computed.tolist(), *(b.tolist() for b in rows.blocks)]
+    return [
+        rows.token_ids_RL.tolist(),
+        rows.num_computed_tokens.tolist(),
+        *(b.tolist() for b in rows.blocks),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Replacing(Hook):
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         found = False
         for item in plan.work:
-            start = int(self.rows.computed[item.row])
+            start = int(self.rows.num_computed_tokens[item.row])
             end = min(start + item.num_tokens, self.num_prompt[item.row])
             found |= STAND_IN in self.rows.token_ids_RL[item.row, start:end].tolist()
         self.refused, self.accepted = self.refused + found, self.accepted + (not found)

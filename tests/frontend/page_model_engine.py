@@ -71,7 +71,7 @@ class Row:
     id: str
     tokens: list[int]
     num_prompt: int
-    computed: int
+    num_computed_tokens: int
     params: SamplingParams
 
 
@@ -103,18 +103,21 @@ class Executor:
             raise self.broken
         self.steps += 1
         time.sleep(self.pause)
-        for row in plan.left:
+        for row in plan.freed_rows:
             del self.rows[row]
         for new in plan.entered:
             self.rows[new.row] = Row(
-                new.id, list(new.tokens), new.num_prompt, new.computed, new.params
+                new.id, list(new.tokens), new.num_prompt, new.num_computed_tokens, new.params
             )
         result = StepResult(plan.step, [])
         for index, work in enumerate(plan.work):
             row = self.rows[work.row]
             if row.id in self.failing:
                 result.errors[index] = "it was told to fail"
-            start, row.computed = row.computed, row.computed + work.num_tokens
+            start, row.num_computed_tokens = (
+                row.num_computed_tokens,
+                row.num_computed_tokens + work.num_tokens,
+            )
             if row.params.prompt_logprobs is not None:
                 self._prompt(result, index, row, start)
             result.tokens.append(self._sample(result, index, row) if work.samples else [])
@@ -132,7 +135,7 @@ class Executor:
         return [token]
 
     def _prompt(self, result: StepResult, index: int, row: Row, start: int) -> None:
-        first, end = max(start, 0) + 1, min(row.computed + 1, row.num_prompt)
+        first, end = max(start, 0) + 1, min(row.num_computed_tokens + 1, row.num_prompt)
         if first >= end:
             return
         found = Logprobs(first, [], [], [])

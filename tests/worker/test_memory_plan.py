@@ -104,7 +104,7 @@ def test_the_forecast_reads_heads_sizes_and_windows() -> None:
 def test_what_is_left_becomes_blocks() -> None:
     asked = resolved(kv_cache_memory_bytes=3 * 64 * 16 * 41)
     plan = make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
-    assert (plan.num_blocks, plan.max_model_len, plan.most_requests) == (40, 256, 2)
+    assert (plan.num_blocks, plan.max_model_len, plan.max_requests) == (40, 256, 2)
     assert plan.kv == 3 * 64 * 16 * 41
 
 

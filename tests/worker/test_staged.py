@@ -61,7 +61,7 @@ def test_batches_are_those_of_plain_rows(seed: int) -> None:
     seen = 0
     for plan in plans(random.Random(seed), 25):
         for rows in made:
-            for row in plan.left:
+            for row in plan.freed_rows:
                 rows.leave(row)
             for new in plan.entered:
                 rows.enter(new)
@@ -77,7 +77,7 @@ def test_batches_are_those_of_plain_rows(seed: int) -> None:
         for rows in made:  # what is drawn is written on the device
             for index in want.drawing:
                 row = plan.work[index].row
-                rows.token_ids_RL[row, rows.computed[row]] = plan.step
+                rows.token_ids_RL[row, rows.num_computed_tokens[row]] = plan.step
         seen += len(plan.work)
     assert seen > 20
 

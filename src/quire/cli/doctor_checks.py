@@ -295,16 +295,16 @@ def _room(context: DoctorContext) -> Iterator[DoctorFinding]:
             "note",
             f"the tables above are for --max-model-len {plan.max_model_len}, which would fit",
         )
-    if plan.most_requests < min(plan.max_num_seqs, 4):
+    if plan.max_requests < min(plan.max_num_seqs, 4):
         yield DoctorFinding(
             "warning",
-            f"only {plan.most_requests} request{'s' * (plan.most_requests != 1)} of max_model_len={plan.max_model_len}"
+            f"only {plan.max_requests} request{'s' * (plan.max_requests != 1)} of max_model_len={plan.max_model_len}"
             " fit at once; others wait or are preempted; lower --max-model-len, or raise --gpu-memory-utilization",
         )
-    elif plan.most_requests < plan.max_num_seqs:
+    elif plan.max_requests < plan.max_num_seqs:
         yield DoctorFinding(
             "note",
-            f"{plan.most_requests} of max_num_seqs={plan.max_num_seqs} requests fit at full length: with long contexts"
+            f"{plan.max_requests} of max_num_seqs={plan.max_num_seqs} requests fit at full length: with long contexts"
             " some are preempted and recomputed",
         )
     if plan.available < plan.total // 2:

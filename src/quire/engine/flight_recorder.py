@@ -69,7 +69,7 @@ class Recording(Struct):
         rows = {row.row: row for row in self.seated.rows}
         for frame in self.frames:
             if isinstance(frame, StepPlan):
-                for row in frame.left:
+                for row in frame.freed_rows:
                     rows.pop(row, None)
                 rows |= {new.row: new for new in frame.entered}
         return list(rows.values())
@@ -187,14 +187,14 @@ class FlightRecorder:
         entered = [_noted(new) for new in plan.entered]
         self._write(msgspec.structs.replace(plan, entered=entered) if entered else plan)
         self._plans += 1
-        for row in plan.left:
+        for row in plan.freed_rows:
             self._rows.pop(row, None)
         for new in entered:
             # A copy: tokens and blocks grow here as they do on the worker.
             self._rows[new.row] = msgspec.structs.replace(
                 new, tokens=list(new.tokens), blocks=[list(column) for column in new.blocks]
             )
-            self._done[new.row] = new.computed
+            self._done[new.row] = new.num_computed_tokens
         for item in plan.work:
             self._done[item.row] += item.num_tokens - item.drafts
             if item.new_blocks:
@@ -242,7 +242,7 @@ class FlightRecorder:
         else:
             segment.restart()
         self._segment = segment
-        rows = [msgspec.structs.replace(row, computed=0) for row in self._rows.values()]
+        rows = [msgspec.structs.replace(row, num_computed_tokens=0) for row in self._rows.values()]
         done = [self._done[row.row] for row in rows]
         self._write(SeatedRows(rows, done, self._plans))
 

@@ -50,13 +50,13 @@ def replay(recording: Recording, executor: Executor, budget: int) -> Iterator[Re
         for plan in _compute(seated.rows, seated.done, [], budget):
             executor.launch(plan).result()
     for plan in (f for f in recording.frames if isinstance(f, StepPlan)):
-        if known := [new for new in plan.entered if new.computed]:
-            done = [new.computed for new in known]
-            fresh = [msgspec.structs.replace(new, computed=0) for new in known]
-            for before in _compute(fresh, done, plan.left, budget):
+        if known := [new for new in plan.entered if new.num_computed_tokens]:
+            done = [new.num_computed_tokens for new in known]
+            fresh = [msgspec.structs.replace(new, num_computed_tokens=0) for new in known]
+            for before in _compute(fresh, done, plan.freed_rows, budget):
                 executor.launch(before).result()
             left = [new.row for new in known]
-            now = msgspec.structs.replace(plan, left=left)
+            now = msgspec.structs.replace(plan, freed_rows=left)
         else:
             now = plan
         try:

@@ -34,14 +34,14 @@ class CacheLayout:
     """Bytes of one block id: the sum of its parts in all storage tensors."""
 
     def blocks_for(self, num_tokens: int, max_step_tokens: int) -> int:
-        return most_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
+        return max_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
 
     def tokens_in(self, num_blocks: int, length: int, max_step_tokens: int) -> int:
         """How many tokens fit in num_blocks, for requests of `length` tokens (a window needs only its own)."""
         return int(num_blocks / self.blocks_for(length, max_step_tokens) * length)
 
 
-def most_blocks(
+def max_blocks(
     groups: Sequence[CacheGroup], block_size: int, num_tokens: int, max_step_tokens: int
 ) -> int:
     """The most blocks that one request of num_tokens has at once, over all groups."""

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
-from quire.kvcache.layout import most_blocks
+from quire.kvcache.layout import max_blocks
 from quire.kvcache.specs import CacheGroup, WindowSpec
 from quire.protocol.request import MediaItem
 
@@ -27,7 +27,7 @@ class Holder(Protocol):
     """The fields of a request that the manager uses."""
 
     tokens: list[int]
-    computed: int
+    num_computed_tokens: int
     blocks: list[list[int]]
     capacity: int
     hashes: list[bytes]
@@ -72,9 +72,9 @@ class KVManager:
     def usage(self) -> float:
         return 1.0 - len(self.pool.free) / max(self.pool.usable, 1)
 
-    def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+    def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """How many blocks a request of num_tokens may have at once, over all groups."""
-        return most_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
+        return max_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
 
     # -- prefixes -------------------------------------------------------------------------------
     def match(self, request: Holder) -> tuple[int, Prefix]:
@@ -147,7 +147,7 @@ class KVManager:
 
         Blocks that left a window are released first, and stay released in any case.
         """
-        need = -(-(request.computed + num_tokens - request.capacity) // self.block_size)
+        need = -(-(request.num_computed_tokens + num_tokens - request.capacity) // self.block_size)
         if need <= 0:
             return []
         if self.windows:
@@ -162,7 +162,7 @@ class KVManager:
 
     def _leave_windows(self, request: Holder) -> None:
         # Steps in flight may still be undone, so the window ends at the last known token.
-        position = min(request.computed, len(request.tokens) - 1)
+        position = min(request.num_computed_tokens, len(request.tokens) - 1)
         for g, spec in self.windows:
             column = request.blocks[g]
             for index in range(spec.first_needed(position) // self.block_size - 1, -1, -1):
@@ -175,9 +175,9 @@ class KVManager:
     def publish(self, request: Holder) -> None:
         """Publish the blocks whose tokens are known and whose KV is written or certain to be."""
         end = (request.num_published_blocks + 1) * self.block_size  # of the next block
-        if request.computed < end or len(request.tokens) < end or not self.caching:
+        if request.num_computed_tokens < end or len(request.tokens) < end or not self.caching:
             return
-        full = min(request.computed, len(request.tokens)) // self.block_size
+        full = min(request.num_computed_tokens, len(request.tokens)) // self.block_size
         self.hasher.extend(request.hashes, request.root, request.tokens, request.media)
         for index in range(request.num_published_blocks, full):
             for g, column in enumerate(request.blocks):

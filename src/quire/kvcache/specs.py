@@ -49,8 +49,8 @@ class CacheSpec:
         numbers = (self.head_dim + self.v_head_dim) * element.itemsize
         return self.num_kv_heads * (numbers + 2 * element.beside)
 
-    def first_needed(self, computed: int) -> int:
-        """The oldest token position that the token at position `computed` still attends to."""
+    def first_needed(self, position: int) -> int:
+        """The oldest token position that the token at `position` still attends to."""
         return 0
 
 
@@ -60,8 +60,8 @@ class WindowSpec(CacheSpec):
 
     window: int = 0
 
-    def first_needed(self, computed: int) -> int:
-        return max(0, computed - self.window + 1)
+    def first_needed(self, position: int) -> int:
+        return max(0, position - self.window + 1)
 
 
 @dataclass(frozen=True, slots=True)

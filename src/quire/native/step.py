@@ -51,7 +51,7 @@ class NativeStep:
             *(blocks.ctypes.data for blocks in rows.blocks)
         )
         self._rows = CRows(
-            tokens_RL.data_ptr(), rows.computed.ctypes.data, rows.length.ctypes.data, ctypes.addressof(self._tables),
+            tokens_RL.data_ptr(), rows.num_computed_tokens.ctypes.data, rows.length.ctypes.data, ctypes.addressof(self._tables),
             sampler.params_R.ctypes.data, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)

@@ -236,7 +236,7 @@ class Inspector:
 # -- as builtins ----------------------------------------------------------------------------------
 def of_prompt(request: Request, item: WorkItem) -> bool:
     """Whether a work item computes tokens known before: a prompt, or all tokens again after a preemption."""
-    before = request.computed - item.num_tokens
+    before = request.num_computed_tokens - item.num_tokens
     return before < request.num_prompt or item.num_tokens - item.drafts > 1
 
 
@@ -255,7 +255,7 @@ def timeline_dict(life: RequestTimeline, now: float) -> dict[str, Any]:
     request = life.request
     state = life.phases[-1].kind
     if state == UNSEEN:
-        state = PREFILL if request.computed < request.num_prompt else DECODE
+        state = PREFILL if request.num_computed_tokens < request.num_prompt else DECODE
     return {
         "n": request.number,
         "id": request.id,
@@ -264,7 +264,7 @@ def timeline_dict(life: RequestTimeline, now: float) -> dict[str, Any]:
         "finish": request.finish,
         "prompt": request.num_prompt,
         "hit": request.num_cached_tokens,
-        "computed": min(request.computed, request.length),
+        "computed": min(request.num_computed_tokens, request.length),
         "output": len(request.tokens) - request.num_prompt,
         "limit": request.limit - request.num_prompt,
         "preemptions": request.preemptions,

@@ -112,7 +112,7 @@ class StepCostCounter:
     def launched(self, plan: StepPlan) -> None:
         costs, counts = self._costs, self._counts
         for new in plan.entered:
-            self._computed[new.row] = new.computed
+            self._computed[new.row] = new.num_computed_tokens
         for item in plan.work:
             start = self._computed[item.row]
             self._computed[item.row] = start + item.num_tokens

@@ -21,7 +21,7 @@ class EnteredRow(Struct, array_like=True, omit_defaults=True, gc=False):
     id: str
     tokens: list[int]  # all tokens so far, so a resumed request is like a new one
     num_prompt: int  # how many of them are the prompt
-    computed: int
+    num_computed_tokens: int
     blocks: list[list[int]]  # by KV group; 0 is the null block (outside a window)
     params: RequestParams
     adapter: str | None = None
@@ -48,12 +48,12 @@ class WorkItem(Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class StepPlan(Struct, array_like=True, omit_defaults=True, gc=False, tag="plan"):
-    """One forward pass. A worker first frees the rows of `left`, then fills those of `entered`, then does `work`."""
+    """One forward pass. A worker first frees the rows of `freed_rows`, then fills those of `entered`, then does `work`."""
 
     step: int
     entered: list[EnteredRow]
     work: list[WorkItem]
-    left: list[int]  # rows released since the last plan
+    freed_rows: list[int]  # rows released since the last plan
     extras: dict[str, bytes] = {}  # gate -> hook, by feature name
 
 

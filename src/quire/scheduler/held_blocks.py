@@ -29,8 +29,8 @@ class HeldBlocks:
 
     def release(self, request: Request, gates: Sequence[Gate]) -> None:
         """Free the blocks of a request, unless some of these gates hold them back."""
-        if holding := [gate for gate in gates if not gate.release(request)]:
-            self._gates[request] = holding
+        if holding_gates := [gate for gate in gates if not gate.release(request)]:
+            self._gates[request] = holding_gates
         else:
             self._gates.pop(request, None)
             self.kv.release(request)

@@ -30,37 +30,37 @@ class SchedulerLimits:
     max_waiting_tokens: int = 0  # the most prompt tokens that may wait; 0: no limit
 
     @property
-    def most_ahead(self) -> int:
+    def max_tokens_in_flight(self) -> int:
         """The most tokens of one request whose KV the steps in flight write."""
         step = min(self.max_step_tokens, self.max_length)
         return step + (self.depth - 1) * (1 + self.drafts)
 
-    def impossible(self, received: EngineRequest, kv: KVManager) -> str | None:
+    def impossible(self, request: EngineRequest, kv: KVManager) -> str | None:
         """Why this request could not run even alone, or None."""
-        prompt, most = len(received.tokens), 0
-        asks = f"the prompt has {prompt} tokens"
-        if isinstance(received.params, SamplingParams):
-            most = received.params.max_tokens or 0
-            asks += f" and max_tokens is {most}"
-            if not most:
-                return f"{asks}: max_tokens must be at least 1"
-        if not prompt:
+        num_prompt, max_tokens = len(request.tokens), 0
+        sizes = f"the prompt has {num_prompt} tokens"
+        if isinstance(request.params, SamplingParams):
+            max_tokens = request.params.max_tokens or 0
+            sizes += f" and max_tokens is {max_tokens}"
+            if not max_tokens:
+                return f"{sizes}: max_tokens must be at least 1"
+        if not num_prompt:
             return "the prompt is empty: a request needs at least one token"
-        if prompt + most > self.max_length:
-            return f"{asks}: that exceeds max_model_len={self.max_length}"
-        need = kv.most_blocks(prompt + most + self.drafts, self.most_ahead)
-        if need > kv.pool.usable:
+        if num_prompt + max_tokens > self.max_length:
+            return f"{sizes}: that exceeds max_model_len={self.max_length}"
+        num_blocks = kv.max_blocks(num_prompt + max_tokens + self.drafts, self.max_tokens_in_flight)
+        if num_blocks > kv.pool.usable:
             return (
-                f"{asks}: that needs {need} KV blocks of {kv.block_size} tokens and there are"
+                f"{sizes}: that needs {num_blocks} KV blocks of {kv.block_size} tokens and there are"
                 f" {kv.pool.usable}; shorten it, or raise gpu_memory_utilization or"
                 " kv_cache_memory_bytes"
             )
         return None
 
-    def overloaded(self, received: EngineRequest, waiting: WaitingQueue) -> str | None:
+    def overloaded(self, request: EngineRequest, waiting: WaitingQueue) -> str | None:
         """Why this request may not be queued now, or None."""
         if 0 < self.max_waiting <= len(waiting):
             return f"{len(waiting)} requests are already waiting (max_num_queued_reqs)"
-        if 0 < self.max_waiting_tokens < waiting.num_tokens + len(received.tokens):
+        if 0 < self.max_waiting_tokens < waiting.num_tokens + len(request.tokens):
             return f"{waiting.num_tokens} prompt tokens are already waiting (max_num_queued_tokens)"
         return None

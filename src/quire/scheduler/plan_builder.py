@@ -10,82 +10,84 @@ from collections.abc import Mapping
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.scheduler.request import Request
 
-Counted = tuple[Request, int]  # a request, and how many outputs (tokens) this step may add to it
+PendingOutputs = tuple[Request, int]
+"""A request, and how many outputs (tokens) this step may add to it."""
+
+CANCELLED = -1  # the number of an item whose tokens are ignored
 
 
-CANCELLED = -1  # the count of an item whose tokens are ignored
-
-
-def cancel_drafts(in_flight: Mapping[int, list[Counted]], request: Request) -> bool:
+def cancel_drafts(in_flight: Mapping[int, list[PendingOutputs]], request: Request) -> bool:
     """Ignore what the steps in flight draw for `request` if one of them verifies draft tokens. Return whether one does.
 
     The caller now knows tokens that these steps may draw. A draft token at the same position may be wrong. How many
     draft tokens are accepted is not known yet, so neither are the positions of the draws.
     """
     places = [
-        (items, index, most)
+        (items, index, num_pending)
         for items in in_flight.values()
-        for index, (other, most) in enumerate(items)
+        for index, (other, num_pending) in enumerate(items)
         if other is request
     ]
-    if not any(most > 1 for _, _, most in places):
+    if not any(num_pending > 1 for _, _, num_pending in places):
         return False
     for items, index, _ in places:
         items[index] = request, CANCELLED
-    request.pending = 0
+    request.num_pending_tokens = 0
     return True
 
 
 def cancel_redundant_draws(
-    in_flight: Mapping[int, list[Counted]], request: Request, count: int
+    in_flight: Mapping[int, list[PendingOutputs]], request: Request, num_known: int
 ) -> None:
-    """Do not count the next `count` draws in flight of `request`: their tokens are known. No step verifies drafts."""
+    """Do not count the next `num_known` draws in flight of `request`: their tokens are known. No step verifies drafts."""
     for items in in_flight.values():
-        for index, (other, most) in enumerate(items):
-            if other is request and most > 0 and count:
+        for index, (other, num_pending) in enumerate(items):
+            if other is request and num_pending > 0 and num_known:
                 items[index] = request, 0
-                request.pending -= 1
-                count -= 1
+                request.num_pending_tokens -= 1
+                num_known -= 1
 
 
 class PlanBuilder:
     """Adds work while `budget` tokens last. The work of a preempted request is undone."""
 
-    __slots__ = ("budget", "counted", "entered", "preempted", "work")
+    __slots__ = ("budget", "entered", "pending_outputs", "preempted", "work")
 
     def __init__(self, budget: int):
         self.budget = budget
         self.preempted = False
         self.work: list[WorkItem] = []
         self.entered: list[EnteredRow] = []
-        self.counted: list[Counted] = []
+        self.pending_outputs: list[PendingOutputs] = []
 
-    def take(self, request: Request, num_tokens: int, added: list[list[int]], drafts: bool) -> None:
+    def add_work(
+        self, request: Request, num_tokens: int, new_blocks: list[list[int]], drafts: bool
+    ) -> None:
         """Give `request` num_tokens of this step. Tokens beyond its length are draft tokens to verify."""
-        length = len(request.tokens) + request.pending
-        request.computed = computed = request.computed + num_tokens
-        if computed < length:
+        length = len(request.tokens) + request.num_pending_tokens
+        request.num_computed_tokens = num_computed_tokens = request.num_computed_tokens + num_tokens
+        if num_computed_tokens < length:
             request.drafted = False
-            self.work.append(WorkItem(request.row, num_tokens, added, 0, False))
-            self.counted.append((request, 0))
+            self.work.append(WorkItem(request.row, num_tokens, new_blocks, 0, False))
+            self.pending_outputs.append((request, 0))
         else:
-            num_drafts = computed - length
-            request.pending += 1 + num_drafts
+            num_drafts = num_computed_tokens - length
+            request.num_pending_tokens += 1 + num_drafts
             request.drafted = drafts and request.generates
             self.work.append(
-                WorkItem(request.row, num_tokens, added, num_drafts, request.generates)
+                WorkItem(request.row, num_tokens, new_blocks, num_drafts, request.generates)
             )
-            self.counted.append((request, 1 + num_drafts))
+            self.pending_outputs.append((request, 1 + num_drafts))
         self.budget -= num_tokens
 
-    def undo(self, request: Request) -> None:
-        """Remove this plan's work for `request`, if there is any. The caller resets the request's `computed`."""
-        for index, (other, counted) in enumerate(self.counted):
+    def remove_work(self, request: Request) -> None:
+        """Remove this plan's work for `request`, if there is any. The caller resets the request's `num_computed_tokens`."""
+        for index, (other, num_pending) in enumerate(self.pending_outputs):
             if other is request:
                 self.budget += self.work[index].num_tokens
-                request.pending -= counted
-                del self.work[index], self.counted[index]
+                request.num_pending_tokens -= num_pending
+                del self.work[index], self.pending_outputs[index]
                 return
 
-    def finish(self, step: int, left: list[int]) -> StepPlan:
-        return StepPlan(step, self.entered, self.work, left)
+    def finish(self, step: int, freed_rows: list[int]) -> StepPlan:
+        return StepPlan(step, self.entered, self.work, freed_rows)

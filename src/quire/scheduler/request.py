@@ -4,9 +4,9 @@ Knows tokens, counts and blocks. Fields that several features share are here (`a
 `is_subrequest`). A feature that needs more state for a request keeps a dict by request id, in its own package.
 
     tokens     |------- prompt -------|--- output, known ---|- pending -|
-    computed   |--------- KV written or in flight ----------------|          always <= length
+    computed   |--------- KV written or in flight ----------------|          `num_computed_tokens`, always <= length
 
-`length` is tokens + pending; each step moves `computed` towards it.
+`length` is tokens + `num_pending_tokens`; each step moves `num_computed_tokens` towards it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Request:
 
     # progress
     row: int = NO_ROW
-    computed: int = 0  # tokens whose KV is written or in flight (upper bound)
-    pending: int = 0  # output tokens in flight (upper bound), or the one output that is no token
+    num_computed_tokens: int = 0  # tokens whose KV is written or in flight (upper bound)
+    num_pending_tokens: int = 0  # output tokens in flight (upper bound), or an output's tensor
     drafted: bool = False  # the worker has draft tokens that continue it
     blocks: list[list[int]] = field(default_factory=list)  # by KV group
     capacity: int = 0  # tokens that fit in its blocks
@@ -94,4 +94,4 @@ class Request:
 
     @property
     def length(self) -> int:
-        return len(self.tokens) + self.pending
+        return len(self.tokens) + self.num_pending_tokens

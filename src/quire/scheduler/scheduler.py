@@ -3,12 +3,12 @@
 Knows requests, budgets, gates and blocks. Does not know devices, text, or the name of any feature: a feature
 that must influence the schedule is a Gate. Keep it so.
 
-There is no prefill phase and no decode phase. A request has `length` tokens, of which `computed` are computed;
-a step moves `computed` towards `length`. Chunked prefill, prefix cache hits, recomputation after a preemption
-and draft tokens all use this one rule. It stays correct with late results because:
+There is no prefill phase and no decode phase. A request has `length` tokens, of which `num_computed_tokens` are
+computed; a step moves `num_computed_tokens` towards `length`. Chunked prefill, prefix cache hits, recomputation after
+a preemption and draft tokens all use this one rule. It stays correct with late results because:
 
  1. a late result of a preempted request still adds its tokens: they are right;
- 2. a request with `pending` tokens is not admitted again until they are known, so that no result from before
+ 2. a request with pending tokens is not admitted again until they are known, so that no result from before
     a preemption is applied to the request's next row;
  3. a block is published only when its tokens are known and the step that writes it is certain to run,
     that is after the last point in a plan where a preemption may happen;
@@ -35,7 +35,12 @@ from quire.scheduler.gate import Gate
 from quire.scheduler.held_blocks import HeldBlocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.output import output_of
-from quire.scheduler.plan_builder import Counted, PlanBuilder, cancel_drafts, cancel_redundant_draws
+from quire.scheduler.plan_builder import (
+    PendingOutputs,
+    PlanBuilder,
+    cancel_drafts,
+    cancel_redundant_draws,
+)
 from quire.scheduler.request import NO_ROW, Request
 from quire.scheduler.waiting_queue import WaitingQueue
 
@@ -74,9 +79,9 @@ class Scheduler:
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.running: list[Request] = []
         self.free_rows = list(range(limits.max_rows - 1, -1, -1))
-        self.left: list[int] = []  # rows freed since the last plan
+        self.freed_rows: list[int] = []  # rows freed since the last plan
         self.held_blocks = HeldBlocks(kv)
-        self.in_flight: dict[int, list[Counted]] = {}  # by step
+        self.in_flight: dict[int, list[PendingOutputs]] = {}  # by step
         self.steps = 0
         self.arrivals = 0
         self.count = SchedulerCounters()
@@ -116,100 +121,102 @@ class Scheduler:
     # -- plan -----------------------------------------------------------------------------------
     def plan(self) -> StepPlan | None:
         """Give every running request its next tokens, then admit waiting ones, within the budget."""
-        building = PlanBuilder(self.limits.max_step_tokens)
+        builder = PlanBuilder(self.limits.max_step_tokens)
         self.held_blocks.retry()
         self._preempt_for_row()
         for request in self._decoding_first():
-            if request.row == NO_ROW or not (
-                n := self._wanted(request, building.budget, request.computed)
-            ):
+            if request.row == NO_ROW:
                 continue
-            while (added := self.kv.grow(request, n)) is None:
+            num_computed_tokens = request.num_computed_tokens
+            num_tokens = self._num_new_tokens(request, builder.budget, num_computed_tokens)
+            if not num_tokens:
+                continue
+            while (new_blocks := self.kv.grow(request, num_tokens)) is None:
                 if self.held_blocks.of_preempted():
                     break  # a preempted request's blocks will be free soon: wait for them
                 victim = max(self.running, key=lambda r: r.order)
-                self._preempt_for_blocks(victim, building)
+                self._preempt_for_blocks(victim, builder)
                 if victim is request:
                     break
             else:
-                building.take(request, n, added, self.limits.drafts > 0)
-                self.waiting.charge(request, n)
-        for request, _ in building.counted:  # only now is this work certain to run
+                builder.add_work(request, num_tokens, new_blocks, self.limits.drafts > 0)
+                self.waiting.charge(request, num_tokens)
+        for request, _ in builder.pending_outputs:  # only now is this work certain to run
             self.kv.publish(request)
-        if not building.preempted:
-            self._admit(building)
-        if not (building.work or self.held_blocks):
+        if not builder.preempted:
+            self._admit(builder)
+        if not (builder.work or self.held_blocks):
             return None
-        plan = building.finish(self.steps + 1, self.left)
+        plan = builder.finish(self.steps + 1, self.freed_rows)
         for gate in self.gates:
             if (extra := gate.extra(plan)) is not None:
                 plan.extras[gate.name] = extra
         if not (plan.work or plan.extras):
             return None
-        self.steps, self.left = plan.step, []
-        self.in_flight[plan.step] = building.counted
+        self.steps, self.freed_rows = plan.step, []
+        self.in_flight[plan.step] = builder.pending_outputs
         return plan
 
     def _decoding_first(self) -> list[Request]:
         """Requests in decode first, then those with prompt tokens to compute, each in order of admission."""
-        few = 1 + self.limits.drafts
-        near: list[Request] = []
-        far: list[Request] = []
+        max_decode_tokens = 1 + self.limits.drafts
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
         for request in self.running:
-            togo = len(request.tokens) + request.pending - request.computed
-            (near if togo <= few else far).append(request)
-        return near + far if far else near
+            length = len(request.tokens) + request.num_pending_tokens
+            is_decoding = length - request.num_computed_tokens <= max_decode_tokens
+            (decoding if is_decoding else prefilling).append(request)
+        return decoding + prefilling if prefilling else decoding
 
-    def _wanted(self, request: Request, budget: int, computed: int) -> int:
-        """How many tokens this request gets in this step, if `computed` of its tokens are computed."""
-        length = len(request.tokens) + request.pending
-        if request.pending and (length >= request.limit or not self.limits.run_ahead):
+    def _num_new_tokens(self, request: Request, budget: int, num_computed_tokens: int) -> int:
+        """How many tokens this request gets in this step, if num_computed_tokens of its tokens are computed."""
+        length = len(request.tokens) + request.num_pending_tokens
+        if request.num_pending_tokens and (length >= request.limit or not self.limits.run_ahead):
             return 0  # the steps in flight may already end it
-        n = length - computed
-        if n > budget and not self.limits.chunked:
+        num_new_tokens = length - num_computed_tokens
+        if num_new_tokens > budget and not self.limits.chunked:
             return 0
         if request.drafted:
-            n += max(min(self.limits.drafts, request.limit - length - 1), 0)
-        if self.limits.max_chunk and n > self.limits.max_chunk:
-            n = self.limits.max_chunk
-        n = budget if n > budget else n
+            num_new_tokens += max(min(self.limits.drafts, request.limit - length - 1), 0)
+        num_new_tokens = min(num_new_tokens, self.limits.max_chunk or budget, budget)
         for gate in self.gates:
-            n = gate.allow(request, computed, n) if n else 0
-        return n
+            if num_new_tokens:
+                num_new_tokens = gate.allow(request, num_computed_tokens, num_new_tokens)
+        return num_new_tokens
 
     @property
     def deferred(self) -> int:
         """How many of the first MAX_COUNTED_WAITING waiting requests a gate blocks. Changes nothing."""
         first = itertools.islice(self.waiting, MAX_COUNTED_WAITING)
-        return sum(
-            one in self.held_blocks or any(gate.holds(one) for gate in self.gates) for one in first
-        )
+        held, gates = self.held_blocks, self.gates
+        return sum(r in held or any(gate.holds(r) for gate in gates) for r in first)
 
     def _waiting_and_ready(self) -> Iterator[Request]:
         for request in self.waiting:
             if self.held_blocks and request in self.held_blocks:
                 continue
-            for gate in (
-                self.gates
-            ):  # all() would take twice as long, for each waiting request, in every step
+            # all() would take twice as long, for each waiting request, in every step
+            for gate in self.gates:
                 if not gate.ready(request):
                     break  # skipped: it does not block later requests
             else:
                 yield request
 
-    def _admit(self, building: PlanBuilder) -> None:
+    def _admit(self, builder: PlanBuilder) -> None:
         """Admit waiting requests while rows, budget and blocks last. It preempts none and keeps the order."""
-        seated: list[Request] = []
+        admitted: list[Request] = []
         for request in self._waiting_and_ready():
-            if not building.budget or len(seated) == len(self.free_rows) or request.pending:
+            rows_left = len(self.free_rows) - len(admitted)
+            if not (builder.budget and rows_left) or request.num_pending_tokens:
                 break
             num_cached_tokens, prefix = self._match(request)
-            n = self._wanted(request, building.budget, num_cached_tokens)
-            if not n or not self.kv.admit(request, prefix, num_cached_tokens, n):
+            num_tokens = self._num_new_tokens(request, builder.budget, num_cached_tokens)
+            if not num_tokens or not self.kv.admit(request, prefix, num_cached_tokens, num_tokens):
                 break
-            self._enter(request, num_cached_tokens, n, building, self.free_rows[-1 - len(seated)])
-            seated.append(request)
-        for request in seated:
+            request.row = self.free_rows[rows_left - 1]
+            self._enter(request, num_cached_tokens, num_tokens, builder)
+            admitted.append(request)
+        for request in admitted:
             self.free_rows.pop()
             self.waiting.remove(request)
             self.running.append(request)
@@ -220,9 +227,9 @@ class Scheduler:
         return self.kv.match(request)
 
     def _enter(
-        self, request: Request, num_cached_tokens: int, n: int, building: PlanBuilder, row: int
+        self, request: Request, num_cached_tokens: int, num_tokens: int, builder: PlanBuilder
     ) -> None:
-        request.row, request.computed = row, num_cached_tokens
+        request.num_computed_tokens = num_cached_tokens
         if not request.preemptions:
             request.num_cached_tokens = num_cached_tokens
             request.queued = max(self.clock() - request.arrived, 0.0)
@@ -231,21 +238,22 @@ class Scheduler:
             self.count.prompt_tokens += request.num_prompt
         for gate in self.gates:
             gate.enter(request)
-        building.entered.append(
+        builder.entered.append(
             EnteredRow(
-                row, request.id, list(request.tokens), request.num_prompt, num_cached_tokens,
+                request.row, request.id, list(request.tokens), request.num_prompt, num_cached_tokens,
                 [list(column) for column in request.blocks], request.params, request.adapter,
             )
         )  # fmt: skip
-        building.take(request, n, [], self.limits.drafts > 0)
-        self.waiting.charge(request, n)
+        builder.add_work(request, num_tokens, [], self.limits.drafts > 0)
+        self.waiting.charge(request, num_tokens)
         self.kv.publish(request)
 
     def _preempt_for_row(self) -> None:
         """If no row is free for the first waiting request, preempt a running one, if the queue names one."""
-        if self.free_rows or (first := next(self._waiting_and_ready(), None)) is None:
+        first = None if self.free_rows else next(self._waiting_and_ready(), None)
+        if first is None or first.num_pending_tokens:
             return
-        if not first.pending and (victim := self.waiting.victim_for(first, self.running)):
+        if victim := self.waiting.victim_for(first, self.running):
             self._preempt(victim)
 
     def preempt_all(self) -> None:
@@ -257,15 +265,15 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a request's row and blocks and queue it again; its tokens are computed again later."""
         self._leave(request)
-        request.computed, request.drafted = 0, False
+        request.num_computed_tokens, request.drafted = 0, False
         request.preemptions += 1
         self.waiting.add(request)
         self.count.preemptions += 1
 
-    def _preempt_for_blocks(self, request: Request, building: PlanBuilder) -> None:
+    def _preempt_for_blocks(self, request: Request, builder: PlanBuilder) -> None:
         """Preempt a request because blocks are lacking, and undo this plan's work for it."""
-        building.preempted = True
-        building.undo(request)
+        builder.preempted = True
+        builder.remove_work(request)
         self._preempt(request)
         log.warning_every(
             "preemption", 5.0,
@@ -279,7 +287,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self.free_rows.append(request.row)
-        self.left.append(request.row)
+        self.freed_rows.append(request.row)
         request.row = NO_ROW
         for gate in self.gates:
             gate.leave(request)
@@ -301,28 +309,27 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[EngineOutput]:
         """Apply the result of a step. Its requests may have ended or been preempted in the meantime."""
         outputs: list[EngineOutput] = []
-        for index, (counted, tokens) in enumerate(
-            zip(self.in_flight.pop(result.step), result.tokens, strict=True)
-        ):
-            request, most = counted
-            request.pending -= max(most, 0)
+        pending_outputs = self.in_flight.pop(result.step)
+        for index, (pending, tokens) in enumerate(zip(pending_outputs, result.tokens, strict=True)):
+            request, num_pending = pending
+            request.num_pending_tokens -= max(num_pending, 0)
             if request.finish is not None:
                 continue
             if result.errors and (error := result.errors.get(index)) is not None:
                 kind: ErrorKind = "invalid" if index in result.invalid else "internal"
                 outputs.append(self._fail(request, error, kind))
                 continue
-            if most < 0:  # cancelled: it was drawn for a row that the request has left
+            if num_pending < 0:  # cancelled: it was drawn for a row that the request has left
                 continue
-            if most and not request.generates:
+            if num_pending and not request.generates:
                 if index not in result.tensors:
                     outputs.append(self._fail(request, NO_TENSOR))
                     continue
                 self._end(request, "stop")
-            elif most:
+            elif num_pending:
                 if request.row != NO_ROW:
                     # rejected draft tokens do not count as computed
-                    request.computed -= most - len(tokens)
+                    request.num_computed_tokens -= num_pending - len(tokens)
                 tokens = self._extend(request, tokens)
             if request.finish is None and (forced := result.forced_tokens.get(index)):
                 tokens = tokens + self._add_forced_tokens(request, forced)
@@ -372,17 +379,17 @@ class Scheduler:
 
     def fail_step(self, step: int, error: str) -> list[EngineOutput]:
         """A step failed: its requests end with `error`, and so do the running requests that share its KV."""
-        wrong: set[int] = set()
-        guilty: list[Request] = []
-        for request, most in self.in_flight.pop(step):
-            request.pending -= max(most, 0)
+        wrong_blocks: set[int] = set()
+        failed: list[Request] = []
+        for request, num_pending in self.in_flight.pop(step):
+            request.num_pending_tokens -= max(num_pending, 0)
             if request.finish is None:
-                wrong |= self.kv.retract(request)
-                guilty.append(request)
-        if wrong:
-            others = (r for r in self.running if r not in guilty)
-            guilty += [r for r in others if any(wrong & set(column) for column in r.blocks)]
-        return [self._fail(request, error) for request in guilty]
+                wrong_blocks |= self.kv.retract(request)
+                failed.append(request)
+        if wrong_blocks:
+            others = (r for r in self.running if r not in failed)
+            failed += [r for r in others if any(wrong_blocks & set(column) for column in r.blocks)]
+        return [self._fail(request, error) for request in failed]
 
     # -- state ----------------------------------------------------------------------------------
     @property

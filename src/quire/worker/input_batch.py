@@ -68,7 +68,7 @@ class InputBatchBuilder:
         self.rows = rows
 
     def build(self, plan: StepPlan) -> ForwardBatch:
-        """The batch of `plan.work`; row b is work item b. Advances `rows.computed`.
+        """The batch of `plan.work`; row b is work item b. Advances `rows.num_computed_tokens`.
 
         Raises:
             RuntimeError: a row has fewer tokens than the plan wants to compute.
@@ -101,7 +101,7 @@ class InputBatchBuilder:
         rows_B = np.array([item.row for item in work], np.int64)
         query_lens = [item.num_tokens for item in work]
         count_B = np.array(query_lens, np.int64)
-        start_B = rows.computed[rows_B]
+        start_B = rows.num_computed_tokens[rows_B]
         end_B, length_B = start_B + count_B, rows.length[rows_B]
         if (end_B > length_B).any() or min(query_lens) < 1:
             raise RuntimeError(f"step {plan.step}: a row lacks the tokens that the plan computes")

@@ -43,7 +43,7 @@ class MemoryPlan:
         return (self.num_blocks + 1) * self.layout.bytes_per_block
 
     @property
-    def most_requests(self) -> int:
+    def max_requests(self) -> int:
         """How many requests of max_model_len fit at once."""
         return self.num_blocks // self.layout.blocks_for(self.max_model_len, self.max_step_tokens)
 
@@ -66,7 +66,7 @@ class MemoryPlan:
             ("tokens that fit", f"{self.num_tokens:,}"),
             (
                 "requests that fit",
-                f"{self.most_requests} of max_model_len={self.max_model_len}"
+                f"{self.max_requests} of max_model_len={self.max_model_len}"
                 f" (max_num_seqs={self.max_num_seqs})",
             ),
         ]

@@ -51,7 +51,7 @@ class RequestRows:
         # The same memory as a numpy array, if it is on the host: numpy's indexing costs a fraction of torch's.
         self._host_RL = self.token_ids_RL.numpy() if self.device.type == "cpu" else None
         self.num_prompt = np.zeros(max_rows, np.int64)
-        self.computed = np.zeros(max_rows, np.int64)
+        self.num_computed_tokens = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int64)  # number of tokens, those being drawn included
         most = -(-(max_model_len + 1) // block_size)
         self.blocks = [np.zeros((max_rows, most), np.int32) for _ in range(num_groups)]
@@ -69,9 +69,9 @@ class RequestRows:
         row, length = new.row, len(new.tokens)
         if self.ids[row] is not None:
             raise RuntimeError(f"row {row} belongs to {self.ids[row]!r}; {new.id!r} cannot use it")
-        if length > self.max_model_len or not 0 <= new.computed < length:
+        if length > self.max_model_len or not 0 <= new.num_computed_tokens < length:
             raise RuntimeError(
-                f"{new.id!r} enters with {length} tokens, {new.computed} of them computed;"
+                f"{new.id!r} enters with {length} tokens, {new.num_computed_tokens} of them computed;"
                 f" a row holds {self.max_model_len}"
             )
         self.ids[row] = new.id
@@ -79,8 +79,8 @@ class RequestRows:
         self.reported_counts[row] = ReportedCount(length)
         if min(new.tokens) >= 0 and max(new.tokens) <= MAX_TOKEN_ID:  # else the sampler refuses it
             self.put(row, 0, new.tokens)
-        self.num_prompt[row], self.computed[row], self.length[row] = (
-            new.num_prompt, new.computed, length,
+        self.num_prompt[row], self.num_computed_tokens[row], self.length[row] = (
+            new.num_prompt, new.num_computed_tokens, length,
         )  # fmt: skip
         self.num_blocks[:, row] = 0
         self.add_blocks(row, new.blocks)
@@ -142,5 +142,5 @@ class RequestRows:
 
     def advance(self, rows_B: np.ndarray, ends_B: np.ndarray, samples_B: np.ndarray) -> None:
         """Record that tokens up to `ends_B` are computed or in flight, and that some rows draw one more."""
-        self.computed[rows_B] = ends_B
+        self.num_computed_tokens[rows_B] = ends_B
         self.length[rows_B] = np.maximum(self.length[rows_B], ends_B + samples_B)

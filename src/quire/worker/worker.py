@@ -168,7 +168,7 @@ class Worker:
             StepFailed: the forward pass failed; its rows must leave, and other rows can continue.
             RuntimeError: the plan contradicts earlier plans; the worker's state cannot be trusted.
         """
-        if plan.left or plan.entered:
+        if plan.freed_rows or plan.entered:
             self._seat(plan)
             self._seat_in_hooks(plan)
         step = self._fast(plan) if self._accepts_fast_step(plan) else self._by_parts(plan)
@@ -178,7 +178,7 @@ class Worker:
     @_recoverable
     def _seat_in_hooks(self, plan: StepPlan) -> None:
         for hook in self.hooks:
-            for row in plan.left:
+            for row in plan.freed_rows:
                 hook.leave(row)
             for new in plan.entered:
                 hook.enter(new)
@@ -263,14 +263,14 @@ class Worker:
 
     @torch.inference_mode()
     def _seat(self, plan: StepPlan) -> None:
-        for row in plan.left:
+        for row in plan.freed_rows:
             self.rows.leave(row)
             self.model_output.leave(row)
         for new in plan.entered:
             self.rows.enter(new)
             self.model_output.enter(new)
         if self.forget is not None:
-            self.forget([*plan.left, *(new.row for new in plan.entered)])
+            self.forget([*plan.freed_rows, *(new.row for new in plan.entered)])
 
 
 _Drew = tuple[

@@ -78,7 +78,7 @@ class FairQueue(WaitingQueue):
                 self.served = {tenant: self.served[tenant] for tenant in self.here}
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        is_output = num_tokens == 1 and request.computed > request.num_prompt
+        is_output = num_tokens == 1 and request.num_computed_tokens > request.num_prompt
         cost = OUTPUT if is_output else num_tokens
         self.served[request.tenant] += cost / self.weight(request.tenant)
 

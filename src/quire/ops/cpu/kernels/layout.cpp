@@ -28,7 +28,7 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Model, norm), FIELD(Model, table), FIELD(Model, count), FIELD(Model, num_groups), FIELD(Model, positions),
     FIELD(Model, pairs), FIELD(Model, packed), FIELD(Model, vocab), FIELD(Model, eps),
 
-    WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, computed), FIELD(Rows, length), FIELD(Rows, blocks), FIELD(Rows, params),
+    WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, num_computed_tokens), FIELD(Rows, length), FIELD(Rows, blocks), FIELD(Rows, params),
     FIELD(Rows, tokens_step), FIELD(Rows, blocks_step),
 
     WHOLE(RowParams), FIELD(RowParams, temperature), FIELD(RowParams, seed), FIELD(RowParams, top_k), FIELD(RowParams, top_p),

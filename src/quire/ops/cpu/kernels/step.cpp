@@ -26,7 +26,7 @@ struct Size {
 Size measure(const Rows& r, const Work& w) {
   Size size;
   for (long b = 0; b < w.B; b++) {
-    const long end = r.computed[w.row[b]] + w.tokens[b];
+    const long end = r.num_computed_tokens[w.row[b]] + w.tokens[b];
     size.there &= w.tokens[b] > 0 && end <= r.length[w.row[b]];
     size.tokens += w.tokens[b];
     size.longest = std::max(size.longest, end);
@@ -41,7 +41,7 @@ void place(const Model& m, const Rows& r, const Work& w, const Size& size, Place
   int *starts = p.starts.at_least(B + 1), *lengths = p.lengths.at_least(w.B), *tables = p.tables.at_least(m.num_groups * B * width);
   long t = 0;
   for (long b = 0; b < w.B; b++) {
-    const long row = w.row[b], start = r.computed[row], end = start + w.tokens[b];
+    const long row = w.row[b], start = r.num_computed_tokens[row], end = start + w.tokens[b];
     starts[b] = (int)t, lengths[b] = (int)end;
     for (long g = 0; g < m.num_groups; g++) {
       const int32_t* blocks = r.blocks[g] + row * r.blocks_step;
@@ -68,9 +68,9 @@ long advance(const Rows& r, const Work& w, Places& p) {
   int64_t *last = p.last.at_least(w.B), *who = p.who.at_least(w.B);
   long S = 0;
   for (long b = 0; b < w.B; b++) {
-    const long row = w.row[b], end = r.computed[row] + w.tokens[b];
+    const long row = w.row[b], end = r.num_computed_tokens[row] + w.tokens[b];
     const bool draws = w.draws[b] && end == r.length[row];
-    r.computed[row] = end, r.length[row] = std::max<int64_t>(r.length[row], end + draws);
+    r.num_computed_tokens[row] = end, r.length[row] = std::max<int64_t>(r.length[row], end + draws);
     if (draws) last[S] = p.starts.data[b + 1] - 1, who[S++] = b;
   }
   return S;
@@ -91,7 +91,7 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, const
   int64_t *lengths = p.lengths64.at_least(S), *tokens = p.tokens.at_least(S);
   for (long s = 0; s < S; s++) {
     const long row = w.row[p.who.data[s]];
-    params[s] = r.params[row], lengths[s] = r.computed[row];
+    params[s] = r.params[row], lengths[s] = r.num_computed_tokens[row];
   }
   quire_sample(logits, width, 1, params, lengths, S, m.vocab, tokens, most);
   for (long s = 0; s < S; s++) {

@@ -17,7 +17,7 @@ struct Model {  // fixed once it is loaded
 
 struct Rows {  // the state of each row, by its number; a step advances tokens and counts
   int32_t* tokens;
-  int64_t *computed, *length;
+  int64_t *num_computed_tokens, *length;
   const int32_t* const* blocks;  // by group
   const RowParams* params;
   int64_t tokens_step, blocks_step;  // from row to row
