@@ -10,16 +10,20 @@
 #   make attack       hostile requests, files and connections against a server, one after the other (tests/attacks)
 #   make sanitize     the CPU's kernels under the address and undefined-behaviour sanitizers (two minutes)
 #   make soak         ten minutes of random load on a server; ARGS="--seconds 60" for less
-#   make install      only make .venv
+#   make wheel        dist/quire-*.whl with the kernels inside, for machines with the same architecture (two minutes)
+#   make install      only make .venv, to run Quire; make install-dev: also to test it
 #   make clean        remove .venv and caches
 
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 
-# One known build of torch. On Linux the plain one brings CUDA; for a machine without a GPU, smaller:
-#   make install TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-TORCH ?= torch==2.13.0
+# One known build of torch. The plain one brings CUDA on Linux, several GB. Without an NVIDIA driver, the build for CPUs
+# is taken where its index answers. To choose: make serve TORCH="torch==2.13.0"
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+NO_DRIVER = test "$$(uname)" = Linux -a ! -e /proc/driver/nvidia/version -a ! -e /dev/dxg
+ANSWERS = $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null
+TORCH ?= torch==2.13.0 $(shell $(NO_DRIVER) && $(ANSWERS) && echo --extra-index-url $(CPU_INDEX))
 
 # The first Python from 3.11 to 3.13 that can make a venv; name another with PYTHON=...
 SUITS := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -28,40 +32,54 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
 
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
 INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
 
-.PHONY: install serve test test-long attack sanitize soak check check-types check-architecture format bench bench-peers clean
+.PHONY: install install-dev serve wheel test test-long attack sanitize soak check check-types check-architecture format \
+  bench bench-peers bench-gpu clean
 
 install: $(INSTALLED)
+
+install-dev: $(INSTALLED_DEV)
 
 # pyproject.toml changed, or nothing is there: bring .venv up to date. A half-made .venv has no stamp.
 $(INSTALLED): pyproject.toml
 	@$(BIN)/python -c '' 2>/dev/null || test -n "$(PYTHON)" || \
 	  { echo "Python 3.11, 3.12 or 3.13 with venv is needed; name one with: make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@echo "Installing Quire into $(VENV), once: 1.2 GB on disk with the CPU build of torch (some 300 MB to download), several GB with CUDA."
+	$(PIP) $(TORCH)
+	$(PIP) -e .
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	@echo "Installing what tests and checks need into $(VENV), once: another 0.9 GB on disk."
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 serve: install
 	$(BIN)/quire serve --host $(HOST) --port $(PORT) $(ARGS)
 
-test: install
+wheel: install-dev
+	$(BIN)/python deploy/wheel/make_wheel.py dist
+
+test: install-dev
 	$(BIN)/python -m pytest -q -m "not slow and not attack" -n 2 -p tests.xdist_schedule --max-worker-restart=0 $(ARGS)
 
-test-long: install
+test-long: install-dev
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)
 
-attack: install
+attack: install-dev
 	$(BIN)/python -m pytest -m attack -o faulthandler_timeout=3600 tests $(ARGS)
 
-sanitize: install
+sanitize: install-dev
 	$(BIN)/python tests/ops/sanitize/run.py $(ARGS)
 
-soak: install
+soak: install-dev
 	$(BIN)/python tests/processes/soak.py $(ARGS)
 
-check: install
+check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync check-types check-architecture
@@ -72,18 +90,18 @@ check-types:
 check-architecture:
 	$(BIN)/python -m pytest -q tests/architecture
 
-format: install
+format: install-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install
+bench: install-dev
 	$(BIN)/python -m benchmarks $(ARGS)
 
 .cache/peers/.installed:
 	$(BIN)/python benchmarks/peers/install.py --torch "$(TORCH)"
 	@touch $@
 
-bench-peers: install .cache/peers/.installed
+bench-peers: install-dev .cache/peers/.installed
 	$(BIN)/python -m benchmarks peers $(ARGS)
 
 # With the Python that has a CUDA build of torch: make bench-gpu GPU_PYTHON=python3; again: what is still to do;

@@ -1,0 +1,51 @@
+"""`make wheel`, and the words of the documents about installing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), ROOT / "deploy/docker/Dockerfile"]  # fmt: skip
+
+
+def test_every_extra_that_a_page_names_exists():
+    named = {
+        extra
+        for page in PAGES
+        for extras in re.findall(r"quire\[([a-z,]+)\]|'\.\[([a-z,]+)\]'", page.read_text())
+        for extra in ",".join(extras).strip(",").split(",")
+    }
+    assert {"otlp", "xgrammar", "dev"} <= PROJECT["optional-dependencies"].keys()
+    assert named <= PROJECT["optional-dependencies"].keys()
+
+
+def test_make_serve_does_not_install_what_only_tests_need():
+    text = (ROOT / "Makefile").read_text()
+    recipe = re.search(r"^\$\(INSTALLED\):.*?\n\n", text, re.M | re.S)[0]
+    assert re.search(r"^serve: install$", text, re.M)
+    assert re.search(r"^test: install-dev$", text, re.M)
+    assert "[dev]" not in recipe
+    assert "--quiet" not in recipe
+
+
+@pytest.mark.slow
+def test_make_wheel_makes_one_for_many_linuxes_with_all_kernels(tmp_path: Path):
+    pytest.importorskip("auditwheel")
+    script = ROOT / "deploy" / "wheel" / "make_wheel.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True)
+    [wheel] = tmp_path.glob("quire-*.whl")
+    assert re.search(r"-py3-none-manylinux_2_\d+_(x86_64|aarch64)\.whl$", wheel.name)
+    names = zipfile.ZipFile(wheel).namelist()
+    kernels = [name for name in names if name.endswith(".so")]
+    assert kernels
+    assert all(name.startswith("quire/ops/cpu/built/") for name in kernels)
+    assert not [name for name in names if "libgomp" in name]
+    assert list(tmp_path.glob("quire_as_vllm-*.whl") or tmp_path.glob("vllm-*.whl"))
