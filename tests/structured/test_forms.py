@@ -11,6 +11,8 @@ from grammar_reader import Reader
 
 from quire.errors import ValidationError
 from quire.features.structured.validate import check_constraint
+from quire.frontend.parsers.reasoning import REASONING
+from quire.frontend.parsers.tool_constraints import answer_or_calls
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
@@ -56,6 +58,8 @@ ADMITS: list[tuple[Form, list[Any], list[Any]]] = [
     (Form(grammar='root ::= "a" b*\nb ::= [0-9] | "(" b ")"'), ["a", "a1(2)((3))"], ["b", "a(", "a(1"]),
     (Form(grammar='root ::= ("x" | y){2,3}\ny ::= "y"?'), ["xx", "xyx", ""], ["xxxx"]),
     (Form(grammar='start: "a" n ["!"]\nn: /[0-9]+/ | "(" n ")"\n'), ["a1", "a(12)!"], ["a", "a(1"]),
+    (Form(grammar='?start: "a" | n\n?n: /[0-9]/ -> digit'), ["a", "1"], ["", "b"]),
+    (Form(grammar='!start.1: "a" n\nn.-2 : B\nB.5: "b.5:"'), ["ab.5:"], ["a", "ab:"]),
     (Form(grammar="start: %json {\"type\": \"integer\"}"), ["12"], ["x", "1.5"]),
     (CALLS, ["", "hi", 'x <f=a>{"x":1}</f> y', '<f=b>1</f><f=a>{"x":2}</f>', "a < f= <f"], ["<f=", "<f=c>", "<f=b>x</f>", "<f=b>1"]),
     (new(tag(content={"type": "any_text"}, begin="", end="</think>")), ["</think>", "a < b</think>"], ["<think>a", "a", "a</think>b"]),
@@ -126,6 +130,27 @@ def test_refusals_say_why(number: int):
         check_constraint(form)
     assert says in str(caught.value)
     assert str(caught.value).startswith(f"structured_outputs.{form.kind}: ")
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (Form(json={"type": "objct"}), "structured_outputs.json: Invalid type: objct"),
+        (Form(json={"type": "objct"}, said="response_format"), "response_format: Invalid type: objct"),
+        (Form(regex="a(("), 'structured_outputs.regex: invalid regex "a((" (in regex): regex parse error:\n    a((\n      ^\nerror: unclosed group'),
+        (Form(grammar='start: "a" é'), "structured_outputs.grammar: "),
+        (Form(grammar='start: "é" b'), 'structured_outputs.grammar: unknown name: "b"\n   1 | start: "é" b\n              ^'),
+    ],
+)  # fmt: skip
+def test_errors_show_the_clients_text_and_no_other(form: Form, says: str):
+    """The grammar around it, for a model with reasoning, is not shown, and the field is the client's."""
+    for one in (form, answer_or_calls(form, REASONING["qwen3"], True)):
+        with pytest.raises(ValidationError) as caught:
+            check_constraint(one)
+        assert str(caught.value).rstrip().startswith(says)
+        assert "%llguidance" not in str(caught.value)
+        assert "r0" not in str(caught.value)
+        assert caught.value.parameter == form.said
 
 
 # -- the parameter --------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ import pytest
 from grammar_reader import Reader
 from schema_cases import CASES, INT, STR, obj
 
-from quire.errors import ValidationError
-from quire.features.structured.validate import check_constraint
+from quire.features.structured.validate import verdict
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured.md"
@@ -35,11 +34,7 @@ def written(value: Any) -> list[str]:
 
 
 def refusal(schema: Any, backend: str = "guidance") -> str | None:
-    try:
-        check_constraint(StructuredOutputsParams(json=schema), backend)
-    except ValidationError as error:
-        return str(error).removeprefix("structured_outputs.json: ")
-    return None
+    return verdict(StructuredOutputsParams(json=schema).plain(), backend, False)
 
 
 def names_it(keyword: str, schema: Any, why: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from constraint_cases import KINDS
 from grammar_reader import Reader
+from msgspec.structs import replace
 from schema_cases import CASES, INT, STR, obj
 from test_schemas import TEXTS, written
 
@@ -17,8 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 
 from engines import engine
 
+from quire.config.engine_args import EngineArgs
+from quire.config.structured import structured_options
+from quire.config.validate import check_options
 from quire.errors import ConfigError, ValidationError
-from quire.features.structured import validate
+from quire.features.structured import validate, xgrammar_subset
+from quire.features.structured.compiler import GrammarCompiler
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.validate import check_constraint
 from quire.frontend.request_manager import RequestManager
 from quire.protocol.sampling_params import SamplingParams
@@ -30,8 +36,8 @@ SHORTER = ("minLength", "maxLength")  # counts an escape as several characters, 
 
 def refusal(form: Form) -> str | None:
     try:
-        check_constraint(form, "xgrammar")
-    except ValidationError as error:
+        xgrammar_subset.check(form.plain())
+    except UnsupportedConstraint as error:
         return str(error)
     return None
 
@@ -111,6 +117,31 @@ def test_regexes_that_it_reads_otherwise(reader: Reader):
         assert admits(reader, Form(regex=pattern), text) is fits, (pattern, text)
 
 
+def test_guidance_serves_what_it_cannot(monkeypatch: pytest.MonkeyPatch):
+    tags = {"type": "structural_tag", "format": {"type": "any_text"}}
+    monkeypatch.setattr(validate, "has_xgrammar", lambda: True)
+    for form in (Form(json=obj({"a": INT})), Form(grammar="start: /a/"), Form(structural_tag=tags)):
+        assert check_constraint(form, "xgrammar").engine == "guidance", form
+    assert check_constraint(Form(json=INT), "xgrammar").engine == "xgrammar"
+    monkeypatch.setattr(validate, "has_xgrammar", lambda: False)
+    assert check_constraint(Form(json=INT), "xgrammar").engine == "guidance"
+    with pytest.raises(ValidationError, match=r"^structured_outputs.json: not: this keyword"):
+        check_constraint(Form(json={"not": {}}), "xgrammar")
+
+
+@have
+def test_guidance_compiles_what_its_compiler_refuses(reader: Reader):
+    """An empty rule name shows only in xgrammar's compiler; llguidance names the fault."""
+    compiler = GrammarCompiler(reader.compiler.vocabulary)
+    for form, fails in ((Form(json=INT), None), (Form(grammar="root ::= nothing"), "nothing")):
+        made = compiler.submit(replace(form.plain(), engine="xgrammar"))
+        if fails:
+            with pytest.raises(UnsupportedConstraint, match=fails):
+                made.result(60)
+        else:
+            assert made.result(60).alive
+
+
 def test_auto_takes_it_where_guidance_refuses(monkeypatch: pytest.MonkeyPatch):
     names = {"type": "object", "propertyNames": {"type": "string", "pattern": "^[a-z]{3}$"}}
     for found in (True, False):
@@ -166,3 +197,27 @@ def test_asked_for_and_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(xgrammar_backend, "installed", lambda: False)
     with pytest.raises(ConfigError, match="pip install"):
         xgrammar_backend.XCompiler(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "serves", "says"),
+    [
+        ("outlines", "auto", "outlines: llguidance"),
+        ("lm-format-enforcer", "auto", "lm-format-enforcer: llguidance"),
+        ("xgrammar:no-fallback", "xgrammar", "xgrammar is not installed"),
+        ("guidance", "guidance", ""),
+    ],
+)
+def test_the_start_says_once_which_library_serves(
+    name: str, serves: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    given = {"backend": name}
+    assert structured_options(given).backend == serves
+    with caplog.at_level("WARNING", logger="quire"):
+        check_options(EngineArgs(structured_outputs_config=given).create_engine_config())
+    lines = [
+        r.getMessage() for r in caplog.records if "structured_outputs_config" in r.getMessage()
+    ]
+    assert len(lines) == bool(says)
+    assert says in "".join(lines)

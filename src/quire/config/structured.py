@@ -8,13 +8,11 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import ConfigError, Unsupported
+from quire.errors import ConfigError
 
 BACKENDS = ("auto", "guidance", "xgrammar")
-ELSEWHERE = {
-    "outlines": "it takes seconds to compile a schema and supports few keywords",
-    "lm-format-enforcer": "it checks the whole vocabulary in Python for each token",
-}
+STAND_INS = {"llguidance": "guidance", "outlines": "auto", "lm-format-enforcer": "auto"}
+"""vLLM's names -> the backend that serves their requests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +20,7 @@ class StructuredConfig:
     """Constrained output."""
 
     structured_outputs_config: dict[str, Any] = field(default_factory=dict)
-    """A JSON object with any of backend (auto, guidance or xgrammar), disable_any_whitespace,
+    """A JSON object with any of backend (auto, guidance, xgrammar, outlines or lm-format-enforcer), disable_any_whitespace,
     disable_additional_properties, enable_in_reasoning, jumps (append forced tokens without sampling them; default true)."""
 
 
@@ -43,7 +41,6 @@ def structured_options(json_object: Mapping[str, Any]) -> StructuredOutputsOptio
 
     Raises:
         ConfigError: an unknown key, or an invalid value.
-        Unsupported: a known backend that Quire does not have.
     """
     own = dict(json_object)
     for name in ("reasoning_parser", "reasoning_parser_plugin"):
@@ -63,13 +60,8 @@ def structured_options(json_object: Mapping[str, Any]) -> StructuredOutputsOptio
 def backend(value: Any) -> str:
     """The name of a backend; in old forms such as `xgrammar:no-fallback`, options follow a colon."""
     name = str(value).partition(":")[0]
-    name = {"llguidance": "guidance"}.get(name, name)
-    if name in ELSEWHERE:
-        raise Unsupported(
-            f"structured_outputs_config.backend={name}", f"use auto: {ELSEWHERE[name]}"
-        )
+    name = STAND_INS.get(name, name)
     if name not in BACKENDS:
-        raise ConfigError(
-            f"structured_outputs_config.backend={value!r}: choose from {', '.join(BACKENDS)}"
-        )
+        names = ", ".join((*BACKENDS, *STAND_INS))
+        raise ConfigError(f"structured_outputs_config.backend={value!r}: choose from {names}")
     return name

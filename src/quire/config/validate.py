@@ -45,10 +45,21 @@ def check_options(config: EngineConfig) -> None:
     if (executor := config.parallel.distributed_executor_backend) not in (None, "uni", "mp"):
         raise ConfigError(f"distributed_executor_backend={executor!r}: choose from uni, mp")
     quantization_method(config.model.quantization)
-    backend = structured_options(config.structured.structured_outputs_config).backend
-    if backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
-        raise ConfigError(
-            "structured_outputs_config.backend=xgrammar: xgrammar is not installed; pip install quire[xgrammar]"
+    _check_structured(config.structured.structured_outputs_config)
+
+
+def _check_structured(given: Mapping[str, Any]) -> None:
+    """Log which library serves constrained requests, where it is another than the named one."""
+    backend = structured_options(given).backend
+    if (name := str(given.get("backend", backend)).partition(":")[0]) in (
+        "outlines",
+        "lm-format-enforcer",
+    ):
+        logger.warning("structured_outputs_config.backend=%s: llguidance serves these requests (backend auto)", name)  # fmt: skip
+    elif backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+        logger.warning(
+            "structured_outputs_config.backend=xgrammar: xgrammar is not installed, so llguidance serves these requests;"
+            " install the extra `xgrammar` to use it"
         )
 
 

@@ -38,6 +38,10 @@ SLOW_NICE = 15
 MEMORY = 256 << 20  # of one grammar, without the shared vocabulary
 XGRAMMAR_CPU_S = 15.0  # its compiler takes a hundred times as long
 XGRAMMAR_MEMORY = 1 << 30
+TOO_LARGE = (
+    f"its grammar needs more than {SLOW_CPU_S:g} s of processor time or {MEMORY >> 20} MiB of memory to compile;"
+    " make it smaller, or use fewer repetitions"
+)
 
 _Job = tuple[StructuredOutputsParams, "Future[GrammarProcess]"]
 
@@ -130,7 +134,7 @@ class GrammarCompiler:
             future.set_result(self._compile(key, constraint, slow))
         except ProcessEnded:
             if slow or not self._to_slow_lane(key, job):
-                future.set_exception(UnsupportedConstraint(limit_error(constraint)))
+                future.set_exception(UnsupportedConstraint(TOO_LARGE))
         except BaseException as error:  # the caller gets it from the future
             future.set_exception(error)
         if self.fork_server.close is not None:
@@ -149,7 +153,11 @@ class GrammarCompiler:
     def _compile(
         self, key: bytes, constraint: StructuredOutputsParams, slow: bool
     ) -> GrammarProcess:
-        """Raises ProcessEnded: it exceeds the limits."""
+        """The process of a grammar; llguidance compiles what xgrammar cannot.
+
+        Raises:
+            ProcessEnded: it exceeds the limits.
+        """
         is_xgrammar = constraint.engine == "xgrammar"
         if is_xgrammar and not slow:
             raise ProcessEnded("xgrammar is slow")
@@ -165,6 +173,11 @@ class GrammarCompiler:
             slowly, memory = XGRAMMAR_CPU_S, XGRAMMAR_MEMORY
         try:
             process.compile(constraint, slowly if slow else quick, memory, SLOW_NICE * slow)
+        except (UnsupportedConstraint, ConfigError, ProcessEnded):
+            if not is_xgrammar or key not in self._futures:
+                raise
+            other = msgspec.structs.replace(constraint, engine="guidance")
+            return self._compile(key, other, slow)
         finally:
             with self._lock:
                 self._running.pop(key, None)
@@ -215,15 +228,4 @@ def digest(constraint: StructuredOutputsParams) -> bytes:
 def _has_ended(future: Future[GrammarProcess]) -> bool:
     return future.done() and (
         future.cancelled() or (future.exception() is None and not future.result().alive)
-    )
-
-
-def limit_error(constraint: StructuredOutputsParams) -> str:
-    """The error message for a grammar whose compile exceeded the limits."""
-    is_xgrammar = constraint.engine == "xgrammar"
-    seconds = XGRAMMAR_CPU_S if is_xgrammar else SLOW_CPU_S
-    memory = XGRAMMAR_MEMORY if is_xgrammar else MEMORY
-    return (
-        f"its grammar needs more than {seconds:g} s of processor time or {memory >> 20} MiB of memory to compile;"
-        " make it smaller, or use fewer repetitions"
     )

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import any_to_lark
 
-from quire.features.structured.cost import check_grammar, check_regex, check_text
+from quire.features.structured.cost import check_regex, check_text
 from quire.features.structured.errors import UnsupportedConstraint
+from quire.features.structured.grammar_dialect import read_grammar
 from quire.features.structured.json_schema import MAX_BYTES, read_schema
 from quire.features.structured.structural_tags import tags_to_grammar
 from quire.protocol.structured_outputs import StructuredOutputsParams
@@ -28,7 +28,9 @@ SPENT = re.compile(
 )
 TOO_MUCH = "it is too complex; make it smaller, or use fewer repetitions"
 MAX_TOLD = 1000  # characters of llguidance's message
-PREFIX = re.compile(r"^at \d+\(\d+\): ")
+PREFIX = re.compile(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?")
+EXCERPT = re.compile(r"\n *\d+ \| (.*)(\n +\^)?")
+"""A line of the grammar in llguidance's message, and the mark below it."""
 
 
 def limits() -> LLParserLimits:
@@ -88,20 +90,23 @@ def _choice(texts: list[str]) -> str:
     return "start: TEXT\nTEXT: " + "\n    | ".join(quoted)
 
 
-def read_grammar(text: str) -> str:
-    """Convert EBNF (`name ::= ...`) or Lark to Lark."""
-    if not text.strip():
-        raise UnsupportedConstraint("it is empty")
-    check_grammar(text)
-    try:
-        return any_to_lark(text)
-    except Exception as error:  # the converter raises many types
-        raise UnsupportedConstraint(f"it is not a supported EBNF grammar: {error}") from error
+def given_text(constraint: StructuredOutputsParams) -> str:
+    """The client's text of a constraint, as `explained` compares it."""
+    value = getattr(constraint, constraint.kind)
+    return value if isinstance(value, str) else ""
 
 
-def explained(message: str) -> str:
-    """llguidance's error message, in terms of the constraint instead of the grammar."""
+def explained(message: str, given: str = "") -> str:
+    """llguidance's error message, in terms of the constraint instead of the grammar.
+
+    `given`: the client's text. An excerpt of a grammar that is not part of it is left out.
+    """
     message = PREFIX.sub("", message.replace("<non-verbose/>", "").strip())
+    lines = [found[1] for found in EXCERPT.finditer(message)]
+    if not all(
+        line in given or json.dumps(line, ensure_ascii=False)[1:-1] in given for line in lines
+    ):
+        message = EXCERPT.sub("", message).rstrip()
     if (found := UNKNOWN_KEYS.search(message)) is not None:
         names = ", ".join(sorted(json.loads(f"[{found[1]}]")))
         many = "," in names

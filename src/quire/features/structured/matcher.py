@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llguidance import LLMatcher
 
 from quire.features.structured.errors import UnsupportedConstraint, is_panic
-from quire.features.structured.grammar import explained, grammar_of, limits
+from quire.features.structured.grammar import explained, given_text, grammar_of, limits
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
@@ -39,7 +39,7 @@ def make_matcher(
             raise UnsupportedConstraint(PANIC) from error
         raise
     if made.is_error():
-        raise UnsupportedConstraint(explained(made.get_error()))
+        raise UnsupportedConstraint(explained(made.get_error(), given_text(constraint)))
     return made
 
 

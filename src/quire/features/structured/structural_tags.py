@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llguidance.gbnf_to_lark import any_to_lark
-
-from quire.features.structured.cost import check_grammar, check_regex, check_text
+from quire.features.structured.cost import check_regex, check_text
 from quire.features.structured.errors import UnsupportedConstraint
+from quire.features.structured.grammar_dialect import read_grammar
 from quire.features.structured.json_schema import MAX_BYTES, depth, most_nested, read_schema
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
@@ -144,14 +143,11 @@ class _Writer:
 
     def _grammar(self, given: dict[str, Any]) -> str:
         text = _text(given, "grammar")
-        check_grammar(text)
         name = f"g{len(self.grammars)}"
         try:
-            self.grammars.append({"name": name, "lark_grammar": any_to_lark(text)})
-        except Exception as error:  # the converter raises many types
-            raise UnsupportedConstraint(
-                f"grammar: it is not a supported EBNF grammar: {error}"
-            ) from error
+            self.grammars.append({"name": name, "lark_grammar": read_grammar(text)})
+        except UnsupportedConstraint as error:
+            raise UnsupportedConstraint(f"grammar: {error}") from error
         return f"@{name}"
 
     def _any_text(self, given: dict[str, Any], last: bool, end: str | None) -> str:

@@ -5,7 +5,7 @@ parsing may take much time and memory, so the frontend uses a process with limit
 
     auto        guidance; if it refuses a JSON schema, xgrammar, where installed and able
     guidance    llguidance only
-    xgrammar    only what it is known to enforce exactly (`xgrammar_subset.py`); its compiler may still refuse
+    xgrammar    where installed, for what it is known to enforce exactly (`xgrammar_subset.py`); guidance for the rest
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llguidance import LLMatcher
 from quire.errors import ValidationError
 from quire.features.structured import xgrammar_subset
 from quire.features.structured.errors import UnsupportedConstraint, is_panic
-from quire.features.structured.grammar import explained, grammar_of, limits
+from quire.features.structured.grammar import explained, given_text, grammar_of, limits
 from quire.features.structured.matcher import PANIC
 from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
 
@@ -30,8 +30,8 @@ def verdict(constraint: StructuredOutputsParams, engine: str, second: bool) -> s
     `second`: the backend is `auto`, so xgrammar gets only what guidance has refused.
     """
     if engine == "xgrammar":
-        if second and (constraint.kind != "json" or not has_xgrammar()):
-            return "it was refused"
+        if not has_xgrammar() or (second and constraint.kind != "json"):
+            return "xgrammar does not serve it"
         try:
             xgrammar_subset.check(constraint)
         except UnsupportedConstraint as error:
@@ -46,9 +46,15 @@ def verdict(constraint: StructuredOutputsParams, engine: str, second: bool) -> s
         if not is_panic(error):
             raise
         return PANIC
-    return explained(" ".join(messages)) if failed or messages else None
+    return explained(" ".join(messages), given_text(constraint)) if failed or messages else None
 
 
+ENGINES = {
+    "auto": ("guidance", "xgrammar"),
+    "guidance": ("guidance",),
+    "xgrammar": ("xgrammar", "guidance"),
+}
+"""Backend -> grammar engines, in the order in which they are asked."""
 Verdict = Callable[[StructuredOutputsParams, str, bool], "str | None"]
 
 
@@ -61,16 +67,16 @@ def check_constraint(
         ValidationError: it cannot be enforced; the message names the keyword or the place.
     """
     plain = constraint.plain()
-    engines = ("guidance", "xgrammar") if backend == "auto" else (backend,)
-    refused: list[str] = []
-    for engine in engines:
+    refused: dict[str, str] = {}
+    for engine in ENGINES[backend]:
         if (why := verdict(plain, engine, backend == "auto")) is None:
             if engine != plain.engine:
                 plain = msgspec.structs.replace(plain, engine=engine)
             return plain
-        refused.append(why)
+        refused[engine] = why
     where = plain.said if plain.said != FIELD else f"{FIELD}.{plain.kind}"
-    raise ValidationError(f"{where}: {refused[0]}", parameter=plain.said)
+    parameter = FIELD if plain.said.startswith(f"{FIELD}.") else plain.said
+    raise ValidationError(f"{where}: {refused['guidance']}", parameter=parameter)
 
 
 def has_xgrammar() -> bool:

@@ -15,7 +15,7 @@ from quire.frontend.parsers.format_table import Parameter, ReasoningFormat, Tool
 from quire.frontend.parsers.literal_constraints import any_arguments, arguments
 from quire.frontend.parsers.tool_formats import ANY_CALLS
 from quire.frontend.parsers.tool_schemas import ToolSchemas, function
-from quire.protocol.structured_outputs import KINDS, StructuredOutputsParams
+from quire.protocol.structured_outputs import FIELD, KINDS, StructuredOutputsParams
 
 JSON = dict[str, Any]
 
@@ -96,7 +96,8 @@ def answer_or_calls(
     answer = [*mark, inner]
     if calls:
         answer = [{"type": "or", "elements": [_sequence(answer), _sequence(list(calls))]}]
-    others = {kind: None for kind in KINDS}
+    others: dict[str, Any] = {kind: None for kind in KINDS}
+    others["said"] = form.said if form.said != FIELD else f"{FIELD}.{form.kind}"
     return replace(form, **{**others, "structural_tag": _whole([*before, *answer])})
 
 
