@@ -17,6 +17,7 @@ from quire.frontend.chat import ChatOptions
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.jinja_sandbox import TemplateTooSlow
 from quire.frontend.untrusted_templates import UntrustedTemplateRenderer
+from quire.processes.isolated_child import IsolatedChild
 
 CHAT = [{"role": "user", "content": "hi"}]
 SECONDS = 0.3
@@ -133,18 +134,18 @@ def test_a_process_serves_again(patient: UntrustedTemplateRenderer):
     for count in range(3):
         source = f"{count}" + "{% for m in messages %}{{ m.role }}{% endfor %}"
         assert patient.render(CHAT, ChatOptions(template=source), {}) == f"{count}user"
-    before = patient.idle[-1].pid
+    before = patient.idle[-1].process.pid
     for source, says in (("{{ raise_exception('no sir') }}", "no sir"), ("{% if %}", "line 1")):
         with pytest.raises(ValidationError, match=says):
             patient.render(CHAT, ChatOptions(template=source), {})
-    assert patient.idle[-1].pid == before
+    assert patient.idle[-1].process.pid == before
 
 
 def test_a_process_that_ended_is_replaced(patient: UntrustedTemplateRenderer):
     patient.render(CHAT, ChatOptions(template="x"), {})
     gone = patient.idle[-1]
-    gone.kill()
-    gone.wait()
+    gone.process.kill()
+    gone.process.wait()
     assert patient.render(CHAT, ChatOptions(template="y"), {}) == "y"
     assert gone not in patient.idle
 
@@ -175,9 +176,9 @@ def test_what_is_nested_too_deeply_does_not_parse():
 def test_a_process_has_no_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch):
     for name in ("QUIRE_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "ANOTHER_SECRET"):
         monkeypatch.setenv(name, "a secret of the operator")
-    process = untrusted_templates.start()
+    child = IsolatedChild("quire.frontend.untrusted_templates")
     try:
-        given = Path(f"/proc/{process.pid}/environ").read_bytes()
+        given = Path(f"/proc/{child.process.pid}/environ").read_bytes()
     finally:
-        untrusted_templates.end(process)
+        child.end()
     assert b"a secret of the operator" not in given

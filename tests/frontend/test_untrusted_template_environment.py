@@ -21,8 +21,8 @@ def test_the_process_of_a_template_has_no_secrets(monkeypatch: pytest.MonkeyPatc
         # An answer shows that the program has started: between execve and the first page of the new program, both files are empty.
         assert renderer.render(MESSAGES, ChatOptions(template="done"), {}) == "done"
         [process] = renderer.idle
-        assert b"sesame" not in Path(f"/proc/{process.pid}/environ").read_bytes()
-        assert b"-P" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+        assert b"sesame" not in Path(f"/proc/{process.process.pid}/environ").read_bytes()
+        assert b"-P" in Path(f"/proc/{process.process.pid}/cmdline").read_bytes().split(b"\0")
     finally:
         renderer.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ import pytest
 import quire
 from quire.processes.child import how_it_ended, start_child
 from quire.processes.restart_policy import RestartCount, RestartPolicy
+from quire.processes.status_pipe import StatusReader, StatusWriter
 from quire.processes.supervisor import SupervisedProcess
 from quire.protocol.output import EngineDied, Heartbeat
 
@@ -135,3 +138,22 @@ def test_no_restarts_means_none() -> None:
     delay, text = RestartCount(RestartPolicy(restarts=0)).after_death()
     assert delay is None
     assert "not restarted" in text
+
+
+def test_a_status_pipe_with_a_high_descriptor() -> None:
+    """A server with a thousand connections starts its engine again: `select.select` refused its pipe."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reading, writing = os.pipe()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    try:
+        reader = StatusReader(fcntl.fcntl(reading, fcntl.F_DUPFD_CLOEXEC, 1100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(reading)
+    writer = StatusWriter(writing)
+    writer.send(Heartbeat(1, 0.0, 1.0))
+    assert reader.poll(10) == [Heartbeat(1, 0.0, 1.0)]
+    del writer
+    assert reader.poll(10) == []
+    assert reader.broken
+    reader.close()

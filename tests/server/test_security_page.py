@@ -95,7 +95,6 @@ NOT_OF_REQUESTS = {
     "quire.features.structured.check_process.MAX_CACHED",
     "quire.features.structured.check_process.MAX_PROCESSES",
     "quire.features.structured.compiler.MAX_CACHED_ERRORS",
-    "quire.features.structured.grammar_messages.MAX_MESSAGE_BYTES",
     "quire.protocol.tensor_data.MAX_BYTES",
     "quire.protocol.tensor_data.MAX_DIMENSIONS",
 }

@@ -192,8 +192,8 @@ def _children(pid: int) -> list[int]:
 
 
 def _holds(pid: int, compiler: GrammarCompiler) -> bool:
-    peek = compiler.fork_server.close.peek() if compiler.fork_server.close is not None else None
-    return peek is not None and peek[2][1].pid == pid
+    server = compiler.fork_server.server
+    return server is not None and server.process.pid == pid
 
 
 @pytest.mark.parametrize("jumps", [True, False])
@@ -271,7 +271,8 @@ def test_a_spare_process_serves_one_grammar_and_a_killed_one_none() -> None:
     killed = fork_server._spare
     assert killed is not None
     assert fork_server.close is not None
-    program = fork_server.close.peek()[2][1].pid  # type: ignore[index]
+    assert fork_server.server is not None
+    program = fork_server.server.process.pid
     while killed.ready():
         for pid in _children(program):
             os.kill(pid, signal.SIGKILL)

@@ -4,31 +4,29 @@ A request may bring its own template (`--trust-request-chat-template`). `jinja_s
 Python operation; killing the process does. Knows processes and their limits. Does not know HTTP.
 
     parent -> child: {"template": ..., "messages": ..., "options": ..., "specials": ...}
-    child -> parent: {"text": ...}, or {"error": ..., "parameter": ...}       each as its length and JSON
+    child -> parent: {"text": ...}, or {"error": ..., "parameter": ...}       JSON
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
-import select
 import signal
-import subprocess
+import socket
 import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
-from quire import env
 from quire.errors import QuireError, ValidationError
 from quire.frontend.chat import ChatOptions, rendered
 from quire.frontend.chat_template import ChatTemplate, plain
 from quire.frontend.jinja_sandbox import MOST_TEXT, deadline
+from quire.processes.isolated_child import IsolatedChild, ProcessEnded, receive, send
 
 SECONDS = 5.0
 MOST_MEMORY = 512 << 20
@@ -43,7 +41,7 @@ class UntrustedTemplateRenderer:
 
     def __init__(self, seconds: float = SECONDS):
         self.seconds = seconds
-        self.idle: list[subprocess.Popen[bytes]] = []
+        self.idle: list[IsolatedChild] = []
         self.close = weakref.finalize(self, _close, self.idle)
         """Ends the idle processes; also runs when the renderer is garbage-collected."""
 
@@ -60,14 +58,7 @@ class UntrustedTemplateRenderer:
             "template": options.template, "messages": plain(list(messages)),
             "options": plain(asdict(given)), "specials": plain(dict(specials)),
         }  # fmt: skip
-        process, answer = self._process(), None
-        try:
-            answer = receive_answer(process, job, time.monotonic() + self.seconds + GRACE_S)
-        finally:
-            if answer is None:
-                end(process)
-            else:
-                self.idle.append(process)
+        answer = self._ask(msgspec.json.encode(job), time.monotonic() + self.seconds + GRACE_S)
         if answer is None:
             why = NO_ANSWER.format(f"{self.seconds:g} s", MOST_MEMORY >> 20)
             raise ValidationError(why, parameter="chat_template")
@@ -75,90 +66,52 @@ class UntrustedTemplateRenderer:
             return str(answer["text"])
         raise ValidationError(answer["error"], parameter=answer["parameter"])
 
-    def _process(self) -> subprocess.Popen[bytes]:
+    def _ask(self, job: bytes, until: float) -> dict[str, Any] | None:
+        """The answer; None if the process died or did not answer in time."""
+        process, answer = self._process(), None
+        try:
+            answer = msgspec.json.decode(process.ask(job, until, MOST_ANSWER), type=dict[str, Any])
+        except (ProcessEnded, msgspec.DecodeError):
+            return None
+        finally:
+            if answer is None:
+                process.end()
+            else:
+                self.idle.append(process)
+        return answer
+
+    def _process(self) -> IsolatedChild:
         while self.idle:
             try:
                 process = self.idle.pop()
             except IndexError:  # another thread took it
                 break
-            if process.poll() is None:
+            if process.process.poll() is None:
                 return process
-            end(process)
-        return start()
+            process.end()
+        return IsolatedChild("quire.frontend.untrusted_templates")
 
 
-def _close(idle: list[subprocess.Popen[bytes]]) -> None:
+def _close(idle: list[IsolatedChild]) -> None:
     while idle:
-        end(idle.pop())
-
-
-def start() -> subprocess.Popen[bytes]:
-    """Start a process without the environment variables that hold secrets, in case a template escapes the sandbox."""
-    command = [sys.executable, "-P", "-m", "quire.frontend.untrusted_templates"]
-    environment = env.bare_for_a_child()
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    process.wait()
-
-
-def receive_answer(
-    process: subprocess.Popen[bytes], job: Any, until: float
-) -> dict[str, Any] | None:
-    """Send the job and return the answer; None if the process died or did not answer in time."""
-    if process.stdin is None or process.stdout is None:
-        return None
-    try:
-        write(process.stdin, job)
-        pipe = process.stdout.fileno()
-        size = int.from_bytes(read(pipe, 4, until))
-        found = msgspec.json.decode(read(pipe, size, until)) if size < MOST_ANSWER else None
-    except (OSError, EOFError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def write(pipe: IO[bytes], message: Any) -> None:
-    data = msgspec.json.encode(message)
-    pipe.write(len(data).to_bytes(4) + data)
-    pipe.flush()
-
-
-def read(pipe: int, size: int, until: float) -> bytes:
-    """Raises EOFError: the pipe is closed, or `until` has passed."""
-    found, ready = bytearray(), select.poll()  # select.select handles only descriptors below 1,024
-    ready.register(pipe, select.POLLIN)
-    while len(found) < size:
-        left = until - time.monotonic()
-        if left <= 0 or not ready.poll(1000 * left):
-            raise EOFError
-        piece = os.read(pipe, min(size - len(found), 1 << 20))
-        if not piece:
-            raise EOFError
-        found += piece
-    return bytes(found)
+        idle.pop().end()
 
 
 # -- in the child process -------------------------------------------------------------------------
-def serve() -> None:
-    """Answer jobs until stdin closes or a resource limit ends this process."""
+def serve(pipe: socket.socket) -> None:
+    """Answer jobs until the socket closes or a resource limit ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the server
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while len(head := sys.stdin.buffer.read(4)) == 4:
-        job = msgspec.json.decode(sys.stdin.buffer.read(int.from_bytes(head)))
-        options = ChatOptions(**job["options"])
-        # Kills this process even if the parent is dead.
-        signal.alarm(int(options.seconds + GRACE_S) + 1)
-        write(sys.stdout.buffer, answered(job, options))
-        signal.alarm(0)
+    with contextlib.suppress(ProcessEnded):
+        while True:
+            job = msgspec.json.decode(receive(pipe))
+            options = ChatOptions(**job["options"])
+            # Kills this process even if the parent is dead.
+            signal.alarm(int(options.seconds + GRACE_S) + 1)
+            send(pipe, msgspec.json.encode(answered(job, options)))
+            signal.alarm(0)
 
 
 def answered(job: dict[str, Any], options: ChatOptions) -> dict[str, Any]:
@@ -172,4 +125,4 @@ def answered(job: dict[str, Any], options: ChatOptions) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,72 +1,55 @@
 """The status pipe from a child process to its supervisor. It breaks when the process ends.
 
-Knows frames (4 bytes of length, msgpack) and file descriptors. Does not know how a death is handled.
+Knows messages and file descriptors. Does not know how a death is handled.
 """
 
 from __future__ import annotations
 
-import os
-import select
-import struct
 import threading
+from multiprocessing.connection import Connection
 
 import msgspec
 
 from quire.protocol.output import Lifeline
 
-MOST = 1 << 24  # bytes; a longer frame is invalid
+MOST = 1 << 24  # bytes; a longer message is invalid
 
 
 class StatusWriter:
     """The child's end; several threads may send."""
 
     def __init__(self, fd: int):
-        self._fd = fd
+        self._pipe = Connection(fd, readable=False)
         self._lock = threading.Lock()
 
     def send(self, message: Lifeline) -> None:
         """Raises OSError: the reader is gone."""
-        data = msgspec.msgpack.encode(message)
-        data = struct.pack("<I", len(data)) + data
         with self._lock:
-            while data:
-                data = data[os.write(self._fd, data) :]
+            self._pipe.send_bytes(msgspec.msgpack.encode(message))
 
 
 class StatusReader:
     """The parent's end."""
 
     def __init__(self, fd: int):
-        self._fd = fd
-        self._data = b""
+        self._pipe = Connection(fd, writable=False)
         self._decoder = msgspec.msgpack.Decoder(Lifeline)
         self.broken = False
 
     def fileno(self) -> int:
-        return self._fd
+        return self._pipe.fileno()
 
     def poll(self, wait: float) -> list[Lifeline]:
         """The messages received within at most `wait` seconds; sets `broken` when the other end is gone."""
-        if self.broken or not select.select([self._fd], [], [], wait)[0]:
-            return []
-        data = os.read(self._fd, 1 << 16)
-        self.broken = not data
-        self._data += data
         heard: list[Lifeline] = []
-        while len(self._data) >= 4:
-            (length,) = struct.unpack_from("<I", self._data)
-            if length > MOST:
-                self.broken = True
-                break
-            if len(self._data) < 4 + length:
-                break
-            heard.append(self._decoder.decode(self._data[4 : 4 + length]))
-            self._data = self._data[4 + length :]
+        try:
+            while not self.broken and self._pipe.poll(0 if heard else wait):
+                heard.append(self._decoder.decode(self._pipe.recv_bytes(MOST)))
+        except (EOFError, OSError):
+            self.broken = True
         return heard
 
     def close(self) -> None:
         """May be called twice."""
         self.broken = True
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._pipe.close()

@@ -9,10 +9,10 @@ import threading
 from collections import OrderedDict
 
 from quire.features.structured.compiler import digest
-from quire.features.structured.grammar_messages import ProcessEnded
 from quire.features.structured.grammar_process import GrammarForkServer, GrammarProcess
 from quire.features.structured.json_schema import MAX_BYTES
 from quire.features.structured.validate import check_constraint, verdict
+from quire.processes.isolated_child import ProcessEnded
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 MAX_CACHED = 512  # cached results: agents send the same schema repeatedly
@@ -73,7 +73,4 @@ class ConstraintChecker:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        try:
-            return self._fork_server.fork()
-        except ProcessEnded:  # the fork server was killed: this starts a new one
-            return self._fork_server.fork()
+        return self._fork_server.fork()

@@ -23,9 +23,9 @@ import msgspec
 
 from quire.errors import ConfigError
 from quire.features.structured.errors import UnsupportedConstraint
-from quire.features.structured.grammar_messages import ProcessEnded
 from quire.features.structured.grammar_process import GrammarForkServer, GrammarProcess
 from quire.features.structured.vocabulary import Vocabulary
+from quire.processes.isolated_child import ProcessEnded
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 MAX_CACHED = 32  # compiled grammars cached without rows: each is a process
@@ -162,10 +162,7 @@ class GrammarCompiler:
         if is_xgrammar and not slow:
             raise ProcessEnded("xgrammar is slow")
         fork_server = self._xgrammar if is_xgrammar else self.fork_server
-        try:
-            process = fork_server.fork()
-        except ProcessEnded:  # the fork server was killed: this starts a new one
-            process = fork_server.fork()
+        process = fork_server.fork()
         with self._lock:
             self._running[key] = process
         quick, slowly, memory = QUICK_CPU_S, SLOW_CPU_S, MEMORY

@@ -1,24 +1,17 @@
-"""Messages between the grammar processes and their clients: each is its length and its bytes.
+"""Messages between the grammar processes and their clients.
 
-Knows sockets and the message types. Does not know how a message is handled.
+Knows the message types. Does not know how a message is sent (`processes/isolated_child.py`) or handled.
 """
 
 from __future__ import annotations
 
-import socket
 import struct
-import time
 
 from msgspec import Struct
 
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 STEP_CPU_S = 0.1  # processor time for a message; the hardest mask of a normal grammar takes 0.03 s
-MAX_MESSAGE_BYTES = 1 << 30  # bytes of a message: masks of 8,192 rows and a million tokens
-
-
-class ProcessEnded(Exception):
-    """The peer process has ended, or did not answer in time."""
 
 
 # -- to the fork server --------------------------------------------------------------------------------
@@ -121,36 +114,3 @@ class MaskReply(Struct, array_like=True):
     errors: list[str | None]
     bytes: int
     """Private memory of the process."""
-
-
-# -- sending --------------------------------------------------------------------------------------
-def send(pipe: socket.socket, data: bytes | memoryview) -> None:
-    """Raises ProcessEnded."""
-    try:
-        pipe.sendall(len(data).to_bytes(4))
-        pipe.sendall(data)
-    except OSError as error:
-        raise ProcessEnded(str(error)) from error
-
-
-def receive(pipe: socket.socket, until: float | None = None) -> bytearray:
-    """Raises ProcessEnded. `until`: a time of `time.monotonic`."""
-    size = int.from_bytes(_read(pipe, 4, until))
-    if size > MAX_MESSAGE_BYTES:
-        raise ProcessEnded(f"a message of {size} bytes")
-    return _read(pipe, size, until)
-
-
-def _read(pipe: socket.socket, size: int, until: float | None) -> bytearray:
-    found = bytearray(size)
-    rest = memoryview(found)
-    try:
-        while rest:
-            if until is not None:
-                pipe.settimeout(max(until - time.monotonic(), 0.001))
-            if not (got := pipe.recv_into(rest)):
-                raise ProcessEnded("no more")
-            rest = rest[got:]
-    except OSError as error:
-        raise ProcessEnded(str(error)) from error
-    return found

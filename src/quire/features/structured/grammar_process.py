@@ -10,8 +10,6 @@ import contextlib
 import itertools
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -40,13 +38,11 @@ from quire.features.structured.grammar_messages import (
     MaskReply,
     Prepare,
     PrepareReply,
-    ProcessEnded,
     Step,
-    receive,
-    send,
 )
 from quire.features.structured.vocabulary import Vocabulary
 from quire.logging import get_logger
+from quire.processes.isolated_child import IsolatedChild, ProcessEnded, receive, send
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -73,7 +69,7 @@ class GrammarForkServer:
         self.vocabulary, self.xgrammar = vocabulary, xgrammar
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._control: socket.socket | None = None
+        self.server: IsolatedChild | None = None
         self._words = 0
         self._spare: GrammarProcess | None = None
         self.close: weakref.finalize[Any, Any] | None = None
@@ -82,7 +78,12 @@ class GrammarForkServer:
         """A new process. Raises ConfigError: no readable tokenizer. ProcessEnded: no process can be started."""
         with self._lock:
             spare, self._spare = self._spare, None
-        return spare if spare is not None and spare.ready() else self._fork()
+        if spare is not None and spare.ready():
+            return spare
+        try:
+            return self._fork()
+        except ProcessEnded:  # the fork server was killed: this starts a new one
+            return self._fork()
 
     def fork_spare(self) -> None:
         """Fork the process that the next `fork` returns, which then does not wait for it."""
@@ -109,52 +110,38 @@ class GrammarForkServer:
             self._started()
 
     def _started(self) -> socket.socket:
-        if self._control is not None and self.close is not None and self.close.alive:
-            return self._control
+        if self.server is not None and self.close is not None and self.close.alive:
+            return self.server.pipe
         text = None if self.vocabulary is None else self.vocabulary.text()
         size = 0 if self.vocabulary is None else self.vocabulary.size
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "quire.features.structured.grammar_server", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env=environment(),
-            )  # fmt: skip
-        self.close = close = weakref.finalize(self, _end, ours, process)
+        self.server = server = IsolatedChild(
+            "quire.features.structured.grammar_server", **environment()
+        )
+        # It kills its children when the socket is closed. While it reads the vocabulary, it does not notice.
+        self.close = close = weakref.finalize(self, server.end, 1.0)
+        message = encode(Prepare(text, size, self.xgrammar))
         try:
-            send(ours, encode(Prepare(text, size, self.xgrammar)))
-            reply = msgspec.msgpack.decode(
-                receive(ours, time.monotonic() + START_S), type=PrepareReply
-            )
+            answer = server.ask(message, time.monotonic() + START_S)
+            reply = msgspec.msgpack.decode(answer, type=PrepareReply)
         except ProcessEnded:
             close()
             raise
         if reply.error is not None:
             close()
             raise ConfigError(reply.error)
-        ours.settimeout(None)
-        self._control, self._words = ours, reply.words
-        return ours
+        self._words = reply.words
+        server.pipe.settimeout(None)
+        return server.pipe
 
 
 def environment() -> dict[str, str]:
-    """The environment that the process needs, without secrets."""
+    """The variables that the fork server needs."""
     return {
-        **env.bare_for_a_child(),
         "PYTHONPATH": str(Path(quire.__file__).parents[1]),
         "QUIRE_MAX_SCHEMA_NESTING": str(env.get("MAX_SCHEMA_NESTING")),
         "MALLOC_ARENA_MAX": "2",  # each arena reserves 64 MiB of address space, which counts as memory
         "OMP_NUM_THREADS": "1",
     }
-
-
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    control.close()  # the fork server then kills its children and ends
-    try:
-        process.wait(1)
-    except subprocess.TimeoutExpired:  # it is still reading the vocabulary
-        process.kill()
-        process.wait()
 
 
 class GrammarProcess:
@@ -238,11 +225,10 @@ class GrammarProcess:
     def send(self, message: Any, until: float) -> None:
         self._sent_at = time.monotonic()
         try:
-            self.pipe.settimeout(max(until - time.monotonic(), 0.001))
-            send(self.pipe, encode(message))
-        except (ProcessEnded, OSError) as error:
+            send(self.pipe, encode(message), until)
+        except ProcessEnded:
             self.close()
-            raise ProcessEnded(str(error)) from error
+            raise
 
     def _decoded(self, until: float, kind: type[T]) -> T:
         try:

@@ -40,15 +40,13 @@ from quire.features.structured.grammar_messages import (
     MaskReply,
     Prepare,
     PrepareReply,
-    ProcessEnded,
     Step,
-    receive,
-    send,
 )
 from quire.features.structured.grammar_rows import GrammarStates
 from quire.features.structured.matcher import PANIC, make_matcher
 from quire.features.structured.validate import verdict
 from quire.features.structured.vocabulary import Vocabulary
+from quire.processes.isolated_child import ProcessEnded, receive, send
 
 if TYPE_CHECKING:
     from quire.features.structured.xgrammar_backend import XCompiler

@@ -35,15 +35,12 @@ from quire.errors import ConfigError
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.gate import NAME, apply_compile_requests
-from quire.features.structured.grammar_messages import (
-    GrammarRowSettings,
-    MaskReply,
-    ProcessEnded,
-)
+from quire.features.structured.grammar_messages import GrammarRowSettings, MaskReply
 from quire.features.structured.grammar_process import STEP_S, GrammarProcess
 from quire.forward_context import ForwardBatch
 from quire.logging import get_logger
 from quire.ops import masked_argmax
+from quire.processes.isolated_child import ProcessEnded
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams

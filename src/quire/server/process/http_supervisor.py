@@ -11,7 +11,6 @@ not know HTTP, and imports no torch.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from socket import socket
 from types import FrameType
 
@@ -163,14 +163,11 @@ class HttpSupervisor:
 
     def _read_status(self) -> None:
         pipes = [
-            child.process.status
+            child.process.status.fileno()
             for child in self.children
             if child.process is not None and not child.process.status.broken
         ]
-        if pipes:
-            select.select(pipes, [], [], LOOK_EVERY_S)
-        else:
-            time.sleep(LOOK_EVERY_S)
+        wait(pipes, LOOK_EVERY_S)
         for child in self.children:
             if child.process is not None:
                 self._read_messages(child, child.process)
