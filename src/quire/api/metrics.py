@@ -36,6 +36,13 @@ class Counter(Metric):
 
 
 @dataclass(slots=True)
+class Vector(Metric):
+    """Counters by position. Quire has no metric of this kind yet."""
+
+    values: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Gauge(Metric):
     """A current value."""
 

@@ -16,117 +16,58 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from quire.compat.vllm_unsupported import IGNORED
-from quire.config import unsupported
-
-ROOT = "quire"
 STANDS_IN = "quire.compat.vllm_shim"
 """Text that identifies Quire's own package `vllm`, in its __init__.py."""
 
-LATER = "quire.compat.vllm_unsupported:"
-PARSER = "quire.config.engine_args:ProgramParser"
-NAMES: dict[str, dict[str, str]] = {
-    "vllm": {},  # all public names of quire
-    "vllm.sampling_params": {
-        "SamplingParams": "quire:SamplingParams",
-        "BeamSearchParams": "quire:BeamSearchParams",
-        "RepetitionDetectionParams": "quire.protocol.sampling_params:RepetitionDetectionParams",
-        "RequestOutputKind": "quire:RequestOutputKind",
-        "StructuredOutputsParams": "quire:StructuredOutputsParams",
-        "GuidedDecodingParams": "quire:StructuredOutputsParams",
-    },
-    "vllm.pooling_params": {"PoolingParams": "quire:PoolingParams"},
-    "vllm.outputs": {
-        name: f"quire:{name}"
-        for name in (
-            "RequestOutput",
-            "CompletionOutput",
-            *(name for name in unsupported.NAMES if name.endswith("Output")),
-        )
-    },
-    "vllm.beam_search": {
-        "BeamSearchOutput": "quire:BeamSearchOutput",
-        "BeamSearchSequence": "quire:BeamSearchSequence",
-    },
-    "vllm.logprobs": {"Logprob": "quire:Logprob"},
-    "vllm.sequence": {"Logprob": "quire:Logprob"},
-    "vllm.inputs": {
-        "TextPrompt": "quire:TextPrompt",
-        "TokensPrompt": "quire:TokensPrompt",
-        "EmbedsPrompt": "quire:EmbedsPrompt",
-        "PromptType": "quire:PromptType",
-    },
-    "vllm.engine": {},
-    "vllm.engine.arg_utils": {
-        "EngineArgs": "quire:EngineArgs",
-        "AsyncEngineArgs": "quire:AsyncEngineArgs",
-    },
-    "vllm.engine.llm_engine": {"LLMEngine": "quire:LLMEngine"},
-    "vllm.engine.async_llm_engine": {"AsyncLLMEngine": "quire:AsyncLLM"},
-    "vllm.entrypoints": {},
-    "vllm.entrypoints.llm": {"LLM": "quire:LLM"},
-    "vllm.entrypoints.openai": {},
-    "vllm.entrypoints.openai.api_server": {},
-    "vllm.entrypoints.openai.run_batch": {},
-    "vllm.entrypoints.cli": {},
-    "vllm.entrypoints.cli.main": {"main": "quire.cli.main:main"},
-    "vllm.v1": {},
-    "vllm.v1.engine": {},
-    "vllm.v1.engine.async_llm": {"AsyncLLM": "quire:AsyncLLM"},
-    "vllm.v1.engine.llm_engine": {"LLMEngine": "quire:LLMEngine"},
-    "vllm.v1.engine.exceptions": {"EngineDeadError": "quire.errors:EngineDeadError"},
-    "vllm.v1.sample": {},
-    "vllm.v1.sample.logits_processor": {
-        name: f"quire.worker.sampling.vllm_processors:{name}"
-        for name in (
-            "LogitsProcessor",
-            "AdapterLogitsProcessor",
-            "BatchUpdate",
-            "MoveDirectionality",
-        )
-    },
-    "vllm.v1.sample.logits_processor.interface": {
-        name: f"quire.worker.sampling.vllm_processors:{name}"
-        for name in ("LogitsProcessor", "BatchUpdate", "MoveDirectionality")
-    },
-    "vllm.lora": {},
-    "vllm.lora.request": {"LoRARequest": f"{LATER}LoRARequest"},
-    "vllm.config": {
-        name: f"{LATER}{name}"
-        for name in (
-            *IGNORED,
-            "KVTransferConfig",
-            "KVEventsConfig",
-            "PoolerConfig",
-            "SpeculativeConfig",
-            "VllmConfig",
-        )
-    },
-    "vllm.distributed": {"cleanup_dist_env_and_memory": f"{LATER}cleanup_dist_env_and_memory"},
-    "vllm.model_executor": {},
-    "vllm.model_executor.models": {"ModelRegistry": "quire:ModelRegistry"},
-    "vllm.logger": {"init_logger": "quire.logging:get_logger"},
-    "vllm.version": {
-        "__version__": "quire:__version__",
-        "__version_tuple__": "quire:__version_tuple__",
-    },
-    "vllm.utils": {"FlexibleArgumentParser": PARSER},
-    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": PARSER},
-}
-"""vLLM module -> its names -> where Quire has them."""
+VERSION = "0.32.0+quire"
+"""vLLM's version whose API Quire offers; the local part says that this is not vLLM."""
+VERSION_TUPLE = (0, 32, 0, "quire")
+TABLE = Path(__file__).with_name("vllm_names.toml")
+UNSUPPORTED = "quire.compat.vllm_unsupported"
 
-RUN = {
-    "vllm.entrypoints.openai.api_server": "serve",
-    "vllm.entrypoints.openai.run_batch": "run-batch",
-    "vllm.entrypoints.cli.main": "",
-    "vllm.__main__": "",
-}
-"""Modules that users run with `python -m`: module -> subcommand of quire."""
+
+@dataclass(frozen=True, slots=True)
+class VllmModule:
+    """One module of vLLM, as the shim makes it."""
+
+    names: dict[str, str]
+    """Name -> "module:attribute" of Quire."""
+    features: dict[str, str]
+    """Names that only raise an error -> the feature that Quire lacks."""
+    every: str | None
+    """A module of Quire: this module has all its names."""
+    run: str | None
+    """The command that `python -m` of this module runs."""
+
+
+@cache
+def vllm_modules() -> dict[str, VllmModule]:
+    """The table of names, read from `vllm_names.toml`."""
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return {name: _module_of(table, name) for name in table}
+
+
+def _module_of(table: dict[str, dict[str, Any]], name: str) -> VllmModule:
+    row = dict(table[name])
+    every, run, same, later = (row.pop(key, None) for key in ("every", "run", "same", "later"))
+    other = _module_of(table, same) if same else VllmModule({}, {}, None, None)
+    names, features = dict(other.names), dict(other.features)
+    for feature, words in (later or {}).items():
+        features |= dict.fromkeys(words.split(), feature)
+    names |= {word: f"{UNSUPPORTED}:{word}" for word in features}
+    for place, words in row.items():
+        for word in words.split():
+            theirs, _, ours = word.partition("=")
+            names[theirs] = f"{place}:{ours or theirs}"
+    return VllmModule(names, features, every, run)
 
 
 def install_as_vllm() -> None:
@@ -149,13 +90,10 @@ def stand_in() -> None:
     Raises:
         ImportError: vLLM is installed too, so the two packages' files are mixed.
     """
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
-    if version:
+    found = (one.version for one in importlib.metadata.distributions(name="vllm"))
+    if version := next((one for one in found if one != VERSION), None):
         raise ImportError(
-            f"vllm {version} and quire-as-vllm are both installed: uninstall both, then install the one you want"
+            f"vllm {version} and Quire's package vllm are both installed: uninstall both, then install the one you want"
         )
     if not _installed():
         sys.meta_path.insert(0, _Finder())
@@ -179,19 +117,25 @@ def _is_ours(origin: str | None) -> bool:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Makes the modules in NAMES."""
+    """Makes the modules of the table, and the metadata of a distribution `vllm`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in NAMES or name in RUN:
-            # A module for `python -m` must not be a package, or Python looks for its __main__.
-            return importlib.machinery.ModuleSpec(name, self, is_package=name not in RUN)
+        if name in vllm_modules():
+            return importlib.machinery.ModuleSpec(name, self, is_package=self.is_package(name))
         if name.startswith("vllm."):
             raise ModuleNotFoundError(
                 f"{name}: Quire replaces vllm here and has no such module", name=name
             )
         return None
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context
+    ) -> Iterable[importlib.metadata.Distribution]:
+        """For `importlib.metadata.version("vllm")`, where no distribution of this name is installed."""
+        if context.name in (None, "vllm"):
+            yield _Metadata()
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Module(spec.name, f"{spec.name}, provided by Quire")
@@ -201,19 +145,30 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         module.__file__ = __file__
 
     def is_package(self, name: str) -> bool:
-        return name not in RUN
+        """A module for `python -m` must not be a package, or Python looks for its __main__."""
+        return vllm_modules()[name].run is None
 
     def get_source(self, name: str) -> str:
         """The program for `python -m vllm.entrypoints.openai.api_server`; empty for other modules."""
-        if name not in RUN:
+        run = vllm_modules()[name].run
+        if run is None:
             return ""
-        words = [RUN[name]] if RUN[name] else []
-        return (
-            f"import sys\nfrom quire.cli.main import main\nsys.exit(main({words} + sys.argv[1:]))"
-        )
+        return f"import sys\nfrom quire.cli.main import main\nsys.exit(main({run.split()} + sys.argv[1:]))"
 
     def get_code(self, name: str) -> CodeType:
         return compile(self.get_source(name), f"<{name}, provided by Quire>", "exec")
+
+
+class _Metadata(importlib.metadata.Distribution):
+    """The metadata of a distribution that has no files."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\nSummary: Quire's names of vLLM\n"
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(path)
 
 
 class _Module(ModuleType):
@@ -221,21 +176,24 @@ class _Module(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         here = object.__getattribute__(self, "__name__")
-        where = NAMES.get(here, {}).get(name)
+        row = vllm_modules()[here]
+        where = row.names.get(name)
+        if where is None and row.every is not None and not name.startswith("__"):
+            where = f"{row.every}:{name}"
         try:
-            if where is not None:
-                module, _, attribute = where.partition(":")
-                value = getattr(importlib.import_module(module), attribute)
-            elif (here == "vllm" and not name.startswith("__")) or name in (
-                "__version__",
-                "__version_tuple__",
-            ):
-                value = getattr(importlib.import_module(ROOT), name)
-            else:
+            if where is None:
                 raise AttributeError(name)
+            module, _, attribute = where.partition(":")
+            value = getattr(importlib.import_module(module), attribute)
         except AttributeError:
             raise AttributeError(
                 f"{here}.{name}: Quire replaces vllm here and has no such name"
             ) from None
-        setattr(self, name, value)
+        if name in row.names:
+            setattr(self, name, value)
         return value
+
+    def __dir__(self) -> list[str]:
+        row = vllm_modules()[object.__getattribute__(self, "__name__")]
+        more = dir(importlib.import_module(row.every)) if row.every is not None else []
+        return sorted({*super().__dir__(), *row.names, *more})

@@ -39,15 +39,7 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Create from the result of that parser; names that are not Quire's belong to the program and are ignored."""
-        known = options()
-        return cls(
-            **{
-                name: loose(value) if name in OLD else value
-                for name, value in vars(args).items()
-                if (name in known and _engines(known[name]) and value != known[name].default)
-                or name in OLD
-            }
-        )
+        return cls(**given_by(args, server=False))
 
     def create_engine_config(self) -> EngineConfig:
         """The configuration, with the current values of the attributes."""
@@ -61,6 +53,17 @@ class EngineArgs:
             n: getattr(self, n) for n, o in options().items() if getattr(self, n) != o.default
         }
         return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
+
+
+def given_by(args: argparse.Namespace, *, server: bool) -> dict[str, Any]:
+    """The keywords that a program's command line changed, with those of the server only if `server`."""
+    known = options()
+    return {
+        name: loose(value) if name in OLD else value
+        for name, value in vars(args).items()
+        if name in OLD
+        or (name in known and (server or _engines(known[name])) and value != known[name].default)
+    }
 
 
 def _engines(option: Option) -> bool:

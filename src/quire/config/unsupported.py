@@ -40,26 +40,6 @@ METHODS: dict[str, Feature] = {
 }
 """Methods of LLM and AsyncLLM."""
 
-NAMES: dict[str, Feature] = {
-    **dict.fromkeys(
-        (
-            "PoolingParams", "PoolerConfig", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
-            "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput",
-            "ScoringRequestOutput",
-        ),
-        POOLING,
-    ),
-    "LoRARequest": LORA,
-    "KVTransferConfig": TRANSFER,
-    "KVEventsConfig": TRANSFER,
-    "SpeculativeConfig": SPECULATION,
-    "VllmConfig": ("a configuration object of vLLM", "use EngineArgs(...).create_engine_config()"),
-    "LogitsProcessor": (
-        "vLLM's interface of logits processors", "use the interface of `quire.worker.sampling.logits_processors`",
-    ),
-}  # fmt: skip
-"""Public classes."""
-
 ROUTES: dict[str, Feature] = {
     **dict.fromkeys(
         (

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from socket import socket
 
 from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
+from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER
 from quire.errors import ConfigError
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.logging import get_logger
 from quire.observe.buckets import checked
+from quire.observe.tracing import Tracer
 from quire.server.api_keys import ApiKeys
 from quire.server.process import tls
 from quire.server.process.command_line import hide_secrets
@@ -41,11 +45,44 @@ def serve(config: EngineConfig) -> int:
     Raises:
         ConfigError: the options are invalid; nothing was started.
     """
-    count, own_process = (
-        config.server.api_server_count,
-        not config.server.disable_frontend_multiprocessing,
-    )
-    if count > 1 and not own_process:
+    with listening(config) as (config, listeners, tenants, tracer):
+        if config.server.api_server_count > 1:
+            from quire.server.process.http_supervisor import serve_many
+
+            if tracer is not None:
+                tracer.close()
+            return serve_many(config, listeners)  # each process has its own tracer
+        with asyncio.Runner(loop_factory=event_loop()) as runner:
+            serving = ServerProcess(config, listeners[0], engine_of(config), tenants, tracer=tracer)
+            code = runner.run(serving.run())
+    serving.loading.leave_behind(code)
+    return code
+
+
+async def serve_in_loop(config: EngineConfig) -> int:
+    """As `serve`, in the running event loop of a program.
+
+    Raises:
+        ConfigError: also for several HTTP processes.
+    """
+    if (count := config.server.api_server_count) > 1:
+        raise ConfigError(f"api_server_count={count} needs `quire serve`; leave it out here")
+    with listening(config) as (config, (listener,), tenants, tracer):
+        serving = ServerProcess(config, listener, engine_of(config), tenants, tracer=tracer)
+        return await serving.run()
+
+
+@contextmanager
+def listening(
+    config: EngineConfig,
+) -> Iterator[tuple[EngineConfig, list[socket], ApiKeys, Tracer | None]]:
+    """Check the options before the model is loaded, and bind; yields what the processes of the server need.
+
+    Raises:
+        ConfigError: as `serve`.
+    """
+    count = config.server.api_server_count
+    if count > 1 and config.server.disable_frontend_multiprocessing:
         raise ConfigError(
             f"api_server_count={count} needs the engine in a separate process: leave out"
             " --disable-frontend-multiprocessing"
@@ -67,25 +104,21 @@ def serve(config: EngineConfig) -> int:
             host_of(config.server),
         )
     try:
-        if count > 1:
-            from quire.server.process.http_supervisor import serve_many
-
-            if tracer is not None:
-                tracer.close()
-            return serve_many(config, listeners)  # each process has its own tracer
-        gc.set_threshold(*COLLECT_AFTER)  # a step makes objects for hundreds of streams
-        client = make_client(config, process=True, wait=False) if own_process else None
-        with asyncio.Runner(loop_factory=event_loop()) as runner:
-            serving = ServerProcess(config, listeners[0], client, tenants, tracer=tracer)
-            code = runner.run(serving.run())
+        yield config, listeners, tenants, tracer
     finally:
         for listener in listeners:
             listener.close()
         if config.server.uds is not None:
             with suppress(OSError):
                 os.unlink(config.server.uds)
-    serving.loading.leave_behind(code)
-    return code
+
+
+def engine_of(config: EngineConfig) -> EngineClient | None:
+    """A starting engine in a process of its own; None: the HTTP process loads it."""
+    gc.set_threshold(*COLLECT_AFTER)  # a step makes objects for hundreds of streams
+    if config.server.disable_frontend_multiprocessing:
+        return None
+    return make_client(config, process=True, wait=False)
 
 
 def bounded(config: EngineConfig) -> EngineConfig:

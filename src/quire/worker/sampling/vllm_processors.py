@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,13 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.worker.sampling.logits_processors import Processor, ProcessorRows, failure
 
 log = get_logger(__name__)
+State = TypeVar("State")
+
+
+RequestLogitsProcessor = (
+    Callable[[list[int], Tensor], Tensor] | Callable[[list[int], list[int], Tensor], Tensor]
+)
+"""A function for one request: (output ids, logits [V]) or (prompt ids, output ids, logits [V]) -> logits [V]."""
 
 
 class MoveDirectionality(Enum):
@@ -43,17 +50,56 @@ class MoveDirectionality(Enum):
     """The two requests exchange indices."""
 
 
+RemovedRequest = int
+"""Its index."""
+AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
+"""(index, params, prompt ids, output ids); replaces the request at the index, if any."""
+MovedRequest = tuple[int, int, MoveDirectionality]
+"""(from, to, how)"""
+
+
 @dataclass(frozen=True)
 class BatchUpdate:
     """Changes of a batch since the last step. `output_ids` of an added request is a list that grows."""
 
     batch_size: int
     """Size after the change."""
-    removed: Sequence[int]
-    added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
-    """(index, params, prompt ids, output ids); replaces the request at the index, if any."""
-    moved: Sequence[tuple[int, int, MoveDirectionality]]
-    """(from, to, how)"""
+    removed: Sequence[RemovedRequest]
+    added: Sequence[AddedRequest]
+    moved: Sequence[MovedRequest]
+
+
+def process_dict_updates(
+    req_entries: dict[int, State],
+    batch_update: BatchUpdate | None,
+    new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
+) -> bool:
+    """Apply an update to a processor's own states of requests, which it keeps by index in the batch.
+
+    Args:
+        new_state: (params, prompt ids, output ids) -> the state of an added request; None: it needs none.
+
+    Returns:
+        whether `req_entries` changed.
+    """
+    if batch_update is None:
+        return False
+    before = dict(req_entries)
+    for index in batch_update.removed:
+        req_entries.pop(index, None)
+    for index, params, prompt_ids, output_ids in batch_update.added:
+        req_entries.pop(index, None)
+        if (state := new_state(params, prompt_ids, output_ids)) is not None:
+            req_entries[index] = state
+    for start, end, how in batch_update.moved:
+        mover, other = req_entries.pop(start, None), req_entries.pop(end, None)
+        if mover is not None:
+            req_entries[end] = mover
+        if other is not None and how is MoveDirectionality.SWAP:
+            req_entries[start] = other
+    return before.keys() != req_entries.keys() or any(
+        before[index] is not state for index, state in req_entries.items()
+    )
 
 
 class LogitsProcessor(ABC):
@@ -79,9 +125,6 @@ class LogitsProcessor(ABC):
         """Called before each `apply`; None: nothing changed but the output ids."""
 
 
-RowFunction = Callable[..., Tensor]
-
-
 class AdapterLogitsProcessor(LogitsProcessor):
     """For functions that serve one request: (output ids, logits [V]) or (prompt ids, output ids, logits [V])."""
 
@@ -90,28 +133,20 @@ class AdapterLogitsProcessor(LogitsProcessor):
         self.failed: dict[int, str] = {}  # errors of the last `apply`, by index in the batch
 
     @abstractmethod
-    def new_req_logits_processor(self, params: SamplingParams) -> RowFunction | None:
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
         """The function for a request with these parameters; None: the request needs none."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        if batch_update is None:
-            return
-        functions = self.functions
-        for index in batch_update.removed:
-            functions.pop(index, None)
-        for index, params, prompt_ids, output_ids in batch_update.added:
-            functions.pop(index, None)
-            if (function := self.new_req_logits_processor(params)) is not None:
-                functions[index] = _bound(function, prompt_ids, output_ids)
-        for start, end, how in batch_update.moved:
-            mover, other = functions.pop(start, None), functions.pop(end, None)
-            if mover is not None:
-                functions[end] = mover
-            if other is not None and how is MoveDirectionality.SWAP:
-                functions[start] = other
+        process_dict_updates(self.functions, batch_update, self._new_function)
+
+    def _new_function(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
+    ) -> Callable[[Tensor], Tensor] | None:
+        function = self.new_req_logits_processor(params)
+        return None if function is None else _bound(function, prompt_ids, output_ids)
 
     def apply(self, logits: Tensor) -> Tensor:
         self.failed = {}
@@ -124,10 +159,11 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
 
 def _bound(
-    function: RowFunction, prompt_ids: list[int] | None, output_ids: list[int]
+    function: RequestLogitsProcessor, prompt_ids: list[int] | None, output_ids: list[int]
 ) -> Callable[[Tensor], Tensor]:
     before = [output_ids] if len(inspect.signature(function).parameters) == 2 else [prompt_ids, output_ids]  # fmt: skip
-    return lambda logits_V: function(*before, logits_V)
+    call: Callable[..., Tensor] = function
+    return lambda logits_V: call(*before, logits_V)
 
 
 class VllmProcessorAdapter(Processor):
