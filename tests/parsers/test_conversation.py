@@ -93,7 +93,10 @@ def test_thoughts_come_before_the_answer(state: ServerState):
     talk(state, work)
 
 
-def test_a_form_begins_after_the_thoughts(state: ServerState):
+def test_a_form_begins_after_the_thoughts(state: ServerState, monkeypatch: pytest.MonkeyPatch):
+    """With a reasoning parser that the operator has chosen, as in vLLM."""
+    server = replace(state.config.server, reasoning_parser="auto")
+    monkeypatch.setattr(state, "config", replace(state.config, server=server))
     sum_ = {"role": "user", "content": "What is 12 + 7?"}
 
     async def work(ask: Ask) -> None:
@@ -101,6 +104,23 @@ def test_a_form_begins_after_the_thoughts(state: ServerState):
         message = (await ask(sum_, structured_outputs=form))["message"]
         assert message["content"] == "12 + 7 = 19"
         assert message["reasoning"] == (await ask(sum_))["message"]["reasoning"]
+
+    talk(state, work)
+
+
+def test_no_thoughts_use_up_the_tokens_of_a_form(state: ServerState):
+    """Without a chosen reasoning parser the answer begins at once, as in vLLM; the same for a call that must be made."""
+    sum_ = {"role": "user", "content": "What is 12 + 7?"}
+
+    async def work(ask: Ask) -> None:
+        form = {"regex": r"12 \+ 7 = [0-9]{2}"}
+        message = (await ask(sum_, structured_outputs=form, max_tokens=4))["message"]
+        assert message["content"].startswith("12 +")
+        assert message["reasoning"] is None
+        assert (await ask(sum_, max_tokens=4))["message"]["reasoning"]  # it would think
+        forced = await ask(QUESTION, tools=[WEATHER], tool_choice="required", max_tokens=60)
+        assert calls_of(forced["message"])[0][0] == "get_weather"
+        assert forced["message"]["reasoning"] is None
 
     talk(state, work)
 

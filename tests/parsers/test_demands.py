@@ -119,6 +119,16 @@ def test_an_answer_keeps_its_form_after_thoughts(kind: str, name: str) -> None:
     tools = TOOLS["openai"] if name == "openai_gptoss" else None
     read = together(StreamParser(compose(tools, REASONING[name])), [text])
     assert (read.reasoning, read.content, read.reasons) == ("hm", answer, [])
+    # Without reasoning, the parser finds the answer however the prompt has ended.
+    for opened in (None, True, False):
+        short = answer_or_calls(asked, REASONING[name], opened, reasons=False)
+        text = answer
+        if short.structural_tag is not asked.structural_tag:
+            check_constraint(short)
+            before = short.structural_tag["format"]["elements"][:-1]  # type: ignore[index]
+            text = "".join(written(part, 1) for part in before) + answer
+        read = together(StreamParser(compose(tools, REASONING[name], opened)), [text])
+        assert (read.reasoning, read.content, read.reasons) == ("", answer, [])
     # After thoughts that the prompt has ended there is nothing but the answer.
     ended = answer_or_calls(asked, REASONING[name], False)
     assert (ended == asked) == (name != "openai_gptoss")

@@ -65,7 +65,7 @@ class ServerConfig:
     tool_strict_level: Literal["auto", "strict", "function", "parameter"] = "auto"
     """Constraints on tool calls that the model may make: auto or function: call format, tool names and the schemas of strict tools; parameter: the schemas of all tools; strict: as auto, but none without a strict tool."""
     reasoning_parser: str | None = None
-    """Format of the model's reasoning; unset or auto: detected from its chat template; none: reasoning stays in the text."""
+    """Format of the model's reasoning; unset or auto: detected from its chat template; none: reasoning stays in the text. Unset, constrained output begins without reasoning."""
     reasoning_parser_plugin: str | None = None
     """Python file with a function `register(registry)` that adds reasoning formats."""
     enable_reasoning_content: bool = False

@@ -43,13 +43,13 @@ def forced(format: ToolFormat | None, tools: Sequence[Mapping[str, Any]] = ()) -
 
 def calls_only(
     format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool,
-    reasoning: ReasoningFormat | None = None, opened: bool | None = None,
+    reasoning: ReasoningFormat | None = None, opened: bool | None = None, reasons: bool = True,
 ) -> JSON:  # fmt: skip
-    """A structural tag: optional reasoning, then one or more tool calls."""
+    """A structural tag: optional reasoning (none without `reasons`), then one or more tool calls."""
     calls = _calls(format, tools, parallel, "parameter")
     if calls is None:
         raise ValueError("the grammar cannot express the format")
-    return _whole([*_thoughts(reasoning, opened), *calls])
+    return _whole([*_thoughts(reasoning, opened, reasons), *calls])
 
 
 def auto_calls(
@@ -82,14 +82,14 @@ def auto_calls(
 
 def answer_or_calls(
     form: StructuredOutputsParams, reasoning: ReasoningFormat | None, opened: bool | None,
-    calls: Sequence[JSON] = (),
+    calls: Sequence[JSON] = (), reasons: bool = True,
 ) -> StructuredOutputsParams:  # fmt: skip
-    """Apply a constraint to the answer only: reasoning may precede it, and `calls` may replace it.
+    """Apply a constraint to the answer only: reasoning may precede it (with `reasons`), and `calls` may replace it.
 
     Returns the constraint unchanged if a structural tag cannot express it or need not.
     """
     inner = _as_part(form)
-    before = [] if reasoning is None else _thoughts(reasoning, opened)
+    before = _thoughts(reasoning, opened, reasons)
     mark = [] if reasoning is None else _text(reasoning.answer)
     if inner is None or not (before or mark or calls):
         return form
@@ -266,11 +266,17 @@ def _as_part(form: StructuredOutputsParams) -> JSON | None:
     return tag.get("format") if isinstance(tag, dict) else None
 
 
-def _thoughts(reasoning: ReasoningFormat | None, opened: bool | None) -> list[JSON]:
+def _thoughts(
+    reasoning: ReasoningFormat | None, opened: bool | None, reasons: bool = True
+) -> list[JSON]:
+    """Reasoning before an answer. Without `reasons`: only the end of reasoning that the prompt has begun."""
     if reasoning is None or not reasoning.ends or opened is False:
         return []
     begin = "" if opened or (reasoning.implied and opened is None) else reasoning.starts[0]
-    tag = _between(begin, reasoning.ends[0])
+    if begin and not reasons:
+        return []
+    end = reasoning.ends[0]
+    tag = _between(begin, end) if reasons else {"type": "const_string", "value": end}
     after = [{"type": "optional", "content": part} for part in _text(reasoning.after)]
     if begin:
         return [{"type": "optional", "content": _sequence([tag, *after])}]

@@ -61,8 +61,9 @@ def make_output_reader(
     if reading is None:
         return None
     level = state.config.server.tool_strict_level
+    reasons = may_reason(body, state)
     if params.structured_outputs is None:
-        params.structured_outputs = demanded(body, choice, formats, opened, level)
+        params.structured_outputs = demanded(body, choice, formats, opened, level, reasons)
     elif choice.must:
         said = params.structured_outputs.said
         raise invalid(f"`{said}` and a `tool_choice` that forces a tool call cannot be combined: an output has one constraint; leave one of them out", said)  # fmt: skip
@@ -71,7 +72,7 @@ def make_output_reader(
         options = state.config.structured.structured_outputs_config
         thoughts = None if structured_options(options).enable_in_reasoning else formats.reasoning
         params.structured_outputs = answer_or_calls(
-            params.structured_outputs, thoughts, opened, calls
+            params.structured_outputs, thoughts, opened, calls, reasons
         )
     if reading.marks_are_special:
         params.skip_special_tokens = False
@@ -86,9 +87,19 @@ def make_output_reader(
     )  # fmt: skip
 
 
+def may_reason(body: ChatRequest, state: ServerState) -> bool:
+    """Whether reasoning may come before constrained output.
+
+    As in vLLM, only if the operator has chosen a reasoning parser (or the client a budget): it could use up `max_tokens`.
+    """
+    chosen = state.config.server.reasoning_parser is not None
+    return chosen or body.thinking_token_budget is not None
+
+
 def demanded(
-    body: ChatRequest, choice: ToolChoice, formats: ModelFormats, opened: bool | None, level: str
-) -> StructuredOutputsParams | None:
+    body: ChatRequest, choice: ToolChoice, formats: ModelFormats, opened: bool | None, level: str,
+    reasons: bool,
+) -> StructuredOutputsParams | None:  # fmt: skip
     """The constraint that the request's tools put on the output."""
     tag: dict[str, Any] | None = None
     parallel, tools = body.parallel_tool_calls, choice.tools
@@ -96,7 +107,7 @@ def demanded(
     if choice.must:
         format = forced(formats.tools, tools)
         parallel = parallel and choice.kind == "required"
-        tag = calls_only(format, tools, parallel, formats.reasoning, opened)
+        tag = calls_only(format, tools, parallel, formats.reasoning, opened, reasons)
     elif tools and formats.tools is not None and (must_hold or level != "strict"):
         tag = auto_calls(formats.tools, tools, parallel, level, formats.reasoning, opened)
         if tag is None and must_hold:
