@@ -89,7 +89,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
         MANAGER, "KVManager.match", "len(request.tokens) - 1", "len(request.tokens)",
     ),
     "admission counts idle shared blocks as free": (MANAGER, "KVManager.admit", "ANY - idle", "len(self.pool.free)"),
-    "a prefix goes beyond a gap in a window": (MANAGER, "KVManager._agree", "count = min(gap for gap in ANY if ANY)", "return count"),
+    "a prefix goes beyond a gap in a window": (MANAGER, "KVManager._longest_prefix", "count = min(gap for gap in ANY if ANY)", "return count"),
     "a window is a block too narrow": (
         MANAGER, "KVManager._leave_windows",
         "ANY // self.block_size - 1", "spec.first_needed(position) // self.block_size",
@@ -100,7 +100,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a window's blocks are released twice": (MANAGER, "KVManager._leave_windows", "column[index] = NULL_BLOCK", ""),
     "blocks outside a window are kept": (MANAGER, "KVManager.grow", "self._leave_windows(ANY)", "pass"),
     "unknown tokens are published": (MANAGER, "KVManager.publish", "min(ANY, ANY)", "len(request.tokens)"),
-    "a taken block keeps its hash": (POOL, "BlockPool.take", "self.forget(ANY)", "pass"),
+    "a taken block keeps its hash": (POOL, "BlockPool.allocate", "self.forget(ANY)", "pass"),
     "sharing leaves a block free": (POOL, "BlockPool.share", "del self.free[ANY]", ""),
     "the hash ignores the adapter": (HASHING, "Hasher.root", "adapter is None", "True"),
     "the hash ignores the salt": (

@@ -56,7 +56,7 @@ def test_a_replay_gives_the_same_tokens(tmp_path: Path, requests: int) -> None:
     assert len(steps) > 30
     assert all(step.result is not None and not step.differs for step in steps)
     if requests == 60:
-        assert recording.seated.rows  # the recording starts in the middle of requests
+        assert recording.start.rows  # the recording starts in the middle of requests
 
 
 def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_large_parameters_are_left_out_and_the_files_are_bounded(tmp_path: Path)
     recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     assert recording.seen() == ids
-    [left_out] = {tuple(row.params.extra_args["left_out"]) for row in recording.seated.rows or first(recording)}  # fmt: skip
+    [left_out] = {tuple(row.params.extra_args["left_out"]) for row in recording.start.rows or first(recording)}  # fmt: skip
     assert left_out == ("allowed_token_ids",)
 
 

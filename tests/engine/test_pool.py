@@ -7,15 +7,15 @@ from quire.kvcache.block_pool import BlockPool
 
 def test_blocks_without_content_come_back_first_the_last_freed_first():
     pool = BlockPool(8)
-    first = [pool.take() for _ in range(4)]
+    first = [pool.allocate() for _ in range(4)]
     assert first == [1, 2, 3, 4]
     pool.publish(0, 2, b"two")
     pool.publish(0, 3, b"three")
     pool.release([1, 2, 3, 4])
-    assert [pool.take() for _ in range(2)] == [4, 1]
-    assert [pool.take() for _ in range(3)] == [5, 6, 7]  # never used, before what is cached
+    assert [pool.allocate() for _ in range(2)] == [4, 1]
+    assert [pool.allocate() for _ in range(3)] == [5, 6, 7]  # never used, before what is cached
     assert pool.find(0, b"two") == 2
-    assert [pool.take() for _ in range(2)] == [2, 3]  # least recently freed first
+    assert [pool.allocate() for _ in range(2)] == [2, 3]  # least recently freed first
     assert pool.find(0, b"two") is None
     pool.release(range(1, 8))
     pool.check()

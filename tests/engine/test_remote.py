@@ -17,7 +17,7 @@ from quire.engine.engine_process import FrontendSockets, StopEngine, stop
 from quire.engine.process_client import ProcessClient
 from quire.engine.quarantine import (
     FORGET_S,
-    MOST,
+    MAX_DIGESTS,
     Suspects,
     digest_of,
     digest_of_entered,
@@ -176,7 +176,7 @@ SECRET = "OSError: /srv/model: row 3 belongs to 'cmpl-of-another'"
 
 
 def begun(client: ProcessClient, id: str) -> None:
-    client._unfinished[id].begun = True
+    client._unfinished[id].has_started = True
 
 
 def test_clients_read_a_word_of_the_log_and_not_why_the_engine_died(place: Place) -> None:
@@ -218,7 +218,7 @@ def test_what_came_to_its_end_between_two_deaths_is_no_poison(place: Place) -> N
         place.publish(epoch, "restarting", recorded=True, poison=poison)
         assert [(one.id, one.finish) for one in client.outputs()] == [("hi", "error")]
         ask(client, "again")
-        client._keep([EngineOutput("again", [1], "length")])
+        client._handle([EngineOutput("again", [1], "length")])
         client.outputs()
     ask(client, "hi")
     client.close()
@@ -333,35 +333,35 @@ def test_suspects_are_forgotten_and_bounded() -> None:
     assert suspects.poison() == ["a"]
     now = FORGET_S + 1
     assert suspects.poison() == []
-    suspects.ran(map(str, range(3 * MOST)))
-    suspects.ran(map(str, range(3 * MOST)))
-    assert len(suspects.poison()) <= MOST
+    suspects.ran(map(str, range(3 * MAX_DIGESTS)))
+    suspects.ran(map(str, range(3 * MAX_DIGESTS)))
+    assert len(suspects.poison()) <= MAX_DIGESTS
 
 
 # -- the board --------------------------------------------------------------------------------------
 def test_another_process_reads_the_state() -> None:
     board = StateBoard()
     reader = StateBoard(os.dup(board.fd))
-    assert reader.look() == EngineState(1, "starting")
+    assert reader.read() == EngineState(1, "starting")
     state = EngineState(2, "restarting", error="x" * 1000, lost=["a"] * 1000)
     board.publish(state)
-    assert reader.look() == state
-    assert reader.look() is reader.look()
+    assert reader.read() == state
+    assert reader.read() is reader.read()
     board._map[40] ^= 1  # a torn write
     board._map[0] += 1
-    assert reader.look() == state
+    assert reader.read() == state
     board.publish(EngineState(3, "ready"))
-    assert reader.look() == EngineState(3, "ready")
+    assert reader.read() == EngineState(3, "ready")
     for one in (board, reader):
         one.close()
-        assert one.look() == EngineState(3, "ready")
+        assert one.read() == EngineState(3, "ready")
 
 
 def test_a_state_too_large_for_the_board_is_shortened() -> None:
     board = StateBoard()
     reader = StateBoard(os.dup(board.fd))
     board.publish(EngineState(2, "dead", error="e" * ROOM, lost=["a"] * ROOM, recorded=True))
-    seen = reader.look()
+    seen = reader.read()
     assert (seen.epoch, seen.condition, seen.lost, seen.recorded) == (2, "dead", [], False)
     assert 0 < len(seen.error) < ROOM
     for one in (board, reader):

@@ -27,7 +27,7 @@ def pool_of(num_blocks: int, clock: Clock, share: float = 1.0) -> ObservedBlockP
 def test_one_block_from_taken_to_taken_again():
     clock = Clock()
     pool = pool_of(2, clock)
-    block = pool.take()
+    block = pool.allocate()
     pool.publish(0, block, b"what")
     clock.now = 5
     pool.release([block])
@@ -37,7 +37,7 @@ def test_one_block_from_taken_to_taken_again():
     clock.now = 20
     pool.release([block, block])
     clock.now = 250
-    assert pool.take() == block  # lived 250, without a user for the last 230
+    assert pool.allocate() == block  # lived 250, without a user for the last 230
     assert pool.stats() == {
         "lifetime": [0, 0, 0, 1, 250],
         "idle": [0, 0, 0, 1, 230],
@@ -47,8 +47,8 @@ def test_one_block_from_taken_to_taken_again():
 
 def test_content_that_nobody_could_find_is_not_counted():
     pool = pool_of(2, Clock())
-    pool.release([pool.take()])
-    pool.take()
+    pool.release([pool.allocate()])
+    pool.allocate()
     assert all(not any(told) for told in pool.stats().values())
     assert BlockPool(2).stats() == {}
 
@@ -71,7 +71,7 @@ def test_a_watched_pool_does_what_a_pool_does():
                 pool.share(block)
             mine.append(block)
         else:
-            found = {pool.take() for pool in pools}
+            found = {pool.allocate() for pool in pools}
             assert len(found) == 1
             taken += 1
             mine += found

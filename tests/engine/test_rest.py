@@ -387,7 +387,7 @@ def test_the_next_process_rests_as_deep(
     after.call("resume")
     after.run()
     assert after.is_right("a")
-    assert process().call("saved_state") == {"paused": False, "level": -1, "away": []}
+    assert process().call("saved_state") == {"paused": False, "level": -1, "missing_parts": []}
 
 
 def test_what_nobody_was_told_to_be_done_is_not_kept(engine: Engine, tmp_path: Path) -> None:
@@ -410,8 +410,8 @@ def test_what_workers_are_told(engine: Engine) -> None:
     engine.call("wake_up", ["kv_cache", "scheduling"])
     engine.call("wake_up", None)
     assert told == [
-        ("put_away", 1), ("put_away", 2), ("put_away", 1),
-        ("bring_back", ["kv_cache"]), ("bring_back", ["weights"]),
+        ("sleep_worker", 1), ("sleep_worker", 2), ("sleep_worker", 1),
+        ("wake_up_worker", ["kv_cache"]), ("wake_up_worker", ["weights"]),
     ]  # fmt: skip
 
 
@@ -435,7 +435,7 @@ def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]
     assert engine.call("wake_up", ["kv_cache"]) == []
     assert engine.call("is_sleeping") is False
     assert engine.call("is_paused") is (rests == ("pause",))
-    assert told == [("put_away", 0), ("bring_back", ["kv_cache"])]
+    assert told == [("sleep_worker", 0), ("wake_up_worker", ["kv_cache"])]
     engine.call("resume")
     engine.run()
     assert engine.is_right("a", "bb", "ccc")

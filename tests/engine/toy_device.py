@@ -100,7 +100,7 @@ class ToyDevice:
         return _Late(self, plan.step)
 
     def call(self, name, *args):
-        if name not in ("put_away", "bring_back"):
+        if name not in ("sleep_worker", "wake_up_worker"):
             raise NotImplementedError
         return [None]
 

@@ -64,7 +64,7 @@ def test_where_the_device_is_apart_all_is_made_again(tmp_path: Path) -> None:
     """As on an accelerator: the cache's tensors go, and the source is told that addresses are others."""
     with engine(make_checkpoint("qwen3", tmp_path), model_impl="native") as one:
         worker = one.client.core.executor.worker  # type: ignore[attr-defined]
-        rest = worker.functions["bring_back"].__self__
+        rest = worker.functions["wake_up_worker"].__self__
         rest.in_place = False
         before = answers(one)
         for level, parts in ((1, ["kv_cache", "weights"]), (2, ["weights", "kv_cache"]), (1, None)):

@@ -120,7 +120,7 @@ def played(seed: int) -> Device:
     largest = max(sum(p.tensor.nbytes for p in weight_tensors(layer)) for layer in layers)
     taken = Offload(device, rng.randint(1, 5) * largest)
     taken.choose(layers)
-    taken.take()
+    taken.install()
     for _ in range(rng.randint(2, 6)):
         failing = rng.choice([None, None, rng.choice(layers)])
         for layer in layers:

@@ -96,7 +96,7 @@ def test_weights_travel_on_streams_of_the_card() -> None:
     here = torch.device("cuda")
     offload = Offload(cuda.CudaCopier(here), 7 * weights[0].nbytes)
     offload.choose(layers)
-    offload.take()
+    offload.install()
     x = torch.randn(512, 2048, device=here).bfloat16()
     want = [x @ weight.to(here).T for weight in weights]
     for _ in range(20):

@@ -230,7 +230,7 @@ def test_named_functions_of_the_engine(server: Served):
     assert unknown.status_code == 400
     assert "'no_such'; it has" in unknown.json()["error"]["message"]
     assert " info," in unknown.json()["error"]["message"]
-    failed = {"method": "bring_back", "args": [["no part"], "one too many"]}
+    failed = {"method": "wake_up_worker", "args": [["no part"], "one too many"]}
     assert server.client.post("/collective_rpc", json=failed).status_code == 500
 
 

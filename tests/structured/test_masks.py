@@ -57,13 +57,13 @@ def allowed(made: GrammarMasks, rows: list[int], width: int = WIDTH) -> list[set
     """What is left of logits that are all finite, by row; and the masks for greedy rows say the same."""
     logits = torch.arange(len(rows) * width, dtype=torch.float32).view(len(rows), width)
     at = np.arange(len(rows))
-    picked = ProcessorRows(at, np.array(rows), made.rows.length[rows], made.rows)
-    out = made.apply(logits.clone(), picked)
-    assert not picked.errors
+    selected = ProcessorRows(at, np.array(rows), made.rows.length[rows], made.rows)
+    out = made.apply(logits.clone(), selected)
+    assert not selected.errors
     left = out.isfinite()
     assert torch.equal(out[left], logits[left])
     words = np.full((len(rows), num_words(width)), -1, np.int32)
-    made.mask(words, picked)
+    made.mask(words, selected)
     assert torch.equal(bits(torch.from_numpy(words), width), left)
     return [set(row.nonzero().flatten().tolist()) for row in left]
 

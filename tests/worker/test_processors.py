@@ -46,13 +46,13 @@ class Force(Processor):
     def leave(self, row):
         del self.tokens[row]
 
-    def apply(self, logits_SV, picked):
-        for at, row in zip(picked.at.tolist(), picked.rows.tolist(), strict=True):
+    def apply(self, logits_SV, selected):
+        for at, row in zip(selected.at.tolist(), selected.rows.tolist(), strict=True):
             token = self.tokens[row]
             if token == "raise":
                 raise RuntimeError("as was asked")
             if token == "tell":
-                picked.errors[at] = "told"
+                selected.errors[at] = "told"
                 continue
             logits_SV[at, token] = 1e4
         return logits_SV
@@ -66,8 +66,8 @@ class Halve(Processor):
     def enter(self, new):
         return bool((new.params.extra_args or {}).get("halve"))
 
-    def apply(self, logits_SV, picked):
-        logits_SV[torch.from_numpy(picked.at)] *= 0.5
+    def apply(self, logits_SV, selected):
+        logits_SV[torch.from_numpy(selected.at)] *= 0.5
         return logits_SV
 
 

@@ -86,9 +86,9 @@ def test_what_is_written_last_stays() -> None:
     """A prompt outside the vocabulary is replaced by zeros before anything is computed of it."""
     rows = DeviceRows(ROWS, LENGTH, 1, BLOCK)
     rows.enter(EnteredRow(1, "a", [7, 8, 9], 3, 0, [[5]], SamplingParams()))
-    rows.put(1, 0, [0, 0, 0])
+    rows.write_tokens(1, 0, [0, 0, 0])
     assert rows.pieces[TOKENS] == [(1, 0, [0, 0, 0])], "pieces of one flush are written in no order"
-    rows.put(1, 3, [4])
+    rows.write_tokens(1, 3, [4])
     rows.flush()
     assert rows.token_ids_RL[1, :5].tolist() == [0, 0, 0, 4, 0]
     assert rows.tables[0][1, :2].tolist() == [5, 0]

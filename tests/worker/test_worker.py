@@ -201,9 +201,10 @@ def test_calls():
     with pytest.raises(ValueError, match="no function 'nonsense'; it has"):
         worker.call("nonsense")
     with pytest.raises(
-        ValidationError, match=r"no function or method '_seat'; it has .*num_parameters.*, run"
+        ValidationError,
+        match=r"no function or method '_update_rows'; it has .*num_parameters.*, run",
     ):
-        worker.call("collective_rpc", "_seat")
+        worker.call("collective_rpc", "_update_rows")
 
 
 def test_tokens_are_kept_in_rows():

@@ -21,7 +21,13 @@ from quire.config.resolve import resolve
 from quire.config.validate import check_options
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
 from quire.models import hf_config
-from quire.models.checkpoint_files import Stored, in_memory, on_disk, stored_tensors, weight_files
+from quire.models.checkpoint_files import (
+    TensorHeader,
+    in_memory,
+    on_disk,
+    stored_tensors,
+    weight_files,
+)
 from quire.models.registry import choose_impl
 from quire.platforms.detect import PlatformFacts, facts
 from quire.plugins import load_plugins
@@ -113,7 +119,7 @@ def _small_files(config: EngineConfig) -> str:
     return hf_config.locate(config.model, load)
 
 
-def _weights(report: DoctorReport, path: str) -> list[Stored] | int:
+def _weights(report: DoctorReport, path: str) -> list[TensorHeader] | int:
     """From the local headers; from the hub's, if the weights have not been fetched yet."""
     config = report.resolved.hf_config if report.resolved else None
     try:
@@ -126,7 +132,7 @@ def _weights(report: DoctorReport, path: str) -> list[Stored] | int:
     return there
 
 
-def _plan(report: DoctorReport, resolved: Resolved, found: list[Stored] | int) -> MemoryPlan:
+def _plan(report: DoctorReport, resolved: Resolved, found: list[TensorHeader] | int) -> MemoryPlan:
     """The memory plan; if it does not fit, the plan with the longest context that does."""
     about, specs = report.facts, specs_of(resolved.hf_config, resolved.kv_dtype)
     weights = in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization)

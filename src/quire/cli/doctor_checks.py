@@ -19,7 +19,7 @@ from quire.config.engine import Resolved
 from quire.config.model import ModelConfig
 from quire.config.quantization import stored_quantization
 from quire.errors import ModelNotFound, QuireError
-from quire.models.checkpoint_files import Stored, header, weight_files
+from quire.models.checkpoint_files import TensorHeader, header, weight_files
 from quire.models.registry import choose_impl
 from quire.models.transformers.modes import (
     PER_REQUEST,
@@ -362,7 +362,7 @@ def _json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def remote_tensors(model: ModelConfig) -> list[Stored] | None:
+def remote_tensors(model: ModelConfig) -> list[TensorHeader] | None:
     """The weights of a hub model, from the headers on the hub; None if it is no hub id, or the hub does not answer."""
     if Path(model.model).expanduser().is_dir() or "/" not in model.model:
         return None

@@ -114,16 +114,16 @@ def build_core(
     compiler = build_compiler(resolved)
     executor = build_executor(resolved, compiler)
     info = msgspec.convert(executor.call("info")[0], WorkerInfo)
-    cut = layout(info.layer_specs(), resolved.block_size, info.max_model_len)
+    kv_layout = layout(info.layer_specs(), resolved.block_size, info.max_model_len)
     gate = GrammarGate(compiler, elsewhere=resolved.executor == "mp")
-    scheduler = build_scheduler(resolved, info, cut, [gate])
+    scheduler = build_scheduler(resolved, info, kv_layout, [gate])
     core = EngineCore(scheduler, executor, resolved.depth)
     gate.wake = lambda: core.inbox.put(None)
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)
     if isinstance(scheduler.waiting, FairQueue):
         core.functions["set_weights"] = scheduler.waiting.set_weights
-    add_observers(core, resolved, info, cut)
+    add_observers(core, resolved, info, kv_layout)
     ready = EngineReady(
         max_model_len=info.max_model_len,
         num_blocks=info.num_blocks,
@@ -137,7 +137,7 @@ def build_core(
         startup=stages.done + info.stages,
         pid=os.getpid(),
         version=__version__,
-        num_tokens=cut.tokens_in(
+        num_tokens=kv_layout.tokens_in(
             info.num_blocks, info.max_model_len,
             min(resolved.max_num_batched_tokens, info.max_model_len),
         ),
@@ -145,7 +145,9 @@ def build_core(
     return core, ready
 
 
-def add_observers(core: EngineCore, resolved: Resolved, info: WorkerInfo, cut: CacheLayout) -> None:
+def add_observers(
+    core: EngineCore, resolved: Resolved, info: WorkerInfo, kv_layout: CacheLayout
+) -> None:
     """The observers of every engine."""
     if resolved.config.observe.enable_mfu_metrics:
         weights = forecast_weights(resolved.spec, resolved.device, available=1 << 62)
@@ -153,7 +155,9 @@ def add_observers(core: EngineCore, resolved: Resolved, info: WorkerInfo, cut: C
             resolved.hf_config, info.layer_specs(), weights, ITEMSIZE[resolved.dtype]
         )
         core.observers.add(StepCostCounter(costs, core.counts))
-    live = Inspector(core.scheduler, core.observers, core.stats, core.depth, cut.bytes_per_block)
+    live = Inspector(
+        core.scheduler, core.observers, core.stats, core.depth, kv_layout.bytes_per_block
+    )
     core.functions |= live.functions()
 
 
@@ -182,13 +186,13 @@ def build_compiler(resolved: Resolved) -> GrammarCompiler:
 
 
 def build_scheduler(
-    resolved: Resolved, info: WorkerInfo, cut: CacheLayout, gates: Sequence[Gate]
+    resolved: Resolved, info: WorkerInfo, kv_layout: CacheLayout, gates: Sequence[Gate]
 ) -> Scheduler:
     options = resolved.config.scheduler
     caching = resolved.prefix_caching and info.prefix_caching
     kv = KVManager(
-        build_pool(resolved, info.num_blocks + 1, len(cut.groups)),
-        cut.groups,
+        build_pool(resolved, info.num_blocks + 1, len(kv_layout.groups)),
+        kv_layout.groups,
         resolved.block_size,
         caching=caching,
         hasher=Hasher(resolved.block_size, element_format=resolved.kv_dtype),

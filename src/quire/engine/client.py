@@ -139,11 +139,11 @@ class InlineClient:
         with self._stepping:
             while not self._outputs:
                 self._check_open()
-                self._keep(self.core.receive(block=self.core.idle))
+                self._handle(self.core.receive(block=self.core.idle))
                 self._check_open()
                 try:
                     with interrupts_deferred():
-                        self._keep(self.core.step())
+                        self._handle(self.core.step())
                 except KeyboardInterrupt:
                     raise
                 except Exception as error:
@@ -162,7 +162,7 @@ class InlineClient:
             # If no thread runs steps, this one receives the message, without running a step.
             if self._stepping.acquire(blocking=False):
                 try:
-                    self._keep(self.core.receive(block=False))
+                    self._handle(self.core.receive(block=False))
                 finally:
                     self._stepping.release()
             with self._replied:
@@ -182,7 +182,7 @@ class InlineClient:
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
 
-    def _keep(self, outbox: Outbox) -> None:
+    def _handle(self, outbox: Outbox) -> None:
         for message in outbox:
             if isinstance(message, Reply):
                 with self._replied:

@@ -97,7 +97,7 @@ class EngineCore:
             if len(self.in_flight) < self.depth:
                 return []
         if not self.in_flight:
-            self._rest()
+            self._go_idle()
             return []
         return self._commit()
 
@@ -129,7 +129,7 @@ class EngineCore:
             self.scheduler.check()
         return outputs
 
-    def _rest(self) -> None:
+    def _go_idle(self) -> None:
         self.idle = True
         if self.check_when_idle and not self.scheduler.has_requests:
             self.scheduler.check()
@@ -141,8 +141,8 @@ class EngineCore:
             case EngineOutput() | Reply():
                 outputs.append(message)
             case EngineRequest():
-                if (refused := self.scheduler.add(message)) is not None:
-                    outputs.append(refused)
+                if (error_output := self.scheduler.add(message)) is not None:
+                    outputs.append(error_output)
             case Abort(ids=ids, why=why):
                 ended = (self.scheduler.abort(id, why) for id in ids)
                 outputs += [output for output in ended if output is not None]
@@ -152,11 +152,11 @@ class EngineCore:
     def _answer(self, call: Call) -> Outbox:
         """Run a named function. Returns what it sends: outputs, then its reply unless that is pending."""
         reply = self._reply(call)
-        sent, self.outbox = self.outbox, []
+        messages, self.outbox = self.outbox, []
         if reply.value is PENDING:
             self.pending_calls.append(call)
-            return sent
-        return [*sent, reply]
+            return messages
+        return [*messages, reply]
 
     def _reply(self, call: Call) -> Reply:
         """If the function fails, the caller gets the error, and the engine goes on."""

@@ -4,7 +4,7 @@ Knows the worker protocol and files. Does not know models. A recording can be ru
 of each occupied row: a worker that computes those rows anew has the same state as the recorded one.
 
     FOLDER/flight-0, flight-1    segments of `SEGMENT` plans; when one is full, the older one is overwritten
-    a segment                    frames of (length: 4 bytes, msgpack): SeatedRows, then StepPlan and StepResult; a
+    a segment                    frames of (length: 4 bytes, msgpack): RowsAtStart, then StepPlan and StepResult; a
                                  length of 0, or the end of the file, ends it
 
 The files are memory-mapped, so writing a frame copies it into the page cache: a killed process loses no written frame.
@@ -35,7 +35,7 @@ MOST_ROOM = 1 << 26  # largest size of a file in bytes; a recording has two file
 LENGTH = struct.Struct("<I")
 
 
-class SeatedRows(Struct, array_like=True, tag="seated"):
+class RowsAtStart(Struct, array_like=True, tag="rows"):
     """The rows at the start of a segment, each as if it entered now. For each, `done` tokens were computed."""
 
     rows: list[EnteredRow]
@@ -43,19 +43,19 @@ class SeatedRows(Struct, array_like=True, tag="seated"):
     steps: int  # number of steps before this segment
 
 
-Frame = SeatedRows | StepPlan | StepResult
+Frame = RowsAtStart | StepPlan | StepResult
 
 
 class Recording(Struct):
     """A recording as read from disk: its start state, and the frames after it."""
 
-    seated: SeatedRows
+    start: RowsAtStart
     frames: list[StepPlan | StepResult]
 
     def unfinished(self) -> set[str]:
         """Ids of the requests in plans without a result."""
         results = {f.step for f in self.frames if isinstance(f, StepResult)}
-        ids = {row.row: row.id for row in self.seated.rows}
+        ids = {row.row: row.id for row in self.start.rows}
         stuck: set[str] = set()
         for frame in self.frames:
             if isinstance(frame, StepPlan):
@@ -66,7 +66,7 @@ class Recording(Struct):
 
     def running(self) -> list[EnteredRow]:
         """The requests that have a row at the end."""
-        rows = {row.row: row for row in self.seated.rows}
+        rows = {row.row: row for row in self.start.rows}
         for frame in self.frames:
             if isinstance(frame, StepPlan):
                 for row in frame.freed_rows:
@@ -76,7 +76,7 @@ class Recording(Struct):
 
     def seen(self) -> set[str]:
         """Ids of all requests that had a row at any time."""
-        ids = {row.id for row in self.seated.rows}
+        ids = {row.id for row in self.start.rows}
         for frame in self.frames:
             if isinstance(frame, StepPlan):
                 ids |= {new.id for new in frame.entered}
@@ -184,7 +184,7 @@ class FlightRecorder:
     def _plan(self, plan: StepPlan) -> None:
         if self._plans % SEGMENT == 0:
             self._turn_page()
-        entered = [_noted(new) for new in plan.entered]
+        entered = [_with_encoded_params(new) for new in plan.entered]
         self._write(msgspec.structs.replace(plan, entered=entered) if entered else plan)
         self._plans += 1
         for row in plan.freed_rows:
@@ -244,12 +244,12 @@ class FlightRecorder:
         self._segment = segment
         rows = [msgspec.structs.replace(row, num_computed_tokens=0) for row in self._rows.values()]
         done = [self._done[row.row] for row in rows]
-        self._write(SeatedRows(rows, done, self._plans))
+        self._write(RowsAtStart(rows, done, self._plans))
 
     def _write(self, frame: Frame) -> None:
         data = self._encoder.encode(frame)
         if self._segment is not None and not self._segment.has_room(len(data)):
-            if isinstance(frame, SeatedRows):
+            if isinstance(frame, RowsAtStart):
                 raise OSError(f"the state of the running requests is larger than {MOST_ROOM} bytes")
             self._turn_page()
         if self._segment is not None:
@@ -258,7 +258,7 @@ class FlightRecorder:
             self._segment.append(data)
 
 
-def _noted(new: EnteredRow) -> EnteredRow:
+def _with_encoded_params(new: EnteredRow) -> EnteredRow:
     """Encode the parameters once, in their short form, because each segment repeats those of all occupied rows."""
     return msgspec.structs.replace(
         new, params=msgspec.Raw(msgspec.msgpack.encode(short_form(new.params)))
@@ -269,13 +269,13 @@ def frames(path: Path) -> Iterator[Frame]:
     """Frames of a segment, up to its end or to the first incomplete one."""
     decoder = msgspec.msgpack.Decoder(Frame)
     data = path.read_bytes()
-    at = 0
-    while at + 4 <= len(data):
-        (length,) = LENGTH.unpack_from(data, at)
-        if not length or at + 4 + length > len(data):
+    offset = 0
+    while offset + 4 <= len(data):
+        (length,) = LENGTH.unpack_from(data, offset)
+        if not length or offset + 4 + length > len(data):
             return
-        yield decoder.decode(data[at + 4 : at + 4 + length])
-        at += 4 + length
+        yield decoder.decode(data[offset + 4 : offset + 4 + length])
+        offset += 4 + length
 
 
 def read_recording(folder: Path) -> Recording | None:
@@ -284,20 +284,20 @@ def read_recording(folder: Path) -> Recording | None:
     Raises:
         ValueError: a file is not a flight recording.
     """
-    segments: list[tuple[SeatedRows, list[StepPlan | StepResult]]] = []
+    segments: list[tuple[RowsAtStart, list[StepPlan | StepResult]]] = []
     for path in sorted(folder.glob("flight-*")):
         try:
-            found = list(frames(path))
+            segment_frames = list(frames(path))
         except (ValueError, msgspec.DecodeError) as why:
             raise ValueError(f"{path} is not a flight recording: {why}") from None
-        if not found:
+        if not segment_frames:
             continue  # just started
-        first, *rest = found
-        if not isinstance(first, SeatedRows):
+        first, *rest = segment_frames
+        if not isinstance(first, RowsAtStart):
             raise ValueError(
                 f"{path} is not a flight recording: it does not start with the running requests"
             )
-        segments.append((first, [f for f in rest if not isinstance(f, SeatedRows)]))
+        segments.append((first, [f for f in rest if not isinstance(f, RowsAtStart)]))
     if not segments:
         return None
     segments.sort(key=lambda segment: segment[0].steps)

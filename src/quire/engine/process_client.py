@@ -19,7 +19,7 @@ import zmq
 
 from quire.config.engine import Resolved
 from quire.engine.client import answer
-from quire.engine.quarantine import MOST, Suspects, digest_of
+from quire.engine.quarantine import MAX_DIGESTS, Suspects, digest_of
 from quire.engine.shared_state import EngineState, StateBoard
 from quire.engine.supervisor import EngineSupervisor
 from quire.errors import (
@@ -66,10 +66,10 @@ class EngineSockets:
 class UnfinishedRequest:
     """An unfinished request of this client."""
 
-    __slots__ = ("aborted", "begun", "request", "sent")
+    __slots__ = ("aborted", "has_started", "request", "sent")
 
     def __init__(self, request: EngineRequest):
-        self.request, self.sent, self.begun, self.aborted = request, 1, False, False
+        self.request, self.sent, self.has_started, self.aborted = request, 1, False, False
 
 
 class ProcessClient:
@@ -109,7 +109,7 @@ class ProcessClient:
         self._sockets = EngineSockets(self._context, folder / str(self.epoch), client)
 
     def state(self) -> EngineState:
-        return self._board.look() if self.supervisor is None else self.supervisor.state
+        return self._board.read() if self.supervisor is None else self.supervisor.state
 
     def check(self) -> None:
         self._check_open()
@@ -165,8 +165,8 @@ class ProcessClient:
         self._check_open()
         with self._sending:
             for id in ids:
-                if (ours := self._unfinished.get(id)) is not None:
-                    ours.aborted = True
+                if (unfinished := self._unfinished.get(id)) is not None:
+                    unfinished.aborted = True
             self._put(Abort(ids, why))
 
     def call(self, name: str, *args: Any) -> Any:
@@ -228,7 +228,7 @@ class ProcessClient:
         """Receive messages; if none comes, check the engine's state. The caller has the lock `_reading`."""
         try:
             if self._sockets.up.poll(wait_ms):
-                self._keep(self._decoder.decode(self._sockets.up.recv_multipart()))
+                self._handle(self._decoder.decode(self._sockets.up.recv_multipart()))
                 return
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine was shut down") from error
@@ -240,15 +240,15 @@ class ProcessClient:
         elif state.condition in ("dead", "closed") and self._dead is None:
             self._dead = EngineDeadError(state.error or "the engine was shut down")
 
-    def _keep(self, messages: list[FromEngine]) -> None:
+    def _handle(self, messages: list[FromEngine]) -> None:
         for message in messages:
             match message:
                 case EngineOutput():
-                    if (ours := self._unfinished.get(message.id)) is not None:
-                        ours.begun = True
+                    if (unfinished := self._unfinished.get(message.id)) is not None:
+                        unfinished.has_started = True
                         if message.finish is not None:
                             del self._unfinished[message.id]
-                            self._clear(ours.request, message.finish)
+                            self._clear(unfinished.request, message.finish)
                     self._outputs.append(message)
                 case Reply():
                     with self._replied:
@@ -260,7 +260,7 @@ class ProcessClient:
     def _follow_replacement(self, state: EngineState) -> None:
         """The engine was replaced: end the requests that had begun, send the rest to the new process."""
         while self._sockets.up.poll(0):  # outputs from before the death are valid
-            self._keep(self._decoder.decode(self._sockets.up.recv_multipart()))
+            self._handle(self._decoder.decode(self._sockets.up.recv_multipart()))
         error = (
             "the engine was restarted while this request ran; see the server's log under"
             f" {state.incident}"
@@ -272,24 +272,24 @@ class ProcessClient:
                 self._context, self._folder / str(self.epoch), self.client
             )
             ran = self._note_deaths(state)
-            for id, ours in list(self._unfinished.items()):
-                if ours.aborted:  # the old process may not have received the abort
+            for id, unfinished in list(self._unfinished.items()):
+                if unfinished.aborted:  # the old process may not have received the abort
                     self._end(id, "abort")
-                elif id in ran or self._is_poison(ours.request):
+                elif id in ran or self._is_poison(unfinished.request):
                     self._end(id, "error", error, "reported")
                 else:
-                    ours.sent += 1
-                    self._resend(ours.request)
+                    unfinished.sent += 1
+                    self._resend(unfinished.request)
 
     def _note_deaths(self, state: EngineState) -> set[str]:
         """Ids of this client's requests that must not be sent again: they may have run, or were sent twice."""
         lost, not_again, suspects = set(state.lost), set(), []
-        for id, ours in self._unfinished.items():
-            ran = ours.begun or id in lost or ours.sent > 1
+        for id, unfinished in self._unfinished.items():
+            ran = unfinished.has_started or id in lost or unfinished.sent > 1
             if ran:
                 not_again.add(id)
             if ran or not state.recorded:  # without a recording any of them may have run
-                suspects.append(digest_of(ours.request))
+                suspects.append(digest_of(unfinished.request))
         self._suspects.ran(suspects)
         self._poison = frozenset(self._suspects.poison())
         return not_again
@@ -299,8 +299,8 @@ class ProcessClient:
         error = f"the engine failed and will be restarted later (see the server's log under {state.incident})"
         with self._sending:
             self._note_deaths(state)
-            for id, ours in list(self._unfinished.items()):
-                if ours.aborted:
+            for id, unfinished in list(self._unfinished.items()):
+                if unfinished.aborted:
                     self._end(id, "abort")
                 else:
                     self._end(id, "error", error, "overloaded")
@@ -320,7 +320,7 @@ class ProcessClient:
             return
         digest = digest_of(request)
         if self._suspects.completed(digest):
-            if len(self._cleared) >= MOST:
+            if len(self._cleared) >= MAX_DIGESTS:
                 self._cleared.clear()
             self._cleared.add(digest)
 

@@ -20,7 +20,7 @@ from quire.protocol.sampling_params import SamplingParams
 DEATHS = 2  # one may be a coincidence
 # how long a request is refused at most, because it may be innocent and only have run beside a poisonous one
 FORGET_S = 3600.0
-MOST = 1024  # digests that are kept, so that the published list fits on the state board
+MAX_DIGESTS = 1024  # digests that are kept, so that the published list fits on the state board
 MOST_FIELD = 1 << 10  # larger fields are replaced by a digest in a short form
 MOST_PARAMS = 1 << 16  # larger parameters get a short form
 
@@ -39,8 +39,8 @@ class Suspects:
         for digest in set(digests):
             count, _ = self._deaths.pop(digest, (0, now))
             self._deaths[digest] = count + 1, now
-        for digest, (_, when) in list(self._deaths.items()):
-            if len(self._deaths) <= MOST and now - when <= FORGET_S:
+        for digest, (_, last) in list(self._deaths.items()):
+            if len(self._deaths) <= MAX_DIGESTS and now - last <= FORGET_S:
                 break
             del self._deaths[digest]
 
@@ -53,8 +53,8 @@ class Suspects:
         now = self._clock()
         return [
             digest
-            for digest, (count, when) in self._deaths.items()
-            if count >= DEATHS and now - when <= FORGET_S
+            for digest, (count, last) in self._deaths.items()
+            if count >= DEATHS and now - last <= FORGET_S
         ]
 
     def __bool__(self) -> bool:

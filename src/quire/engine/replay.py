@@ -45,22 +45,22 @@ def replay(recording: Recording, executor: Executor, budget: int) -> Iterator[Re
         budget: the most tokens of a step (max_num_batched_tokens).
     """
     recorded = {f.step: f for f in recording.frames if isinstance(f, StepResult)}
-    seated = recording.seated
-    if seated.rows:
-        for plan in _compute(seated.rows, seated.done, [], budget):
+    start = recording.start
+    if start.rows:
+        for plan in _compute(start.rows, start.done, [], budget):
             executor.launch(plan).result()
     for plan in (f for f in recording.frames if isinstance(f, StepPlan)):
-        if known := [new for new in plan.entered if new.num_computed_tokens]:
-            done = [new.num_computed_tokens for new in known]
-            fresh = [msgspec.structs.replace(new, num_computed_tokens=0) for new in known]
-            for before in _compute(fresh, done, plan.freed_rows, budget):
-                executor.launch(before).result()
-            left = [new.row for new in known]
-            now = msgspec.structs.replace(plan, freed_rows=left)
+        if resumed := [new for new in plan.entered if new.num_computed_tokens]:
+            done = [new.num_computed_tokens for new in resumed]
+            fresh = [msgspec.structs.replace(new, num_computed_tokens=0) for new in resumed]
+            for prefill in _compute(fresh, done, plan.freed_rows, budget):
+                executor.launch(prefill).result()
+            freed_rows = [new.row for new in resumed]
+            replayed_plan = msgspec.structs.replace(plan, freed_rows=freed_rows)
         else:
-            now = plan
+            replayed_plan = plan
         try:
-            result, error = executor.launch(now).result(), None
+            result, error = executor.launch(replayed_plan).result(), None
         except Exception as why:
             result, error = None, why
         yield Replayed(plan, recorded.get(plan.step), result, error)
@@ -69,20 +69,21 @@ def replay(recording: Recording, executor: Executor, budget: int) -> Iterator[Re
 
 
 def _compute(
-    rows: list[EnteredRow], done: list[int], left: list[int], budget: int
+    rows: list[EnteredRow], done: list[int], freed_rows: list[int], budget: int
 ) -> Iterator[StepPlan]:
     """Plans that enter these rows and compute the first `done` tokens of each.
 
     Steps that were in flight when the recording began drew tokens that it does not contain. They are drawn again here.
     """
-    at, entered = {new.row: 0 for new in rows}, rows
-    while entered or any(at[new.row] < end for new, end in zip(rows, done, strict=True)):
+    computed, entered = {new.row: 0 for new in rows}, rows
+    while entered or any(computed[new.row] < end for new, end in zip(rows, done, strict=True)):
         work, room = [], budget
         for new, end in zip(rows, done, strict=True):
-            start = at[new.row]
-            known = max(len(new.tokens), start + 1)  # no later token exists before the next draw
-            if n := min(min(end, known) - start, room):
+            start = computed[new.row]
+            # no later token exists before the next draw
+            num_known = max(len(new.tokens), start + 1)
+            if n := min(min(end, num_known) - start, room):
                 work.append(WorkItem(new.row, n, samples=isinstance(new.params, SamplingParams)))
-                at[new.row], room = start + n, room - n
-        yield StepPlan(0, entered, work, left)
-        entered, left = [], []
+                computed[new.row], room = start + n, room - n
+        yield StepPlan(0, entered, work, freed_rows)
+        entered, freed_rows = [], []

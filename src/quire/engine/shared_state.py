@@ -58,13 +58,13 @@ class StateBoard:
         self.fd = memory_file() if fd is None else fd
         self._map = mmap.mmap(self.fd, HEAD.size + ROOM)
         self._number = 0
-        self.now = EngineState(1, "starting")
+        self.latest = EngineState(1, "starting")
         if self.owned:
-            self.publish(self.now)
+            self.publish(self.latest)
 
     def publish(self, state: EngineState) -> None:
         """Publish a state. If it is too large, its lists are left out and its texts are shortened."""
-        self.now = state
+        self.latest = state
         data = msgspec.msgpack.encode(state)
         if len(data) > ROOM:
             data = msgspec.msgpack.encode(msgspec.structs.replace(
@@ -75,20 +75,20 @@ class StateBoard:
         self._map[HEAD.size : HEAD.size + len(data)] = data
         self._map[: HEAD.size] = HEAD.pack(self._number, len(data), crc32(data))
 
-    def look(self) -> EngineState:
+    def read(self) -> EngineState:
         """The latest state; while a new one is being written, the one before it."""
         if self.owned:
-            return self.now
+            return self.latest
         number, length, crc = HEAD.unpack_from(self._map)
         if number != self._number and length <= ROOM:
             data = self._map[HEAD.size : HEAD.size + length]
             if crc32(data) == crc:
-                self.now, self._number = msgspec.msgpack.decode(data, type=EngineState), number
-        return self.now
+                self.latest, self._number = msgspec.msgpack.decode(data, type=EngineState), number
+        return self.latest
 
     def close(self) -> None:
-        """Close the file; `look` still returns the last state."""
-        self.look()
+        """Close the file; `read` still returns the last state."""
+        self.read()
         self.owned = True
         if self.fd >= 0:
             os.close(self.fd)

@@ -66,7 +66,7 @@ class SleepController:
         """The holds, by holder."""
         self.lasting: set[str] = set()
         """The lasting reasons to block all requests, which have no holder."""
-        self.away: set[str] = set()
+        self.missing_parts: set[str] = set()
         """The TAGS that must return before work goes on."""
         self.level = -1
 
@@ -81,16 +81,16 @@ class SleepController:
             core.settle()
             ended = (scheduler.abort(id) for id in list(scheduler.requests))
             core.outbox += [output for output in ended if output is not None]
-        return self._left()
+        return self._num_unfinished()
 
     def drained(self, holder: str = NO_HOLDER) -> Any:
         """Answered when all requests that may go on have ended: True. False: the hold is gone, since a caller resumed,
         or the holder gave up."""
         if holder not in self.holds:
             return False
-        return PENDING if self._left() else True
+        return PENDING if self._num_unfinished() else True
 
-    def _left(self) -> int:
+    def _num_unfinished(self) -> int:
         return sum(map(self.gate.ready, self.core.scheduler.requests.values()))
 
     def release_hold(self, holder: str = NO_HOLDER) -> None:
@@ -100,7 +100,7 @@ class SleepController:
 
     def release_client(self, number: int) -> None:
         """Release the holds of a frontend that is gone."""
-        self.holds = {holder: held for holder, held in self.holds.items() if held.client != number}
+        self.holds = {holder: hold for holder, hold in self.holds.items() if hold.client != number}
         self._set_gate()
 
     def pause(self, holder: str = NO_HOLDER) -> bool:
@@ -110,7 +110,7 @@ class SleepController:
     def resume(self, reason: str = PAUSE) -> bool:
         """End all blocking for that reason. Returns whether work goes on."""
         self.lasting.discard(reason)
-        self.holds = {holder: held for holder, held in self.holds.items() if held.reason != reason}
+        self.holds = {holder: hold for holder, hold in self.holds.items() if hold.reason != reason}
         self._set_gate()
         return not self.is_paused()
 
@@ -131,7 +131,7 @@ class SleepController:
             if self.gate in gates:
                 gates.remove(self.gate)
             return
-        untils = (held.until for held in self.holds.values())
+        untils = (hold.until for hold in self.holds.values())
         self.gate.until = 0 if self.lasting else min(untils)
         if self.gate not in gates:
             gates.append(self.gate)
@@ -151,47 +151,47 @@ class SleepController:
         try:
             core.settle()
             if level:
-                self._put_away(level)
+                self._sleep_workers(level)
         except Exception:
             # otherwise the engine would stay blocked, since its callers do not see it as asleep
             self.release_hold(holder)
             raise
         self._make_lasting(SLEEP, holder)
-        self.away |= set(PARTS) if level else {"scheduling"}
-        self._be(max(self.level, level))
+        self.missing_parts |= set(PARTS) if level else {"scheduling"}
+        self._set_level(max(self.level, level))
         return True
 
     def release_kv_cache(self) -> str | None:
         """Free only the KV cache, until `wake_up`. Returns the reason if it is not possible."""
         if not self.lasting:
             return "releasing the KV cache needs a paused or sleeping engine: pause it first, or sleep at level 0"
-        if gone := sorted(self.away & set(PARTS)):
-            return f"the engine has already released memory ({', '.join(gone)}): call wake_up to restore it"
+        if freed := sorted(self.missing_parts & set(PARTS)):
+            return f"the engine has already released memory ({', '.join(freed)}): call wake_up to restore it"
         self.core.settle()
-        self._put_away(0)
+        self._sleep_workers(0)
         self.lasting.add(SLEEP)
         self._set_gate()
-        self.away = {"kv_cache"}
-        self._be(0)
+        self.missing_parts = {"kv_cache"}
+        self._set_level(0)
         return None
 
-    def _put_away(self, level: int) -> None:
+    def _sleep_workers(self, level: int) -> None:
         scheduler = self.core.scheduler
         scheduler.preempt_all()
         if not scheduler.kv.reset():
             raise RuntimeError("KV blocks are in use although no request runs")
-        self.core.executor.call("put_away", level)
+        self.core.executor.call("sleep_worker", level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> list[str]:
         """Restore some parts, or all. Returns those still missing; after the last one, work goes on."""
-        wanted = set(checked_tags(tags))
-        if parts := sorted(wanted & self.away & set(PARTS)):
-            self.core.executor.call("bring_back", parts)
-        self.away -= wanted
-        if not self.away:
-            self._be(-1)
+        requested = set(checked_tags(tags))
+        if parts := sorted(requested & self.missing_parts & set(PARTS)):
+            self.core.executor.call("wake_up_worker", parts)
+        self.missing_parts -= requested
+        if not self.missing_parts:
+            self._set_level(-1)
             self.resume(SLEEP)
-        return sorted(self.away)
+        return sorted(self.missing_parts)
 
     def is_sleeping(self) -> bool:
         return self.level >= 0
@@ -199,7 +199,8 @@ class SleepController:
     # -- across restarts ------------------------------------------------------------------------
     def saved_state(self) -> dict[str, Any]:
         """The sleep state, for `restore_state` in another process."""
-        return {"paused": PAUSE in self.lasting, "level": self.level, "away": sorted(self.away)}
+        missing = sorted(self.missing_parts)
+        return {"paused": PAUSE in self.lasting, "level": self.level, "missing_parts": missing}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Restore the sleep state that `saved_state` of another process returned; this engine has no requests yet."""
@@ -208,12 +209,12 @@ class SleepController:
             self._set_gate()
         if state["level"] >= 0:
             self.sleep(state["level"])
-            if state["level"] == 0 and "kv_cache" in state["away"]:
+            if state["level"] == 0 and "kv_cache" in state["missing_parts"]:
                 self.release_kv_cache()
-            if back := self.away - set(state["away"]):
-                self.wake_up(sorted(back))
+            if restored := self.missing_parts - set(state["missing_parts"]):
+                self.wake_up(sorted(restored))
 
-    def _be(self, level: int) -> None:
+    def _set_level(self, level: int) -> None:
         self.level = level
         # by level; on a CPU, "offloaded" weights stay where they are
         self.core.state = STATES[max(level, 0)]

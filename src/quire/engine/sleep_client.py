@@ -15,10 +15,10 @@ from typing import Any
 from quire.engine.sleep import PAUSE, SLEEP, checked_level, checked_mode
 from quire.errors import Conflict, QuireError
 
-Ask = Callable[..., Awaitable[Any]]
+EngineCall = Callable[..., Awaitable[Any]]
 
 
-async def pause(call: Ask, mode: str) -> None:
+async def pause(call: EngineCall, mode: str) -> None:
     """Block new requests from now on, and return when no request runs that must end first.
 
     Raises:
@@ -29,7 +29,7 @@ async def pause(call: Ask, mode: str) -> None:
         check_held(await call("pause", holder))
 
 
-async def sleep(call: Ask, level: int, mode: str) -> None:
+async def sleep(call: EngineCall, level: int, mode: str) -> None:
     """Like `pause`, but also free memory.
 
     Raises:
@@ -41,7 +41,7 @@ async def sleep(call: Ask, level: int, mode: str) -> None:
         check_held(await call("sleep", level, holder))
 
 
-async def release(call: Ask) -> None:
+async def release(call: EngineCall) -> None:
     """Free only the KV cache.
 
     Raises:
@@ -51,22 +51,22 @@ async def release(call: Ask) -> None:
 
 
 @asynccontextmanager
-async def holding(call: Ask, mode: str, reason: str) -> AsyncIterator[str]:
+async def holding(call: EngineCall, mode: str, reason: str) -> AsyncIterator[str]:
     """Block new requests; the body runs when all requests that may go on have ended."""
     holder = uuid.uuid4().hex
-    sent: asyncio.Future[Any] = asyncio.ensure_future(call("hold", mode, reason, holder))
+    hold: asyncio.Future[Any] = asyncio.ensure_future(call("hold", mode, reason, holder))
     try:
-        await asyncio.shield(sent)
+        await asyncio.shield(hold)
         check_held(await call("drained", holder))  # answered when that is known
         yield holder
     except BaseException:
-        await asyncio.shield(asyncio.ensure_future(_release(call, holder, sent)))
+        await asyncio.shield(asyncio.ensure_future(_release(call, holder, hold)))
         raise
 
 
-async def _release(call: Ask, holder: str, sent: asyncio.Future[Any]) -> None:
+async def _release(call: EngineCall, holder: str, hold: asyncio.Future[Any]) -> None:
     with suppress(QuireError):  # an engine that is gone has no holds
-        await sent  # `hold` may still run in another thread, and `release_hold` must come after it
+        await hold  # `hold` may still run in another thread, and `release_hold` must come after it
     with suppress(QuireError):
         await call("release_hold", holder)  # also answers `drained`
 

@@ -73,19 +73,19 @@ class EngineSupervisor:
     @property
     def state(self) -> EngineState:
         """The state of the engine. It is dead too if the supervisor's thread has ended unexpectedly."""
-        state = self.board.now
+        state = self.board.latest
         if state.condition in ("dead", "closed") or self._thread.is_alive():
             return state
-        if (state := self.board.now).condition not in ("dead", "closed"):
+        if (state := self.board.latest).condition not in ("dead", "closed"):
             log.error("the thread that supervises the engine has ended")
             self._change(condition="dead", error="the thread that supervises the engine has ended")
-        return self.board.now
+        return self.board.latest
 
     def close(self, seconds: float = 5.0) -> None:
         """Stop the child; kill it if it does not end."""
         self._closing.set()
         self._thread.join(seconds + 2.0)
-        if self.board.now.condition != "dead":
+        if self.board.latest.condition != "dead":
             self._change(condition="closed")
         self.board.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -102,11 +102,11 @@ class EngineSupervisor:
             self._change(condition="dead", error=f"{type(error).__name__}: {error}")
 
     def _change(self, **changes: Any) -> None:
-        self.board.publish(msgspec.structs.replace(self.board.now, **changes))
+        self.board.publish(msgspec.structs.replace(self.board.latest, **changes))
 
     def _run_once(self) -> bool:
         """Run one child from its start to its end. Returns whether to start another."""
-        epoch = self.board.now.epoch
+        epoch = self.board.latest.epoch
         self._write_configuration(self.folder / str(epoch) / CONFIG)
         try:
             self.child = child = SupervisedProcess(partial(self._spawn, epoch))
@@ -170,7 +170,7 @@ class EngineSupervisor:
 
     def _after(self, died: EngineDied) -> bool:
         """Publish what was lost. Returns whether to start the engine again, at once or after a delay."""
-        state = self.board.now
+        state = self.board.latest
         if state.condition == "starting":  # the caller that waits for the start reports it
             self._change(condition="dead", error=died.error, traceback=died.traceback)
             return False
@@ -179,18 +179,18 @@ class EngineSupervisor:
         self._suspects.ran(digest_of_entered(row) for row in running)
         incident, restart = secrets.token_hex(4), self._restarts.after_death()
         log.error("failure %s: %s; %s\n%s", incident, died.error, restart.text, died.traceback)
-        new = EngineState(
+        state_after = EngineState(
             state.epoch, "dead" if restart.delay is None else "delayed", error=died.error, traceback=died.traceback,
             lost=[] if recording is None else sorted(recording.seen()), recorded=recording is not None,
             poison=self._suspects.poison(), incident=incident,
         )  # fmt: skip
         if restart.delay is None:
-            new.error += f" ({restart.text})"
-            self.board.publish(new)
+            state_after.error += f" ({restart.text})"
+            self.board.publish(state_after)
             return False
         if restart.delay:
-            self.board.publish(new)
-        return self._start_next(new, restart.delay)
+            self.board.publish(state_after)
+        return self._start_next(state_after, restart.delay)
 
     def _start_next(self, state: EngineState, wait: float) -> bool:
         """Create the next process's folder and publish that, after `wait` seconds; False: the supervisor was closed."""
@@ -219,7 +219,7 @@ class EngineSupervisor:
 
     def _recording(self) -> flight_recorder.Recording | None:
         """What the dead engine did last; also kept for `quire replay`."""
-        folder = self.folder / str(self.board.now.epoch)
+        folder = self.folder / str(self.board.latest.epoch)
         try:
             recording = flight_recorder.read_recording(folder)
         except Exception:  # its last steps may have left anything there

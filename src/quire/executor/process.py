@@ -180,13 +180,13 @@ class _Step:
 
 
 def _spawn() -> tuple[Connection, subprocess.Popen[bytes]]:
-    ours, theirs = Pipe()
-    fd = theirs.fileno()
+    parent_end, child_end = Pipe()
+    fd = child_end.fileno()
     try:
         child = start_child("quire.executor.worker_process", [fd, os.getpid()], fds=[fd])
     except BaseException:
-        ours.close()
+        parent_end.close()
         raise
     finally:
-        theirs.close()  # or this process would never see the child's end close
-    return ours, child
+        child_end.close()  # or this process would never see the child's end close
+    return parent_end, child

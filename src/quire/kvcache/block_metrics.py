@@ -37,14 +37,14 @@ class BlockHistogram:
 
 @dataclass(slots=True)
 class Stay:
-    """One content of a block: when the block was taken, and when a request last used it."""
+    """One content of a block: when the block was allocated, and when a request last used it."""
 
-    taken: float
-    used: float
+    allocated_at: float
+    last_used: float
 
 
 class ObservedBlockPool(BlockPool):
-    """Samples a `share` of all blocks that are taken. Content that was never published is not counted."""
+    """Samples a `share` of all blocks that are allocated. Content that was never published is not counted."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class ObservedBlockPool(BlockPool):
         self.stays: dict[int, Stay] = {}
         self.lifetime, self.idle, self.gap = (BlockHistogram(bounds) for _ in range(3))
 
-    def take(self) -> int:
-        block = super().take()
+    def allocate(self) -> int:
+        block = super().allocate()
         self.stays.pop(block, None)
         if self.draw.random() < self.watch_share:
             now = self.clock()
@@ -72,8 +72,8 @@ class ObservedBlockPool(BlockPool):
     def share(self, block: int) -> None:
         if (stay := self.stays.get(block)) is not None and self.refs[block] == 0:
             now = self.clock()
-            self.gap.add(now - stay.used)
-            stay.used = now
+            self.gap.add(now - stay.last_used)
+            stay.last_used = now
         super().share(block)
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -81,13 +81,13 @@ class ObservedBlockPool(BlockPool):
         super().release(blocks)
         for block in blocks:
             if (stay := self.stays.get(block)) is not None and self.refs[block] == 0:
-                stay.used = self.clock()
+                stay.last_used = self.clock()
 
     def forget(self, block: int) -> None:
         if block in self.hash_of and (stay := self.stays.pop(block, None)) is not None:
             now = self.clock()
-            self.lifetime.add(now - stay.taken)
-            self.idle.add(now - stay.used)
+            self.lifetime.add(now - stay.allocated_at)
+            self.idle.add(now - stay.last_used)
         super().forget(block)
 
     def forget_all(self) -> None:

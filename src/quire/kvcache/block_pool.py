@@ -35,7 +35,7 @@ class BlockPool:
     def usable(self) -> int:
         return self.num_blocks - 1
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Take the first free block. Its old content can no longer be found."""
         block, _ = self.free.popitem(last=False)
         self.forget(block)
@@ -72,8 +72,8 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """Make this block's content unfindable."""
-        if (known := self.hash_of.pop(block, None)) is not None:
-            group, hash = known
+        if (key := self.hash_of.pop(block, None)) is not None:
+            group, hash = key
             del self.by_hash[group][hash]
 
     def forget_all(self) -> None:

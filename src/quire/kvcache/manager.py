@@ -23,7 +23,7 @@ from quire.kvcache.specs import CacheGroup, WindowSpec
 from quire.protocol.request import MediaItem
 
 
-class Holder(Protocol):
+class CachedRequest(Protocol):
     """The fields of a request that the manager uses."""
 
     tokens: list[int]
@@ -77,7 +77,7 @@ class KVManager:
         return max_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
 
     # -- prefixes -------------------------------------------------------------------------------
-    def match(self, request: Holder) -> tuple[int, Prefix]:
+    def match(self, request: CachedRequest) -> tuple[int, Prefix]:
         """(tokens, blocks by group) of the longest cached prefix; never the whole request.
 
         At least one token remains to be computed, since the request needs its logits.
@@ -86,81 +86,85 @@ class KVManager:
         if not self.caching:
             return 0, nothing
         self.hasher.extend(request.hashes, request.root, request.tokens, request.media)
-        most = (len(request.tokens) - 1) // self.block_size
-        hashes = request.hashes[:most]
-        found = [self._found(g, hashes) for g in range(len(self.groups))]
-        count = self._agree(found, most)
+        max_blocks = (len(request.tokens) - 1) // self.block_size
+        hashes = request.hashes[:max_blocks]
+        cached_blocks = [self._cached_blocks(g, hashes) for g in range(len(self.groups))]
+        count = self._longest_prefix(cached_blocks, max_blocks)
         if not count:
             return 0, nothing
-        blocks = [column[:count] for column in found]
+        blocks = [column[:count] for column in cached_blocks]
         for g, spec in self.windows:
             first = spec.first_needed(count * self.block_size) // self.block_size
             blocks[g][:first] = [NULL_BLOCK] * first
         return count * self.block_size, blocks
 
-    def _found(self, group: int, hashes: list[bytes]) -> list[int]:
+    def _cached_blocks(self, group: int, hashes: list[bytes]) -> list[int]:
         """The block of each hash, or the null block. For a group without a window the list ends at the first gap."""
-        known = [self.pool.by_hash[group].get(hash, NULL_BLOCK) for hash in hashes]
-        if group in self.unbounded and NULL_BLOCK in known:
-            return known[: known.index(NULL_BLOCK)]
-        return known
+        blocks = [self.pool.by_hash[group].get(hash, NULL_BLOCK) for hash in hashes]
+        if group in self.unbounded and NULL_BLOCK in blocks:
+            return blocks[: blocks.index(NULL_BLOCK)]
+        return blocks
 
-    def _agree(self, found: list[list[int]], most: int) -> int:
+    def _longest_prefix(self, cached_blocks: list[list[int]], max_blocks: int) -> int:
         """The length in blocks of the longest prefix that every group has."""
-        count = min([most, *(len(found[g]) for g in self.unbounded)])
+        count = min([max_blocks, *(len(cached_blocks[g]) for g in self.unbounded)])
         while count:
-            gaps = [self._last_gap(found[g], spec, count) for g, spec in self.windows]
+            gaps = [self._last_gap(cached_blocks[g], spec, count) for g, spec in self.windows]
             if all(gap < 0 for gap in gaps):
                 return count
             count = min(gap for gap in gaps if gap >= 0)  # try a prefix that ends before the gap
         return 0
 
-    def _last_gap(self, known: list[int], spec: WindowSpec, count: int) -> int:
+    def _last_gap(self, blocks: list[int], spec: WindowSpec, count: int) -> int:
         """The last missing block that the token at position count * block_size needs; -1 if none is missing."""
         first = spec.first_needed(count * self.block_size) // self.block_size
         for index in range(count - 1, first - 1, -1):
-            if known[index] == NULL_BLOCK:
+            if blocks[index] == NULL_BLOCK:
                 return index
         return -1
 
     # -- growing --------------------------------------------------------------------------------
     def admit(
-        self, request: Holder, prefix: Prefix, num_cached_tokens: int, num_tokens: int
+        self, request: CachedRequest, prefix: Prefix, num_cached_tokens: int, num_tokens: int
     ) -> bool:
         """Share `prefix` and take blocks for num_tokens after it. False (and no change) if they do not fit."""
         shared = [block for column in prefix for block in column if block != NULL_BLOCK]
         idle = sum(self.pool.refs[block] == 0 for block in shared)
-        need = -(-(num_cached_tokens + num_tokens) // self.block_size) - len(prefix[0])
-        if need * len(self.groups) > len(self.pool.free) - idle:
+        num_blocks = -(-(num_cached_tokens + num_tokens) // self.block_size) - len(prefix[0])
+        if num_blocks * len(self.groups) > len(self.pool.free) - idle:
             return False
         for block in shared:
             self.pool.share(block)
-        request.blocks = [column + [self.pool.take() for _ in range(need)] for column in prefix]
+        request.blocks = [column + self._allocate(num_blocks) for column in prefix]
         request.capacity = len(request.blocks[0]) * self.block_size
         request.num_published_blocks = request.num_cached_blocks = (
             num_cached_tokens // self.block_size
         )
         return True
 
-    def grow(self, request: Holder, num_tokens: int) -> list[list[int]] | None:
+    def grow(self, request: CachedRequest, num_tokens: int) -> list[list[int]] | None:
         """Take the blocks that num_tokens more need and return them by group; None if there are too few.
 
         Blocks that left a window are released first, and stay released in any case.
         """
-        need = -(-(request.num_computed_tokens + num_tokens - request.capacity) // self.block_size)
-        if need <= 0:
+        num_missing = request.num_computed_tokens + num_tokens - request.capacity
+        num_blocks = -(-num_missing // self.block_size)
+        if num_blocks <= 0:
             return []
         if self.windows:
             self._leave_windows(request)
-        if need * len(self.groups) > len(self.pool.free):
+        if num_blocks * len(self.groups) > len(self.pool.free):
             return None
-        added = [[self.pool.take() for _ in range(need)] for _ in self.groups]
-        for column, new in zip(request.blocks, added, strict=True):
+        new_blocks = [self._allocate(num_blocks) for _ in self.groups]
+        for column, new in zip(request.blocks, new_blocks, strict=True):
             column += new
-        request.capacity += need * self.block_size
-        return added
+        request.capacity += num_blocks * self.block_size
+        return new_blocks
 
-    def _leave_windows(self, request: Holder) -> None:
+    def _allocate(self, count: int) -> list[int]:
+        return [self.pool.allocate() for _ in range(count)]
+
+    def _leave_windows(self, request: CachedRequest) -> None:
         # Steps in flight may still be undone, so the window ends at the last known token.
         position = min(request.num_computed_tokens, len(request.tokens) - 1)
         for g, spec in self.windows:
@@ -172,7 +176,7 @@ class KVManager:
                 column[index] = NULL_BLOCK
 
     # -- sharing --------------------------------------------------------------------------------
-    def publish(self, request: Holder) -> None:
+    def publish(self, request: CachedRequest) -> None:
         """Publish the blocks whose tokens are known and whose KV is written or certain to be."""
         end = (request.num_published_blocks + 1) * self.block_size  # of the next block
         if request.num_computed_tokens < end or len(request.tokens) < end or not self.caching:
@@ -185,18 +189,18 @@ class KVManager:
                     self.pool.publish(g, column[index], request.hashes[index])
         request.num_published_blocks = full
 
-    def retract(self, request: Holder) -> set[int]:
+    def retract(self, request: CachedRequest) -> set[int]:
         """Unpublish what this request published, because its KV is wrong. Returns those blocks."""
-        wrong = {
+        blocks = {
             b
             for column in request.blocks
             for b in column[request.num_cached_blocks : request.num_published_blocks]
         }
-        for block in wrong:
+        for block in blocks:
             self.pool.forget(block)
-        return wrong - {NULL_BLOCK}
+        return blocks - {NULL_BLOCK}
 
-    def release(self, request: Holder) -> None:
+    def release(self, request: CachedRequest) -> None:
         """Release all blocks, the last ones first, since the first ones are more likely to be shared."""
         for column in request.blocks:
             self.pool.release(reversed(column))

@@ -125,8 +125,8 @@ class Layer(nn.Module):
 
     def join(self, names: Container[str] | None = None) -> None:
         """Store the deferred tensors in the parameters; of these names only, if given."""
-        waiting, self.deferred = self.deferred, ()
-        for slot, tensor in waiting:
+        deferred, self.deferred = self.deferred, ()
+        for slot, tensor in deferred:
             if names is None or slot.name in names:
                 slot.put(tensor, torch.device("cpu"))
             else:
@@ -135,11 +135,11 @@ class Layer(nn.Module):
     def slots(self, path: str) -> dict[str, WeightSlot]:
         """Checkpoint name -> slot, for a layer at `path` in the model: those of its weights, and the names of its other
         parameters."""
-        own = [ref for ref in self.weights() if ref.layer is self]
-        found = {name: slot for ref in own for name, slot in ref.slots(path).items()}
-        taken = {name for ref in own for name in ref.parameters()}
+        own_weights = [ref for ref in self.weights() if ref.layer is self]
+        found = {name: slot for ref in own_weights for name, slot in ref.slots(path).items()}
+        weight_names = {name for ref in own_weights for name in ref.parameters()}
         for name, _ in self.named_parameters(recurse=False):
-            if name not in taken:
+            if name not in weight_names:
                 found[f"{path}.{name}"] = WeightSlot(self, name)
         return found
 

@@ -164,7 +164,7 @@ def _check_overlaps(found: dict[str, dict[str, Any]]) -> None:
             end, before = stop, name
 
 
-Stored = tuple[str, str, Sequence[int]]
+TensorHeader = tuple[str, str, Sequence[int]]
 """Name, element format (as in ITEMSIZE) and shape of a tensor in a file."""
 
 
@@ -178,22 +178,25 @@ def weight_bytes(
     return on_disk(stored_tensors(path, hf_config, load_format))
 
 
-def on_disk(found: Iterable[Stored] | int) -> int:
+def on_disk(tensors: Iterable[TensorHeader] | int) -> int:
     """Bytes of these tensors in their files."""
-    if isinstance(found, int):
-        return found
-    return sum(math.prod(shape) * ITEMSIZE.get(kind, 2) for _, kind, shape in found)
+    if isinstance(tensors, int):
+        return tensors
+    return sum(math.prod(shape) * ITEMSIZE.get(kind, 2) for _, kind, shape in tensors)
 
 
 def in_memory(
-    found: Iterable[Stored] | int, itemsize: int, scheme: str | None = None, small_head: bool = True
+    tensors: Iterable[TensorHeader] | int,
+    itemsize: int,
+    scheme: str | None = None,
+    small_head: bool = True,
 ) -> int:
     """An estimate of the bytes of the loaded weights: floats of `itemsize` bytes; linears and, with `small_head`, the
     head as `scheme` (a key of config/quantization.ONLINE) quantizes them; all else as in the files."""
-    if isinstance(found, int):
-        return found
+    if isinstance(tensors, int):
+        return tensors
     total, heads, tables = 0.0, 0, 0
-    for name, kind, shape in found:
+    for name, kind, shape in tensors:
         count, is_float = math.prod(shape), kind in FLOATS
         if len(shape) == 2 and name.endswith("lm_head.weight"):
             heads += count
@@ -211,7 +214,7 @@ def in_memory(
 
 def stored_tensors(
     path: str, hf_config: Mapping[str, Any] | None = None, load_format: str = "auto"
-) -> list[Stored] | int:
+) -> list[TensorHeader] | int:
     """The tensors in the files, or only their bytes for pickles; for dummy weights without files an estimate.
 
     Raises: as `weight_files` and `header`.
@@ -231,7 +234,7 @@ def stored_tensors(
     ]
 
 
-def _forecast(config: Mapping[str, Any]) -> list[Stored]:
+def _forecast(config: Mapping[str, Any]) -> list[TensorHeader]:
     """The tensors of a dense 16-bit decoder with this config."""
     try:
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
@@ -242,7 +245,7 @@ def _forecast(config: Mapping[str, Any]) -> list[Stored]:
         vocab = int(config["vocab_size"])
     except (KeyError, TypeError):
         return []  # an unfamiliar config: the memory is measured after loading
-    found: list[Stored] = [("linear", "BF16", (rows, hidden))] * layers
+    found: list[TensorHeader] = [("linear", "BF16", (rows, hidden))] * layers
     found.append(("embed_tokens.weight", "BF16", (vocab, hidden)))
     if not config.get("tie_word_embeddings"):
         found.append(("lm_head.weight", "BF16", (vocab, hidden)))

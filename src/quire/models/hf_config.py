@@ -150,7 +150,7 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
     return found
 
 
-MOST = {
+MAX_SIZES = {
     "num_hidden_layers": 4096,
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -168,11 +168,11 @@ MOST = {
 
 def _check_sizes(config: Mapping[str, Any]) -> None:
     """Raises ConfigError: a value is too large for any model."""
-    for key, most in MOST.items():
+    for key, maximum in MAX_SIZES.items():
         value = config.get(key)
-        if isinstance(value, int | float) and not -1 <= value <= most:
+        if isinstance(value, int | float) and not -1 <= value <= maximum:
             raise ConfigError(
-                f"{key}={value!r} in config.json or hf_overrides: at most {most} is allowed; the file may be damaged"
+                f"{key}={value!r} in config.json or hf_overrides: at most {maximum} is allowed; the file may be damaged"
             )
 
 
@@ -345,30 +345,31 @@ ROPE_NAMES = {"su": "longrope", "mrope": "default"}
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary parameters of either dialect: {"rope_type", "rope_theta", ...}, or a dict of these by layer type."""
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     types = set(config.get("layer_types") or ())
-    if given and set(given) <= types | {"full_attention", "sliding_attention", "chunked_attention"}:
+    types |= {"full_attention", "sliding_attention", "chunked_attention"}
+    if parameters and set(parameters) <= types:
         return {
             kind: _one_rope(config, value or {})
-            for kind, value in given.items()
+            for kind, value in parameters.items()
             if value is not None
         }
-    return _one_rope(config, given)
+    return _one_rope(config, parameters)
 
 
-def _one_rope(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    out = {key: value for key, value in given.items() if value is not None and key != "type"}
-    kind = str(given.get("rope_type") or given.get("type") or "default")
-    out["rope_type"] = ROPE_NAMES.get(kind, kind)
-    out.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+def _one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {key: value for key, value in parameters.items() if value is not None and key != "type"}
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    rope["rope_type"] = ROPE_NAMES.get(kind, kind)
+    rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     if config.get("partial_rotary_factor") is not None:
-        out.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
     # Phi-3 writes the original length beside the parameters, and there that value counts.
     trained = config.get("original_max_position_embeddings")
     longest = config.get("max_position_embeddings")
     if trained:
-        out["original_max_position_embeddings"] = trained
+        rope["original_max_position_embeddings"] = trained
     else:
-        out.setdefault("original_max_position_embeddings", longest)
-    out.setdefault("max_position_embeddings", longest)
-    return out
+        rope.setdefault("original_max_position_embeddings", longest)
+    rope.setdefault("max_position_embeddings", longest)
+    return rope

@@ -195,7 +195,7 @@ def _with_weights(
         if isinstance(layer, Layer):
             layer.join()
     if offload is not None:
-        offload.take()
+        offload.install()
         model.capturable = model.movable = False
     if "native" in platform.kernels:
         # Only norms and the embedding table still use the mapped files.
@@ -311,15 +311,15 @@ class _Progress:
     """Tracks which unquantized weights are complete, by counting elements."""
 
     def __init__(self) -> None:
-        self.left: dict[WeightRef, int] = {}
+        self.num_missing: dict[WeightRef, int] = {}
 
     def completes(self, ref: WeightRef, slot: WeightSlot) -> bool:
         """Count this slot's tensor; whether it completes its weight."""
         if ref.format is not UNQUANTIZED:
             return False
         numbers = sum(p.numel() for p in ref.parameters().values())
-        self.left[ref] = self.left.get(ref, numbers) - math.prod(slot.shape())
-        return self.left[ref] == 0
+        self.num_missing[ref] = self.num_missing.get(ref, numbers) - math.prod(slot.shape())
+        return self.num_missing[ref] == 0
 
 
 def _own_name(called: str, slots: Mapping[str, WeightSlot]) -> str:

@@ -94,11 +94,11 @@ class Offload:
     """Implements `cpu_offload_gb`: frees at least so many bytes of the device, if the layers have them.
 
     Args:
-        wanted: bytes.
+        num_bytes: how many to offload, at least.
     """
 
-    def __init__(self, copier: Copier, wanted: int):
-        self.copier, self.wanted = copier, wanted
+    def __init__(self, copier: Copier, num_bytes: int):
+        self.copier, self.num_bytes = copier, num_bytes
         self.chosen: list[nn.Module] = []
 
     def choose(self, layers: Sequence[nn.Module], shrink: float = 1.0) -> set[nn.Module]:
@@ -114,11 +114,11 @@ class Offload:
             for layer in layers
         ]
         size = shrink * max(sizes)
-        count = min(len(layers), -int(-self.wanted // size) + PLACES)
+        count = min(len(layers), -int(-self.num_bytes // size) + PLACES)
         self.chosen = [layers[index * len(layers) // count] for index in range(count)]
         return {ref.layer for layer in self.chosen for ref in weights_of(layer)}
 
-    def take(self) -> None:
+    def install(self) -> None:
         """Move the loaded weights into pinned memory and install the copies. Call once, after loading."""
         pinned = [_PinnedLayer(self.copier, weight_tensors(layer)) for layer in self.chosen]
         room = max(each.size for each in pinned)

@@ -38,12 +38,12 @@ def fuse_model(model: object) -> None:
     for decoder in model.modules():
         if isinstance(decoder, Decoder):
             rotaries: list[Any] = [decoder.rotary.kinds[k] for k in decoder.rotary.kind_of_layer]
-            found = [
+            native_layers = [
                 native_layer(layer, len(rotary.frequencies_P))
                 for layer, rotary in zip(decoder.layers, rotaries, strict=True)
             ]
-            if any(has_attention(layer) or has_mlp(layer) for layer in found):
-                decoder.layers.fused = FusedDecoder(decoder, found, kernels)
+            if any(has_attention(layer) or has_mlp(layer) for layer in native_layers):
+                decoder.layers.fused = FusedDecoder(decoder, native_layers, kernels)
 
 
 def unfuse_model(model: object) -> None:
@@ -61,14 +61,14 @@ class ForwardPass:
         self, firsts: Sequence[tuple[Attention, int]], positions: Tensor, rotary: LayerRotaries
     ):
         self.positions, self.rotary = positions, rotary
-        self.alive: list[Any] = []
+        self.references: list[Any] = []
         self.steps = (_P * len(firsts))(*(self._step(*first) for first in firsts))
 
     @cached_property
     def angles(self) -> list[Angles]:
         """By layer, for those that run as modules."""
-        found: list[Angles] = self.rotary(self.positions)
-        return found
+        angles: list[Angles] = self.rotary(self.positions)
+        return angles
 
     def _step(self, attend: Attention, kind: int) -> int:
         """The address of a struct. Its angles are a table by position, if that has all positions of the step."""
@@ -86,7 +86,7 @@ class ForwardPass:
             meta.slots_T.data_ptr(), meta.table_BN.data_ptr(), meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
             len(meta.slots_T), meta.rows, meta.table_BN.shape[1], cos_TP.shape[1],
         )  # fmt: skip
-        self.alive += [step, cos_TP, sin_TP]
+        self.references += [step, cos_TP, sin_TP]
         return ctypes.addressof(step)
 
 
@@ -123,9 +123,9 @@ class NativeRun:
 class FusedDecoder:
     """A decoder's layers and last norm, as native runs with modules between them."""
 
-    def __init__(self, decoder: Decoder, found: Sequence[CLayer], kernels: Kernels):
+    def __init__(self, decoder: Decoder, native_layers: Sequence[CLayer], kernels: Kernels):
         self.layers, self.norm, self.kernels = decoder.layers, decoder.norm, kernels
-        self.found: list[tuple[Any, CLayer]] = list(zip(decoder.layers, found, strict=True))
+        self.found: list[tuple[Any, CLayer]] = list(zip(decoder.layers, native_layers, strict=True))
         attends: list[Any] = [
             layer.self_attn.attn if has_attention(c) else None for layer, c in self.found
         ]
@@ -164,12 +164,12 @@ class FusedDecoder:
     def _build(self, recorded: frozenset[int]) -> list[Part]:
         """The parts in order. A run ends where hidden states are recorded."""
         parts: list[Part] = []
-        pending: list[tuple[CLayer, int]] = []
+        run: list[tuple[CLayer, int]] = []
 
         def call(*modules: Part, norm: RMSNorm | None = None) -> None:
-            if pending:
-                parts.append(NativeRun(self.kernels, list(pending), norm))
-                pending.clear()
+            if run:
+                parts.append(NativeRun(self.kernels, list(run), norm))
+                run.clear()
             parts.extend(modules)
 
         for number, (layer, native) in enumerate(self.found):
@@ -179,12 +179,12 @@ class FusedDecoder:
                 half = layer.attention_half if has_mlp(native) else layer
                 call(_calling(half, number))
             if has_attention(native) or has_mlp(native):
-                pending.append((native, self.groups[number]))
+                run.append((native, self.groups[number]))
             if has_attention(native) and not has_mlp(native):
                 call(_calling(layer.mlp_half, None))
         if len(self.layers) in recorded:
             call(self._recording(len(self.layers)))
-        if pending and norm_fits(self.norm):
+        if run and norm_fits(self.norm):
             call(norm=self.norm)
         else:
             call(self._norm)

@@ -22,14 +22,14 @@ from quire.ops.cpu.structs import CLayer, CWeight
 
 def native_layer(layer: nn.Module, pairs: int) -> CLayer:
     """The struct of a layer; `pairs`: of features that its rotary embedding rotates."""
-    found = CLayer()
+    native = CLayer()
     if type(layer) is PreNormLayer:
-        found.eps = layer.input_layernorm.eps
-        found.hidden = len(layer.input_layernorm.weight)
+        native.eps = layer.input_layernorm.eps
+        native.hidden = len(layer.input_layernorm.weight)
         if pairs % 16 == 0:
-            _fill_attention(layer, found)
-        _fill_mlp(layer, found)
-    return found
+            _fill_attention(layer, native)
+        _fill_mlp(layer, native)
+    return native
 
 
 def has_attention(layer: CLayer) -> bool:
@@ -46,7 +46,7 @@ def norm_fits(norm: RMSNorm) -> bool:
     return not norm.plus_one and weight.dtype == torch.bfloat16 and len(weight) % 16 == 0
 
 
-def _fill_attention(layer: PreNormLayer, found: CLayer) -> None:
+def _fill_attention(layer: PreNormLayer, native: CLayer) -> None:
     attention = layer.self_attn
     if type(attention) is not SelfAttention or attention.interleaved:
         return
@@ -61,22 +61,22 @@ def _fill_attention(layer: PreNormLayer, found: CLayer) -> None:
     qkv, o = _weight(attention.qkv), _weight(attention.o_proj)
     if qkv is None or o is None:
         return
-    found.qkv, found.o, found.first_norm = qkv, o, layer.input_layernorm.weight.data_ptr()
+    native.qkv, native.o, native.first_norm = qkv, o, layer.input_layernorm.weight.data_ptr()
     if q_norm is not None and k_norm is not None:
-        found.q_norm, found.k_norm = q_norm.weight.data_ptr(), k_norm.weight.data_ptr()
-        found.head_eps = q_norm.eps
-    *addresses, found.kind = cache_addresses(spec.cache)
-    found.keys, found.values, found.key_scales, found.value_scales = addresses
-    found.block_size = spec.cache[0].shape[2]
+        native.q_norm, native.k_norm = q_norm.weight.data_ptr(), k_norm.weight.data_ptr()
+        native.head_eps = q_norm.eps
+    *addresses, native.kind = cache_addresses(spec.cache)
+    native.keys, native.values, native.key_scales, native.value_scales = addresses
+    native.block_size = spec.cache[0].shape[2]
     if spec.sinks is not None:
         sinks_H = spec.sinks.float().contiguous()
-        found.alive, found.sinks = sinks_H, sinks_H.data_ptr()
-    found.heads, found.kv_heads, found.D = attention.heads, attention.kv_heads, attention.size
-    found.turns, found.window = attention.rope, spec.window or 0
-    found.scale, found.softcap = spec.scale, spec.softcap or 0.0
+        native.references, native.sinks = sinks_H, sinks_H.data_ptr()
+    native.heads, native.kv_heads, native.D = attention.heads, attention.kv_heads, attention.size
+    native.turns, native.window = attention.rope, spec.window or 0
+    native.scale, native.softcap = spec.scale, spec.softcap or 0.0
 
 
-def _fill_mlp(layer: PreNormLayer, found: CLayer) -> None:
+def _fill_mlp(layer: PreNormLayer, native: CLayer) -> None:
     mlp, norm = layer.mlp, layer.post_attention_layernorm
     if type(mlp) is not GatedMLP or not mlp.gate_up.ref.gated:
         return
@@ -88,7 +88,7 @@ def _fill_mlp(layer: PreNormLayer, found: CLayer) -> None:
         or norm.eps != layer.input_layernorm.eps
     ):
         return
-    found.gate_up, found.down, found.second_norm = gate_up, down, norm.weight.data_ptr()
+    native.gate_up, native.down, native.second_norm = gate_up, down, norm.weight.data_ptr()
 
 
 def _weight(linear: Linear) -> CWeight | None:

@@ -41,7 +41,7 @@ def native_model(model: object) -> CModel | None:
         decoder.norm.weight.data_ptr(), table[0],
         run.count, len(fused.firsts), *cos_LP.shape, table[1], model.vocab_size, decoder.norm.eps,
     )  # fmt: skip
-    found.alive = model, run, cos_LP, sin_LP
+    found.references = model, run, cos_LP, sin_LP
     return found
 
 

@@ -80,8 +80,8 @@ class NativeStep:
         """Whether the kernels support the model, and no row is longer than the rotary table."""
         if self.model is None:
             return False
-        most, rows = self.model.positions, self.rows
-        return rows.max_model_len < most or bool(rows.length.max() <= most)
+        max_positions, rows = self.model.positions, self.rows
+        return rows.max_model_len < max_positions or bool(rows.length.max() <= max_positions)
 
     def run(self, plan: StepPlan) -> StepResult:
         """The step's result, for a plan that every part accepted.
@@ -95,7 +95,7 @@ class NativeStep:
         numbers = [item.row for item in work] + [item.num_tokens for item in work]
         numbers += [item.samples for item in work]
         work_3B = array("q", numbers)
-        wrong = self.kernels.step(
+        status = self.kernels.step(
             self._model,
             self._address,
             work_3B.buffer_info()[0],
@@ -103,13 +103,13 @@ class NativeStep:
             self._drawn,
             self._max_logit,
         )
-        if wrong < 0:
+        if status < 0:
             raise PlanMismatch(f"step {plan.step}: a row lacks the tokens that the plan computes")
         tokens = [[token] if token >= 0 else [] for token in self._drawn_B[:count].tolist()]
         result = StepResult(plan.step, tokens)
-        if wrong:
+        if status:
             highest_B = self._max_logit_B[:count]
             result.errors = {
-                at: NOT_FINITE for at in (~np.isfinite(highest_B)).nonzero()[0].tolist()
+                index: NOT_FINITE for index in (~np.isfinite(highest_B)).nonzero()[0].tolist()
             }
         return result

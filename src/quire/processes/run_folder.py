@@ -51,11 +51,11 @@ def hold(folder: Path) -> IO[bytes] | None:
 
     None if the file system is full or has no locks: then no other server removes the folder.
     """
-    new = folder / f"{LOCK}.new"
+    unlocked = folder / f"{LOCK}.new"
     try:
-        lock = new.open("wb")
+        lock = unlocked.open("wb")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.replace(folder / LOCK)  # other servers see the lock file only now
+        unlocked.replace(folder / LOCK)  # other servers see the lock file only now
     except OSError:
         return None
     return lock

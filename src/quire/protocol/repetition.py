@@ -32,32 +32,36 @@ class RepetitionDetectionParams(Struct, omit_defaults=True):
     """How often in a row a pattern must occur; at least 2."""
 
     def __post_init__(self) -> None:
-        most = validators.whole_number(
+        size = validators.whole_number(
             f"{NAME}.max_pattern_size", self.max_pattern_size, 0, LONGEST
         )
-        self.max_pattern_size = most
-        if not most:
+        self.max_pattern_size = size
+        if not size:
             return
         self.min_pattern_size = validators.whole_number(
-            f"{NAME}.min_pattern_size", self.min_pattern_size, 0, most, "at most max_pattern_size"
+            f"{NAME}.min_pattern_size",
+            self.min_pattern_size,
+            0,
+            size,
+            "at most max_pattern_size",
         )
         self.min_count = validators.whole_number(f"{NAME}.min_count", self.min_count, 2)
 
     @classmethod
-    def read(cls, given: Any) -> RepetitionDetectionParams:
+    def read(cls, value: Any) -> RepetitionDetectionParams:
         """Parse a JSON object.
 
         Raises:
             ValidationError: it is not an object, has an unknown name, or has an invalid number.
         """
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, dict):
-            raise validators.wrong(NAME, given, "an object")
-        known = cls.__struct_fields__
-        if unknown := [name for name in given if name not in known]:
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, dict):
+            raise validators.wrong(NAME, value, "an object")
+        names = cls.__struct_fields__
+        if unknown := [name for name in value if name not in names]:
             raise ValidationError(
-                f"{NAME} has no field {unknown[0]!r}; the fields are {', '.join(known)}", parameter=NAME,
+                f"{NAME} has no field {unknown[0]!r}; the fields are {', '.join(names)}", parameter=NAME,
                 value=unknown[0],
             )  # fmt: skip
-        return cls(**given)
+        return cls(**value)

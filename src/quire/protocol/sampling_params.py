@@ -180,12 +180,12 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
             raise read.wrong("structured_outputs", asked, "a StructuredOutputsParams")
 
     def _read_counts(self) -> None:
-        most = int(env.get("MAX_N_SEQUENCES")) if self.n != 1 or self.best_of is not None else 1
-        limit = f"(the limit is QUIRE_MAX_N_SEQUENCES={most})"
-        self.n = read.whole_number("n", self.n, 1, most, limit)
+        maximum = int(env.get("MAX_N_SEQUENCES")) if self.n != 1 or self.best_of is not None else 1
+        limit = f"(the limit is QUIRE_MAX_N_SEQUENCES={maximum})"
+        self.n = read.whole_number("n", self.n, 1, maximum, limit)
         if self.best_of is not None:
             self.best_of = read.whole_number(
-                "best_of", self.best_of, self.n, most, f"at least n {limit}"
+                "best_of", self.best_of, self.n, maximum, f"at least n {limit}"
             )
         self.top_k = read.whole_number("top_k", self.top_k, -1, None, "0 or -1 for all tokens")
         # -1 means all. So does any number above the vocabulary size, even one that does not fit a machine word.
@@ -299,13 +299,13 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
 
     def settled(self, **values: Any) -> SamplingParams:
         """A copy with values that are known to be valid: it skips the validation, which costs time."""
-        new = copy.copy(self)
+        params = copy.copy(self)
         for name, value in values.items():
-            setattr(new, name, value)
-        return new
+            setattr(params, name, value)
+        return params
 
     @classmethod
-    def from_optional(cls, **given: Any) -> SamplingParams:
+    def from_optional(cls, **fields: Any) -> SamplingParams:
         """Like the constructor, but None means "not given".
 
         Raises:
@@ -313,7 +313,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
             TypeError: an unknown sampling parameter.
         """
         keeps_none = ("max_tokens",)
-        return cls(**{k: v for k, v in given.items() if v is not None or k in keeps_none})
+        return cls(**{k: v for k, v in fields.items() if v is not None or k in keeps_none})
 
     def clone(self) -> SamplingParams:
         """A copy that shares no list or dict with this one."""

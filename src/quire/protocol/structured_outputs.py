@@ -18,7 +18,7 @@ from quire.protocol import validators as read
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FIELD = "structured_outputs"
-OURS = ("said", "engine")
+INTERNAL_FIELDS = ("field_name", "engine")
 
 
 class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
@@ -46,7 +46,7 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
     """Treat a schema without `additionalProperties` as if it were false."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace between JSON tokens."""
-    said: str = FIELD
+    field_name: str = FIELD
     """The name of the field that the user set, for error messages."""
     engine: str = "guidance"
     """The grammar backend that compiles it; `features/structured/validate.py` sets it."""
@@ -64,12 +64,12 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
             if value is not None and not isinstance(value, str):
                 raise read.wrong(f"{FIELD}.{name}", value, "text")
         self._read_choice()
-        given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
-            what = "has none" if not given else f"has {' and '.join(given)}"
+        kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            what = "has none" if not kinds else f"has {' and '.join(kinds)}"
             raise ValidationError(
                 f"{FIELD} must have exactly one of {', '.join(KINDS)}; it {what}",
-                parameter=FIELD, value=given,
+                parameter=FIELD, value=kinds,
             )  # fmt: skip
 
     def _read_schema(self) -> None:
@@ -86,8 +86,8 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
     def _read_choice(self) -> None:
         if self.choice is None:
             return
-        given: Any = self.choice
-        if isinstance(given, str) or not all(isinstance(c, str) for c in given):
+        choice: Any = self.choice
+        if isinstance(choice, str) or not all(isinstance(c, str) for c in choice):
             raise read.wrong(f"{FIELD}.choice", self.choice, "a list of strings")
         self.choice = list(self.choice)
         if not self.choice or not all(self.choice):
@@ -97,22 +97,22 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
             )  # fmt: skip
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> StructuredOutputsParams:
+    def read(cls, data: Mapping[str, Any]) -> StructuredOutputsParams:
         """Parse an object from HTTP, or a dict of an older program. None, and json_object=False, count as not given.
 
         Raises:
             ValidationError: an unknown field, and as the constructor.
         """
-        fields = {name: value for name, value in given.items() if value is not None}
-        for name in OURS:
+        fields = {name: value for name, value in data.items() if value is not None}
+        for name in INTERNAL_FIELDS:
             fields.pop(name, None)
         for name in ("json_object", "backend", "_backend", "_backend_was_auto"):
             if fields.get(name) is False or name.startswith(("_", "backend")):
                 fields.pop(name, None)
-        known = [name for name in cls.__struct_fields__ if name not in OURS]
-        if unknown := sorted(set(fields) - set(known)):
+        names = [name for name in cls.__struct_fields__ if name not in INTERNAL_FIELDS]
+        if unknown := sorted(set(fields) - set(names)):
             raise ValidationError(
-                f"{FIELD} has no field {', '.join(unknown)}; the fields are {', '.join(known)}",
+                f"{FIELD} has no field {', '.join(unknown)}; the fields are {', '.join(names)}",
                 parameter=FIELD, value=unknown,
             )  # fmt: skip
         return cls(**fields)
@@ -134,17 +134,18 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
                 value = getattr(self, name)
                 if value is not None and not isinstance(value, str):
                     changed[name] = json.dumps(value, ensure_ascii=False, allow_nan=False)
-            made = msgspec.structs.replace(self, **changed) if changed else self
-            for text in (getattr(made, made.kind), made.whitespace_pattern):
-                for one in text if isinstance(text, list) else [text]:
-                    str(one).encode()
+            params = msgspec.structs.replace(self, **changed) if changed else self
+            for text in (getattr(params, params.kind), params.whitespace_pattern):
+                for string in text if isinstance(text, list) else [text]:
+                    str(string).encode()
         except (ValueError, TypeError, RecursionError) as error:
-            why = "it contains a lone surrogate" if isinstance(error, UnicodeError) else str(error)
+            is_surrogate = isinstance(error, UnicodeError)
+            reason = "it contains a lone surrogate" if is_surrogate else str(error)
             raise ValidationError(
-                f"{self.said}: {self.kind} cannot be written as JSON in UTF-8: {why}",
-                parameter=self.said,
+                f"{self.field_name}: {self.kind} cannot be written as JSON in UTF-8: {reason}",
+                parameter=self.field_name,
             ) from error
-        return made
+        return params
 
     @property
     def key(self) -> tuple[object, ...]:

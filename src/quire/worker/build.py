@@ -237,14 +237,14 @@ def build_model_input(
 
     model_input, capturer = TokenModelInput(model), platform.graph_capturer()
     layers = model.attention_layers()
-    able = model.capturable and layers and layers[0].backend.can.graphs
-    if capturer is None or not able or resolved.config.parallel.enforce_eager:
+    capturable = model.capturable and layers and layers[0].backend.can.graphs
+    if capturer is None or not capturable or resolved.config.parallel.enforce_eager:
         return model_input
-    most = -(-(plan.max_model_len + 1) // resolved.block_size)
+    max_blocks = -(-(plan.max_model_len + 1) // resolved.block_size)
     requested = {int(size) for size in resolved.config.parallel.cudagraph_capture_sizes}
     sizes = [size for size in requested if size <= resolved.max_num_seqs]
     sizes = sizes or default_sizes(resolved.max_num_seqs)
-    return GraphModelInput(model_input, capturer, sizes, most, plan.max_model_len)
+    return GraphModelInput(model_input, capturer, sizes, max_blocks, plan.max_model_len)
 
 
 def allocate_kv_cache(

@@ -45,7 +45,7 @@ class DeviceRows(RequestRows):
         self.num_staged = 0
         self.staging = StagingBuffer(0, self.device)
 
-    def put(self, row: int, start: int, tokens: Sequence[int]) -> None:
+    def write_tokens(self, row: int, start: int, tokens: Sequence[int]) -> None:
         self._stage(TOKENS, row, start, tokens)
 
     def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
@@ -77,18 +77,18 @@ class DeviceRows(RequestRows):
         pieces = sum(len(staged) for staged in self.pieces.values())
         return self.num_staged + 3 * pieces + len(self.pieces) * (1 + 4 * LINE)
 
-    def reserve(self, more: int) -> StagingBuffer:
-        """The staging buffer, with room for the staged integers and `more`; it grows by doubling."""
-        need = self.num_integers() + more
-        if need > self.staging.size:
+    def reserve(self, num_integers: int) -> StagingBuffer:
+        """The staging buffer, with room for the staged integers and `num_integers`; it grows by doubling."""
+        size = self.num_integers() + num_integers
+        if size > self.staging.size:
             if self.staging.is_accelerator:
                 torch.accelerator.synchronize(self.device)  # its copies may be in flight
-            self.staging = StagingBuffer(max(2 * self.staging.size, need, 4096), self.device)
+            self.staging = StagingBuffer(max(2 * self.staging.size, size, 4096), self.device)
         return self.staging
 
     def stage(self, staging: StagingBuffer) -> list[tuple[int, int, list[slice]]]:
         """Add all pieces to the staging buffer; (table, longest piece, slices of rows, places, starts and integers)."""
-        found = []
+        pieces = []
         for table, staged in self.pieces.items():
             counts = [len(values) for _, _, values in staged]
             starts = np.zeros(len(staged) + 1, np.int64)
@@ -99,17 +99,17 @@ class DeviceRows(RequestRows):
                 starts,
                 np.concatenate([np.asarray(values) for _, _, values in staged]),
             )
-            found.append((table, max(counts), [staging.append(column) for column in columns]))
+            pieces.append((table, max(counts), [staging.append(column) for column in columns]))
         self.pieces, self.num_staged = {}, 0
-        return found
+        return pieces
 
-    def write(self, packed: Tensor, places: list[tuple[int, int, list[slice]]]) -> None:
+    def write(self, uploaded: Tensor, places: list[tuple[int, int, list[slice]]]) -> None:
         """Write the uploaded pieces into the tables."""
         for table, longest, parts in places:
             if longest:
-                into = self.token_ids_RL if table == TOKENS else self.tables[table]
-                rows_X, places_X, starts_X1, values = (packed[part] for part in parts)
-                scatter(into, rows_X, places_X, starts_X1, values, longest)
+                table_data = self.token_ids_RL if table == TOKENS else self.tables[table]
+                rows_X, places_X, starts_X1, values = (uploaded[part] for part in parts)
+                scatter(table_data, rows_X, places_X, starts_X1, values, longest)
 
 
 class DeviceInputBatchBuilder(InputBatchBuilder):
@@ -128,13 +128,13 @@ class DeviceInputBatchBuilder(InputBatchBuilder):
         size = sum(len(part) + LINE for part in (*parts, sampled))
         staging = rows.reserve(size)
         staging.begin()
-        placed = [staging.append(part) for part in (*parts, sampled)]
+        slices = [staging.append(part) for part in (*parts, sampled)]
         pieces = rows.stage(staging)
-        packed = staging.upload()
-        rows.write(packed, pieces)
-        rows_B, starts_B1, firsts_B, lengths_B, sample_at_S = (packed[at] for at in placed)
-        where = (rows_B, starts_B1, firsts_B, counts.num_tokens, max(counts.query_lens))
-        ids_T, positions_T = gather(rows.token_ids_RL, *where)
+        uploaded = staging.upload()
+        rows.write(uploaded, pieces)
+        rows_B, starts_B1, firsts_B, lengths_B, sample_at_S = (uploaded[part] for part in slices)
+        spans = (rows_B, starts_B1, firsts_B, counts.num_tokens, max(counts.query_lens))
+        ids_T, positions_T = gather(rows.token_ids_RL, *spans)
         width = -(-counts.longest // rows.block_size)
         return counts.batch(
             token_ids_T=ids_T,
@@ -143,6 +143,6 @@ class DeviceInputBatchBuilder(InputBatchBuilder):
             query_start_B1=starts_B1,
             lengths_B=lengths_B,
             block_tables=[table[:, :width].index_select(0, rows_B) for table in rows.tables],
-            slots=[slots(table, *where, rows.block_size) for table in rows.tables],
+            slots=[slots(table, *spans, rows.block_size) for table in rows.tables],
             sample_at_S=sample_at_S.long(),
         )

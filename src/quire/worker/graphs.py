@@ -56,8 +56,8 @@ class GraphCapturer(Protocol):
 
 def default_sizes(max_rows: int) -> list[int]:
     """1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond, and max_rows itself."""
-    found = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 1, 64)}
-    return sorted({size for size in found if size < max_rows} | {max_rows})
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 1, 64)}
+    return sorted({size for size in sizes if size < max_rows} | {max_rows})
 
 
 class CaptureBudget:
@@ -162,31 +162,31 @@ class StaticInputs:
 
     def clear(self) -> None:
         """Make all rows padding."""
-        mine = self.batch
-        own = (mine.token_ids_T, mine.positions_T, *mine.slots, *mine.block_tables)
-        for tensor in (*own, *mine.extras.values()):
+        static = self.batch
+        tensors = (static.token_ids_T, static.positions_T, *static.slots, *static.block_tables)
+        for tensor in (*tensors, *static.extras.values()):
             tensor.zero_()
-        mine.lengths_B.fill_(mine.max_query)
+        static.lengths_B.fill_(static.max_query)
 
     def copy_from(self, batch: ForwardBatch) -> None:
         """Copy a step's batch in; the rows beyond it become padding."""
-        mine, rows, tokens = self.batch, batch.num_rows, batch.num_tokens
-        mine.token_ids_T[:tokens] = batch.token_ids_T
-        mine.positions_T[:tokens] = batch.positions_T
-        mine.rows_B[:rows] = batch.rows_B
-        mine.lengths_B[:rows] = batch.lengths_B
-        for into, table in zip(mine.block_tables, batch.block_tables, strict=True):
+        static, rows, tokens = self.batch, batch.num_rows, batch.num_tokens
+        static.token_ids_T[:tokens] = batch.token_ids_T
+        static.positions_T[:tokens] = batch.positions_T
+        static.rows_B[:rows] = batch.rows_B
+        static.lengths_B[:rows] = batch.lengths_B
+        for into, table in zip(static.block_tables, batch.block_tables, strict=True):
             into[:rows, : table.shape[1]] = table
-        for into, slots in zip(mine.slots, batch.slots, strict=True):
+        for into, slots in zip(static.slots, batch.slots, strict=True):
             into[:tokens] = slots
         for name, tensor in batch.extras.items():
-            mine.extras[name][: len(tensor)] = tensor
-            mine.extras[name][len(tensor) :] = 0
-        if rows < mine.num_rows:
-            for tensor in (mine.token_ids_T, mine.positions_T, *mine.slots):
+            static.extras[name][: len(tensor)] = tensor
+            static.extras[name][len(tensor) :] = 0
+        if rows < static.num_rows:
+            for tensor in (static.token_ids_T, static.positions_T, *static.slots):
                 tensor[tokens:] = 0
-            mine.lengths_B[rows:] = mine.max_query
-            for table in mine.block_tables:
+            static.lengths_B[rows:] = static.max_query
+            for table in static.block_tables:
                 table[rows:] = 0
 
 
@@ -244,7 +244,7 @@ class GraphModelInput:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the batch's tokens: valid until the next step is queued."""
-        key = self._which(batch)
+        key = self._select_graph(batch)
         if key is None:
             self.eager += 1
             return self.inner.forward(batch)
@@ -256,7 +256,7 @@ class GraphModelInput:
         self.replays += 1
         return graph.output[: batch.num_tokens]
 
-    def _which(self, batch: ForwardBatch) -> GraphKey | None:
+    def _select_graph(self, batch: ForwardBatch) -> GraphKey | None:
         """The captured step to replay; captures it now if the budget allows. None: run without a graph."""
         tokens = batch.max_query
         if (
@@ -281,8 +281,8 @@ class GraphModelInput:
         size, tokens, extras = key
         began = time.monotonic()
         if (tokens, extras) not in self.largest:
-            most = (self.sizes[-1], tokens, batch, self.max_blocks, self.max_length)
-            self.largest[tokens, extras] = StaticInputs.allocate(*most)
+            limits = (self.sizes[-1], tokens, batch, self.max_blocks, self.max_length)
+            self.largest[tokens, extras] = StaticInputs.allocate(*limits)
         static = self.largest[tokens, extras].view(size)
         static.clear()
 

@@ -54,23 +54,23 @@ def allocate_cache(
     """
     device = torch.device("cpu") if platform is None else torch.device(platform.device)
     everything = []
-    for alike in by_shape(groups).values():
-        wanted = [backend.cache_parts(part.spec, num_blocks, block_size) for part in alike]
-        sizes = tuple((prod(shape), dtype) for shape, dtype in wanted[0])
+    for parts in by_shape(groups).values():
+        cache_parts = [backend.cache_parts(part.spec, num_blocks, block_size) for part in parts]
+        sizes = tuple((prod(shape), dtype) for shape, dtype in cache_parts[0])
         if any(
-            tuple((prod(shape), dtype) for shape, dtype in parts) != sizes
-            or any(shape[0] != num_blocks for shape, _ in parts)
-            for parts in wanted
+            tuple((prod(shape), dtype) for shape, dtype in shapes) != sizes
+            or any(shape[0] != num_blocks for shape, _ in shapes)
+            for shapes in cache_parts
         ):
             raise Unsupported(
-                f"a KV cache whose KV groups cannot share blocks ({wanted})",
+                f"a KV cache whose KV groups cannot share blocks ({cache_parts})",
                 "choose another attention_backend",
             )
-        count = max(len(part.layers) for part in alike)
+        count = max(len(part.layers) for part in parts)
         storages = [
             tuple(lazy_zeros(size, dtype, device) for size, dtype in sizes) for _ in range(count)
         ]
-        for part, tensors in zip(alike, wanted, strict=True):
+        for part, tensors in zip(parts, cache_parts, strict=True):
             for storage, index in zip(storages, part.layers, strict=False):
                 cache = tuple(
                     flat.view(each.shape) for flat, each in zip(storage, tensors, strict=True)

@@ -15,7 +15,7 @@ from quire.config.model_sizes import model_size
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.models.checkpoint_files import Stored, in_memory, stored_tensors
+from quire.models.checkpoint_files import TensorHeader, in_memory, stored_tensors
 from quire.models.transformers.modes import check_own_cache
 from quire.platforms.detect import facts
 
@@ -113,7 +113,7 @@ def activation_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
 
 
 def forecast_weights(
-    spec: ModelSpec, device: str, available: int, found: Iterable[Stored] | int | None = None
+    spec: ModelSpec, device: str, available: int, found: Iterable[TensorHeader] | int | None = None
 ) -> int:
     """The bytes of the weights in memory, from the headers of their files, or from `found`.
 
@@ -152,7 +152,7 @@ def make_plan(
         NotEnoughMemory: weights and activations leave too little for one request of max_model_len.
     """
     cache = resolved.config.cache
-    cut = layout(specs, resolved.block_size, resolved.max_model_len)
+    kv_layout = layout(specs, resolved.block_size, resolved.max_model_len)
     plan = MemoryPlan(
         total=total,
         available=available,
@@ -161,7 +161,7 @@ def make_plan(
         activations=max(
             activation_bytes(spec, resolved.max_num_seqs) for spec in (resolved.spec, *others)
         ),
-        layout=cut,
+        layout=kv_layout,
         num_blocks=0,
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
@@ -172,16 +172,16 @@ def make_plan(
     room = cache.kv_cache_memory_bytes
     if room is None:
         room = int(available * plan.share) - weights - plan.activations
-    blocks = room // cut.bytes_per_block - 1
+    blocks = room // kv_layout.bytes_per_block - 1
     # More blocks than max_num_seqs full-length requests need can never be used.
-    one = cut.blocks_for(plan.max_model_len, plan.max_step_tokens)
-    return _with_blocks(plan, min(blocks, resolved.max_num_seqs * one), resolved)
+    blocks_per_request = kv_layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
+    return _with_blocks(plan, min(blocks, resolved.max_num_seqs * blocks_per_request), resolved)
 
 
 def _with_blocks(plan: MemoryPlan, num_blocks: int, resolved: Resolved) -> MemoryPlan:
-    cut, block = plan.layout, plan.layout.block_size
+    kv_layout, block = plan.layout, plan.layout.block_size
     longest = plan.max_model_len
-    if cut.blocks_for(longest, plan.max_step_tokens) > num_blocks:
+    if kv_layout.blocks_for(longest, plan.max_step_tokens) > num_blocks:
         longest = _longest(plan, num_blocks)
         forced = resolved.config.cache.num_gpu_blocks_override is not None
         if longest < block or (not resolved.auto_max_model_len and not forced):
@@ -206,7 +206,7 @@ def _longest(plan: MemoryPlan, num_blocks: int) -> int:
 def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | None) -> str:
     need = plan.layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
     cost = size((need + 1) * plan.layout.bytes_per_block)
-    left = size(max(num_blocks + 1, 0) * plan.layout.bytes_per_block)
+    available = size(max(num_blocks + 1, 0) * plan.layout.bytes_per_block)
     sums = (
         f"{size(plan.available)} available x gpu_memory_utilization={plan.share:g}, less"
         f" {size(plan.weights)} of weights and {size(plan.activations)} of activations"
@@ -223,7 +223,7 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | N
         remedy = "Lower max_num_batched_tokens, or raise gpu_memory_utilization"
     return (
         f"Not enough memory: one request of max_model_len={plan.max_model_len} needs {cost} of KV cache,"
-        f" and {left} is left ({sums}). {remedy}."
+        f" and {available} is left ({sums}). {remedy}."
     )
 
 
@@ -232,13 +232,15 @@ def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryP
 
     `others`: the models of the worker beside the main one.
     """
-    about, cache = facts(), resolved.config.cache
-    away = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
-    room = about.available_bytes
-    weights = max(0, forecast_weights(resolved.spec, resolved.device, room + away) - away)
-    weights += sum(forecast_weights(spec, resolved.device, room - weights) for spec in others)
+    machine, cache = facts(), resolved.config.cache
+    offloaded = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
+    available = machine.available_bytes
+    weights = max(
+        0, forecast_weights(resolved.spec, resolved.device, available + offloaded) - offloaded
+    )
+    weights += sum(forecast_weights(spec, resolved.device, available - weights) for spec in others)
     specs = forecast_specs(resolved, others)
-    return make_plan(resolved, weights, about.total_bytes, room, specs, others)
+    return make_plan(resolved, weights, machine.total_bytes, available, specs, others)
 
 
 def forecast_specs(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> list[CacheSpec]:
@@ -254,9 +256,8 @@ def layer_specs(resolved: Resolved, models: Sequence[Any]) -> list[CacheSpec]:
         Unsupported: such a model is configured with another cache format.
     """
     dtype = resolved.kv_dtype
-    found = [
-        [layer.spec.cache_spec(dtype) for layer in model.attention_layers()] for model in models
-    ]
-    if not all(found):
+    layers = [model.attention_layers() for model in models]
+    if not all(layers):
         check_own_cache(resolved.dtype, dtype, resolved.architecture)
-    return [each for specs in found for each in specs] or specs_of(resolved.hf_config, dtype)
+    specs = [layer.spec.cache_spec(dtype) for group in layers for layer in group]
+    return specs or specs_of(resolved.hf_config, dtype)

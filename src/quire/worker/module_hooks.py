@@ -21,7 +21,7 @@ TABLES = ("_forward_hooks", "_forward_pre_hooks")
 FORWARD = "forward"
 REASON = "hooks on modules"
 
-Found = dict[tuple[str, str], set[Any]]
+HookKeys = dict[tuple[str, str], set[Any]]
 """By (module name, hook table): the keys in that table."""
 
 
@@ -30,21 +30,21 @@ class ModuleHooks:
 
     def __init__(self, worker: Worker):
         self.worker = worker
-        self.watched = False
-        self._begin()
+        self.has_hooks = False
+        self._follow_model()
         functions = worker.functions
-        self.rpc, self.put_away = functions["collective_rpc"], functions["put_away"]
+        self._rpc, self._sleep = functions["collective_rpc"], functions["sleep_worker"]
         functions.update(
             collective_rpc=self.call,
             apply_model=self.apply,
-            put_away=self.sleep,
+            sleep_worker=self.sleep,
         )
 
-    def _begin(self) -> None:
+    def _follow_model(self) -> None:
         """Start over with the worker's current model. Only a weak reference to it is kept."""
         worker = self.worker
-        self.known = ref(worker.model)
-        self.ours = registered_hooks(worker.model)
+        self._model = ref(worker.model)
+        self._own_hooks = registered_hooks(worker.model)
         self._run_modules(False)
 
     def call(
@@ -56,13 +56,13 @@ class ModuleHooks:
             Unsupported: a hook is on a module that the model does not call as a module; the hook is removed.
         """
         model = self.worker.model
-        if model is not self.known():
-            self._begin()
+        if model is not self._model():
+            self._follow_model()
         before = registered_hooks(model)
         try:
-            return self.rpc(method, args, kwargs)
+            return self._rpc(method, args, kwargs)
         finally:
-            self._look(model, before)
+            self._remove_uncalled(model, before)
 
     def apply(self, function: Any) -> Any:
         """Return `function(model)`.
@@ -78,36 +78,37 @@ class ModuleHooks:
         return function(self.worker.model)
 
     def sleep(self, level: int) -> None:
-        """Replaces the worker's `put_away`."""
-        if self.watched and level > 1 and self.worker.model is self.known():
+        """Replaces the worker's `sleep_worker`."""
+        if self.has_hooks and level > 1 and self.worker.model is self._model():
             raise QuireError(
                 "sleep level 2 drops the model's modules and their hooks: remove the hooks, or sleep at level 1"
             )
-        self.put_away(level)
+        self._sleep(level)
 
-    def _look(self, model: Any, before: Found) -> None:
-        now = registered_hooks(model)
-        dead = {
+    def _remove_uncalled(self, model: Any, before: HookKeys) -> None:
+        """Remove the new hooks on modules that are not called, and switch off fusion if hooks remain."""
+        hooks = registered_hooks(model)
+        uncalled = {
             place: keys - before.get(place, set())
-            for place, keys in now.items()
+            for place, keys in hooks.items()
             if not is_called(model.get_submodule(place[0]))
         }
-        for (name, table), keys in dead.items():
-            kept = model.get_submodule(name).__dict__
+        for (name, table), keys in uncalled.items():
+            tables = model.get_submodule(name).__dict__
             for key in keys:
-                (kept if table == FORWARD else kept[table]).pop(key)
-        self._run_modules(registered_hooks(model) != self.ours)
-        if names := sorted(name for (name, _), keys in dead.items() if keys):
+                (tables if table == FORWARD else tables[table]).pop(key)
+        self._run_modules(registered_hooks(model) != self._own_hooks)
+        if names := sorted(name for (name, _), keys in uncalled.items() if keys):
             raise Unsupported(
                 f"a hook on {', '.join(names)} (it would not be called: larger calls compute it)",
                 "register it on a layer, its self_attn or its mlp, or on the model",
             )
 
-    def _run_modules(self, watched: bool) -> None:
+    def _run_modules(self, has_hooks: bool) -> None:
         """Switch between running each module by itself (True) and the fused layers and fast paths (False)."""
-        if watched is not self.watched:
-            self.watched = watched
-            (self.worker.unfuse if watched else self.worker.fuse)(REASON)
+        if has_hooks is not self.has_hooks:
+            self.has_hooks = has_hooks
+            (self.worker.unfuse if has_hooks else self.worker.fuse)(REASON)
 
 
 def is_called(module: nn.Module) -> bool:
@@ -115,17 +116,17 @@ def is_called(module: nn.Module) -> bool:
     return getattr(module, "is_called", True)
 
 
-def registered_hooks(model: Any) -> Found:
+def registered_hooks(model: Any) -> HookKeys:
     """The hooks on any of the model's modules, and PyTorch's global hooks."""
-    result: Found = {}
+    result: HookKeys = {}
     if not isinstance(model, nn.Module):
         return result
     for name, module in model.named_modules():
         for table in TABLES:
-            if kept := module.__dict__[table]:
-                result[name, table] = set(kept)
+            if hooks := module.__dict__[table]:
+                result[name, table] = set(hooks)
         if FORWARD in module.__dict__:
             result[name, FORWARD] = {FORWARD}
-    if everywhere := {*modules._global_forward_hooks, *modules._global_forward_pre_hooks}:
-        result["", "all"] = everywhere
+    if global_hooks := {*modules._global_forward_hooks, *modules._global_forward_pre_hooks}:
+        result["", "all"] = global_hooks
     return result

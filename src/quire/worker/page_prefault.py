@@ -56,7 +56,7 @@ class KVPagePrefaulter(Hook):
             self._thread = threading.Thread(target=self._work, name="pages", daemon=True)
             self._thread.start()
         self.ahead = min(self.step, MAX_AHEAD // self._each(self.parts))
-        self._ask(self.ahead)
+        self._queue(self.ahead)
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         return True  # it reads the plan only
@@ -66,11 +66,11 @@ class KVPagePrefaulter(Hook):
             return
         columns = [column for new in plan.entered for column in new.blocks]
         columns += [column for item in plan.work for column in item.new_blocks]
-        used = max((max(column) for column in columns if column), default=0)
-        if used + self.ahead // 2 >= self.prefaulted:
-            self._ask(used + self.ahead)
+        highest = max((max(column) for column in columns if column), default=0)
+        if highest + self.ahead // 2 >= self.prefaulted:
+            self._queue(highest + self.ahead)
 
-    def _ask(self, until: int) -> None:
+    def _queue(self, until: int) -> None:
         start, self.prefaulted = self.prefaulted, min(until + 1, self.num_blocks)
         self._jobs.put((self.parts, start, self.prefaulted))
 
@@ -84,11 +84,11 @@ class KVPagePrefaulter(Hook):
         while True:
             # The reference keeps the memory alive while this job runs.
             parts, start, until = self._jobs.get()
-            few = max(1, SLICE // self._each(parts))
-            for block in range(start, until, few):
+            blocks_at_once = max(1, SLICE // self._each(parts))
+            for block in range(start, until, blocks_at_once):
                 for part in parts:
                     size, start_of = part.nbytes // self.num_blocks, part.data_ptr()
-                    end = min(until, block + few)
+                    end = min(until, block + blocks_at_once)
                     try:
                         memory.prefault(start_of + block * size, start_of + end * size)
                     except OSError:

@@ -53,8 +53,8 @@ class RequestRows:
         self.num_prompt = np.zeros(max_rows, np.int64)
         self.num_computed_tokens = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int64)  # number of tokens, those being drawn included
-        most = -(-(max_model_len + 1) // block_size)
-        self.blocks = [np.zeros((max_rows, most), np.int32) for _ in range(num_groups)]
+        max_blocks = -(-(max_model_len + 1) // block_size)
+        self.blocks = [np.zeros((max_rows, max_blocks), np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
         self.params: list[SamplingParams | None] = [None] * max_rows
         self.ids: list[str | None] = [None] * max_rows
@@ -78,14 +78,14 @@ class RequestRows:
         self.params[row] = new.params if isinstance(new.params, SamplingParams) else None
         self.reported_counts[row] = ReportedCount(length)
         if min(new.tokens) >= 0 and max(new.tokens) <= MAX_TOKEN_ID:  # else the sampler refuses it
-            self.put(row, 0, new.tokens)
+            self.write_tokens(row, 0, new.tokens)
         self.num_prompt[row], self.num_computed_tokens[row], self.length[row] = (
             new.num_prompt, new.num_computed_tokens, length,
         )  # fmt: skip
         self.num_blocks[:, row] = 0
         self.add_blocks(row, new.blocks)
 
-    def put(self, row: int, start: int, tokens: Sequence[int]) -> None:
+    def write_tokens(self, row: int, start: int, tokens: Sequence[int]) -> None:
         """Write tokens into a row, from position `start` on."""
         end = start + len(tokens)
         if self._host_RL is not None:
@@ -99,13 +99,13 @@ class RequestRows:
             return torch.from_numpy(self._host_RL[rows_T, places_T].astype(np.int64))
         return self.token_ids_RL[self.tensor(rows_T), self.tensor(places_T)].long()
 
-    def drawn(self, rows_S: np.ndarray, places_S: np.ndarray, tokens_S: Tensor) -> None:
+    def write_sampled(self, rows_S: np.ndarray, places_S: np.ndarray, tokens_S: Tensor) -> None:
         """Write drawn tokens, on the device."""
         if self._host_RL is not None:
             self._host_RL[rows_S, places_S] = tokens_S.numpy()
         else:
-            where = self.tensor(rows_S), self.tensor(places_S)
-            self.token_ids_RL[where] = tokens_S.to(torch.int32)
+            index = self.tensor(rows_S), self.tensor(places_S)
+            self.token_ids_RL[index] = tokens_S.to(torch.int32)
 
     def tensor(self, array: np.ndarray) -> Tensor:
         """A tensor on the device; on the CPU it shares the array's memory."""
@@ -131,7 +131,7 @@ class RequestRows:
         """Append forced tokens after the reported ones. A draw in flight at these positions gives the same tokens."""
         start, reported.count = reported.count, reported.count + len(tokens)
         if self.reported_counts[row] is reported:  # else another request has the row by now
-            self.put(row, start, tokens)
+            self.write_tokens(row, start, tokens)
             self.length[row] = max(self.length[row], reported.count)
 
     def grow(self, work: Sequence[WorkItem]) -> None:

@@ -36,7 +36,7 @@ Storages = list[tuple[Tensor, ...]]
 
 
 class WorkerSleep:
-    """Provides `put_away` and `bring_back` as functions of a worker.
+    """Provides `sleep_worker` and `wake_up_worker` as functions of a worker.
 
     Args:
         storages: the cache, as `allocate_cache` returned it.
@@ -59,11 +59,11 @@ class WorkerSleep:
         self.worker, self.storages, self.device = worker, storages, device
         self.load, self.allocate, self.on_cache_reset = load, allocate, on_cache_reset
         self.in_place = device.type == "cpu"
-        self.away: set[str] = set()
+        self.missing_parts: set[str] = set()
         self.has_cache = True
-        worker.functions.update(put_away=self.put_away, bring_back=self.bring_back)
+        worker.functions.update(sleep_worker=self.sleep, wake_up_worker=self.wake_up)
 
-    def put_away(self, level: int) -> None:
+    def sleep(self, level: int) -> None:
         """Free the cache; at level 2 the weights too. No step may be in flight.
 
         Level 0 leaves the weights where they are.
@@ -83,24 +83,24 @@ class WorkerSleep:
             worker.set_models([ABSENT] * len(worker.models))
         elif level and not self.in_place:
             self._move(torch.device("cpu"))
-        self.away |= {"weights", "kv_cache"} if level else {"kv_cache"}
+        self.missing_parts |= {"weights", "kv_cache"} if level else {"kv_cache"}
         collect()
         log.info("asleep: released the KV cache%s", ", and the weights" if dropped else "")
 
-    def bring_back(self, parts: Sequence[str]) -> None:
-        """Restore those of `parts` that are away. On the host the cache's pages are allocated on first write."""
+    def wake_up(self, parts: Sequence[str]) -> None:
+        """Restore those of `parts` that are missing. On the host the cache's pages are allocated on first write."""
         worker = self.worker
         if "weights" in parts:
             if isinstance(worker.model, UnloadedModel):
                 worker.set_models(self.load())
             elif not self.in_place:
                 self._move(self.device)
-        self.away -= set(parts)
-        if not self.away and not self.has_cache:
+        self.missing_parts -= set(parts)
+        if not self.missing_parts and not self.has_cache:
             self.storages = self.allocate(worker.models)
             worker.fuse(SLEEP)
             self.has_cache = True
-        if not self.away:
+        if not self.missing_parts:
             self.on_cache_reset(self.storages)
         collect()
 

@@ -169,14 +169,14 @@ class Worker:
             RuntimeError: the plan contradicts earlier plans; the worker's state cannot be trusted.
         """
         if plan.freed_rows or plan.entered:
-            self._seat(plan)
-            self._seat_in_hooks(plan)
+            self._update_rows(plan)
+            self._update_hooks(plan)
         step = self._fast(plan) if self._accepts_fast_step(plan) else self._by_parts(plan)
-        self._after(plan)
+        self._call_after(plan)
         return step
 
     @_recoverable
-    def _seat_in_hooks(self, plan: StepPlan) -> None:
+    def _update_hooks(self, plan: StepPlan) -> None:
         for hook in self.hooks:
             for row in plan.freed_rows:
                 hook.leave(row)
@@ -187,26 +187,26 @@ class Worker:
     def _accepts_fast_step(self, plan: StepPlan) -> bool:
         if not plan.work:
             return True
-        asked = (self.fast_step, self.model, self.model_input, self.model_output, *self.hooks)
-        answers = (getattr(part, "accepts_fast_step", _refuses)(plan) for part in asked)
+        parts = (self.fast_step, self.model, self.model_input, self.model_output, *self.hooks)
+        answers = (getattr(part, "accepts_fast_step", _refuses)(plan) for part in parts)
         return all(answers)
 
     def _fast(self, plan: StepPlan) -> QueuedStep:
-        self._before(plan, None)
+        self._call_before(plan, None)
         return self._queued(FinishedStep(self._run_fast(plan)), [])
 
     @torch.inference_mode()
     def _by_parts(self, plan: StepPlan) -> QueuedStep:
         batch = self.batcher.build(plan)
-        self._before(plan, batch)
-        pending = self._forward(plan, batch)
+        self._call_before(plan, batch)
+        queued = self._forward(plan, batch)
         rows = batch.rows_S.tolist()
         reported = [self.rows.reported_counts[row] for row in rows]
-        drew = list(zip(batch.drawing, rows, reported, batch.lengths_S.tolist(), strict=True))
-        return self._queued(pending, drew)
+        draws = list(zip(batch.drawing, rows, reported, batch.lengths_S.tolist(), strict=True))
+        return self._queued(queued, draws)
 
-    def _queued(self, pending: QueuedStep, drew: list[_Drew]) -> _Step:
-        return _Step(pending, self.hooks, self.rows, drew)
+    def _queued(self, queued: QueuedStep, draws: list[_Draw]) -> _Step:
+        return _Step(queued, self.hooks, self.rows, draws)
 
     @_recoverable
     def _run_fast(self, plan: StepPlan) -> StepResult:
@@ -221,12 +221,12 @@ class Worker:
         return self.model_output.finish(plan, batch, hidden_TD)
 
     @_recoverable
-    def _before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
+    def _call_before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         for hook in self.hooks:
             hook.before(plan, batch)
 
     @_recoverable
-    def _after(self, plan: StepPlan) -> None:
+    def _call_after(self, plan: StepPlan) -> None:
         for hook in self.hooks:
             hook.after(plan)
 
@@ -237,8 +237,8 @@ class Worker:
             ValueError: there is no function of that name.
         """
         if (function := self.functions.get(name)) is None:
-            known = ", ".join(sorted(self.functions))
-            raise ValueError(f"the worker has no function {name!r}; it has {known}")
+            names = ", ".join(sorted(self.functions))
+            raise ValueError(f"the worker has no function {name!r}; it has {names}")
         return function(*args)
 
     def _rpc(
@@ -254,15 +254,15 @@ class Worker:
             function = getattr(self, method, None)
         if not callable(function):
             methods = (name for name in dir(type(self)) if not name.startswith("_"))
-            known = ", ".join(sorted({*self.functions, *methods}))
+            names = ", ".join(sorted({*self.functions, *methods}))
             raise ValidationError(
-                f"the worker has no function or method {method!r}; it has {known}",
+                f"the worker has no function or method {method!r}; it has {names}",
                 parameter="method", value=method,
             )  # fmt: skip
         return function(*args, **(kwargs or {}))
 
     @torch.inference_mode()
-    def _seat(self, plan: StepPlan) -> None:
+    def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
             self.rows.leave(row)
             self.model_output.leave(row)
@@ -273,7 +273,7 @@ class Worker:
             self.forget([*plan.freed_rows, *(new.row for new in plan.entered)])
 
 
-_Drew = tuple[
+_Draw = tuple[
     int, int, ReportedCount, int
 ]  # a work item that draws: its index, row, ReportedCount and position
 
@@ -282,20 +282,20 @@ class _Step:
     """A queued step, with what hooks add to its result."""
 
     def __init__(
-        self, pending: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, drew: list[_Drew]
+        self, queued: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, draws: list[_Draw]
     ):
-        self.pending, self.hooks, self.rows, self.drew = pending, hooks, rows, drew
+        self.queued, self.hooks, self.rows, self.draws = queued, hooks, rows, draws
 
     def result(self) -> StepResult:
-        result = self.pending.result()
-        for number, _, reported, position in self.drew:
+        result = self.queued.result()
+        for number, _, reported, position in self.draws:
             if position < reported.count:
                 result.tokens[number] = []  # an earlier result reported it as a forced token
             else:
                 reported.count = position + len(result.tokens[number])
         for hook in self.hooks:
             if forced := hook.forced_tokens(result.step):
-                for number, row, reported, _ in self.drew:
+                for number, row, reported, _ in self.draws:
                     if (tokens := forced.get(row)) is not None:
                         result.forced_tokens[number] = tokens
                         self.rows.append_forced(row, reported, tokens)

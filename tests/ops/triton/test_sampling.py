@@ -129,10 +129,10 @@ def test_penalties_are_those_of_the_definition() -> None:
         SamplingParams(frequency_penalty=1.1),
         SamplingParams(repetition_penalty=0.7),
     ]  # fmt: skip
-    picked = ProcessorRows(np.array([2, 0, 3]), np.array([0, 2, 3]), np.array([33, 58, 9]), rows)
+    selected = ProcessorRows(np.array([2, 0, 3]), np.array([0, 2, 3]), np.array([33, 58, 9]), rows)
     x = logits(4)
-    got = triton_ops.TritonPenalties().apply(x.clone(), picked)
-    want = Penalties().apply(x.clone(), picked)
+    got = triton_ops.TritonPenalties().apply(x.clone(), selected)
+    want = Penalties().apply(x.clone(), selected)
     assert not torch.equal(want, x)
     assert torch.equal(got, want)
 

@@ -16,7 +16,7 @@ The processes work during the forward pass. One thread talks to them, so a row's
 process that exceeds its limits. If its message was for one row, that row fails. Of several rows, each enters a new
 process in turn, so that only the row at fault fails.
 
-Shape suffixes: R rows of the worker, S rows that sample, P picked rows, N rows of one process, V vocabulary,
+Shape suffixes: R rows of the worker, S rows that sample, P selected rows, N rows of one process, V vocabulary,
 W = words of 32 tokens.
 """
 
@@ -89,7 +89,7 @@ class RowGrammar:
     @property
     def field(self) -> str:
         """The request's field that holds the constraint."""
-        said, kind = self.constraint.said, self.constraint.kind
+        said, kind = self.constraint.field_name, self.constraint.kind
         return said if said != FIELD else f"{said}.{kind}"
 
     def update(self, reply: MaskReply, at: int) -> bool:
@@ -145,11 +145,11 @@ class GrammarMasks(Processor):
         """Discard the draw of a step that failed."""
         self._drawing = None
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
         words_SW = np.full(
             (len(logits_SV), masked_argmax.num_words(logits_SV.shape[1])), -1, np.int32
         )
-        unmasked = self._apply_masks(words_SW, picked)
+        unmasked = self._apply_masks(words_SW, selected)
         masked_argmax.mask_logits(
             logits_SV, torch.from_numpy(words_SW).to(logits_SV.device, non_blocking=True)
         )
@@ -157,31 +157,31 @@ class GrammarMasks(Processor):
             allow_only(logits_SV[at], tokens)
         return logits_SV
 
-    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
-        for at, tokens in self._apply_masks(words_SW, picked):
+    def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
+        for at, tokens in self._apply_masks(words_SW, selected):
             allow_only_in_mask(words_SW[at], tokens)
 
     def _apply_masks(
-        self, words_SW: np.ndarray, picked: ProcessorRows
+        self, words_SW: np.ndarray, selected: ProcessorRows
     ) -> list[tuple[int, list[int]]]:
-        """Wait for the picked rows' masks and AND them into `words_SW`.
+        """Wait for the selected rows' masks and AND them into `words_SW`.
 
         Returns the rows whose next token needs no mask, with the allowed tokens.
         """
-        grammars = [self.row_grammars[row] for row in picked.rows.tolist()]
+        grammars = [self.row_grammars[row] for row in selected.rows.tolist()]
         until = time.monotonic() + WAIT_S
-        for at, grammar in zip(picked.at.tolist(), grammars, strict=True):
+        for at, grammar in zip(selected.at.tolist(), grammars, strict=True):
             if grammar.job is not None:
                 self._wait(grammar, grammar.job, until)
             if grammar.restart is not None:
                 self._wait(grammar, grammar.restart, until)
                 grammar.restart = None
             if grammar.error is not None:
-                picked.errors.setdefault(at, grammar.error)
-        self._drawing = grammars, picked.rows, picked.lengths
+                selected.errors.setdefault(at, grammar.error)
+        self._drawing = grammars, selected.rows, selected.lengths
         unmasked: list[tuple[int, list[int]]] = []
         for at, grammar, length in zip(
-            picked.at.tolist(), grammars, picked.lengths.tolist(), strict=True
+            selected.at.tolist(), grammars, selected.lengths.tolist(), strict=True
         ):
             if (place := length - grammar.start) < len(grammar.tokens):
                 unmasked.append((at, [grammar.tokens[place]]))

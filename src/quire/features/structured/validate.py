@@ -74,8 +74,8 @@ def check_constraint(
                 plain = msgspec.structs.replace(plain, engine=engine)
             return plain
         refused[engine] = why
-    where = plain.said if plain.said != FIELD else f"{FIELD}.{plain.kind}"
-    parameter = FIELD if plain.said.startswith(f"{FIELD}.") else plain.said
+    where = plain.field_name if plain.field_name != FIELD else f"{FIELD}.{plain.kind}"
+    parameter = FIELD if plain.field_name.startswith(f"{FIELD}.") else plain.field_name
     raise ValidationError(f"{where}: {refused['guidance']}", parameter=parameter)
 
 

@@ -70,23 +70,23 @@ class ThinkingBudget(Processor):
     def leave(self, row: int) -> None:
         del self.rows[row]
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
-        for at, token in self._forced(picked):
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
+        for at, token in self._forced(selected):
             allow_only(logits_SV[at], [token])
         return logits_SV
 
-    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
-        for at, token in self._forced(picked):
+    def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
+        for at, token in self._forced(selected):
             allow_only_in_mask(words_SW[at], [token])
 
-    def _forced(self, picked: ProcessorRows) -> Iterator[tuple[int, int]]:
+    def _forced(self, selected: ProcessorRows) -> Iterator[tuple[int, int]]:
         """(index in S, token) of rows whose next token is forced."""
         for at, row, length in zip(
-            picked.at.tolist(), picked.rows.tolist(), picked.lengths.tolist(), strict=True
+            selected.at.tolist(), selected.rows.tolist(), selected.lengths.tolist(), strict=True
         ):
             one = self.rows[row]
             if one.over or length - one.start < one.marks.budget:
                 continue
-            one.take(picked.state.token_ids_RL[row, one.read : length].tolist())
+            one.take(selected.state.token_ids_RL[row, one.read : length].tolist())
             if (token := one.forced()) is not None:
                 yield at, token

@@ -194,19 +194,19 @@ def freeze_rope(model: nn.Module, max_model_len: int) -> list[str]:
     Returns:
         One clause for each kind of rope that was fixed to its long form.
     """
-    said = []
+    clauses = []
     modules: list[Any] = list(model.modules())
     for module in modules:
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _moves(kinds):
-            said.append(_freeze(module, kinds, None, max_model_len))
+            clauses.append(_freeze(module, kinds, None, max_model_len))
             module.rope_type = "frozen"
         elif isinstance(kinds, dict):
             for layer_type, kind in list(kinds.items()):
                 if isinstance(kind, str) and _moves(kind):
-                    said.append(_freeze(module, kind, layer_type, max_model_len))
+                    clauses.append(_freeze(module, kind, layer_type, max_model_len))
                     kinds[layer_type] = "frozen"
-    return sorted({clause for clause in said if clause})
+    return sorted({clause for clause in clauses if clause})
 
 
 def _moves(kind: str) -> bool:
@@ -223,11 +223,11 @@ def _freeze(module: Any, kind: str, layer_type: str | None, max_model_len: int) 
     if max_model_len <= short:
         return ""
     seq_len = short + 1 if kind == "longrope" else max_model_len
-    old = getattr(module, name)
-    new, _scaling = ROPE_INIT_FUNCTIONS[kind](
-        module.config, old.device, seq_len=seq_len, layer_type=layer_type
+    before = getattr(module, name)
+    after, _scaling = ROPE_INIT_FUNCTIONS[kind](
+        module.config, before.device, seq_len=seq_len, layer_type=layer_type
     )
-    module.register_buffer(name, new.to(old), persistent=False)
+    module.register_buffer(name, after.to(before), persistent=False)
     if kind == "longrope":
         return f"longrope uses its long factors for all requests (max_model_len {max_model_len} > {short})"
     return f"dynamic rope is scaled for {max_model_len} tokens for all requests"

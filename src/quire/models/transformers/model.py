@@ -209,23 +209,23 @@ class TransformersModel(LanguageModel):
     # --------------------------------------------------------------------------------------- choice of the mode
 
     def _choose(self, max_model_len: int, step_tokens: int) -> None:
-        mode, why = choose_mode(self.config.to_dict(), max_model_len, step_tokens)
+        mode, reason = choose_mode(self.config.to_dict(), max_model_len, step_tokens)
         if mode == PAGED:
             try:
                 self._become_paged(max_model_len)
             except paged.PagingError as error:
-                mode, why = PER_REQUEST, str(error)
+                mode, reason = PER_REQUEST, str(error)
         if mode == PER_REQUEST:
             self._become_per_request()
         self.mode = mode
-        self.description = self._describe(why)
+        self.description = self._describe(reason)
 
-    def _describe(self, why: str) -> str:
+    def _describe(self, reason: str) -> str:
         if self.mode == PAGED:
-            parts = [f"runs through Transformers, paged: {why}"]
+            parts = [f"runs through Transformers, paged: {reason}"]
         else:
             parts = [
-                f"runs through Transformers with one cache per request because {why}",
+                f"runs through Transformers with one cache per request because {reason}",
                 "prefix caching, paging and batched decoding are off",
             ]
             if self._caches is not None and self._caches.one_by_one:

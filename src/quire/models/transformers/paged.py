@@ -221,8 +221,8 @@ def _rule_of(mask: Any) -> MaskRule | None:
     if mask is None:
         return None
     if isinstance(mask, Tensor):
-        for made, rule in _masks:
-            if made is mask or (made.shape == mask.shape and torch.equal(made, mask)):
+        for other, rule in _masks:
+            if other is mask or (other.shape == mask.shape and torch.equal(other, mask)):
                 return rule
     return MaskRule("other")
 

@@ -61,17 +61,17 @@ def difference(
         limit: largest relative difference of a token's logits.
         spare: a quarter of the tokens may exceed it: in 16 bits, rounding may change a router's choice.
     """
-    wanted = [plain(ids_N).float() for ids_N in ids]
-    if not all(bool(torch.isfinite(w).all()) for w in wanted):
+    expected = [plain(ids_N).float() for ids_N in ids]
+    if not all(bool(torch.isfinite(w).all()) for w in expected):
         return "its own plain pass gives numbers that are not finite"
-    got = [torch.empty_like(w) for w in wanted]
+    got = [torch.empty_like(w) for w in expected]
     for pieces in STEPS:
         results = step([(row, start, ids[row][start : start + n]) for row, start, n in pieces])
         for (row, start, n), logits_TV in zip(pieces, results, strict=True):
             if logits_TV.shape != got[row][start : start + n].shape:
                 return f"logits have shape {tuple(logits_TV.shape)}"
             got[row][start : start + n] = logits_TV.float()
-    errors = torch.cat([_distance(w, g) for w, g in zip(wanted, got, strict=True)])
+    errors = torch.cat([_distance(w, g) for w, g in zip(expected, got, strict=True)])
     missed = int((~(errors <= limit)).sum())  # not (a > b): nan counts as missed
     if missed <= (len(errors) // 4 if spare else 0):
         return None
@@ -79,16 +79,17 @@ def difference(
 
 
 def rounding(
-    ids: list[Tensor], one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]
+    ids: list[Tensor], first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]
 ) -> float:
     """The limit that rounding alone justifies, measured between two orders of summation; ROUGH if they are equal."""
-    middle = float(torch.cat([_distance(one(i).float(), other(i).float()) for i in ids]).median())
+    distances = [_distance(first(ids_N).float(), second(ids_N).float()) for ids_N in ids]
+    middle = float(torch.cat(distances).median())
     return max(0.02, 3 * middle) if middle > 0 else ROUGH
 
 
-def _distance(wanted_NV: Tensor, got_NV: Tensor) -> Tensor:
-    centred = wanted_NV - wanted_NV.mean(-1, keepdim=True)
-    return (wanted_NV - got_NV).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-12)
+def _distance(expected_NV: Tensor, got_NV: Tensor) -> Tensor:
+    centred = expected_NV - expected_NV.mean(-1, keepdim=True)
+    return (expected_NV - got_NV).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-12)
 
 
 # ------------------------------------------------------------------------------------------- attention

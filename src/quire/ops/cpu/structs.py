@@ -24,9 +24,9 @@ class CWeight(ctypes.Structure):
 
 
 class CLayer(ctypes.Structure):
-    """`alive` keeps references to what it points to, beside weights and cache."""
+    """`references` keeps references to what it points to, beside weights and cache."""
 
-    alive: Any
+    references: Any
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "qkv o gate_up down"),
         *_all(c_void_p, "first_norm second_norm q_norm k_norm keys values key_scales value_scales sinks"),
@@ -43,9 +43,9 @@ class CStep(ctypes.Structure):
 
 
 class CModel(ctypes.Structure):
-    """`alive` keeps references to what it points to."""
+    """`references` keeps references to what it points to."""
 
-    alive: tuple[Any, ...]
+    references: tuple[Any, ...]
     _fields_: ClassVar[Sequence[Any]] = [
         ("head", CWeight),
         *_all(c_void_p, "layers groups cos sin norm table"),

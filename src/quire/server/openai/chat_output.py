@@ -65,7 +65,7 @@ def make_output_reader(
     if params.structured_outputs is None:
         params.structured_outputs = demanded(body, choice, formats, opened, level, reasons)
     elif choice.must:
-        said = params.structured_outputs.said
+        said = params.structured_outputs.field_name
         raise invalid(f"`{said}` and a `tool_choice` that forces a tool call cannot be combined: an output has one constraint; leave one of them out", said)  # fmt: skip
     else:
         calls = calls_of(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
@@ -115,7 +115,7 @@ def demanded(
     if tag is None:
         return None
     try:
-        return StructuredOutputsParams(structural_tag=tag, said="tools")
+        return StructuredOutputsParams(structural_tag=tag, field_name="tools")
     except ValidationError as error:
         if not must_hold:
             return None  # the request needs its calls parsed only

@@ -40,13 +40,13 @@ def constraint(request: Sampling) -> StructuredOutputsParams | None:
     guided = from_guided(request)
     if ours is not None and guided is not None:
         raise invalid(
-            f"`{guided.said}` is an old name of a field of `structured_outputs`; give only one of them",
-            guided.said,
+            f"`{guided.field_name}` is an old name of a field of `structured_outputs`; give only one of them",
+            guided.field_name,
         )
     other = ours or guided
     if form is not None and other is not None and form.kind != other.kind:
         raise invalid(
-            f"`response_format` sets {form.kind} and `{other.said}` sets {other.kind}: an output has one"
+            f"`response_format` sets {form.kind} and `{other.field_name}` sets {other.kind}: an output has one"
             " constraint; leave one of them out",
             "response_format",
         )
@@ -103,6 +103,6 @@ def from_guided(request: Sampling) -> StructuredOutputsParams | None:
 def structured_outputs_of(said: str, **fields: Any) -> StructuredOutputsParams:
     """Errors name the field that the client wrote."""
     try:
-        return StructuredOutputsParams(said=said, **fields)
+        return StructuredOutputsParams(field_name=said, **fields)
     except ValidationError as error:
         raise invalid(f"`{said}`: {error}", said) from error

@@ -44,10 +44,10 @@ class TokenTable(Processor):
     def leave(self, row: int) -> None:
         del self.tokens[row]
 
-    def entries(self, picked: ProcessorRows) -> tuple[np.ndarray, np.ndarray]:
+    def entries(self, selected: ProcessorRows) -> tuple[np.ndarray, np.ndarray]:
         """([E] index in S, [E] token)."""
-        lists = [self.tokens[row] for row in picked.rows.tolist()]
-        return np.repeat(picked.at, [len(tokens) for tokens in lists]), np.concatenate(lists)
+        lists = [self.tokens[row] for row in selected.rows.tolist()]
+        return np.repeat(selected.at, [len(tokens) for tokens in lists]), np.concatenate(lists)
 
 
 class AllowedTokens(TokenTable):
@@ -61,15 +61,15 @@ class AllowedTokens(TokenTable):
         self.tokens[new.row] = np.array(sorted(set(tokens)), np.int64)
         return True
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
-        at, tokens = (_put(array, logits_SV) for array in self.entries(picked))
-        kept = logits_SV[at, tokens]
-        logits_SV[_put(picked.at, logits_SV)] = NEG_INF
-        logits_SV[at, tokens] = kept
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
+        at, tokens = (_put(array, logits_SV) for array in self.entries(selected))
+        allowed = logits_SV[at, tokens]
+        logits_SV[_put(selected.at, logits_SV)] = NEG_INF
+        logits_SV[at, tokens] = allowed
         return logits_SV
 
-    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
-        for at, row in zip(picked.at.tolist(), picked.rows.tolist(), strict=True):
+    def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
+        for at, row in zip(selected.at.tolist(), selected.rows.tolist(), strict=True):
             words_SW[at] &= mask_of(self.tokens[row], words_SW.shape[1])
 
 
@@ -88,12 +88,12 @@ class BadWords(Processor):
     def leave(self, row: int) -> None:
         del self.words[row]
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
         found = [
             (at, row, length, word)
             for at, row, length, outputs in zip(
-                picked.at.tolist(), picked.rows.tolist(), picked.lengths.tolist(),
-                picked.outputs.tolist(), strict=True,
+                selected.at.tolist(), selected.rows.tolist(), selected.lengths.tolist(),
+                selected.outputs.tolist(), strict=True,
             )
             for word in self.words[row]
             if len(word) - 1 <= outputs
@@ -108,7 +108,7 @@ class BadWords(Processor):
                 [[-1] * (most - len(word) + 1) + word[:-1] for word in words], np.int64
             )
             position_EW = np.array(length_E)[:, None] + np.arange(-most, 0)
-            known_EW = picked.state.token_ids_RL[
+            known_EW = selected.state.token_ids_RL[
                 _put(np.array(row_E)[:, None], logits_SV),
                 _put(np.maximum(position_EW, 0), logits_SV),
             ]
@@ -136,27 +136,27 @@ class MinTokens(TokenTable):
         self.tokens[new.row] = np.array(sorted(ends), np.int64)
         return True
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
-        if (still := self._early(picked)) is None:
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
+        if (early := self._early(selected)) is None:
             return logits_SV
-        at, tokens = (_put(array, logits_SV) for array in self.entries(still))
+        at, tokens = (_put(array, logits_SV) for array in self.entries(early))
         logits_SV[at, tokens] = NEG_INF
         return logits_SV
 
-    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
-        if (still := self._early(picked)) is not None:
-            for at, row in zip(still.at.tolist(), still.rows.tolist(), strict=True):
+    def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
+        if (early := self._early(selected)) is not None:
+            for at, row in zip(early.at.tolist(), early.rows.tolist(), strict=True):
                 words_SW[at] &= ~mask_of(self.tokens[row], words_SW.shape[1])
 
     @staticmethod
-    def _early(picked: ProcessorRows) -> ProcessorRows | None:
+    def _early(selected: ProcessorRows) -> ProcessorRows | None:
         """The rows that have too few tokens to end; None: there are none."""
-        least = np.array([picked.state.params[row].min_tokens for row in picked.rows])
-        early = picked.outputs < least
+        least = np.array([selected.state.params[row].min_tokens for row in selected.rows])
+        early = selected.outputs < least
         if not early.any():
             return None
         return ProcessorRows(
-            picked.at[early], picked.rows[early], picked.lengths[early], picked.state
+            selected.at[early], selected.rows[early], selected.lengths[early], selected.state
         )
 
 
@@ -178,9 +178,9 @@ class LogitBias(TokenTable):
         super().leave(row)
         del self.values[row]
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
-        at, tokens = (_put(array, logits_SV) for array in self.entries(picked))
-        values = np.concatenate([self.values[row] for row in picked.rows.tolist()])
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
+        at, tokens = (_put(array, logits_SV) for array in self.entries(selected))
+        values = np.concatenate([self.values[row] for row in selected.rows.tolist()])
         return logits_SV.index_put_((at, tokens), _put(values, logits_SV), accumulate=True)
 
 
@@ -196,13 +196,13 @@ class Penalties(Processor):
         p = new.sampling_params
         return bool(p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty)
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
-        state, device = picked.state, logits_SV.device
-        params = [state.params[row] for row in picked.rows.tolist()]
-        longest, vocab = int(picked.lengths.max()), logits_SV.shape[1]
-        rows_P = _put(picked.rows, logits_SV)
-        lengths_P1 = _put(picked.lengths, logits_SV)[:, None]
-        prompts_P1 = _put(state.num_prompt[picked.rows], logits_SV)[:, None]
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
+        state, device = selected.state, logits_SV.device
+        params = [state.params[row] for row in selected.rows.tolist()]
+        longest, vocab = int(selected.lengths.max()), logits_SV.shape[1]
+        rows_P = _put(selected.rows, logits_SV)
+        lengths_P1 = _put(selected.lengths, logits_SV)[:, None]
+        prompts_P1 = _put(state.num_prompt[selected.rows], logits_SV)[:, None]
         place_L = torch.arange(longest, device=device)
         ids_PL = state.token_ids_RL[rows_P, :longest].long()
         # Positions beyond a row's end repeat its first token, which is harmless: a token's new logit
@@ -215,7 +215,7 @@ class Penalties(Processor):
         def column(name: str) -> Tensor:
             return _put(np.array([[getattr(p, name)] for p in params], np.float32), logits_SV)
 
-        at_P1 = _put(picked.at, logits_SV)[:, None]
+        at_P1 = _put(selected.at, logits_SV)[:, None]
         old_PL = logits_SV[at_P1, ids_PL]
         repetition_P1 = column("repetition_penalty")
         new_PL = torch.where(old_PL > 0, old_PL / repetition_P1, old_PL * repetition_P1)

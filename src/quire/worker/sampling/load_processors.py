@@ -29,18 +29,21 @@ FOREIGN_GROUP = "vllm.logits_processors"
 
 
 def load_processors(
-    wanted: Sequence[str | type], config: Any = None, device: torch.device | str = "cpu"
+    names: Sequence[str | type], config: Any = None, device: torch.device | str = "cpu"
 ) -> list[Processor]:
-    """Processors of installed packages, then the wanted ones, in their order.
+    """Processors of installed packages, then those of `names`, in their order.
 
     Args:
-        wanted: classes, or their names.
+        names: classes, or their names.
         config: a Resolved; processors for vLLM get a small part of it.
 
     Raises:
         ConfigError: a name cannot be imported, a class is of neither kind, or its constructor fails.
     """
-    return [_made(kind, config, device) for kind in [*_installed(), *map(_found, wanted)]]
+    return [
+        _create_processor(kind, config, device)
+        for kind in [*_installed(), *map(_import_processor, names)]
+    ]
 
 
 def _installed() -> list[Any]:
@@ -63,26 +66,26 @@ def _installed() -> list[Any]:
     return kinds
 
 
-def _found(wanted: str | type) -> Any:
-    if not isinstance(wanted, str):
-        return wanted
-    module, colon, path = wanted.partition(":")
+def _import_processor(name: str | type) -> Any:
+    if not isinstance(name, str):
+        return name
+    module, colon, path = name.partition(":")
     if not colon:
-        module, _, path = wanted.rpartition(".")
+        module, _, path = name.rpartition(".")
     if not module or not path:
-        raise ConfigError(f"logits_processors: {wanted!r} is not of the form module:Class")
+        raise ConfigError(f"logits_processors: {name!r} is not of the form module:Class")
     try:
-        found: Any = importlib.import_module(module)
+        processor: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            processor = getattr(processor, part)
     except Exception as error:
         raise ConfigError(
-            f"logits_processors: {wanted!r} cannot be imported: {type(error).__name__}: {error} ({WHERE})"
+            f"logits_processors: {name!r} cannot be imported: {type(error).__name__}: {error} ({WHERE})"
         ) from error
-    return found
+    return processor
 
 
-def _made(kind: Any, config: Any, device: torch.device | str) -> Processor:
+def _create_processor(kind: Any, config: Any, device: torch.device | str) -> Processor:
     if isinstance(kind, Processor):
         return kind
     try:

@@ -70,14 +70,14 @@ class Processor:
     def leave(self, row: int) -> None:
         """A row that uses this processor is freed."""
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
         """Change float32 logits of the picked rows, in place or in a new tensor, and return all S rows.
 
         To fail one row, put a message in picked.errors. An exception fails all picked rows, and no others.
         """
         raise NotImplementedError
 
-    def mask(self, words_SW: np.ndarray, picked: ProcessorRows) -> None:
+    def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
         """Clear the bits of excluded tokens in the picked rows' masks; token t is bit t % 32 of word t // 32.
 
         Called instead of `apply` if `mask_only`, with the same handling of errors.
@@ -142,11 +142,11 @@ class LogitsPipeline:
     ) -> Tensor:
         """Run a stage. Puts the errors of rows in `errors`, by index in S."""
         for processor, at in stage:
-            picked = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
+            selected = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
             try:
-                logits_SV = processor.apply(logits_SV, picked)
+                logits_SV = processor.apply(logits_SV, selected)
             except Exception:
-                _fail_rows(processor, picked)
+                _fail_rows(processor, selected)
         return logits_SV
 
     def masks(
@@ -162,11 +162,11 @@ class LogitsPipeline:
             return None
         words_SW = np.full((len(rows_S), num_words(vocab)), -1, np.int32)
         for processor, at in stage:
-            picked = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
+            selected = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
             try:
-                processor.mask(words_SW, picked)
+                processor.mask(words_SW, selected)
             except Exception:
-                _fail_rows(processor, picked)
+                _fail_rows(processor, selected)
         return torch.from_numpy(words_SW).to(self.rows.device, non_blocking=True)
 
     def on_tokens(self, rows_S: np.ndarray, tokens: list[int]) -> None:
@@ -189,11 +189,11 @@ def mask_of(tokens: np.ndarray, num_words: int) -> np.ndarray:
     return words_W.view(np.int32)
 
 
-def _fail_rows(processor: Processor, picked: ProcessorRows) -> None:
+def _fail_rows(processor: Processor, selected: ProcessorRows) -> None:
     """Fail all picked rows."""
     log.exception("logits processor %s failed", processor.name)
-    for index in picked.at.tolist():
-        picked.errors.setdefault(index, failure(processor.name))
+    for index in selected.at.tolist():
+        selected.errors.setdefault(index, failure(processor.name))
 
 
 def failure(name: str) -> str:

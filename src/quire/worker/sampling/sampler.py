@@ -109,8 +109,8 @@ class Sampler:
 
     def _read(self, new: EnteredRow, params: SamplingParams) -> None:
         row = new.row
-        if (wrong := self._out_of_vocabulary(new, params)) is not None:
-            self._refuse(new, wrong)
+        if (error := self._out_of_vocabulary(new, params)) is not None:
+            self._refuse(new, error)
             return
         self.params_R[row] = row_params(params)
         if (ids := params.logprob_token_ids) is not None:
@@ -119,12 +119,14 @@ class Sampler:
             self.logprobs[row] = params.logprobs, None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs
-        if (wrong := self.pipeline.enter(new)) is not None:
-            self.invalid[row] = wrong
+        if (error := self.pipeline.enter(new)) is not None:
+            self.invalid[row] = error
 
-    def _refuse(self, new: EnteredRow, why: str) -> None:
-        self.invalid[new.row] = why
-        self.rows.put(new.row, 0, [0] * len(new.tokens))  # its ids may overrun the embedding
+    def _refuse(self, new: EnteredRow, reason: str) -> None:
+        self.invalid[new.row] = reason
+        self.rows.write_tokens(
+            new.row, 0, [0] * len(new.tokens)
+        )  # its ids may overrun the embedding
 
     def leave(self, row: int) -> None:
         self.pipeline.leave(row)
@@ -198,7 +200,7 @@ class Sampler:
         if sampled.max_allowed_logit_S is not None:
             sampled.params = [self.rows.params[row] for row in rows_S.tolist()]
         sampled.errors.update({sampled.items[at]: text for at, text in errors.items()})
-        self.rows.drawn(rows_S, lengths_S, tokens_S)
+        self.rows.write_sampled(rows_S, lengths_S, tokens_S)
         sampled.tokens_S = tokens_S
         if self.pipeline.needs_tokens:
             self.pipeline.on_tokens(rows_S, tokens_S.tolist())
@@ -249,9 +251,11 @@ class Sampler:
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for at, row in enumerate(rows_S.tolist()):
-            if (wanted := self.logprobs.get(row)) is not None:
-                best, given = wanted
-                groups.setdefault((best, -1 if given is None else len(given)), []).append(at)
+            if (request := self.logprobs.get(row)) is not None:
+                best, token_ids = request
+                groups.setdefault((best, -1 if token_ids is None else len(token_ids)), []).append(
+                    at
+                )
         return groups
 
     def _score(
@@ -263,10 +267,10 @@ class Sampler:
         lengths_S: np.ndarray,
         sampled: SampledStep,
     ) -> None:
-        for (best, given), members in groups.items():
+        for (best, num_token_ids), members in groups.items():
             at = self.rows.tensor(np.array(members, np.int64))
             also = None
-            if given >= 0:
+            if num_token_ids >= 0:
                 tables = (self.logprobs[row][1] for row in rows_S[members].tolist())
                 also = torch.stack([ids for ids in tables if ids is not None])
             scored = self.ops.score(reported_SV[at], tokens_S[at], best, also, self.normalise)

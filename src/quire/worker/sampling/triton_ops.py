@@ -52,18 +52,23 @@ def score(
 class TritonPenalties(Penalties):
     """Counts tokens and changes logits in two kernel launches."""
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
-        state = picked.state
-        params = [state.params[row] for row in picked.rows.tolist()]
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
+        state = selected.state
+        params = [state.params[row] for row in selected.rows.tolist()]
         names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         numbers = np.array([[getattr(p, name) for p in params] for name in names], np.float32)
         if logits_SV.stride(1) != 1:
             logits_SV = logits_SV.contiguous()
         at_P, rows_P, lengths_P, prompts_P = (
             _put(array.astype(np.int64), logits_SV)
-            for array in (picked.at, picked.rows, picked.lengths, state.num_prompt[picked.rows])
+            for array in (
+                selected.at,
+                selected.rows,
+                selected.lengths,
+                state.num_prompt[selected.rows],
+            )
         )
-        numbers_3P, longest = _put(numbers, logits_SV), int(picked.lengths.max())
+        numbers_3P, longest = _put(numbers, logits_SV), int(selected.lengths.max())
         sampling.penalize(
             logits_SV, at_P, rows_P, lengths_P, prompts_P, numbers_3P, state.token_ids_RL, longest
         )

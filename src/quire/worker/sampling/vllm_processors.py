@@ -203,26 +203,26 @@ class VllmProcessorAdapter(Processor):
         for row, token in zip(rows, tokens, strict=True):
             self.outputs[row].append(token)
 
-    def apply(self, logits_SV: Tensor, picked: ProcessorRows) -> Tensor:
-        self.inner.update_state(self._update(picked.rows.tolist()))
-        index_P = np.array([self.index[row] for row in picked.rows.tolist()], np.int64)
+    def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
+        self.inner.update_state(self._update(selected.rows.tolist()))
+        index_P = np.array([self.index[row] for row in selected.rows.tolist()], np.int64)
         device = logits_SV.device
-        if len(self.members) == len(logits_SV) and (index_P == picked.at).all():
+        if len(self.members) == len(logits_SV) and (index_P == selected.at).all():
             changed_BV = _checked(self.inner.apply(logits_SV), logits_SV)
             logits_SV = changed_BV
         else:
-            at_P = torch.from_numpy(picked.at).to(device)
+            at_P = torch.from_numpy(selected.at).to(device)
             to_P = torch.from_numpy(index_P).to(device)
             logits_BV = logits_SV.new_zeros((len(self.members), logits_SV.shape[1]))
             logits_BV[to_P] = logits_SV[at_P]
             changed_BV = _checked(self.inner.apply(logits_BV), logits_BV)
             logits_SV[at_P] = changed_BV[to_P].to(logits_SV.dtype)
         if failed := getattr(self.inner, "failed", None):
-            place = dict(zip(index_P.tolist(), picked.at.tolist(), strict=True))
+            place = dict(zip(index_P.tolist(), selected.at.tolist(), strict=True))
             for index, why in failed.items():
                 if index in place:
                     log.error("logits processor %s failed: %s", self.name, why)
-                    picked.errors.setdefault(place[index], failure(self.name))
+                    selected.errors.setdefault(place[index], failure(self.name))
         return logits_SV
 
     def _update(self, rows: list[int]) -> BatchUpdate | None:
