@@ -97,7 +97,7 @@ def answer_or_calls(
     if calls:
         answer = [{"type": "or", "elements": [_sequence(answer), _sequence(list(calls))]}]
     others: dict[str, Any] = {kind: None for kind in KINDS}
-    others["said"] = form.said if form.said != FIELD else f"{FIELD}.{form.kind}"
+    others["field_name"] = form.field_name if form.field_name != FIELD else f"{FIELD}.{form.kind}"
     return replace(form, **{**others, "structural_tag": _whole([*before, *answer])})
 
 
