@@ -32,4 +32,4 @@ class Reader:
         tokens: list[int] = []
         for piece in pieces:
             tokens += [piece] if isinstance(piece, int) else tokenizer.tokenize_str(piece)
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        return matcher.consume_tokens(tokens) and matcher.is_accepting()

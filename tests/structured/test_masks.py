@@ -174,7 +174,7 @@ def held_up(compiler: GrammarCompiler) -> Iterator[None]:
         go_on.wait()
 
     for _ in range(THREADS):
-        compiler._quick_pool.submit(busy)
+        compiler.quick.pool.submit(busy)
     for _ in range(THREADS):
         begun.acquire()
     try:
@@ -268,8 +268,8 @@ def test_nothing_is_compiled_for_those_who_gave_up(
         assert not gate.ready(anew)
         pass_on(gate, other)
         left = [digest(form) for form in (forms[0], forms[1], forms[5])]
-        assert list(reader.compiler.waiting) == left
-        assert list(other.waiting) == (left if elsewhere else [])
+        assert list(reader.compiler.quick.waiting) == left
+        assert list(other.quick.waiting) == (left if elsewhere else [])
     for form in (forms[0], forms[1], forms[5]):
         reader.compiler.submit(form).result(60)
     assert seen == [forms[0], forms[1], forms[5]]
@@ -290,7 +290,7 @@ def test_statistics_begin_no_compilation(reader: Reader):
     gate, request = GrammarGate(reader.compiler), asked(Form(regex="[a-z]{3,905}"))
     with held_up(reader.compiler):
         assert not gate.holds(request)  # nothing is asked for yet: it waits for room
-        assert not reader.compiler.waiting
+        assert not reader.compiler.quick.waiting
         assert not gate.ready(request)
         assert gate.holds(request)
     made = reader.compiler.submit(request.params.structured_outputs)
@@ -307,4 +307,4 @@ def test_a_step_does_not_wait_behind_what_others_asked_for(reader: Reader):
         behind = reader.compiler.submit(form)
         assert reader.compiler.submit(form, now=True).result(60).alive
         assert behind.done()  # whoever waited for it has it too
-        assert not reader.compiler.waiting
+        assert not reader.compiler.quick.waiting

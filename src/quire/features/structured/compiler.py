@@ -46,6 +46,16 @@ TOO_LARGE = (
 _Job = tuple[StructuredOutputsParams, "Future[GrammarProcess]"]
 
 
+class CompileLane:
+    """Jobs that threads of one pool compile in order."""
+
+    def __init__(self, threads: int, slow: bool):
+        self.threads, self.slow, self.at_work = threads, slow, 0
+        self.pool = ThreadPoolExecutor(threads, "grammar-slow" if slow else "grammar-compile")
+        self.waiting: OrderedDict[bytes, _Job] = OrderedDict()
+        """Jobs that have not started, by digest."""
+
+
 class GrammarCompiler:
     """Thread-safe."""
 
@@ -57,16 +67,9 @@ class GrammarCompiler:
         self._futures: WeakValueDictionary[bytes, Future[GrammarProcess]] = WeakValueDictionary()
         self._cached: OrderedDict[bytes, Future[GrammarProcess]] = OrderedDict()
         self._errors: OrderedDict[bytes, Future[GrammarProcess]] = OrderedDict()
-        self.waiting: OrderedDict[bytes, _Job] = OrderedDict()
-        """Jobs that have not started, by digest."""
-        self.slow: OrderedDict[bytes, _Job] = OrderedDict()
-        """Jobs that the quick lane gave up and the slow lane has not started."""
+        self.quick, self.slow = CompileLane(THREADS, False), CompileLane(1, True)
         self._running: dict[bytes, GrammarProcess] = {}
-        self._at_work = 0
-        self._slow_at_work = False
-        self._quick_pool = ThreadPoolExecutor(THREADS, "grammar-compile")
         self._urgent_pool = ThreadPoolExecutor(1, "grammar-now")
-        self._slow_pool = ThreadPoolExecutor(1, "grammar-slow")
 
     def submit(
         self, constraint: StructuredOutputsParams, now: bool = False
@@ -85,13 +88,10 @@ class GrammarCompiler:
             if future is None:
                 future = self._futures[key] = Future()
                 future.add_done_callback(partial(self._on_done, key))
-                self.waiting[key] = constraint, future
-                if not now and self._at_work < THREADS:
-                    self._at_work += 1
-                    self._quick_pool.submit(self._work)
+                self._queue(self.quick, key, (constraint, future), start=not now)
             elif future.done():
                 self._keep(key, future)
-            if now and (job := self.waiting.pop(key, None)) is not None:
+            if now and (job := self.quick.waiting.pop(key, None)) is not None:
                 self._urgent_pool.submit(self._run, key, job)
         return future
 
@@ -99,7 +99,7 @@ class GrammarCompiler:
         """Cancel a compile that no request waits for, even a running one."""
         key = digest(constraint)
         with self._lock:
-            job = self.waiting.pop(key, None) or self.slow.pop(key, None)
+            job = self.quick.waiting.pop(key, None) or self.slow.waiting.pop(key, None)
             running = self._running.pop(key, None)
             if job is not None or running is not None:
                 self._futures.pop(key, None)
@@ -108,25 +108,22 @@ class GrammarCompiler:
         if running is not None:
             running.close()
 
-    # -- in the threads -------------------------------------------------------------------------
-    def _work(self) -> None:
-        """Compile the queued jobs until the queue is empty."""
-        while True:
-            with self._lock:
-                if not self.waiting:
-                    self._at_work -= 1
-                    return
-                key, job = self.waiting.popitem(last=False)
-            self._run(key, job)
+    def _queue(self, lane: CompileLane, key: bytes, job: _Job, start: bool = True) -> None:
+        lane.waiting[key] = job
+        if start and lane.at_work < lane.threads:
+            lane.at_work += 1
+            lane.pool.submit(self._work, lane)
 
-    def _work_slowly(self) -> None:
+    # -- in the threads -------------------------------------------------------------------------
+    def _work(self, lane: CompileLane) -> None:
+        """Compile the jobs of a lane until none waits."""
         while True:
             with self._lock:
-                if not self.slow:
-                    self._slow_at_work = False
+                if not lane.waiting:
+                    lane.at_work -= 1
                     return
-                key, job = self.slow.popitem(last=False)
-            self._run(key, job, slow=True)
+                key, job = lane.waiting.popitem(last=False)
+            self._run(key, job, lane.slow)
 
     def _run(self, key: bytes, job: _Job, slow: bool = False) -> None:
         constraint, future = job
@@ -144,10 +141,7 @@ class GrammarCompiler:
         with self._lock:
             if self._futures.get(key) is not job[1]:  # it was dropped
                 return False
-            self.slow[key] = job
-            if not self._slow_at_work:
-                self._slow_at_work = True
-                self._slow_pool.submit(self._work_slowly)
+            self._queue(self.slow, key, job)
         return True
 
     def _compile(
@@ -214,7 +208,7 @@ class GrammarCompiler:
         """
         self._urgent_pool.submit(self.fork_server.fork_spare)
         if xgrammar:
-            self._slow_pool.submit(self._xgrammar.start)
+            self.slow.pool.submit(self._xgrammar.start)
 
 
 def digest(constraint: StructuredOutputsParams) -> bytes:

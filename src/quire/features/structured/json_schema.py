@@ -28,6 +28,7 @@ IN_ONE = frozenset(
      "propertyNames", "contains", "not", "if", "then", "else", "contentSchema")
 )  # fmt: skip
 IN_LIST = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
+IN_BRANCH = frozenset(("const", "enum", "title", "description", "type"))
 IN_MAP = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 
 
@@ -37,18 +38,11 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
     Raises:
         UnsupportedConstraint: it is not a schema, or exceeds a limit.
     """
-    schema = value
-    if isinstance(value, str):
-        try:
-            schema = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise UnsupportedConstraint(f"it is not JSON: {error}") from error
+    schema = parse_json(value, most_nested())
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise UnsupportedConstraint("a schema must be a JSON object")
-    if depth(schema) > (most := most_nested()):
-        raise UnsupportedConstraint(f"it is nested deeper than {most} levels")
     check_schema(schema)
     if constraint.whitespace_pattern is not None:
         check_regex(constraint.whitespace_pattern)
@@ -63,6 +57,22 @@ def read_schema(value: Any, constraint: StructuredOutputsParams) -> str:
     if len(text) > 2 * MAX_BYTES:
         raise UnsupportedConstraint(f"it has {len(text)} characters; the limit is {2 * MAX_BYTES}")
     return text
+
+
+def parse_json(value: Any, levels: int) -> Any:
+    """A JSON value, decoded if it is text.
+
+    Raises:
+        UnsupportedConstraint: it is not JSON, or nested deeper than `levels`.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UnsupportedConstraint(f"it is not JSON: {error}") from error
+    if depth(value) > levels:
+        raise UnsupportedConstraint(f"it is nested deeper than {levels} levels")
+    return value
 
 
 def most_nested() -> int:
@@ -133,13 +143,7 @@ def _distinct(branches: Any) -> bool:
     """Whether each branch is a list of values (`const`, `enum`), and no value occurs twice."""
     seen: list[str] = []
     for branch in branches if isinstance(branches, list) else [None]:
-        if not isinstance(branch, dict) or not set(branch) <= {
-            "const",
-            "enum",
-            "title",
-            "description",
-            "type",
-        }:
+        if not isinstance(branch, dict) or not set(branch) <= IN_BRANCH:
             return False
         values = [branch["const"]] if "const" in branch else branch.get("enum")
         if not isinstance(values, list) or any(isinstance(v, float | dict | list) for v in values):

@@ -18,7 +18,7 @@ from typing import Any
 from quire.features.structured.cost import check_regex, check_text
 from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.grammar_dialect import read_grammar
-from quire.features.structured.json_schema import MAX_BYTES, depth, most_nested, read_schema
+from quire.features.structured.json_schema import MAX_BYTES, most_nested, parse_json, read_schema
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 ANY = r"(.|\n)*"
@@ -26,6 +26,7 @@ KINDS = (
     "const_string, json_schema, regex, grammar, any_text, sequence, or, optional, star, plus, tag,"
     " triggered_tags, tags_with_separator"
 )
+REPEATED = {"optional": "?", "star": "*", "plus": "+"}
 
 
 def tags_to_grammar(
@@ -38,16 +39,9 @@ def tags_to_grammar(
     Raises:
         UnsupportedConstraint: it has neither form, or a part that cannot be enforced.
     """
-    given = value
-    if isinstance(value, str):
-        try:
-            given = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise UnsupportedConstraint(f"it is not JSON: {error}") from error
+    given = parse_json(value, 2 * most_nested())
     if not isinstance(given, dict):
         raise UnsupportedConstraint("it must be a JSON object")
-    if depth(given) > (most := 2 * most_nested()):
-        raise UnsupportedConstraint(f"it is nested deeper than {most} levels")
     writer = _Writer(constraint, specials)
     if "format" in given:
         root = writer.part(given["format"], last=True)
@@ -181,14 +175,10 @@ class _Writer:
         made = (self.part(one, last=False) for one in _formats(given, "elements"))
         return f"({' | '.join(made)})"
 
-    def _optional(self, given: dict[str, Any]) -> str:
-        return f"({self.part(given.get('content'), last=False)})?"
+    def _repeated(self, given: dict[str, Any]) -> str:
+        return f"({self.part(given.get('content'), last=False)}){REPEATED[given['type']]}"
 
-    def _star(self, given: dict[str, Any]) -> str:
-        return f"({self.part(given.get('content'), last=False)})*"
-
-    def _plus(self, given: dict[str, Any]) -> str:
-        return f"({self.part(given.get('content'), last=False)})+"
+    _optional = _star = _plus = _repeated
 
     # -- tags -----------------------------------------------------------------------------------
     def _tag(self, given: dict[str, Any], last: bool, end: str | None, skip: int = 0) -> str:

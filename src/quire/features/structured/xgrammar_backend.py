@@ -54,12 +54,6 @@ class XMatcher:
     def consume_tokens(self, tokens: Sequence[int]) -> bool:
         return all(self.consume_token(token) for token in tokens)
 
-    def try_consume_tokens(self, tokens: Sequence[int]) -> int:
-        """How many leading tokens the grammar accepts."""
-        return next(
-            (at for at, token in enumerate(tokens) if not self.consume_token(token)), len(tokens)
-        )
-
     def compute_ff_tokens(self) -> list[int]:
         return []  # xgrammar knows forced text, but not its tokenization
 

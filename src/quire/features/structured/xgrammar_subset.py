@@ -6,14 +6,13 @@ instances). Does not import xgrammar: the frontend runs this check.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from quire.features.structured.cost import check_grammar, check_regex, check_schema
 from quire.features.structured.errors import UnsupportedConstraint
-from quire.features.structured.json_schema import depth, most_nested
+from quire.features.structured.json_schema import most_nested, parse_json
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 MAX_BYTES = 64 << 10  # its compiler takes a hundred times as long as llguidance's
@@ -31,18 +30,7 @@ OF_TYPE: dict[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-FORMATS = (
-    "date",
-    "time",
-    "date-time",
-    "email",
-    "ipv4",
-    "ipv6",
-    "uuid",
-    "hostname",
-    "uri",
-    "duration",
-)
+FORMATS = "date time date-time email ipv4 ipv6 uuid hostname uri duration".split()
 ALONE = ("enum", "const", "anyOf", "$ref")
 POINTER = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 ODD_IN_PATTERN = re.compile(r"\(\?(?!:)|\\[^\W_nrtfvxu0]|\[[^\]]*(&&|--|~~|\[)")
@@ -96,12 +84,7 @@ def schema_of(constraint: StructuredOutputsParams) -> Any:
     Raises:
         UnsupportedConstraint: it is not JSON, or nested too deep.
     """
-    try:
-        schema = json.loads(str(constraint.json))
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedConstraint(f"it is not JSON: {error}") from error
-    if depth(schema) > (most := most_nested()):
-        raise UnsupportedConstraint(f"it is nested deeper than {most} levels")
+    schema = parse_json(str(constraint.json), most_nested())
     return _closed(schema) if constraint.disable_additional_properties else schema
 
 
@@ -190,17 +173,14 @@ class _Reader:
             )
         getattr(self, f"_{kind}", lambda said: None)(said)
 
-    def _integer(self, said: dict[str, Any]) -> None:
+    def _number(self, said: dict[str, Any], kinds: tuple[type, ...] = (int, float)) -> None:
         for name, value in said.items():
-            if type(value) is not int:
+            if type(value) not in kinds:
                 raise _no(f"{name} of {value!r}")
         _ordered(said, "minimum", "maximum")
 
-    def _number(self, said: dict[str, Any]) -> None:
-        for name, value in said.items():
-            if type(value) not in (int, float):
-                raise _no(f"{name} of {value!r}")
-        _ordered(said, "minimum", "maximum")
+    def _integer(self, said: dict[str, Any]) -> None:
+        self._number(said, (int,))
 
     def _string(self, said: dict[str, Any]) -> None:
         if len({"pattern", "format"} & set(said)) and len(said) > 1:
