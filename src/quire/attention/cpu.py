@@ -53,7 +53,7 @@ class CpuAttention:
     def __init__(self) -> None:
         found = best()
         if found is None:
-            raise ImportError("the native kernels do not run on this CPU")
+            raise ImportError("the native kernels are not loaded")
         self.kernels = found
 
     def cache_parts(

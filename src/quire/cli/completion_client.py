@@ -22,6 +22,9 @@ from quire.config import flags, from_keywords
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
 
+COMPLETION_TOKENS = (
+    256  # of `quire complete`, where --max-tokens is not given; a chat's answer ends itself
+)
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # a busy server may take long until the first token
 
@@ -50,7 +53,7 @@ With --url it uses a running server instead and loads no model.
 --api-key KEY         API key of the server; unset: QUIRE_API_KEY, VLLM_API_KEY or OPENAI_API_KEY
 --model-name NAME     name of a model of the server; unset: its first model
 {system}-q, --quick TEXT      send one {thing}, print the answer and exit
---max-tokens N        maximum tokens of an answer
+--max-tokens N        maximum number of tokens of an answer{length}
 --temperature X       sampling temperature; 0: greedy
 --top-p X             sample from the most likely tokens whose probabilities sum to X
 --stats               print chunks, time to the first chunk and chunks per second after each answer
@@ -68,6 +71,7 @@ def read(command: str, argv: Sequence[str]) -> ClientOptions:
                 command=command,
                 what="chats with you" if chat else "completes your texts",
                 thing="message" if chat else "text",
+                length="" if chat else f"; unset: {COMPLETION_TOKENS}",
                 system="--system-prompt TEXT  system message of the conversation\n" if chat else "",
             ),
             end="",
@@ -99,6 +103,8 @@ class CompletionClient(Protocol):
     """Gets answers from a model."""
 
     name: str
+    sampling: dict[str, Any]
+    """Parameters of the next requests."""
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """Yields the answer in pieces. Closing it early ends the request."""
@@ -134,7 +140,7 @@ class RemoteClient:
             yield choice.get("delta", {}).get("content") or ""
 
     def complete(self, prompt: str) -> Iterator[str]:
-        for choice in self._stream("/completions", {"prompt": prompt}):
+        for choice in self._stream("/completions", {"prompt": prompt}, COMPLETION_TOKENS):
             yield choice.get("text") or ""
 
     def close(self) -> None:
@@ -171,8 +177,11 @@ class RemoteClient:
             )
         return answer
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        body = {"model": self.name, "stream": True, **self.sampling, **body}
+    def _stream(
+        self, path: str, body: dict[str, Any], max_tokens: int | None = None
+    ) -> Iterator[dict[str, Any]]:
+        less = {"max_tokens": max_tokens} if max_tokens else {}
+        body = {"model": self.name, "stream": True, **less, **self.sampling, **body}
         with closing(self._connect()) as connection:
             answer = self._ask(connection, "POST", path, body)
             for line in answer:
@@ -214,7 +223,7 @@ class LocalClient:
         return self._generate({"prompt_token_ids": tokens}, {})
 
     def complete(self, prompt: str) -> Iterator[str]:
-        return self._generate(prompt, {"max_tokens": 16})
+        return self._generate(prompt, {"max_tokens": COMPLETION_TOKENS})
 
     def close(self) -> None:
         self.client.close()

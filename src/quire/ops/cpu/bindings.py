@@ -122,7 +122,7 @@ def best() -> Kernels | None:
                 )
             return found
     log.warning(
-        "no native CPU kernels (%s): linear layers and attention run in plain torch, which is slower",
+        "no native CPU kernels, so linear layers and attention run in plain torch, which is slower (%s)",
         "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()),
     )
     return None

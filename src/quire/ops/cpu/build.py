@@ -59,7 +59,10 @@ def compiler() -> str:
     for name in (named,) if named else ("g++", "clang++", "c++"):
         if found := shutil.which(name):
             return found
-    raise Missing("there is no C++ compiler (g++ or clang++)")
+    raise Missing(
+        f"there is no C++ compiler ({named or 'g++ or clang++'}): install g++ (apt install g++, dnf install gcc-c++),"
+        " or a wheel of Quire, which contains the kernels"
+    )
 
 
 Sources = dict[str, bytes]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from scripted import ScriptedEngine, make_state
@@ -23,15 +24,16 @@ from quire.server.state import ServerState
 
 
 class Parrot:
-    """Says what it was told last, word by word."""
+    """A client whose answer is the last message, word by word."""
 
     name = "parrot"
 
     def __init__(self) -> None:
-        self.heard: list[list[dict[str, str]]] = []
+        self.requests: list[list[dict[str, str]]] = []
+        self.sampling: dict[str, Any] = {}
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        self.heard.append([dict(message) for message in messages])
+        self.requests.append([dict(message) for message in messages])
         words = messages[-1]["content"]
         if words == "bad":
             raise QuireError("no such word")
@@ -44,7 +46,7 @@ class Parrot:
         yield prompt.upper()
 
     def close(self) -> None:
-        self.heard.clear()
+        self.requests.clear()
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -59,15 +61,15 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("builtins.input", read_line)
 
 
-def wish(**more: object) -> ClientOptions:
+def options_of(**more: object) -> ClientOptions:
     return ClientOptions(EngineConfig(), **more)  # type: ignore[arg-type]
 
 
 def test_a_conversation_is_remembered(monkeypatch, capsys):
     typed(monkeypatch, "one two", "", "bad", "three", "/reset", "four")
     parrot = Parrot()
-    assert conversation(wish(system_prompt="be kind"), parrot) == 0
-    assert [[one["content"] for one in messages] for messages in parrot.heard] == [
+    assert conversation(options_of(system_prompt="be kind"), parrot) == 0
+    assert [[one["content"] for one in messages] for messages in parrot.requests] == [
         ["be kind", "one two"],
         ["be kind", "one two", "one two ", "bad"],
         ["be kind", "one two", "one two ", "three"],
@@ -81,13 +83,40 @@ def test_a_conversation_is_remembered(monkeypatch, capsys):
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(monkeypatch, capsys):
     typed(monkeypatch, "a STOP b", "c", "/exit", "never")
     parrot = Parrot()
-    conversation(wish(), parrot)
-    assert [one["content"] for one in parrot.heard[1]] == ["a STOP b", "a ", "c"]
+    conversation(options_of(), parrot)
+    assert [one["content"] for one in parrot.requests[1]] == ["a STOP b", "a ", "c"]
     assert capsys.readouterr().out == "a  ...\nc \n"
 
 
+def test_a_message_without_an_answer_is_forgotten(monkeypatch):
+    typed(monkeypatch, "STOP", "c")
+    parrot = Parrot()
+    conversation(options_of(), parrot)
+    assert [one["content"] for one in parrot.requests[1]] == ["c"]
+
+
+def test_commands_change_the_conversation_and_the_sampling(monkeypatch, capsys):
+    typed(monkeypatch, "/help", "/system be brief", "/set temperature 0.5", "/set seed=7", "/set max_tokens x", "/set top_k 3", "/set seed", "/nothing", "//help", "/system", "b")  # fmt: skip
+    parrot = Parrot()
+    conversation(options_of(), parrot)
+    assert [[one["content"] for one in messages] for messages in parrot.requests] == [
+        ["be brief", "/help"],
+        ["b"],
+    ]
+    assert parrot.sampling == {"temperature": 0.5}
+    notices = capsys.readouterr().err
+    for words in (
+        "/clear ",
+        "temperature=0.5, seed=7",
+        "max_tokens=x: must be a number",
+        "top_k cannot be set; choose from max_tokens",
+        "unknown command /nothing",
+    ):
+        assert words in notices
+
+
 def test_one_message_and_nothing_else_on_stdout(capsys):
-    conversation(wish(quick="hi there", stats=True), Parrot())
+    conversation(options_of(quick="hi there", stats=True), Parrot())
     out, err = capsys.readouterr()
     assert out == "hi there \n"
     assert "2 chunks" in err
