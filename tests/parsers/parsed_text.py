@@ -52,7 +52,7 @@ def together(made: StreamParser, pieces: list[str]) -> Read:
                 assert call.name is None
                 assert call.index == len(read.names) - 1
             read.arguments[call.index] += call.arguments
-    read.reasons = list(made.reasons)
+    read.reasons = list(made.failures)
     return read
 
 

@@ -27,9 +27,9 @@ from quire.frontend.parsers.stream_parser import StreamParser
 from quire.frontend.parsers.tool_constraints import (
     answer_or_calls,
     auto_calls,
-    calls_of,
+    call_parts,
     calls_only,
-    forced,
+    forced_format,
 )
 from quire.frontend.parsers.tool_formats import ANY_CALLS, TOOLS
 from quire.frontend.parsers.tool_schemas import ToolSchemas
@@ -68,12 +68,12 @@ def written(form: dict[str, Any], count: int) -> str:
 @pytest.mark.parametrize("name", [*TOOLS, ""])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls_are_read_back(name: str, parallel: bool) -> None:
-    format = forced(TOOLS.get(name))
+    format = forced_format(TOOLS.get(name))
     tag = calls_only(format, GIVEN, parallel)
     check_constraint(StructuredOutputsParams(structural_tag=tag))
     text = written(tag["format"], 3)
     read = together(StreamParser(compose(format, None), ToolSchemas(GIVEN), make_id=str), [text])
-    several = parallel and format.wrap is not None and not format.wrap.one
+    several = parallel and format.call is not None and not format.call.single
     wanted = [("f", {"count": 3}), ("g.h", {"count": 3}), ("f", {"count": 3})]
     assert read.calls == (wanted if several else wanted[:1])
     assert (read.content, read.reasons) == ("", [])
@@ -161,7 +161,7 @@ PLAIN = [{"type": "function", "function": {**t["function"], "parameters": WORDS}
 UNSEEN = {"llama3_json", "xlam", "pythonic"}
 GEMMA = {"gemma4", "functiongemma"}
 DIALECTS = {
-    name for name, format in TOOLS.items() if format.wrap is not None and format.wrap.dialect
+    name for name, format in TOOLS.items() if format.call is not None and format.call.dialect
 }
 
 
@@ -174,9 +174,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 def test_what_models_write_is_admitted_if_it_keeps_to_the_schema(name: str, reader: Reader) -> None:
     """The writers know nothing of grammars."""
     format, tools = TOOLS[name], PLAIN if name in DIALECTS else MARKED
-    assert forced(format, tools) is format
+    assert forced_format(format, tools) is format
     wanted = [("zap", ARGUMENTS), ("g.h", {"text": "t", "count": 3})]
-    if format.wrap is not None and format.wrap.one:
+    if format.call is not None and format.call.single:
         del wanted[1]
     texts = [write(wanted).replace("<|call|>", "") for write in WRITERS[name]]
     only = StructuredOutputsParams(structural_tag=calls_only(format, tools, True))
@@ -185,13 +185,13 @@ def test_what_models_write_is_admitted_if_it_keeps_to_the_schema(name: str, read
     for wrong in (*wrongs, text.replace("zap", "zip"), text + "."):
         assert not reader.admits(only, wrong), wrong
 
-    thoughts = REASONING["openai_gptoss" if format.whole else "qwen3"]
+    thoughts = REASONING["openai_gptoss" if format.splits_reasoning else "qwen3"]
     tag = auto_calls(format, tools, True, "auto", thoughts, None)
     assert (tag is None) == (name in UNSEEN)
     if tag is None:
         return
     before, answer = "<think>hm</think>\n\n", "Yes."
-    if format.whole:
+    if format.splits_reasoning:
         before = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
         answer = "<|channel|>final<|message|>Yes."
     strict = StructuredOutputsParams(structural_tag=tag)
@@ -204,7 +204,7 @@ def test_what_models_write_is_admitted_if_it_keeps_to_the_schema(name: str, read
         assert not reader.admits(form, before + text.replace("zap", "zip"))
         assert not reader.admits(form, text[: len(text) // 2])
     assert not reader.admits(strict, before + text.replace("3", "x"))
-    if not format.whole:
+    if not format.splits_reasoning:
         assert reader.admits(strict, f"{before}Ok. {text} Bye.")
 
 
@@ -213,7 +213,7 @@ def test_an_answer_of_a_form_may_be_a_call_instead(name: str, reader: Reader) ->
     format, thoughts = TOOLS[name], REASONING["openai_gptoss" if name == "openai" else "qwen3"]
     form = answer_or_calls(
         StructuredOutputsParams(json={"type": "integer"}), thoughts, None,
-        calls_of(format, MARKED, True, "auto"),
+        call_parts(format, MARKED, True, "auto"),
     )  # fmt: skip
     call = ("zap", ARGUMENTS)
     assert any(
@@ -227,14 +227,14 @@ def test_a_schema_that_a_format_cannot_say_is_written_as_a_list() -> None:
     odd = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^a"}}}
     strange = [{"type": "function", "function": {"name": "zap", "parameters": odd, "strict": True}}]
     for name, format in TOOLS.items():
-        wrap = format.wrap
-        assert wrap is not None
-        listed = bool(wrap.dialect or wrap.parameter)
-        assert (forced(format, strange) is ANY_CALLS) == listed, name
-        assert (calls_of(format, strange, True, "auto") == []) == listed
+        template = format.call
+        assert template is not None
+        listed = bool(template.dialect or template.parameter)
+        assert (forced_format(format, strange) is ANY_CALLS) == listed, name
+        assert (call_parts(format, strange, True, "auto") == []) == listed
         assert (auto_calls(format, strange, True, "auto") is None) == (listed or name in UNSEEN)
-    assert all(forced(TOOLS[name], MARKED) is ANY_CALLS for name in DIALECTS)
-    assert forced(None) is ANY_CALLS
+    assert all(forced_format(TOOLS[name], MARKED) is ANY_CALLS for name in DIALECTS)
+    assert forced_format(None) is ANY_CALLS
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS - GEMMA))
@@ -266,7 +266,7 @@ def test_schemas_that_would_grow_without_end_are_written_as_a_list(name: str) ->
         "type": "object", "$defs": nested(5, 9),
         "properties": {f"p{at}": {"$ref": "#/$defs/properties"} for at in range(400)},
     }  # fmt: skip
-    assert forced(TOOLS[name], tools(nested(2, 2))) is TOOLS[name]
+    assert forced_format(TOOLS[name], tools(nested(2, 2))) is TOOLS[name]
     wide = nested(1, 30_000)
 
     def ask() -> None:
@@ -275,8 +275,8 @@ def test_schemas_that_would_grow_without_end_are_written_as_a_list(name: str) ->
                 shared,
                 wide,
             )  # as JSON, between its marks
-            assert (forced(TOOLS[name], tools(schema)) is ANY_CALLS) != fits
-            assert (calls_of(TOOLS[name], tools(schema), True, "auto") == []) != fits
+            assert (forced_format(TOOLS[name], tools(schema)) is ANY_CALLS) != fits
+            assert (call_parts(TOOLS[name], tools(schema), True, "auto") == []) != fits
 
     assert (
         seconds(ask) < 20
@@ -330,8 +330,8 @@ def test_no_schema_whatever_is_in_it_raises_an_exception() -> None:
         schema[rng.choice(KEYS)] = junk(rng)
         tools = [{"function": {"name": "f", "parameters": schema, "strict": rng.random() < 0.8}}]
         format = TOOLS[rng.choice(list(TOOLS))]
-        assert calls_only(forced(format, tools), tools, True)
-        calls_of(format, tools, True, "auto")
+        assert calls_only(forced_format(format, tools), tools, True)
+        call_parts(format, tools, True, "auto")
         auto_calls(format, tools, True, "auto", REASONING["qwen3"], None)
         given = ToolSchemas(tools)
         assert given.is_text("f", "p0") in (True, False)

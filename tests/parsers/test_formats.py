@@ -70,7 +70,7 @@ def test_marks_of_thoughts_and_answers_are_not_shown(name: str, tools: str) -> N
     rng = random.Random(name)
     before, after = THOUGHTS[name]
     answer = '{"name": "Ada"} is an answer'
-    text = before + "hm" + after + answer + "".join(REASONING[name].frame[1:2])
+    text = before + "hm" + after + answer + "".join(REASONING[name].answer_frame[1:2])
     whole = together(parser(tools, name), [text])
     assert (whole.reasoning, whole.content) == ("hm", answer)
     assert together(parser(tools, name), cuts(rng, text)) == whole
@@ -127,7 +127,7 @@ def test_a_malformed_call_is_content_with_a_reason(name: str) -> None:
     """From the first mark on that opens a call."""
     states = FORMATS[name].states
     for state in {FORMATS[name].start, "content"}:
-        for mark, target in states[state].on.items():
+        for mark, target in states[state].markers.items():
             if target.startswith("peek"):
                 continue
             text = f"{mark}\t}}\t and so on" if states[target].kind not in READERS else f"{mark} ;;"
@@ -152,7 +152,7 @@ def test_any_heap_of_marks_is_read_the_same_however_it_is_cut() -> None:
         reasoning = "openai_gptoss" if name == "openai" else rng.choice(["", *REASONING])
         if reasoning == "openai_gptoss" and name != "openai":
             reasoning = ""
-        marks = [mark for state in FORMATS[name].states.values() for mark in state.on]
+        marks = [mark for state in FORMATS[name].states.values() for mark in state.markers]
         kinds = [marks, marks, BITS, BITS, thoughts]
         text = "".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randrange(1, 25)))
         text += WRITERS[name][0](calls(rng, 1)) if rng.random() < 0.3 else ""
@@ -185,7 +185,7 @@ def test_every_word_of_a_damaged_output_comes_out_once() -> None:
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_hostile_text_takes_linear_time(name: str) -> None:
     """Marks again and again, as long as a megabyte: it must not take longer than letters by much."""
-    seen = {mark for state in FORMATS[name].states.values() for mark in state.on}
+    seen = {mark for state in FORMATS[name].states.values() for mark in state.markers}
     begin = WRITERS[name][0]([("f", {"text": "x", "tags": [[]]})])
     texts = [*seen, "[", "{", "(", '"', "\\", begin, begin[: len(begin) // 2], "<think>"]
     for text in texts:
@@ -203,7 +203,7 @@ def test_hostile_text_takes_linear_time(name: str) -> None:
     [("hermes", 1 << 20), ("hermes", 4096), ("pythonic", 4096), ("openai", 1 << 20)],
 )
 def test_a_megabyte_of_opening_tags(name: str, cut: int) -> None:
-    tag = next(iter(FORMATS[name].states["content"].on), "[")
+    tag = next(iter(FORMATS[name].states["content"].markers), "[")
 
     def read(size: int) -> None:
         text = tag * (size // len(tag))

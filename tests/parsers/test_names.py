@@ -1,4 +1,4 @@
-"""Names and signs: every name that users of vLLM write means a format, or is refused by name."""
+"""Names and detect: every name that users of vLLM write means a format, or is refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.frontend.parsers.format_registry import (
     TOOL_ORDER,
     FormatRegistry,
 )
-from quire.frontend.parsers.format_table import FormatMarks
+from quire.frontend.parsers.format_table import MarkerPattern
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.parsers.reasoning import REASONING
 from quire.frontend.parsers.tool_formats import TOOLS
@@ -129,7 +129,7 @@ def test_templates_show_their_format(names, template):
     off = ModelFormats("none", "none", template)
     assert off.tools is None
     assert off.reasoning is None
-    assert off.reading([]) is None
+    assert off.output_format([]) is None
 
 
 def test_the_embedded_model():
@@ -151,23 +151,23 @@ def test_a_response_template_counts_too(tmp_path):
 
 def test_prompts_open_and_close_thoughts():
     formats = ModelFormats("hermes", "qwen3", "")
-    assert formats.opened("<|im_start|>assistant\n<think>\n") is True
-    assert formats.opened("<|im_start|>assistant\n<think>\n\n</think>\n\n") is False
-    assert formats.opened("user: <think> now<|im_end|>\nassistant\n") is None
-    assert formats.opened("... <think>\nHm", last="<think>\nHm") is True
-    assert formats.opened("... </think>Yes", last="<think>Hm</think>Yes") is False
-    assert formats.opened("... Yes", last="Yes") is None
+    assert formats.reasoning_open("<|im_start|>assistant\n<think>\n") is True
+    assert formats.reasoning_open("<|im_start|>assistant\n<think>\n\n</think>\n\n") is False
+    assert formats.reasoning_open("user: <think> now<|im_end|>\nassistant\n") is None
+    assert formats.reasoning_open("... <think>\nHm", last="<think>\nHm") is True
+    assert formats.reasoning_open("... </think>Yes", last="<think>Hm</think>Yes") is False
+    assert formats.reasoning_open("... Yes", last="Yes") is None
 
 
 def test_special_tokens_are_kept_where_they_are_marks():
     kept = ModelFormats("mistral", "none", "", specials=["</s>", "[TOOL_CALLS]"])
     tools = [{"function": {"name": "f"}}]
-    reading = kept.reading(tools)
+    reading = kept.output_format(tools)
     assert reading is not None
-    assert reading.marks_are_special
-    plain = ModelFormats("hermes", "qwen3", "", specials=["<|im_end|>"]).reading(tools)
+    assert reading.markers_are_special
+    plain = ModelFormats("hermes", "qwen3", "", specials=["<|im_end|>"]).output_format(tools)
     assert plain is not None
-    assert not plain.marks_are_special
+    assert not plain.markers_are_special
 
 
 def test_no_mark_hides_another():
@@ -176,7 +176,7 @@ def test_no_mark_hides_another():
         for state in format.states.values():
             if state.kind in ("skip", "close"):
                 continue
-            marks = FormatMarks(state.on)
-            assert not marks.beginnings & set(state.on), state
+            marks = MarkerPattern(state.markers)
+            assert not marks.prefixes & set(state.markers), state
     assert set(WRITERS) == set(TOOLS)
     assert set(THOUGHTS) == set(REASONING)

@@ -20,12 +20,12 @@ CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
 SAID = '(((hm)))Ok. <<{"name": "f", "arguments": {"count": 1}}>>'
 PLUGIN = """
-from quire.frontend.parsers.tool_formats import tagged
+from quire.frontend.parsers.tool_formats import json_calls
 from quire.frontend.parsers.format_table import ReasoningFormat
 
 
 def register(registry):
-    registry.add_tools("mine", tagged("<<", ">>"))
+    registry.add_tools("mine", json_calls("<<", ">>"))
     registry.add_reasoning("mine", ReasoningFormat(("(((",), (")))",)))
 """
 # As other engines have them.

@@ -135,7 +135,7 @@ def test_a_pydantic_schema_is_parsed(state: ServerState):
 
 
 def of_kinds() -> list[dict[str, Any]]:
-    """Ten kinds of requests, some with thoughts before what is demanded."""
+    """Ten kinds of requests, some with thoughts before what is tool_constraint."""
     strict = tool("get_weather", "Get the weather of a city.", city="string")
     strict["function"]["strict"] = True
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

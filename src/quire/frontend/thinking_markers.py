@@ -38,8 +38,10 @@ def thinking_markers(
     tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False).rstrip()
     opened = tail.endswith(reasoning.starts) if reasoning.starts else False
     closed = tail.endswith(reasoning.ends)
-    within = opened or (reasoning.implied and not closed)
-    return ThinkingMarkers(budget, starts, ends, within, reasoning.again or bool(reasoning.whole))
+    within = opened or (reasoning.starts_in_reasoning and not closed)
+    return ThinkingMarkers(
+        budget, starts, ends, within, reasoning.may_repeat or bool(reasoning.tool_format)
+    )
 
 
 def _tokens(mark: str, tokenizer: Tokenizer, budget: int) -> list[int]:

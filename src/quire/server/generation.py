@@ -138,7 +138,7 @@ class Generation:
             "completion_tokens": output,
             "prompt_tokens_details": cached if details else None,
         }
-        if self.reader is not None and self.reader.reading.reasons:
+        if self.reader is not None and self.reader.reading.splits_reasoning:
             details_of_output = {"reasoning_tokens": self.reader.reasoning_tokens}
             found["completion_tokens_details"] = details_of_output
         return found
@@ -325,7 +325,7 @@ class Generation:
         self, reader: ChatOutputReader, delta: OutputDelta, params: SamplingParams
     ) -> None:
         if delta.finish_reason is not None and reader.reading.tools.parameters:
-            called = bool(reader.outputs[delta.index].parser.calls)
+            called = bool(reader.outputs[delta.index].parser.num_calls)
             kind = next((kind for start, kind in KINDS.items() if self.id.startswith(start)), "other")  # fmt: skip
             streamed = params.output_kind != FINAL_ONLY
             self.state.metrics.read_for_calls(streamed, called, kind)

@@ -11,7 +11,7 @@ import re
 from typing import Protocol
 
 from quire.frontend.parsers.value_reader import (
-    MOST_WORD,
+    MAX_WORD,
     SPACE,
     MalformedValue,
     ValueReader,
@@ -40,13 +40,13 @@ class CallObject:
     def __init__(self, sink: CallSink):
         self.sink = sink
         self.done = False
-        self._want = "open"
+        self._expected = "open"
         self._key = ""
-        self._seen: set[str] = set()
+        self._seen_keys: set[str] = set()
         self._reader: ValueReader | None = None
-        self._early: list[str] = []
-        self._name = False
-        self._first = ""
+        self._early_arguments: list[str] = []
+        self._has_name = False
+        self._first_char = ""
 
     def feed(self, text: str, at: int) -> int:
         """As ValueReader.feed."""
@@ -72,47 +72,48 @@ class CallObject:
                 try:
                     at = self._mark(text[at], at)
                 except MalformedValue as error:
-                    error.at, error.lost = at, quoted(self._key) if self._want == "colon" else ""
+                    error.at = at
+                    error.unemitted = quoted(self._key) if self._expected == "colon" else ""
                     raise
         return at
 
     def _mark(self, char: str, at: int) -> int:
-        want = self._want
-        if want == "open" and char == "{":
-            self._want = "key or end"
-        elif char == "}" and want in ("key or end", "after"):
+        expected = self._expected
+        if expected == "open" and char == "{":
+            self._expected = "key or end"
+        elif char == "}" and expected in ("key or end", "after"):
             self._finish()
-        elif want == "after" and char == ",":
-            self._want = "key"
-        elif want in ("key", "key or end") and char == '"':
-            self._want = "key"
+        elif expected == "after" and char == ",":
+            self._expected = "key"
+        elif expected in ("key", "key or end") and char == '"':
+            self._expected = "key"
             self._reader = ValueReader("json", '"')
             return at
-        elif want == "colon" and char == ":":
-            self._want = "value"
-        elif want == "value":
+        elif expected == "colon" and char == ":":
+            self._expected = "value"
+        elif expected == "value":
             group = self._group()
             only = {"name": '"', "arguments": '{"n'}.get(group, "")
             self._reader = ValueReader("json", only)
             return at
         else:
-            raise MalformedValue(f"{char!r} where {want} was expected")
+            raise MalformedValue(f"{char!r} where {expected} was expected")
         return at + 1
 
     def _group(self) -> str:
         return "name" if self._key in NAMES else "arguments" if self._key in ARGUMENTS else ""
 
     def _read_on(self, reader: ValueReader) -> None:
-        if self._want == "key":
+        if self._expected == "key":
             if reader.done:
                 self._key = json.loads(reader.take())
-                self._reader, self._want = None, "colon"
+                self._reader, self._expected = None, "colon"
                 group = self._group() or self._key
-                if group in self._seen:
+                if group in self._seen_keys:
                     raise MalformedValue(f"{self._key[:40]!r} occurs twice")
                 if self.sink.known_only and self._key not in KNOWN:
                     raise MalformedValue(f"{self._key[:40]!r} is not a key of a call")
-                self._seen.add(group)
+                self._seen_keys.add(group)
             return
         group = self._group()
         if group == "arguments":
@@ -120,34 +121,34 @@ class CallObject:
         if reader.done:
             if group == "name":
                 self._begin(json.loads(reader.take()))
-            self._reader, self._want = None, "after"
+            self._reader, self._expected = None, "after"
 
     def _begin(self, name: str) -> None:
         self.sink.begin(name)
-        self._name = True
-        if self._early:
-            self.sink.arguments("".join(self._early))
-            self._early.clear()
+        self._has_name = True
+        if self._early_arguments:
+            self.sink.arguments("".join(self._early_arguments))
+            self._early_arguments.clear()
 
     def _read_arguments(self, reader: ValueReader) -> None:
-        if not self._first and reader.out:
-            self._first = reader.out[0][0]
-        if self._first != "{" and not reader.done:
+        if not self._first_char and reader.out:
+            self._first_char = reader.out[0][0]
+        if self._first_char != "{" and not reader.done:
             return  # arguments as a JSON string: wait for its end
         text = reader.take()
-        if self._first == '"':
-            text = complete_value(json.loads(text), only="{")
-        elif self._first == "n":
+        if self._first_char == '"':
+            text = complete_value(json.loads(text), first_chars="{")
+        elif self._first_char == "n":
             text = "{}"
-        if self._name:
+        if self._has_name:
             self.sink.arguments(text)
         else:
-            self._early.append(text)
+            self._early_arguments.append(text)
 
     def _finish(self) -> None:
-        if not self._name:
+        if not self._has_name:
             raise MalformedValue("a call without a name")
-        if "arguments" not in self._seen:
+        if "arguments" not in self._seen_keys:
             self.sink.arguments("{}")
         self.done = True
 
@@ -158,9 +159,9 @@ class PythonCall:
     def __init__(self, sink: CallSink):
         self.sink = sink
         self.done = False
-        self._want = "name"
+        self._expected = "name"
         self._word = ""
-        self._first = True
+        self._is_first = True
         self._reader: ValueReader | None = None
 
     def feed(self, text: str, at: int) -> int:
@@ -174,7 +175,7 @@ class PythonCall:
                     if new := self._reader.take():
                         self.sink.arguments(new)
                 if self._reader.done:
-                    self._reader, self._want = None, "after"
+                    self._reader, self._expected = None, "after"
                 elif reached == at:
                     return at
                 at = reached
@@ -182,7 +183,7 @@ class PythonCall:
             try:
                 reached = self._step(text, at)
             except MalformedValue as error:
-                error.at, error.lost = at, self._word if self._want == "=" else ""
+                error.at, error.unemitted = at, self._word if self._expected == "=" else ""
                 raise
             if reached < 0:
                 return at
@@ -191,36 +192,38 @@ class PythonCall:
 
     def _step(self, text: str, at: int) -> int:
         """Returns the new position; -1: it needs more text."""
-        if self._want in ("name", "key", "key or end") and (found := IDENTIFIER.match(text, at)):
+        if self._expected in ("name", "key", "key or end") and (
+            found := IDENTIFIER.match(text, at)
+        ):
             word = found[0]
-            if len(word) > MOST_WORD:
+            if len(word) > MAX_WORD:
                 raise MalformedValue("the name is too long")
             if found.end() == len(text):
                 return -1
             self._word = word
-            self._want = "(" if self._want == "name" else "="
+            self._expected = "(" if self._expected == "name" else "="
             return found.end()
         if (space := SPACE.match(text, at)) is not None:
             return space.end()
         return self._mark(text[at], at)
 
     def _mark(self, char: str, at: int) -> int:
-        want, word = self._want, self._word
-        if char == "(" and want == "(":
+        expected, word = self._expected, self._word
+        if char == "(" and expected == "(":
             if word[0].isdigit():
                 raise MalformedValue(f"{word[:40]!r} is not a name")
             self.sink.begin(word)
             self.sink.arguments("{")
-            self._want = "key or end"
-        elif char == "=" and want == "=":
-            self.sink.arguments(("" if self._first else ", ") + quoted(word) + ": ")
-            self._first = False
+            self._expected = "key or end"
+        elif char == "=" and expected == "=":
+            self.sink.arguments(("" if self._is_first else ", ") + quoted(word) + ": ")
+            self._is_first = False
             self._reader = ValueReader("python")
-        elif char == "," and want == "after":
-            self._want = "key or end"
-        elif char == ")" and want in ("after", "key or end"):
+        elif char == "," and expected == "after":
+            self._expected = "key or end"
+        elif char == ")" and expected in ("after", "key or end"):
             self.sink.arguments("}")
             self.done = True
         else:
-            raise MalformedValue(f"{char!r} in a call, where {want} was expected")
+            raise MalformedValue(f"{char!r} in a call, where {expected} was expected")
         return at + 1

@@ -1,6 +1,6 @@
 """Format registry: chooses a model's tool and reasoning formats, by configured name or by its chat template.
 
-Knows names (vLLM's included) and the signs by which a template shows a format. Does not parse output.
+Knows names (vLLM's included) and the detect by which a template shows a format. Does not parse output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REASONING_NAMES = {
     "openai": "openai_gptoss", "gpt_oss": "openai_gptoss", "harmony": "openai_gptoss",
     "magistral": "mistral", "qwen3_thinking": "qwen3", "mimo": "qwen3",
 }  # fmt: skip
-# `auto` takes the first format whose signs are all in the template; formats with the rarest signs come first.
+# `auto` takes the first format whose detect are all in the template; formats with the rarest detect come first.
 TOOL_ORDER = (
     "openai", "deepseek_v32", "deepseek_v41", "deepseek_v4", "kimi_k2", "k2_horizon", "minimax_m2", "dots",
     "seed_oss", "step3", "gemma4", "functiongemma", "hy_v3", "glm45", "qwen3_coder", "minicpm5", "deepseek_v3",
@@ -66,40 +66,41 @@ class FormatRegistry:
     def add_reasoning(self, name: str, reasoning: ReasoningFormat) -> None:
         self.reasoning[name] = reasoning
 
-    def choose_tools(self, asked: str | None, template: str) -> FormatChoice:
+    def choose_tools(self, requested: str | None, template: str) -> FormatChoice:
         """`template`: text of the chat templates and of the checkpoint's response_template.
 
         Raises:
             ConfigError: an unknown name.
         """
-        signs = {name: self.tools[name].signs for name in TOOL_ORDER}
-        return _choose(asked, template, "tool_call_parser", self.tools, TOOL_NAMES, signs)
+        detect = {name: self.tools[name].detect for name in TOOL_ORDER}
+        return _choose(requested, template, "tool_call_parser", self.tools, TOOL_NAMES, detect)
 
-    def choose_reasoning(self, asked: str | None, template: str) -> FormatChoice:
+    def choose_reasoning(self, requested: str | None, template: str) -> FormatChoice:
         """As `choose_tools`."""
-        signs = {name: self.reasoning[name].signs for name in REASONING_ORDER}
-        return _choose(asked, template, "reasoning_parser", self.reasoning, REASONING_NAMES, signs)
+        detect = {name: self.reasoning[name].detect for name in REASONING_ORDER}
+        known = self.reasoning
+        return _choose(requested, template, "reasoning_parser", known, REASONING_NAMES, detect)
 
 
 def _choose(
-    asked: str | None, template: str, field: str, known: Iterable[str],
-    others: Mapping[str, str], signs: Mapping[str, tuple[str, ...]],
+    requested: str | None, template: str, field: str, known: Iterable[str],
+    others: Mapping[str, str], detect: Mapping[str, tuple[str, ...]],
 ) -> FormatChoice:  # fmt: skip
-    if asked in OFF:
-        return FormatChoice("", f"{field}={asked!r}")
-    if asked is None or asked == AUTO:
+    if requested in OFF:
+        return FormatChoice("", f"{field}={requested!r}")
+    if requested is None or requested == AUTO:
         text = template.replace('\\"', '"').replace("\\'", "'")
-        for name, texts in signs.items():
+        for name, texts in detect.items():
             if texts and all(one in text for one in texts):
                 return FormatChoice(
                     name, "the checkpoint's template has " + " and ".join(map(repr, texts))
                 )
         return FormatChoice("", "the checkpoint's template shows no known format")
-    name = asked if asked in known else others.get(asked, "")
+    name = requested if requested in known else others.get(requested, "")
     if not name:
         names = ", ".join(sorted({*known, *others}))
-        remedy = PARSERS.get(asked) or f"choose from auto, none, {names}"
-        what = "is not supported yet" if asked in PARSERS else "is unknown"
-        raise ConfigError(f"{field}={asked!r} {what}; {remedy}")
-    why = f"{field}={asked!r}"
-    return FormatChoice(name, why if name == asked else f"{why}, which uses the format {name}")
+        remedy = PARSERS.get(requested) or f"choose from auto, none, {names}"
+        what = "is not supported yet" if requested in PARSERS else "is unknown"
+        raise ConfigError(f"{field}={requested!r} {what}; {remedy}")
+    why = f"{field}={requested!r}"
+    return FormatChoice(name, why if name == requested else f"{why}, which uses the format {name}")

@@ -3,13 +3,13 @@
 Knows the notation. Does not know any format, and does not parse (`stream_parser` does).
 
     "content": ParserState("content", {"<tool_call>": "call"}),
-    "call": ParserState("call", then="close"),
+    "call": ParserState("call", next_state="close"),
     "close": ParserState("close", {"</tool_call>": "content"}),
 
 A state's kind defines the meaning of its text:
 
     content, reasoning   emitted as such, up to a marker
-    skip                 white space, then a marker; anything else leads to `other`
+    skip                 white space, then a marker; anything else leads to `fallback`
     close                the same, after a complete call
     name, key, value     a tool's name, a parameter's name, its value: all text up to a marker
     text                 a value that is a string, whatever the tool's schema says
@@ -40,53 +40,53 @@ READERS = ("call", "arguments", "python")
 class Transition:
     """The effect of a marker."""
 
-    to: str
+    state: str
     ends: bool = False
-    takes: bool = True
-    keeps: bool = True
+    consumes: bool = True
+    restorable: bool = True
 
 
 @dataclass(frozen=True)
 class ParserState:
     kind: Kind
-    on: Mapping[str, str] = field(default_factory=dict)
+    markers: Mapping[str, str] = field(default_factory=dict)
     """Marker -> target."""
-    then: str = ""
+    next_state: str = ""
     """Next state when a reader is done."""
-    other: str = ""
+    fallback: str = ""
     """Next state for text that is not a marker (skip, close); unset: such text is malformed."""
     routes: tuple[tuple[str, str], ...] = ()
     """For a head: substring -> target, first match; if the target is a reader, a tool's name follows the substring."""
-    spaced: bool = False
+    allows_spaces: bool = False
     """The head may contain white space."""
-    gives_id: bool = False
+    is_call_id: bool = False
     """The head is the call's id."""
-    exact: bool = False
+    verbatim: bool = False
     """For a value: line breaks at its start and end belong to it."""
     dialect: str = "json"
 
 
-class FormatMarks:
+class MarkerPattern:
     """A state's markers, compiled for searching."""
 
-    def __init__(self, on: Mapping[str, str]):
-        self.go = {mark: read(target) for mark, target in on.items()}
-        texts = sorted(on, key=len, reverse=True)
+    def __init__(self, markers: Mapping[str, str]):
+        self.transitions = {mark: parse_target(target) for mark, target in markers.items()}
+        texts = sorted(markers, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
-        self.beginnings = frozenset(text[:n] for text in texts for n in range(1, len(text)))
-        self.longest = max(map(len, texts), default=1) - 1
+        self.prefixes = frozenset(text[:n] for text in texts for n in range(1, len(text)))
+        self.max_prefix = max(map(len, texts), default=1) - 1
 
-    def held(self, text: str, start: int) -> int:
+    def partial_length(self, text: str, start: int) -> int:
         """Number of characters at the end of text[start:] that may be the start of a marker."""
-        for length in range(min(self.longest, len(text) - start), 0, -1):
-            if text[-length:] in self.beginnings:
+        for length in range(min(self.max_prefix, len(text) - start), 0, -1):
+            if text[-length:] in self.prefixes:
                 return length
         return 0
 
 
-def read(target: str) -> Transition:
+def parse_target(target: str) -> Transition:
     how, _, to = target.rpartition(" ")
-    return Transition(to, ends=how == "end", takes=how != "peek", keeps=how != "drop")
+    return Transition(to, ends=how == "end", consumes=how != "peek", restorable=how != "drop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +96,24 @@ class Parameter:
     begin: str
     """Before a JSON value."""
     end: str
-    text: str = ""
+    text_begin: str = ""
     """Before a verbatim string, if that differs from `begin`."""
     before_end: str = ""
     """Between a JSON value and the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wrap:
+class CallTemplate:
     """How a grammar writes a call; NAME is a placeholder for the tool's name."""
 
     begin: str
     """Before the arguments, which are JSON unless `parameter` or `dialect` is set."""
     end: str
-    between: str = ""
-    first: str = ""
+    separator: str = ""
+    prefix: str = ""
     """Before all calls."""
-    last: str = ""
-    one: bool = False
+    suffix: str = ""
+    single: bool = False
     """The format allows only one call."""
     parameter: Parameter | None = None
     """Each argument has markers of its own."""
@@ -131,10 +131,10 @@ class ToolFormat:
     """Only the name of a known tool distinguishes a call from an answer in JSON."""
     ids: Literal["random", "short"] = "random"
     """short: nine letters and digits, which some templates require."""
-    signs: tuple[str, ...] = ()
+    detect: tuple[str, ...] = ()
     """A chat template that contains all these texts uses the format."""
-    wrap: Wrap | None = None
-    whole: bool = False
+    call: CallTemplate | None = None
+    splits_reasoning: bool = False
     """The format also separates reasoning from content."""
 
 
@@ -144,20 +144,20 @@ class ReasoningFormat:
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
-    after: str = ""
+    separator: str = ""
     """What models write between the end marker and the answer."""
-    answer: str = ""
+    answer_marker: str = ""
     """What an answer must begin with."""
-    implied: bool = False
+    starts_in_reasoning: bool = False
     """The output begins with reasoning, even without a start marker."""
-    again: bool = False
+    may_repeat: bool = False
     """Reasoning may occur between parts of the answer."""
-    calls_end: bool = False
+    ended_by_call: bool = False
     """A tool call also ends reasoning."""
-    frame: tuple[str, ...] = ()
+    answer_frame: tuple[str, ...] = ()
     """Markers around the answer, which are not emitted."""
-    signs: tuple[str, ...] = ()
-    whole: str = ""
+    detect: tuple[str, ...] = ()
+    tool_format: str = ""
     """Name of the tool format that separates reasoning and content itself."""
 
 
@@ -171,37 +171,37 @@ class ParserTable:
     ids: Literal["random", "short"] = "random"
 
     @cached_property
-    def marks(self) -> Mapping[str, FormatMarks]:
+    def patterns(self) -> Mapping[str, MarkerPattern]:
         """State name -> its compiled markers."""
-        return {name: FormatMarks(state.on) for name, state in self.states.items()}
+        return {name: MarkerPattern(state.markers) for name, state in self.states.items()}
 
 
-def with_marks(state: ParserState, on: Mapping[str, str]) -> ParserState:
-    return replace(state, on={**state.on, **on})
+def with_markers(state: ParserState, markers: Mapping[str, str]) -> ParserState:
+    return replace(state, markers={**state.markers, **markers})
 
 
 PLAIN = ToolFormat({"content": ParserState("content")})
 
 
 def compose(
-    tools: ToolFormat | None, reasoning: ReasoningFormat | None, opened: bool | None = None
+    tools: ToolFormat | None, reasoning: ReasoningFormat | None, reasoning_open: bool | None = None
 ) -> ParserTable:
-    """Combine two formats. `opened`: the prompt ends inside reasoning (True), after it (False), or unknown (None)."""
+    """Combine two formats. `reasoning_open`: the prompt ends inside reasoning (True), after it (False), or unknown (None)."""
     tools = tools or PLAIN
     states = dict(tools.states)
-    if reasoning is None or tools.whole:
+    if reasoning is None or tools.splits_reasoning:
         return ParserTable(states, tools.start, tools.known_only, tools.ids)
     begin = tools.start
-    within = reasoning.implied if opened is None else opened
+    inside = reasoning.starts_in_reasoning if reasoning_open is None else reasoning_open
     starts = dict.fromkeys(reasoning.starts, "reasoning")
     ends = dict.fromkeys(reasoning.ends, f"drop {begin}")
-    if reasoning.calls_end:
-        ends = {**states["content"].on, **ends}
+    if reasoning.ended_by_call:
+        ends = {**states["content"].markers, **ends}
     states["reasoning"] = ParserState("reasoning", ends)
-    states["first"] = ParserState("skip", starts, other="reasoning" if within else begin)
-    if reasoning.again:
-        states["content"] = with_marks(states["content"], starts)
+    states["first"] = ParserState("skip", starts, fallback="reasoning" if inside else begin)
+    if reasoning.may_repeat:
+        states["content"] = with_markers(states["content"], starts)
     for name in ("content", begin):
-        frame = dict.fromkeys(reasoning.frame, f"drop {name}")
-        states[name] = with_marks(states[name], frame)
+        frame = dict.fromkeys(reasoning.answer_frame, f"drop {name}")
+        states[name] = with_markers(states[name], frame)
     return ParserTable(states, "first", tools.known_only, tools.ids)

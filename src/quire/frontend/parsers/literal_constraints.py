@@ -12,14 +12,14 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-SILENT = frozenset(("description", "title", "default", "examples", "deprecated", "$schema", "strict"))  # fmt: skip
-SAYS = {
+IGNORED_KEYWORDS = frozenset(("description", "title", "default", "examples", "deprecated", "$schema", "strict"))  # fmt: skip
+KEYWORDS = {
     "string": {"enum", "const"}, "integer": {"enum", "const"}, "number": {"enum", "const"},
     "boolean": {"enum", "const"}, "null": set(), "array": {"items"},
     "object": {"properties", "required", "additionalProperties"},
 }  # fmt: skip
-MOST_OPTIONAL = 24  # leading optional properties: each may come first, so each is an alternative
-MOST_NESTED = 32  # nesting of values and of anyOf
+MAX_OPTIONAL = 24  # leading optional properties: each may come first, so each is an alternative
+MAX_NESTED = 32  # nesting of values and of anyOf
 INTEGER = r"-?(0|[1-9][0-9]*)"
 NUMBER = INTEGER + r"(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 
@@ -59,7 +59,7 @@ NAME = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 def arguments(dialect: str, schema: Mapping[str, Any]) -> list[JSON] | None:
     """The parts between the brackets of a call; None: the schema cannot be expressed."""
     if schema.get("type", "object") != "object" or "properties" not in schema:
-        return any_arguments(dialect) if set(schema) <= {"type", *SILENT} else None
+        return any_arguments(dialect) if set(schema) <= {"type", *IGNORED_KEYWORDS} else None
     return _Writer(DIALECTS[dialect]).members({"type": "object", **schema}, top=True)
 
 
@@ -79,7 +79,7 @@ class _Writer:
 
     def value(self, schema: Any) -> JSON | None:
         """One value; None: the schema cannot be expressed."""
-        if not isinstance(schema, Mapping) or self.depth >= MOST_NESTED:
+        if not isinstance(schema, Mapping) or self.depth >= MAX_NESTED:
             return None
         self.depth += 1
         found = self._value(schema)
@@ -87,7 +87,7 @@ class _Writer:
         return found
 
     def _value(self, schema: Mapping[str, Any]) -> JSON | None:
-        said = set(schema) - SILENT
+        said = set(schema) - IGNORED_KEYWORDS
         if said == {"anyOf"} and isinstance(schema["anyOf"], list):
             return _either(self.value(one) for one in schema["anyOf"])
         kinds = schema.get("type")
@@ -95,7 +95,11 @@ class _Writer:
             return _either(self.value({**schema, "type": kind}) for kind in kinds)
         if kinds is None and said and said <= {"enum", "const"}:
             return self._listed(schema)
-        if not isinstance(kinds, str) or kinds not in SAYS or not said <= {"type", *SAYS[kinds]}:
+        if (
+            not isinstance(kinds, str)
+            or kinds not in KEYWORDS
+            or not said <= {"type", *KEYWORDS[kinds]}
+        ):
             return None
         if {"enum", "const"} & said:
             return self._listed(schema)
@@ -138,7 +142,7 @@ class _Writer:
         """The properties in the schema's order; `top`: as arguments of the call."""
         properties, required = schema.get("properties"), schema.get("required", [])
         if (
-            not set(schema) <= {"type", *SAYS["object"], *SILENT}
+            not set(schema) <= {"type", *KEYWORDS["object"], *IGNORED_KEYWORDS}
             or not isinstance(properties, Mapping)
             or not isinstance(required, list)
             or not all(isinstance(key, str) and key in properties for key in required)
@@ -156,7 +160,7 @@ class _Writer:
     def _separated(self, parts: list[tuple[JSON, bool]]) -> list[JSON] | None:
         """All required parts and any optional ones. One alternative per possible first part, which has no comma."""
         leading = next((at for at, (_, must) in enumerate(parts) if must), len(parts))
-        if leading > MOST_OPTIONAL:
+        if leading > MAX_OPTIONAL:
             return None
         comma, firsts = _text(self.dialect.comma), []
         more = [_sequence([comma, part]) for part, _ in parts]

@@ -39,10 +39,10 @@ class ModelFormats:
         self.reasoning_choice: FormatChoice = registry.choose_reasoning(reasoning, template)
         self.tools: ToolFormat | None = registry.tools.get(self.tool_choice.name)
         self.reasoning: ReasoningFormat | None = registry.reasoning.get(self.reasoning_choice.name)
-        if self.reasoning is not None and self.reasoning.whole:
-            self.tools = registry.tools[self.reasoning.whole]
-        elif self.tools is not None and self.tools.whole:
-            self.reasoning = next(r for r in registry.reasoning.values() if r.whole)
+        if self.reasoning is not None and self.reasoning.tool_format:
+            self.tools = registry.tools[self.reasoning.tool_format]
+        elif self.tools is not None and self.tools.splits_reasoning:
+            self.reasoning = next(r for r in registry.reasoning.values() if r.tool_format)
         self.specials = frozenset(specials)
 
     @classmethod
@@ -63,57 +63,57 @@ class ModelFormats:
         for what, choice in (("tool calls", self.tool_choice), ("thoughts", self.reasoning_choice)):
             log.info("format of %s: %s (%s)", what, choice.name or "none", choice.why)
 
-    def opened(self, prompt: str, last: str = "") -> bool | None:
+    def reasoning_open(self, prompt: str, last: str = "") -> bool | None:
         """Whether a prompt ends inside reasoning (True) or after it (False); None: it does not show.
 
         `last`: the message that the output continues, if any.
         """
-        if self.reasoning is None or self.reasoning.whole:
+        if self.reasoning is None or self.reasoning.tool_format:
             return None
-        end, spots = prompt.rstrip(), (self.reasoning.starts, self.reasoning.ends)
+        end, markers = prompt.rstrip(), (self.reasoning.starts, self.reasoning.ends)
         if last:
             starts, ends = (
-                max((last.rfind(mark) for mark in marks), default=-1) for marks in spots
+                max((last.rfind(mark) for mark in marks), default=-1) for marks in markers
             )
             return None if starts == ends else starts > ends
-        if spots[0] and end.endswith(spots[0]):
+        if markers[0] and end.endswith(markers[0]):
             return True
-        return False if spots[1] and end.endswith(spots[1]) else None
+        return False if markers[1] and end.endswith(markers[1]) else None
 
-    def reading(
-        self, tools: Sequence[Mapping[str, Any]], must: bool = False, opened: bool | None = None
-    ) -> OutputFormat | None:
+    def output_format(
+        self, tools: Sequence[Mapping[str, Any]], must: bool = False, reasoning_open: bool | None = None
+    ) -> OutputFormat | None:  # fmt: skip
         """The format for parsing a request's outputs; None: all output is content.
 
         `tools`: the tools that may be called. `must`: a constraint forces the output to call one.
         """
         format = self.tools if tools else None
         if must:
-            format = tool_constraints.forced(self.tools, tools)
-        if self.tools is not None and self.tools.whole and not must:
+            format = tool_constraints.forced_format(self.tools, tools)
+        if self.tools is not None and self.tools.splits_reasoning and not must:
             format = self.tools
         if format is None and self.reasoning is None:
             return None
-        reasoning = None if self.reasoning is None or self.reasoning.whole else self.reasoning
-        grammar = compose(format, reasoning, opened)
-        return OutputFormat(grammar, ToolSchemas(tools), self.specials, self.reasoning is not None)
+        reasoning = None if self.reasoning is None or self.reasoning.tool_format else self.reasoning
+        table = compose(format, reasoning, reasoning_open)
+        return OutputFormat(table, ToolSchemas(tools), self.specials, self.reasoning is not None)
 
 
 @dataclass
 class OutputFormat:
     """Makes the parsers for the outputs of one request."""
 
-    grammar: ParserTable
+    table: ParserTable
     tools: ToolSchemas
     specials: frozenset[str] = frozenset()
-    reasons: bool = False
+    splits_reasoning: bool = False
     """The parser separates reasoning from content."""
-    marks_are_special: bool = field(init=False)
+    markers_are_special: bool = field(init=False)
     """Some special tokens are in markers, so the detokenizer must not skip special tokens."""
 
     def __post_init__(self) -> None:
-        marks = [mark for state in self.grammar.states.values() for mark in state.on]
-        self.marks_are_special = any(token in mark for token in self.specials for mark in marks)
+        marks = [mark for state in self.table.states.values() for mark in state.markers]
+        self.markers_are_special = any(token in mark for token in self.specials for mark in marks)
 
     def parser(self) -> StreamParser:
-        return StreamParser(self.grammar, self.tools)
+        return StreamParser(self.table, self.tools)

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from quire.frontend.parsers.format_table import Parameter, ReasoningFormat, ToolFormat, Wrap
+from quire.frontend.parsers.format_table import CallTemplate, Parameter, ReasoningFormat, ToolFormat
 from quire.frontend.parsers.literal_constraints import any_arguments, arguments
 from quire.frontend.parsers.tool_formats import ANY_CALLS
 from quire.frontend.parsers.tool_schemas import ToolSchemas, function
@@ -19,8 +19,9 @@ from quire.protocol.structured_outputs import FIELD, KINDS, StructuredOutputsPar
 
 JSON = dict[str, Any]
 
-MOST_SAID = 10_000  # schema members for calls that are not JSON: the event loop converts them
-MOST_PARTS = 50_000  # tag parts for calls that are not JSON; 128 tools of six parameters: 20,000
+# For calls that are not JSON, whose schemas the event loop converts.
+MAX_SCHEMA_NODES = 10_000
+MAX_TAG_NODES = 50_000  # 128 tools of six parameters: 20,000
 ANY_OBJECT: JSON = {"type": "object"}
 FREE_KEY = r"[^<>\"\s]{1,64}"
 ANY_TEXT: JSON = {"type": "any_text"}
@@ -35,26 +36,26 @@ TEXT = frozenset(("type", "description", "title", "default", "examples", "enum",
 
 
 # -- constraints ----------------------------------------------------------------------------------
-def forced(format: ToolFormat | None, tools: Sequence[Mapping[str, Any]] = ()) -> ToolFormat:
+def forced_format(format: ToolFormat | None, tools: Sequence[Mapping[str, Any]] = ()) -> ToolFormat:
     """The format for forced calls: the model's own if a grammar can express it, else ANY_CALLS."""
-    sayable = format is not None and _calls(format, tools, True, "parameter") is not None
-    return format if format is not None and sayable else ANY_CALLS
+    expressible = format is not None and _calls(format, tools, True, "parameter") is not None
+    return format if format is not None and expressible else ANY_CALLS
 
 
 def calls_only(
     format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool,
-    reasoning: ReasoningFormat | None = None, opened: bool | None = None, reasons: bool = True,
+    reasoning: ReasoningFormat | None = None, reasoning_open: bool | None = None, reasons: bool = True,
 ) -> JSON:  # fmt: skip
     """A structural tag: optional reasoning (none without `reasons`), then one or more tool calls."""
     calls = _calls(format, tools, parallel, "parameter")
     if calls is None:
         raise ValueError("the grammar cannot express the format")
-    return _whole([*_thoughts(reasoning, opened, reasons), *calls])
+    return _whole([*_reasoning_parts(reasoning, reasoning_open, reasons), *calls])
 
 
 def auto_calls(
     format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str,
-    reasoning: ReasoningFormat | None = None, opened: bool | None = None,
+    reasoning: ReasoningFormat | None = None, reasoning_open: bool | None = None,
 ) -> JSON | None:  # fmt: skip
     """A structural tag: free text with well-formed calls; None: a grammar cannot express the format.
 
@@ -62,26 +63,27 @@ def auto_calls(
     otherwise they are free.
     """
     calls = _calls(format, tools, parallel, level)
-    if format.wrap is None or calls is None:
+    if format.call is None or calls is None:
         return None
-    if reasoning is not None and reasoning.answer:
+    if reasoning is not None and reasoning.answer_marker:
         # Answers have a marker too, so there is no free text.
-        thought = {"type": "star", "content": _between(reasoning.starts[0], reasoning.ends[0])}
-        answer = _sequence([*_text(reasoning.answer), {"type": "regex", "pattern": TO_THE_END}])
-        return _whole([thought, {"type": "or", "elements": [answer, _sequence(calls)]}])
-    opening = format.wrap.first or format.wrap.begin
-    marks = [mark for mark in format.states["content"].on if opening.startswith(mark)]
-    if not marks:
+        before = {"type": "star", "content": _between(reasoning.starts[0], reasoning.ends[0])}
+        text = {"type": "regex", "pattern": TO_THE_END}
+        answer = _sequence([*_text(reasoning.answer_marker), text])
+        return _whole([before, {"type": "or", "elements": [answer, _sequence(calls)]}])
+    opening = format.call.prefix or format.call.begin
+    markers = [marker for marker in format.states["content"].markers if opening.startswith(marker)]
+    if not markers:
         return None
     found = {
-        "type": "triggered_tags", "triggers": marks, "stop_after_first": not parallel,
-        "tags": _enclosed(format.wrap, calls),
+        "type": "triggered_tags", "triggers": markers, "stop_after_first": not parallel,
+        "tags": _marked_calls(format.call, calls),
     }  # fmt: skip
-    return _whole([*_thoughts(reasoning, opened), found])
+    return _whole([*_reasoning_parts(reasoning, reasoning_open), found])
 
 
 def answer_or_calls(
-    form: StructuredOutputsParams, reasoning: ReasoningFormat | None, opened: bool | None,
+    form: StructuredOutputsParams, reasoning: ReasoningFormat | None, reasoning_open: bool | None,
     calls: Sequence[JSON] = (), reasons: bool = True,
 ) -> StructuredOutputsParams:  # fmt: skip
     """Apply a constraint to the answer only: reasoning may precede it (with `reasons`), and `calls` may replace it.
@@ -89,11 +91,11 @@ def answer_or_calls(
     Returns the constraint unchanged if a structural tag cannot express it or need not.
     """
     inner = _as_part(form)
-    before = _thoughts(reasoning, opened, reasons)
-    mark = [] if reasoning is None else _text(reasoning.answer)
-    if inner is None or not (before or mark or calls):
+    before = _reasoning_parts(reasoning, reasoning_open, reasons)
+    marker = [] if reasoning is None else _text(reasoning.answer_marker)
+    if inner is None or not (before or marker or calls):
         return form
-    answer = [*mark, inner]
+    answer = [*marker, inner]
     if calls:
         answer = [{"type": "or", "elements": [_sequence(answer), _sequence(list(calls))]}]
     others: dict[str, Any] = {kind: None for kind in KINDS}
@@ -101,7 +103,7 @@ def answer_or_calls(
     return replace(form, **{**others, "structural_tag": _whole([*before, *answer])})
 
 
-def calls_of(
+def call_parts(
     format: ToolFormat | None, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
 ) -> list[JSON]:  # fmt: skip
     """Calls only, as parts of a tag; []: a grammar cannot express them."""
@@ -116,20 +118,21 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 def _calls(
     format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
 ) -> list[JSON] | None:  # fmt: skip
-    wrap = format.wrap
-    if wrap is None:
+    template = format.call
+    if template is None:
         return None
-    own = wrap.parameter is not None or wrap.dialect
-    if own and not weighs_at_most(MOST_SAID, [function(tool).get("parameters") for tool in tools]):
+    is_not_json = template.parameter is not None or template.dialect
+    schemas = [function(tool).get("parameters") for tool in tools]
+    if is_not_json and not weighs_at_most(MAX_SCHEMA_NODES, schemas):
         return None
-    tags = [_tag(wrap, tool, level != "parameter" and not is_strict(tool)) for tool in tools]
-    if None in tags or (own and not weighs_at_most(MOST_PARTS, tags)):
+    tags = [_tag(template, tool, level != "parameter" and not is_strict(tool)) for tool in tools]
+    if None in tags or (is_not_json and not weighs_at_most(MAX_TAG_NODES, tags)):
         return None
     calls: JSON = {
-        "type": "tags_with_separator", "tags": tags, "separator": wrap.between, "at_least_one": True,
-        "stop_after_first": wrap.one or not parallel,
+        "type": "tags_with_separator", "tags": tags, "separator": template.separator, "at_least_one": True,
+        "stop_after_first": template.single or not parallel,
     }  # fmt: skip
-    return [*_text(wrap.first), calls, *_text(wrap.last)]
+    return [*_text(template.prefix), calls, *_text(template.suffix)]
 
 
 def weighs_at_most(most: int, parts: Any) -> bool:
@@ -145,25 +148,25 @@ def weighs_at_most(most: int, parts: Any) -> bool:
     return True
 
 
-def _enclosed(wrap: Wrap, calls: list[JSON]) -> list[JSON]:
+def _marked_calls(template: CallTemplate, calls: list[JSON]) -> list[JSON]:
     """The calls as tags that each begin with the opening marker."""
     (inner,) = (part for part in calls if part["type"] == "tags_with_separator")
-    if not wrap.first:
+    if not template.prefix:
         return list(inner["tags"])
-    return [{"type": "tag", "begin": wrap.first, "content": inner, "end": wrap.last}]
+    return [{"type": "tag", "begin": template.prefix, "content": inner, "end": template.suffix}]
 
 
-def _tag(wrap: Wrap, tool: Mapping[str, Any], free: bool = False) -> JSON | None:
+def _tag(template: CallTemplate, tool: Mapping[str, Any], free: bool = False) -> JSON | None:
     """One call; None: this format cannot express the tool's schema."""
-    found = function(tool)
-    name = str(found.get("name"))
-    schema = ANY_OBJECT if free else found.get("parameters") or ANY_OBJECT
-    begin, end = wrap.begin.replace("NAME", name), wrap.end
+    definition = function(tool)
+    name = str(definition.get("name"))
+    schema = ANY_OBJECT if free else definition.get("parameters") or ANY_OBJECT
+    begin, end = template.begin.replace("NAME", name), template.end
     parts: list[JSON] | None = [{"type": "json_schema", "json_schema": schema}]
-    if wrap.dialect:
-        parts = any_arguments(wrap.dialect) if free else arguments(wrap.dialect, schema)
-    elif wrap.parameter is not None:
-        parts = _parameters(wrap.parameter, ToolSchemas([tool]), name, schema)
+    if template.dialect:
+        parts = any_arguments(template.dialect) if free else arguments(template.dialect, schema)
+    elif template.parameter is not None:
+        parts = _parameters(template.parameter, ToolSchemas([tool]), name, schema)
     if parts is None:
         return None
     if not parts:
@@ -195,7 +198,7 @@ def _parameters(
         content = _as_text(value) if text else {"type": "json_schema", "json_schema": {**value, **shared}}  # fmt: skip
         if content is None:
             return None
-        begin = (parameter.text or parameter.begin) if text else parameter.begin
+        begin = (parameter.text_begin or parameter.begin) if text else parameter.begin
         end = parameter.end if content is ANY_TEXT else parameter.before_end + parameter.end
         tag = {"type": "tag", "begin": begin.replace("KEY", key), "content": content, "end": end}
         part = _sequence([tag, GAP])
@@ -221,10 +224,10 @@ def _as_text(schema: Mapping[str, Any]) -> JSON | None:
 
 def _free_parameters(parameter: Parameter) -> JSON:
     """Any parameters with any values."""
-    before, _, after = (parameter.text or parameter.begin).partition("KEY")
+    before, _, after = (parameter.text_begin or parameter.begin).partition("KEY")
     named = [*_text(before), {"type": "regex", "pattern": FREE_KEY}]
     text: JSON = {"type": "tag", "begin": after, "content": ANY_TEXT, "end": parameter.end}
-    if parameter.text:
+    if parameter.text_begin:
         json_ = {
             "type": "tag", "begin": parameter.begin.partition("KEY")[2],
             "content": {"type": "json_schema", "json_schema": {}}, "end": parameter.end,
@@ -266,18 +269,19 @@ def _as_part(form: StructuredOutputsParams) -> JSON | None:
     return tag.get("format") if isinstance(tag, dict) else None
 
 
-def _thoughts(
-    reasoning: ReasoningFormat | None, opened: bool | None, reasons: bool = True
+def _reasoning_parts(
+    reasoning: ReasoningFormat | None, reasoning_open: bool | None, reasons: bool = True
 ) -> list[JSON]:
     """Reasoning before an answer. Without `reasons`: only the end of reasoning that the prompt has begun."""
-    if reasoning is None or not reasoning.ends or opened is False:
+    if reasoning is None or not reasoning.ends or reasoning_open is False:
         return []
-    begin = "" if opened or (reasoning.implied and opened is None) else reasoning.starts[0]
+    inside = reasoning.starts_in_reasoning if reasoning_open is None else reasoning_open
+    begin = "" if inside else reasoning.starts[0]
     if begin and not reasons:
         return []
     end = reasoning.ends[0]
     tag = _between(begin, end) if reasons else {"type": "const_string", "value": end}
-    after = [{"type": "optional", "content": part} for part in _text(reasoning.after)]
+    after = [{"type": "optional", "content": part} for part in _text(reasoning.separator)]
     if begin:
         return [{"type": "optional", "content": _sequence([tag, *after])}]
     return [tag, *after]

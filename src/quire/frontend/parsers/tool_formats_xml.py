@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quire.frontend.parsers.format_table import Parameter, ParserState, ToolFormat, Wrap
+from quire.frontend.parsers.format_table import CallTemplate, Parameter, ParserState, ToolFormat
 
 GAP = "\n"
 """Line break that a grammar writes between parts. Within outer markers it belongs to a call's end: llguidance matches
 the longest token, so no text that may follow a call may begin like the outer end marker."""
 
 
-def tagged_parameters(
+def parameter_tags(
     outer: tuple[str, str] | None,
     call: tuple[str, str, str],
     parameter: tuple[str, str, str],
-    signs: tuple[str, ...],
+    detect: tuple[str, ...],
     *,
     typed: tuple[str, str] | None = None,
     lines: bool = False,
-    exact: bool = False,
+    verbatim: bool = False,
     together: bool = True,
 ) -> ToolFormat:
     """`outer (call NAME call (parameter KEY parameter VALUE parameter)* call)* outer`.
@@ -31,7 +31,7 @@ def tagged_parameters(
     Args:
         typed: markers after a key, for a string value and for any other value.
         lines: values are on lines of their own.
-        exact: line breaks around a value belong to it.
+        verbatim: line breaks around a value belong to it.
         together: one pair of outer markers encloses several calls.
     """
     begin, named, end = call
@@ -50,50 +50,54 @@ def tagged_parameters(
         "name": ParserState("name", {named: "parameters"}),
         "parameters": ParserState("skip", known),
         "key": ParserState("key", marks),
-        "value": ParserState("value", {last: "parameters"}, exact=exact),
-        "text": ParserState("text", {last: "parameters"}, exact=exact),
+        "value": ParserState("value", {last: "parameters"}, verbatim=verbatim),
+        "text": ParserState("text", {last: "parameters"}, verbatim=verbatim),
     }
     around = GAP if lines else ""
     spelled = Parameter(f"{first}KEY{after_key}{around}", last, before_end=around)
     if typed:
         spelled = Parameter(f"{first}KEY{typed[1]}", last, f"{first}KEY{typed[0]}")
-    wrap = Wrap(f"{begin}NAME{named}{GAP}", end, GAP, parameter=spelled)
+    template = CallTemplate(f"{begin}NAME{named}{GAP}", end, GAP, parameter=spelled)
     if outer is not None and together:
-        wrap = _together(wrap, outer)
+        template = with_outer_markers(template, outer)
     elif outer is not None:
-        wrap = Wrap(f"{outer[0]}{GAP}{wrap.begin}", f"{end}{GAP}{outer[1]}", GAP, parameter=spelled)
-    return ToolFormat(states, signs=signs, wrap=wrap)
+        template = CallTemplate(
+            f"{outer[0]}{GAP}{template.begin}", f"{end}{GAP}{outer[1]}", GAP, parameter=spelled
+        )
+    return ToolFormat(states, detect=detect, call=template)
 
 
-def _together(wrap: Wrap, outer: tuple[str, str]) -> Wrap:
-    """The same wrap for calls within one pair of outer markers."""
-    return replace(wrap, end=wrap.end + GAP, between="", first=outer[0] + GAP, last=outer[1])
+def with_outer_markers(template: CallTemplate, outer: tuple[str, str]) -> CallTemplate:
+    """The same template for calls within one pair of outer markers."""
+    return replace(
+        template, end=template.end + GAP, separator="", prefix=outer[0] + GAP, suffix=outer[1]
+    )
 
 
-def functions(mark: str, signs: tuple[str, ...], exact: bool = False) -> ToolFormat:
-    return tagged_parameters(
+def function_tags(mark: str, detect: tuple[str, ...], verbatim: bool = False) -> ToolFormat:
+    return parameter_tags(
         (f"<{mark}>", f"</{mark}>"),
         ("<function=", ">", "</function>"),
         ("<parameter=", ">", "</parameter>"),
-        signs,
-        lines=not exact,
-        exact=exact,
+        detect,
+        lines=not verbatim,
+        verbatim=verbatim,
         together=False,
     )
 
 
-def invokes(mark: str, outer: str, signs: tuple[str, ...], typed: bool = False) -> ToolFormat:
-    return tagged_parameters(
+def invoke_tags(mark: str, outer: str, detect: tuple[str, ...], typed: bool = False) -> ToolFormat:
+    return parameter_tags(
         (f"<{outer}>", f"</{outer}>"),
         (f'<{mark}invoke name="', '">', f"</{mark}invoke>"),
         (f'<{mark}parameter name="', '">', f"</{mark}parameter>"),
-        signs,
+        detect,
         typed=('" string="true">', '" string="false">') if typed else None,
     )
 
 
-def pairs(
-    call: tuple[str, str], outer: tuple[str, str] | None, named: str, signs: tuple[str, ...],
+def key_value_tags(
+    call: tuple[str, str], outer: tuple[str, str] | None, named: str, detect: tuple[str, ...],
     mark: str = "", more: Mapping[str, ParserState] | None = None,
 ) -> ToolFormat:  # fmt: skip
     """`call NAME named (<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>)* call`; `named` may be empty.
@@ -119,29 +123,29 @@ def pairs(
         states["calls"] = ParserState("skip", {begin: "name"})
         states["more"] = ParserState("close", {begin: "name", outer[1]: "content"})
     spelled = Parameter(f"<{key}KEY</{key}{GAP}<{value}", f"</{value}")
-    wrap = Wrap(f"{begin}NAME{named}{GAP}", end, GAP, parameter=spelled)
+    template = CallTemplate(f"{begin}NAME{named}{GAP}", end, GAP, parameter=spelled)
     if outer is not None:
-        wrap = _together(wrap, outer)
-    return ToolFormat(states | dict(more or {}), signs=signs, wrap=wrap)
+        template = with_outer_markers(template, outer)
+    return ToolFormat(states | dict(more or {}), detect=detect, call=template)
 
 
-def also(suffix: str, format: ToolFormat) -> ToolFormat:
+def with_marker_suffix(suffix: str, format: ToolFormat) -> ToolFormat:
     """The format that also accepts each marker with `suffix` before its `>`."""
     states = {
-        name: replace(state, on={**{f"{mark[:-1]}{suffix}>": to for mark, to in state.on.items()}, **state.on})
+        name: replace(state, markers={**{f"{mark[:-1]}{suffix}>": to for mark, to in state.markers.items()}, **state.markers})
         for name, state in format.states.items()
     }  # fmt: skip
     return replace(format, states=states)
 
 
 _QWEN = ("<tool_call>", "<function=", "<parameter=")
-_MINICPM5 = tagged_parameters(
+_MINICPM5 = parameter_tags(
     None,
     ('<function name="', '">', "</function>"),
     ('<param name="', '">', "</param>"),
     ('<function name="', '<param name="'),
 )
-_STEP3 = tagged_parameters(
+_STEP3 = parameter_tags(
     ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
     ('<steptml:invoke name="', '">', "</steptml:invoke>"),
     ('<steptml:parameter name="', '">', "</steptml:parameter>"),
@@ -149,31 +153,31 @@ _STEP3 = tagged_parameters(
 )
 
 FORMATS: dict[str, ToolFormat] = {
-    "qwen3_coder": functions("tool_call", _QWEN),
-    "mimo": functions("tool_call", (), exact=True),
-    "seed_oss": functions("seed:tool_call", ("<seed:tool_call>",)),
-    "minimax_m2": invokes("", "minimax:tool_call", ("<minimax:tool_call>",)),
-    "dots": invokes("", "dots_function_call", ("<dots_function_call>",)),
-    "deepseek_v32": invokes("｜DSML｜", "｜DSML｜function_calls", ("｜DSML｜function_calls",), typed=True),
-    "deepseek_v4": invokes("｜DSML｜", "｜DSML｜tool_calls", ("｜DSML｜tool_calls",), typed=True),
-    "deepseek_v41": invokes("｜DSML｜ ", "｜DSML｜ calls", ("｜DSML｜ calls",), typed=True),
-    "glm45": pairs(("<tool_call>", "</tool_call>"), None, "", ("<tool_call>", "<arg_key>")),
-    "hy_v3": also(
+    "qwen3_coder": function_tags("tool_call", _QWEN),
+    "mimo": function_tags("tool_call", (), verbatim=True),
+    "seed_oss": function_tags("seed:tool_call", ("<seed:tool_call>",)),
+    "minimax_m2": invoke_tags("", "minimax:tool_call", ("<minimax:tool_call>",)),
+    "dots": invoke_tags("", "dots_function_call", ("<dots_function_call>",)),
+    "deepseek_v32": invoke_tags("｜DSML｜", "｜DSML｜function_calls", ("｜DSML｜function_calls",), typed=True),
+    "deepseek_v4": invoke_tags("｜DSML｜", "｜DSML｜tool_calls", ("｜DSML｜tool_calls",), typed=True),
+    "deepseek_v41": invoke_tags("｜DSML｜ ", "｜DSML｜ calls", ("｜DSML｜ calls",), typed=True),
+    "glm45": key_value_tags(("<tool_call>", "</tool_call>"), None, "", ("<tool_call>", "<arg_key>")),
+    "hy_v3": with_marker_suffix(
         ":opensource",
-        pairs(
+        key_value_tags(
             ("<tool_call>", "</tool_call>"), ("<tool_calls>", "</tool_calls>"), "<tool_sep>",
             ("<tool_call", "<arg_key", "<tool_sep"),
         ),
     ),
     # A call may be JSON. A parameter may state its type, which is ignored: the tool's schema has it.
-    "k2_horizon": pairs(
+    "k2_horizon": key_value_tags(
         ("<ifm|tool_call>", "</ifm|tool_call>"), ("<ifm|tool_calls>", "</ifm|tool_calls>"), "",
         ("<ifm|tool_call>",), "ifm|",
         {
             "calls": ParserState("skip", {"<ifm|tool_call>": "form"}),
             "more": ParserState("close", {"<ifm|tool_call>": "form", "</ifm|tool_calls>": "content"}),
-            "form": ParserState("skip", {"{": "peek call"}, other="name"),
-            "call": ParserState("call", then="end"),
+            "form": ParserState("skip", {"{": "peek call"}, fallback="name"),
+            "call": ParserState("call", next_state="end"),
             "end": ParserState("close", {"</ifm|tool_call>": "more"}),
             "between": ParserState("skip", {"<ifm|arg_type>": "type", "<ifm|arg_value>": "value"}),
             "type": ParserState("head", {"</ifm|arg_type>": "between"}),
@@ -185,10 +189,10 @@ FORMATS: dict[str, ToolFormat] = {
             **_MINICPM5.states,
             "key": ParserState("key", {'"': "opened"}),
             "opened": ParserState("skip", {"><![CDATA[": "data", ">": "value"}),
-            "data": ParserState("value", {"]]></param>": "parameters"}, exact=True),
+            "data": ParserState("value", {"]]></param>": "parameters"}, verbatim=True),
         },
-        signs=_MINICPM5.signs,
-        wrap=Wrap('<function name="NAME">', "</function>", GAP, parameter=Parameter('<param name="KEY">', "</param>")),
+        detect=_MINICPM5.detect,
+        call=CallTemplate('<function name="NAME">', "</function>", GAP, parameter=Parameter('<param name="KEY">', "</param>")),
     ),
     "step3": ToolFormat(
         {
@@ -200,8 +204,8 @@ FORMATS: dict[str, ToolFormat] = {
             "closing": ParserState("close", {"<｜tool_call_end｜>": "more"}),
             "more": ParserState("close", {"<｜tool_call_begin｜>": "kind", "<｜tool_calls_end｜>": "content"}),
         },
-        signs=_STEP3.signs,
-        wrap=Wrap(
+        detect=_STEP3.detect,
+        call=CallTemplate(
             '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">\n',
             "</steptml:invoke><｜tool_call_end｜>\n", "", "<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>",
             parameter=Parameter('<steptml:parameter name="KEY">', "</steptml:parameter>"),

@@ -16,7 +16,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict, "null": type(None),
 }  # fmt: skip
 PYTHON = {"True": "true", "False": "false", "None": "null"}
-MOST_BRANCHES = 64
+MAX_BRANCHES = 64
 
 
 def function(tool: Any) -> Mapping[str, Any]:
@@ -47,7 +47,7 @@ class ToolSchemas:
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         found: set[str] = set()
         todo = [schema]
-        for _ in range(MOST_BRANCHES):
+        for _ in range(MAX_BRANCHES):
             if not todo:
                 break
             one = todo.pop()

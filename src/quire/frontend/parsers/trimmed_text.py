@@ -9,39 +9,42 @@ from __future__ import annotations
 class TrimmedText:
     """Emitted text; withholds trailing white space until more text follows."""
 
-    def __init__(self, border: bool = False) -> None:
+    def __init__(self, at_border: bool = False) -> None:
         self.out: list[str] = []
-        self.held: list[str] = []
-        self.lead: list[str] = []
+        self.trailing_space: list[str] = []
+        self.leading_space: list[str] = []
         """White space since the border."""
-        self.begun = False
-        self.border = border
+        self.has_text = False
+        self.at_border = at_border
         """No text since a marker."""
-        self.left = False
+        self.is_left = False
         """The parser left this text for another state."""
 
     def add(self, text: str) -> None:
         body = text.rstrip()
         if not body:
-            (self.lead if self.border else self.held).append(text)
+            (self.leading_space if self.at_border else self.trailing_space).append(text)
             return
-        if self.border:
+        if self.at_border:
             # Between two pieces of text, keep the white space of only one side of the border.
             rest = body.lstrip()
-            if self.begun:
-                space = "".join(self.held) or "".join(self.lead) + body[: len(body) - len(rest)]
+            if self.has_text:
+                space = (
+                    "".join(self.trailing_space)
+                    or "".join(self.leading_space) + body[: len(body) - len(rest)]
+                )
                 self.out.append(space)
             self.out.append(rest)
         else:
-            self.out += [*self.held, body]
-        self.held = [text[len(body) :]] if len(body) < len(text) else []
-        self.lead = []
-        self.begun, self.border, self.left = True, False, False
+            self.out += [*self.trailing_space, body]
+        self.trailing_space = [text[len(body) :]] if len(body) < len(text) else []
+        self.leading_space = []
+        self.has_text, self.at_border, self.is_left = True, False, False
 
     def end(self) -> None:
-        if not self.left:
-            self.out += self.held
-        self.held, self.lead = [], []
+        if not self.is_left:
+            self.out += self.trailing_space
+        self.trailing_space, self.leading_space = [], []
 
     def take(self) -> str:
         new = "".join(self.out)

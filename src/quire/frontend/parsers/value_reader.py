@@ -11,15 +11,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MOST_NESTED = 128
-MOST_WORD = 256  # characters of a number, a name, a key without quotes
+MAX_NESTED = 128
+MAX_WORD = 256  # characters of a number, a name, a key without quotes
 
 
 class MalformedValue(Exception):
     """The text is not a valid value or call. The message gives the reason, `at` the position."""
 
     at = 0
-    lost = ""
+    unemitted = ""
     """Text consumed before `at` and not emitted."""
 
 
@@ -29,10 +29,10 @@ class ValueDialect:
     escapes: str = "json"
     """json, python, or none."""
     words: Mapping[str, str] | None = None
-    bare: bool = False
+    bare_words: bool = False
     """Allows keys and words without quotes."""
     tuples: bool = False
-    trailing: bool = False
+    trailing_comma: bool = False
     """Allows trailing comma of a list or an object."""
 
 
@@ -40,10 +40,12 @@ JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
 PYTHON_WORDS = {**JSON_WORDS, "True": "true", "False": "false", "None": "null"}
 DIALECTS = {
     "json": ValueDialect(words=JSON_WORDS),
-    "python": ValueDialect(('"', "'"), "python", PYTHON_WORDS, tuples=True, trailing=True),
-    "gemma": ValueDialect(('<|"|>', '"'), "none", PYTHON_WORDS, bare=True, trailing=True),
+    "python": ValueDialect(('"', "'"), "python", PYTHON_WORDS, tuples=True, trailing_comma=True),
+    "gemma": ValueDialect(
+        ('<|"|>', '"'), "none", PYTHON_WORDS, bare_words=True, trailing_comma=True
+    ),
     "functiongemma": ValueDialect(
-        ("<escape>", '"'), "none", PYTHON_WORDS, bare=True, trailing=True
+        ("<escape>", '"'), "none", PYTHON_WORDS, bare_words=True, trailing_comma=True
     ),
 }
 
@@ -64,7 +66,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def inside(text: str) -> str:
+def escaped(text: str) -> str:
     """The text escaped as inside a JSON string."""
     return quoted(text)[1:-1]
 
@@ -72,15 +74,15 @@ def inside(text: str) -> str:
 class ValueReader:
     """Reads one value. `feed` it text; `out` collects JSON; `done` once it is complete.
 
-    `only`: the characters that the value may begin with; "": any.
+    `first_chars`: the characters that the value may begin with; "": any.
     """
 
-    def __init__(self, dialect: str, only: str = ""):
+    def __init__(self, dialect: str, first_chars: str = ""):
         self.dialect = DIALECTS[dialect]
-        self.only = only
+        self.first_chars = first_chars
         self.out: list[str] = []
         self.done = False
-        self._want = "value"
+        self._expected = "value"
         self._closers: list[str] = []
         self._comma = False
         self._quote = ""
@@ -103,12 +105,12 @@ class ValueReader:
         }  # fmt: skip
         end = len(text)
         while at < end and not self.done:
-            between = self._want in ("value", "key", "colon", "after")
+            between = self._expected in ("value", "key", "colon", "after")
             if between and (space := SPACE.match(text, at)) is not None:
                 at = space.end()
                 continue
             try:
-                reached = steps[self._want](text, at)
+                reached = steps[self._expected](text, at)
             except MalformedValue as error:
                 error.at = at
                 raise
@@ -120,19 +122,19 @@ class ValueReader:
     # -- each method reads from `at` and returns the new position; -1: it needs more text -------------
     def _value(self, text: str, at: int) -> int:
         char = text[at]
-        if self.only and not self._closers and char not in self.only:
-            raise MalformedValue(f"{char!r} where {self.only!r} was expected")
+        if self.first_chars and not self._closers and char not in self.first_chars:
+            raise MalformedValue(f"{char!r} where {self.first_chars!r} was expected")
         if char == "]" and self._closers and self._closers[-1] == "]":
             return self._close(at, "]")
         if char == ")" and self._closers and self._closers[-1] == ")":
             return self._close(at, ")")
         if char in "{[" or (char == "(" and self.dialect.tuples):
-            if len(self._closers) >= MOST_NESTED:
+            if len(self._closers) >= MAX_NESTED:
                 raise MalformedValue("nested too deeply")
             self._separate()
             self.out.append("{" if char == "{" else "[")
             self._closers.append({"{": "}", "[": "]", "(": ")"}[char])
-            self._want = "key" if char == "{" else "value"
+            self._expected = "key" if char == "{" else "value"
             return at + 1
         return self._string_or_word(text, at)
 
@@ -141,16 +143,16 @@ class ValueReader:
             if text.startswith(quote, at):
                 self._separate()
                 self.out.append('"')
-                self._quote, self._string_is_key = quote, self._want == "key"
-                self._want = "string"
+                self._quote, self._string_is_key = quote, self._expected == "key"
+                self._expected = "string"
                 return at + len(quote)
             if len(text) - at < len(quote) and quote.startswith(text[at:]):
                 return -1
-        if self._want == "value" and WORD.match(text, at):
+        if self._expected == "value" and WORD.match(text, at):
             self._separate()
-            self._want = "word"
+            self._expected = "word"
             return at
-        raise MalformedValue(f"{text[at]!r} where a {self._want} was expected")
+        raise MalformedValue(f"{text[at]!r} where a {self._expected} was expected")
 
     _string_is_key = False
 
@@ -160,7 +162,7 @@ class ValueReader:
             self._comma = False
 
     def _close(self, at: int, closer: str) -> int:
-        if self._comma and not self.dialect.trailing:
+        if self._comma and not self.dialect.trailing_comma:
             raise MalformedValue("trailing comma")
         self._comma = False
         self._closers.pop()
@@ -169,34 +171,34 @@ class ValueReader:
         return at + 1
 
     def _ended(self) -> None:
-        self._want = "after"
+        self._expected = "after"
         self.done = not self._closers
 
     def _key(self, text: str, at: int) -> int:
         if text[at] == "}":
             return self._close(at, "}")
-        if self.dialect.bare and BARE_KEY.match(text, at):
+        if self.dialect.bare_words and BARE_KEY.match(text, at):
             self._separate()
-            self._want = "bare"
+            self._expected = "bare"
             return at
         return self._string_or_word(text, at)
 
     def _bare_key(self, text: str, at: int) -> int:
         found = BARE_KEY.match(text, at)
         word = "" if found is None else found[0]
-        if at + len(word) == len(text) and len(word) <= MOST_WORD:
+        if at + len(word) == len(text) and len(word) <= MAX_WORD:
             return -1
-        if len(word) > MOST_WORD:
+        if len(word) > MAX_WORD:
             raise MalformedValue("the key is too long")
         self.out.append(quoted(word))
-        self._want = "colon"
+        self._expected = "colon"
         return at + len(word)
 
     def _colon(self, text: str, at: int) -> int:
         if text[at] != ":":
             raise MalformedValue(f"{text[at]!r} where ':' was expected")
         self.out.append(": ")
-        self._want = "value"
+        self._expected = "value"
         return at + 1
 
     def _after(self, text: str, at: int) -> int:
@@ -206,18 +208,19 @@ class ValueReader:
         if char != ",":
             raise MalformedValue(f"{char!r} where ',' or {self._closers[-1]!r} was expected")
         self._comma = True
-        self._want = "key" if self._closers[-1] == "}" else "value"
+        self._expected = "key" if self._closers[-1] == "}" else "value"
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
         """A number or a word; waits for its end, because only the complete word shows whether it is valid."""
         found = WORD.match(text, at)
         word = "" if found is None else found[0]
-        if at + len(word) == len(text) and len(word) <= MOST_WORD:
+        if at + len(word) == len(text) and len(word) <= MAX_WORD:
             return -1
         known = (self.dialect.words or {}).get(word)
-        if known is None and len(word) <= MOST_WORD:
-            known = word if NUMBER.fullmatch(word) else quoted(word) if self.dialect.bare else None
+        if known is None and len(word) <= MAX_WORD:
+            bare = quoted(word) if self.dialect.bare_words else None
+            known = word if NUMBER.fullmatch(word) else bare
         if known is None:
             raise MalformedValue(f"{word[:40]!r} is not a value")
         self.out.append(known)
@@ -229,7 +232,7 @@ class ValueReader:
         if self.dialect.escapes == "none":
             return self._marked_string(text, at, quote)
         if (run := RUNS[quote].match(text, at)) is not None:
-            self.out.append(inside(run[0]))
+            self.out.append(escaped(run[0]))
             return run.end()
         char = text[at]
         if char == quote:
@@ -237,7 +240,7 @@ class ValueReader:
             return at + 1
         if char == "\\":
             return self._escape(text, at)
-        self.out.append(inside(char))  # a raw control character, such as a line break: escape it
+        self.out.append(escaped(char))  # a raw control character, such as a line break: escape it
         return at + 1
 
     def _marked_string(self, text: str, at: int, quote: str) -> int:
@@ -248,7 +251,7 @@ class ValueReader:
                 if quote.startswith(text[stop - length :]):
                     stop -= length
                     break
-        self.out.append(inside(text[at:stop]))
+        self.out.append(escaped(text[at:stop]))
         if found >= 0:
             self._string_ended()
             return found + len(quote)
@@ -257,7 +260,7 @@ class ValueReader:
     def _string_ended(self) -> None:
         self.out.append('"')
         if self._string_is_key:
-            self._want = "colon"
+            self._expected = "colon"
         else:
             self._ended()
 
@@ -282,17 +285,17 @@ class ValueReader:
                 raise MalformedValue(f"\\{char} is not a JSON escape")
             self.out.append("\\" + char)
         else:
-            self.out.append(inside(PYTHON_ESCAPES.get(char, "\\" + char)))
+            self.out.append(escaped(PYTHON_ESCAPES.get(char, "\\" + char)))
         return at + 2
 
 
-def complete_value(text: str, dialect: str = "json", only: str = "") -> str:
+def complete_value(text: str, dialect: str = "json", first_chars: str = "") -> str:
     """Convert a complete value to JSON.
 
     Raises:
         MalformedValue: the text is not exactly one value.
     """
-    reader = ValueReader(dialect, only)
+    reader = ValueReader(dialect, first_chars)
     at = reader.feed(text + " ", 0)  # the space ends a number
     if not reader.done or text[at:].strip():
         raise MalformedValue("more than one value")

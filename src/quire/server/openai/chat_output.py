@@ -20,9 +20,9 @@ from quire.frontend.parsers.stream_parser import ParsedDelta, StreamParser
 from quire.frontend.parsers.tool_constraints import (
     answer_or_calls,
     auto_calls,
-    calls_of,
+    call_parts,
     calls_only,
-    forced,
+    forced_format,
     is_strict,
 )
 from quire.frontend.prompts import Prompt
@@ -49,7 +49,8 @@ def make_output_reader(
     """
     formats = engine.front.formats
     last = body.messages[-1].get("content") if body.continue_final_message else None
-    opened = formats.opened(prompt.text or "", last if isinstance(last, str) else "")
+    last = last if isinstance(last, str) else ""
+    reasoning_open = formats.reasoning_open(prompt.text or "", last)
     if choice.kind == "auto" and formats.tools is None:
         hint = "the server was started with --tool-call-parser none" if state.config.server.tool_call_parser in OFF else "start the server with --tool-call-parser NAME"  # fmt: skip
         raise invalid(
@@ -57,24 +58,25 @@ def make_output_reader(
             f' ({formats.tool_choice.why}); {hint}, or send `tool_choice: "required"`',
             "tools",
         )
-    reading = formats.reading(choice.tools, choice.must, opened)
+    reading = formats.output_format(choice.tools, choice.must, reasoning_open)
     if reading is None:
         return None
     level = state.config.server.tool_strict_level
     reasons = may_reason(body, state)
     if params.structured_outputs is None:
-        params.structured_outputs = demanded(body, choice, formats, opened, level, reasons)
+        constraint = tool_constraint(body, choice, formats, reasoning_open, level, reasons)
+        params.structured_outputs = constraint
     elif choice.must:
         said = params.structured_outputs.field_name
         raise invalid(f"`{said}` and a `tool_choice` that forces a tool call cannot be combined: an output has one constraint; leave one of them out", said)  # fmt: skip
     else:
-        calls = calls_of(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
+        calls = call_parts(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
         options = state.config.structured.structured_outputs_config
         thoughts = None if structured_options(options).enable_in_reasoning else formats.reasoning
         params.structured_outputs = answer_or_calls(
-            params.structured_outputs, thoughts, opened, calls, reasons
+            params.structured_outputs, thoughts, reasoning_open, calls, reasons
         )
-    if reading.marks_are_special:
+    if reading.markers_are_special:
         params.skip_special_tokens = False
     skip = params.skip_special_tokens
 
@@ -96,8 +98,8 @@ def may_reason(body: ChatRequest, state: ServerState) -> bool:
     return chosen or body.thinking_token_budget is not None
 
 
-def demanded(
-    body: ChatRequest, choice: ToolChoice, formats: ModelFormats, opened: bool | None, level: str,
+def tool_constraint(
+    body: ChatRequest, choice: ToolChoice, formats: ModelFormats, reasoning_open: bool | None, level: str,
     reasons: bool,
 ) -> StructuredOutputsParams | None:  # fmt: skip
     """The constraint that the request's tools put on the output."""
@@ -105,11 +107,11 @@ def demanded(
     parallel, tools = body.parallel_tool_calls, choice.tools
     must_hold = choice.must or level in ("function", "parameter") or any(map(is_strict, tools))
     if choice.must:
-        format = forced(formats.tools, tools)
+        format = forced_format(formats.tools, tools)
         parallel = parallel and choice.kind == "required"
-        tag = calls_only(format, tools, parallel, formats.reasoning, opened, reasons)
+        tag = calls_only(format, tools, parallel, formats.reasoning, reasoning_open, reasons)
     elif tools and formats.tools is not None and (must_hold or level != "strict"):
-        tag = auto_calls(formats.tools, tools, parallel, level, formats.reasoning, opened)
+        tag = auto_calls(formats.tools, tools, parallel, level, formats.reasoning, reasoning_open)
         if tag is None and must_hold:
             log.warning_every("strict", 3600, "`strict` is not enforced: the grammar cannot express calls in the format %s, or the schema of a tool in it", formats.tool_choice.name)  # fmt: skip
     if tag is None:
@@ -152,14 +154,14 @@ class ChatOutputReader:
         if output is None:
             output = self.outputs[delta.index] = ChatOutput(self.reading.parser())
         parser, ended = output.parser, delta.finish_reason is not None
-        before = parser.thought
+        before = parser.reasoning_length
         parsed = parser.feed(delta.text)
         if ended:
             parsed.add(parser.finish())
-        if self.reading.reasons:
+        if self.reading.splits_reasoning:
             output.tokens += delta.tokens
             output.size += len(delta.text)
-            count = self._thoughts(output, parser.thought - before)
+            count = self._thoughts(output, parser.reasoning_length - before)
             self.reasoning_tokens += count
             if not self.include_reasoning:
                 self._hide(delta, parsed, count)
@@ -170,19 +172,19 @@ class ChatOutputReader:
 
     def _thoughts(self, output: ChatOutput, thought: int) -> int:
         """How many of the unclassified tokens are reasoning: those of the first `thought` characters."""
-        tokens, known = output.tokens, output.size - output.parser.waiting
+        tokens, known = output.tokens, output.size - output.parser.pending_length
         if thought <= 0:
             count = 0
         elif thought >= output.size:
             count = len(tokens)
         else:
             count = bisect_left(range(len(tokens)), thought, key=self._length(tokens))
-        if not output.parser.waiting:
+        if not output.parser.pending_length:
             output.tokens, output.size = [], 0
         elif known > 0:
             done = bisect_right(range(1, len(tokens) + 1), known, key=self._length(tokens))
             output.tokens = tokens[max(done, count) :]
-            output.size = output.parser.waiting
+            output.size = output.parser.pending_length
         return min(count, len(tokens))
 
     def _length(self, tokens: list[int]) -> Callable[[int], int]:
@@ -195,9 +197,9 @@ class ChatOutputReader:
             delta.logprobs = delta.logprobs[count:]
 
     def _ended(self, delta: OutputDelta, parser: StreamParser) -> None:
-        if parser.calls and delta.finish_reason == "stop" and not self.named:
+        if parser.num_calls and delta.finish_reason == "stop" and not self.named:
             delta.finish_reason = "tool_calls"
-        for reason in parser.reasons:
+        for reason in parser.failures:
             log.warning_every(
                 reason,
                 60,
