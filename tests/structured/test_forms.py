@@ -136,7 +136,7 @@ def test_refusals_say_why(number: int):
     ("form", "says"),
     [
         (Form(json={"type": "objct"}), "structured_outputs.json: Invalid type: objct"),
-        (Form(json={"type": "objct"}, said="response_format"), "response_format: Invalid type: objct"),
+        (Form(json={"type": "objct"}, field_name="response_format"), "response_format: Invalid type: objct"),
         (Form(regex="a(("), 'structured_outputs.regex: invalid regex "a((" (in regex): regex parse error:\n    a((\n      ^\nerror: unclosed group'),
         (Form(grammar='start: "a" é'), "structured_outputs.grammar: "),
         (Form(grammar='start: "é" b'), 'structured_outputs.grammar: unknown name: "b"\n   1 | start: "é" b\n              ^'),
@@ -150,7 +150,7 @@ def test_errors_show_the_clients_text_and_no_other(form: Form, says: str):
         assert str(caught.value).rstrip().startswith(says)
         assert "%llguidance" not in str(caught.value)
         assert "r0" not in str(caught.value)
-        assert caught.value.parameter == form.said
+        assert caught.value.parameter == form.field_name
 
 
 # -- the parameter --------------------------------------------------------------------------------
