@@ -346,7 +346,7 @@ def test_an_interrupt_leaves_nothing(llm: LLM):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], params, use_tqdm=interrupt)
     assert not llm.front.live
-    assert not llm._kept
+    assert not llm._uncollected
     (output,) = llm.generate([4], GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == plain(llm, [4], 6)
     stats = llm.client.call("stats")

@@ -137,13 +137,13 @@ class AsyncEngine:
     ) -> AcceptedRequest:
         if not options["id"]:
             raise ValidationError("request_id must be a text of your own", parameter="request_id")
-        given = read_prompt(prompt)
+        parsed = read_prompt(prompt)
         takes_time = params is not None and params.structured_outputs is not None
-        if not takes_time and not is_long(given):
-            return self.front.accept(given, params, **options)
-        size = len(given.text or "") if is_long(given) else 0
+        if not takes_time and not is_long(parsed):
+            return self.front.accept(parsed, params, **options)
+        size = len(parsed.text or "") if is_long(parsed) else 0
         accepted: AcceptedRequest = await self.in_thread(
-            size, self.front.accept, given, params, **options
+            size, self.front.accept, parsed, params, **options
         )
         return accepted
 

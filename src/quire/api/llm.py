@@ -92,7 +92,7 @@ class LLM(UnsupportedMethods):
         self.watch = MetricsWatch(client, self.config.model.model)
         self.request_counter = itertools.count()
         self._running = threading.RLock()  # its owner drives the engine, others wait
-        self._kept: dict[str, RequestOutput] = {}
+        self._uncollected: dict[str, RequestOutput] = {}
         self._asleep = False
         self._close = weakref.finalize(self, client.close)
 
@@ -158,10 +158,14 @@ class LLM(UnsupportedMethods):
             ValidationError: an id that was not enqueued, or whose output was already fetched.
         """
         with self._running:
-            ids = list(request_ids) if request_ids is not None else [*self._kept, *self.front.live]
+            ids = (
+                list(request_ids)
+                if request_ids is not None
+                else [*self._uncollected, *self.front.live]
+            )
             ids.sort(key=lambda id: (len(id), id))
             for id in ids:
-                if id not in self._kept and id not in self.front.live:
+                if id not in self._uncollected and id not in self.front.live:
                     raise ValidationError(
                         f"request {id!r} was never enqueued, or its output was already fetched",
                         parameter="request_ids", value=id,
@@ -233,12 +237,12 @@ class LLM(UnsupportedMethods):
                 with suppress(Exception):
                     self.front.abort(ids)
                 for id in ids:
-                    self._kept.pop(id, None)
+                    self._uncollected.pop(id, None)
                 raise
 
     def _wait(self, ids: Sequence[str], use_tqdm: Progress) -> list[RequestOutput]:
         """Drive the engine until these requests are finished."""
-        open_ones = {id for id in ids if id not in self._kept}
+        open_ones = {id for id in ids if id not in self._uncollected}
         if open_ones and self._asleep:
             raise QuireError(
                 "the engine is asleep, so these requests would never finish; call wake_up() first"
@@ -250,7 +254,7 @@ class LLM(UnsupportedMethods):
                     if output.request_id in open_ones:
                         open_ones.remove(output.request_id)
                         bar.count(output)
-        return [self._kept.pop(id) for id in ids]
+        return [self._uncollected.pop(id) for id in ids]
 
     def _turn(self) -> Iterator[RequestOutput]:
         """Requests that finished in the engine's next outputs."""
@@ -258,7 +262,7 @@ class LLM(UnsupportedMethods):
             output = collector.take()
             if output is None or not output.finished:
                 continue
-            self._kept[output.request_id] = output
+            self._uncollected[output.request_id] = output
             if not collector.accepted.is_subrequest:
                 self.watch.finished(output, collector.params)
             for one in output.outputs:

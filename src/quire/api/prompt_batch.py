@@ -85,17 +85,17 @@ def refuse_media_and_lora(media: Any, lora: Any) -> None:
         raise Unsupported("mm_processor_kwargs", "the engine accepts text only")
 
 
-def spread(name: str, given: Any, count: int) -> Sequence[Any]:
+def spread(name: str, value: Any, count: int) -> Sequence[Any]:
     """One entry for each of `count` prompts, from one for all or one for each.
 
     Raises:
         ValidationError: the number of entries is not the number of prompts.
     """
-    if not isinstance(given, (list, tuple)):
-        return [given] * count
-    if len(given) != count:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
         raise ValidationError(
-            f"{name} has {len(given)} entries for {count} prompts; pass one for all prompts, or one for each",
-            parameter=name, value=len(given),
+            f"{name} has {len(value)} entries for {count} prompts; pass one for all prompts, or one for each",
+            parameter=name, value=len(value),
         )  # fmt: skip
-    return given
+    return value

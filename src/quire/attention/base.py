@@ -190,7 +190,7 @@ def load_backend(name: str) -> AttentionBackend:
 
 
 def choose_backend(
-    wanted: str | None, preference: Sequence[str], needs: Needs
+    requested: str | None, preference: Sequence[str], needs: Needs
 ) -> tuple[str, AttentionBackend]:
     """The requested backend, or the first of the platform's preference that can serve the model.
 
@@ -198,7 +198,7 @@ def choose_backend(
         ConfigError: the requested backend cannot serve the model, or none can; the message gives the reason for each.
     """
     passed: list[str] = []
-    for name in [wanted] if wanted and wanted != "auto" else preference:
+    for name in [requested] if requested and requested != "auto" else preference:
         try:
             backend = load_backend(name)
         except ConfigError as error:

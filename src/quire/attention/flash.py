@@ -57,17 +57,17 @@ class FlashAttention:
         lengths_B, starts_B1 = batch.lengths_B.int(), batch.query_start_B1.int()
         table_BN = batch.block_tables[kv_group].int().contiguous()
         if self.version == 3:
-            given = {
+            arguments = {
                 "cache_seqlens": lengths_B, "page_table": table_BN, "cu_seqlens_q": starts_B1,
                 "max_seqlen_q": batch.max_query,
             }  # fmt: skip
         else:
             ends_B1 = torch.nn.functional.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
-            given = {
+            arguments = {
                 "cu_seqlens_q": starts_B1, "cu_seqlens_k": ends_B1, "max_seqlen_q": batch.max_query,
                 "max_seqlen_k": batch.max_length, "block_table": table_BN,
             }  # fmt: skip
-        return {"slots_T": batch.slots[kv_group], "given": given}
+        return {"slots_T": batch.slots[kv_group], "given": arguments}
 
     def attend(
         self, spec: AttentionSpec, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: dict[str, Any]

@@ -106,13 +106,13 @@ class ReferenceAttention:
         starts = batch.query_start_B1.tolist()
         queries = batch.query_lens or [b - a for a, b in itertools.pairwise(starts)]
         lengths = batch.lengths or batch.lengths_B.tolist()
-        alike: dict[tuple[int, int], list[int]] = {}
+        groups_by_shape: dict[tuple[int, int], list[int]] = {}
         for row in range(batch.num_rows):
             if queries[row]:
                 alone = row if queries[row] > ALONE else -1
-                alike.setdefault((queries[row], alone), []).append(row)
+                groups_by_shape.setdefault((queries[row], alone), []).append(row)
         units = []
-        for (num_queries, _), rows in alike.items():
+        for (num_queries, _), rows in groups_by_shape.items():
             rows.sort(key=lambda row: -lengths[row])
             at = [place for row in rows for place in range(starts[row], starts[row] + num_queries)]
             in_order = at == list(range(at[0], at[0] + len(at)))

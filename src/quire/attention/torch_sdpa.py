@@ -111,9 +111,9 @@ def _short(
 ) -> Piece:
     keys = spec.cache[0]
     block_size, heads_each = keys.shape[2], spec.num_heads // spec.num_kv_heads
-    held = [n - base * block_size for n, base in zip(lengths, bases, strict=True)]
-    S = max(held)
-    last_BQ = torch.tensor(held)[:, None] - num_queries + torch.arange(num_queries)
+    lengths_held = [n - base * block_size for n, base in zip(lengths, bases, strict=True)]
+    S = max(lengths_held)
+    last_BQ = torch.tensor(lengths_held)[:, None] - num_queries + torch.arange(num_queries)
     key_S = torch.arange(S)
     hidden_BQS = key_S > last_BQ[..., None]
     if spec.window is not None:
@@ -124,9 +124,9 @@ def _short(
             hidden_BQS = hidden_BQS.repeat_interleave(heads_each, 1)
         mask = _additive_mask(hidden_BQS, keys.dtype)[:, None]
     stale = None
-    if min(held) < S:
+    if min(lengths_held) < S:
         last_B = torch.tensor(wide) - 1
-        inside_B = torch.tensor(held) - last_B * block_size
+        inside_B = torch.tensor(lengths_held) - last_B * block_size
         at = torch.arange(block_size)
         stale = last_B, (at >= inside_B[:, None])[:, None, :, None]
     entries = _entries(table_BN, bases, wide, spec.num_kv_heads)

@@ -83,8 +83,8 @@ class TritonAttention:
         norms = None
         if how.q_weight_D is not None and how.k_weight_D is not None:
             norms = Norms(how.q_weight_D, how.k_weight_D, how.eps, how.plus_one)
-        given = (q_THD, k_TKD, v_TKE, angles, how.interleaved, norms)
-        return self.read(spec, prepare(*given, spec.cache, meta.slots_T), meta)
+        arguments = (q_THD, k_TKD, v_TKE, angles, how.interleaved, norms)
+        return self.read(spec, prepare(*arguments, spec.cache, meta.slots_T), meta)
 
     def read(
         self,

@@ -84,9 +84,9 @@ def holding_inline(call: Callable[..., Any], mode: str, reason: str) -> Iterator
         raise
 
 
-def check_held(held: bool) -> None:
+def check_held(is_held: bool) -> None:
     """Raises Conflict."""
-    if not held:
+    if not is_held:
         raise Conflict(
             "the engine was resumed or restarted before its running requests had finished; try again"
         )

@@ -95,12 +95,12 @@ def rendered(
     )
 
 
-def _own(given: str, may_be_path: bool) -> ChatTemplate:
+def _own(text: str, may_be_path: bool) -> ChatTemplate:
     try:
-        template = ChatTemplate.given(given, may_be_path)
+        template = ChatTemplate.of_argument(text, may_be_path)
         compile_template(template.source)
     except (ConfigError, OSError) as error:
-        raise ValidationError(str(error), parameter="chat_template", value=given) from error
+        raise ValidationError(str(error), parameter="chat_template", value=text) from error
     return template
 
 

@@ -64,23 +64,25 @@ class ChatTemplate:
         """Other templates of the checkpoint, by name; `render` uses "tool_use" when there are tools."""
 
     @classmethod
-    def given(cls, given: str, may_be_path: bool = True) -> ChatTemplate:
+    def of_argument(cls, template: str, may_be_path: bool = True) -> ChatTemplate:
         """From a path, or from the text itself. Cached by text, because its properties are costly to compute.
 
         Raises:
             ConfigError: neither a file nor a template.
         """
-        return _of_source(read_given(given) if may_be_path else given)
+        return _of_source(read_given(template) if may_be_path else template)
 
     @classmethod
-    def find(cls, folder: Path, config: dict[str, Any], given: str | None) -> ChatTemplate | None:
+    def find(
+        cls, folder: Path, config: dict[str, Any], template: str | None
+    ) -> ChatTemplate | None:
         """The given template (a path, or the text itself), else the checkpoint's; None if it has none.
 
         Raises:
-            ConfigError: `given` is neither a file nor a template.
+            ConfigError: `template` is neither a file nor a template.
         """
-        if given is not None:
-            return cls.given(given)
+        if template is not None:
+            return cls.of_argument(template)
         file, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
         named = {
             path.stem: path.read_text(encoding="utf-8") for path in sorted(more.glob("*.jinja"))
@@ -167,18 +169,18 @@ def _of_source(source: str) -> ChatTemplate:
     return ChatTemplate(source)
 
 
-def read_given(given: str) -> str:
-    """The template text: the content of the file of that name, or `given` itself.
+def read_given(template: str) -> str:
+    """The template text: the content of the file of that name, or `template` itself.
 
     Raises:
-        ConfigError: `given` looks like a path, and there is no such file.
+        ConfigError: `template` looks like a path, and there is no such file.
     """
-    if "{" not in given and "\n" not in given:
-        path = Path(given).expanduser()
+    if "{" not in template and "\n" not in template:
+        path = Path(template).expanduser()
         if not path.is_file():
-            raise ConfigError(f"chat_template={given!r} is neither a file nor a Jinja template")
+            raise ConfigError(f"chat_template={template!r} is neither a file nor a Jinja template")
         return path.read_text(encoding="utf-8")
-    return given
+    return template
 
 
 def _message(message: Any) -> dict[str, Any]:

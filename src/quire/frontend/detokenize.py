@@ -98,29 +98,29 @@ class WindowPieces:
     def add(self, token_id: int) -> str:
         self.ids.append(token_id)
         text = self._decode(self.ids)
-        held = len(self.ids) - self.read
-        if len(text) <= len(self.known) or (text.endswith(UNKNOWN) and held < MOST_HELD):
+        num_held = len(self.ids) - self.read
+        if len(text) <= len(self.known) or (text.endswith(UNKNOWN) and num_held < MOST_HELD):
             return ""
         return self._advance(text)
 
     def _advance(self, text: str) -> str:
         new = text[len(self.known) :]
-        held, before = self.ids[self.read :], self.ids[: self.read]
+        unread, before = self.ids[self.read :], self.ids[: self.read]
         added = self.tokenizer.is_added
-        if self.suppress_spaces and before and added(before[-1]) and added(held[0]):
+        if self.suppress_spaces and before and added(before[-1]) and added(unread[0]):
             new = new.removeprefix(" ")
         # Keep the last two advances, so that the next token has neighbors. This cut is between characters.
-        self.ids = before[self.last :] + held
-        self.last, self.read = len(self.ids) - len(held), len(self.ids)
+        self.ids = before[self.last :] + unread
+        self.last, self.read = len(self.ids) - len(unread), len(self.ids)
         self.known = self._decode(self.ids)
         return new
 
     def end(self) -> str:
-        held = self.ids[self.read :]
-        if not held:
+        unread = self.ids[self.read :]
+        if not unread:
             return ""
         text = self._decode(self.ids)
-        if self._byte(held[-1]) is not None:
+        if self._byte(unread[-1]) is not None:
             text = text.rstrip(UNKNOWN)  # an incomplete character
         return text[len(self.known) :]
 
@@ -151,8 +151,8 @@ class StopStrings:
         """Search text[seen:]. `blind`: ignore matches that end in it."""
         for at in range(seen, len(text)):
             char, hit = text[at], None
-            for which, (stop, table) in enumerate(zip(self.stops, self.tables, strict=True)):
-                length = self.matched[which]
+            for number, (stop, table) in enumerate(zip(self.stops, self.tables, strict=True)):
+                length = self.matched[number]
                 while length and stop[length] != char:
                     length = table[length - 1]
                 if stop[length] == char:
@@ -161,13 +161,13 @@ class StopStrings:
                     if hit is None and not blind:
                         hit = StopMatch(stop, at + 1 - length, at + 1)
                     length = table[length - 1]
-                self.matched[which] = length
+                self.matched[number] = length
             if hit is not None:
                 return hit
         return None
 
     @property
-    def held(self) -> int:
+    def num_withheld(self) -> int:
         """Number of characters at the end of the text that may be the start of a stop string."""
         return max(self.matched, default=0)
 
@@ -243,11 +243,11 @@ class Detokenizer:
         piece = self.pieces.end()
         return bool(piece) and self._extend(piece)
 
-    def take(self, ended: bool) -> str:
-        """The text not taken before, without what may be the start of a stop string; all of it when `ended`."""
+    def take(self, finished: bool) -> str:
+        """The text not taken before, without what may be the start of a stop string; all of it when `finished`."""
         stop = len(self.text)
-        if not ended and self.stops is not None and not self.include_stop:
-            stop = max(stop - self.stops.held, self.shown)
+        if not finished and self.stops is not None and not self.include_stop:
+            stop = max(stop - self.stops.num_withheld, self.shown)
         new, self.shown = self.text[self.shown : stop], stop
         return new
 

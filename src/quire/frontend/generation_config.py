@@ -36,18 +36,18 @@ class GenerationDefaults:
     sampling: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
 
-    def params(self, **given: Any) -> SamplingParams:
+    def params(self, **fields: Any) -> SamplingParams:
         """SamplingParams of the given values, then these defaults, then its own. None means not given."""
         return SamplingParams(
-            **{**self.sampling, **{k: v for k, v in given.items() if v is not None}}
+            **{**self.sampling, **{k: v for k, v in fields.items() if v is not None}}
         )
 
-    def max_tokens(self, asked: int | None) -> int | None:
-        """`asked`, at most the file's max_new_tokens, as servers take it. Logs the first time that the cap applies."""
+    def max_tokens(self, requested: int | None) -> int | None:
+        """`requested`, at most the file's max_new_tokens, as servers take it. Logs the first time that the cap applies."""
         cap = self.sampling.get("max_tokens")
-        if cap is None or (asked is not None and asked <= cap):
-            return asked
-        if asked is not None:
+        if cap is None or (requested is not None and requested <= cap):
+            return requested
+        if requested is not None:
             log.warning_once(
                 "generation_config of the model limits outputs to %d tokens, even if a request sets a larger max_tokens;"
                 " --generation-config vllm removes the limit",
@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def generation_defaults(
-    path: str | Path, asked: ModelConfig, hf_config: dict[str, Any]
+    path: str | Path, options: ModelConfig, hf_config: dict[str, Any]
 ) -> GenerationDefaults:
     """Read the defaults of the checkpoint at `path`.
 
@@ -84,7 +84,7 @@ def generation_defaults(
     Raises:
         ConfigError: a file is damaged, there is no such directory, or SamplingParams rejects a default.
     """
-    source = asked.generation_config
+    source = options.generation_config
     folder = Path(path) if source in ("auto", *NONE_OF_IT) else Path(source)
     if not folder.is_dir():
         raise ConfigError(
@@ -97,10 +97,10 @@ def generation_defaults(
         ends = _ids(hf_config.get("eos_token_id"))
     if source in NONE_OF_IT:
         file = {}
-    file = {**file, **asked.override_generation_config}
-    sampling = {ours: file[name] for name, ours in NAMES.items() if file.get(name) is not None}
-    if "max_tokens" in asked.override_generation_config:
-        sampling["max_tokens"] = asked.override_generation_config["max_tokens"]
+    file = {**file, **options.override_generation_config}
+    sampling = {field: file[name] for name, field in NAMES.items() if file.get(name) is not None}
+    if "max_tokens" in options.override_generation_config:
+        sampling["max_tokens"] = options.override_generation_config["max_tokens"]
     try:
         SamplingParams(**sampling)
     except ValueError as error:

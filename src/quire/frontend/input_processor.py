@@ -73,33 +73,36 @@ class TokenizeOptions:
     """False: the tokens are only counted, so the model's limits do not apply."""
 
     @classmethod
-    def read(cls, given: Mapping[str, Any] | None) -> TokenizeOptions:
+    def read(cls, fields: Mapping[str, Any] | None) -> TokenizeOptions:
         """Read `tokenization_kwargs`.
 
         Raises:
             ValidationError: an unknown key or a wrong value.
         """
-        options, given = cls(), dict(given or {})
+        options, fields = cls(), dict(fields or {})
         options.add_special_tokens = read.truth(
-            "add_special_tokens", given.pop("add_special_tokens", True)
+            "add_special_tokens", fields.pop("add_special_tokens", True)
         )
-        side = given.pop("truncation_side", None)
-        if given.pop("truncation", False) and (length := given.pop("max_length", None)) is not None:
+        side = fields.pop("truncation_side", None)
+        if (
+            fields.pop("truncation", False)
+            and (length := fields.pop("max_length", None)) is not None
+        ):
             options.truncate, options.keep_first = truncation(length), True
-        if (limit := given.pop("truncate_prompt_tokens", None)) is not None:
+        if (limit := fields.pop("truncate_prompt_tokens", None)) is not None:
             options.truncate, options.keep_first = truncation(limit), False
-        given.pop("max_length", None)
+        fields.pop("max_length", None)
         if side is not None:
             if side not in ("left", "right"):
                 raise read.wrong(
                     "truncation_side", side, "left (keep the end) or right (keep the beginning)"
                 )
             options.keep_first = side == "right"
-        if given:
+        if fields:
             known = "add_special_tokens, truncate_prompt_tokens, truncation_side, truncation, max_length"
             raise ValidationError(
-                f"tokenization_kwargs: unknown key {', '.join(sorted(given))}; the keys are {known}",
-                parameter="tokenization_kwargs", value=given,
+                f"tokenization_kwargs: unknown key {', '.join(sorted(fields))}; the keys are {known}",
+                parameter="tokenization_kwargs", value=fields,
             )  # fmt: skip
         return options
 
@@ -320,17 +323,17 @@ class InputProcessor:
             form = msgspec.structs.replace(form, **more)
         return self.checker.checked(form, self.structured.backend)
 
-    def _count(self, name: str, asked: int | None, limited: bool) -> int | None:
-        if asked is None:
+    def _count(self, name: str, requested: int | None, limited: bool) -> int | None:
+        if requested is None:
             return None
-        wanted = self.vocab_size if asked == -1 else asked
-        if limited and self.max_logprobs != -1 and wanted > self.max_logprobs:
+        count = self.vocab_size if requested == -1 else requested
+        if limited and self.max_logprobs != -1 and count > self.max_logprobs:
             raise ValidationError(
-                f"{name}={asked} is more than the engine's max_logprobs of {self.max_logprobs}; request fewer, or"
+                f"{name}={requested} is more than the engine's max_logprobs of {self.max_logprobs}; request fewer, or"
                 " start the engine with a larger max_logprobs (-1: no limit)",
-                parameter=name, value=asked,
+                parameter=name, value=requested,
             )  # fmt: skip
-        return min(wanted, self.vocab_size)
+        return min(count, self.vocab_size)
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Token ids of each word, tokenized at the start of a text and after a space."""

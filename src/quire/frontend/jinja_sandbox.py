@@ -167,16 +167,16 @@ def _to_json(
 
 @functools.cache
 def _environment() -> _Environment:
-    made = _Environment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    made.filters |= {"tojson": _to_json, "_ticked": _ticked, "_joined": _joined}
-    made.globals |= {
+    environment.filters |= {"tojson": _to_json, "_ticked": _ticked, "_joined": _joined}
+    environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": _Namespace,
     }
-    return made
+    return environment
 
 
 @functools.lru_cache(maxsize=32)

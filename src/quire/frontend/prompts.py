@@ -61,38 +61,38 @@ class Prompt:
     """The tokens fit the model (`InputProcessor.tokenize`)."""
 
 
-def read_prompt(given: Any) -> Prompt:
+def read_prompt(prompt: Any) -> Prompt:
     """Read one prompt.
 
     Raises:
         ValidationError: an unknown form or an unknown key.
         Unsupported: embeddings, media, encoder-decoder.
     """
-    if isinstance(given, Prompt):
-        return given
-    if isinstance(given, str):
-        return Prompt(text=given)
-    if isinstance(given, Mapping):
-        return _read_mapping(given)
-    if is_token_list(given):
-        return Prompt(tokens=_tokens(given))
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if isinstance(prompt, Mapping):
+        return _read_mapping(prompt)
+    if is_token_list(prompt):
+        return Prompt(tokens=_tokens(prompt))
     raise ValidationError(
         "a prompt must be a string, a list of token ids, or a dict with prompt or prompt_token_ids,"
-        f" not {type(given).__name__}",
-        parameter="prompt", value=given,
+        f" not {type(prompt).__name__}",
+        parameter="prompt", value=prompt,
     )  # fmt: skip
 
 
-def _read_mapping(given: Mapping[str, Any]) -> Prompt:
+def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
     for name, remedy in PROMPT_KEYS.items():
-        if given.get(name) is not None and given[name] != {}:
+        if prompt.get(name) is not None and prompt[name] != {}:
             raise Unsupported(f"{name} in a prompt", remedy)
-    if unknown := [str(key) for key in given if key not in KNOWN and key not in PROMPT_KEYS]:
+    if unknown := [str(key) for key in prompt if key not in KNOWN and key not in PROMPT_KEYS]:
         raise ValidationError(
             f"prompt: unknown key {', '.join(sorted(unknown))}; the keys are {', '.join(KNOWN)}",
             parameter="prompt", value=unknown,
         )  # fmt: skip
-    text, tokens, salt = (given.get(name) for name in KNOWN)
+    text, tokens, salt = (prompt.get(name) for name in KNOWN)
     if text is not None and not isinstance(text, str):
         raise ValidationError(
             f"prompt must be a string, not {type(text).__name__}; token ids go in prompt_token_ids",
@@ -122,40 +122,40 @@ def read_salt(salt: Any) -> str:
     return salt
 
 
-def is_token_list(given: Any) -> bool:
-    if isinstance(given, (str, bytes, Mapping)):
+def is_token_list(value: Any) -> bool:
+    if isinstance(value, (str, bytes, Mapping)):
         return False
-    if hasattr(given, "dtype") and getattr(given, "ndim", 0) == 1:
+    if hasattr(value, "dtype") and getattr(value, "ndim", 0) == 1:
         return True
-    return isinstance(given, Sequence) and bool(given) and hasattr(given[0], "__index__")
+    return isinstance(value, Sequence) and bool(value) and hasattr(value[0], "__index__")
 
 
-def _tokens(given: Any) -> list[int]:
+def _tokens(value: Any) -> list[int]:
     try:
-        values = given.tolist() if hasattr(given, "tolist") else given
-        return [operator.index(value) for value in values]
+        values = value.tolist() if hasattr(value, "tolist") else value
+        return [operator.index(token) for token in values]
     except TypeError:
         raise ValidationError(
             "prompt_token_ids must be a list of whole numbers",
             parameter="prompt_token_ids",
-            value=given,
+            value=value,
         ) from None
 
 
-def read_prompts(given: Any) -> list[Prompt]:
+def read_prompts(prompts: Any) -> list[Prompt]:
     """Read one prompt or a sequence of them, in any mixture of forms.
 
     Raises:
         ValidationError, Unsupported: as `read_prompt`, with the number of the prompt in the message.
     """
-    if isinstance(given, list) and given and isinstance(given[0], Prompt):
-        return given  # already read
-    if isinstance(given, (str, Mapping, Prompt)) or is_token_list(given):
-        return [read_prompt(given)]
-    if not isinstance(given, Sequence) or isinstance(given, bytes):
-        return [read_prompt(given)]
+    if isinstance(prompts, list) and prompts and isinstance(prompts[0], Prompt):
+        return prompts  # already read
+    if isinstance(prompts, (str, Mapping, Prompt)) or is_token_list(prompts):
+        return [read_prompt(prompts)]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        return [read_prompt(prompts)]
     found = []
-    for number, one in enumerate(given):
+    for number, one in enumerate(prompts):
         try:
             found.append(read_prompt(one))
         except ValidationError as error:

@@ -15,20 +15,20 @@ class RepetitionDetector:
     P before them. So one count per P is enough, and a token costs one comparison per length.
     """
 
-    def __init__(self, asked: RepetitionDetectionParams, min_tokens: int = 0):
-        self.lengths = range(max(1, asked.min_pattern_size), asked.max_pattern_size + 1)
-        self.times, self.min_tokens = asked.min_count, min_tokens
+    def __init__(self, params: RepetitionDetectionParams, min_tokens: int = 0):
+        self.lengths = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)
+        self.times, self.min_tokens = params.min_count, min_tokens
         self._tokens: list[int] = []
-        self._held = [0] * len(self.lengths)
+        self._repeated = [0] * len(self.lengths)
 
     def add(self, token: int) -> bool:
         """Add a token; True if the output must end with it."""
-        tokens, held, found = self._tokens, self._held, False
+        tokens, repeated, found = self._tokens, self._repeated, False
         count = len(tokens)
         for at, length in enumerate(self.lengths):
             if length > count:
                 break
-            held[at] = held[at] + 1 if tokens[count - length] == token else 0
-            found |= held[at] >= length * (self.times - 1)
+            repeated[at] = repeated[at] + 1 if tokens[count - length] == token else 0
+            found |= repeated[at] >= length * (self.times - 1)
         tokens.append(token)
         return found and count + 1 >= self.min_tokens

@@ -162,7 +162,7 @@ class RequestManager:
         """Collect outputs; returns each changed request once. Forgets finished requests."""
         now = time.time()
         changed: dict[str, OutputProcessor] = {}
-        ended: dict[FinishReason, list[str]] = {}
+        finished: dict[FinishReason, list[str]] = {}
         for output in outputs:
             place = self._children.get(output.id)
             if place is None:  # ended here before
@@ -171,35 +171,35 @@ class RequestManager:
                 continue
             collector, index = place
             stopped = collector.add(index, output, now)
-            if (why := collector.children[index].finish) is not None and stopped:
-                ended.setdefault(why, []).append(output.id)
+            if (reason := collector.children[index].finish) is not None and stopped:
+                finished.setdefault(reason, []).append(output.id)
                 self._echoes.add(output.id)
             if stopped or output.finish is not None:
                 del self._children[output.id]
                 if collector.finished:
                     self._forget(collector)
             changed[collector.id] = collector
-        for why, ids in ended.items():
-            self.client.abort(ids, why)
+        for reason, ids in finished.items():
+            self.client.abort(ids, reason)
         return list(changed.values())
 
     def abort(self, ids: Iterable[str]) -> list[OutputProcessor]:
         """Abort requests: each ends at once with finish_reason "abort". Ignores unknown ids."""
         found = [self.live[id] for id in ids if id in self.live]
-        ended = [child for collector in found for child in collector.end("abort")]
-        self._echoes.update(ended)
+        finished = [child for collector in found for child in collector.end("abort")]
+        self._echoes.update(finished)
         for collector in found:
             self._forget(collector)
-        if ended:
-            self.client.abort(ended)
+        if finished:
+            self.client.abort(finished)
         return found
 
     def _log(self, accepted: AcceptedRequest) -> None:
-        most = self.client.resolved.config.observe.max_log_len
-        text = None if accepted.prompt is None else accepted.prompt[:most]
+        max_length = self.client.resolved.config.observe.max_log_len
+        text = None if accepted.prompt is None else accepted.prompt[:max_length]
         log.info(
             "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
-            accepted.id, text, accepted.tokens[:most], accepted.params,
+            accepted.id, text, accepted.tokens[:max_length], accepted.params,
         )  # fmt: skip
 
     def _forget(self, collector: OutputProcessor) -> None:

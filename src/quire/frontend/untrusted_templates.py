@@ -53,10 +53,10 @@ class UntrustedTemplateRenderer:
         Raises:
             ValidationError: the template fails, or exceeds its time or memory.
         """
-        given = replace(options, template=None, seconds=self.seconds)
+        plain_options = replace(options, template=None, seconds=self.seconds)
         job = {
             "template": options.template, "messages": plain(list(messages)),
-            "options": plain(asdict(given)), "specials": plain(dict(specials)),
+            "options": plain(asdict(plain_options)), "specials": plain(dict(specials)),
         }  # fmt: skip
         answer = self._ask(msgspec.json.encode(job), time.monotonic() + self.seconds + GRACE_S)
         if answer is None:

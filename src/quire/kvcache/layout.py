@@ -76,8 +76,8 @@ def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> C
             shapes = tuple(effective[layer] for layer in part)
             groups.append(CacheGroup(shapes[0], tuple(part), shapes))
     cost = sum(
-        alike[0].spec.bytes_per_token * max(len(part.layers) for part in alike)
-        for alike in by_shape(groups).values()
+        shared[0].spec.bytes_per_token * max(len(part.layers) for part in shared)
+        for shared in by_shape(groups).values()
     )
     return CacheLayout(tuple(groups), block_size, cost * block_size)
 

@@ -57,9 +57,9 @@ class NativeStep:
         self._address = ctypes.addressof(self._rows)
         self._model = 0  # its address
         # By work item of a step: its token or -1, and its highest logit.
-        self._drawn_B = np.zeros(rows.max_rows, np.int64)
+        self._sampled_B = np.zeros(rows.max_rows, np.int64)
         self._max_logit_B = np.zeros(rows.max_rows, np.float32)
-        self._drawn, self._max_logit = self._drawn_B.ctypes.data, self._max_logit_B.ctypes.data
+        self._sampled, self._max_logit = self._sampled_B.ctypes.data, self._max_logit_B.ctypes.data
 
     def fuse(self, models: Sequence[object]) -> None:
         """Run the first model from now on, and fuse the layers of all."""
@@ -100,12 +100,12 @@ class NativeStep:
             self._address,
             work_3B.buffer_info()[0],
             count,
-            self._drawn,
+            self._sampled,
             self._max_logit,
         )
         if status < 0:
             raise PlanMismatch(f"step {plan.step}: a row lacks the tokens that the plan computes")
-        tokens = [[token] if token >= 0 else [] for token in self._drawn_B[:count].tolist()]
+        tokens = [[token] if token >= 0 else [] for token in self._sampled_B[:count].tolist()]
         result = StepResult(plan.step, tokens)
         if status:
             highest_B = self._max_logit_B[:count]

@@ -60,20 +60,20 @@ class HttpMetrics:
         )  # fmt: skip
 
     def answered(
-        self, handler: str, method: str, status: int, seconds: float, asked: int = 0, told: int = 0
+        self, handler: str, method: str, status: int, seconds: float, read: int = 0, sent: int = 0
     ) -> None:
-        """Count a finished request; `asked` and `told`: bytes of the request's and the response's body."""
+        """Count a finished request; `read` and `sent`: bytes of the request's and the response's body."""
         if handler in UNCOUNTED:
             return
         kind = (handler, method, status // 100)
         if (labelled := self._labelled.get(kind)) is None:
             labelled = self._labelled[kind] = self._with_labels(*kind)
-        requests, spent, bytes_asked, bytes_told = labelled
+        requests, spent, request_bytes, response_bytes = labelled
         requests.inc()
         spent.observe(seconds)
         self.fine.observe(seconds)
-        bytes_asked.observe(asked)
-        bytes_told.observe(told)
+        request_bytes.observe(read)
+        response_bytes.observe(sent)
 
     def _with_labels(self, handler: str, method: str, digit: int) -> Labelled:
         return (

@@ -218,18 +218,18 @@ class Inspector:
 
     def _notice(self, now: float) -> None:
         """Note which requests ended or were preempted since the last call; drop those that ended long ago."""
-        gone = []
+        missing = []
         for number, life in self.lives.items():
             last = life.phases[-1]
             if life.ended is not None:
                 if now - life.ended > SPAN_S:
-                    gone.append(number)
+                    missing.append(number)
             elif life.request.finish is not None:
                 ran = last.kind not in (QUEUED, PREEMPTED)
                 life.ended = max(self.resulted, last.since) if ran else now
             elif life.request.row == NO_ROW and last.kind not in (QUEUED, PREEMPTED):
                 life.add(PREEMPTED, now)
-        for number in gone:
+        for number in missing:
             del self.lives[number]
 
 
@@ -284,11 +284,11 @@ def block_map(pool: BlockPool, running: list[Request]) -> dict[str, Any]:
     for block in pool.hash_of:
         cells[block] = CACHED
     for request in running:
-        mine = OWNED + request.number
+        owner = OWNED + request.number
         for column in request.blocks:
             for block in column:
                 if block != NULL_BLOCK:
-                    cells[block] = mine if pool.refs[block] == 1 else SHARED
+                    cells[block] = owner if pool.refs[block] == 1 else SHARED
     cells = cells[1:]
     free, cached, shared = cells.count(FREE), cells.count(CACHED), cells.count(SHARED)
     each = max(1, -(-len(cells) // CELLS))

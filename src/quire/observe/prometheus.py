@@ -77,18 +77,18 @@ class SnapshotCollector(Collector):
         stats = self.stats()
         for row in self.rows:
             yield self.metric(row, stats)
-        for key, told in stats.residency.items():
-            yield self.histogram(*STAYS[key], told)
+        for key, values in stats.residency.items():
+            yield self.histogram(*STAYS[key], values)
         for key, count in stats.counts.items():
             counter = CounterMetricFamily(*COUNTS[key], labels=["model_name", "engine"])
             counter.add_metric([self.model_name, ENGINE], count)
             yield counter
 
-    def histogram(self, name: str, help: str, told: list[float]) -> Metric:
+    def histogram(self, name: str, help: str, values: list[float]) -> Metric:
         metric = HistogramMetricFamily(name, help, labels=["model_name", "engine"])
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
-        counts = zip(bounds, accumulate(told[:-1]), strict=True)
-        metric.add_metric([self.model_name, ENGINE], list(counts), told[-1])
+        counts = zip(bounds, accumulate(values[:-1]), strict=True)
+        metric.add_metric([self.model_name, ENGINE], list(counts), values[-1])
         return metric
 
     def metric(self, row: SnapshotMetric, stats: EngineStats) -> Metric:
@@ -182,18 +182,18 @@ class ServerMetrics:
         self.model_name, self.legacy = model_name, legacy
         self.custom = checked(custom or {})
         process = process and shared is None
-        self.registry = self._told = CollectorRegistry()
+        self.registry = self._exported = CollectorRegistry()
         self._observed: dict[str, Histograms] = {}
         self._latest: Callable[[], EngineStats] = EngineStats
         snapshots = SnapshotCollector(model_name, lambda: self._latest(), legacy, self.custom)
         self.registry.register(snapshots)
         if shared is not None:
             allocate_files()
-            self._told = CollectorRegistry()
-            self._told.register(snapshots)
-            self._told.register(MergedCollector(shared, legacy))
+            self._exported = CollectorRegistry()
+            self._exported.register(snapshots)
+            self._exported.register(MergedCollector(shared, legacy))
             if processes is not None:
-                self._told.register(FamilyCollector(processes))
+                self._exported.register(FamilyCollector(processes))
         if process:
             ProcessCollector(registry=self.registry)
             PlatformCollector(registry=self.registry)
@@ -329,8 +329,8 @@ class ServerMetrics:
             yield
         finally:
             under_way.dec()
-            taken = time.monotonic() - began
-            self.slept.labels(self.model_name, ENGINE, operation).observe(taken)
+            seconds = time.monotonic() - began
+            self.slept.labels(self.model_name, ENGINE, operation).observe(seconds)
 
     def rates(self, prompt: float, generation: float) -> None:
         """Set the throughput gauges: tokens per second since the last statistics line."""
@@ -343,7 +343,7 @@ class ServerMetrics:
 
     def render(self, named: bool = True) -> bytes:
         """All metrics as text. `named` False: without per-key metrics, and without the directory of a model's path."""
-        text = generate_latest(self._told)
+        text = generate_latest(self._exported)
         if named:
             return text
         lines = [
@@ -365,14 +365,14 @@ class ServerMetrics:
 
     def value(self, name: str) -> float:
         """A metric's sum over its labels."""
-        samples = [sample for metric in self._told.collect() for sample in metric.samples]
+        samples = [sample for metric in self._exported.collect() for sample in metric.samples]
         return sum(sample.value for sample in samples if sample.name == name)
 
 
 def cache_info(cache_config: Any, ready: EngineReady, resolved: Resolved) -> dict[str, Any]:
     """Labels of cache_config_info: every field of the cache's configuration, and the resolved values."""
-    asked = {f.name: getattr(cache_config, f.name) for f in dataclasses.fields(cache_config)}
-    return asked | {
+    fields = {f.name: getattr(cache_config, f.name) for f in dataclasses.fields(cache_config)}
+    return fields | {
         "num_gpu_blocks": ready.num_blocks,
         "block_size": ready.block_size,
         "cache_dtype": resolved.kv_dtype,

@@ -79,13 +79,17 @@ class RequestTimer:
             self.first = self.arrived + latency
             self.metrics.observe("vllm:time_to_first_token_seconds", latency)
         total, observe = sum(output_tokens), self.metrics.observe
-        told = self._latencies(now, queued)
-        observe("vllm:e2e_request_latency_seconds", told.whole)
+        latencies = self._latencies(now, queued)
+        observe("vllm:e2e_request_latency_seconds", latencies.whole)
         observe("vllm:request_queue_time_seconds", queued)
-        observe("vllm:request_inference_time_seconds", told.inference)
-        if self.first is not None and told.prefill is not None and told.decode is not None:
-            observe("vllm:request_prefill_time_seconds", told.prefill)
-            observe("vllm:request_decode_time_seconds", told.decode)
+        observe("vllm:request_inference_time_seconds", latencies.inference)
+        if (
+            self.first is not None
+            and latencies.prefill is not None
+            and latencies.decode is not None
+        ):
+            observe("vllm:request_prefill_time_seconds", latencies.prefill)
+            observe("vllm:request_decode_time_seconds", latencies.decode)
             if (longest := max(output_tokens, default=0)) > 1 and now > self.first:
                 observe(
                     "vllm:request_time_per_output_token_seconds", (now - self.first) / (longest - 1)
@@ -98,7 +102,7 @@ class RequestTimer:
             observe("vllm:request_params_max_tokens", max_tokens)
         observe("vllm:request_params_n", n)
         observe("vllm:request_num_preemptions", preemptions)
-        return told
+        return latencies
 
     def _latencies(self, now: float, queued: float) -> RequestLatencies:
         since, whole = time.monotonic() - self.arrived, now - self.arrived

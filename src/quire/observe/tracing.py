@@ -40,10 +40,10 @@ def protocol_of(endpoint: str) -> str:
         ConfigError: an unknown protocol.
     """
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        if asked := env.outer(name):
-            if asked not in EXPORTERS:
-                raise ConfigError(f"{name}={asked}: choose from {', '.join(EXPORTERS)}")
-            return asked
+        if exporter := env.outer(name):
+            if exporter not in EXPORTERS:
+                raise ConfigError(f"{name}={exporter}: choose from {', '.join(EXPORTERS)}")
+            return exporter
     parts = urlsplit(endpoint)
     web = parts.scheme in ("http", "https")
     return "http/protobuf" if web and (parts.path.strip("/") or parts.port == HTTP_PORT) else "grpc"
@@ -93,17 +93,17 @@ class Tracer:
         tracing = import_module("opentelemetry.sdk.trace")
         export = import_module("opentelemetry.sdk.trace.export")
         carried = import_module("opentelemetry.trace.propagation.tracecontext")
-        told = {} if env.outer("OTEL_SERVICE_NAME") else {"service.name": "quire"}
+        defaults = {} if env.outer("OTEL_SERVICE_NAME") else {"service.name": "quire"}
         # Keep a tracer provider of the program, if there is one: this one does not become the global provider.
         self._provider = tracing.TracerProvider(
-            resource=resources.Resource.create(told), shutdown_on_exit=False
+            resource=resources.Resource.create(defaults), shutdown_on_exit=False
         )
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire")
         self._carried = carried.TraceContextTextMapPropagator()
         self._server = import_module("opentelemetry.trace").SpanKind.SERVER
 
-    def request(self, asked: SpanAttributes, latencies: RequestLatencies) -> None:
+    def request(self, data: SpanAttributes, latencies: RequestLatencies) -> None:
         """Send the span of a request that has just ended."""
         end = time.time_ns()
         span = self._tracer.start_span(
@@ -111,7 +111,7 @@ class Tracer:
             context=self._carried.extract(CARRIED.get() or {}),
             kind=self._server,
             start_time=end - int(latencies.since_arrival * 1e9),
-            attributes=attributes(asked, latencies),
+            attributes=attributes(data, latencies),
         )
         span.end(end_time=end)
 
@@ -121,19 +121,19 @@ class Tracer:
         self._provider.shutdown()
 
 
-def attributes(asked: SpanAttributes, latencies: RequestLatencies) -> dict[str, str | int | float]:
+def attributes(span: SpanAttributes, latencies: RequestLatencies) -> dict[str, str | int | float]:
     """Span attributes, under the names that trace dashboards read."""
-    params = asked.params
+    params = span.params
     found: dict[str, str | int | float | None] = {
-        "gen_ai.request.id": asked.name,
+        "gen_ai.request.id": span.name,
         "gen_ai.request.n": params.n,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.temperature": params.temperature,
-        "gen_ai.response.model": asked.model,
-        "gen_ai.usage.prompt_tokens": asked.prompt_tokens,
-        "gen_ai.usage.completion_tokens": sum(asked.output_tokens),
-        "gen_ai.usage.num_sequences": len(asked.output_tokens),
+        "gen_ai.response.model": span.model,
+        "gen_ai.usage.prompt_tokens": span.prompt_tokens,
+        "gen_ai.usage.completion_tokens": sum(span.output_tokens),
+        "gen_ai.usage.num_sequences": len(span.output_tokens),
         "gen_ai.latency.time_in_queue": latencies.queued,
         "gen_ai.latency.time_to_first_token": latencies.first_token,
         "gen_ai.latency.e2e": latencies.whole,

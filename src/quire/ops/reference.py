@@ -66,8 +66,8 @@ def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = Fa
     cos, sin = cos_TP[:, None], sin_TP[:, None]
     x = x_THD[..., : 2 * half].float()
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    y = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     y = y.to(x_THD.dtype)
     return y if 2 * half == x_THD.shape[-1] else torch.cat((y, x_THD[..., 2 * half :]), -1)
 

@@ -84,5 +84,5 @@ def platform_of(device: str) -> Platform:
         KeyError: no platform has that name.
     """
     module, _, attribute = PLATFORMS[device].partition(":")
-    made: Platform = getattr(importlib.import_module(module), attribute)()
-    return made
+    platform: Platform = getattr(importlib.import_module(module), attribute)()
+    return platform

@@ -87,12 +87,12 @@ def chosen_cores(bind: str, reserved: int, allowed: list[int], node: list[int]) 
     if bind == "nobind":
         return []
     if bind != "auto":
-        wanted = _listed(bind.partition("|")[0], NAME)
-        if missing := sorted(set(wanted) - set(allowed)):
+        cores = _listed(bind.partition("|")[0], NAME)
+        if missing := sorted(set(cores) - set(allowed)):
             raise ConfigError(
                 f"{NAME}={bind}: this process may not use core {missing[0]}; allowed: {','.join(map(str, allowed))}"
             )
-        return wanted
+        return cores
     if not reserved:
         return node if len(node) < len(allowed) else []
     if not 0 < reserved < len(node):

@@ -158,11 +158,11 @@ class CudaCopier:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def device(self, size: int) -> Tensor:
-        made = torch.empty(size, dtype=torch.uint8, device=self.place)
-        made.record_stream(
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.place)
+        buffer.record_stream(
             self.stream
         )  # keeps the allocator from reusing freed memory during a copy
-        return made
+        return buffer
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -76,16 +76,16 @@ def facts() -> PlatformFacts:
     Raises:
         ConfigError: QUIRE_DEVICE names an unknown device, or one that this process cannot use.
     """
-    wanted = str(env.get("DEVICE") or "auto")
-    if wanted not in ("auto", "cpu", "cuda"):
+    requested = str(env.get("DEVICE") or "auto")
+    if requested not in ("auto", "cpu", "cuda"):
         raise ConfigError(
-            f"QUIRE_DEVICE={wanted}: choose from cpu, cuda; unset it to detect the device."
+            f"QUIRE_DEVICE={requested}: choose from cpu, cuda; unset it to detect the device."
         )
-    gpu = cuda_device() if wanted != "cpu" else None
+    gpu = cuda_device() if requested != "cpu" else None
     missing = cuda_missing() if gpu else "no CUDA driver, or no CUDA device for this process"
-    if gpu and not missing and (PROVEN or wanted == "cuda"):
+    if gpu and not missing and (PROVEN or requested == "cuda"):
         return _cuda_facts(gpu)
-    if wanted == "cuda":
+    if requested == "cuda":
         raise ConfigError(f"QUIRE_DEVICE=cuda, but {missing}.")
     if gpu:
         missing = missing or "CUDA support is experimental; set QUIRE_DEVICE=cuda to use it"

@@ -157,24 +157,24 @@ def separate_blocks() -> Iterator[None]:
         libc.malloc_trim(0)
 
 
-def release_file_pages(files: Iterable[str | Path], held: Iterable[Tensor]) -> int:
+def release_file_pages(files: Iterable[str | Path], tensors: Iterable[Tensor]) -> int:
     """Drop resident pages of mapped files; returns their bytes. They stay mapped, and in the system's page cache.
 
-    Only mappings that contain one of the tensors `held`: another mapping may be gone and its address in use by another
+    Only mappings that contain one of `tensors`: another mapping may be gone and its address in use by another
     thread before its pages are dropped. And no mapping that was written to, because its changes would be lost.
     """
     names = {str(Path(file).resolve()) for file in files}
     if not SMAPS.exists():
         return 0
-    given, alive = 0, list(held)
-    places = [tensor.data_ptr() for tensor in alive]
+    num_released, kept_tensors = 0, list(tensors)
+    places = [tensor.data_ptr() for tensor in kept_tensors]
     for start, end, resident in _unchanged(SMAPS.read_text(encoding="utf-8"), names):
         if not any(start <= place < end for place in places):
             continue
         with suppress(OSError):
             madvise(start, end, mmap.MADV_DONTNEED)
-            given += resident
-    return given
+            num_released += resident
+    return num_released
 
 
 def _unchanged(smaps: str, names: set[str]) -> Iterator[tuple[int, int, int]]:

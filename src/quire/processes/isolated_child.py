@@ -30,10 +30,10 @@ class IsolatedChild:
     """
 
     def __init__(self, module: str, **environment: str):
-        self.pipe, theirs = socket.socketpair()
+        self.pipe, child_end = socket.socketpair()
         try:
-            with theirs:
-                fd = theirs.fileno()
+            with child_end:
+                fd = child_end.fileno()
                 environment = {**env.bare_for_a_child(), **environment}
                 self.process = start_child(module, [fd], fds=[fd], environment=environment)
         except BaseException:

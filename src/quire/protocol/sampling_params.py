@@ -173,11 +173,11 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
                 "guided_decoding", 3600.0, "guided_decoding is now structured_outputs"
             )
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-        asked: Any = self.structured_outputs
-        if isinstance(asked, dict):  # the form that JSON and older programs use
-            self.structured_outputs = StructuredOutputsParams.read(asked)
-        elif asked is not None and not isinstance(asked, StructuredOutputsParams):
-            raise read.wrong("structured_outputs", asked, "a StructuredOutputsParams")
+        structured: Any = self.structured_outputs
+        if isinstance(structured, dict):  # the form that JSON and older programs use
+            self.structured_outputs = StructuredOutputsParams.read(structured)
+        elif structured is not None and not isinstance(structured, StructuredOutputsParams):
+            raise read.wrong("structured_outputs", structured, "a StructuredOutputsParams")
 
     def _read_counts(self) -> None:
         maximum = int(env.get("MAX_N_SEQUENCES")) if self.n != 1 or self.best_of is not None else 1

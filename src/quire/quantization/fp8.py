@@ -134,10 +134,10 @@ def torch_can(device: torch.device) -> bool:
     except Exception as error:
         log.info("8-bit floats use only Quire's kernels: %s", error)
         return False
-    away = float((got - want).norm() / want.norm())
-    if not away < NEAR:
+    difference = float((got - want).norm() / want.norm())
+    if not difference < NEAR:
         log.warning(
             "torch's scaled matrix product has an error of %.2g on this device, so it is not used",
-            away,
+            difference,
         )
-    return away < NEAR
+    return difference < NEAR

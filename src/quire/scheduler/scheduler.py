@@ -188,8 +188,8 @@ class Scheduler:
     def deferred(self) -> int:
         """How many of the first MAX_COUNTED_WAITING waiting requests a gate blocks. Changes nothing."""
         first = itertools.islice(self.waiting, MAX_COUNTED_WAITING)
-        held, gates = self.held_blocks, self.gates
-        return sum(r in held or any(gate.holds(r) for gate in gates) for r in first)
+        held_blocks, gates = self.held_blocks, self.gates
+        return sum(r in held_blocks or any(gate.holds(r) for gate in gates) for r in first)
 
     def _waiting_and_ready(self) -> Iterator[Request]:
         for request in self.waiting:

@@ -43,7 +43,7 @@ class Vocabulary:
     def __init__(self, source: Callable[[], str], size: int):
         self._source, self.size = source, size
         self._lock = threading.Lock()
-        self._made: LLTokenizer | None = None
+        self._tokenizer: LLTokenizer | None = None
         self._specials: dict[str, int] = {}
 
     def text(self) -> str:
@@ -70,16 +70,16 @@ class Vocabulary:
     def tokenizer(self) -> LLTokenizer:
         """The llguidance tokenizer. Raises ConfigError: llguidance cannot read the model's tokenizer."""
         with self._lock:
-            if self._made is None:
+            if self._tokenizer is None:
                 try:
-                    self._made = self._make(self._source())
+                    self._tokenizer = self._make(self._source())
                 except ConfigError:
                     raise
                 except Exception as error:  # llguidance raises many types
                     raise ConfigError(
                         f"constrained output cannot read this tokenizer: {error}"
                     ) from error
-            return self._made
+            return self._tokenizer
 
     def _make(self, text: str) -> LLTokenizer:
         found = msgspec.json.decode(text, type=_File)

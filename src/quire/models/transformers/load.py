@@ -62,19 +62,19 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     Raises:
         ConfigError: Transformers does not know the model type, and the checkpoint's own code is not trusted.
     """
-    asked = spec.options
+    options = spec.options
     try:
         config = AutoConfig.from_pretrained(
             spec.path,
-            trust_remote_code=asked.trust_remote_code,
-            code_revision=asked.code_revision,
+            trust_remote_code=options.trust_remote_code,
+            code_revision=options.code_revision,
         )
     except ValueError as error:
         raise ConfigError(
             f"Transformers {transformers.__version__} cannot read the config in {spec.path}: {error} If the"
             " checkpoint contains Python code, --trust-remote-code runs it."
         ) from error
-    overrides = asked.hf_overrides
+    overrides = options.hf_overrides
     if callable(overrides):
         changed = overrides(config)
         return changed if changed is not None else config

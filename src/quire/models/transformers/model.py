@@ -176,8 +176,8 @@ class TransformersModel(LanguageModel):
 
     def _run_cached(self, ids_1T: Tensor, positions_1T: Tensor, cache: Any) -> tuple[Tensor, Any]:
         hidden_1TD, output = self._run(ids_1T, positions_1T, **{self._cache_name: cache})
-        made = getattr(output, self._cache_name, None)
-        return hidden_1TD, cache if made is None else made
+        updated = getattr(output, self._cache_name, None)
+        return hidden_1TD, cache if updated is None else updated
 
     def _new_cache(self) -> Any:
         return (

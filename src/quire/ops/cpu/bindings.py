@@ -93,15 +93,15 @@ def best() -> Kernels | None:
     Raises:
         ConfigError: QUIRE_CPU_ISA is unknown, or this CPU cannot run it.
     """
-    wanted = str(env.get("CPU_ISA"))
-    if wanted == "none":
+    requested = str(env.get("CPU_ISA"))
+    if requested == "none":
         return None
     usable = [each.name for each in isa.usable()]
-    _check(wanted, usable)
+    _check(requested, usable)
     reasons: dict[str, list[str]] = {}  # why -> builds
     failures: list[str] = []
     for name in usable:
-        if wanted not in ("auto", name):
+        if requested not in ("auto", name):
             continue
         try:
             found = load(name)
@@ -138,8 +138,8 @@ def shares_threads(threads: Callable[[], int]) -> bool:
         torch.set_num_threads(before)
 
 
-def _check(wanted: str, usable: list[str]) -> None:
-    if wanted != "auto" and wanted not in usable:
-        known = any(each.name == wanted for each in isa.ISAS)
+def _check(requested: str, usable: list[str]) -> None:
+    if requested != "auto" and requested not in usable:
+        known = any(each.name == requested for each in isa.ISAS)
         what = "this CPU cannot run it" if known else "unknown name"
-        raise ConfigError(f"QUIRE_CPU_ISA={wanted}: {what}; choose auto, {', '.join(usable)}, or none for plain torch")  # fmt: skip
+        raise ConfigError(f"QUIRE_CPU_ISA={requested}: {what}; choose auto, {', '.join(usable)}, or none for plain torch")  # fmt: skip

@@ -99,7 +99,7 @@ def library(isa: Isa) -> Path:
         check_owner(root)
         if is_ours(root / name) and is_whole(root / name):
             return root / name
-        made = make(isa, root)
+        library = make(isa, root)
     except Unsafe as why:
         log.warning(
             "%s: the CPU kernels are compiled again at each start; set QUIRE_CACHE_ROOT to a folder of this user", why,
@@ -107,8 +107,8 @@ def library(isa: Isa) -> Path:
         return make(isa, Path(tempfile.mkdtemp(prefix=PRIVATE)))
     except OSError as why:
         raise CannotBuild(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
-    log.info("compiled the CPU kernels for %s into %s", isa.name, made)
-    return made
+    log.info("compiled the CPU kernels for %s into %s", isa.name, library)
+    return library
 
 
 def loaded(path: Path) -> None:

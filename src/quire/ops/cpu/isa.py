@@ -26,7 +26,7 @@ class Isa:
 
 def _isas() -> tuple[Isa, ...]:
     wide = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
-    made: list[Isa] = []
+    builds: list[Isa] = []
     for name, words in {
         "amx": (*wide, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
         "avx512bf16": (*wide, "avx512_bf16", "avx512_vnni"),
@@ -35,8 +35,8 @@ def _isas() -> tuple[Isa, ...]:
         "avx2": ("avx2", "fma"),
     }.items():
         flags = (f"-m{_flag(word)}" for word in words)
-        made.append(Isa(name, frozenset(words), (*flags, *(["-DQUIRE_AMX"] * (name == "amx")))))
-    return (*made, Isa("portable", frozenset(), (), ()))
+        builds.append(Isa(name, frozenset(words), (*flags, *(["-DQUIRE_AMX"] * (name == "amx")))))
+    return (*builds, Isa("portable", frozenset(), (), ()))
 
 
 def _flag(word: str) -> str:

@@ -112,8 +112,8 @@ def code_rows_kernel(
         at = start + inputs
         x = tl.load(x_ptr + token * stride + at, mask=at < size, other=0.0).to(tl.float32)
         x = tl.minimum(tl.maximum(x * factor, -TOP), TOP)
-        made = to_integers(x) if TOP == 127.0 else to_codes(x)
-        tl.store(codes_ptr + token * size + at, made, mask=at < size)
+        codes = to_integers(x) if TOP == 127.0 else to_codes(x)
+        tl.store(codes_ptr + token * size + at, codes, mask=at < size)
 
 
 @triton.jit
@@ -137,20 +137,20 @@ def codes(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
     x = side_by_side(x_TI)
     tokens, size = x.shape
     groups = triton.cdiv(size, wide) if wide else 1
-    made = torch.empty((tokens, size), dtype=CODES, device=x.device)
+    codes = torch.empty((tokens, size), dtype=CODES, device=x.device)
     shape = (tokens, groups) if wide else (tokens,)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     if not tokens:
-        return made, scales
+        return codes, scales
     if wide:
         each = max(1, 1024 // wide)
         code_groups_kernel[(tokens, triton.cdiv(groups, each))](
-            x, made, scales, size, groups, x.stride(0), G=each, WIDE=wide, **EXACT
+            x, codes, scales, size, groups, x.stride(0), G=each, WIDE=wide, **EXACT
         )
     else:
         block = min(4096, triton.next_power_of_2(size))
-        code_rows_kernel[(tokens,)](x, made, scales, size, x.stride(0), TOP=TOP, STEP=block, num_warps=8, **EXACT)  # fmt: skip
-    return made, scales
+        code_rows_kernel[(tokens,)](x, codes, scales, size, x.stride(0), TOP=TOP, STEP=block, num_warps=8, **EXACT)  # fmt: skip
+    return codes, scales
 
 
 # ------------------------------------------------------------------------------------ products

@@ -48,12 +48,12 @@ def codes(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 codes [T, I], float32 scales [T]), as `quantize` in quantization/int8.py."""
     x = side_by_side(x_TI)
     tokens, size = x.shape
-    made = torch.empty((tokens, size), dtype=torch.int8, device=x.device)
+    codes = torch.empty((tokens, size), dtype=torch.int8, device=x.device)
     scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
     if tokens:
         block = min(4096, triton.next_power_of_2(size))
-        code_rows_kernel[(tokens,)](x, made, scales, size, x.stride(0), TOP=TOP, STEP=block, num_warps=8, **EXACT)  # fmt: skip
-    return made, scales
+        code_rows_kernel[(tokens,)](x, codes, scales, size, x.stride(0), TOP=TOP, STEP=block, num_warps=8, **EXACT)  # fmt: skip
+    return codes, scales
 
 
 def product(

@@ -55,8 +55,8 @@ def turn(
         first = pair
         second = pair + pairs
     known = head < heads
-    turned = pair < pairs
-    mask = known[:, None] & turned[None, :]
+    rotated = pair < pairs
+    mask = known[:, None] & rotated[None, :]
     row = x_ptr + (head * stride_h)[:, None]
     a = tl.load(row + first[None, :], mask=mask, other=0.0)
     b = tl.load(row + second[None, :], mask=mask, other=0.0)
@@ -69,14 +69,14 @@ def turn(
         c = tl.load(row + more[None, :], mask=left, other=0.0)
         squares += tl.sum(c.to(tl.float32) * c.to(tl.float32), axis=1)
     r = 1.0 / tl.sqrt(squares / size + eps)
-    a32 = normed(a, w_ptr, first, turned, r, NORMED, PLUS_ONE)
-    b32 = normed(b, w_ptr, second, turned, r, NORMED, PLUS_ONE)
-    kept = out_ptr.dtype.element_ty
-    tl.store(into + first[None, :], (a32 * cos - b32 * sin).to(a.dtype).to(kept), mask=mask)
-    tl.store(into + second[None, :], (b32 * cos + a32 * sin).to(a.dtype).to(kept), mask=mask)
+    a32 = normed(a, w_ptr, first, rotated, r, NORMED, PLUS_ONE)
+    b32 = normed(b, w_ptr, second, rotated, r, NORMED, PLUS_ONE)
+    dtype = out_ptr.dtype.element_ty
+    tl.store(into + first[None, :], (a32 * cos - b32 * sin).to(a.dtype).to(dtype), mask=mask)
+    tl.store(into + second[None, :], (b32 * cos + a32 * sin).to(a.dtype).to(dtype), mask=mask)
     if REST > 0:
         passed = normed(c, w_ptr, more, more < size, r, NORMED, PLUS_ONE)
-        tl.store(into + more[None, :], passed.to(c.dtype).to(kept), mask=left)
+        tl.store(into + more[None, :], passed.to(c.dtype).to(dtype), mask=left)
 
 
 @triton.jit

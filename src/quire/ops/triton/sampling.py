@@ -143,10 +143,10 @@ def weight_of(x, top, WEIGHED: tl.constexpr):
 
 
 @triton.jit
-def reaching(x_ptr, vocab, top, floor, last, wanted, WEIGHED: tl.constexpr, COLS: tl.constexpr):
-    """(logit, id) of the token at which the running sum reaches `wanted`; tokens in order of logit, then id.
+def reaching(x_ptr, vocab, top, floor, last, target, WEIGHED: tl.constexpr, COLS: tl.constexpr):
+    """(logit, id) of the token at which the running sum reaches `target`; tokens in order of logit, then id.
 
-    Only tokens up to (floor, last) count, and their sum is at least `wanted`; each adds its weight, or one. The kernel
+    Only tokens up to (floor, last) count, and their sum is at least `target`; each adds its weight, or one. The kernel
     searches the logit bit by bit, in 32 passes over the row, which stays in the cache. Two more passes find the id
     among the tokens with this logit.
     """
@@ -161,7 +161,7 @@ def reaching(x_ptr, vocab, top, floor, last, wanted, WEIGHED: tl.constexpr, COLS
             inside = (x > floor) | ((x == floor) & (col <= last))
             inside = inside & (ordered(x) >= tried) & (col < vocab)
             reached += tl.sum(tl.where(inside, weight_of(x, top, WEIGHED), 0), axis=0)
-        found = tl.where(reached >= wanted, tried, found)
+        found = tl.where(reached >= target, tried, found)
     bits = tl.where(found >= 0x80000000, found ^ 0x80000000, found ^ 0xFFFFFFFF)
     logit = tl.max(bits.to(tl.float32, bitcast=True), axis=0)
     above = tl.zeros([1], tl.int64)
@@ -170,7 +170,7 @@ def reaching(x_ptr, vocab, top, floor, last, wanted, WEIGHED: tl.constexpr, COLS
         x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
         above += tl.sum(tl.where(x > logit, weight_of(x, top, WEIGHED), 0), axis=0)
     each = tl.maximum(weight_of(tl.zeros([1], tl.float32) + logit, top, WEIGHED), 1)
-    wanted_here = tl.max((wanted - above + each - 1) // each, axis=0)
+    wanted_here = tl.max((target - above + each - 1) // each, axis=0)
     seen = tl.zeros([1], tl.int64)
     found_id = tl.full([COLS], NO_TOKEN, tl.int32)
     for start in range(0, vocab, COLS):
@@ -211,9 +211,9 @@ def cutoff_kernel(
             x = tl.load(x_ptr + col, mask=col < vocab, other=float("-inf"))
             alive = ((x > floor) | ((x == floor) & (col <= last))) & (col < vocab)
             total += tl.sum(tl.where(alive, weight_of(x, top, True), 0), axis=0)
-        wanted = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
-        wanted = tl.max(tl.maximum(tl.minimum(wanted, total), 1), axis=0)
-        floor, last = reaching(x_ptr, vocab, top, floor, last, wanted, True, COLS)
+        target = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+        target = tl.max(tl.maximum(tl.minimum(target, total), 1), axis=0)
+        floor, last = reaching(x_ptr, vocab, top, floor, last, target, True, COLS)
     tl.store(logit_ptr + row, floor)
     tl.store(id_ptr + row, last.to(tl.int64))
 

@@ -40,12 +40,12 @@ def allow_files(most: int = MOST_FILES) -> int:
     except ImportError:  # not a Unix
         return most
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
         return most if soft == resource.RLIM_INFINITY else soft
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
     return soft
 
 

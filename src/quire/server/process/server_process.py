@@ -246,12 +246,12 @@ class ServerProcess:
                 state.metrics.replaced("engine", new - epoch)
             epoch = new
             now, latest = time.monotonic(), engine.stats()
-            made = latest.prompt_tokens + latest.generation_tokens
+            num_tokens = latest.prompt_tokens + latest.generation_tokens
             for _ in range(min(latest.steps - steps, MOST_OBSERVED) if self.is_primary else 0):
                 state.metrics.observe(
-                    "vllm:iteration_tokens_total", (made - tokens) / (latest.steps - steps)
+                    "vllm:iteration_tokens_total", (num_tokens - tokens) / (latest.steps - steps)
                 )
-            steps, tokens = latest.steps, made
+            steps, tokens = latest.steps, num_tokens
             if every and now - before >= every:
                 stats.tick(now - before, write=self.logs_stats)
                 state.metrics.rates(stats.prompt, stats.generation)

@@ -243,7 +243,7 @@ def http_server(app: ASGIApp, server: ServerConfig) -> UvicornServer:
     quiet = f"/ui/state,{server.disable_access_log_for_endpoints or ''}"
     logging.getLogger("uvicorn.access").addFilter(PathFilter(quiet, server.root_path or ""))
     # uvicorn logs through Quire's handlers.
-    ours, theirs = logging.getLogger("quire"), logging.getLogger("uvicorn")
-    theirs.handlers, theirs.propagate = list(ours.handlers), False
+    quire_log, uvicorn_log = logging.getLogger("quire"), logging.getLogger("uvicorn")
+    uvicorn_log.handlers, uvicorn_log.propagate = list(quire_log.handlers), False
     times = [seconds for seconds in (server.receive_timeout, server.send_timeout) if seconds]
     return UvicornServer(config, waiting, min(times, default=KEEP_ALIVE_S))

@@ -255,10 +255,10 @@ class VllmProcessorAdapter(Processor):
         return BatchUpdate(len(self.members), removed, added, moved)
 
 
-def _checked(changed: Any, given: Tensor) -> Tensor:
-    if not isinstance(changed, Tensor) or changed.shape != given.shape:
+def _checked(changed: Any, before: Tensor) -> Tensor:
+    if not isinstance(changed, Tensor) or changed.shape != before.shape:
         what = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-        raise TypeError(f"apply must return logits of shape {tuple(given.shape)}, not {what}")
+        raise TypeError(f"apply must return logits of shape {tuple(before.shape)}, not {what}")
     return changed
 
 
