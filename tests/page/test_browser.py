@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 from chromium import PROGRAM, Chromium
@@ -43,6 +44,14 @@ def text(browser: Chromium, id: str) -> str:
     return str(browser.js(f"document.getElementById('{id}').textContent"))
 
 
+def click(browser: Chromium, place: str, label: str) -> None:
+    """Click a button of the last element of a class."""
+    browser.js(f"""
+        [...[...document.querySelectorAll("{place}")].at(-1).querySelectorAll("button")]
+            .find(button => button.textContent === "{label}").click()
+    """)
+
+
 def test_the_key_is_asked_for_and_used(browser: Chromium):
     browser.until("document.getElementById('key-dialog').open")
     assert text(browser, "status") == "needs a key"
@@ -67,6 +76,7 @@ def test_a_message_is_answered_as_it_comes_and_the_blocks_change(browser: Chromi
             for (const box of document.querySelectorAll(".assistant .text")) lengths.add(box.textContent.length);
         }).observe(document.getElementById("talk"), {childList: true, subtree: true, characterData: true});
         document.getElementById("most").value = "150";
+        Object.defineProperty(navigator, "clipboard", {value: {writeText: async text => { window.copied = text; }}});
         document.getElementById("words").focus();
         0
     """)
@@ -75,7 +85,8 @@ def test_a_message_is_answered_as_it_comes_and_the_blocks_change(browser: Chromi
     browser.until("document.querySelector('.assistant .note')?.textContent.includes('tokens')")
     asked = {"messages": [{"role": "user", "content": MESSAGE}], "max_tokens": 150}
     expected = server.post("/v1/chat/completions", **asked)["choices"][0]["message"]["content"]
-    assert browser.js("document.querySelector('.assistant .text').textContent") == expected
+    click(browser, ".assistant", "Copy")
+    assert browser.until("window.copied") == expected
     assert browser.js("lengths.size") > 2  # it grew
     browser.until("/cached [1-9]/.test(document.getElementById('n-cached').textContent)")
     assert browser.js("document.getElementById('blocks').toDataURL()") != before
@@ -153,14 +164,17 @@ STREAM = [
 ]
 
 
-def test_a_stream_is_read_however_it_is_cut_and_never_as_markup(browser: Chromium):
-    """Scripted: the frames come a byte at a time."""
-    text = "".join(f"data: {json.dumps(one, ensure_ascii=False)}\n\n" for one in STREAM)
+@contextmanager
+def scripted(browser: Chromium, *events: dict[str, Any]) -> Iterator[None]:
+    """The server's answers to a chat or a completion are these events, a byte at a time; `bodies` keeps the requests."""
+    text = "".join(f"data: {json.dumps(one, ensure_ascii=False)}\n\n" for one in events)
     frames = ": keep-alive\n\n" + text + "data: [DONE]\n\n"
     browser.js(f"""
         window.ours = fetch;
+        window.bodies = [];
         window.fetch = (path, options) => {{
-            if (!path.startsWith("v1/chat")) return ours(path, options);
+            if (!/^v1.*completions$/.test(path)) return ours(path, options);
+            bodies.push(JSON.parse(options.body));
             const bytes = new TextEncoder().encode({json.dumps(frames)});
             return Promise.resolve(new Response(new ReadableStream({{start(to) {{
                 for (const byte of bytes) to.enqueue(new Uint8Array([byte]));
@@ -170,19 +184,128 @@ def test_a_stream_is_read_however_it_is_cut_and_never_as_markup(browser: Chromiu
         document.getElementById("fresh").click();
         0
     """)
+    try:
+        yield
+    finally:
+        browser.js("window.fetch = ours; 0")
+
+
+def ask(browser: Chromium, words: str) -> None:
+    """Send a message, and wait for the end of its answer."""
+    turns = browser.js("document.querySelectorAll('.assistant').length")
+    browser.js("document.getElementById('words').focus()")
+    browser.type(words)
+    browser.enter()
+    browser.until(
+        f"document.querySelectorAll('.assistant').length > {turns} && !document.querySelector('.busy')"
+    )
+
+
+def content(text: str) -> dict[str, Any]:
+    return {"choices": [{"delta": {"content": text}, "text": text, "finish_reason": "stop"}]}
+
+
+def test_a_stream_is_read_however_it_is_cut_and_never_as_markup(browser: Chromium):
+    with scripted(browser, *STREAM):
+        check_stream(browser)
+
+
+def check_stream(browser: Chromium) -> None:
     browser.type("Show me")
     browser.enter()
     note = browser.until("document.querySelector('.assistant .note')?.textContent")
     assert note.startswith("9 tokens")
-    assert note.endswith("cut at the most tokens")
+    assert note.endswith("ended at the maximum number of tokens")
     box = "document.querySelector('.assistant .text')"
-    assert browser.js(f"{box}.firstChild.textContent") == "See <script>document.title='hit'</script>é:\n"  # fmt: skip
+    assert browser.js(f"{box}.firstChild.textContent") == "See <script>document.title='hit'</script>é:"  # fmt: skip
     assert browser.js(f"{box}.querySelector('pre').textContent") == "<img src=x onerror=hit()>"
     assert browser.js(f"{box}.lastChild.textContent") == "done"
     assert browser.js("document.querySelector('.thoughts div').textContent") == "hm, <i>so</i>"
     assert browser.js("document.querySelectorAll('#talk script, #talk img, #talk i').length") == 0
     assert browser.js("document.title") == "Quire"
-    browser.js("window.fetch = ours; 0")
+
+
+def test_only_answered_turns_of_the_chat_are_sent_again(browser: Chromium):
+    with scripted(browser, content("yes")):
+        browser.js("document.getElementById('mode').value = 'text'; 0")
+        ask(browser, "Once upon a time")
+        assert browser.js("bodies[0].max_tokens") == 256
+        browser.js("document.getElementById('mode').value = 'chat'; 0")
+        ask(browser, "one")
+        ask(browser, "two")
+    assert browser.js("bodies[2].messages.map(one => one.role + ' ' + one.content)") == [
+        "user one", "assistant yes", "user two",
+    ]  # fmt: skip
+    assert "max_tokens" not in browser.js("bodies[2]")
+    with scripted(browser):  # ends before its first token
+        ask(browser, "unanswered")
+        ask(browser, "Hi")
+        assert len(browser.js("bodies[1].messages")) == 1
+
+
+def test_an_answer_is_made_again_and_a_message_is_edited(browser: Chromium):
+    with scripted(browser, content("yes")):
+        ask(browser, "one")
+        ask(browser, "two")
+        click(browser, ".assistant", "Regenerate")
+        browser.until("bodies.length === 3 && !document.querySelector('.busy')")
+        assert browser.js("JSON.stringify(bodies[2]) === JSON.stringify(bodies[1])")
+        assert browser.js("document.querySelectorAll('.assistant').length") == 2
+        browser.js("[...document.querySelector('.user').querySelectorAll('button')].at(-1).click()")
+        assert browser.js("document.getElementById('words').value") == "one"
+        assert browser.js("document.querySelectorAll('.replaced').length") == 4
+        browser.press("Escape", 27)
+        assert browser.js("document.querySelectorAll('.replaced').length") == 0
+        browser.js("[...document.querySelector('.user').querySelectorAll('button')].at(-1).click()")
+        browser.type(" more")
+        browser.enter()
+        browser.until("bodies.length === 4 && !document.querySelector('.busy')")
+        assert browser.js("bodies[3].messages.map(one => one.content)") == ["one more"]
+        assert browser.js("document.querySelectorAll('.assistant').length") == 1
+
+
+def test_a_rate_needs_time_between_the_tokens(browser: Chromium):
+    with scripted(browser, content("a b c"), {"choices": [], "usage": {"completion_tokens": 16}}):
+        ask(browser, "all at once")
+    assert "per second" not in browser.js("document.querySelector('.assistant .note').textContent")
+
+
+def test_the_conversation_and_the_options_outlive_a_reload(browser: Chromium, server: Served):
+    with scripted(browser, content("kept **bold**")):
+        ask(browser, "remember")
+        browser.js("""
+            const system = document.getElementById("system");
+            system.value = "be brief";
+            system.dispatchEvent(new Event("change"))
+        """)
+    browser.open(server.url + "/")
+    browser.until("document.querySelector('.assistant strong')?.textContent === 'bold'")
+    assert browser.js("document.querySelector('.user .text').textContent") == "remember"
+    assert browser.js("document.getElementById('system').value") == "be brief"
+    browser.js("document.getElementById('fresh').click(); document.getElementById('system').value = ''; 0")  # fmt: skip
+    browser.js("dispatchEvent(new Event('pagehide')); 0")
+
+
+def test_nothing_is_sent_while_the_model_is_loaded(browser: Chromium, server: Served):
+    """Scripted: /v1/models answers 503 twice, with the share in its message."""
+    source = """
+        window.left = 2; const theirs = fetch;
+        window.fetch = (path, options) => path !== "v1/models" && path !== "ui/state?since=0" || left <= 0 ? theirs(path, options)
+          : (path === "v1/models" && left--, Promise.resolve(new Response(
+              JSON.stringify({error: {message: "loading the model: 40%"}}), {status: 503})));
+    """
+    number = browser.send("Page.addScriptToEvaluateOnNewDocument", source=source)["identifier"]
+    browser.open(server.url + "/")
+    browser.until("document.getElementById('status').textContent === 'loading the model: 40%'")
+    assert browser.js("document.getElementById('send').disabled")
+    browser.js("document.getElementById('words').focus()")
+    browser.type("too early")
+    browser.enter()
+    assert browser.js("document.querySelectorAll('.assistant').length") == 0
+    assert browser.js("document.getElementById('words').value") == "too early"
+    browser.until("!document.getElementById('send').disabled")
+    browser.send("Page.removeScriptToEvaluateOnNewDocument", identifier=number)
+    browser.js("document.getElementById('words').value = ''; 0")
 
 
 def test_nothing_went_wrong_and_nothing_was_fetched_from_elsewhere(

@@ -67,6 +67,7 @@ $("key-form").onsubmit = event => {
   asked = false;
   $("key-dialog").close();
   lookSoon();
+  awaitModel();
 };
 $("key").value = key;
 

@@ -1,146 +1,180 @@
-// The chat box: sends messages, and shows the answer as it streams.
+// The chat box: a conversation of turns, kept in this tab. Only turns of the chat that have an answer are sent again.
 
-let messages = [];
-let running = null;  // an AbortController while an answer streams
+let turns = [];       // {mode, ask, answer, thoughts, note, bad}, oldest first
+let running = null;   // an AbortController while an answer streams
+let editing = -1;     // the turn whose message is in the box, to be sent again
+let ready = false;    // the server takes requests
+const drawn = [];     // the elements of each turn
 
-// Text with ``` fences as paragraphs and code boxes.
-function show(box, text) {
-  const parts = text.split(/^```[^\n]*\n?/m);
-  const nodes = parts.map((part, at) => {
-    if (at % 2 === 0) return document.createTextNode(part);
-    const pre = document.createElement("pre");
-    pre.textContent = part.replace(/\n$/, "");
-    return pre;
-  });
-  box.replaceChildren(...nodes);
+const FIELDS = ["mode", "temperature", "most", "system"];
+const TEXT_TOKENS = 256;  // a text continues without an end of its own; a chat's answer has one
+
+function keep() {
+  store.set("turns", JSON.stringify(turns));
+  store.set("fields", JSON.stringify(FIELDS.map(id => $(id).value)));
 }
 
-function say(who, text) {
-  $("hint")?.remove();
+function recall(name, otherwise) {
+  try { return JSON.parse(store.get(name)) ?? otherwise; } catch { return otherwise; }
+}
+
+// -- drawing -------------------------------------------------------------------------------------
+function bubble(who, label) {
   const said = make("div", "said " + who);
-  said.append(make("span", "hidden", who === "user" ? "You: " : "Answer: "));
-  const box = make("div", "text"), note = make("div", "note"), thoughts = make("details", "thoughts");
+  said.append(make("span", "hidden", label));
+  const parts = {said, box: make("div", "text"), foot: make("div", "foot"), note: make("span", "note")};
+  parts.foot.append(parts.note);
+  return parts;
+}
+
+function act(foot, label, does) {
+  const button = make("button", "act", label);
+  button.type = "button";
+  button.onclick = does;
+  foot.append(button);
+  return button;
+}
+
+function draw(turn, at) {
+  $("hint")?.remove();
+  const user = bubble("user", "You: "), reply = bubble("assistant", "Answer: ");
+  user.box.textContent = turn.ask;
+  user.said.append(user.box, user.foot);
+  act(user.foot, "Copy", event => copy(turn.ask, event.target));
+  act(user.foot, "Edit", () => edit(at));
+  const thoughts = make("details", "thoughts");
   thoughts.append(make("summary", "", "Thoughts"), make("div"));
   thoughts.hidden = true;
-  show(box, text);
-  if (who === "assistant") said.append(thoughts);
-  said.append(box, note);
-  $("talk").append(said);
-  $("talk").scrollTop = $("talk").scrollHeight;
-  return {said, box, note, thoughts};
+  reply.said.append(thoughts, reply.box, reply.foot);
+  act(reply.foot, "Copy", event => copy(turn.answer, event.target));
+  const again = act(reply.foot, "Regenerate", () => send(turn.ask, at));
+  drawn[at] = {user, reply, thoughts, again};
+  $("talk").append(user.said, reply.said);
+  redrawAnswer(turn, at);
 }
 
-// The data of each server-sent event, parsed.
-async function* events(answer, signal) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let left = "";
-  try {
-    for (;;) {
-      const {value, done} = await reader.read();
-      if (done) return;
-      left += value;
-      const whole = left.split("\n\n");
-      left = whole.pop();
-      for (const event of whole) {
-        if (!event.startsWith("data: ")) continue;  // a keep-alive comment
-        if (event === "data: [DONE]") return;
-        yield JSON.parse(event.slice(6));
-      }
-    }
-  } finally {
-    if (!signal.aborted) reader.cancel().catch(() => {});
+function redrawAnswer(turn, at) {
+  const {reply, thoughts} = drawn[at], talk = $("talk");
+  const atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+  if (turn.mode === "text") reply.box.textContent = turn.answer;
+  else render(reply.box, turn.answer);
+  if (turn.thoughts) {
+    if (thoughts.hidden) thoughts.open = !turn.answer;
+    else if (turn.answer && !reply.answered) thoughts.open = false;  // the reasoning ended, the answer begins
+    thoughts.hidden = false;
+    thoughts.lastChild.textContent = turn.thoughts;
   }
+  reply.answered = Boolean(turn.answer);
+  reply.note.textContent = turn.note;
+  reply.note.classList.toggle("bad", turn.bad);
+  if (atEnd) talk.scrollTop = talk.scrollHeight;
 }
 
-function asking(words) {
+function redrawAll() {
+  $("talk").replaceChildren();
+  drawn.length = 0;
+  turns.forEach(draw);
+  mark();
+  $("talk").scrollTop = $("talk").scrollHeight;
+}
+
+// Show which turns an edit replaces; only the last answer can be made again.
+function mark() {
+  drawn.forEach(({user, reply, again}, at) => {
+    for (const {said} of [user, reply]) said.classList.toggle("replaced", editing >= 0 && at >= editing);
+    again.hidden = at < turns.length - 1;
+  });
+  $("cancel").hidden = editing < 0;
+  $("send").textContent = running ? "Stop" : "Send";
+  $("send").disabled = !running && !ready;
+  $("send").title = ready ? "" : "The model is not loaded yet";
+  $("most").placeholder = $("mode").value === "text" ? String(TEXT_TOKENS) : "until it ends";
+}
+
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {  // no permission, or an address without TLS: the old way
+    const area = make("textarea", "hidden", text);
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+
+// -- sending -------------------------------------------------------------------------------------
+function request(turn, before) {
   const body = {stream: true, stream_options: {include_usage: true}};
   if ($("temperature").value) body.temperature = Number($("temperature").value);
   if ($("most").value) body.max_tokens = Number($("most").value);
-  if ($("mode").value === "text") return ["v1/completions", {...body, prompt: words}];
+  if (turn.mode === "text") return ["v1/completions", {max_tokens: TEXT_TOKENS, ...body, prompt: turn.ask}];
   const system = $("system").value.trim();
-  const whole = system ? [{role: "system", content: system}, ...messages] : messages;
-  return ["v1/chat/completions", {...body, messages: whole}];
-}
-
-function cost(began, first, usage, ended) {
-  const parts = [];
-  if (usage) {
-    const seconds = (performance.now() - first) / 1000;
-    parts.push(`${usage.completion_tokens} tokens`);
-    if (usage.completion_tokens > 1 && seconds > 0) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} per second`);
-    parts.push(`first after ${Math.round(first - began)} ms`);
+  const messages = system ? [{role: "system", content: system}] : [];
+  for (const {mode, ask, answer} of before) {
+    if (mode === "chat" && answer) messages.push({role: "user", content: ask}, {role: "assistant", content: answer});
   }
-  if (ended === "length") parts.push("cut at the most tokens");
-  return parts.join(" · ");
+  return ["v1/chat/completions", {...body, messages: [...messages, {role: "user", content: turn.ask}]}];
 }
 
-async function answerTo(words) {
-  const [path, body] = asking(words);
-  const {said, box, note, thoughts} = say("assistant", "");
-  const began = performance.now();
-  let text = "", thought = "", first = 0, usage = null, ended = null, due = false;
-  const draw = () => {
-    due = false;
-    const talk = $("talk"), atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
-    show(box, text);
-    if (thought) {
-      if (thoughts.hidden) { thoughts.hidden = false; thoughts.open = !text; }
-      thoughts.lastChild.textContent = thought;
-    }
-    if (atEnd) talk.scrollTop = talk.scrollHeight;
-  };
-  said.classList.add("busy");
+// Send a message as turn number `at`; this and later turns are replaced.
+async function send(words, at) {
+  if (running || !ready) return;
+  const turn = {mode: $("mode").value, ask: words, answer: "", thoughts: "", note: "", bad: false};
+  turns = [...turns.slice(0, at), turn];
+  editing = -1;
+  running = new AbortController();
+  redrawAll();
+  keep();
+  const reply = drawn[at].reply;
+  reply.said.classList.add("busy");
   $("talk").setAttribute("aria-busy", "true");
-  try {
-    const answer = await ask(path, {body, signal: running.signal});
-    for await (const event of events(answer, running.signal)) {
-      if (event.error) throw new Refused(0, event.error.message);
-      usage = event.usage ?? usage;
-      const choice = event.choices[0];
-      if (!choice) continue;
-      const more = (choice.delta ? choice.delta.content : choice.text) ?? "", aside = choice.delta?.reasoning ?? "";
-      if (more || aside) {
-        if (more && !text) thoughts.open = false;  // the reasoning ended, the answer begins
-        text += more;
-        thought += aside;
-        if (!first) draw();  // the first token at once, later ones at a limited rate
-        else if (!due) { due = true; setTimeout(draw, 30); }
-        first ||= performance.now();
-      }
-      ended = choice.finish_reason ?? ended;
-    }
-    note.textContent = cost(began, first || performance.now(), usage, ended);
-  } catch (error) {
-    note.textContent = error.name === "AbortError" ? "stopped" : error.message;
-    if (error.name !== "AbortError") note.classList.add("bad");
-    if (error instanceof Refused && !text && !thought) {  // no output yet: it can be sent again
-      messages.pop();
-      if (!$("words").value) $("words").value = words;
-    }
-  }
-  draw();
-  said.classList.remove("busy");
+  let due = false;
+  const show = () => {
+    due = false;
+    const before = performance.now();
+    if (turns[at] === turn) redrawAnswer(turn, at);
+    return performance.now() - before;
+  };
+  let took = 0;
+  await stream(turn, ...request(turn, turns.slice(0, at)), running.signal, first => {
+    if (first) took = show();  // the first token at once, later ones at a limited rate
+    else if (!due) { due = true; setTimeout(() => { took = show(); }, Math.max(30, 5 * took)); }
+  });
+  show();
+  reply.said.classList.remove("busy");
   $("talk").setAttribute("aria-busy", "false");
-  if (text && $("mode").value === "chat") messages.push({role: "assistant", content: text});
-  $("spoken").textContent = text.slice(0, 2000) || note.textContent;
+  running = null;
+  $("spoken").textContent = turn.answer.slice(0, 2000) || turn.note;
+  if (turn.bad && !turn.answer && !$("words").value) $("words").value = words;  // it can be sent again
+  mark();
+  keep();
 }
 
-$("ask").onsubmit = async event => {
+function edit(at) {
+  if (running) return;
+  editing = at;
+  $("words").value = turns[at].ask;
+  $("mode").value = turns[at].mode;
+  $("words").focus();
+  mark();
+}
+
+function stopEditing() {
+  editing = -1;
+  $("words").value = "";
+  mark();
+}
+
+$("ask").onsubmit = event => {
   event.preventDefault();
   if (running) { running.abort(); return; }
   const words = $("words").value.trim();
-  if (!words) return;
+  if (!words || !ready) return;
   $("words").value = "";
-  say("user", words);
-  messages.push({role: "user", content: words});
-  running = new AbortController();
-  $("send").textContent = "Stop";
-  try {
-    await answerTo(words);
-  } finally {
-    running = null;
-    $("send").textContent = "Send";
-  }
+  send(words, editing < 0 ? turns.length : editing);
 };
 
 $("words").onkeydown = event => {
@@ -150,11 +184,44 @@ $("words").onkeydown = event => {
   }
 };
 document.addEventListener("keydown", event => {
-  if (event.key === "Escape" && running && !$("key-dialog").open) running.abort();
+  if (event.key !== "Escape" || $("key-dialog").open) return;
+  if (running) running.abort();
+  else if (editing >= 0) stopEditing();
 });
+$("cancel").onclick = stopEditing;
 $("fresh").onclick = () => {
   running?.abort();
-  messages = [];
-  $("talk").replaceChildren();
+  turns = [];
+  editing = -1;
+  redrawAll();
+  keep();
   $("words").focus();
 };
+for (const id of FIELDS) $(id).onchange = () => { keep(); mark(); };
+addEventListener("pagehide", keep);
+
+// -- the server's state ----------------------------------------------------------------------------
+function setReady(now) {
+  if (ready === now) return;
+  ready = now;
+  mark();
+}
+
+// Ask until the model is loaded. The status line says how far it is.
+async function awaitModel() {
+  try {
+    const found = await (await ask("v1/models")).json();
+    put("model", found.data[0].id);
+    if (!seen) tell("good", "ready");
+    setReady(true);
+  } catch (error) {
+    setReady(false);
+    tell(error.status === 503 ? "wait" : "bad", error.status === 401 ? "needs a key" : error.message);
+    if (error.status !== 401) setTimeout(awaitModel, 1000);
+  }
+}
+
+recall("fields", []).forEach((value, at) => { $(FIELDS[at]).value = value; });
+turns = recall("turns", []);
+if (turns.length) redrawAll();
+else mark();

@@ -12,7 +12,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-SCRIPTS = ("base.js", "chat.js", "draw.js", "live.js")
+SCRIPTS = ("base.js", "markdown.js", "stream.js", "chat.js", "draw.js", "live.js")
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,7 @@ async function look() {
   try {
     const found = await (await ask(`ui/state?since=${finished()}`)).json();
     wait = found.every_ms;
+    setReady(true);
     if (found.busy) tell("wait", "in a long step");
     else {
       take(found);
@@ -246,8 +247,4 @@ document.addEventListener("visibilitychange", lookSoon);
 addEventListener("resize", redraw);
 wear(store.get("theme") || "auto");
 lookSoon();
-// If the live view is unavailable, this shows whether the model is ready.
-ask("v1/models").then(answer => answer.json()).then(found => {
-  put("model", found.data[0].id);
-  if (!seen) tell("good", "ready");
-}, error => tell(error.status === 503 ? "wait" : "bad", error.status === 401 ? "needs a key" : error.message));
+awaitModel();
