@@ -179,8 +179,7 @@ def int8(run: Run, found: dict[str, Any]) -> None:
     """int8 codes and products, bit for bit: every tile, tensor descriptors, and torch's sums."""
     from benchmarks.gpu import fp8_gemm_tma
     from quire.ops.triton import int8_gemm as kernel
-    from quire.quantization.int8 import quantize
-    from quire.quantization.int8_codes import Int8Codes
+    from quire.quantization.int8 import Int8Codes, quantize
 
     torch.manual_seed(9)
     dtype = list(formats(run))[-1]

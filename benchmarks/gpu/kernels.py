@@ -163,7 +163,7 @@ def _ways(x: Tensor, weight: Tensor, wide: int) -> dict[str, Callable[[], Any]]:
     from benchmarks.gpu import fp8_gemm_tma
     from quire.ops.triton import fp8_gemm, int8_gemm
     from quire.quantization.fp8 import quantize, scaled_product
-    from quire.quantization.int8_codes import Int8Codes
+    from quire.quantization.int8 import Int8Codes
     from quire.quantization.wna16 import FewBitsWeight
 
     rows, (codes, scale) = quantize(weight), quantize(weight, wide)

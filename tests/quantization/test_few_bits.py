@@ -22,8 +22,7 @@ from quire.layers.weights import weight_tensors
 from quire.quantization import apply, checkpoint_format
 from quire.quantization.apply import move, prepared_weights, weight_bytes
 from quire.quantization.int4 import quantize_groups
-from quire.quantization.int8 import quantize
-from quire.quantization.int8_codes import Int8Codes
+from quire.quantization.int8 import Int8Codes, quantize
 from quire.quantization.wna16 import FewBitsWeight
 from tests.models.test_native import build, texts
 from tests.quantization.cpu_as_accelerator import answer, pretend

@@ -111,6 +111,14 @@ class PreparedWeight:
         """Multiply in plain torch: the definition."""
         raise NotImplementedError
 
+    def rounded(self, y_TO: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The end of a definition: adds the bias in the precision of y, rounds, then applies the activation."""
+        y_TO = y_TO if bias_O is None else y_TO + bias_O.to(y_TO.dtype)
+        return self.activated(y_TO.to(dtype))
+
+    def activated(self, y_TO: Tensor) -> Tensor:
+        return silu_and_mul(y_TO) if self.gated else y_TO
+
     def move(self, device: torch.device) -> None:
         """Move the tensors to another device."""
         for name, value in list(vars(self).items()):
@@ -122,6 +130,11 @@ class PreparedWeight:
         raise NotImplementedError(
             f"the fused layer kernel does not support a {type(self).__name__}"
         )
+
+
+def addresses(**tensors: Tensor | None) -> dict[str, Any]:
+    """Fields of a C struct."""
+    return {name: None if each is None else each.data_ptr() for name, each in tensors.items()}
 
 
 Converted = PreparedWeight | Tensor

@@ -23,8 +23,7 @@ from quire.quantization.fp8 import Float8Weight
 from quire.quantization.fp8_checkpoint import Fp8Format, RequantizedFp8Format
 from quire.quantization.gptq import GptqFormat
 from quire.quantization.int4 import Int4Weight
-from quire.quantization.int8 import Int8Weight
-from quire.quantization.int8_codes import Int8Codes
+from quire.quantization.int8 import Int8Codes, Int8Weight
 from quire.quantization.wna16 import FewBitsWeight
 
 ONLINE: dict[str, Make] = {

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.layers.weights import Converted, StoredTensor, WeightRef
-from quire.quantization.checkpoint_format import (
-    QuantizedFormat,
-    by_output,
-    optional_tensor,
-)
+from quire.quantization.checkpoint_format import QuantizedFormat, by_output, optional_tensor
 from quire.quantization.group_quant import fields
-from quire.quantization.int8 import Int8Weight
-from quire.quantization.int8_codes import Int8Codes
+from quire.quantization.int8 import Int8Codes, Int8Weight
 
 
 class CompressedInt8Format(QuantizedFormat):

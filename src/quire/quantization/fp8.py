@@ -20,7 +20,7 @@ from quire.layers.weights import PreparedWeight
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.dispatch import runs_triton
-from quire.ops.reference import silu_and_mul
+from quire.quantization.int8 import by_rows
 
 log = get_logger(__name__)
 
@@ -60,14 +60,7 @@ class Float8Weight(PreparedWeight):
     @classmethod
     def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None) -> PreparedWeight:
         """Quantize a weight of any float dtype, with one scale per output."""
-        outs, ins = weight_OI.shape
-        q_OI = torch.empty(outs, ins, dtype=E4M3, device=weight_OI.device)
-        scale_O = torch.empty(outs, device=weight_OI.device)
-        many = max(1, AT_ONCE // ins)
-        for start in range(0, outs, many):
-            rows = slice(start, start + many)
-            q_OI[rows], scale_O[rows] = quantize(weight_OI[rows])
-        return cls(q_OI, scale_O, gated)
+        return cls(*by_rows(quantize, weight_OI, E4M3, AT_ONCE), gated)
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         x_TI = x_TI.reshape(-1, self.ins)
@@ -82,7 +75,7 @@ class Float8Weight(PreparedWeight):
         else:
             weight = (self.q_OI, self.scale)
             y_TO = fp8_gemm.product(coded, weight, bias_O, x_TI.dtype, self.wide, self.high)
-        return silu_and_mul(y_TO) if self.gated else y_TO
+        return self.activated(y_TO)
 
     def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """The definition. Factors have 4 significant bits, so their products sum exactly in float64."""
@@ -97,8 +90,7 @@ class Float8Weight(PreparedWeight):
         else:
             sums = (x_q.double() @ self.q_OI.double().T).float()
             y = sums * (scale_x[:, None] * self.scale)
-        y = (y if bias_O is None else y + bias_O.float()).to(x_TI.dtype)
-        return silu_and_mul(y) if self.gated else y
+        return self.rounded(y, bias_O, x_TI.dtype)
 
     def floats(self) -> Tensor:
         """The dequantized weight, float32 [O, I]."""

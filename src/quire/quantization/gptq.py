@@ -11,10 +11,7 @@ from __future__ import annotations
 import torch
 
 from quire.layers.weights import Converted, StoredTensor, WeightRef
-from quire.quantization.checkpoint_format import (
-    QuantizedFormat,
-    optional_tensor,
-)
+from quire.quantization.checkpoint_format import QuantizedFormat, optional_tensor
 from quire.quantization.group_quant import fields
 
 

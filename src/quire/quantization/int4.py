@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.layers.weights import PANEL, PreparedWeight
+from quire.layers.weights import PANEL, PreparedWeight, addresses
 from quire.ops.cpu.bindings import Kernels
-from quire.ops.reference import silu_and_mul
 from quire.platforms.memory import empty_in_huge_pages
 from quire.quantization.group_quant import Grouped
 from quire.quantization.int8 import Int8Weight, quantize
@@ -62,6 +61,12 @@ def quantize_groups_by(kernels: Kernels | None, weight_OI: Tensor, group: int) -
     return Grouped(q_OI, scale_OG, zero_OG)
 
 
+def group_for(weight_OI: Tensor, most: int) -> int:
+    """The largest size of a group, up to `most`, that divides the inputs; 0: none does."""
+    sizes = (size for size in (128, 64, 32) if size <= most)
+    return next((size for size in sizes if weight_OI.shape[1] % size == 0), 0)
+
+
 class Int4Weight(PreparedWeight):
     """Multiplied by the kernels where they run and activations are bf16, else in plain torch with the same integers."""
 
@@ -83,9 +88,7 @@ class Int4Weight(PreparedWeight):
         cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None, group: int = GROUP
     ) -> PreparedWeight:
         """Quantize a weight of any float dtype, in groups of at most `group`; int8 if no size divides the inputs."""
-        sizes = (size for size in (128, 64, 32) if size <= group)
-        group = next((size for size in sizes if weight_OI.shape[1] % size == 0), 0)
-        if not group:
+        if not (group := group_for(weight_OI, group)):
             return Int8Weight.of(weight_OI, gated, kernels)
         return cls(quantize_groups_by(kernels, weight_OI, group), gated, kernels)
 
@@ -108,20 +111,12 @@ class Int4Weight(PreparedWeight):
             sums = x_TS @ self.q_OI[:, at].double().T
             sums -= x_TS.sum(1, keepdim=True) * self.zero_OG[:, g].double()
             y_TO += sums.float() * (scale_T[:, None] * self.scale_OG[:, g])
-        y_TO = (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
-        return silu_and_mul(y_TO) if self.gated else y_TO
+        return self.rounded(y_TO, bias_O, x_TI.dtype)
 
     def kernel_args(self) -> dict[str, Any]:
-        parts = {
-            "data": self.data,
-            "scale": self.scale_PGO,
-            "zero": self.zero_PGO,
-            "order": self.order_I,
-        }
-        addresses = {
-            name: None if part is None else part.data_ptr() for name, part in parts.items()
-        }
-        return {**addresses, "group": self.group}
+        scale, zero = self.scale_PGO, self.zero_PGO
+        found = addresses(data=self.data, scale=scale, zero=zero, order=self.order_I)
+        return {**found, "group": self.group}
 
     def _panels(self, q_OI: Tensor) -> Tensor:
         """[P, I / 4, 16, 4] bytes, 4 consecutive inputs innermost: low bits output o of a panel, high bits o + 16."""

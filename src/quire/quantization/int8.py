@@ -1,4 +1,4 @@
-"""int8 on the CPU: one scale per output of the weight, one dynamic scale per token of activations.
+"""int8 on CPUs and accelerators: one scale per output of the weight, one dynamic scale per token of activations.
 
 Knows one weight. No calibration: a token's activations alone determine their scale, so the method is batch-invariant.
 Sums are of integers, hence exact.
@@ -10,15 +10,16 @@ Shape suffixes: T tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.layers.weights import PreparedWeight
+from quire.layers.weights import PreparedWeight, addresses
 from quire.ops.cpu.bindings import Kernels
-from quire.ops.reference import silu_and_mul
+from quire.ops.dispatch import runs_triton
 from quire.platforms.memory import empty_in_huge_pages
 
 STEP = 64
@@ -38,17 +39,28 @@ def quantize(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_by(kernels: Kernels | None, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize`, by the kernels where possible: the same numbers, many times faster."""
     outs, ins = weight_OI.shape
-    here = weight_OI.device
-    q_OI = torch.empty(outs, ins, dtype=torch.int8, device=here)
-    scale_O = torch.empty(outs, device=here)
     if kernels is None or weight_OI.dtype != torch.bfloat16 or ins % 16:
-        many = max(1, AT_ONCE // ins)
-        for start in range(0, outs, many):
-            rows = slice(start, start + many)
-            q_OI[rows], scale_O[rows] = quantize(weight_OI[rows])
-        return q_OI, scale_O
+        return by_rows(quantize, weight_OI, torch.int8, AT_ONCE)
+    q_OI, scale_O = torch.empty(outs, ins, dtype=torch.int8), torch.empty(outs)
     weight_OI = weight_OI.contiguous()
     kernels.quantize_rows(weight_OI.data_ptr(), outs, ins, q_OI.data_ptr(), scale_O.data_ptr())
+    return q_OI, scale_O
+
+
+def by_rows(
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]],
+    weight_OI: Tensor,
+    dtype: torch.dtype,
+    at_once: int,
+) -> tuple[Tensor, Tensor]:
+    """`quantize`, some rows at a time: about `at_once` weights are float32 at a time."""
+    outs, ins = weight_OI.shape
+    q_OI = torch.empty(outs, ins, dtype=dtype, device=weight_OI.device)
+    scale_O = torch.empty(outs, device=weight_OI.device)
+    many = max(1, at_once // ins)
+    for start in range(0, outs, many):
+        rows = slice(start, start + many)
+        q_OI[rows], scale_O[rows] = quantize(weight_OI[rows])
     return q_OI, scale_O
 
 
@@ -91,10 +103,24 @@ class Int8Weight(PreparedWeight):
         """The definition. Integers up to 127 * 127 * I are exact in float64."""
         x_q, scale_T = quantize(x_TI)
         sums = (x_q.double() @ self.q_OI.double().T).float()
-        y = sums * (scale_T[:, None] * self.scale_O)
-        y = (y if bias_O is None else y + bias_O.float()).to(x_TI.dtype)
-        return silu_and_mul(y) if self.gated else y
+        return self.rounded(sums * (scale_T[:, None] * self.scale_O), bias_O, x_TI.dtype)
 
     def kernel_args(self) -> dict[str, Any]:
-        parts = {"data": self.data, "scale": self.scale_O, "sum": self.sum_O}
-        return {name: part.data_ptr() for name, part in parts.items()}
+        return addresses(data=self.data, scale=self.scale_O, sum=self.sum_O)
+
+
+class Int8Codes(Int8Weight):
+    """int8 on an accelerator: the same arithmetic by Triton kernels, which give the definition's bits. The weight is in
+    row-major order, as checkpoints store it; `kernels` are the CPU's and are ignored."""
+
+    def __init__(self, q_OI: Tensor, scale_O: Tensor, gated: bool, kernels: Kernels | None = None):
+        super().__init__(q_OI.contiguous(), scale_O.float().contiguous(), gated, None)
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        x_TI = x_TI.reshape(-1, self.ins)
+        if not runs_triton(x_TI):
+            return self.reference(x_TI, bias_O)
+        from quire.ops.triton import int8_gemm
+
+        weight = self.q_OI, self.scale_O
+        return self.activated(int8_gemm.product(int8_gemm.codes(x_TI), weight, bias_O, x_TI.dtype))

@@ -1,7 +1,7 @@
 """WNA16 on an accelerator: weights of 4 bits, or of 8 in groups, with 16-bit activations.
 
 Knows one weight: integers in groups, from a checkpoint or from `int4`. 8 bits with one scale per output are
-`int8_codes.py`'s. `ops/triton/wna16_gemm.py` multiplies.
+`int8.py`'s. `ops/triton/wna16_gemm.py` multiplies.
 
     y = bias + sum over groups of  scale_w * sum (x * (w_q - zero))
 
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from quire.layers.weights import PreparedWeight
 from quire.ops.cpu.bindings import Kernels
-from quire.ops.reference import silu_and_mul
 from quire.quantization.group_quant import Grouped
-from quire.quantization.int4 import GROUP, quantize_groups
-from quire.quantization.int8_codes import Int8Codes
+from quire.quantization.int4 import GROUP, group_for, quantize_groups
+from quire.quantization.int8 import Int8Codes
 
 
 class FewBitsWeight(PreparedWeight):
@@ -51,9 +50,7 @@ class FewBitsWeight(PreparedWeight):
         cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None, group: int = GROUP
     ) -> PreparedWeight:
         """Quantize a weight of any float dtype, in groups of at most `group`; int8 if no size divides the inputs."""
-        sizes = (size for size in (128, 64, 32) if size <= group)
-        group = next((size for size in sizes if weight_OI.shape[1] % size == 0), 0)
-        if not group:
+        if not (group := group_for(weight_OI, group)):
             return Int8Codes.of(weight_OI, gated, None)
         return cls(quantize_groups(weight_OI, group), 4, gated)
 
@@ -68,13 +65,12 @@ class FewBitsWeight(PreparedWeight):
             x_TI = x_TI.index_select(1, self.order_I)
         way = wna16_gemm.product if len(x_TI) <= wna16_gemm.MANY else wna16_gemm.by_library
         y_TO = way(x_TI, self.data, self.scale_GO, self.zero_GO, bias_O, self.step)
-        return silu_and_mul(y_TO) if self.gated else y_TO
+        return self.activated(y_TO)
 
     def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """The definition, in float64."""
         y = x_TI.double() @ self.floats().double().T
-        y = (y if bias_O is None else y + bias_O.double()).to(x_TI.dtype)
-        return silu_and_mul(y) if self.gated else y
+        return self.rounded(y, bias_O, x_TI.dtype)
 
     def floats(self) -> Tensor:
         """The dequantized weight, float32 [O, I]."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from benchmarks.gpu import fp8_gemm_tma
 from quire.ops.triton import int8_gemm
 from quire.ops.triton.fp8_gemm import Tile
-from quire.quantization.int8 import quantize
-from quire.quantization.int8_codes import Int8Codes
+from quire.quantization.int8 import Int8Codes, quantize
 
 torch.set_num_threads(1)
 SMALL = Tile(16, 16, 32, 4, 2)
