@@ -128,11 +128,11 @@ def test_the_engine_ends_with_the_object(folder: Path):
 def test_engine_args_are_taken(monkeypatch: pytest.MonkeyPatch, folder: Path):
     seen = []
 
-    def make_client(config: Any) -> Any:
+    def start_engine(config: Any) -> Any:
         seen.append(config)
-        return page_model_engine.make(folder)
+        return page_model_engine.make(folder), None
 
-    monkeypatch.setattr("quire.engine.build.make_client", make_client)
+    monkeypatch.setattr("quire.api.llm.start_engine", start_engine)
     with LLM.from_engine_args(EngineArgs(model=str(folder), max_num_seqs=3)):
         pass
     with LLM(str(folder), max_num_seqs=3):

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from quire.cli import doctor, doctor_checks
+from quire.engine import build
+from quire.frontend import tokenizer
 from quire.platforms.detect import PlatformFacts
 
 GIB = 1 << 30
@@ -41,6 +43,7 @@ CONFIG = {
     "eos_token_id": 2,
     "dtype": "bfloat16",
 }
+TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "a"}}'
 NUM_WEIGHTS = 1_235_814_400
 """Of a model of one billion: only the header says so, the file is a hole."""
 
@@ -51,12 +54,13 @@ def checkpoint(tmp_path, monkeypatch):
     for name in [n for n in os.environ if n.startswith(("QUIRE_", "VLLM_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(doctor, "facts", lambda: FACTS)
+    monkeypatch.setattr(build, "facts", lambda: FACTS)
 
     def make(config=None, files=None, weights=NUM_WEIGHTS, layers=16):
         write_weights(tmp_path / "model.safetensors", weights, layers)
         texts = {
             "config.json": json.dumps({**CONFIG, **(config or {})}),
-            "tokenizer.json": "{}",
+            "tokenizer.json": TOKENIZER,
             "tokenizer_config.json": '{"chat_template": "{{ messages }}"}',
             **(files or {}),
         }
@@ -185,15 +189,18 @@ ERRORS = [
     ({"files": {"model.safetensors": None}}, (), "has no weights"),
     ({"files": {"config.json": None}}, (), "has no config.json, so it is not a checkpoint"),
     ({"files": {"config.json": "{"}}, (), "config.json cannot be read"),
-    ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, (), "has no tokenizer; name one with --tokenizer"),
+    ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, (), "has no tokenizer.json, tokenizer.model or vocab.json"),
+    ({"files": {"tokenizer.json": "{}"}}, (), "tokenizer.json cannot be read"),
+    ({}, ("--tokenizer", "nope/nope"), "tokenizer 'nope/nope' was not found"),
+    ({}, ("--attention-backend", "FLASHINFER"), "does not run on cpu; choose from CPU_ATTN, TORCH_SDPA"),
     ({"layers": 15}, (), "num_hidden_layers=16, but the files have weights of 15 layers"),
     ({"config": {"quantization_config": {"quant_method": "quark"}}}, (), "a checkpoint quantized with quark"),
-    ({"config": {"architectures": ["NewForCausalLM"], "model_type": "brand_new"}}, (), "supports model_type='brand_new'; upgrade"),
+    ({"config": {"architectures": ["NewForCausalLM"], "model_type": "brand_new"}}, (), "supports NewForCausalLM (model_type='brand_new'); upgrade"),
     ({"config": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, ("--model-impl", "quire"), "model_impl=quire: GPT2LMHeadModel has no native"),
     ({}, ("--max-model-len", "1M"), "--max-model-len 131072 or less"),
     ({}, ("-tp", "2"), "tensor_parallel_size=2 is not supported yet"),
     ({}, ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "enable_chunked_prefill is off"),
-    ({}, ("--chat-template", "/nowhere.jinja"), "chat_template=/nowhere.jinja is neither an"),
+    ({}, ("--chat-template", "/nowhere.jinja"), "chat_template='/nowhere.jinja' is neither a file"),
     ({}, ("--ssl-keyfile", "/nowhere.pem"), "--ssl-keyfile /nowhere.pem: the file does not exist"),
 ]  # fmt: skip
 
@@ -218,7 +225,6 @@ WARNINGS = [
     ({"config": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, (), "Notes", "runs through Transformers"),
     ({}, ("--load-format", "dummy"), "Notes", "the weights are random"),
     ({}, ("--skip-tokenizer-init",), "Notes", "prompts and outputs are token ids"),
-    ({"files": {"tokenizer.json": None, "tokenizer.model": "x"}}, (), "Notes", "no tokenizer.json"),
     ({"files": {"generation_config.json": '{"temperature": 0.6}'}}, (), "Notes", "temperature=0.6; --generation-config vllm"),
     ({"files": {"generation_config.json": '{"max_new_tokens": 99}'}}, (), "Warnings", "limits every output to 99 tokens"),
 ]  # fmt: skip
@@ -235,6 +241,21 @@ def test_what_would_start_and_disappoint(ask, changes, flags, title, says):
         "--max-model-len", "8K", files={"tokenizer.model": None, "generation_config.json": None}
     )
     assert says not in well
+
+
+def test_a_tokenizer_for_transformers_is_slow(ask, monkeypatch):
+    class Slow(list):
+        special_tokens_map, chat_template, added_tokens_decoder, all_special_ids = (
+            {},
+            "{{ messages }}",
+            {},
+            (),
+        )
+
+    monkeypatch.setattr(tokenizer, "load_with_transformers", lambda *_, **__: Slow("abc"))
+    status, text = ask("--max-model-len", "8K", files={"tokenizer.json": None, "vocab.json": "x"})
+    assert status == 0
+    assert "the checkpoint has vocab.json but no tokenizer.json: Transformers loads it" in text
 
 
 def test_a_port_that_is_taken(ask):
@@ -278,14 +299,6 @@ def test_a_model_that_cannot_run_is_known_beforehand(ask):
     status, text = ask("--max-model-len", "8K", config=config)
     assert status == 1
     assert "it reads bytes through its own encoder" in text
-
-
-def test_which_models_transformers_knows():
-    assert doctor_checks.known_to_transformers("gpt2")
-    assert doctor_checks.known_to_transformers("gemma3_text")  # in a folder of another name
-    assert doctor_checks.known_to_transformers("xlm-roberta")
-    assert not doctor_checks.known_to_transformers("brand_new")
-    assert not doctor_checks.known_to_transformers("")
 
 
 # A hub id whose weights are not here

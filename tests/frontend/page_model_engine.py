@@ -181,7 +181,7 @@ def make(folder: Path, **keywords: Any) -> InlineClient:
         config=config, path=str(folder), hf_config={"vocab_size": VOCAB}, architecture="Toy",
         dtype="float32", device="cpu", max_model_len=length, auto_max_model_len=False, block_size=4,
         max_num_seqs=4, max_num_batched_tokens=32, chunked_prefill=True, prefix_caching=True, depth=1,
-        executor="uni",
+        executor="uni", tokenizer_path=config.model.tokenizer,
     )  # fmt: skip
     ready = EngineReady(length, 300, 4, VOCAB, "float32", "cpu", "Toy", "native", 1)
     return InlineClient(core, resolved, ready, shut=core.executor.close)

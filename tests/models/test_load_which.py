@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import pytest
 import torch
 
 from quire.config.engine import EngineConfig
-from quire.config.load import LoadConfig
-from quire.config.model import ModelConfig
 from quire.engine.build import resolve_config
-from quire.errors import ConfigError, ModelNotFound
+from quire.errors import ConfigError
 from quire.models import hf_config, registry
 from quire.models.llama import Qwen3
 from quire.models.load import build_model
@@ -105,44 +102,7 @@ class Mine(Qwen3):
     pass
 
 
-# ------------------------------------------------------------------------------------ where it is
-
-
-def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound) as caught:
-        hf_config.locate(ModelConfig(model="some/where"), LoadConfig(download_dir=str(tmp_path)))
-    said = str(caught.value)
-    assert "\n" not in said
-    assert "'some/where'" in said
-    assert str(tmp_path) in said
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("{}/nowhere/at/all", "does not exist"),
-        ("./nowhere", "does not exist"),
-        ("{}", "has no config.json"),
-        ("{}/file", "is a file"),
-        (" ", "does not exist"),
-    ],
-)
-def test_a_directory_that_is_none_is_named(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ModelNotFound, match=said):
-        hf_config.locate(ModelConfig(model=name.format(tmp_path)), LoadConfig())
-
-
-def test_a_fetched_snapshot_is_found_without_network(original, tmp_path: Path) -> None:
-    """The hub client's own layout of its cache."""
-    root = tmp_path / "models--some--where"
-    (root / "refs").mkdir(parents=True)
-    (root / "refs" / "main").write_text("abc")
-    shutil.copytree(original[0], root / "snapshots" / "abc")
-    load = LoadConfig(download_dir=str(tmp_path))
-    found = hf_config.locate(ModelConfig(model="some/where"), load)
-    assert Path(found) == root / "snapshots" / "abc"
-    assert hf_config.read_config(found)["model_type"] == "qwen3"
+# ------------------------------------------------------------------------------------ config.json
 
 
 @pytest.mark.parametrize(

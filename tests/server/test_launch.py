@@ -83,7 +83,7 @@ def load(config):
     print("loading", flush=True)
     threading.Event().wait()
 
-inline_engine.make_client = load
+inline_engine.start_engine = load
 config = EngineConfig.from_keywords(
     model="none", uds=sys.argv[1], disable_frontend_multiprocessing=True, disable_log_stats=True
 )

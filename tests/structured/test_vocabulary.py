@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from quire.config.model import ModelConfig
 from quire.engine.build import build_compiler, resolve_config
 from quire.errors import ConfigError
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
-from quire.frontend.request_manager import tokenizer_folder
-from quire.models import hf_config
+from quire.frontend.startup import load_tokenizer
+from quire.models import location
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -92,20 +91,22 @@ def test_ids_with_holes(checkpoint: str):
 
 def test_grammars_and_text_have_the_tokenizer_of_one_revision(monkeypatch: pytest.MonkeyPatch):
     """(The engine took another revision, and fetched the weights beside it.)"""
+    asked: list[tuple[str, str | None, list[str]]] = []
+    folder = str(location.EMBEDDED / "quire-tiny-draft")
+
+    def from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> tuple[str, None]:
+        asked.append((model.model, model.revision, list(load.ignore_patterns or [])))
+        return folder, None
+
+    monkeypatch.setattr(location, "_from_hub", from_hub)
     resolved = resolve_config(
         EngineConfig.from_keywords(
             model="quire-tiny", tokenizer="some/where", tokenizer_revision="r7"
         )
     )
-    asked: list[tuple[str, str | None, list[str]]] = []
-
-    def locate(model: ModelConfig, load: LoadConfig) -> str:
-        asked.append((model.model, model.revision, list(load.ignore_patterns or [])))
-        return resolved.path
-
-    monkeypatch.setattr(hf_config, "locate", locate)
+    assert resolved.tokenizer_folder == folder
     build_compiler(resolved)
-    assert tokenizer_folder(SimpleNamespace(resolved=resolved)) == resolved.path  # type: ignore[arg-type]
-    assert asked[0] == asked[1]
+    load_tokenizer(resolved)
+    assert len(asked) == 1
     assert asked[0][:2] == ("some/where", "r7")
     assert "*.safetensors" in asked[0][2]

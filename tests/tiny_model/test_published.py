@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from quire.models.hf_config import EMBEDDED
+from quire.models.location import EMBEDDED
 from tools.tiny_model import adapter, chat, corpus, grammar, toolbox
 
 MODEL = EMBEDDED / "quire-tiny"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from quire.models.hf_config import EMBEDDED
+from quire.models.location import EMBEDDED
 from tools.tiny_model import adapter, export, train
 from tools.tiny_model.model import Network, Shape
 

@@ -78,10 +78,15 @@ class OutputStream:
 class AsyncEngine:
     """Created in any thread, used in one event loop at a time."""
 
-    def __init__(self, client: EngineClient, config: EngineConfig | None = None):
+    def __init__(
+        self,
+        client: EngineClient,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
         self.client = client
         self.config = config or client.resolved.config
-        self.front = RequestManager(client)
+        self.front = RequestManager(client, tokenizer=tokenizer)
         self.inputs = self.front.inputs
         self.in_thread: Callable[..., Awaitable[Any]] = in_thread
         """Runs calls that would block the loop; a server sets threads of its own for that."""

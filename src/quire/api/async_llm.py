@@ -16,6 +16,7 @@ from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, Unsupported
 from quire.frontend.outputs import RequestOutput
+from quire.frontend.startup import start_engine
 from quire.frontend.tokenizer import Tokenizer
 from quire.observe.stats_log import StatsLog
 from quire.protocol.sampling_params import SamplingParams
@@ -27,8 +28,13 @@ class AsyncLLM(AsyncEngine, UnsupportedMethods):
     `SamplingParams.output_kind` selects what each output contains. Use it in one event loop at a time.
     """
 
-    def __init__(self, client: EngineClient, config: EngineConfig | None = None):
-        super().__init__(client, config)
+    def __init__(
+        self,
+        client: EngineClient,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
+        super().__init__(client, config, tokenizer)
         self._stats = StatsLog(lambda: engine_stats(client))
 
     @classmethod
@@ -45,7 +51,7 @@ class AsyncLLM(AsyncEngine, UnsupportedMethods):
         (unless QUIRE_ENABLE_V1_MULTIPROCESSING=0).
 
         Raises:
-            ConfigError, StartupError: as `engine.build.make_client`.
+            ConfigError, StartupError: as `frontend.startup.start_engine`.
             Unsupported: stat_loggers.
         """
         if stat_loggers:
@@ -55,11 +61,10 @@ class AsyncLLM(AsyncEngine, UnsupportedMethods):
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
         """Make one from a configuration; as `from_engine_args`."""
-        from quire.engine.build import make_client  # not needed with a given client
-
-        client: EngineClient = make_client(config, process=env.get("ENABLE_V1_MULTIPROCESSING"))
+        process = bool(env.get("ENABLE_V1_MULTIPROCESSING"))
+        client, tokenizer = start_engine(config, process=process)
         try:
-            made = cls(client, config)
+            made = cls(client, config, tokenizer)
         except BaseException:
             client.close()
             raise

@@ -29,6 +29,7 @@ from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.frontend.prompts import Prompt, read_prompts
 from quire.frontend.request_manager import RequestManager
+from quire.frontend.startup import start_engine
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import configure, get_logger
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
@@ -74,20 +75,18 @@ class LLM(UnsupportedMethods):
         return made
 
     def _start(self, config: EngineConfig) -> None:
-        from quire.engine.build import make_client  # not needed with a given client
-
         configure("llm", config.observe.log_level, force=False)
-        client = make_client(config)
+        client, tokenizer = start_engine(config)
         try:
-            self._attach(client)
+            self._attach(client, tokenizer)
         except BaseException:
             client.close()
             raise
 
-    def _attach(self, client: EngineClient) -> None:
+    def _attach(self, client: EngineClient, tokenizer: Tokenizer | None = None) -> None:
         self.client = client
         self.config = client.resolved.config
-        self.front = RequestManager(client)
+        self.front = RequestManager(client, tokenizer=tokenizer)
         self.front.logs_requests = self.config.observe.enable_log_requests
         self.watch = MetricsWatch(client, self.config.model.model)
         self.request_counter = itertools.count()

@@ -13,6 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_manager import RequestManager
+from quire.frontend.startup import start_engine
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.sampling_params import SamplingParams
 
@@ -20,8 +21,8 @@ from quire.protocol.sampling_params import SamplingParams
 class LLMEngine:
     """An engine in this program; the caller drives its steps. Not thread-safe."""
 
-    def __init__(self, client: EngineClient):
-        self.client, self.front = client, RequestManager(client)
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None = None):
+        self.client, self.front = client, RequestManager(client, tokenizer=tokenizer)
         self.config = client.resolved.config
         self.front.logs_requests = self.config.observe.enable_log_requests
         self._ended: list[RequestOutput] = []
@@ -34,11 +35,9 @@ class LLMEngine:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        from quire.engine.build import make_client  # not needed with a given client
-
-        client = make_client(config)
+        client, tokenizer = start_engine(config)
         try:
-            return cls(client)
+            return cls(client, tokenizer)
         except BaseException:
             client.close()
             raise

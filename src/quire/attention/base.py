@@ -15,21 +15,13 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from quire.attention.kv_quantization import Part
+from quire.attention.names import BACKENDS
 from quire.errors import ConfigError
 from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 
 log = get_logger(__name__)
-
-BACKENDS: dict[str, str] = {
-    "TORCH_SDPA": "quire.attention.reference:ReferenceAttention",
-    "CPU_ATTN": "quire.attention.cpu:CpuAttention",
-    "TRITON_ATTN": "quire.attention.triton:TritonAttention",
-    "FLASH_ATTN": "quire.attention.flash:FlashAttention",
-    "FLASHINFER": "quire.attention.flashinfer:FlashInfer",
-}
-"""Name -> "module:Class". A new backend adds one file and one line here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -210,11 +210,11 @@ class LocalClient:
     """A model in this process."""
 
     def __init__(self, options: ClientOptions):
-        from quire.engine.build import make_client
         from quire.frontend.request_manager import RequestManager
+        from quire.frontend.startup import start_engine
 
-        self.client = make_client(options.config)
-        self.front = RequestManager(self.client)
+        self.client, tokenizer = start_engine(options.config)
+        self.front = RequestManager(self.client, tokenizer=tokenizer)
         self.sampling, self.name, self.count = options.sampling, options.config.model.model, 0
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """`quire doctor MODEL [flags of serve]`: would it start here, how many requests would fit, and what would go wrong?
 
-Reads config.json, the small files beside it and the headers of the weights; loads neither weights nor torch. For a
+Reads config.json, the small files beside it and the headers of the weights; loads neither weights nor torch (a tokenizer
+without tokenizer.json needs Transformers, which imports torch). For a
 hub id that is not in the local cache, it fetches only these. Exit status 0: it would start, 1: not, 2: usage error.
 Knows how the engine and the frontend decide before they are built. `doctor_checks.py` has the single checks.
 """
@@ -13,14 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from quire.cli.doctor_checks import DoctorFinding, findings, own_cache, remote_tensors
+from quire.cli.doctor_checks import DoctorFinding, findings, remote_tensors
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
-from quire.config.resolve import resolve
-from quire.config.validate import check_options
+from quire.engine.build import resolve_without_weights
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
-from quire.models import hf_config
 from quire.models.checkpoint_files import (
     TensorHeader,
     in_memory,
@@ -29,8 +28,8 @@ from quire.models.checkpoint_files import (
     weight_files,
 )
 from quire.models.registry import choose_impl
+from quire.models.supported import own_cache
 from quire.platforms.detect import PlatformFacts, facts
-from quire.plugins import load_plugins
 from quire.startup_timer import table
 from quire.worker.memory_plan import (
     ITEMSIZE,
@@ -96,12 +95,8 @@ def examine(config: EngineConfig) -> DoctorReport:
     """Find out all that can be known without loading; an error ends this and goes into the report."""
     report = DoctorReport(config, facts())
     try:
-        check_options(config)
-        load_plugins()
-        path = _small_files(config)
-        checkpoint = hf_config.read_config(path, config.model.hf_overrides)
-        report.resolved = resolve(config, path, checkpoint, report.facts)
-        found = _weights(report, path)
+        report.resolved, _ = resolve_without_weights(config)
+        found = _weights(report, report.resolved)
         report.weights = on_disk(found)
         report.plan = _plan(report, report.resolved, found)
     except QuireError as why:
@@ -111,19 +106,10 @@ def examine(config: EngineConfig) -> DoctorReport:
     return report
 
 
-def _small_files(config: EngineConfig) -> str:
-    """The checkpoint's directory; for a hub id, fetches everything but the weights."""
-    load = replace(
-        config.load, ignore_patterns=[*config.load.ignore_patterns, *hf_config.WEIGHT_FILES]
-    )
-    return hf_config.locate(config.model, load)
-
-
-def _weights(report: DoctorReport, path: str) -> list[TensorHeader] | int:
+def _weights(report: DoctorReport, resolved: Resolved) -> list[TensorHeader] | int:
     """From the local headers; from the hub's, if the weights have not been fetched yet."""
-    config = report.resolved.hf_config if report.resolved else None
     try:
-        return stored_tensors(path, config, report.config.load.load_format)
+        return stored_tensors(resolved.path, resolved.hf_config, report.config.load.load_format)
     except ModelNotFound:
         there = remote_tensors(report.config.model)
         if there is None:

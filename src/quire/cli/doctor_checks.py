@@ -1,11 +1,10 @@
 """The checks of `quire doctor`: what would go wrong with a model on this machine. One small function for each.
 
-Knows config.json, the names of files beside it, and the memory plan. Does not load weights, tokenizers or torch.
+Knows config.json, the files beside it, and the memory plan. The checks of every start are in `frontend/startup.py`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import socket
@@ -17,17 +16,12 @@ from typing import Any, Literal
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import Resolved
 from quire.config.model import ModelConfig
-from quire.config.quantization import stored_quantization
 from quire.errors import ModelNotFound, QuireError
+from quire.frontend import startup
+from quire.frontend.startup import load_tokenizer
 from quire.models.checkpoint_files import TensorHeader, header, weight_files
 from quire.models.registry import choose_impl
-from quire.models.transformers.modes import (
-    PER_REQUEST,
-    check_own_cache,
-    check_supported,
-    check_weights,
-    choose_mode,
-)
+from quire.models.supported import own_cache
 from quire.platforms.detect import PlatformFacts
 from quire.worker.memory_plan import ITEMSIZE, MemoryPlan, size
 
@@ -71,6 +65,15 @@ def findings(
 # Checks
 
 
+def _startup(context: DoctorContext) -> Iterator[DoctorFinding]:
+    """The checks of every start."""
+    for check in startup.CHECKS:
+        try:
+            check(context.resolved)
+        except QuireError as why:
+            yield DoctorFinding("error", str(why))
+
+
 def _code(context: DoctorContext) -> Iterator[DoctorFinding]:
     resolved = context.resolved
     config, options = resolved.hf_config, resolved.config.model
@@ -78,58 +81,18 @@ def _code(context: DoctorContext) -> Iterator[DoctorFinding]:
     if impl == "native":
         return
     yield DoctorFinding("note", f"{why}, so the model runs through Transformers, which is slower")
-    if config.get("auto_map"):
-        if not options.trust_remote_code:
-            yield DoctorFinding(
-                "warning",
-                "this checkpoint contains Python code (auto_map in config.json); if the model does not load,"
-                " review that code and pass --trust-remote-code",
-            )
-        return
-    kind = str(config.get("model_type", ""))
-    if not known_to_transformers(kind):
+    if config.get("auto_map") and not options.trust_remote_code:
         yield DoctorFinding(
-            "error",
-            f"neither Quire nor the installed Transformers supports model_type={kind!r}; upgrade transformers",
+            "warning",
+            "this checkpoint contains Python code (auto_map in config.json); if the model does not load,"
+            " review that code and pass --trust-remote-code",
         )
-
-
-def _generic(context: DoctorContext) -> Iterator[DoctorFinding]:
-    resolved = context.resolved
-    config, name = resolved.hf_config, resolved.architecture
-    if choose_impl(name, config, resolved.config.model.model_impl)[0] == "native":
-        return
-    check_supported(config, name)
-    check_weights(bool(resolved.quantization or stored_quantization(config)), name)
     if reason := own_cache(resolved):
         yield DoctorFinding(
             "note",
             f"the model runs with one cache per request, because {reason}; prefix caching, paging and batched decoding"
             " are off",
         )
-        check_own_cache(resolved.dtype, resolved.kv_dtype, name)
-
-
-def own_cache(resolved: Resolved) -> str:
-    """Why a model on the Transformers backend needs per-request caches, as far as its config shows; "": it does not."""
-    mode, why = choose_mode(
-        resolved.hf_config, resolved.max_model_len, resolved.max_num_batched_tokens
-    )
-    return why if mode == PER_REQUEST else ""
-
-
-def known_to_transformers(model_type: str) -> bool:
-    """Whether the installed Transformers has this model: reads its folders and tables, without importing it."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return False
-    models = Path(spec.origin).parent / "models"
-    if not model_type or (models / model_type.replace("-", "_")).is_dir():
-        return bool(model_type)
-    return any(
-        f'"{model_type}"' in file.read_text(encoding="utf-8", errors="replace")
-        for file in (models / "auto").glob("*.py")
-    )
 
 
 def _formats(context: DoctorContext) -> Iterator[DoctorFinding]:
@@ -204,53 +167,25 @@ def _room_to_fetch(context: DoctorContext) -> Iterator[DoctorFinding]:
         yield DoctorFinding("note", f"starting downloads the weights: {size(context.weights)}")
 
 
+SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
 def _tokenizer(context: DoctorContext) -> Iterator[DoctorFinding]:
-    options = context.resolved.config.model
-    if options.skip_tokenizer_init:
+    found = load_tokenizer(context.resolved)
+    if found is None:
         yield DoctorFinding("note", "skip_tokenizer_init: prompts and outputs are token ids")
         return
-    folder = context.path
-    if options.tokenizer is not None:
-        if not Path(options.tokenizer).is_dir():
-            return  # a hub id
-        folder = Path(options.tokenizer)
-    files = {
-        "tokenizer.json": "",
-        "tokenizer.model": "converted to a fast tokenizer at start, which takes seconds",
-        "vocab.json": "loaded through Transformers at start, which takes seconds",
-        "vocab.txt": "loaded through Transformers at start, which takes seconds",
-        "tokenizer_config.json": "loaded through Transformers at start, which takes seconds",
-    }
-    kind = next((name for name in files if (folder / name).is_file()), None)
-    if kind is None:
+    folder = Path(context.resolved.tokenizer_folder)
+    kind = next((name for name in SLOW_FILES if (folder / name).is_file()), "a tokenizer")
+    if found.is_slow:
         yield DoctorFinding(
-            "error",
-            f"{folder} has no tokenizer; name one with --tokenizer, or pass --skip-tokenizer-init",
+            "note",
+            f"the checkpoint has {kind} but no tokenizer.json: Transformers loads it at start, which takes seconds",
         )
-        return
-    if files[kind]:
-        yield DoctorFinding(
-            "note", f"the checkpoint has {kind} but no tokenizer.json: {files[kind]}"
-        )
-    if options.chat_template is None and not _has_template(folder):
+    if found.template is None:
         yield DoctorFinding(
             "warning",
             "the tokenizer has no chat template, so /v1/chat/completions refuses requests; set one with --chat-template",
-        )
-
-
-def _has_template(folder: Path) -> bool:
-    beside = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    return any((folder / name).exists() for name in beside) or bool(
-        _json(folder / "tokenizer_config.json").get("chat_template")
-    )
-
-
-def _template(context: DoctorContext) -> Iterator[DoctorFinding]:
-    template = context.resolved.config.model.chat_template
-    if template and "{" not in template and not Path(template).is_file():
-        yield DoctorFinding(
-            "error", f"chat_template={template} is neither an existing file nor a Jinja template"
         )
 
 
@@ -339,12 +274,11 @@ def _address(context: DoctorContext) -> Iterator[DoctorFinding]:
 
 
 CHECKS: tuple[Callable[[DoctorContext], Iterator[DoctorFinding]], ...] = (
+    _startup,
     _code,
-    _generic,
     _formats,
     _weights,
     _tokenizer,
-    _template,
     _end,
     _room,
     _address,

@@ -138,16 +138,16 @@ async def run(
 ) -> tuple[int, int]:
     """Answer all lines; returns their number and the number of errors. `metrics`: serve /metrics meanwhile."""
     from quire.api.async_engine import AsyncEngine
-    from quire.engine.build import make_client
+    from quire.frontend.startup import start_engine
     from quire.observe.prometheus import ServerMetrics
     from quire.server.app import build_app
     from quire.server.state import ServerState
 
     state = ServerState(config, ServerMetrics(config.model.model))
     async with telling(state) if metrics else nullcontext():
-        client = await asyncio.to_thread(make_client, config, process=True)
+        client, tokenizer = await asyncio.to_thread(start_engine, config, process=True)
         try:
-            state.attach(await asyncio.to_thread(AsyncEngine, client, config))
+            state.attach(await asyncio.to_thread(AsyncEngine, client, config, tokenizer))
             app = build_app(state)
             count = refused = 0
             async for answer in answers(app, lines):

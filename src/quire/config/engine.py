@@ -98,6 +98,12 @@ class Resolved:
     """The requested backend without aliases (`attention/base.py` finds it); None: the platform's first that fits."""
     quantization: str | None = None
     """The quantization to apply to unquantized weights while loading; None: weights stay as the checkpoint has them."""
+    tokenizer_path: str | None = None
+    """Local directory of the tokenizer; None: that of the checkpoint."""
+
+    @property
+    def tokenizer_folder(self) -> str:
+        return self.tokenizer_path or self.path
 
     @property
     def spec(self) -> ModelSpec:

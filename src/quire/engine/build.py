@@ -7,7 +7,8 @@ uses this file without torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
@@ -36,7 +37,9 @@ from quire.kvcache.block_metrics import ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
-from quire.models import hf_config
+from quire.models.checkpoint_files import stored_tensors
+from quire.models.hf_config import read_config
+from quire.models.location import Fetch, find, locate_tokenizer
 from quire.observe.buckets import buckets, checked
 from quire.observe.inspector import Inspector
 from quire.observe.mfu import StepCostCounter, StepCosts
@@ -48,7 +51,6 @@ from quire.protocol.output import EngineReady
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
-from quire.startup_timer import StartupStages
 from quire.version import __version__
 from quire.worker.build import PlugIn, WorkerInfo, WorkerParts, build_worker
 from quire.worker.memory_plan import ITEMSIZE, forecast_weights
@@ -61,12 +63,14 @@ if TYPE_CHECKING:
 # -- public ---------------------------------------------------------------------------------------
 @overload
 def make_client(
-    config: EngineConfig, *, process: Literal[True], wait: bool = True
+    config: EngineConfig | Resolved, *, process: Literal[True], wait: bool = True
 ) -> ProcessClient: ...
 @overload
-def make_client(config: EngineConfig, *, process: Literal[False] = False) -> InlineClient: ...
 def make_client(
-    config: EngineConfig, *, process: bool = False, wait: bool = True
+    config: EngineConfig | Resolved, *, process: Literal[False] = False
+) -> InlineClient: ...
+def make_client(
+    config: EngineConfig | Resolved, *, process: bool = False, wait: bool = True
 ) -> InlineClient | ProcessClient:
     """Create an engine in this process, where a caller of `outputs` runs the steps; or in a process of its own.
 
@@ -76,16 +80,14 @@ def make_client(
         ConfigError: the configuration contradicts itself or does not fit this machine.
         StartupError: the child could not start.
     """
-    stages = StartupStages()
-    with stages("reading the configuration"):
-        resolved = resolve_config(config)
+    resolved = config if isinstance(config, Resolved) else resolve_config(config)
     if process:
         supervisor = EngineSupervisor(resolved_to_bytes(resolved), policy=restart_policy())
         client = ProcessClient(resolved, supervisor.folder, supervisor.board, supervisor)
         if wait:
             client.wait_ready()
         return client
-    core, ready = build_core(resolved, stages)
+    core, ready = build_core(resolved)
     return InlineClient(core, resolved, ready, shut=core.executor.close)
 
 
@@ -97,20 +99,36 @@ def restart_policy() -> RestartPolicy:
     )
 
 
-def resolve_config(config: EngineConfig) -> Resolved:
-    """Find the checkpoint, read its config.json, resolve every "auto"."""
+def resolve_config(
+    config: EngineConfig, check: Callable[[Resolved], None] = lambda resolved: None
+) -> Resolved:
+    """Find the checkpoint, read its config.json, resolve every "auto", `check` the result; then fetch the weights.
+
+    Raises:
+        QuireError: the configuration cannot be served, or the weights are not complete.
+    """
+    resolved, fetch_weights = resolve_without_weights(config)
+    check(resolved)
+    fetch_weights()
+    stored_tensors(resolved.path, resolved.hf_config, config.load.load_format)
+    return resolved
+
+
+def resolve_without_weights(config: EngineConfig) -> tuple[Resolved, Fetch]:
+    """As `resolve_config`; the second value fetches the weights."""
     check_options(config)
     load_plugins()
-    path = hf_config.locate(config.model, config.load)
-    return resolve(config, path, hf_config.read_config(path, config.model.hf_overrides), facts())
+    path, fetch = find(config.model, config.load)
+    resolved = resolve(config, path, read_config(path, config.model.hf_overrides), facts())
+    if not config.model.skip_tokenizer_init:
+        tokenizer = locate_tokenizer(path, config.model, config.load)
+        resolved = replace(resolved, tokenizer_path=tokenizer)
+    return resolved, fetch
 
 
 # -- the engine -----------------------------------------------------------------------------------
-def build_core(
-    resolved: Resolved, stages: StartupStages | None = None
-) -> tuple[EngineCore, EngineReady]:
+def build_core(resolved: Resolved) -> tuple[EngineCore, EngineReady]:
     """Build executor and scheduler from a resolved configuration; loads the model before it returns."""
-    stages = stages or StartupStages()
     compiler = build_compiler(resolved)
     executor = build_executor(resolved, compiler)
     info = msgspec.convert(executor.call("info")[0], WorkerInfo)
@@ -134,7 +152,7 @@ def build_core(
         architecture=resolved.architecture,
         model_impl=info.model_impl,
         depth=resolved.depth,
-        startup=stages.done + info.stages,
+        startup=info.stages,
         pid=os.getpid(),
         version=__version__,
         num_tokens=kv_layout.tokens_in(
@@ -173,7 +191,7 @@ def add_process_observers(core: EngineCore, watchdog: Watchdog, folder: Path) ->
 def build_compiler(resolved: Resolved) -> GrammarCompiler:
     """The grammar compiler: one for each process that compiles, so the gate and an inline worker share it."""
     options = resolved.config.model
-    folder = hf_config.locate_tokenizer(resolved.path, options, resolved.config.load)
+    folder = resolved.tokenizer_folder
     size = int(resolved.hf_config.get("vocab_size") or 0)
     compiler = GrammarCompiler(Vocabulary(tokenizer_json(folder), size))
     if not options.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():

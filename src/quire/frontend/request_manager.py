@@ -24,9 +24,9 @@ from quire.frontend.generation_config import generation_defaults
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
-from quire.frontend.tokenizer import Tokenizer, load
+from quire.frontend.startup import load_tokenizer
+from quire.frontend.tokenizer import Tokenizer
 from quire.logging import get_logger
-from quire.models import hf_config
 from quire.protocol.output import EngineOutput, FinishReason
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
@@ -37,19 +37,12 @@ log = get_logger(__name__)
 class RequestManager:
     """`submit` requests, pass the client's outputs to `process_outputs`, and `take` from the collectors it returns."""
 
-    def __init__(self, client: EngineClient, number: int = 0):
+    def __init__(self, client: EngineClient, number: int = 0, tokenizer: Tokenizer | None = None):
         self.client = client
         resolved, ready = client.resolved, client.ready
         options = resolved.config.model
         self.content_format = options.chat_template_content_format
-        self.tokenizer: Tokenizer | None = None
-        if not options.skip_tokenizer_init:
-            self.tokenizer = load(
-                tokenizer_folder(client),
-                mode=options.tokenizer_mode,
-                trust_remote_code=options.trust_remote_code,
-                chat_template=options.chat_template,
-            )
+        self.tokenizer = load_tokenizer(resolved) if tokenizer is None else tokenizer
         known = 0 if self.tokenizer is None else len(self.tokenizer)
         self.inputs = InputProcessor(
             self.tokenizer,
@@ -76,7 +69,7 @@ class RequestManager:
         """The checkpoint's templates, which show how the model writes tool calls and reasoning."""
         if self.tokenizer is None:
             return ""
-        texts = [response_template(Path(tokenizer_folder(self.client)))]
+        texts = [response_template(Path(self.client.resolved.tokenizer_folder))]
         if (template := self.tokenizer.template) is not None:
             texts += [template.source, *template.named.values()]
         return "\n".join(texts)
@@ -216,8 +209,3 @@ def response_template(folder: Path) -> str:
     except (OSError, ValueError, AttributeError):
         return ""
     return "" if found is None else json.dumps(found, ensure_ascii=False).replace("\\", "")
-
-
-def tokenizer_folder(client: EngineClient) -> str:
-    resolved = client.resolved
-    return hf_config.locate_tokenizer(resolved.path, resolved.config.model, resolved.config.load)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config.quantization import BYTES, HEAD_BYTES
 from quire.errors import ConfigError, ModelNotFound
 from quire.logging import get_logger
+from quire.models.location import gguf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,9 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 TABLE = re.compile(r"embed|wte|wpe")  # lookup tables, which are not multiplied
 LONGEST_HEADER = 100 << 20
 PICKLES = ("*.bin", "*.pt", "*.pth")
+LFS = b"version https://git-lfs.github.com"
+SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
+AGAIN = "the download is not complete; download the checkpoint again"
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "adapter_model")
 
 
@@ -63,6 +67,8 @@ def weight_files(path: str, load_format: str = "auto") -> tuple[str, list[Path]]
                 break
         if files:
             return "pt", files
+    if any(root.glob("*.gguf")):
+        raise gguf(path)
     kinds = {"safetensors": "*.safetensors", "pt": "*.bin, *.pt", "npcache": "*.bin, *.pt"}
     raise ModelNotFound(
         f"{path} has no weights ({kinds.get(load_format, '*.safetensors, *.bin, *.pt')}); pass --load-format dummy to"
@@ -84,9 +90,19 @@ def _indexed(root: Path, index: str) -> list[Path]:
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise ModelNotFound(
-            f"{index} refers to {len(files)} files, but {len(missing)} are missing: {', '.join(missing[:5])}"
+            f"{file} refers to {len(files)} files, but {len(missing)} are missing: {', '.join(missing[:5])}; {AGAIN}"
         )
     return files
+
+
+def _check_numbers(files: list[Path]) -> None:
+    """Raises ModelNotFound: names such as model-00001-of-00004.safetensors show that files are missing."""
+    found = [match for file in files if (match := SHARD.search(file.name))]
+    total = max((int(match[2]) for match in found), default=0)
+    if len(found) < total:
+        raise ModelNotFound(
+            f"{files[0].parent} has {len(found)} of {total} weight files ({found[0].string}, ...); {AGAIN}"
+        )
 
 
 def _single_safetensors(root: Path) -> list[Path]:
@@ -96,10 +112,21 @@ def _single_safetensors(root: Path) -> list[Path]:
     found = [file for file in sorted(root.glob("*.safetensors")) if file.is_file()]
     files = [file for file in found if not file.name.startswith(NOT_WEIGHTS)]
     # Mistral's repositories have the same weights a second time, under other names.
-    return [f for f in files if not f.name.startswith("consolidated")] or files
+    files = [f for f in files if not f.name.startswith("consolidated")] or files
+    _check_numbers(files)
+    return files
 
 
 # ------------------------------------------------------------------------------------ sizes
+
+
+def check_fetched(file: Path) -> None:
+    """Raises ConfigError: the file is a Git LFS pointer, as `git clone` without git-lfs leaves it."""
+    with file.open("rb") as opened:
+        if opened.read(len(LFS)) == LFS:
+            raise ConfigError(
+                f"{file} is a Git LFS pointer, not the file: run `git lfs pull` in its directory"
+            )
 
 
 def header(file: Path) -> dict[str, dict[str, Any]]:
@@ -109,6 +136,7 @@ def header(file: Path) -> dict[str, dict[str, Any]]:
         ConfigError: the file is damaged, for instance cut short by an unfinished download.
     """
     size = file.stat().st_size
+    check_fetched(file)
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))

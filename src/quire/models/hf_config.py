@@ -1,6 +1,6 @@
-"""Finds a checkpoint and reads its config.json: one set of names for all dialects.
+"""Reads the config.json of a checkpoint: one set of names for all dialects.
 
-Knows files, the hub's client and the spellings of config.json. Does not know torch, layers or weights.
+Knows the spellings of config.json. Does not know torch, layers or weights.
 
 Dialects: Transformers 4 (`rope_theta` beside `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, maybe one
 for each kind of layer, `dtype`); text models alone or inside a wrapper for images and sound (`text_config`).
@@ -10,116 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.config.load import LoadConfig
-from quire.config.model import ModelConfig
 from quire.config.resolve import overridden
 from quire.errors import ConfigError, ModelNotFound
-
-EMBEDDED = Path(__file__).parents[1] / "embedded"
-WANTED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-NO_TOKENIZER_FILES = [*WEIGHT_FILES, "*.gguf", "*.npz"]
-
-# ------------------------------------------------------------------------------------ location
-
-
-def locate(model: ModelConfig, load: LoadConfig) -> str:
-    """The local directory of a checkpoint, given as a directory, an embedded model, or a hub id (downloaded).
-
-    Raises:
-        ModelNotFound: it was not found; the message says where the search looked and what to do.
-    """
-    name = model.model
-    directory = Path(name).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise ModelNotFound(
-                f"{directory.absolute()} has no config.json, so it is not a checkpoint"
-            )
-        return str(directory.absolute())
-    if (EMBEDDED / name / "config.json").is_file() and "/" not in name:
-        return str(EMBEDDED / name)
-    if directory.is_file():
-        raise ModelNotFound(f"{directory} is a file; pass the directory that contains it")
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name.strip():
-        raise ModelNotFound(f"the directory {directory.absolute()} does not exist (model={name!r})")
-    return _fetch(name, model, load)
-
-
-def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
-    """The local directory of the tokenizer: `path`, the model's directory, or that of `tokenizer`, without weights.
-
-    The frontend and the engine both call this, so that text and grammars use the same vocabulary.
-
-    Raises:
-        ModelNotFound: it was not found.
-    """
-    name = model.tokenizer
-    if name is None or name == model.model:
-        return path
-    if (folder := Path(name).expanduser()).is_dir():
-        return str(folder.absolute())
-    named = replace(model, model=name, revision=model.tokenizer_revision)
-    return locate(named, replace(load, ignore_patterns=NO_TOKENIZER_FILES))
-
-
-def _fetch(name: str, model: ModelConfig, load: LoadConfig) -> str:
-    """Download a hub repository, or find it in the local cache if the hub cannot be reached."""
-    import huggingface_hub as hub
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    about: dict[str, Any] = {
-        "revision": model.revision,
-        "cache_dir": load.download_dir,
-        "token": model.hf_token,
-    }
-    reason = ""
-    try:
-        found = hub.HfApi(token=model.hf_token).model_info(
-            name, revision=model.revision, timeout=10
-        )
-        files = [file.rfilename for file in found.siblings or []]
-        return hub.snapshot_download(
-            name, allow_patterns=_patterns(files), ignore_patterns=load.ignore_patterns, **about
-        )
-    except GatedRepoError:
-        raise ModelNotFound(
-            f"{name} on the hub requires you to accept its terms: accept them on its page, then pass --hf-token or"
-            " run `hf auth login`"
-        ) from None
-    except RepositoryNotFoundError:
-        reason = "the repository does not exist on the hub, or it is private and needs --hf-token"
-    except Exception as error:  # the class of network errors depends on the hub's HTTP client
-        reason = f"the hub cannot be reached ({_first_line(error)})"
-    try:
-        return hub.snapshot_download(name, local_files_only=True, **about)
-    except Exception:
-        cache = load.download_dir or hub.constants.HF_HUB_CACHE
-        there = [p.name for p in EMBEDDED.glob("*") if (p / "config.json").is_file()]
-        raise ModelNotFound(
-            f"model {name!r} was not found: no directory {Path(name).absolute()}, nothing in {cache},"
-            f" and {reason}. Pass a directory with config.json and weights"
-            + (f", or {' or '.join(there)} (the embedded model)." if there else ".")
-        ) from None
-
-
-def _patterns(files: list[str]) -> list[str]:
-    """Which files of a repository to fetch: of several weight formats, the first that Quire reads."""
-    for pattern in WEIGHT_FILES:
-        if any(Path(file).match(pattern) for file in files):
-            return [*WANTED_FILES, pattern]
-    return list(WANTED_FILES)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
-# ------------------------------------------------------------------------------------ config.json
 
 
 def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
@@ -237,6 +132,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in (
         *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "vocab_size"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+        "is_encoder_decoder",
     ):
         if merged.get(key) is None and outer.get(key) is not None:
             merged[key] = outer[key]

@@ -23,7 +23,7 @@ class CpuPlatform:
 
     name = "cpu"
     device = torch.device("cpu")
-    attention: tuple[str, ...] = ("CPU_ATTN", "TORCH_SDPA")
+    attention: tuple[str, ...] = detect.ATTENTION["cpu"]
     kernels: tuple[str, ...] = ("native", "chunked", "reference")
 
     def __init__(self) -> None:

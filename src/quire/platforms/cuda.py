@@ -34,7 +34,7 @@ class CudaPlatform:
     """
 
     name = "cuda"
-    attention: tuple[str, ...] = ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA")
+    attention: tuple[str, ...] = detect.ATTENTION["cuda"]
     kernels: tuple[str, ...] = ("triton", "reference")
 
     def __init__(self) -> None:

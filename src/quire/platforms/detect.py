@@ -26,6 +26,12 @@ GIB = 1 << 30
 PROVEN = False
 """Whether the CUDA platform has run on a GPU (`make bench-gpu`). Until then Quire uses it only if QUIRE_DEVICE=cuda."""
 
+ATTENTION = {
+    "cpu": ("CPU_ATTN", "TORCH_SDPA"),
+    "cuda": ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA"),
+}
+"""Device -> its attention backends, fastest first."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlatformFacts:

@@ -100,6 +100,7 @@ def build_worker(resolved: Resolved, plug_in: PlugIn, others: Sequence[ModelSpec
         forecast = plan_memory(resolved, others)
     bind_to_cores(computing=resolved.device == "cpu")
     with stages("importing torch"):
+        from quire.attention.base import load_backend
         from quire.native.step import make_native_step
         from quire.platforms.base import platform_of
         from quire.quantization.apply import weight_bytes
@@ -111,6 +112,8 @@ def build_worker(resolved: Resolved, plug_in: PlugIn, others: Sequence[ModelSpec
         from quire.worker.worker import Worker
 
         platform = platform_of(resolved.device)
+        if resolved.attention_backend is not None:
+            load_backend(resolved.attention_backend)  # an error now, not after loading
         platform.prepare(forecast.weights)
         forecast = plan_on(platform, resolved, forecast, others)
     with stages("loading the model"):

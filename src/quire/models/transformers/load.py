@@ -71,8 +71,8 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
         )
     except ValueError as error:
         raise ConfigError(
-            f"Transformers {transformers.__version__} cannot read the config in {spec.path}: {error} If the"
-            " checkpoint contains Python code, --trust-remote-code runs it."
+            f"Transformers {transformers.__version__} cannot read {spec.path}/config.json ({str(error).splitlines()[0]}); if"
+            " the checkpoint contains Python code, --trust-remote-code runs it"
         ) from error
     overrides = options.hf_overrides
     if callable(overrides):

@@ -53,6 +53,13 @@ UNSUPPORTED_TYPES: dict[str, str] = {
 }
 """model_type -> why it cannot run at all; these fail before weights are read."""
 
+ENCODER_DECODERS = frozenset(
+    "bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder fsmt led longt5 m2m_100 marian mbart moonshine mt5"
+    " mvp nllb-moe pegasus pegasus_x plbart prophetnet seamless_m4t seamless_m4t_v2 speech-encoder-decoder"
+    " speech_to_text switch_transformers t5 t5gemma t5gemma2 udop umt5 vision-encoder-decoder whisper".split()
+)
+"""model_type of encoder-decoders; some of these families also have a decoder-only ...ForCausalLM."""
+
 
 def check_supported(hf_config: Mapping[str, Any], architecture: str) -> None:
     """Refuse early what neither mode can run.
@@ -62,7 +69,8 @@ def check_supported(hf_config: Mapping[str, Any], architecture: str) -> None:
     """
     kind = str(hf_config.get("model_type", ""))
     reason = UNSUPPORTED_TYPES.get(kind)
-    if hf_config.get("is_encoder_decoder"):
+    decoder_only = architecture.endswith("ForCausalLM")
+    if hf_config.get("is_encoder_decoder", kind in ENCODER_DECODERS and not decoder_only):
         reason = "it is an encoder-decoder"
     if reason:
         raise Unsupported(

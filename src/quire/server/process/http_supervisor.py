@@ -31,6 +31,7 @@ from quire.engine.build import resolve_config, restart_policy
 from quire.engine.process_client import ProcessClient
 from quire.engine.supervisor import EngineSupervisor
 from quire.errors import EngineDeadError, QuireError, StartupError
+from quire.frontend.startup import check_startup
 from quire.logging import get_logger
 from quire.observe.stats_log import StatsLog
 from quire.processes.child import STOP, how_it_ended, start_child
@@ -79,7 +80,7 @@ class HttpSupervisor:
         self.url = address(config.server, listeners[0])
         self.family, self.name = listeners[0].family, listeners[0].getsockname()
         self.count = len(listeners)
-        resolved = resolve_config(config)
+        resolved = resolve_config(config, check_startup)
         self.payload, self.policy = resolved_to_bytes(resolved), restart_policy()
         # This process is the last of the engine's frontends.
         self.engine = EngineSupervisor(self.payload, self.count + 1, self.policy)

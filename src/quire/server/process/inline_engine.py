@@ -12,8 +12,9 @@ import sys
 
 from quire.api.own_thread import in_own_thread
 from quire.config.engine import EngineConfig
-from quire.engine.build import make_client
 from quire.engine.client import EngineClient
+from quire.frontend.startup import start_engine
+from quire.frontend.tokenizer import Tokenizer
 
 
 class InlineEngineLoader:
@@ -22,15 +23,15 @@ class InlineEngineLoader:
     def __init__(self) -> None:
         self._is_loading = False
 
-    async def client(self, config: EngineConfig) -> EngineClient:
-        """Raises what `make_client` raises."""
+    async def start(self, config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
+        """Raises what `start_engine` raises."""
         self._is_loading = True
-        client: EngineClient = await in_own_thread(self._load, config)
-        return client
+        started: tuple[EngineClient, Tokenizer | None] = await in_own_thread(self._load, config)
+        return started
 
-    def _load(self, config: EngineConfig) -> EngineClient:
+    def _load(self, config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
         try:
-            return make_client(config)
+            return start_engine(config)
         finally:
             self._is_loading = False
 

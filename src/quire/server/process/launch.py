@@ -15,11 +15,12 @@ from dataclasses import replace
 from socket import socket
 
 from quire.config.engine import EngineConfig
-from quire.engine.build import make_client
+from quire.engine.build import make_client, resolve_config
 from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER
 from quire.errors import ConfigError
 from quire.frontend.parsers.model_formats import ModelFormats
+from quire.frontend.startup import check_startup
 from quire.logging import get_logger
 from quire.observe.buckets import checked
 from quire.observe.tracing import Tracer
@@ -118,7 +119,7 @@ def engine_of(config: EngineConfig) -> EngineClient | None:
     gc.set_threshold(*COLLECT_AFTER)  # a step makes objects for hundreds of streams
     if config.server.disable_frontend_multiprocessing:
         return None
-    return make_client(config, process=True, wait=False)
+    return make_client(resolve_config(config, check_startup), process=True, wait=False)
 
 
 def bounded(config: EngineConfig) -> EngineConfig:

@@ -25,6 +25,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import ConfigError, EngineDeadError, EngineDelayed, QuireError
+from quire.frontend.startup import load_tokenizer
 from quire.logging import get_logger
 from quire.observe.processes import Processes
 from quire.observe.prometheus import ServerMetrics
@@ -193,9 +194,13 @@ class ServerProcess:
             StartupError, QuireError: it could not be loaded.
         """
         state = self.state
-        client = self.client = self.client or await self.loading.client(self.config)
+        if (client := self.client) is None:
+            client, tokenizer = await self.loading.start(self.config)
+            self.client = client
+        else:  # while the engine loads
+            tokenizer = await asyncio.to_thread(load_tokenizer, client.resolved)
         await asyncio.to_thread(client.wait_ready, float(env.get("ENGINE_READY_TIMEOUT_S")))
-        engine = await asyncio.to_thread(AsyncEngine, client, self.config)
+        engine = await asyncio.to_thread(AsyncEngine, client, self.config, tokenizer)
         await engine.listen()
         await self._connected(engine)
         if state.phase is not ServerPhase.LOADING:

@@ -1,0 +1,210 @@
+"""Finds a checkpoint: a directory, an embedded model, or a hub id, whose weights are downloaded last.
+
+Knows paths, the hub's client, and names that are no checkpoint for Quire. Does not know what the files contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.errors import ModelNotFound, Unsupported
+
+EMBEDDED = Path(__file__).parents[1] / "embedded"
+WANTED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+NO_TOKENIZER_FILES = [*WEIGHT_FILES, "*.gguf", "*.npz"]
+VOCABULARIES = ("tokenizer.json", "*.model", "*.model.v*", "vocab.*", "*.tiktoken", "tekken.json", "*.spm", "*.bpe", "tokenization*.py")  # fmt: skip
+"""Files with the tokens of a tokenizer, or with code that makes them."""
+
+LOCAL = "pass a directory with config.json and weights"
+LOCAL_TOKENIZER = "pass a directory with tokenizer.json"
+
+Fetch = Callable[[], object]
+"""Downloads the weights; does nothing for a local checkpoint."""
+
+
+def find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
+    """The checkpoint's local directory with all but the weights, and a function that downloads these.
+
+    Raises:
+        ModelNotFound: it was not found; the message says where the search looked and what to do.
+        Unsupported: a GGUF file, or a URL.
+    """
+    name = model.model
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            if any(directory.glob("*.gguf")):
+                raise gguf(str(directory.absolute()))
+            raise ModelNotFound(
+                f"{directory.absolute()} has no config.json, so it is not a checkpoint"
+            )
+        return str(directory.absolute()), _nothing
+    if (EMBEDDED / name / "config.json").is_file() and "/" not in name:
+        return str(EMBEDDED / name), _nothing
+    _refuse_url("model", name, LOCAL)
+    if directory.is_file():
+        if is_gguf(directory):
+            raise gguf(str(directory))
+        raise ModelNotFound(f"{directory} is a file; pass the directory that contains it")
+    if _is_path(name):
+        raise ModelNotFound(f"the directory {directory.absolute()} does not exist (model={name!r})")
+    return _from_hub("model", model, load, LOCAL)
+
+
+def locate(model: ModelConfig, load: LoadConfig) -> str:
+    """As `find`, with the weights."""
+    path, fetch = find(model, load)
+    fetch()
+    return path
+
+
+def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
+    """The local directory of the tokenizer: `path`, the model's directory, or that of `tokenizer`, without weights.
+
+    Raises:
+        ModelNotFound: it was not found.
+        Unsupported: a URL.
+    """
+    name = model.tokenizer
+    if name is None or name == model.model:
+        return path
+    if (folder := Path(name).expanduser().absolute()).is_dir():
+        return str(folder)
+    _refuse_url("tokenizer", name, LOCAL_TOKENIZER)
+    if folder.is_file() or _is_path(name):
+        what = "is a file" if folder.is_file() else "does not exist"
+        raise ModelNotFound(f"tokenizer={name}: {folder} {what}; {LOCAL_TOKENIZER}")
+    named = replace(model, model=name, revision=model.tokenizer_revision)
+    load = replace(load, ignore_patterns=NO_TOKENIZER_FILES)
+    return _from_hub("tokenizer", named, load, LOCAL_TOKENIZER)[0]
+
+
+def check_vocabulary(folder: str) -> None:
+    """Raises ModelNotFound: the directory has no file with a vocabulary."""
+    if not any(next(Path(folder).glob(pattern), None) for pattern in VOCABULARIES):
+        raise no_tokenizer(folder, "it has no tokenizer.json, tokenizer.model or vocab.json")
+
+
+def no_tokenizer(folder: str, why: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"no tokenizer in {folder}: {why}; download the missing files, name another tokenizer with --tokenizer, or pass"
+        " --skip-tokenizer-init to use token ids only"
+    )
+
+
+def gguf(what: str) -> Unsupported:
+    return Unsupported(
+        f"{what} (GGUF weights)",
+        "serve the model's safetensors checkpoint (on the hub usually the name without -GGUF); --quantization int4 or"
+        " int8 makes it as small",
+    )
+
+
+def is_gguf(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(4) == b"GGUF" or file.suffix == ".gguf"
+    except OSError:
+        return file.suffix == ".gguf"
+
+
+def _nothing() -> None:
+    """Local weights need no download."""
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name.strip()
+
+
+def _refuse_url(option: str, name: str, local: str) -> None:
+    if "://" not in name:
+        return
+    hub = "https://huggingface.co/"
+    parts = name.removeprefix(hub).split("/")
+    remedy = f"download it, and {local}"
+    if name.startswith(hub) and len(parts) > 1:
+        remedy = f"pass {parts[0]}/{parts[1]}"
+    raise Unsupported(f"{option}={name} (a URL)", remedy)
+
+
+# ------------------------------------------------------------------------------------ the hub
+
+
+def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> tuple[str, Fetch]:
+    """Download a hub repository without its weights, or find it in the local cache if the hub cannot be reached."""
+    import huggingface_hub as hub
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    name = model.model
+    about: dict[str, Any] = {
+        "revision": model.revision,
+        "cache_dir": load.download_dir,
+        "token": model.hf_token,
+    }
+    try:
+        found = hub.HfApi(token=model.hf_token).model_info(
+            name, revision=model.revision, timeout=10
+        )
+        files = [file.rfilename for file in found.siblings or []]
+        patterns = _patterns(files)
+        if patterns == WANTED_FILES and any(file.endswith(".gguf") for file in files):
+            raise gguf(f"model={name}")
+
+        def download(*ignored: str) -> str:
+            ignore = [*load.ignore_patterns, *ignored]
+            return hub.snapshot_download(
+                name, allow_patterns=list(patterns), ignore_patterns=ignore, **about
+            )
+
+        return download(*WEIGHT_FILES), lambda: _weights(name, download)
+    except Unsupported:
+        raise
+    except GatedRepoError:
+        raise ModelNotFound(
+            f"{name} on the hub requires you to accept its terms: accept them on its page, then pass --hf-token or"
+            " run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        reason = "the repository does not exist on the hub, or it is private and needs --hf-token"
+    except Exception as error:  # the class of network errors depends on the hub's HTTP client
+        reason = f"the hub cannot be reached ({_first_line(error)})"
+    try:
+        return hub.snapshot_download(name, local_files_only=True, **about), _nothing
+    except Exception:
+        if "gguf" in name.lower() or ":" in name:  # repository:quantization, as llama.cpp writes it
+            raise gguf(f"model={name}") from None
+        cache = load.download_dir or hub.constants.HF_HUB_CACHE
+        there = [p.name for p in EMBEDDED.glob("*") if (p / "config.json").is_file()]
+        own = f", or {' or '.join(there)} (the embedded model)" if option == "model" else ""
+        raise ModelNotFound(
+            f"{option} {name!r} was not found: no directory {Path(name).absolute()}, nothing in {cache},"
+            f" and {reason}. {local[0].upper()}{local[1:]}{own}."
+        ) from None
+
+
+def _weights(name: str, download: Fetch) -> None:
+    """Raises ModelNotFound: the download did not finish."""
+    try:
+        download()
+    except Exception as error:
+        raise ModelNotFound(
+            f"the weights of {name} could not be downloaded ({_first_line(error)}); start again to continue the download"
+        ) from None
+
+
+def _patterns(files: list[str]) -> tuple[str, ...]:
+    """Which files of a repository to fetch: of several weight formats, the first that Quire reads."""
+    for pattern in WEIGHT_FILES:
+        if any(Path(file).match(pattern) for file in files):
+            return (*WANTED_FILES, pattern)
+    return WANTED_FILES
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
