@@ -37,8 +37,8 @@ def check_tokenizer(resolved: Resolved) -> None:
 
 def check_chat_template(resolved: Resolved) -> None:
     """Raises ConfigError: the configured template is neither a file nor a template, or it does not parse."""
-    if (given := resolved.config.model.chat_template) is not None:
-        compile_template(ChatTemplate.given(given).source)
+    if (template := resolved.config.model.chat_template) is not None:
+        compile_template(ChatTemplate.of_argument(template).source)
 
 
 CHECKS: tuple[Callable[[Resolved], None], ...] = (
