@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from quire.config.flags import parse, read_yaml
+from quire.config.config_file import read_yaml
+from quire.config.engine_args import EngineArgs
+from quire.config.flags import FlagParser, parse
+from quire.config.from_keywords import engine_config
 from quire.config.options import human_int, options
+from quire.config.unknown_names import LLAMA_CPP
+from quire.config.vllm_flags import OLD
 
 
 def mistake(argv, capsys) -> str:
@@ -92,6 +97,16 @@ def test_a_switch_beside_the_model_does_not_eat_it():
         (["--config", "a.yaml", "--config", "b.yaml"], "--config was given twice"),
         (["--config", "a.json"], "--config a.json: the file name must end in .yaml or .yml"),
         (["--config", "/nowhere/a.yaml"], "--config /nowhere/a.yaml: "),
+        (["--config"], "--config: the file name is missing"),
+        (["--port", "70000"], "port='70000': must be a whole number of at most 65535"),
+        (["--gpu-memory-utilization", "0"], "gpu_memory_utilization='0': must be a number above 0"),
+        (["--cudagraph-capture-sizes", "1", "0"], "$[1] must be a whole number of at least 1"),
+        (["--ctx-size", "4096"], "unknown flag --ctx-size, a name of llama.cpp: use --max-model-len"),
+        (["-c", "4096"], "unknown flag -c, a name of llama.cpp: use --max-model-len"),
+        (["-m", "model.gguf"], "unknown flag -m, a name of llama.cpp: use the model as the first word"),
+        (["-ngl", "99"], "unknown flag -ngl, a name of llama.cpp: leave it out (the whole model is on the device"),
+        (["--threads", "4"], "a name of llama.cpp: use QUIRE_CPU_OMP_THREADS_BIND"),
+        (["--no-mmap"], "unknown flag --no-mmap, a name of llama.cpp: leave it out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -100,6 +115,22 @@ def test_a_mistake_names_the_flag_and_the_remedy(argv, says, capsys):
     assert said.startswith("quire serve: error: ")
     assert any(part in said for part in says.split("|")), said
     assert said.count("\n") == 1
+
+
+def test_names_of_llama_cpp_are_no_names_here():
+    for name, remedy in LLAMA_CPP.items():
+        assert name.replace("-", "_") not in options()
+        assert name.replace("-", "_") not in OLD
+        flags = [word.strip(",;()") for word in remedy.split() if word.startswith("--")]
+        for flag in flags:
+            assert flag[2:].replace("-", "_") in options() | OLD
+
+
+def test_a_keyword_of_llama_cpp_python():
+    with pytest.raises(
+        TypeError, match=r"unknown keyword n_ctx, a name of llama.cpp: use --max-model-len"
+    ):
+        engine_config({"n_ctx": 4096})
 
 
 def test_a_flag_given_twice(warnings):
@@ -171,9 +202,9 @@ def test_an_empty_file_says_nothing(tmp_path):
         ("# two\n\thost: a\n", "server.yaml, line 2: while scanning for the next token, found character '\\t' that cannot start"),
         ("host: \x07\n", "server.yaml: unacceptable character"),
         ("# one\nseed: one\n", "server.yaml, line 2: seed='one'"),
-        ("max-num-seqs: 1.5\n", "server.yaml, line 1: max_num_seqs=1.5: Expected `int`, got `float`"),
+        ("max-num-seqs: 1.5\n", "server.yaml, line 1: max_num_seqs=1.5: must be a whole number"),
         ("seed: 1\nenable-lora: true\n", "server.yaml, line 2: --enable-lora (LoRA) is not supported yet"),
-        ("enforce-eager: 7\n", "server.yaml, line 1: enforce_eager=7: Expected `bool`, got `int`"),
+        ("enforce-eager: 7\n", "server.yaml, line 1: enforce_eager=7: must be true or false"),
     ],
     ids=lambda text: text.splitlines()[0],
 )  # fmt: skip
@@ -189,3 +220,90 @@ def test_every_field_can_stand_in_a_file(tmp_path):
     config = parse(["--config", yaml(tmp_path, library.safe_dump(defaults))])
     for name, option in options().items():
         assert getattr(getattr(config, option.section), name) == option.default
+
+
+# The parser of a program
+
+
+def program() -> FlagParser:
+    """A parser as vLLM's examples make it, with flags of the program."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="program"))
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=16)
+    group.add_argument("--top_p", type=float)
+    group.add_argument("--port", type=int)
+    group.add_argument("--stream", action="store_true")
+    return parser
+
+
+FlexibleArgumentParser = FlagParser  # under this name, programs know it
+
+
+def test_a_program_reads_a_file(tmp_path):
+    text = (
+        "model: from/file\nmax-num-seqs: 8\nmax_tokens: '32'\ntop-p: 0.5\nstream: true\nport: 80\n"
+    )
+    args = program().parse_args(["--config", yaml(tmp_path, text), "--max_num_seqs=9"])
+    assert (args.max_tokens, args.top_p, args.stream, args.port) == (32, 0.5, True, 80)
+    assert (args.model, args.max_num_seqs, args.dtype) == ("from/file", 9, "auto")
+    config = EngineArgs.from_cli_args(args).create_engine_config()
+    assert (config.model.model, config.scheduler.max_num_seqs) == ("from/file", 9)
+
+
+def test_a_program_has_dotted_flags(warnings):
+    args = program().parse_args(
+        ["--hf-overrides.a.b", "1", "-cc.mode", "3", "--max-tokens", "7", "--max-model-len", "4k"]
+    )
+    assert (args.hf_overrides, args.max_tokens, args.max_model_len) == ({"a": {"b": 1}}, 7, 4000)
+    assert EngineArgs.from_cli_args(args).hf_overrides == {"a": {"b": 1}}
+    assert [text.split()[0] for text in warnings] == ["compilation_config"]
+    assert program().parse_args([]).hf_overrides == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--config", "nothere.yml"], "program: error: --config nothere.yml: [Errno 2]"),
+        (["--max-num-seq", "3"], "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
+        (["--max-num-seqs", "many"], "max_num_seqs='many': "),
+        (["--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
+        (["--host", "a"], "unknown flag --host"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_a_program(argv, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program().parse_args(argv)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_mistake_in_a_programs_file(tmp_path, capsys):
+    for text, message in (
+        ("max_tokens: many\n", "line 1: invalid literal"),
+        ("a: 1\n", "line 1: unknown flag --a"),
+    ):
+        with pytest.raises(SystemExit):
+            program().parse_args(["--config", yaml(tmp_path, text)])
+        assert message in capsys.readouterr().err
+
+
+def test_a_programs_own_flags_are_its_own(tmp_path):
+    parser = EngineArgs.add_cli_args(FlagParser())
+    parser.add_argument("--config")
+    parser.add_argument("--api-key")
+    args = parser.parse_args(["--config", "mine.ini", "--api-key", "text"])
+    assert (args.config, args.api_key) == ("mine.ini", "text")
+    commands = FlagParser()
+    run = commands.add_subparsers(dest="command").add_parser("run")
+    EngineArgs.add_cli_args(run)
+    run.add_argument("-v", action="count")
+    path = yaml(tmp_path, "seed: 4\n")
+    args = commands.parse_args(["run", "--config", path, "--max_num_seqs", "2", "-vv"])
+    assert (args.command, args.seed, args.max_num_seqs, args.v) == ("run", 4, 2, 2)
+
+
+def test_flags_of_vllm_are_attributes_of_a_programs_arguments():
+    args = program().parse_args([])
+    assert (args.enable_lora, args.max_loras, args.speculative_config) == (False, 1, None)
+    EngineArgs.from_cli_args(args)

@@ -31,7 +31,7 @@ def test_the_help_is_as_agreed(name, argv, capsys, monkeypatch):
 
 
 def test_every_field_is_in_the_help_with_a_sentence():
-    shown = help.text("quire serve").splitlines()
+    shown = help.text("quire serve", "all").splitlines()
     for name in options():
         flag = f"--{name.replace('_', '-')}"
         at = next(
@@ -52,9 +52,26 @@ def test_help_of_one_section(topic):
     assert text.count("\n  --") == len(names)
 
 
+def test_the_first_screen_has_a_dozen_flags_of_the_tables():
+    flags = [flag.split()[0] for group in help.FIRST.values() for flag in group]
+    assert len(flags) == 12
+    assert set(flags) <= set(options())
+    lines = help.text("quire serve").splitlines()
+    assert len(lines) < 32
+    assert max(map(len, lines)) <= 110
+
+
 def test_sections_under_the_names_of_vllm():
     for name, ours in help.GROUPS.items():
         assert help.text("quire serve", name.capitalize()) == help.text("quire serve", ours)
+
+
+@pytest.mark.parametrize("command", ["chat", "complete", "run-batch", "doctor"])
+def test_help_of_a_topic_of_another_command(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help=cache"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == help.text(f"quire {command}", "cache")
 
 
 def test_help_of_a_short_name():
@@ -84,4 +101,4 @@ def test_help_ends_the_program_wherever_it_stands(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["some/model", "--bogus", "--help=scheduler"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("SchedulerConfig")
+    assert capsys.readouterr().out.startswith("The step: rows, tokens, order  (--help=scheduler)")

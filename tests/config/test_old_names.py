@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 
-from quire.config.engine_args import AsyncEngineArgs, EngineArgs, ProgramParser
-from quire.config.flags import parse
+from quire.config.engine_args import AsyncEngineArgs, EngineArgs
+from quire.config.flags import FlagParser, parse
 from quire.config.from_keywords import UnknownName, engine_config, translate
+from quire.config.structured import structured_options
 from quire.config.vllm_flags import OLD, SHORT, VllmFlag
 from quire.errors import ConfigError, Unsupported
 
@@ -114,6 +117,37 @@ def test_from_the_command_line():
     assert parse(["-ac.backend", "XFORMERS"]).parallel.attention_backend == "XFORMERS"
 
 
+def test_vllms_object_of_structured_outputs():
+    """Any object with these attributes: vLLM's class is a stand-in that keeps its arguments."""
+    given = SimpleNamespace(
+        backend="guidance", reasoning_parser="qwen3", disable_any_whitespace=None
+    )
+    config = engine_config({"structured_outputs_config": given})
+    assert config.structured.structured_outputs_config == {"backend": "guidance"}
+    assert config.server.reasoning_parser == "qwen3"
+    line = ["--structured-outputs-config.reasoning_parser", "qwen3", "--reasoning-parser", "hermes"]
+    assert parse(line[:2]).server.reasoning_parser == "qwen3"
+    assert parse(line).server.reasoning_parser == "hermes"  # the field's own name takes precedence
+    assert given.reasoning_parser == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backends": 1}, "structured_outputs_config.backends: unknown key; choose from backend, "),
+        ({"jumps": 3}, "structured_outputs_config.jumps=3: must be true or false"),
+        (
+            {"backend": "mine"},
+            "structured_outputs_config.backend='mine': choose from auto, guidance",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_key_of_structured_outputs(given, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        structured_options(given)
+
+
 def test_a_function_cannot_take_in_an_old_name():
     with pytest.raises(ConfigError, match=r"hf_overrides is a function, so rope_theta"):
         translate({"rope_theta": 5.0, "hf_overrides": lambda config: config})
@@ -173,7 +207,7 @@ def test_engine_args_have_fields_as_attributes():
 
 
 def test_a_programs_own_parser_takes_our_flags(warnings):
-    parser = EngineArgs.add_cli_args(ProgramParser())
+    parser = EngineArgs.add_cli_args(FlagParser())
     parser.add_argument("--host", default="here")  # the program's, as --port and --config are
     parser.add_argument("--my_own", type=int)
     args = parser.parse_args(
@@ -201,5 +235,5 @@ def test_a_programs_own_parser_takes_our_flags(warnings):
 
 def test_the_environment_fills_what_a_parser_left_open(monkeypatch):
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "3")
-    args = EngineArgs.add_cli_args(ProgramParser()).parse_args([])
+    args = EngineArgs.add_cli_args(FlagParser()).parse_args([])
     assert EngineArgs.from_cli_args(args).log_stats_interval == 3.0

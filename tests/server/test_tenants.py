@@ -217,9 +217,9 @@ def test_yaml(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "neither JSON nor YAML"), ("{}", "a list|array"), ("[]", "a list|array"), ("[1]", r"array|at `\$\[0\]`"), ('[{"name": "a"}]', "`key`"),
-     ('[{"name": "a", "key": "secret", "wait": 1}]', "unknown field `wait`"), ('[{"name": "a", "key": "secret", "weight": 0}]', r"\.weight`"),
-     ('[{"name": "a", "key": "secret", "max_concurrency": 0}]', r"\.max_concurrency`"),
+    [("{", "neither JSON nor YAML"), ("{}", "a list|array"), ("[]", "a list|array"), ("[1]", r"\$\[0\] must be a mapping"), ('[{"name": "a"}]', "`key`"),
+     ('[{"name": "a", "key": "secret", "wait": 1}]', "unknown field `wait`"), ('[{"name": "a", "key": "secret", "weight": 0}]', r"\.weight must be a number above 0"),
+     ('[{"name": "a", "key": "secret", "max_concurrency": 0}]', r"\.max_concurrency must be a whole number of at least 1"),
      ('[{"name": "a", "key": "secret"}, {"name": "a", "key": "x"}]', "same `name`"),
      ('[{"name": "a", "key": "secret"}, {"name": "b", "key": "secret"}]', "same `key`")],
 )  # fmt: skip

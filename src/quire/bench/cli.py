@@ -71,7 +71,9 @@ def _help(command: str, about: str, own: Mapping[str, BenchOption]) -> str:
         said = f" (unset: {option.default})" if option.default not in (None, False) else ""
         value = "" if option.kind is bool else " X"
         lines.append(f"--{name.replace('_', '-') + value:<24} {option.help}{said}")
-    return "\n".join([*lines, "", "All engine flags are accepted too: see quire serve --help.", ""])
+    return "\n".join(
+        [*lines, "", "All engine flags are accepted too: see quire serve --help=all.", ""]
+    )
 
 
 def start(keywords: Mapping[str, Any]) -> Any:

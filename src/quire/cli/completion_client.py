@@ -57,7 +57,7 @@ With --url it uses a running server instead and loads no model.
 --temperature X       sampling temperature; 0: greedy
 --top-p X             sample from the most likely tokens whose probabilities sum to X
 --stats               print chunks, time to the first chunk and chunks per second after each answer
-All engine flags are accepted too: see quire serve --help.
+All engine flags are accepted too: see quire serve --help=all.
 """
 
 

@@ -44,7 +44,7 @@ Runs every request of IN, an OpenAI batch file, and writes the responses to OUT 
 -o, --output-file OUT   a file, or an http(s) address that accepts PUT
 --output-tmp-dir DIR    where responses are collected if OUT is an address
 --enable-metrics        serve /metrics at --host and --port meanwhile
-All engine flags are accepted too: see quire serve --help.
+All engine flags are accepted too: see quire serve --help=all.
 """
 
 

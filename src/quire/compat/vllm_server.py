@@ -11,10 +11,9 @@ import msgspec
 
 from quire.api.async_llm import AsyncLLM
 from quire.config.engine import EngineConfig
-from quire.config.engine_args import EngineArgs, given_by
+from quire.config.engine_args import EngineArgs, default_values, given_by
 from quire.config.flags import add_flags
 from quire.config.from_keywords import engine_config
-from quire.config.options import options
 from quire.errors import Unsupported
 from quire.server import schemas
 from quire.server.process.launch import serve_in_loop
@@ -24,7 +23,7 @@ def make_arg_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of `quire serve` to a program's parser, with their defaults."""
     parser.add_argument("model_tag", nargs="?")
     add_flags(parser)
-    parser.set_defaults(**{name: option.default for name, option in options().items()})
+    parser.set_defaults(**default_values(server=True))
     return parser
 
 

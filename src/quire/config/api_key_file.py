@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from quire.config.ranges import AtLeast1
+from quire.config.ranges import AtLeast1, in_words
 from quire.errors import ConfigError
 
 PLAIN = "--api-key"
@@ -99,7 +99,7 @@ def read_keys(path: str) -> list[TenantKey]:
     try:
         keys = msgspec.convert(found, list[TenantKey])
     except msgspec.ValidationError as why:
-        raise ConfigError(f"--api-key-file {path}: {why}") from None
+        raise ConfigError(f"--api-key-file {path}: {in_words(why)}") from None
     for at, one in enumerate(keys):
         check_key(f"--api-key-file {path}, $[{at}].key", one.key)
         if one.name.startswith(PLAIN):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any, Self
 
 from quire.config.engine import EngineConfig
@@ -31,9 +30,7 @@ class EngineArgs:
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add every engine flag to the program's own parser (not the server's, such as --host and --port)."""
         add_flags(parser, server=False)
-        parser.set_defaults(
-            **{name: option.default for name, option in options().items() if _engines(option)}
-        )
+        parser.set_defaults(**default_values(server=False))
         return parser
 
     @classmethod
@@ -55,6 +52,12 @@ class EngineArgs:
         return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
 
 
+def default_values(*, server: bool) -> dict[str, Any]:
+    """The defaults of the flags in a program's parser, with those of the server only if `server`."""
+    rows = {name: row.default for name, row in OLD.items() if name != "model_tag"}
+    return rows | {name: o.default for name, o in options().items() if server or _engines(o)}
+
+
 def given_by(args: argparse.Namespace, *, server: bool) -> dict[str, Any]:
     """The keywords that a program's command line changed, with those of the server only if `server`."""
     known = options()
@@ -68,21 +71,6 @@ def given_by(args: argparse.Namespace, *, server: bool) -> dict[str, Any]:
 
 def _engines(option: Option) -> bool:
     return option.section != "server"
-
-
-class ProgramParser(argparse.ArgumentParser):
-    """A parser for programs that add Quire's flags to their own: --max_num_seqs equals --max-num-seqs."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Like argparse, but each flag is first spelt as it was added."""
-        spelt = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
-        words = []
-        for word in sys.argv[1:] if args is None else args:
-            flag, equals, value = str(word).partition("=")
-            if flag.startswith("--"):
-                flag = spelt.get(flag.replace("_", "-"), flag)
-            words.append(f"{flag}{equals}{value}")
-        return super().parse_known_args(words, namespace)
 
 
 class AsyncEngineArgs(EngineArgs):

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Container, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config import from_keywords, help
+from quire.config.config_file import read_yaml
 from quire.config.engine import EngineConfig
-from quire.config.options import BOOLEANS, REPEATED, Kind, coerce, options
-from quire.config.vllm_flags import OLD, SHORT
+from quire.config.options import BOOLEANS, REPEATED, Option, coerce, options
+from quire.config.unknown_names import LLAMA_CPP, UnknownName, unknown
+from quire.config.vllm_flags import OLD, SHORT, VllmFlag
 from quire.errors import ConfigError, QuireError
 from quire.logging import get_logger
 
@@ -24,32 +26,93 @@ logger = get_logger(__name__)
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse with normalised words. An error ends the program with status 2, as usual."""
+    """argparse for every command, and for programs that add Quire's flags to their own.
 
-    def __init__(self, prog: str):
-        super().__init__(
-            prog=prog, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
-        )
+    Accepts --max_num_seqs for --max-num-seqs, dotted JSON flags, and --config FILE unless the program has such a flag
+    itself. The values of Quire's flags have the types of their fields. An error ends the program with status 2.
+    """
+
+    def __init__(self, *args: Any, **keywords: Any):
+        keywords.pop("add_json_tip", None)  # of vLLM's class
+        super().__init__(*args, **{"allow_abbrev": False, **keywords})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Like argparse; an unknown flag's error suggests the nearest known one."""
+        space, rest = self.parse_known_args(args, namespace)
+        for word in rest:
+            if word.startswith("-"):
+                self.error(unknown(word.partition("=")[0], "flag"))
+            model = getattr(space, "model_tag", None)
+            known = f": the model is already {model!r}" if model is not None else ""
+            self.error(f"unexpected argument {word!r}{known}")
+        return space
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Like argparse; the command line takes precedence over the file, and the file over defaults."""
+        try:
+            line = _CommandLine(self, sys.argv[1:] if args is None else args)
+            space = argparse.Namespace() if namespace is None else namespace
+            if line.file is not None:
+                space.config = line.file
+                for name, value in self._file_values(line.file, line.given).items():
+                    setattr(space, name, value)
+            space, rest = super().parse_known_args(line.words, space)
+            for name, value in line.dotted.items():
+                before = getattr(space, name, None)
+                setattr(space, name, {**_dict_of(name, before), **value} if before else value)
+            for action in self._actions:
+                own = getattr(action, "field", None) is None
+                if not own and action.dest in line.given and hasattr(space, action.dest):
+                    setattr(space, action.dest, _typed(action, getattr(space, action.dest)))
+        except (QuireError, TypeError) as why:
+            self.error(str(why))
+        return space, rest
+
+    def _file_values(self, path: str, but: Container[str]) -> dict[str, Any]:
+        """What the file sets, by destination, except the names of the command line."""
+        values: dict[str, Any] = {}
+        for key, (value, where) in read_yaml(path).items():
+            flag = f"--{key.lstrip('-').replace('_', '-')}"
+            action = spellings(self).get(flag)
+            if action is None:
+                raise UnknownName(f"{where}: {unknown(key, 'flag')}")
+            if flag.startswith("--no-") and isinstance(action, argparse.BooleanOptionalAction):
+                value = False if value is True else None
+            if value is None or action.dest in but:
+                continue
+            try:
+                values[action.dest] = _typed(action, value)
+                if action.dest in OLD and OLD[action.dest].treatment == "E":
+                    from_keywords.translate({action.dest: value}, "flag")
+            except (QuireError, ValueError, TypeError) as why:
+                raise ConfigError(f"{where}: {why}") from None
+        return values
+
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Flags that a word may be short for: -n5 is -n 5, but -c is not -cc."""
+        tuples: list[Any] = super()._get_option_tuples(option_string)
+        return [one for one in tuples if option_string.startswith(one[1])]
 
 
 def parse(argv: Sequence[str], prog: str = "quire serve") -> EngineConfig:
     """Command line -> EngineConfig. Ends the program on --help (status 0) and on an error (status 2)."""
     parser = make_parser(prog)
-    _help(argv, prog, parser)
+    if any(word in ("-h", "--help") for word in argv):
+        print(help.text(prog), end="")
+        parser.exit(0)
     try:
         return from_keywords.engine_config(keywords(argv, parser), "flag")
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
 
 
-def make_parser(prog: str = "quire serve", *, positional: bool = True) -> FlagParser:
+def make_parser(prog: str = "quire serve") -> FlagParser:
     """A parser of every flag: fields, vLLM's names and old names."""
-    parser = FlagParser(prog)
-    if positional:
-        parser.add_argument("model_tag", nargs="?")
+    parser = FlagParser(prog, add_help=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("model_tag", nargs="?")
     add_flags(parser)
     return parser
 
@@ -58,112 +121,137 @@ def add_flags(parser: argparse.ArgumentParser, *, server: bool = True) -> None:
     """Add every flag, with dashes, to any argparse parser; without the server's flags if not `server`."""
     for option in options().values():
         if server or option.section != "server":
-            _add(parser, option.name, option.kind, option.short)
+            _add(parser, option, option.kind, option.short)
     for row in OLD.values():
         if row.name != "model_tag":
-            short = (SHORT[row.name],) if row.name in SHORT else ()
-            _add(parser, row.name, {"value": "text"}.get(row.kind, row.kind), short)
-    if server:
-        parser.add_argument("--config")
+            _add(parser, row, row.kind, (SHORT[row.name],) if row.name in SHORT else ())
 
 
 def _add(
-    parser: argparse.ArgumentParser, name: str, kind: Kind | str, short: Sequence[str]
+    parser: argparse.ArgumentParser, field: Option | VllmFlag, kind: str, short: Sequence[str]
 ) -> None:
-    names = [f"--{name.replace('_', '-')}", *short]
+    names = [f"--{field.name.replace('_', '-')}", *short]
     if kind == "flag":
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     elif kind == "list":
-        how = {"nargs": "*", "action": "extend" if name in REPEATED else "store"}
+        how = {"nargs": "*", "action": "extend" if field.name in REPEATED else "store"}
     else:
         how = {"nargs": "?", "const": True} if kind == "maybe" else {}
-    parser.add_argument(*names, dest=name, default=argparse.SUPPRESS, **how)
+    action: Any = parser.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **how)
+    action.field = field  # a program's own flags have none
 
 
 def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
-    """The keywords of a command line and its config file (the command line wins), under the names that were used.
+    """The keywords of a command line and its config file, under the names that were used.
+
+    Ends the program on --help=TOPIC, and on a mistake in a flag.
 
     Raises:
-        ConfigError: an unreadable file, invalid JSON, or two models.
-        UnknownName: a flag that no table has.
+        ConfigError: two models, or none where a flag took its place.
     """
-    words, dotted = normalise(argv, parser)
-    space, rest = parser.parse_known_args(words)
-    for word in rest:
-        if word.startswith("-"):
-            raise from_keywords.UnknownName(from_keywords.unknown(word.partition("=")[0], "flag"))
-        raise ConfigError(
-            f"unexpected argument {word!r}: the model is already {getattr(space, 'model_tag', None)!r}"
-        )
-    given = vars(space)
-    for name, value in dotted.items():
-        given[name] = (
-            _dict_of(name, given.get(name)) | value if isinstance(given.get(name), str) else value
-        )
-    for name in given.keys() & OLD.keys():
-        given[name] = loose(given[name])
-    file = given.pop("config", None)
-    return _one_model({**(read_yaml(file, given) if file else {}), **given}, from_file=bool(file))
+    for word in argv:
+        if word.startswith("--help="):
+            print(help.text(parser.prog, word.partition("=")[2]), end="")
+            parser.exit(0)
+    given = vars(parser.parse_args(argv))
+    return _one_model(given, from_file=given.pop("config", None) is not None)
 
 
-def _one_model(asked: dict[str, Any], *, from_file: bool) -> dict[str, Any]:
-    tag = asked.pop("model_tag", None)
-    if tag is not None and asked.get("model", tag) != tag and not from_file:
+def _one_model(given: dict[str, Any], *, from_file: bool) -> dict[str, Any]:
+    tag = given.pop("model_tag", None)
+    if tag is not None and given.get("model", tag) != tag and not from_file:
         raise ConfigError(
-            f"two models were given: {tag!r} and --model {asked['model']!r}; leave one out"
+            f"two models were given: {tag!r} and --model {given['model']!r}; leave one out"
         )
     if tag is not None:
-        asked["model"] = tag
-    names = asked.get("served_model_name")
-    if "model" not in asked and names and not from_file:
+        given["model"] = tag
+    names = given.get("served_model_name")
+    if "model" not in given and names and not from_file:
         raise ConfigError(
             f"--served-model-name {' '.join(names)}: the model is missing, because --served-model-name takes every word after it;"
             " write the model first: quire serve MODEL --served-model-name NAME"
         )
-    return asked
+    return given
 
 
-# Normalisation
+def spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Every flag of the parser, with dashes for underscores."""
+    return {
+        flag.replace("_", "-"): action for flag, action in parser._option_string_actions.items()
+    }
 
 
-def normalise(
-    argv: Sequence[str], parser: argparse.ArgumentParser
-) -> tuple[list[str], dict[str, Any]]:
-    """Spell each flag in one way and separate the dotted ones: (words for argparse, JSON by field)."""
-    known = parser._option_string_actions
-    words: list[str] = []
-    dotted: dict[str, Any] = {}
-    seen: set[str] = set()
-    twice: list[str] = []
-    queue = list(argv)
-    while queue:
-        word = queue.pop(0)
-        if not word.startswith("-") or _is_number(word) or word == "--":
-            words.append(word)
-            continue
+class _CommandLine:
+    """Words with each flag spelt as the parser has it; dotted flags and the config file apart."""
+
+    def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]):
+        self.words: list[str] = []
+        self.dotted: dict[str, Any] = {}
+        self.given: set[str] = set()
+        self.file: str | None = None
+        self._known = spellings(parser)
+        self._spelt = {flag.replace("_", "-"): flag for flag in parser._option_string_actions}
+        self._has_commands = parser._subparsers is not None  # a subcommand's parser reads its words
+        twice: list[str] = []
+        queue = [str(word) for word in argv]
+        while queue:
+            word = queue.pop(0)
+            if word == "--":
+                self.words += [word, *queue]
+                break
+            if not word.startswith("-") or word == "-" or _is_number(word):
+                self.words.append(word)
+            elif (name := self._flag(word, queue)) in self.given - REPEATED:
+                twice.append(word.partition("=")[0])
+            elif name is not None:
+                self.given.add(name)
+        self.given |= self.dotted.keys()
+        if twice:
+            logger.warning("Found duplicate keys %s: the last value is used", ", ".join(twice))
+
+    def _flag(self, word: str, queue: list[str]) -> str | None:
+        """Store one flag; returns its destination if the parser knows it."""
         flag, equals, value = word.partition("=")
         flag, dot, path = flag.partition(".")
         flag = flag.replace("_", "-") if flag.startswith("--") else flag
         if flag.startswith("-O") and flag[2:].isdigit():
             flag, equals, value = "-O", "=", flag[2:]
-        action = known.get(flag)
-        if dot and action is not None:
+        action = self._known.get(flag)
+        if action is None:
+            if flag == "--config" and not self._has_commands:
+                self._config(value if equals else queue.pop(0) if queue else "")
+            elif flag[:2] in self._known and flag[1:] in LLAMA_CPP:
+                raise UnknownName(unknown(flag, "flag"))  # argparse would read -ngl as -n gl
+            else:
+                self.words.append(word)
+            return None
+        if dot:
             if not equals:
                 value = queue.pop(0) if queue else "true"
-            _put(dotted.setdefault(action.dest, {}), path.split("."), value)
-            continue
-        if action is not None:
-            twice += [flag] if action.dest in seen - REPEATED else []
-            seen.add(action.dest)
+            _put(self.dotted.setdefault(action.dest, {}), path.split("."), value)
+            return None
         if equals and isinstance(action, argparse.BooleanOptionalAction):
-            words.append(_boolean(flag, value))
+            self.words.append(self._spelt[_boolean(flag, value)])
         else:
-            words.append(f"{flag}={value}" if equals else flag)
-    if "--config" in twice:
-        raise ConfigError("--config was given twice; put the flags into one file")
-    if twice:
-        logger.warning("Found duplicate keys %s: the last value is used", ", ".join(twice))
-    return words, dotted
+            self.words.append(f"{self._spelt[flag]}{equals}{value}")
+        return action.dest
+
+    def _config(self, path: str) -> None:
+        if not path:
+            raise ConfigError("--config: the file name is missing")
+        if self.file is not None:
+            raise ConfigError("--config was given twice; put the flags into one file")
+        self.file = path
+
+
+def _typed(action: argparse.Action, value: Any) -> Any:
+    """A value in the type of the field; a program's own flags convert it themselves."""
+    field = getattr(action, "field", None)
+    if isinstance(field, Option):
+        return value if value is None else coerce(field, value)
+    if field is None and isinstance(value, str) and callable(action.type):
+        return action.type(value)
+    return value if field is None else loose(value)
 
 
 def _boolean(flag: str, value: str) -> str:
@@ -215,76 +303,3 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-# Files and help
-
-
-def read_yaml(path: str, but: Container[str] = ()) -> dict[str, Any]:
-    """Keywords of a --config file: flat keys are flags, with dashes or underscores.
-
-    Args:
-        but: names whose values are not checked here, because the command line overrides them.
-
-    Raises:
-        ConfigError: the file is missing, not YAML or not a mapping, a key is no flag, or its flag refuses a value;
-            names file and line.
-    """
-    import yaml  # takes 15 ms, and most command lines do not need it
-
-    if not path.endswith((".yaml", ".yml")):
-        raise ConfigError(f"--config {path}: the file name must end in .yaml or .yml")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        node = yaml.compose(text, yaml.SafeLoader)
-        content = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as why:
-        raise ConfigError(f"--config {path}{_in_words(why)}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
-        raise ConfigError(f"--config {path}: {why}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"--config {path}: the file must map flags to values, such as `max-num-seqs: 8`"
-        )
-    lines = {str(key.value): key.start_mark.line + 1 for key, _ in getattr(node, "value", ())}
-    asked: dict[str, Any] = {}
-    for key, value in content.items():
-        where = f"{path}, line {lines.get(str(key), '?')}"
-        name = str(key).lstrip("-").replace("-", "_")
-        positive = name.removeprefix("no_")
-        if name not in options() and name not in OLD and positive in options() and value is True:
-            name, value = positive, False
-        if name not in options() and name not in OLD:
-            raise from_keywords.UnknownName(f"{where}: {from_keywords.unknown(str(key), 'flag')}")
-        if name not in but:
-            _check_value(where, name, value)
-        asked[name] = value
-    return asked
-
-
-def _in_words(why: Any) -> str:
-    """A YAML error's line and problem, without the surrounding text."""
-    mark = why.problem_mark or why.context_mark
-    at = f" that begins in line {why.context_mark.line + 1}" if why.context_mark else ""
-    says = ", ".join(part for part in (why.context and why.context + at, why.problem) if part)
-    return f": {says}" if mark is None else f", line {mark.line + 1}: {says}"
-
-
-def _check_value(where: str, name: str, value: Any) -> None:
-    """Raises ConfigError: the flag refuses the value, or the feature is not supported."""
-    try:
-        if (option := options().get(name)) is not None:
-            coerce(option, value)
-        elif OLD[name].treatment == "E":
-            from_keywords.translate({name: value}, "flag")
-    except QuireError as why:
-        raise ConfigError(f"{where}: {why}") from None
-
-
-def _help(argv: Sequence[str], prog: str, parser: FlagParser) -> None:
-    for word in argv:
-        if word in ("-h", "--help") or word.startswith("--help="):
-            print(help.text(prog, word.partition("=")[2]), end="")
-            parser.exit(0)

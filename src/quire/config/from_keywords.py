@@ -1,34 +1,32 @@
 """From keywords to EngineConfig: fields, vLLM's names and old names are all handled.
 
 `engine_config` is the only way from flat keywords, of a program or a command line, to an EngineConfig. It translates
-old names (`vllm_flags.py`), fills missing fields from the environment, and converts values to their field's type. The
-error for an unknown name suggests the nearest known one. Does not know argv (`flags.py`).
+old names (`vllm_flags.py`), fills missing fields from the environment, and converts values to their field's type. Does not
+know argv (`flags.py`).
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from quire import env
 from quire.config.api_key_file import plain_keys
 from quire.config.engine import EngineConfig
 from quire.config.options import coerce, options
+from quire.config.unknown_names import Source, UnknownName, spelt, unknown
 from quire.config.vllm_flags import OLD, VllmFlag
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 
 logger = get_logger(__name__)
 
-Source = Literal["flag", "keyword"]
-
 OF_SERVER_BUT_TAKEN = ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
 """Fields of the server that LLM(...) also accepts, because messages suggest them."""
 
-
-class UnknownName(TypeError):
-    """A keyword or flag that no table has; the message suggests the nearest known one."""
+REASONING_KEYS = ("reasoning_parser", "reasoning_parser_plugin")
+"""Fields of Quire that vLLM's structured_outputs_config has too."""
 
 
 def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> EngineConfig:
@@ -80,22 +78,20 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
             _merge(filled, _apply(row, value, source))
         else:
             raise UnknownName(unknown(written, source))
-    if (older := filled.get("structured_outputs_config")) and (
-        asked := fields.get("structured_outputs_config")
-    ):
-        newer = coerce(known["structured_outputs_config"], asked)
-        fields["structured_outputs_config"] = older | newer
+    if given := fields.get("structured_outputs_config"):
+        given = {**coerce(known["structured_outputs_config"], given)}
+        parser = {key: given.pop(key) for key in REASONING_KEYS if key in given}
+        filled |= {name: value for name, value in parser.items() if value}
+        older = filled.get("structured_outputs_config", {})
+        fields["structured_outputs_config"] = older | given
     overrides = filled.pop("hf_overrides", None)
     if overrides is not None:
-        asked = fields.get("hf_overrides") or {}
-        if callable(asked):
+        given = fields.get("hf_overrides") or {}
+        if callable(given):
             raise ConfigError(
                 f"hf_overrides is a function, so {', '.join(overrides)} cannot be merged into it; set it in the function"
             )
-        fields["hf_overrides"] = {
-            **overrides,
-            **(asked if isinstance(asked, dict) else coerce(known["hf_overrides"], asked)),
-        }
+        fields["hf_overrides"] = {**overrides, **coerce(known["hf_overrides"], given)}
     return {
         **filled,
         **{
@@ -150,21 +146,6 @@ def no_media(limits: Any) -> bool:
         return False
     counts = [v.get("count", 1) if isinstance(v, dict) else v for v in limits.values()]
     return all(str(count) == "0" for count in counts)
-
-
-def spelt(name: str, source: Source) -> str:
-    """max_num_seqs -> --max-num-seqs on a command line"""
-    return f"--{name.replace('_', '-')}" if source == "flag" else name
-
-
-def unknown(written: str, source: Source) -> str:
-    """The error message for an unknown name."""
-    name = written.lstrip("-").replace("-", "_")
-    no = name.removeprefix("no_")
-    near = difflib.get_close_matches(no, [*options(), *OLD], n=1, cutoff=0.6)
-    what = "flag" if source == "flag" else "keyword"
-    hint = f"; did you mean {spelt(near[0], source)}?" if near else ""
-    return f"unknown {what} {spelt(name, source)}{hint}"
 
 
 def _check_server_fields(fields: Mapping[str, Any]) -> None:

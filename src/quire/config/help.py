@@ -18,21 +18,44 @@ GROUPS = {
     "structuredoutputsconfig": "structured",
 }
 """vLLM's names of sections, where they differ."""
+FIRST = {
+    "Model": {
+        "max_model_len N": "maximum tokens of prompt plus output; auto: what fits in memory",
+        "dtype TYPE": "auto, float16, bfloat16 or float32",
+        "quantization METHOD": "int8, int4 or fp8: quantize while loading, to save memory",
+        "served_model_name NAME ...": "names that requests may use",
+        "chat_template FILE": "Jinja chat template; unset: the model's",
+    },
+    "Memory and speed": {
+        "gpu_memory_utilization X": "fraction of the memory to use (on a CPU: of the free memory)",
+        "max_num_seqs N": "maximum requests that run at once",
+    },
+    "Server": {
+        "host ADDRESS": "address to listen on; 0.0.0.0: all interfaces",
+        "port N": "TCP port (8000)",
+        "api_key KEY ...": "a request must send one of these keys",
+        "tool_call_parser NAME": "format of tool calls; unset: detected",
+        "reasoning_parser NAME": "format of reasoning; unset: detected",
+    },
+}
+"""The flags of the first screen: heading -> flag and value -> words."""
 KINDS = {"int": "N", "float": "X", "text": "TEXT", "json": "JSON", "maybe": "[TEXT]"}
 
 
 def text(prog: str, topic: str = "") -> str:
-    """All flags by section; or one section (`cache`, `CacheConfig`); or the flags whose name contains `topic`.
+    """The flags that most users need; or one section (`cache`, `CacheConfig`); or flags whose name contains `topic`.
 
-    `all` also shows vLLM's and old names, and how they are handled.
+    `all`: every flag, and vLLM's and old names with how they are handled.
     """
-    if topic.lower() in ("", "all"):
-        return _everything(prog, old=bool(topic))
+    if topic == "":
+        return _first_screen(prog)
+    if topic.lower() == "all":
+        own = (_section(section, list(options().values())) for section in sections())
+        return "\n".join([_usage(prog), *own, _old(list(OLD))])
     wanted = topic.lower().lstrip("-").replace("-", "_")
-    wanted = GROUPS.get(wanted, wanted)
-    for section in sections():
-        if wanted in (section, section_help(section)[0].lower()):
-            return _section(section, list(options().values()))
+    wanted = GROUPS.get(wanted, wanted.removesuffix("config"))
+    if wanted in sections():
+        return _section(wanted, list(options().values()))
     found = [option for option in options().values() if topic in option.short]
     found = found or [option for option in options().values() if wanted in option.name]
     rows = [row.name for row in OLD.values() if wanted in row.name]
@@ -50,19 +73,33 @@ def sections() -> list[str]:
     return [section.name for section in fields(EngineConfig)]
 
 
-def _everything(prog: str, *, old: bool) -> str:
-    head = (
+def _usage(prog: str) -> str:
+    return (
         f"usage: {prog} [MODEL] [flags]\n\n"
         "MODEL is a local directory, a hub id, or quire-tiny (the embedded model, which is the default).\n"
         "Dashes and underscores mean the same; switches have a --no- form; JSON may be given by parts\n"
-        "(--hf-overrides.key value); numbers may be 4k (4,000) or 4K (4,096).\n\n"
-        "--config FILE       read flags from a YAML file; the command line wins\n"
-        f"--help=SECTION      one section: {', '.join(sections())}\n"
-        "--help=WORD         flags with WORD in their name\n"
-        "--help=all          also vLLM's other flags and old names, and how each is handled\n"
+        "(--hf-overrides.key value); numbers may be 4k (4,000) or 4K (4,096).\n"
     )
-    parts = [head, *(_section(section, list(options().values())) for section in sections())]
-    return "\n".join([*parts, _old(list(OLD))] if old else parts)
+
+
+def _first_screen(prog: str) -> str:
+    """What a newcomer needs, on one screen."""
+    parts = [
+        f"usage: {prog} [MODEL] [flags]\n\n"
+        f"  {prog} Qwen/Qwen3-0.6B --max-model-len 8192 --port 8000\n\n"
+        "MODEL is a local directory, a hub id, or quire-tiny (the embedded model, which is the default).\n"
+    ]
+    for title, flags in FIRST.items():
+        rows = [f"  --{name.replace('_', '-'):<28}{words}" for name, words in flags.items()]
+        parts.append("\n".join([title, *rows]) + "\n")
+    parts.append(
+        "More\n"
+        "  --config FILE                 read flags from a YAML file; the command line wins\n"
+        "  --help=all                    every flag, with vLLM's other flags and old names\n"
+        "  --help=WORD                   flags with WORD in their name\n"
+        f"  --help=SECTION                one of {', '.join(sections())}\n"
+    )
+    return "\n".join(parts)
 
 
 def _section(section: str, shown: list[Option]) -> str:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 
 from quire.config.engine import EngineConfig
-from quire.config.ranges import AtLeast1
+from quire.config.ranges import AtLeast1, in_words
 from quire.errors import ConfigError
 
 Kind = Literal["flag", "int", "float", "text", "json", "list", "maybe"]
@@ -99,7 +99,7 @@ def _kind(members: list[Any]) -> Kind:
 
 @functools.cache
 def section_help(section: str) -> tuple[str, dict[str, str]]:
-    """A section's title, and each field's docstring: the string below the field in the source."""
+    """A section's title (its docstring), and each field's docstring: the string below the field in the source."""
     kind = section_class(section)
     module = importlib.import_module(kind.__module__)
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def section_help(section: str) -> tuple[str, dict[str, str]]:
             continue
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             words[node.target.id] = " ".join(str(after.value.value).split())
-    return kind.__name__, words
+    return str(kind.__doc__).rstrip("."), words
 
 
 # Values
@@ -154,9 +154,8 @@ def coerce(option: Option, value: Any) -> Any:
         return option.default
     try:
         converted = _coerce(option, value)
-    except (ValueError, TypeError) as why:  # msgspec.ValidationError is a ValueError
-        says = str(why).replace(" | null", "")
-        raise ConfigError(f"{option.name}={value!r}: {says}") from None
+    except (ValueError, TypeError) as why:
+        raise ConfigError(f"{option.name}={value!r}: {in_words(why)}") from None
     if option.choices and converted not in option.choices:
         raise ConfigError(f"{option.name}={value!r}: choose from {', '.join(option.choices)}")
     return converted
@@ -188,12 +187,14 @@ def _coerce(option: Option, value: Any) -> Any:
 
 
 def json_object(value: Any) -> dict[str, Any]:
-    """A dict, from itself or from JSON text."""
+    """A dict, from itself, from JSON text, or from an object such as vLLM's StructuredOutputsConfig."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as why:
             raise ValueError(f"must be a JSON object such as '{{\"key\": 1}}' ({why})") from None
+    if not isinstance(value, dict) and hasattr(value, "__dict__"):
+        value = {key: item for key, item in vars(value).items() if item is not None}
     if not isinstance(value, dict):
         raise TypeError("must be a JSON object (a dict)")
     return value

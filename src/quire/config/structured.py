@@ -24,9 +24,7 @@ class StructuredConfig:
     disable_additional_properties, enable_in_reasoning, jumps (append forced tokens without sampling them; default true)."""
 
 
-class StructuredOutputsOptions(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class StructuredOutputsOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of `structured_outputs_config`."""
 
     backend: str = "auto"
@@ -43,18 +41,17 @@ def structured_options(json_object: Mapping[str, Any]) -> StructuredOutputsOptio
         ConfigError: an unknown key, or an invalid value.
     """
     own = dict(json_object)
-    for name in ("reasoning_parser", "reasoning_parser_plugin"):
-        if own.pop(name, None):
+    keys = StructuredOutputsOptions.__struct_fields__
+    for key, value in own.items():
+        if key not in keys:
             raise ConfigError(
-                f"structured_outputs_config.{name}: use the flag --{name.replace('_', '-')} instead"
+                f"structured_outputs_config.{key}: unknown key; choose from {', '.join(keys)}"
             )
+        if key != "backend" and not isinstance(value, bool):
+            raise ConfigError(f"structured_outputs_config.{key}={value!r}: must be true or false")
     if "backend" in own:
         own["backend"] = backend(own["backend"])
-    try:
-        return msgspec.convert(own, StructuredOutputsOptions)
-    except msgspec.ValidationError as why:
-        keys = ", ".join(StructuredOutputsOptions.__struct_fields__)
-        raise ConfigError(f"structured_outputs_config: {why}; the keys are {keys}") from None
+    return StructuredOutputsOptions(**own)
 
 
 def backend(value: Any) -> str:

@@ -33,6 +33,13 @@ class VllmFlag:
     to: Callable[[Any], dict[str, Any]] | None = None
     """Returns the fields that it sets."""
 
+    @property
+    def default(self) -> Any:
+        """A value that requests nothing."""
+        if self.to is not None:
+            return None
+        return False if self.kind == "flag" else next(iter(self.quiet), None)
+
 
 OLD: dict[str, VllmFlag] = {}
 SHORT = {
