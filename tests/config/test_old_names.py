@@ -11,8 +11,9 @@ import pytest
 from quire.config.engine_args import AsyncEngineArgs, EngineArgs
 from quire.config.flags import FlagParser, parse
 from quire.config.from_keywords import UnknownName, engine_config, translate
+from quire.config.options import options
 from quire.config.structured import structured_options
-from quire.config.vllm_flags import OLD, SHORT, VllmFlag
+from quire.config.vllm_flags import OLD, SHORT, TABLE, VllmFlag
 from quire.errors import ConfigError, Unsupported
 
 ROWS = [row for row in OLD.values() if row.name != "model_tag"]  # that one is the positional word
@@ -22,6 +23,8 @@ def loud(row: VllmFlag):
     """A value that asks for something."""
     if row.kind == "flag":
         return True
+    if row.name == "max_num_scheduled_tokens":
+        return 512
     return ["loud"] if row.kind == "list" else "loud"
 
 
@@ -70,6 +73,18 @@ def test_a_default_passes_without_a_word(row, warnings):
         engine_config({row.name: False})
         parse(on_command_line(row, False))
     assert not warnings
+
+
+def test_no_name_is_in_the_table_twice():
+    sections = (TABLE[name] for name in ("refused", "warned", "accepted"))
+    names = [
+        re.match(r"\w+", word)[0]
+        for rows in sections
+        for words in rows.values()
+        for word in words.split()
+    ]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(options())
 
 
 def test_short_forms_are_of_rows():

@@ -18,7 +18,7 @@ TAKEN = """
 model=some/model dtype=bfloat16 dtype=half dtype=float32 max_model_len=128 max_model_len=auto max_num_seqs=4 max_num_batched_tokens=512
 gpu_memory_utilization=0.5 kv_cache_memory_bytes=1000 block_size=32 kv_cache_dtype=auto num_gpu_blocks_override=9 swap_space=4
 cpu_offload_gb=0 seed=3 tokenizer=t tokenizer_mode=slow tokenizer_mode=auto max_logprobs=5 logprobs_mode=raw_logits load_format=dummy
-load_format=npcache load_format=pt load_format=safetensors download_dir=/d revision=r code_revision=r tokenizer_revision=r config_format=hf
+load_format=hf load_format=npcache load_format=pt load_format=safetensors download_dir=/d revision=r code_revision=r tokenizer_revision=r config_format=hf
 quantization=awq scheduling_policy=priority num_scheduler_steps=1 preemption_mode=recompute preemption_mode=swap runner=generate
 model_impl=transformers model_impl=vllm generation_config=vllm chat_template=t chat_template_content_format=openai hf_token=secret
 attention_backend=TORCH_SDPA attention_backend=XFORMERS distributed_executor_backend=mp distributed_executor_backend=uni
@@ -66,6 +66,25 @@ enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_paral
 data_parallel_address=1.2.3.4 numa_bind device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
 attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backend=x exclude_tools_when_tool_choice_none
 disable_chunked_mm_input interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
+"""
+# The flags that vLLM 0.32 has beside all of these
+NEWER = """
+--aggregate-engine-logging --anthropic-disabled-thinking-effort --aux-output-config --cohere-format --cohere-is-reasoning-model
+--cpu-distributed-timeout-seconds --data-parallel-supervisor-port --dcp-q-replicate --dp-supervisor-probe-failure-threshold
+--dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s --dp-sync-interval --ec-manager-config --elastic-ep-max-dp-size
+--enable-batch-sharded-sampling --enable-cumem-allocator --enable-flashinfer-autotune --enable-hc-sp
+--enable-mamba-shared-prefix-checkpoint --enable-moe-shared-loras --enable-nccl-comm-suspend --enable-shm-tensor-arena
+--enable-trace-replay --fingerprint-value --grpc-port --jit-monitor-mode --jit-monitor-verbose --kda-decode-backend
+--long-prefill-token-threshold-adaptive --mamba-ssu-algorithm --max-lora-cls-labels --max-num-scheduled-tokens
+--mm-device-do-normalize --mm-encoder-fp8-scale-save-margin --mm-encoder-fp8-scale-save-path --mm-hasher-algorithm
+--mm-ipc-gpu-memory-gb --mm-processor-device --no-cohere-is-reasoning-model --no-dcp-q-replicate
+--no-enable-batch-sharded-sampling --no-enable-cumem-allocator --no-enable-flashinfer-autotune --no-enable-hc-sp
+--no-enable-mamba-shared-prefix-checkpoint --no-enable-moe-shared-loras --no-enable-nccl-comm-suspend --no-enable-shm-tensor-arena
+--no-enable-trace-replay --no-jit-monitor-verbose --no-long-prefill-token-threshold-adaptive --no-mm-device-do-normalize
+--no-sleep-mode-offload-cudagraph --no-swa-bounded-replay --no-use-fp64-gumbel --no-use-replayssm
+--per-request-spec-decode-metrics --prefill-schedule-interval --prefix-cache-retention-interval --prefix-match-unit
+--replayssm-buffer-len --safetensors-prefetch-block-size --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names
+--sparse-indexer-topk-backend --swa-bounded-replay --use-fp64-gumbel --use-replayssm --video-pruning-method
 """
 SILENT = """
 enable_reasoning enable_sleep_mode language_model_only max_loras=1 swap_space=0 limit_mm_per_prompt={"image":0} device=auto device=cpu task=generate
@@ -149,6 +168,30 @@ def test_what_has_no_meaning_here_is_said(argv, warnings):
     parse(argv)
     assert len(warnings) == 1
     assert warnings[0].startswith((f"{argv[0]} has no effect: ", f"{argv[0]} is an old name: "))
+
+
+@pytest.mark.parametrize("flag", NEWER.split())
+def test_a_flag_of_vllm_0_32_is_known(flag, warnings):
+    """None ends the start with "unknown flag"; one that asks for something is answered."""
+    name = flag[2:].replace("-", "_")
+    if flag.startswith("--no-"):
+        parse([flag])
+        assert not warnings
+        return
+    row = OLD[name]
+    try:
+        parse([flag] if row.kind == "flag" else [flag, "7"])
+    except SystemExit:
+        assert row.treatment == "E"
+    else:
+        assert [text.split()[0] for text in warnings] == [flag]
+
+
+def test_the_number_of_scheduled_tokens_is_that_of_a_step(warnings):
+    assert parse(["--max-num-scheduled-tokens", "4K"]).scheduler.max_num_batched_tokens == 4096
+    both = ["--max-num-scheduled-tokens", "4096", "--max-num-batched-tokens", "512"]
+    assert parse(both).scheduler.max_num_batched_tokens == 512
+    assert len(warnings) == 2
 
 
 @pytest.mark.parametrize("argv", words(SILENT), ids=as_id)

@@ -124,6 +124,7 @@ def test_links_of_the_hubs_cache_are_followed(folder: Path):
         (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
     assert read_config(str(snapshot))
     kind, files = weight_files(str(snapshot))
+    assert weight_files(str(snapshot), "hf") == (kind, files)
     assert kind == "safetensors"
     assert all(file.is_symlink() and header(file) for file in files)
     for file in files:

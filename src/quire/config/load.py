@@ -11,7 +11,7 @@ class LoadConfig:
     """Checkpoints."""
 
     load_format: str = "auto"
-    """auto, safetensors, pt, npcache or dummy."""
+    """auto (also: hf), safetensors, pt, npcache or dummy (random weights)."""
     download_dir: str | None = None
     """Directory for files downloaded from the hub; unset: the hub's cache."""
     model_loader_extra_config: dict[str, Any] = field(default_factory=dict)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-FORMATS = ("auto", "safetensors", "pt", "npcache", "dummy")
+FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "dummy")
 ITEMSIZE = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -55,11 +55,11 @@ def weight_files(path: str, load_format: str = "auto") -> tuple[str, list[Path]]
     if load_format not in FORMATS:
         raise ConfigError(f"load_format={load_format!r}: choose from {', '.join(FORMATS)}")
     root = Path(path)
-    if load_format in ("auto", "safetensors", "dummy"):
+    if load_format in ("auto", "hf", "safetensors", "dummy"):
         files = _indexed(root, "model.safetensors.index.json") or _single_safetensors(root)
         if files:
             return "safetensors", files
-    if load_format in ("auto", "pt", "npcache", "dummy"):
+    if load_format in ("auto", "hf", "pt", "npcache", "dummy"):
         files = _indexed(root, "pytorch_model.bin.index.json")
         for pattern in PICKLES if not files else ():
             files = [f for f in sorted(root.glob(pattern)) if not f.name.startswith(NOT_WEIGHTS)]
