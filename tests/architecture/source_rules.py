@@ -97,7 +97,7 @@ CORE = re.compile(r"quire/scheduler/|quire/engine/core\.py|quire/worker/worker\.
 SAYS_CUDA = re.compile(r"quire/(platforms|attention|ops/triton|ops/cpu)/|quire/worker/graphs\.py")
 FEATURES = re.compile(
     r"(?<![a-z])(lora|grammar|guided|structured|speculat|eagle|medusa|multimodal|vision|audio|pooling"
-    r"|nixl|lmcache|connector|cuda)",
+    r"|nixl|lmcache|connector|cuda|beam|thinking|fair.?share|sleep|tool.?call)",
     re.IGNORECASE,
 )
 NAMELESS = {"utils", "util", "helpers", "common", "misc"}

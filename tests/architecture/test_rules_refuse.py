@@ -111,6 +111,7 @@ CASES = [
         "supervision = 1",
     ),
     ("the_core_names_no_feature", "quire/worker/worker.py", "x = 'cuda'", "x = device"),
+    ("the_core_names_no_feature", "quire/scheduler/a.py", "beam = 1", "# a request"),
     ("modules_say_what_they_know", "quire/a.py", "x = 1", DOC + "x = 1"),
     ("modules_say_what_they_know", "quire/worker/__init__.py", "", DOC),
     (

@@ -51,11 +51,11 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "undo forgets the pending tokens": (BUILDING, "PlanBuilder.remove_work", "request.num_pending_tokens -= ANY", ""),
     "admission after preemption in the same plan": (SCHEDULER, "Scheduler.plan", "builder.preempted", "False"),
     "preempts the first come": (
-        SCHEDULER, "Scheduler.plan", "max(ANY, key=ANY)", "min(self.running, key=lambda r: r.order)",
+        QUEUES, "WaitingQueue.victim_for_blocks", "max(ANY, key=ANY)", "min(running, key=lambda r: r.order)",
     ),
     "the queue forgets who came first": (QUEUES, "_backwards", "-number", "number"),
-    "a tenant's end is not told": (SCHEDULER, "Scheduler._end", "self.waiting.ended(ANY)", "pass"),
-    "the oldest is preempted": (FAIR, "FairQueue.victim_for", "lambda r: r.order", "lambda r: tuple(-part for part in r.order)"),
+    "a tenant's end is not told": (SCHEDULER, "Scheduler._end", "self.waiting.on_finished(ANY)", "pass"),
+    "the oldest is preempted": (FAIR, "FairQueue.victim_for_row", "lambda r: r.order", "lambda r: tuple(-part for part in r.order)"),
     "a gate's stop is a skip": (
         SCHEDULER, "Scheduler._admit",
         "if not num_tokens or not self.kv.admit(ANY, ANY, ANY, ANY): break",

@@ -1,7 +1,7 @@
 """Request: one generation, or one prompt whose output is a tensor, as the scheduler sees it.
 
 Knows tokens, counts and blocks. Fields that several features share are here (`adapter`, `media`, `drafted`, `tenant`,
-`is_subrequest`). A feature that needs more state for a request keeps a dict by request id, in its own package.
+`is_subrequest`; decision 51). A feature that needs more state for a request keeps a dict by request id, in its own package.
 
     tokens     |------- prompt -------|--- output, known ---|- pending -|
     computed   |--------- KV written or in flight ----------------|          `num_computed_tokens`, always <= length

@@ -134,13 +134,13 @@ class Scheduler:
             while (new_blocks := self.kv.grow(request, num_tokens)) is None:
                 if self.held_blocks.of_preempted():
                     break  # a preempted request's blocks will be free soon: wait for them
-                victim = max(self.running, key=lambda r: r.order)
+                victim = self.waiting.victim_for_blocks(self.running)
                 self._preempt_for_blocks(victim, builder)
                 if victim is request:
                     break
             else:
                 builder.add_work(request, num_tokens, new_blocks, self.limits.drafts > 0)
-                self.waiting.charge(request, num_tokens)
+                self.waiting.on_scheduled(request, num_tokens)
         for request, _ in builder.pending_outputs:  # only now is this work certain to run
             self.kv.publish(request)
         if not builder.preempted:
@@ -245,7 +245,7 @@ class Scheduler:
             )
         )  # fmt: skip
         builder.add_work(request, num_tokens, [], self.limits.drafts > 0)
-        self.waiting.charge(request, num_tokens)
+        self.waiting.on_scheduled(request, num_tokens)
         self.kv.publish(request)
 
     def _preempt_for_row(self) -> None:
@@ -253,7 +253,7 @@ class Scheduler:
         first = None if self.free_rows else next(self._waiting_and_ready(), None)
         if first is None or first.num_pending_tokens:
             return
-        if victim := self.waiting.victim_for(first, self.running):
+        if victim := self.waiting.victim_for_row(first, self.running):
             self._preempt(victim)
 
     def preempt_all(self) -> None:
@@ -303,7 +303,7 @@ class Scheduler:
             self.waiting.remove(request)
             for gate in self.gates:
                 gate.gave_up(request)
-        self.waiting.ended(request)
+        self.waiting.on_finished(request)
 
     # -- commit ---------------------------------------------------------------------------------
     def commit(self, result: StepResult) -> list[EngineOutput]:

@@ -1,8 +1,8 @@
 """WaitingQueue: the waiting requests, in the order in which the scheduler considers them.
 
 Knows `Request.order`: (priority, arrival time, number), where the priority is 0 under first come, first served. So a
-preempted request returns to its own place under either policy, and so does the next step of a beam search, which has
-the arrival time of its search.
+preempted request returns to its own place under either policy. A request that continues earlier ones is considered
+early too, if the frontend gives it their arrival time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ def _backwards(request: Request) -> tuple[int, float, int]:
 
 
 class WaitingQueue:
-    """A list in reverse order, so that removing the first request from the end is cheap.
+    """The policy of the order: which request is admitted next, and which is preempted. The scheduler uses only these methods.
 
-    A subclass may define another order (`features/fair_share`); the scheduler uses only these methods.
+    A joint: a feature gives the scheduler a subclass that defines another order (decision 51). Here it is a list in
+    reverse order, so that removing the first request from the end is cheap.
     """
 
     def __init__(self) -> None:
@@ -35,13 +36,20 @@ class WaitingQueue:
         """Requests in queue order. The current request may be removed during the iteration."""
         return reversed(self._requests)
 
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """A step computes num_tokens of this request."""
+    def on_scheduled(self, request: Request, num_tokens: int) -> None:
+        """A step computes num_tokens of this request. An iteration over the queue may be under way."""
 
-    def ended(self, request: Request) -> None:
-        """The request has ended; `add` will not get it again."""
+    def on_finished(self, request: Request) -> None:
+        """The request has ended, running or waiting; `add` will not get it again."""
 
-    def victim_for(self, first: Request, running: Sequence[Request]) -> Request | None:
+    def victim_for_blocks(self, running: Sequence[Request]) -> Request:
+        """Which of `running` the scheduler must preempt when blocks are lacking.
+
+        Not always the same requests, or they never end: here the last in the order, so the first always goes on.
+        """
+        return max(running, key=lambda request: request.order)
+
+    def victim_for_row(self, first: Request, running: Sequence[Request]) -> Request | None:
         """Which of `running` the scheduler must preempt so that `first`, the first waiting request, gets a row."""
         return None
 

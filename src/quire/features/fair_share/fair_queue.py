@@ -69,7 +69,7 @@ class FairQueue(WaitingQueue):
             del self._lines[request.tenant]
         self.num_tokens -= request.num_prompt
 
-    def ended(self, request: Request) -> None:
+    def on_finished(self, request: Request) -> None:
         self.here[request.tenant] -= 1
         if not self.here[request.tenant]:
             del self.here[request.tenant]
@@ -77,12 +77,12 @@ class FairQueue(WaitingQueue):
             if len(self.served) - len(self.here) > MOST_IDLE:
                 self.served = {tenant: self.served[tenant] for tenant in self.here}
 
-    def charge(self, request: Request, num_tokens: int) -> None:
+    def on_scheduled(self, request: Request, num_tokens: int) -> None:
         is_output = num_tokens == 1 and request.num_computed_tokens > request.num_prompt
         cost = OUTPUT if is_output else num_tokens
         self.served[request.tenant] += cost / self.weight(request.tenant)
 
-    def victim_for(self, first: Request, running: Sequence[Request]) -> Request | None:
+    def victim_for_row(self, first: Request, running: Sequence[Request]) -> Request | None:
         rows: dict[str, int] = {}
         for request in running:
             rows[request.tenant] = rows.get(request.tenant, 0) + 1
