@@ -60,7 +60,9 @@ def run(lengths: list[int], rows: int, blocks: int, depth: int) -> tuple[Shortes
     core = EngineCore(scheduler, device, depth)
     requests, texts = [], {}
     for number, length in enumerate(lengths):
-        requests.append(EngineRequest(f"r{number}", list(range(1, length + 1)), SamplingParams(max_tokens=12)))
+        requests.append(
+            EngineRequest(f"r{number}", list(range(1, length + 1)), SamplingParams(max_tokens=12))
+        )
         device.kin[f"r{number}"] = (None, "")
         core.inbox.put(requests[-1])
         for output in core.turn():
