@@ -86,7 +86,7 @@ def test_a_policy_orders_and_preempts_for_a_row(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_policy_preempts_for_blocks(depth: int) -> None:
-    policy, core = run([4, 20, 5, 19], rows=4, blocks=13, depth=depth)
+    policy, _ = run([4, 20, 5, 19], rows=4, blocks=13, depth=depth)
     assert ("blocks", "r1") in policy.victims or ("blocks", "r3") in policy.victims
     assert sorted(policy.finished) == ["r0", "r1", "r2", "r3"]
     assert policy.finished.index("r0") < policy.finished.index("r1")
