@@ -13,6 +13,10 @@ class InternalError(QuireError):
     """The engine failed on a request. The text is for a program and for logs; a server does not send it to clients."""
 
 
+class ProcessorFailed(InternalError, RuntimeError):
+    """A logits processor raised an exception on a request; the log has it."""
+
+
 class ValidationError(QuireError, ValueError):
     """A request, or one of its parameters, is invalid. HTTP 400."""
 

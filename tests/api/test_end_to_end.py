@@ -15,6 +15,7 @@ import transformers
 from quire.api.async_llm import AsyncLLM
 from quire.api.llm import LLM
 from quire.config.engine_args import AsyncEngineArgs
+from quire.errors import Unsupported
 from quire.protocol.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 VOCAB = small_tokenizers.byte_level().get_vocab_size()
@@ -146,6 +147,20 @@ def test_calls_reach_the_model(llm: LLM, theirs: Any):
     (count,) = llm.apply_model(lambda model: sum(p.numel() for p in model.parameters()))
     assert count == sum(p.numel() for p in theirs.parameters())
     assert llm.collective_rpc("num_parameters") == [count]
+    (found,) = llm.collective_rpc("get_model")
+    inside = llm.collective_rpc(
+        lambda worker, name: (worker.get_model() is worker.model_runner.model, worker.rank, worker.device.type, name),
+        args=("x",),
+    )  # fmt: skip
+    assert inside == [(True, 0, "cpu", "x")]
+    seen: list[int] = []
+    llm.collective_rpc(
+        lambda worker: worker.get_model().register_forward_hook(lambda *_: seen.append(1)) and None
+    )
+    llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert seen
+    llm.collective_rpc(lambda worker: worker.get_model()._forward_hooks.clear())
+    assert sum(p.numel() for p in found.parameters()) == count
     llm.generate("the cat " * 20, SamplingParams(max_tokens=1), use_tqdm=False)
     (again,) = llm.generate("the cat " * 20, SamplingParams(max_tokens=1), use_tqdm=False)
     assert again.num_cached_tokens
@@ -171,6 +186,11 @@ def test_streams_from_an_engine_in_its_own_process(llm: LLM, checkpoint: Path):
         await stream.aclose()
         await other.check_health()
         assert await other.collective_rpc("num_parameters") == llm.collective_rpc("num_parameters")
+        with pytest.raises(Unsupported, match="worker in another process"):
+            await other.collective_rpc(lambda worker: worker)
+        assert (await other.get_vllm_config()).model_config.max_model_len == SETTINGS[
+            "max_model_len"
+        ]
         return found
 
     try:

@@ -7,11 +7,13 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import page_model_engine
 import pytest
+import torch
 from test_llm import GREEDY, model, plain
 
 from quire.api.llm import LLM
@@ -47,14 +49,29 @@ def test_calls_to_the_engine(llm: LLM):
         ["collective_rpc", "name", [1], {"k": 2}]
     ]
     assert llm.apply_model(lambda found: found is model(llm)) == [True]
-    with pytest.raises(Unsupported, match="collective_rpc of a function"):
-        llm.collective_rpc(lambda worker: 1)
+    found = llm.collective_rpc(
+        lambda worker, a, b: (worker.model, a, b), args=(1,), kwargs={"b": 2}
+    )
+    assert found == [(model(llm), 1, 2)]
     with pytest.raises(QuireError, match="no function 'nonsense'"):
         llm.client.call("nonsense")
 
 
 def test_names_that_programs_read(llm: LLM, folder: Path):
-    assert llm.llm_engine.model_config.model == str(folder)
+    config = llm.llm_engine.model_config
+    assert (config.model, config.tokenizer, config.max_logprobs) == (str(folder), str(folder), 20)
+    assert config.max_model_len == llm.client.ready.max_model_len
+    assert config.get_vocab_size() == llm.client.ready.vocab_size
+    assert isinstance(config.dtype, torch.dtype)
+    assert not hasattr(config, "nonsense")
+    parts = llm.llm_engine.vllm_config
+    assert parts.cache_config.num_gpu_blocks == llm.client.ready.num_blocks
+    assert parts.scheduler_config.max_num_seqs == llm.client.resolved.max_num_seqs
+    assert parts.parallel_config.world_size == 1
+    llm.enqueue(["a", "b"], GREEDY)
+    assert llm.llm_engine.get_num_unfinished_requests() == 2
+    llm.wait_for_completion(use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
     assert llm.llm_engine.tokenizer is llm.get_tokenizer()
     assert llm.supported_tasks == ("generate",)
     assert llm.get_world_size() == 1
@@ -144,3 +161,13 @@ def test_engine_args_are_taken(monkeypatch: pytest.MonkeyPatch, folder: Path):
 def test_importing_costs_no_torch():
     code = "import sys, quire.api.llm, quire.api.async_llm, quire.api.llm_engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("call", [lambda llm: llm.collective_rpc(print), lambda llm: llm.apply_model(print),
+                                  lambda llm: llm.collective_rpc("get_model")])  # fmt: skip
+def test_a_worker_in_another_process_takes_no_function(
+    llm: LLM, call: Callable[[LLM], Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(llm.client, "resolved", replace(llm.client.resolved, executor="mp"))
+    with pytest.raises(Unsupported, match=r"worker in another process .* cannot be sent"):
+        call(llm)

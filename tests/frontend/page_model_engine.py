@@ -147,6 +147,9 @@ class Executor:
     def call(self, name: str, *args: Any) -> list[Any]:
         if name == "collective_rpc" and args[0] == "apply_model":
             return [args[1][0](self.model)]
+        if name == "collective_rpc" and args[0] == "call_function":
+            function, *rest = args[1]
+            return [function(self, *rest, **args[2])]
         return [[name, *args]]
 
     def close(self) -> None:

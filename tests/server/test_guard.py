@@ -286,13 +286,15 @@ def test_the_document_says_what_a_proxy_takes_off():
     {"method": "apply_model", "args": [{"__by_name__": "os:getcwd"}]},
     {"method": "apply_model", "args": ["os:getcwd"]},
     {"method": "apply_model"},
+    {"method": "call_function", "args": ["os:getcwd"]},
+    {"method": "get_model"},
 ])  # fmt: skip
 def test_no_request_names_a_function_for_the_model(body: dict):
     state = make_state(engine := ScriptedEngine())
     state.dev_mode = True
     answer = ask(None, "POST", "/collective_rpc", body, state=state)
     assert answer.status_code == 400
-    assert "needs a function, which JSON cannot contain" in answer.json()["error"]["message"]
+    assert "a Python object, which JSON cannot contain" in answer.json()["error"]["message"]
     assert not engine.called
 
 

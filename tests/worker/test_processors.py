@@ -103,14 +103,16 @@ def test_failures_of_a_processor_of_ours():
     ]
     result = drive([WorkItem(row, 1) for row in range(4)], entered)
     assert result.errors == {1: "told", 2: "Force: force must be a token id"}
+    assert result.kinds == {2: "invalid"}
     assert (result.tokens[0], result.tokens[3]) == (well[:1], [9])
     drive.left = [1, 2]
     result = drive(
         [WorkItem(0, 1), WorkItem(3, 1), WorkItem(1, 1)], [enter(1, [5], wish(force="raise"))]
     )
     # all that use it fail in this step, and nobody else
-    message = "logits processor Force failed; the server's log has the exception"
+    message = "logits processor Force failed; the log has the exception"
     assert result.errors == {1: message, 2: message}
+    assert result.kinds == {1: "processor", 2: "processor"}
     assert result.tokens[0] == well[1:2]
     drive.left = [1, 3]
     assert drive([WorkItem(0, 1), WorkItem(1, 1)], [enter(1, [5], wish(force=8))]).tokens == [
@@ -206,7 +208,7 @@ def test_a_processor_of_vllms_shape_beside_rows_that_it_leaves_alone():
     drive.left = [0]
     result = drive([WorkItem(1, 1), WorkItem(2, 1)], [enter(2, [6], wish(**{"raise": 1}))])
     assert set(result.errors) == {0, 1}  # such a class sees all rows at once
-    assert "Follow failed; the server's log" in result.errors[0]
+    assert "Follow failed; the log" in result.errors[0]
     drive.left = [1, 2]
     drive([])
     assert generate(worker, {0: ([5], wish())}, 3)[0] == {0: follow(TinyModel(), [5], 3)}
@@ -247,7 +249,7 @@ def test_functions_of_one_request():
     assert not set(texts[2]) & {*first, 5}
     for result in results:
         assert list(result.errors) == [3]
-        assert "OneByOne failed; the server's log" in result.errors[3]
+        assert "OneByOne failed; the log" in result.errors[3]
     # with nobody beside it that a function serves
     assert generate(worker, {1: ([5], wish())}, 2)[0][1] == texts[1][:2]
 
@@ -266,7 +268,7 @@ class Shrinks(LogitsProcessor):
 def test_logits_of_another_shape_are_refused():
     worker = make_worker(processors=load_processors([Shrinks]))
     _, (result,) = generate(worker, {0: ([5], wish(temperature=1.0))}, 1)
-    assert "Shrinks failed; the server's log" in result.errors[0]
+    assert "Shrinks failed; the log" in result.errors[0]
     # it changes no argmax, so it does not run where all rows are greedy
     assert generate(worker, {0: ([5], wish())}, 2)[0][0] == follow(TinyModel(), [5], 2)
 

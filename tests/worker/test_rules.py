@@ -202,5 +202,5 @@ def test_no_token_left_fails_its_row_alone():
         assert result.errors == {
             1: "no token is left to sample: allowed_token_ids and bad_words together exclude them all"
         }
-        assert result.invalid == [1]
+        assert result.kinds == {1: "invalid"}
         assert result.tokens[0] == TEXT[:1]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Self
 
 from quire import env
 from quire.api.async_engine import AsyncEngine
+from quire.api.engine_facts import EngineFacts
 from quire.api.metrics import engine_stats
 from quire.api.unsupported import UnsupportedMethods
+from quire.api.worker_call import worker_call
 from quire.config.engine import EngineConfig
 from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient
@@ -22,7 +24,7 @@ from quire.observe.stats_log import StatsLog
 from quire.protocol.sampling_params import SamplingParams
 
 
-class AsyncLLM(AsyncEngine, UnsupportedMethods):
+class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
     """`async for output in llm.generate("Once", SamplingParams(...), "my-id"): ...`
 
     `SamplingParams.output_kind` selects what each output contains. Use it in one event loop at a time.
@@ -191,17 +193,15 @@ class AsyncLLM(AsyncEngine, UnsupportedMethods):
             await asyncio.sleep(0.01)
 
     # -- about the engine -----------------------------------------------------------------------
-    @property
-    def model_config(self) -> Any:
-        """The model's configuration as requested."""
-        return self.config.model
-
     async def get_tokenizer(self, lora_request: Any = None) -> Tokenizer:
         """Raises ValidationError: skip_tokenizer_init=True left the tokenizer out."""
         return self.front.need_tokenizer()
 
     async def get_model_config(self) -> Any:
-        return self.config.model
+        return self.model_config
+
+    async def get_vllm_config(self) -> Any:
+        return self.vllm_config
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
@@ -221,8 +221,8 @@ class AsyncLLM(AsyncEngine, UnsupportedMethods):
         return bool(await self.call("reset_prefix_cache", reset_running_requests))
 
     async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
+        self, method: str | Callable[..., Any], timeout: float | None = None, args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:  # fmt: skip
-        """Call a method of every worker by its name; returns one result per worker."""
-        return list(await self.call("collective_rpc", method, list(args), dict(kwargs or {})))
+        """As `LLM.collective_rpc`. The worker is in another process unless QUIRE_ENABLE_V1_MULTIPROCESSING=0."""
+        return list(await self.call(*worker_call(self.client, method, args, kwargs)))

@@ -14,19 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, Unpack
 
+from quire.api.engine_facts import EngineFacts
 from quire.api.metrics import Metric, MetricsWatch
 from quire.api.progress import Progress, progress
 from quire.api.prompt_batch import BatchOptions, Params, accept_all, refuse_media_and_lora
 from quire.api.unsupported import UnsupportedMethods
+from quire.api.worker_call import worker_call
 from quire.config.engine import EngineConfig
 from quire.config.from_keywords import engine_config
 from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient
-from quire.errors import QuireError, Unsupported, ValidationError
+from quire.errors import InternalError, QuireError, ValidationError
 from quire.frontend.beam_search import search_together
 from quire.frontend.chat import ChatOptions, conversations
 from quire.frontend.input_processor import AcceptedRequest
-from quire.frontend.outputs import BeamSearchOutput, RequestOutput
+from quire.frontend.outputs import BeamSearchOutput, RequestOutput, error_of
 from quire.frontend.prompts import Prompt, read_prompts
 from quire.frontend.request_manager import RequestManager
 from quire.frontend.startup import start_engine
@@ -37,7 +39,7 @@ from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 log = get_logger(__name__)
 
 
-class LLM(UnsupportedMethods):
+class LLM(EngineFacts, UnsupportedMethods):
     """`LLM("quire-tiny").generate(["Once upon a time"], SamplingParams(max_tokens=20))`
 
     Args:
@@ -109,10 +111,12 @@ class LLM(UnsupportedMethods):
             priority: lower runs sooner, one for all or one for each (scheduling_policy="priority").
             tokenization_kwargs: add_special_tokens, truncate_prompt_tokens.
 
-        If a single request fails, its finish_reason is "error", and `error` has the reason.
+        If the engine fails on a single request, its finish_reason is "error", and `error` has the reason.
 
         Raises:
-            ValidationError: an invalid prompt or parameter; then nothing was generated.
+            ValidationError: an invalid prompt or parameter. Most are found before anything is generated; a logits
+                processor, or a grammar, may refuse a request later.
+            ProcessorFailed: a logits processor raised an exception.
             EngineDeadError: the engine has stopped.
         """
         return self.run_accepted(self._accept(prompts, sampling_params, **options), use_tqdm)
@@ -155,6 +159,7 @@ class LLM(UnsupportedMethods):
 
         Raises:
             ValidationError: an id that was not enqueued, or whose output was already fetched.
+            Others: as `generate`; the other outputs can still be fetched.
         """
         with self._running:
             ids = (
@@ -253,6 +258,11 @@ class LLM(UnsupportedMethods):
                     if output.request_id in open_ones:
                         open_ones.remove(output.request_id)
                         bar.count(output)
+        for id in ids:
+            error = error_of(self._uncollected[id])
+            if error is not None and type(error) is not InternalError:
+                del self._uncollected[id]
+                raise error
         return [self._uncollected.pop(id) for id in ids]
 
     def _turn(self) -> Iterator[RequestOutput]:
@@ -273,13 +283,15 @@ class LLM(UnsupportedMethods):
     # -- about the engine -----------------------------------------------------------------------
     @property
     def llm_engine(self) -> LLM:
-        """This object: older programs read `tokenizer` and `model_config` of `llm_engine`."""
+        """This object: programs read `tokenizer`, `model_config` and other attributes of `llm_engine`."""
         return self
 
-    @property
-    def model_config(self) -> Any:
-        """The model's configuration as requested."""
-        return self.config.model
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that are enqueued or run."""
+        return len(self.front.live)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.front.live)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -326,27 +338,22 @@ class LLM(UnsupportedMethods):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker by its name; returns one result per worker.
+        """Call a method of every worker by its name, or `method(worker, *args, **kwargs)`; returns one result per worker.
 
         Raises:
-            Unsupported: a function instead of a name: workers may be other processes.
+            Unsupported: a function, or the method get_model, for a worker in another process.
             ValidationError: no method of this name.
             QuireError: the method failed.
         """
-        if not isinstance(method, str):
-            raise Unsupported(
-                "collective_rpc of a function", "pass a method's name, or use apply_model(function)"
-            )
-        return list(self.client.call("collective_rpc", method, list(args), dict(kwargs or {})))
+        return list(self.client.call(*worker_call(self.client, method, args, kwargs)))
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """`func(model)` of every worker. The workers must run in this process (the default)."""
-        if self.client.resolved.executor != "uni":
-            raise Unsupported(
-                f"apply_model with distributed_executor_backend={self.client.resolved.executor!r}",
-                "use distributed_executor_backend='uni'",
-            )
-        return list(self.client.call("collective_rpc", "apply_model", [func], {}))
+        """`func(model)` of every worker.
+
+        Raises:
+            Unsupported: the worker is in another process (distributed_executor_backend="mp").
+        """
+        return self.collective_rpc("apply_model", args=[func])
 
     # -- sleep ----------------------------------------------------------------------------------
     def sleep(self, level: int = 1, mode: str = "abort") -> None:

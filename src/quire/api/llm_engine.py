@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
+from quire.api.engine_facts import EngineFacts
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.frontend.outputs import RequestOutput
@@ -18,7 +19,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.sampling_params import SamplingParams
 
 
-class LLMEngine:
+class LLMEngine(EngineFacts):
     """An engine in this program; the caller drives its steps. Not thread-safe."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None = None):
@@ -88,11 +89,6 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.front.live)
-
-    @property
-    def model_config(self) -> Any:
-        """The model's configuration as requested."""
-        return self.config.model
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -17,7 +17,14 @@ from typing import Any, Protocol
 from quire.config.engine import Resolved
 from quire.engine.core import EngineCore, Outbox
 from quire.engine.shared_state import EngineState
-from quire.errors import EngineDeadError, InternalError, QueueFull, QuireError, ValidationError
+from quire.errors import (
+    EngineDeadError,
+    InternalError,
+    ProcessorFailed,
+    QueueFull,
+    QuireError,
+    ValidationError,
+)
 from quire.logging import get_logger
 from quire.protocol.output import (
     EngineOutput,
@@ -35,6 +42,7 @@ ERRORS: dict[ErrorKind, type[QuireError]] = {
     "invalid": ValidationError,
     "overloaded": QueueFull,
     "reported": QuireError,
+    "processor": ProcessorFailed,
     "internal": InternalError,
 }
 

@@ -13,8 +13,9 @@ from quire.protocol.tensor_data import TensorData
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 FINISHES: tuple[FinishReason, ...] = get_args(FinishReason)
-ErrorKind = Literal["invalid", "overloaded", "reported", "internal"]
-"""HTTP 400, 503, 500 and 500. The text of an `internal` error may quote anything; the others are written for clients."""
+ErrorKind = Literal["invalid", "overloaded", "reported", "processor", "internal"]
+"""HTTP 400, 503, and three times 500. The text of `internal` errors, and of logits processors, may quote anything; the
+others are written for clients."""
 
 
 class Logprobs(Struct, array_like=True, omit_defaults=True, gc=False):

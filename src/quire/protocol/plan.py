@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from quire.protocol.output import Logprobs
+from quire.protocol.output import ErrorKind, Logprobs
 from quire.protocol.request import RequestParams
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.tensor_data import TensorData
@@ -65,7 +65,7 @@ class StepResult(Struct, array_like=True, omit_defaults=True, gc=False, tag="res
     logprobs: dict[int, Logprobs] = {}
     prompt_logprobs: dict[int, Logprobs] = {}
     errors: dict[int, str] = {}  # only this request fails, for this reason
-    invalid: list[int] = []  # those of `errors` that the request itself caused (HTTP 400)
+    kinds: dict[int, ErrorKind] = {}  # of those of `errors` that are not internal
     extras: dict[str, bytes] = {}  # hook -> gate
     # forced tokens, which follow without a draw; none of them is computed yet
     forced_tokens: dict[int, list[int]] = {}

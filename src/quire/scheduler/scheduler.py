@@ -316,8 +316,7 @@ class Scheduler:
             if request.finish is not None:
                 continue
             if result.errors and (error := result.errors.get(index)) is not None:
-                kind: ErrorKind = "invalid" if index in result.invalid else "internal"
-                outputs.append(self._fail(request, error, kind))
+                outputs.append(self._fail(request, error, result.kinds.get(index, "internal")))
                 continue
             if num_pending < 0:  # cancelled: it was drawn for a row that the request has left
                 continue

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import env
+from quire.api.worker_call import IN_PROCESS
 from quire.engine import sleep_client
 from quire.engine.sleep import checked_level, checked_tags
 from quire.server.errors import ApiError, invalid
@@ -26,8 +27,6 @@ from quire.server.schemas import AbortRequest, RpcRequest
 from quire.version import __version__
 
 RPC_TIMEOUT_S = 300.0
-PROGRAMS_ONLY = {"apply_model"}
-"""Worker functions that take a function. A request cannot name a function to import."""
 SECRET = ("api_key", "hf_token", "ssl_keyfile")
 
 
@@ -70,9 +69,10 @@ async def collective_rpc(request: Request) -> Response:
     patience = RPC_TIMEOUT_S if body.timeout is None else body.timeout
     if not 0 < patience <= RPC_TIMEOUT_S:
         raise invalid(f"`timeout` must be above 0 and at most {RPC_TIMEOUT_S:g} s", "timeout")
-    if body.method in PROGRAMS_ONLY:
+    if body.method in IN_PROCESS:
         raise invalid(
-            f"`{body.method}` needs a function, which JSON cannot contain; call LLM.{body.method} from a program",
+            f"`{body.method}` takes or returns a Python object, which JSON cannot contain; call LLM.collective_rpc from"
+            " a program",
             "method",
         )
     call = engine.call("collective_rpc", body.method, body.args, body.kwargs)

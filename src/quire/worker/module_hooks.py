@@ -25,6 +25,23 @@ HookKeys = dict[tuple[str, str], set[Any]]
 """By (module name, hook table): the keys in that table."""
 
 
+class RpcWorker:
+    """The worker, as a user's function gets it, with the attributes of vLLM's worker that such functions use."""
+
+    rank = local_rank = 0
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+        self.device = worker.platform.device
+        self.model_runner = self  # functions read worker.model_runner.model
+
+    def get_model(self) -> Any:
+        return self.worker.model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+
 class ModuleHooks:
     """Wraps the worker functions that can add or lose hooks."""
 
@@ -37,6 +54,8 @@ class ModuleHooks:
         functions.update(
             collective_rpc=self.call,
             apply_model=self.apply,
+            call_function=self.call_function,
+            get_model=lambda: worker.model,
             sleep_worker=self.sleep,
         )
 
@@ -76,6 +95,10 @@ class ModuleHooks:
                 parameter="args",
             )
         return function(self.worker.model)
+
+    def call_function(self, function: Any, *args: Any, **keywords: Any) -> Any:
+        """Return `function(worker, *args, **keywords)`; raises as `apply`."""
+        return self.apply(lambda model: function(RpcWorker(self.worker), *args, **keywords))
 
     def sleep(self, level: int) -> None:
         """Replaces the worker's `sleep_worker`."""

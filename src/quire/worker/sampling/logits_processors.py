@@ -21,6 +21,7 @@ from quire.ops.masked_argmax import num_words
 from quire.protocol.plan import EnteredRow
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.request_rows import RequestRows
+from quire.worker.sampling.sampled_step import ProcessorFault, RequestFault
 
 log = get_logger(__name__)
 
@@ -97,7 +98,7 @@ class LogitsPipeline:
         self.counts = [0] * len(self.processors)
         self.needs_tokens = any(processor.needs_tokens for processor in self.processors)
 
-    def enter(self, new: EnteredRow) -> str | None:
+    def enter(self, new: EnteredRow) -> RequestFault | None:
         """The error with which this request must fail, if a processor rejects it."""
         for index, processor in enumerate(self.processors):
             try:
@@ -106,12 +107,10 @@ class LogitsPipeline:
                     self.uses[index, new.row] = True
                     self.counts[index] += 1
             except ValueError as error:
-                return f"{processor.name}: {error}"
+                return RequestFault(f"{processor.name}: {error}")
             except Exception:
                 log.exception("logits processor %s failed", processor.name)
-                return (
-                    f"logits processor {processor.name} failed; the server's log has the exception"
-                )
+                return failure(processor.name)
         return None
 
     def leave(self, row: int) -> None:
@@ -196,6 +195,6 @@ def _fail_rows(processor: Processor, selected: ProcessorRows) -> None:
         selected.errors.setdefault(index, failure(processor.name))
 
 
-def failure(name: str) -> str:
+def failure(name: str) -> ProcessorFault:
     """A request's error for an exception of a processor."""
-    return f"logits processor {name} failed; the server's log has the exception"
+    return ProcessorFault(f"logits processor {name} failed; the log has the exception")

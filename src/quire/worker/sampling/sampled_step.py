@@ -9,12 +9,13 @@ Shape suffixes: S rows that draw.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from quire.errors import NOT_FINITE
-from quire.protocol.output import Logprobs
+from quire.protocol.output import ErrorKind, Logprobs
 from quire.protocol.plan import StepResult
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.sampling.logprobs import ScoredTokens
@@ -42,6 +43,14 @@ class RequestFault(str):
     """An error of one row that its request caused: an invalid request, not a server error."""
 
     __slots__ = ()
+    kind: ClassVar[ErrorKind] = "invalid"
+
+
+class ProcessorFault(RequestFault):
+    """An exception of a logits processor."""
+
+    __slots__ = ()
+    kind = "processor"
 
 
 class SampledStep:
@@ -63,7 +72,6 @@ class SampledStep:
         ] = []  # each with its (item, position)
         self.prompts: dict[int, tuple[int, ScoredTokens]] = {}  # by item: first position, scores
         self.errors: dict[int, str] = {}  # by item
-        self.invalid: list[int] = []  # items that failed because the request is invalid
         self.event: torch.Event | None = None
 
     def copy_to_host(self) -> None:
@@ -87,7 +95,7 @@ class SampledStep:
         if self.event is not None:
             self.event.synchronize()
         tokens: list[list[int]] = [[] for _ in range(self.num_items)]
-        errors, invalid = dict(self.errors), list(self.invalid)
+        errors = dict(self.errors)
         if self.tokens_S is not None:
             for item, token in zip(self.items, self.tokens_S.tolist(), strict=True):
                 tokens[item] = [token]
@@ -95,16 +103,15 @@ class SampledStep:
                 errors.setdefault(self.items[at], NOT_FINITE)
             for at in _not_finite(self.max_allowed_logit_S):
                 if (item := self.items[at]) not in errors:
-                    errors[item] = no_token_left(self.params[at])
-                    invalid.append(item)
+                    errors[item] = RequestFault(no_token_left(self.params[at]))
         logprobs: dict[int, Logprobs] = {}
         for scored, places in self.scored:
             for at, (item, position) in enumerate(places):
                 logprobs[item] = scored.report(position, at, at + 1)
         prompts = {item: scored.report(start) for item, (start, scored) in self.prompts.items()}
-        invalid += [item for item, text in errors.items() if isinstance(text, RequestFault)]
+        kinds = {item: text.kind for item, text in errors.items() if isinstance(text, RequestFault)}
         texts = {item: str(text) for item, text in errors.items()}
-        return StepResult(self.step, tokens, logprobs, prompts, texts, invalid)
+        return StepResult(self.step, tokens, logprobs, prompts, texts, kinds)
 
 
 def _not_finite(highest_S: Tensor | None) -> list[int]:

@@ -33,7 +33,7 @@ from quire.worker.sampling.gumbel import keys
 from quire.worker.sampling.logits_processors import LogitsPipeline, Processor
 from quire.worker.sampling.logprobs import MODES, ScoredTokens, joined
 from quire.worker.sampling.row_params import ROW_PARAMS, is_greedy, is_limited, row_params
-from quire.worker.sampling.sampled_step import SampledStep
+from quire.worker.sampling.sampled_step import RequestFault, SampledStep
 from quire.worker.sampling.sampler_ops import TORCH_OPS, SamplerOps
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ class Sampler:
         self.logprobs: dict[int, tuple[int, Tensor | None]] = {}
         # Rows with prompt logprobs: the number of best tokens to report.
         self.prompt_logprobs: dict[int, int] = {}
-        self.invalid: dict[int, str] = {}  # rows with unusable parameters, which fail when they run
+        self.invalid: dict[
+            int, RequestFault
+        ] = {}  # rows with unusable parameters, which fail when they run
         # Rows that need more than a draw by the numbers of `params_R`.
         self.slow_path_rows: set[int] = set()
 
@@ -91,7 +93,7 @@ class Sampler:
                 self._refuse(new, "this engine generates tokens, and the request asks for none")
         except Exception:
             log.exception("row %d: its parameters are not valid", new.row)
-            self.invalid[new.row] = (
+            self.invalid[new.row] = RequestFault(
                 "its parameters are not valid; see the exception in the server's log"
             )
         row, tables = new.row, (self.logprobs, self.prompt_logprobs, self.invalid)
@@ -123,7 +125,7 @@ class Sampler:
             self.invalid[row] = error
 
     def _refuse(self, new: EnteredRow, reason: str) -> None:
-        self.invalid[new.row] = reason
+        self.invalid[new.row] = RequestFault(reason)
         self.rows.write_tokens(
             new.row, 0, [0] * len(new.tokens)
         )  # its ids may overrun the embedding
@@ -166,7 +168,6 @@ class Sampler:
             for index, item in enumerate(plan.work):
                 if (error := self.invalid.get(item.row)) is not None:
                     sampled.errors[index] = error
-                    sampled.invalid.append(index)
         sampled.copy_to_host()
         return sampled
 
