@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from quire.errors import Unsupported
 from quire.forward_context import ForwardBatch
 from quire.layers.decoder_layer import PreNormLayer
 from quire.ops.cpu.bindings import best
-from quire.protocol.plan import StepPlan
+from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.hooks import Hook
 
 AFTER = [0, 1, 3]  # of three layers
@@ -28,6 +29,19 @@ class Reading(Hook):
     def __init__(self) -> None:
         self.steps: list[tuple[Tensor, Tensor, dict[int, Tensor]]] = []
         self.batch: ForwardBatch | None = None
+        self.ids: dict[int, str] = {}  # by row
+        self.by_request: dict[tuple[str, int, int], Tensor] = {}  # (id, position, number of layers)
+
+    def enter(self, new: EnteredRow) -> None:
+        self.ids[new.row] = new.id
+
+    def of_request(self, id: str, after: int) -> Tensor:
+        found = {
+            at: state
+            for (of, at, count), state in self.by_request.items()
+            if (of, count) == (id, after)
+        }
+        return torch.stack([found[at] for at in sorted(found)])
 
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         self.batch = batch
@@ -37,39 +51,63 @@ class Reading(Hook):
             assert self.batch is not None, "the step ran on the fast path"
             states = {after: state.clone() for after, state in self.batch.hidden_states.items()}
             self.steps.append((self.batch.token_ids_T, self.batch.positions_T, states))
+            rows = [item.row for item in plan.work for _ in range(item.num_tokens)]
+            for number, state in states.items():
+                for row, at, one in zip(rows, self.batch.positions_T.tolist(), state, strict=True):
+                    self.by_request[self.ids[row], at, number] = one
 
 
 def worker_of(one: Engine) -> Any:
     return one.client.core.executor.worker
 
 
-def read(one: Engine) -> Reading:
+def read(one: Engine, after: Sequence[int] = AFTER) -> Reading:
     worker, hook = worker_of(one), Reading()
-    worker.model.record_hidden_states(AFTER)
+    worker.model.record_hidden_states(after)
     worker.hooks.append(hook)
     return hook
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_they_are_those_of_transformers(depth: int, tmp_path: Path) -> None:
-    path = make_checkpoint("llama", tmp_path)
-    (prompt,) = prompts(1, seed=4)
-    with engine(path, depth, max_num_batched_tokens=16) as one:
-        hook = read(one)
-        (text,) = one.tokens([prompt], greedy(COUNT))
+def of_transformers(path: str, tokens: list[int]) -> dict[int, Tensor]:
+    """By number of layers: inputs of layers, and the output of the last, in one pass of Transformers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     seen: dict[int, Tensor] = {}
-    for number, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(
-            lambda _, args, out, number=number: seen.update({number: args[0], number + 1: out})
-        )
-    tokens = torch.tensor([prompt + text])
+
+    def keep(number: int, args: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        seen.update({number: args[0][0], number + 1: output[0]})
+
+    trunk = model.transformer.h if hasattr(model, "transformer") else model.base_model.layers
+    for number, layer in enumerate(trunk):
+        layer.register_forward_hook(lambda _, args, out, number=number: keep(number, args, out))
     with torch.inference_mode():
-        model(input_ids=tokens, use_cache=False)
-    for after in AFTER:
-        got = torch.cat([states[after] for _, _, states in hook.steps])[: tokens.shape[1] - 1]
-        torch.testing.assert_close(got, seen[after][0, : len(got)], atol=2e-4, rtol=1e-4)
-        assert len(got) == len(prompt) + COUNT - 1
+        model(input_ids=torch.tensor([tokens]), use_cache=False)
+    return seen
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "more", "mode"),
+    [("llama", {}, None), ("llama", {"model_impl": "transformers"}, "paged"), ("gpt2", {}, "paged"), ("mamba", {}, "per request")],
+)  # fmt: skip
+def test_they_are_those_of_transformers(
+    kind: str, more: dict[str, Any], mode: str | None, depth: int, tmp_path: Path
+) -> None:
+    """Of each request in a batch: rows in chunks, and beside rows in decode."""
+    path = make_checkpoint(kind, tmp_path)
+    given = prompts(4, seed=4)
+    after = AFTER if kind == "llama" else [0, 1, 2 if kind == "gpt2" else 3]
+    with engine(path, depth, max_num_batched_tokens=16, **more) as one:
+        assert getattr(worker_of(one).model, "mode", None) == mode
+        hook = read(one, after)
+        texts = one.tokens(given, greedy(COUNT))
+        assert {len(state) for *_, states in hook.steps for state in states.values()} != {1}
+    for number, (prompt, text) in enumerate(zip(given, texts, strict=True)):
+        expected = of_transformers(path, prompt + text)
+        for count in after:
+            got = hook.of_request(str(number), count)
+            assert len(got) == len(prompt) + COUNT - 1
+            torch.testing.assert_close(got, expected[count][: len(got)], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.skipif(best() is None, reason="no native kernels run here")
@@ -102,14 +140,27 @@ def test_fused_layers_give_the_same_bits(depth: int, tmp_path: Path) -> None:
             assert torch.equal(found[1][after], torch.cat(seen[after]))
 
 
-def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
-    with (
-        engine(make_checkpoint("llama", tmp_path)) as one,
-        pytest.raises(ValueError, match=r"after \[4\] layers: the model has 3"),
-    ):
-        worker_of(one).model.record_hidden_states([1, 4])
-    with (
-        engine(make_checkpoint("mamba", tmp_path / "other")) as one,
-        pytest.raises(Unsupported, match="hidden states"),
-    ):
-        worker_of(one).model.record_hidden_states([1])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_what_cannot_be_recorded_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(make_checkpoint(kind, tmp_path)) as one:
+        model = worker_of(one).model
+        with pytest.raises(ValueError, match=r"after \[4\] layers: the model has [23]"):
+            model.record_hidden_states([1, 4])
+        if kind == "gpt2":
+            monkeypatch.setattr(model.config, "n_layer", 5)
+            with pytest.raises(Unsupported, match="it has no list of 5 decoder layers"):
+                model.record_hidden_states([1])
+
+
+def test_no_hook_stays_and_recording_can_end(tmp_path: Path) -> None:
+    with engine(make_checkpoint("gpt2", tmp_path)) as one:
+        model = worker_of(one).model
+        hook = read(one, [1])
+        texts = one.tokens(prompts(2), greedy(3))
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+        model.record_hidden_states([])
+        steps = len(hook.steps)
+        assert one.tokens(prompts(2), greedy(3)) == texts
+        assert [states for *_, states in hook.steps[steps:]] == [{}] * (len(hook.steps) - steps)

@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
         Raises:
             Unsupported: the model cannot. ValueError: it has fewer layers.
         """
-        raise Unsupported("hidden states of inner layers, of this model", "use a native model")
+        raise Unsupported("hidden states of inner layers, of this model", "use another model")
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """logits_SV."""
@@ -102,6 +102,13 @@ class LanguageModel(nn.Module):
 
     def forget(self, rows: list[int]) -> None:
         """Free what is kept for rows that requests leave or enter."""
+
+
+def checked_numbers(after: Sequence[int], num_layers: int) -> frozenset[int]:
+    """Numbers of layers. Raises ValueError: the model has fewer."""
+    if wrong := [number for number in after if not 0 <= number <= num_layers]:
+        raise ValueError(f"hidden states after {wrong} layers: the model has {num_layers}")
+    return frozenset(after)
 
 
 class CausalLM(LanguageModel):
@@ -140,10 +147,7 @@ class CausalLM(LanguageModel):
 
     def record_hidden_states(self, after: Sequence[int]) -> None:
         """See `LanguageModel`."""
-        layers = self.model.layers
-        if wrong := [number for number in after if not 0 <= number <= len(layers)]:
-            raise ValueError(f"hidden states after {wrong} layers: the model has {len(layers)}")
-        layers.recorded = frozenset(after)
+        self.model.layers.recorded = checked_numbers(after, len(self.model.layers))
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """logits_SV, in the model's dtype."""

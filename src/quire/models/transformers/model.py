@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -30,10 +30,11 @@ from quire.errors import Unsupported
 from quire.forward_context import ForwardBatch, current_batch
 from quire.layers.attention import Attention
 from quire.logging import get_logger
-from quire.models.base import LanguageModel
+from quire.models.base import LanguageModel, checked_numbers
 from quire.models.transformers import load as loading
 from quire.models.transformers import paged
 from quire.models.transformers import self_check as check
+from quire.models.transformers.hidden_states import HiddenStateRecorder, decoder_layers
 from quire.models.transformers.modes import (
     PAGED,
     PER_REQUEST,
@@ -85,6 +86,7 @@ class TransformersModel(LanguageModel):
         check_supported(self.config.to_dict(), type(model).__name__)
         self._layers = nn.ModuleList()
         self._caches: PerRequestCaches | None = None
+        self._recorder: HiddenStateRecorder | None = None
         self._frozen = loading.freeze_rope(model, max_model_len)
         self._trunk, self._output = find_trunk(model)
         self._runner = runner_of(model, self._trunk)
@@ -137,8 +139,15 @@ class TransformersModel(LanguageModel):
     def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of the step, [T, D], as the LM head needs them."""
         batch = current_batch()
-        with self._lookup_gives(embeddings_TD):
+        recording = nullcontext() if self._recorder is None else self._recorder.recording(batch)
+        with self._lookup_gives(embeddings_TD), recording:
             return self._forward(batch, batch.token_ids_T, positions)
+
+    def record_hidden_states(self, after: Sequence[int]) -> None:
+        """See `LanguageModel`. The model's decoder layers must be in one list."""
+        layers = decoder_layers(self._runner, int(self.config.num_hidden_layers))
+        numbers = checked_numbers(after, len(layers))
+        self._recorder = HiddenStateRecorder(layers, numbers) if numbers else None
 
     def _forward(self, batch: ForwardBatch, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._caches is None:
