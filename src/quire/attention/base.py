@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from quire.attention.kv_quantization import Part
+from quire.attention.kv_quantization import Part, parts
 from quire.attention.names import BACKENDS
 from quire.errors import ConfigError
 from quire.forward_context import ForwardBatch
@@ -99,6 +99,16 @@ class Needs:
         )
 
 
+FEATURES = {
+    "differing_values": "values whose size differs from keys",
+    "windows": "windows",
+    "softcap": "softcap",
+    "sinks": "sinks",
+    "non_causal": "attention to later tokens",
+}
+"""Fields of `Needs` and `Capabilities`, in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend can do, as data, so that an error can list what it lacks."""
@@ -129,19 +139,9 @@ class Capabilities:
         if self.block_sizes is not None and needs.block_size not in self.block_sizes:
             out.append(f"blocks of {needs.block_size}")
         out += [
-            word
-            for word, asked, able in (
-                (
-                    "values whose size differs from keys",
-                    needs.differing_values,
-                    self.differing_values,
-                ),
-                ("windows", needs.windows, self.windows),
-                ("softcap", needs.softcap, self.softcap),
-                ("sinks", needs.sinks, self.sinks),
-                ("attention to later tokens", needs.non_causal, self.non_causal),
-            )
-            if asked and not able
+            words
+            for name, words in FEATURES.items()
+            if getattr(needs, name) and not getattr(self, name)
         ]
         return out
 
@@ -153,7 +153,7 @@ class AttentionBackend(Protocol):
 
     def cache_parts(self, spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[Part, ...]:
         """The tensors of a layer's cache: keys, values, then their scales if the cache is quantized."""
-        ...
+        return parts(spec, num_blocks, block_size)
 
     def plan(self, batch: ForwardBatch, kv_group: int) -> Any:
         """Make the metadata that all layers of a KV group share; called once per step and group."""

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.attention import kv_quantization
-from quire.attention.base import AttentionSpec, Capabilities
+from quire.attention.base import AttentionBackend, AttentionSpec, Capabilities
 from quire.forward_context import ForwardBatch
-from quire.kvcache.specs import CacheSpec
 from quire.ops.cpu.bindings import best
 
 STEP = 32  # head sizes are multiples of it
@@ -35,7 +33,7 @@ class CpuStepMetadata:
     rows: int
 
 
-class CpuAttention:
+class CpuAttention(AttentionBackend):
     """Cache layout: `kv_quantization.parts`."""
 
     can = Capabilities(
@@ -55,11 +53,6 @@ class CpuAttention:
         if found is None:
             raise ImportError("the native kernels are not loaded")
         self.kernels = found
-
-    def cache_parts(
-        self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[kv_quantization.Part, ...]:
-        return kv_quantization.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: ForwardBatch, kv_group: int) -> CpuStepMetadata:
         return CpuStepMetadata(

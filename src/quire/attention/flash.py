@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.attention import kv_quantization
-from quire.attention.base import AttentionSpec, Capabilities
+from quire.attention.base import AttentionBackend, AttentionSpec, Capabilities
 from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
 
@@ -23,7 +23,7 @@ BLOCK = 256
 """Version 2 needs block sizes that are multiples of this."""
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     """Cache: keys and values [blocks, block_size, K, D].
 
     Raises:

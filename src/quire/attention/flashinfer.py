@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention import kv_quantization
-from quire.attention.base import AttentionSpec, Capabilities
+from quire.attention.base import AttentionBackend, AttentionSpec, Capabilities
 from quire.forward_context import ForwardBatch
-from quire.kvcache.specs import CacheSpec
 from quire.ops.triton.kv_write import write
 
 WORKSPACE = 256 << 20  # bytes, for partial results
@@ -38,7 +36,7 @@ class FlashInferStepMetadata:
     planned: set[Kind] = field(default_factory=set)
 
 
-class FlashInfer:
+class FlashInfer(AttentionBackend):
     """Cache: keys and values [blocks, K, block_size, D], which the package calls HND.
 
     Raises:
@@ -59,11 +57,6 @@ class FlashInfer:
         self.module: Any = importlib.import_module("flashinfer")
         self.workspace: Tensor | None = None
         self.wrappers: dict[Kind, Any] = {}
-
-    def cache_parts(
-        self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[kv_quantization.Part, ...]:
-        return kv_quantization.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: ForwardBatch, kv_group: int) -> FlashInferStepMetadata:
         lengths = batch.lengths or batch.lengths_B.tolist()

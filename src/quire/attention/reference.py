@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.attention import kv_quantization, torch_sdpa
-from quire.attention.base import AttentionSpec, Capabilities
+from quire.attention.base import AttentionBackend, AttentionSpec, Capabilities
 from quire.forward_context import ForwardBatch
-from quire.kvcache.specs import CacheSpec
 
 TILE = 128  # keys, when blocks divide it
 MIN_ROWS = 16
@@ -78,7 +77,7 @@ class ReferenceStepMetadata:
     scratch: torch_sdpa.Scratch = field(default_factory=list)
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     """See the module. Cache layout: `kv_quantization.parts`."""
 
     can = Capabilities(
@@ -94,11 +93,6 @@ class ReferenceAttention:
 
     def __init__(self, tile: int = TILE):
         self.tile = tile
-
-    def cache_parts(
-        self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[kv_quantization.Part, ...]:
-        return kv_quantization.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: ForwardBatch, kv_group: int) -> ReferenceStepMetadata:
         """Split the step into units."""

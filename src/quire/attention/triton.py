@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from quire.attention import kv_quantization
-from quire.attention.base import AttentionSpec, Capabilities, QKNormRope
+from quire.attention.base import AttentionBackend, AttentionSpec, Capabilities, QKNormRope
 from quire.forward_context import ForwardBatch
-from quire.kvcache.specs import CacheSpec
 from quire.ops.triton.attention import PagedAttentionStep, Scores, Sizes, attend, sizes_for
 from quire.ops.triton.kv_write import write
 from quire.ops.triton.launch import INTERPRETED
 from quire.ops.triton.qk_norm_rope_kv import Norms, prepare
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """Cache layout: `kv_quantization.parts`.
 
     Args:
@@ -45,11 +44,6 @@ class TritonAttention:
 
     def __init__(self, sizes: Sizes | None = None):
         self.sizes = sizes
-
-    def cache_parts(
-        self, spec: CacheSpec, num_blocks: int, block_size: int
-    ) -> tuple[kv_quantization.Part, ...]:
-        return kv_quantization.parts(spec, num_blocks, block_size)
 
     def plan(self, batch: ForwardBatch, kv_group: int) -> TritonStepMetadata:
         return TritonStepMetadata(batch, kv_group)

@@ -299,9 +299,8 @@ def tensors(path: str, load_format: str = "auto") -> Iterator[tuple[str, Tensor]
 def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
-    header(
-        file
-    )  # gives a clear error for a truncated file, and prevents a fault on its missing pages
+    # Gives a clear error for a truncated file, and prevents a fault on its missing pages.
+    header(file)
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is not a dict
@@ -318,9 +317,8 @@ def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about pickles of other tools: they load, or fail below
+            # About pickles of other tools: they load, or fail below.
+            warnings.simplefilter("ignore")
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # written before torch 1.6: not a zip, so it cannot be mapped

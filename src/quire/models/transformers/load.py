@@ -167,17 +167,15 @@ def _read(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence Transformers' progress bars and load report: its problems are raised as errors above."""
-    loggers = [logging.getLogger(name) for name in ("transformers",)]
-    levels = [logger.level for logger in loggers]
+    logger = logging.getLogger("transformers")
+    level = logger.level
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logger.setLevel(level)
         if bars:
             transformers.utils.logging.enable_progress_bar()
 

@@ -25,9 +25,8 @@ from quire.layers.attention import Attention
 
 ATTENTION = "quire"
 PROBE = "quire-probe"
-HANDLE = (
-    "quire_attention"  # the attribute of a Transformers attention module that has Quire's layer
-)
+HANDLE = "quire_attention"
+"""The attribute of a Transformers attention module that has Quire's layer."""
 PROBE_TOKENS = 6
 
 
@@ -260,22 +259,8 @@ def _sees(rule: MaskRule, query: int, key: int) -> bool:
 # ------------------------------------------------------------------------------------------- translating
 
 _HARMLESS = frozenset(
-    {
-        "cache_position",
-        "dropout",
-        "is_causal",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "return_dict",
-        "scaling",
-        "sliding_window",
-        "softcap",
-        "s_aux",
-        "use_cache",
-    }
+    "cache_position dropout is_causal logits_to_keep output_attentions output_hidden_states output_router_logits"
+    " position_ids return_dict scaling sliding_window softcap s_aux use_cache".split()
 )
 
 

@@ -26,14 +26,8 @@ log = get_logger(__name__)
 SOURCES = Path(__file__).parent / "kernels"
 INSTALLED = Path(__file__).parent / "built"
 """Builds from the installation of the package."""
-FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-fPIC",
-    "-fopenmp",
-    "-fvisibility=hidden",
-    "-fno-math-errno",
-    "-ffp-contract=off",
+FLAGS = tuple(
+    "-O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -ffp-contract=off".split()
 )
 PATIENCE_S = 600  # compiler timeout: a file takes 3 s on an idle machine, but a machine may be slow, busy or suspended
 SEAL = 32  # bytes of the hash at the end
