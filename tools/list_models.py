@@ -21,6 +21,7 @@ from quire.models.transformers.modes import PER_REQUEST_TYPES, UNSUPPORTED_TYPES
 from tests.models.archs import ARCHS, PAGED, PER_REQUEST
 from tests.models.cases import CASES
 from tests.models.wrappers import WRAPPERS
+from tools import starting_models
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 
@@ -76,6 +77,7 @@ def refused() -> Iterator[str]:
 
 
 TABLES = {
+    "models to start with": starting_models.rows,
     "native": native,
     "paged": lambda: rows(PAGED),
     "per request": lambda: rows(PER_REQUEST),

@@ -1,0 +1,196 @@
+"""Every command of every page: requests are sent to a server, flags are parsed, targets and packages exist.
+
+A command that no rule knows fails, so that a new one gets a rule.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from server_process import Served
+
+from quire import env
+from quire.bench.serve import cli as bench_cli
+from quire.cli import completion_client
+from quire.cli.main import COMMANDS
+from quire.config.flags import parse
+from quire.config.options import options
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "compat/vllm/README.md", *sorted((ROOT / "docs").glob("*.md"))]  # fmt: skip
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+OTHERS = {
+    "docker",
+    "kubectl",
+    "promtool",
+    ".",
+    "cd",
+    "git",
+}  # programs of others; tests/deploy reads their files
+PACKAGES = {"openai", "anthropic", "lm-eval"}  # from the package index
+OUTER = {"HF_TOKEN", "HF_HUB_OFFLINE", "HF_HOME", "OMP_NUM_THREADS"}  # variables of others
+
+
+class Command(NamedTuple):
+    page: str
+    words: list[str]
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    found: list[str] = re.findall(
+        rf"^```{language}\n(.*?)^```", path.read_text("utf-8"), re.M | re.S
+    )
+    return found
+
+
+def commands() -> Iterator[Command]:
+    for path in PAGES:
+        for block in blocks(path, "sh"):
+            text = ""
+            for line in block.splitlines():
+                text += line + "\n"
+                if line.endswith("\\"):
+                    continue
+                try:
+                    words = shlex.split(text.replace("\\\n", " "), comments=True)
+                except ValueError:  # a quote that a later line closes
+                    continue
+                text = ""
+                if words:
+                    yield Command(path.name, words)
+            assert not text, f"{path.name}: {text}"
+
+
+def split_variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    variables: dict[str, str] = {}
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words[0].partition("=")
+        variables[name], words = value, words[1:]
+    return variables, words
+
+
+ALL = list(commands())
+REQUESTS = [each for each in ALL if each.words[0] == "curl"]
+
+
+def test_there_are_commands_in_the_pages():
+    assert {"README.md", "quickstart.md", "serving.md", "tuning.md"} <= {one.page for one in ALL}
+    assert len(ALL) > 30
+    assert len(REQUESTS) > 5
+
+
+@pytest.mark.parametrize("command", ALL, ids=lambda one: f"{one.page}: {' '.join(one.words)[:60]}")
+def test_a_command_names_what_exists(command: Command):
+    variables, words = split_variables(command.words)
+    for name in variables:
+        assert name in OUTER or name.removeprefix("QUIRE_") in env.VARIABLES
+    program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
+    if program == "make":
+        check_make(rest)
+    elif program in ("quire", "vllm"):
+        check_quire(rest)
+    elif program == "pip":
+        assert rest[0] == "install"
+        check_packages([word for word in rest[1:] if not word.startswith(("-", "http"))])
+    elif program == "python":
+        check_python(rest)
+    else:
+        assert program == "curl" or program in OTHERS, f"{program}: give it a rule"
+
+
+def check_make(words: list[str]) -> None:
+    for word in words:
+        assert "=" in word or re.search(rf"^{re.escape(word)}:", MAKEFILE, re.M), word
+
+
+def check_quire(words: list[str]) -> None:
+    command, rest = words[0], words[1:]
+    assert command in COMMANDS
+    if any(word.startswith("--help") for word in rest):
+        return
+    if command in ("serve", "doctor"):
+        if "--config" not in rest:
+            parse(rest)
+    elif command in ("chat", "complete"):
+        completion_client.read(command, rest)
+    elif command == "bench":
+        known = bench_cli.parser()._option_string_actions if rest[0] == "serve" else {}
+        check_flags(rest[1:], set(known) | flags())
+    else:
+        check_flags(rest, flags() | {"-i", "-o"})
+
+
+def flags() -> set[str]:
+    return {f"--{name.replace('_', '-')}" for name in options()}
+
+
+def check_flags(words: list[str], known: set[str]) -> None:
+    for word in words:
+        assert not word.startswith("-") or word in known, word
+
+
+def check_packages(names: list[str]) -> None:
+    extras = PROJECT["optional-dependencies"]
+    for name in names:
+        named = re.search(r"\[([a-z,]+)\]", name)
+        assert named is None or set(named[1].split(",")) <= extras.keys()
+        if name.startswith("torch"):
+            assert name in MAKEFILE
+        elif not name.startswith("dist/"):
+            base = name.partition("[")[0]
+            assert base in PACKAGES or (ROOT / base).exists(), name
+
+
+def check_python(words: list[str]) -> None:
+    assert words[0] in ("-m", "-c")
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served("quire-tiny", "--api-key", "sk-mine", "--kv-cache-memory-bytes", "64M") as found:
+        yield found
+
+
+@pytest.mark.parametrize("command", REQUESTS, ids=lambda one: f"{one.page}: {one.words[1:3]}")
+def test_the_server_answers_a_request(server: Served, command: Command):
+    words, headers, data = command.words[1:], {"Authorization": "Bearer sk-mine"}, None
+    method, url = "GET", ""
+    while words:
+        word = words.pop(0)
+        if word in ("-H", "--header"):
+            name, _, value = words.pop(0).partition(":")
+            headers[name] = value.strip()
+        elif word in ("-d", "--data"):
+            data, method = words.pop(0), "POST"
+        elif word == "-X":
+            method = words.pop(0)
+        elif not word.startswith("-"):
+            url = word
+    assert url.startswith(ADDRESS), "a page's requests go to the address that make serve prints"
+    url = server.url + url.removeprefix(ADDRESS)
+    answer = httpx.request(method, url, headers=headers, content=data, timeout=120)
+    assert answer.status_code == 200, answer.text
+    assert answer.text
+
+
+def test_the_programs_of_the_quickstart_run(server: Served, capsys: pytest.CaptureFixture[str]):
+    names: dict[str, object] = {}
+    for block in blocks(ROOT / "docs" / "quickstart.md", "python"):
+        text = block.replace(ADDRESS, server.url).replace('"none"', '"sk-mine"')
+        exec(compile(text, "quickstart.md", "exec", dont_inherit=True), names)
+    printed = capsys.readouterr().out
+    assert 'get_weather {"city": "Oslo"}' in printed
+    assert "name=" in printed
+    assert "7 + 5 = 12" in printed
