@@ -103,6 +103,13 @@ RESPONSES_FIELDS: dict[str, str] = {
 }
 """Fields of /v1/responses -> what to do instead."""
 
+RESPONSES_WITHOUT_EFFECT: dict[str, str] = {
+    "max_tool_calls": "it limits tools that run on a server, and this server runs none",
+    "prompt_cache_key": "the prefix cache finds equal prompts without a key",
+    "service_tier": "the server has one tier; use `priority`",
+}
+"""Fields of /v1/responses that are accepted without effect -> why."""
+
 PROMPT_KEYS: dict[str, str] = {
     "prompt_embeds": "pass text or token ids",
     "multi_modal_data": "the engine accepts text only",

@@ -177,7 +177,7 @@ class QuireApp:
         try:
             await self.router(scope, receive, send)
         except HTTPException as error:
-            await refusal(scope, http_error(error))(scope, receive, send)
+            await refusal(scope, http_error(error, scope))(scope, receive, send)
 
 
 def refusal(scope: Scope, error: ApiError) -> Response:
@@ -187,11 +187,13 @@ def refusal(scope: Scope, error: ApiError) -> Response:
     return error_response(error)
 
 
-def http_error(error: HTTPException) -> ApiError:
-    """The router's own errors: unknown path, wrong method."""
+def http_error(error: HTTPException, scope: Scope) -> ApiError:
+    """The router's own errors: unknown path, wrong method, and a browser's question whether another site may ask."""
     phrase, headers = HTTPStatus(error.status_code).phrase, dict(error.headers or {})
     takes = next((value for name, value in headers.items() if name.lower() == "allow"), None)
     what = phrase if takes is None else f"{phrase}: this path takes {takes}"
+    if takes is not None and scope["method"] == "OPTIONS":
+        what += "; for requests from scripts of another site, start the server with --allowed-origins ORIGIN"
     return ApiError(error.status_code, what, kind=phrase, headers=headers)
 
 

@@ -147,7 +147,10 @@ class ResponsesRequest(Struct, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = []
@@ -174,6 +177,10 @@ class ResponsesRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     vllm_xargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    # Accepted without effect (`config/unsupported.py` says why).
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
     # Known but not supported: refused.
     background: bool = False
     previous_response_id: str | None = None

@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.async_engine import AsyncEngine
-from quire.config.unsupported import RESPONSES_FIELDS
+from quire.config.unsupported import RESPONSES_FIELDS, RESPONSES_WITHOUT_EFFECT
+from quire.logging import get_logger
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation
 from quire.server.health import state_of
@@ -33,6 +34,8 @@ from quire.server.output_delta import OutputDelta
 from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, ResponsesRequest
 from quire.server.sse import EventStream, event, event_stream, until_disconnect
+
+log = get_logger(__name__)
 
 LOGPROBS = "message.output_text.logprobs"
 """The supported value of `include`; the others concern stored responses and tools that run on a server."""
@@ -47,6 +50,9 @@ def refuse_unsupported(body: ResponsesRequest) -> None:
     for name, remedy in RESPONSES_FIELDS.items():
         if getattr(body, name) not in (None, False):
             raise invalid(f"`{name}` is not supported yet: {remedy}", name)
+    for name, why in RESPONSES_WITHOUT_EFFECT.items():
+        if getattr(body, name) not in (None, "auto", "default"):
+            log.warning_every(name, 3600, "`%s` of /v1/responses has no effect: %s", name, why)
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise invalid("`max_output_tokens` must be at least 1", "max_output_tokens")
     form = (body.text or {}).get("format")
@@ -77,8 +83,9 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     return ChatRequest(
         messages=conversation(body), model=body.model, max_completion_tokens=body.max_output_tokens,
         stream=body.stream, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
-        min_p=body.min_p, repetition_penalty=body.repetition_penalty, seed=body.seed,
-        stop=body.stop, stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos,
+        min_p=body.min_p, frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty, repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias, seed=body.seed, stop=body.stop, stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos,
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens, priority=body.priority,
         request_id=body.request_id, session_id=body.session_id, cache_salt=body.cache_salt,
@@ -120,13 +127,15 @@ class ResponseBuilder:
             "incomplete_details": None if why is None else {"reason": why},
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata,
             "model": self.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": body.reasoning,
-            "service_tier": "auto",
+            "prompt_cache_key": body.prompt_cache_key,
+            "service_tier": body.service_tier or "auto",
             "store": False,
             "temperature": params.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
