@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import httpx
 import pytest
 from asgi import ask
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, make_state
+
+from quire.server.app import build_app
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -41,3 +45,24 @@ def test_a_preflight_of_another_site_names_the_flag():
     assert "--allowed-origins" in found.json()["error"]["message"]
     assert "--allowed-origins" not in ask(ScriptedEngine(), "GET", CHAT).text
     assert "--allowed-origins" not in ask(ScriptedEngine(), "OPTIONS", "/nothing").text
+
+
+@pytest.mark.parametrize("root", ["/llm", "/llm/", "/v1", "/health"])
+def test_a_path_is_served_with_and_without_the_root_path(root: str):
+    """As uvicorn passes it: with the root path in front, whether the proxy has removed it or not."""
+    state = make_state(ScriptedEngine(), root_path=root, api_key=["k"])
+    key = {"Authorization": "Bearer k"}
+
+    async def go() -> None:
+        app = httpx.ASGITransport(build_app(state), root_path=root)
+        async with httpx.AsyncClient(transport=app, base_url="http://server") as client:
+            for path in ("/v1/models", "/v1/models/toy", "/health/live"):
+                for before in ("", root.rstrip("/")):
+                    found = await client.get(f"{root}{before}{path}", headers=key)
+                    assert found.status_code == 200, (before, path)
+            for path in ("/v1/models", "/v1/models/toy"):
+                for before in ("", root.rstrip("/")):
+                    assert (await client.get(f"{root}{before}{path}")).status_code == 401
+            assert (await client.get(f"{root}/other/v1/models", headers=key)).status_code == 404
+
+    asyncio.run(go())

@@ -21,7 +21,7 @@ class ServerConfig:
     uds: str | None = None
     """Path of a unix socket to listen on instead of host and port."""
     root_path: str | None = None
-    """Path prefix that a proxy in front of the server removes."""
+    """Path prefix of a proxy in front of the server, which may remove it or not: the server answers with and without it."""
     api_key: list[str] | str | None = None
     """API keys: a request must send one of them as `Authorization: Bearer KEY`."""
     api_key_file: str | None = None

@@ -162,8 +162,11 @@ class QuireApp:
     message a token. `ErrorBoundary`, this class and uvicorn do the work of these functions.
     """
 
-    def __init__(self, routes: Sequence[Route], layers: Sequence[Middleware]):
+    def __init__(
+        self, routes: Sequence[Route], layers: Sequence[Middleware], root_path: str | None = None
+    ):
         self.state, self.router = State(), Router(routes, redirect_slashes=False)
+        self.prefix = (root_path or "").rstrip("/")
         app: ASGIApp = self._routed
         for layer, args, keywords in reversed(layers):
             app = layer(app, *args, **keywords)
@@ -171,7 +174,18 @@ class QuireApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
+        if self.prefix:
+            self._remove_prefix(scope)
         await self._app(scope, receive, send)
+
+    def _remove_prefix(self, scope: Scope) -> None:
+        """Serve a path under `--root-path` too, if the proxy has not removed it. Before the layers, which compare paths."""
+        path = get_route_path(scope)
+        routes = self.router.routes
+        if path.startswith(f"{self.prefix}/") and not any(
+            isinstance(route, Route) and route.path_regex.match(path) for route in routes
+        ):
+            scope["path"] = scope.get("root_path", "") + path[len(self.prefix) :]
 
     async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -240,6 +254,6 @@ def build_app(state: ServerState) -> QuireApp:
     if tenants:
         layers.append(Middleware(ApiKeyMiddleware, tenants=tenants, refusal=refusal))
     routes = [Route(path, ErrorBoundary(call), methods=kinds.split()) for kinds, path, call in rows]
-    app = QuireApp(routes, layers)
+    app = QuireApp(routes, layers, server.root_path)
     app.state.quire = state
     return app
