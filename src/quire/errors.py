@@ -26,7 +26,7 @@ class ValidationError(QuireError, ValueError):
 
 
 class Unsupported(QuireError, NotImplementedError, ValueError):
-    """A known feature that is not implemented yet, or not on this platform. HTTP 501."""
+    """A known feature that is not implemented yet, or not on this platform. HTTP 400."""
 
     def __init__(self, feature: str, remedy: str = ""):
         super().__init__(f"{feature} is not supported yet{': ' + remedy if remedy else '.'}")

@@ -119,10 +119,6 @@ def test_a_very_low_temperature_is_raised_and_said(caplog: pytest.LogCaptureFixt
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 must not exceed max_tokens=4"),
         ({"stop": "x", "detokenize": False}, "use stop_token_ids"),
-        (
-            {"logprobs": 2, "logprob_token_ids": [1]},
-            "must equal the number of logprob_token_ids, 1",
-        ),
     ],
 )
 def test_what_does_not_go_together(given: dict[str, Any], words: str):

@@ -103,6 +103,12 @@ class ScriptedEngine(AsyncEngine):
     def token_text(self, token: int) -> str:
         return chr(token)
 
+    def need_tokenizer(self) -> ScriptedEngine:
+        return self
+
+    def convert_ids_to_tokens(self, tokens: list[int]) -> list[str]:
+        return [chr(token) for token in tokens]
+
     def render(self, messages: list[dict[str, Any]], options: Any) -> str:
         if any(message["role"] == "alien" for message in messages):
             raise ValidationError("the template knows no aliens", parameter="messages")

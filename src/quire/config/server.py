@@ -96,6 +96,8 @@ class ServerConfig:
     """Do not log each HTTP request."""
     disable_access_log_for_endpoints: str | None = None
     """Comma-separated paths whose requests are not logged."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Serve the tokenizer's configuration and chat template at /tokenizer_info."""
     disable_ui: bool = False
     """Do not serve the web page at `/`."""
     disable_fastapi_docs: bool = False

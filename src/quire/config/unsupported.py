@@ -22,6 +22,7 @@ SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of 
 TRANSFER = "KV transfer between servers", "let each server prefill its own requests"
 DEVICES = "several devices", "start one server for each device"
 WEIGHTS = "replacing weights while running", "start again with the new checkpoint"
+BATCHES = "files and batches", "use quire run-batch, or send the requests one by one"
 EXECUTORS = "use uni (worker in the engine's process) or mp (worker in its own process)"
 PROFILER = "profiling", "use py-spy or torch.profiler on the engine's process"
 
@@ -65,7 +66,8 @@ ROUTES: dict[str, Feature] = {
         ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/fault_tolerance/status"), DEVICES,
     ),
     "/kv_event_sources": ("KV events", "watch /metrics"),
-    "/tokenizer_info": ("returning the tokenizer's configuration", "read tokenizer_config.json of the checkpoint"),
+    "/tokenizer_info": ("the tokenizer's configuration without its flag", "start the server with --enable-tokenizer-info-endpoint"),
+    **dict.fromkeys(("/v1/files", "/v1/files/{path:path}", "/v1/batches", "/v1/batches/{path:path}"), BATCHES),
     **dict.fromkeys(("/start_profile", "/stop_profile"), PROFILER),
 }  # fmt: skip
 """Paths."""

@@ -115,6 +115,8 @@ def read_message(message: Any, number: int, form: str, wrap: bool) -> dict[str, 
             f"messages[{number}] must be a dict with role and content", parameter="messages"
         )
     content = found.get("content")
+    if content is None and found["role"] != "assistant":
+        content = found["content"] = ""  # templates would write None
     if isinstance(content, list):
         texts = [
             _text(part, f"messages[{number}].content[{at}]") for at, part in enumerate(content)

@@ -87,6 +87,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
     """How many of the most likely tokens to report besides the chosen one, with log-probabilities; -1: all."""
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
+    """Report the log-probabilities of these tokens, besides the chosen one's, in place of the `logprobs` most likely."""
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -285,12 +286,6 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
             raise ValidationError(
                 "stop needs detokenize=True, because stop strings are searched in the text; use stop_token_ids",
                 parameter="stop", value=self.stop,
-            )  # fmt: skip
-        ids, k = self.logprob_token_ids, self.logprobs
-        if ids and k is not None and k != len(ids):
-            raise ValidationError(
-                f"logprobs={k} must equal the number of logprob_token_ids, {len(ids)}; leave one of them out",
-                parameter="logprobs", value=k,
             )  # fmt: skip
 
     @property

@@ -9,6 +9,7 @@ Knows every endpoint by name. Does not know how the process is started (`process
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -68,11 +69,12 @@ async def invocations(request: Request) -> Response | EventStream:
     raise invalid("`/invocations` needs `messages` (chat) or `prompt` (completion)", "messages")
 
 
-async def unsupported_route(request: Request) -> Response:
-    """Raises ApiError 501 that names the feature, so that the path does not look misspelt."""
-    features = unsupported.ROUTES | unsupported.DEV_ROUTES
-    feature, remedy = features[get_route_path(request.scope)]
-    raise ApiError(501, f"{feature} is not supported yet: {remedy}")
+async def unsupported_route(request: Request, feature: unsupported.Feature) -> Response:
+    """Raises ApiError 404 that names the feature, so that the path does not look misspelt.
+
+    vLLM has no such route either for a model without the feature. SDKs repeat a request after a 501.
+    """
+    raise ApiError(404, f"{feature[0]} is not supported yet: {feature[1]}")
 
 
 ROUTES: list[tuple[str, str, Endpoint]] = [
@@ -225,13 +227,16 @@ def build_app(state: ServerState) -> QuireApp:
         state.tenants = ApiKeys(server)
     tenants = state.tenants
     rows = ROUTES + (DEV_ROUTES if state.dev_mode else [])
+    if server.enable_tokenizer_info_endpoint:
+        rows = [*rows, ("GET", "/tokenizer_info", tokenize.tokenizer_info)]
     if not server.disable_ui:
         rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:
         rows = rows + openapi.routes(rows, bool(tenants), server.root_path or "")
-    missing = [*unsupported.ROUTES, *(unsupported.DEV_ROUTES if state.dev_mode else ())]
+    missing = unsupported.ROUTES | (unsupported.DEV_ROUTES if state.dev_mode else {})
     rows = rows + [
-        ("GET POST", path, unsupported_route) for path in missing
+        ("GET POST DELETE", path, partial(unsupported_route, feature=feature))
+        for path, feature in missing.items()
     ]  # not in the OpenAPI document
     layers = [Middleware(RequestCountMiddleware, state=state, paths=[path for _, path, _ in rows])]
     if state.hosts is not None:

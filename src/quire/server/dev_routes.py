@@ -10,6 +10,8 @@ import dataclasses
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import Request
@@ -19,6 +21,7 @@ from quire import env
 from quire.api.worker_call import IN_PROCESS
 from quire.engine import sleep_client
 from quire.engine.sleep import checked_level, checked_tags
+from quire.errors import ValidationError
 from quire.server.errors import ApiError, invalid
 from quire.server.generation import own_name
 from quire.server.health import state_of
@@ -102,12 +105,23 @@ async def abort_requests(request: Request) -> Response:
     return json_response({"status": "aborted", "request_ids": sorted(ids)})
 
 
+@contextmanager
+def query_errors() -> Iterator[None]:
+    """Name a parameter at fault as one of the query, as vLLM does."""
+    try:
+        yield
+    except ValidationError as error:
+        error.parameter = f"query.{error.parameter}"
+        raise
+
+
 async def sleep(request: Request) -> Response:
     """Free memory, and hold requests back until `/wake_up`. `mode`: as for `/pause`."""
     engine = state_of(request).serving()
     asked = request.query_params.get("level", "1")
-    level = checked_level(int(asked) if asked.isdecimal() else -1)
-    with state_of(request).metrics.resting("sleep"):
+    with query_errors():
+        level = checked_level(int(asked) if asked.isdecimal() else -1)
+    with state_of(request).metrics.resting("sleep"), query_errors():
         await sleep_client.sleep(engine.call, level, request.query_params.get("mode", "abort"))
     return json_response({"status": "sleeping", "level": level})
 
@@ -122,7 +136,8 @@ async def wake_up(request: Request) -> Response:
     """Restore memory: all of it, or what `tags` name. Requests continue when all is restored."""
     engine = state_of(request).serving()
     tags = request.query_params.getlist("tags")
-    wanted = list(checked_tags(tags))
+    with query_errors():
+        wanted = list(checked_tags(tags))
     with state_of(request).metrics.resting("wake_up"):
         away = await engine.call("wake_up", wanted)
     return json_response({"status": "sleeping" if away else "awake", "tags": tags or None})
@@ -142,7 +157,8 @@ async def get_world_size(request: Request) -> Response:
 async def pause(request: Request) -> Response:
     """Hold new requests back. `mode`: abort the running requests, wait for their end, or keep them paused."""
     engine = state_of(request).serving()
-    await sleep_client.pause(engine.call, request.query_params.get("mode", "abort"))
+    with query_errors():
+        await sleep_client.pause(engine.call, request.query_params.get("mode", "abort"))
     if request.query_params.get("clear_cache", "true").lower() in env.TRUE:
         await engine.call("reset_prefix_cache")
     return json_response({"status": "paused"})

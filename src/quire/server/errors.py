@@ -43,7 +43,6 @@ TYPES = {
     422: "UnprocessableEntityError",
     429: "RateLimitError",
     500: "InternalServerError",
-    501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
 
@@ -91,8 +90,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case ValidationError():
             return ApiError(400, str(error), param=error.parameter)
-        case Unsupported():
-            return ApiError(501, str(error))
+        case Unsupported():  # not 501, after which SDKs send the request again
+            return ApiError(400, str(error))
         case Conflict():
             return ApiError(409, str(error))
         case QueueFull():

@@ -116,7 +116,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
             raise invalid(
                 f"`{where}.content` must be a string or a list of parts", f"{where}.content"
             )
-        elif content is None and message["role"] != "assistant":
+        elif "content" not in message and message["role"] != "assistant":
             raise invalid(f"`{where}.content` is missing", f"{where}.content")
 
 

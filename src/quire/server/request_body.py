@@ -32,6 +32,8 @@ SIZE = "quire.body_size"  # in the scope of a request whose body was read
 SHORT_BODY = 64 << 10  # bytes: any work on so few does not delay other requests
 MOST_UNKNOWN = 8  # unknown fields that are compared with the known ones
 MOST_NAME = 64  # characters of such a field; the longest known name has half
+MOST_LOGGED = 100  # unknown fields that are logged by name, so that clients cannot fill the log
+_logged: set[str] = set()
 
 
 BODY_BYTES_PER_S = 16 << 10
@@ -136,6 +138,9 @@ def warn_of(unknown: Set[str], known: Set[str]) -> None:
     for name in looked_at:
         if close := difflib.get_close_matches(name, known, 1, 0.85):
             log.warning_every(close[0], 60, "ignored field %r: did you mean %r?", name, close[0])
+        elif name not in _logged and len(_logged) < MOST_LOGGED:
+            _logged.add(name)
+            log.info("ignored field %r of a request: it is unknown", name)
     log.debug("ignored fields: %s (%d in all)", ", ".join(sorted(looked_at)), len(unknown))
 
 

@@ -131,6 +131,7 @@ def usage(generation: Generation, details: bool) -> dict[str, Any]:
     count = generation.counts[0]
     found = {"input_tokens": count.prompt_tokens, "output_tokens": sum(count.output_tokens)}
     if details:
+        found["cache_creation_input_tokens"] = 0  # the prefix cache costs no tokens
         found["cache_read_input_tokens"] = count.cached
         found["input_tokens"] -= count.cached
     return found

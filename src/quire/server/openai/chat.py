@@ -136,9 +136,10 @@ class ChatChoiceBuilder:
     def choice(self, delta: OutputDelta, large: bool = False) -> dict[str, Any]:
         """`large`: its lists are encoded while they are sent."""
         text = self.echo + delta.text
+        named = isinstance(self.body.tool_choice, dict)  # vLLM's content beside such a call is ""
         message: dict[str, Any] = {
             "role": self.role,
-            "content": text or None if delta.calls or delta.reasoning else text,
+            "content": text or None if (delta.calls or delta.reasoning) and not named else text,
             "refusal": None,
             "annotations": None,
             "audio": None,

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize.
+"""POST /tokenize and /detokenize; GET /tokenizer_info.
 
 Knows texts, messages and ids. Does not run the model.
 """
@@ -52,7 +52,7 @@ async def tokenized(body: TokenizeRequest, engine: AsyncEngine, state: ServerSta
         "token_strs": None,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [engine.token_text(token) for token in tokens]
+        answer["token_strs"] = engine.front.need_tokenizer().convert_ids_to_tokens(tokens)
     return json_response(answer)
 
 
@@ -75,3 +75,14 @@ async def detokenized(tokens: list[int], engine: AsyncEngine) -> Response:
         )
     engine.inputs.check_ids("tokens", tokens)
     return json_response({"prompt": engine.decode(tokens)})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The configuration of the tokenizer: tokenizer_config.json, its special tokens and its chat template."""
+    tokenizer = state_of(request).serving().front.need_tokenizer()
+    info = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokenizer.config,
+        **tokenizer.special_tokens_map,
+    }
+    return json_response({**info, "chat_template": tokenizer.chat_template})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -10,6 +11,8 @@ import pytest
 from asgi import ask
 from scripted import ScriptedEngine, make_state
 
+from quire.frontend.chat import read_message
+from quire.server import request_body
 from quire.server.app import build_app
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -66,3 +69,63 @@ def test_a_path_is_served_with_and_without_the_root_path(root: str):
             assert (await client.get(f"{root}/other/v1/models", headers=key)).status_code == 404
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/b/cancel"])  # fmt: skip
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_missing_feature_answers_by_name_and_is_not_tried_again(path: str, method: str):
+    found = ask(ScriptedEngine(), method, path, {"input": "x"} if method == "POST" else None)
+    error = found.json()["error"]
+    assert (found.status_code, error["type"]) == (404, "NotFoundError")
+    assert "not supported yet" in error["message"]
+
+
+def test_the_tokenizers_configuration():
+    engine = ScriptedEngine()
+    engine.need_tokenizer = lambda: SimpleNamespace(  # type: ignore[method-assign]
+        config={"model_max_length": 9, "eos_token": {"content": "<e>"}},
+        special_tokens_map={"eos_token": "<e>"},
+        chat_template="{{ x }}",
+    )
+    found = ask(engine, "GET", "/tokenizer_info", enable_tokenizer_info_endpoint=True)
+    assert found.json() == {
+        "model_max_length": 9, "eos_token": "<e>", "chat_template": "{{ x }}",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }  # fmt: skip
+    without = ask(ScriptedEngine(), "GET", "/tokenizer_info")
+    assert without.status_code == 404
+    assert "--enable-tokenizer-info-endpoint" in without.text
+
+
+def test_a_message_of_null_is_empty():
+    engine = ScriptedEngine()
+    for message in ({"role": "user", "content": None}, {"role": "system", "content": None}):
+        assert ask(engine, "POST", CHAT, {"messages": [message]}).status_code == 200
+    assert read_message({"role": "user", "content": None}, 0, "string", False)["content"] == ""
+    assert read_message({"role": "assistant", "content": None}, 0, "string", False)["content"] is None  # fmt: skip
+    assert ask(engine, "POST", CHAT, {"messages": [{"role": "user"}]}).status_code == 400
+
+
+def test_unknown_fields_are_logged_once_each(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(request_body, "_logged", set())
+    with caplog.at_level("INFO", logger="quire"):
+        for number in range(3):
+            ask(ScriptedEngine(), "POST", CHAT, {**HI, "foo_bar": number, "store": True})
+        for number in range(request_body.MOST_LOGGED + 50):  # a client that invents names
+            request_body.warn_of({f"field_{number}_x"}, {"messages"})
+    lines = [r.getMessage() for r in caplog.records if "ignored field" in r.getMessage()]
+    assert sum("'foo_bar'" in line for line in lines) == sum("'store'" in line for line in lines) == 1  # fmt: skip
+    assert len(lines) == request_body.MOST_LOGGED
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [("/sleep?level=9", "query.level"), ("/sleep?mode=x", "query.mode"), ("/pause?mode=x", "query.mode"), ("/wake_up?tags=x", "query.tags")],
+)  # fmt: skip
+def test_a_parameter_of_the_query_is_named_as_one(path: str, param: str):
+    state = make_state(ScriptedEngine())
+    state.dev_mode = True
+    found = ask(None, "POST", path, state=state)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, param)
