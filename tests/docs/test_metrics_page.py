@@ -1,0 +1,16 @@
+"""docs/metrics.md has every metric that a server exports."""
+
+from __future__ import annotations
+
+from tools.list_metrics import PAGE, filled
+
+
+def test_the_table_is_what_a_server_exports():
+    page = PAGE.read_text(encoding="utf-8")
+    assert filled(page) == page, "run: python -m tools.list_metrics"
+
+
+def test_a_missing_metric_is_seen():
+    page = PAGE.read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines(keepends=True) if "num_requests_running" not in line]
+    assert filled("".join(lines)) == page
