@@ -12,7 +12,7 @@ import pytest
 from test_client import Device
 from workload import reference
 
-from quire.engine import rpc, sleep, sleep_client, sleep_state
+from quire.engine import rpc, sleep, sleep_client
 from quire.engine.core import PENDING, EngineCore
 from quire.errors import Conflict
 from quire.kvcache.block_pool import BlockPool
@@ -362,8 +362,8 @@ def test_the_next_process_rests_as_deep(
     def process() -> Engine:
         made = Engine()
         made.device.call = lambda *words: made.told.append(words) or [None]  # type: ignore[method-assign]
-        sleep_state.restore_sleep_state(made.core.functions, tmp_path / "asked")
-        made.core.functions = sleep_state.persisting(made.core.functions, tmp_path / "asked")
+        sleep.restore_sleep_state(made.core.functions, tmp_path / "asked")
+        made.core.functions = sleep.persisting(made.core.functions, tmp_path / "asked")
         return made
 
     before = process()
@@ -391,11 +391,11 @@ def test_the_next_process_rests_as_deep(
 
 
 def test_what_nobody_was_told_to_be_done_is_not_kept(engine: Engine, tmp_path: Path) -> None:
-    engine.core.functions = sleep_state.persisting(engine.core.functions, tmp_path / "asked")
+    engine.core.functions = sleep.persisting(engine.core.functions, tmp_path / "asked")
     engine.call("hold", "wait")
     engine.call("resume", sleep.SLEEP)  # writes
     after = Engine()
-    sleep_state.restore_sleep_state(after.core.functions, tmp_path / "asked")
+    sleep.restore_sleep_state(after.core.functions, tmp_path / "asked")
     assert after.call("is_paused") is False
 
 

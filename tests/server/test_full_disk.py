@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from quire.config.server import ServerConfig
-from quire.engine import sleep_state
+from quire.engine import sleep
 from quire.engine.shared_state import EngineState
 from quire.logging import get_logger
 from quire.observe import processes
@@ -155,8 +155,8 @@ def test_an_account_without_a_file_is_this_processes_own(
 
 
 def test_an_answer_does_not_wait_for_the_disk(tmp_path: Path):
-    functions = dict.fromkeys(sleep_state.CHANGE, lambda: "done") | {"saved_state": dict}
-    kept = sleep_state.persisting(functions, tmp_path / "missing" / "asked")
+    functions = dict.fromkeys(sleep.CHANGE, lambda: "done") | {"saved_state": dict}
+    kept = sleep.persisting(functions, tmp_path / "missing" / "asked")
     assert kept["pause"]() == "done"
 
 

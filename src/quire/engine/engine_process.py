@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from quire import env
-from quire.engine import sleep_state
+from quire.engine import sleep
 from quire.engine.core import Answered, EngineCore
 from quire.errors import QuireError
 from quire.logging import get_logger
@@ -143,7 +143,7 @@ def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     from quire.engine.build import add_process_observers, build_core
 
     sockets = FrontendSockets(folder, frontends)
-    sleep_file = folder.parent / sleep_state.FILE
+    sleep_file = folder.parent / sleep.FILE
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
     if resolved.device == "cpu":
         leave_a_core()
@@ -152,14 +152,14 @@ def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     add_process_observers(core, watchdog, folder)
     # A function may load a model. No request is served in the meantime, so it has a time limit too.
     longest = float(env.get("ENGINE_READY_TIMEOUT_S"))
-    core.functions = sleep_state.persisting(core.functions, sleep_file)
+    core.functions = sleep.persisting(core.functions, sleep_file)
     core.functions = {name: watchdog.bound(f, longest) for name, f in core.functions.items()}
     # Freeze the objects built so far; otherwise a garbage collection would visit all of them in the middle of a step.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
     threading.Thread(target=sockets.read_into, args=(core,), name="reader", daemon=True).start()
-    sleep_state.restore_sleep_state(core.functions, sleep_file)
+    sleep.restore_sleep_state(core.functions, sleep_file)
     status.send(ready)
     watchdog.send_by(status.send)
     try:

@@ -13,14 +13,22 @@ which any caller may end. When a frontend has ended, its holds are released.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from quire.engine.core import PENDING, EngineCore
 from quire.errors import ValidationError
+from quire.logging import get_logger
 from quire.observe.metric_table import STATES
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
+
+log = get_logger(__name__)
 
 MODES = ("abort", "wait", "keep")
 """What happens to the present requests: they are aborted, they finish normally, or they stop and continue later."""
@@ -30,6 +38,13 @@ TAGS = (*PARTS, "scheduling")
 
 PAUSE, SLEEP = "pause", "sleep"
 NO_HOLDER = ""
+
+FILE = "sleep-state"
+"""Beside the engine's folders: a new process of the engine pauses or sleeps as the old one did. Only completed operations
+are kept: if the engine dies while a caller waits for a pause, the new process is not paused, and the caller gets an error."""
+CHANGE = ("pause", "resume", "sleep", "release_kv_cache", "wake_up")
+
+Functions = dict[str, Callable[..., Any]]
 
 
 class PauseGate(Gate):
@@ -220,7 +235,7 @@ class SleepController:
         self.core.state = STATES[max(level, 0)]
 
 
-def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
+def functions(core: EngineCore) -> Functions:
     """The functions for `EngineClient.call`."""
     controller = SleepController(core)
     names = (
@@ -228,6 +243,37 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         "release_kv_cache", "wake_up", "is_sleeping", "saved_state", "restore_state",
     )  # fmt: skip
     return {name: getattr(controller, name) for name in names}
+
+
+# -- across restarts of the process -----------------------------------------------------------------
+def restore_sleep_state(functions: Functions, path: Path) -> None:
+    """Restore the sleep state that an earlier process of the engine wrote."""
+    if path.exists():
+        state = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        functions["restore_state"](state)
+        if state["paused"] or state["level"] >= 0:
+            log.warning("restored the sleep state of the previous engine process: %s", state)
+
+
+def persisting(functions: Functions, path: Path) -> Functions:
+    """The same functions; those that change the sleep state write it to `path` before they return."""
+
+    def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            finally:
+                try:
+                    new = path.with_suffix(".new")
+                    new.write_bytes(msgspec.json.encode(functions["saved_state"]()))
+                    os.replace(new, path)
+                except OSError as why:
+                    log.warning("a restarted engine will not restore this sleep state: %s", why)
+
+        return call
+
+    return functions | {name: keeping(functions[name]) for name in CHANGE}
 
 
 # -- validation -------------------------------------------------------------------------------------
