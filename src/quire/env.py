@@ -25,6 +25,8 @@ class Variable:
     help: str
     field: str | None = None
     """The configuration field that it fills when neither a flag nor a keyword sets that field."""
+    no_effect: str = ""
+    """Why no code reads it: the warning for any value but the default."""
 
 
 VARIABLES: dict[str, Variable] = {
@@ -39,10 +41,10 @@ VARIABLES: dict[str, Variable] = {
         Variable("LOGGING_FORMAT", str, "text", "text, or json (one JSON object per line)."),
         Variable("LOGGING_COLOR", str, "auto", "Colored log lines: auto, 1 or 0 (NO_COLOR is honored)."),
         Variable("CACHE_ROOT", str, "~/.cache/quire", "Cache directory for compiled kernels and downloads."),
-        Variable("HOST_IP", str, "", "This node's address for sockets between nodes; empty: detected."),
+        Variable("HOST_IP", str, "", "This node's address for sockets between nodes.", no_effect="one node serves a model; --host sets the address of the server"),
         Variable("PLUGINS", str, None, "Comma-separated names of the plugins to load; unset: all that are installed for Quire."),
-        Variable("DEVICE", str, None, "cpu or cuda; unset: detected."),
-        Variable("WORKER_MULTIPROC_METHOD", str, "spawn", "Accepted without effect: workers are new processes, never forks."),
+        Variable("DEVICE", str, None, "cpu, cuda, or the name of a platform plugin; unset: detected."),
+        Variable("WORKER_MULTIPROC_METHOD", str, "spawn", "How workers start.", no_effect="workers are new processes, never forks"),
         Variable("ENABLE_V1_MULTIPROCESSING", bool, True, "0: the engine runs in the program's process."),
         # Limits and switches of the server and the engine
         Variable("MAX_N_SEQUENCES", int, 128, "Maximum n of a request."),
@@ -53,12 +55,12 @@ VARIABLES: dict[str, Variable] = {
         Variable("MAX_TOOLS", int, 1024, "Maximum tools of a request."),
         Variable("MAX_SCHEMA_NESTING", int, 64, "Maximum nesting depth of a JSON schema."),
         Variable("SERVER_DEV_MODE", bool, False, "1: serve development routes such as /reset_prefix_cache."),
-        Variable("ALLOW_RUNTIME_LORA_UPDATING", bool, False, "1: allow loading adapters over HTTP (LoRA is not supported yet)."),
+        Variable("ALLOW_RUNTIME_LORA_UPDATING", bool, False, "1: allow loading adapters over HTTP.", no_effect="LoRA is not supported yet"),
         Variable("ALLOW_LONG_MAX_MODEL_LEN", bool, False, "1: allow max_model_len above the model's context length."),
         Variable("SKIP_MODEL_NAME_VALIDATION", bool, False, "1: accept any model name in requests."),
-        Variable("MEDIA_LOADING_THREAD_COUNT", int, 8, "Threads that download media (media input is not supported yet)."),
-        Variable("MEDIA_URL_ALLOW_REDIRECTS", bool, True, "0: refuse media URLs that redirect (media input is not supported yet)."),
-        Variable("PP_LAYER_PARTITION", str, None, "Layers of each pipeline stage (pipeline parallelism is not supported yet)."),
+        Variable("MEDIA_LOADING_THREAD_COUNT", int, 8, "Threads that download media.", no_effect="media input is not supported yet"),
+        Variable("MEDIA_URL_ALLOW_REDIRECTS", bool, True, "0: refuse media URLs that redirect.", no_effect="media input is not supported yet"),
+        Variable("PP_LAYER_PARTITION", str, None, "Layers of each pipeline stage.", no_effect="pipeline parallelism is not supported yet"),
         Variable("ENGINE_READY_TIMEOUT_S", int, 600, "Seconds that an engine process may take to start, or to run a function."),
         Variable("EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "Seconds that a step may take before its worker counts as hung."),
         Variable("CPU_ISA", str, "auto", "Native CPU kernels: auto, amx, avx512bf16, avx512vnni, avx512, avx2, portable, or none (plain torch)."),
@@ -72,7 +74,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("ATTENTION_BACKEND", str, None, "Attention backend.", "attention_backend"),
         Variable("CPU_KVCACHE_SPACE", float, None, "Size of the KV cache in GiB.", "kv_cache_memory_bytes"),
         Variable("LOG_STATS_INTERVAL", float, None, "Seconds between statistics lines.", "log_stats_interval"),
-        Variable("USE_V1", bool, True, "Accepted without effect: Quire has one engine."),
+        Variable("USE_V1", bool, True, "vLLM's choice between two engines.", no_effect="Quire has one engine"),
         Variable("CPU_OMP_THREADS_BIND", str, "auto", "Cores to compute on: auto (one NUMA node), nobind, or a list such as 0-3,8."),
         Variable("CPU_NUM_OF_RESERVED_CPU", int, 0, "Number of cores that do not compute."),
     )

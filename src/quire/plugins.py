@@ -1,11 +1,14 @@
 """Plugins (entry points of installed packages), and the model registry that they extend.
 
 A plugin is a function without arguments in the entry-point group `quire.general_plugins`. Each Quire process runs it
-once, before a model is chosen; it registers what it adds. Knows entry points. Does not know what a plugin does.
+once, before a model is chosen; it registers what it adds. A function in the group `quire.platform_plugins` returns the
+path of a device's class, `module:Class`, or None if this machine has no such device. Knows entry points. Does not know
+what a plugin does.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable
@@ -17,9 +20,9 @@ from quire.logging import get_logger
 
 logger = get_logger(__name__)
 
-GROUP = "quire.general_plugins"
-FOREIGN_GROUP = "vllm.general_plugins"
-"""vLLM's plugins. They run only when QUIRE_PLUGINS names them, since most use vLLM's internals."""
+GENERAL, PLATFORM = "general_plugins", "platform_plugins"
+"""Groups of entry points, after `quire.` or `vllm.`. vLLM's plugins run only when QUIRE_PLUGINS names them, since most
+use vLLM's internals."""
 
 # a higher layer, so it is imported by name, when a plugin needs it
 _MODELS = "quire.models.registry"
@@ -40,10 +43,7 @@ def load_plugins(*, again: bool = False) -> list[str]:
     if _Once.done and not again:
         return []
     _Once.done = True
-    text = env.get("PLUGINS")
-    allowed = (
-        None if text is None else {name.strip() for name in str(text).split(",") if name.strip()}
-    )
+    allowed = _allowed()
     ran = []
     for point in entry_points_to_run(allowed):
         try:
@@ -58,6 +58,34 @@ def load_plugins(*, again: bool = False) -> list[str]:
     return ran
 
 
+@functools.cache
+def platform_plugins() -> dict[str, Any]:
+    """The platforms of plugins whose device this machine has: name of the entry point -> class.
+
+    The class has what `platforms/base.py` describes, and a static method `facts()` that returns `PlatformFacts`.
+    """
+    found: dict[str, Any] = {}
+    for point in entry_points_to_run(_allowed(), PLATFORM):
+        try:
+            if (path := point.load()()) is None:
+                continue
+            module, _, name = str(path).replace(":", ".").rpartition(".")
+            platform = getattr(importlib.import_module(module), name)
+            if not callable(getattr(platform, "facts", None)):
+                raise ConfigError(f"{path} is not a platform of Quire: it has no method facts()")
+        except Exception:
+            logger.exception("platform plugin %s failed and is ignored", point.name)
+            continue
+        found[point.name] = platform
+    return found
+
+
+def _allowed() -> set[str] | None:
+    """The names in QUIRE_PLUGINS; None: it is unset."""
+    text = env.get("PLUGINS")
+    return None if text is None else {name.strip() for name in str(text).split(",") if name.strip()}
+
+
 def installed() -> set[str]:
     """Names of all installed plugins of every kind, logits processors too (which do not run here)."""
     points = importlib.metadata.entry_points()
@@ -65,14 +93,13 @@ def installed() -> set[str]:
     return {point.name for group in groups for point in points.select(group=group)}
 
 
-def entry_points_to_run(allowed: set[str] | None) -> Iterable[importlib.metadata.EntryPoint]:
+def entry_points_to_run(
+    allowed: set[str] | None, group: str = GENERAL
+) -> Iterable[importlib.metadata.EntryPoint]:
     """The entry points to run: Quire's group unless `allowed` excludes them, vLLM's only if `allowed` names them."""
-    for point in importlib.metadata.entry_points(group=GROUP):
-        if allowed is None or point.name in allowed:
-            yield point
-    if allowed:
-        for point in importlib.metadata.entry_points(group=FOREIGN_GROUP):
-            if point.name in allowed:
+    for owner in ("quire", "vllm"):
+        for point in importlib.metadata.entry_points(group=f"{owner}.{group}"):
+            if point.name in allowed if allowed is not None else owner == "quire":
                 yield point
 
 

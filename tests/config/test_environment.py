@@ -78,15 +78,6 @@ def test_no_kv_space_means_unset(monkeypatch):
     assert parse([]).cache.kv_cache_memory_bytes is None
 
 
-def test_there_is_one_engine_only(monkeypatch, warnings):
-    monkeypatch.setenv("VLLM_USE_V1", "1")
-    engine_config({})
-    assert not warnings
-    monkeypatch.setenv("VLLM_USE_V1", "0")
-    engine_config({})
-    assert warnings == ["VLLM_USE_V1=0 has no effect: Quire has one engine"]
-
-
 def test_strangers(monkeypatch, warnings):
     monkeypatch.setenv("VLLM_LOGING_LEVEL", "DEBUG")
     monkeypatch.setenv("QUIRE_ZZZ", "1")
@@ -122,19 +113,24 @@ def test_a_wrong_log_level_ends_the_command(name, value, argv, monkeypatch, caps
     assert "LOUD" in said or "QUIRE_CONFIGURE_LOGGING" in said
 
 
-# Variables that nothing reads, and why that is no lie.
-UNREAD = {
-    "HOST_IP": "comes with several nodes",
-    "WORKER_MULTIPROC_METHOD": "workers are programs of their own, whatever it says",
-    "ALLOW_RUNTIME_LORA_UPDATING": "LoRA is not supported yet",
-    "MEDIA_LOADING_THREAD_COUNT": "media input is not supported yet",
-    "MEDIA_URL_ALLOW_REDIRECTS": "media input is not supported yet",
-    "PP_LAYER_PARTITION": "pipeline parallelism is not supported yet",
-}
-
-
-def test_every_variable_is_read_by_somebody():
+def test_every_variable_is_read_or_warns():
+    """Generated from the table: a variable has a reader, or a reason why it has none."""
     files = [f for f in Path(env.__file__).parent.rglob("*.py") if f.name != "env.py"]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    unread = {n for n, row in env.VARIABLES.items() if not row.field and f'"{n}"' not in text}
-    assert unread == set(UNREAD)
+    for name, row in env.VARIABLES.items():
+        is_read = bool(row.field) or f'"{name}"' in text
+        assert is_read == (not row.no_effect), name
+
+
+@pytest.mark.parametrize("name", [row.name for row in env.VARIABLES.values() if row.no_effect])
+def test_a_variable_without_effect_warns(name, monkeypatch, warnings):
+    row = env.VARIABLES[name]
+    if row.default is not None:
+        default = int(row.default) if row.kind is bool else row.default
+        monkeypatch.setenv(f"VLLM_{name}", str(default))
+    engine_config({})
+    assert not warnings
+    value = {bool: "0" if row.default else "1", int: "3"}.get(row.kind, "text")
+    monkeypatch.setenv(f"VLLM_{name}", value)
+    engine_config({})
+    assert warnings == [f"VLLM_{name}={value} has no effect: {row.no_effect}"]

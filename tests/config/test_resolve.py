@@ -273,6 +273,10 @@ def test_attention_backends(settle, monkeypatch, warnings):
         ({"swap_space": 4, "preemption_mode": "recompute"}, ""),
         ({"swap_space": 8}, "swap_space=8 has no effect: preempted requests are recomputed"),
         ({"preemption_mode": "swap"}, "preemption_mode=swap has no effect: "),
+        (
+            {"prefix_caching_hash_algo": "sha256"},
+            "prefix_caching_hash_algo=sha256 has no effect: blocks are found by",
+        ),
         ({"model_loader_extra_config": {"a": 1}}, "model_loader_extra_config has no effect: "),
     ],
     ids=str,
@@ -286,7 +290,6 @@ def test_what_does_nothing_is_said(settle, warnings, keywords, says):
 # Fields that no room reads, and why that is no lie.
 UNREAD = {
     "enable_auto_tool_choice": "calls are read wherever their format is known; the help says so",
-    "prefix_caching_hash_algo": "any name means the same keyed hash; the help says so",
     "enable_server_load_tracking": "/load always counts",
     "tensor_parallel_size": "refused above 1",
     "pipeline_parallel_size": "refused above 1",

@@ -65,7 +65,7 @@ collect_detailed_traces=all enable_per_request_metrics logging_config={"a":1} lo
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
 data_parallel_address=1.2.3.4 numa_bind device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
 attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backend=x exclude_tools_when_tool_choice_none
-disable_chunked_mm_input interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
+mm_encoder_tp_mode=data disable_chunked_mm_input interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
 """
 # The flags that vLLM 0.32 has beside all of these
 NEWER = """
@@ -88,7 +88,7 @@ NEWER = """
 """
 SILENT = """
 enable_reasoning enable_sleep_mode language_model_only max_loras=1 swap_space=0 limit_mm_per_prompt={"image":0} device=auto device=cpu task=generate
-mm_processor_cache_gb=0 mm_encoder_tp_mode=data scheduler_delay_factor=0 convert=none
+mm_processor_cache_gb=0 mm_encoder_tp_mode=weights scheduler_delay_factor=0 convert=none
 """
 
 

@@ -123,7 +123,8 @@ def test_a_backend_of_a_plug_in_may_run_anywhere(resolved, monkeypatch) -> None:
 def test_the_devices_of_the_backends() -> None:
     for device, backends in ATTENTION.items():
         for name in {"CPU_ATTN", "TORCH_SDPA", "TRITON_ATTN"} & set(backends):
-            assert device in load_backend(name).can.devices
+            devices = load_backend(name).can.devices
+            assert devices is None or device in devices
     assert {name for each in ATTENTION.values() for name in each} == set(names.BACKENDS)
 
 

@@ -123,6 +123,15 @@ def test_numbers_may_come_as_text():
     assert (engine.asked[0].params.n, engine.asked[0].params.temperature) == (2, 0.5)
 
 
+def test_the_best_of_several_answers_in_a_chat():
+    engine = ScriptedEngine()
+    assert ask(engine, "POST", CHAT, HI | {"n": 2, "best_of": 5}).status_code == 200
+    assert (engine.asked[0].params.n, engine.asked[0].params.best_of) == (2, 5)
+    for body in ({"n": 2, "best_of": 1}, {"best_of": 2, "stream": True}):
+        answer = ask(engine, "POST", CHAT, HI | body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "best_of")
+
+
 def test_an_unknown_field_is_ignored_and_said():
     assert ask(ScriptedEngine(), "POST", CHAT, HI | {"temprature": 0.5}).status_code == 200
 

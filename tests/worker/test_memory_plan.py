@@ -174,3 +174,19 @@ def test_weights_that_are_made_small_count_as_such_and_must_fit_before() -> None
         forecast_weights(away.spec, away.device, 14_000, found)
         == 6400 + 2 * 100 + 2 * 640 + 2 * 640
     )
+
+
+def test_a_cache_larger_than_the_machine_is_refused_or_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    requested, total = 1000 << 30, 1 << 30
+    with caplog.at_level("WARNING", "quire"):
+        plan = make_plan(resolved(kv_cache_memory_bytes=requested), 1000, total, total, [FULL] * 3)
+    assert plan.num_blocks == 4 * 256 // 16  # what the requests can use
+    assert f"kv_cache_memory_bytes={requested} is more than the machine's 1.00 GiB: " in caplog.text
+    many = replace(resolved(kv_cache_memory_bytes=requested), max_num_seqs=100_000)
+    left = total - 1000 - activation_bytes(many.spec, many.max_num_seqs)
+    with pytest.raises(
+        NotEnoughMemory, match=f"does not fit .* Use at most {left}, or leave it out"
+    ):
+        make_plan(many, 1000, total, total, [FULL] * 3)

@@ -113,7 +113,7 @@ FEATURES = {
 class Capabilities:
     """What a backend can do, as data, so that an error can list what it lacks."""
 
-    devices: frozenset[str]
+    devices: frozenset[str] | None  # None: any
     dtypes: frozenset[str]
     head_dims: Sequence[int] | None = None  # None: any
     block_sizes: Sequence[int] | None = None  # None: any
@@ -128,7 +128,7 @@ class Capabilities:
     def lacking(self, needs: Needs) -> list[str]:
         """The unmet needs, in words; empty: the backend can serve the model."""
         out = []
-        if needs.device not in self.devices:
+        if self.devices is not None and needs.device not in self.devices:
             out.append(f"device {needs.device}")
         if needs.dtype not in self.dtypes:
             out.append(f"dtype {needs.dtype}")

@@ -18,10 +18,10 @@ BACKENDS: dict[str, str] = {
 def check_attention(name: str | None, device: str) -> None:
     """Raises ConfigError: there is no such backend, or this device does not have it. A plug-in's may be for any device."""
     own = {each for names in ATTENTION.values() for each in names}
-    if name is None or name in ATTENTION[device] or (name in BACKENDS and name not in own):
+    if name is None or name in ATTENTION.get(device, own) or (name in BACKENDS and name not in own):
         return
     why = f"this backend does not run on {device}" if name in own else "unknown"
-    known = [*ATTENTION[device], *(each for each in BACKENDS if each not in own)]
+    known = [*ATTENTION.get(device, own), *(each for each in BACKENDS if each not in own)]
     raise ConfigError(
         f"attention_backend={name}: {why}; choose from {', '.join(known)}, or leave it out"
     )

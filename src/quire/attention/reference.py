@@ -81,7 +81,7 @@ class ReferenceAttention(AttentionBackend):
     """See the module. Cache layout: `kv_quantization.parts`."""
 
     can = Capabilities(
-        devices=frozenset({"cpu", "cuda"}),
+        devices=None,
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         kv_dtypes=frozenset({"auto", *kv_quantization.DTYPES}),
         differing_values=True,

@@ -176,7 +176,7 @@ def _check_environment(strict: bool) -> None:
         if strict:
             raise ConfigError(message)
         logger.warning("%s", message)
-    for name in env.VARIABLES:
-        env.get(name)  # report an invalid value now rather than in the middle of a request
-    if not env.get("USE_V1"):
-        logger.warning("VLLM_USE_V1=0 has no effect: Quire has one engine")
+    for name, row in env.VARIABLES.items():
+        value = env.get(name)  # report an invalid value now rather than in the middle of a request
+        if row.no_effect and value != row.default:
+            logger.warning("%s=%s has no effect: %s", env.spelt(name), env.raw(name), row.no_effect)

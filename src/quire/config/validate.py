@@ -80,7 +80,9 @@ def _check_supported(config: EngineConfig) -> None:
 def _warn_of_ignored(config: EngineConfig) -> None:
     """Warn about settings that are accepted but have no effect."""
     swap, form = config.cache.swap_space, config.load.load_format
+    algorithm = config.cache.prefix_caching_hash_algo
     ignored = {
+        (f"prefix_caching_hash_algo={algorithm}", "blocks are found by blake2b with a key of this server"): algorithm != "blake2b",
         (f"swap_space={swap:g}", "preempted requests are recomputed"): swap not in (0, 4),
         ("preemption_mode=swap", "preempted requests are recomputed"): config.scheduler.preemption_mode == "swap",
         ("model_loader_extra_config", f"load_format={form} has no options"): config.load.model_loader_extra_config,

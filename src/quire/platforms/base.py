@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from quire.plugins import platform_plugins
+
 PLATFORMS = {
     "cpu": "quire.platforms.cpu:CpuPlatform",
     "cuda": "quire.platforms.cuda:CudaPlatform",
@@ -83,6 +85,10 @@ def platform_of(device: str) -> Platform:
     Raises:
         KeyError: no platform has that name.
     """
-    module, _, attribute = PLATFORMS[device].partition(":")
-    platform: Platform = getattr(importlib.import_module(module), attribute)()
+    if device in PLATFORMS:
+        module, _, attribute = PLATFORMS[device].partition(":")
+        kind = getattr(importlib.import_module(module), attribute)
+    else:
+        kind = platform_plugins()[device]
+    platform: Platform = kind()
     return platform

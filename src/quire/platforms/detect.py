@@ -12,13 +12,14 @@ import importlib.metadata
 import importlib.util
 import os
 import platform as host
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from quire import env
 from quire.errors import ConfigError
 from quire.logging import get_logger
+from quire.plugins import platform_plugins
 
 logger = get_logger(__name__)
 
@@ -38,7 +39,7 @@ class PlatformFacts:
     """All facts about a device that `config/resolve.py` needs."""
 
     device: str
-    """cpu or cuda."""
+    """cpu, cuda, or the name of a platform plugin."""
     name: str
     """The vendor's name of the device."""
     dtypes: tuple[str, ...]
@@ -77,16 +78,22 @@ class PlatformFacts:
 def facts() -> PlatformFacts:
     """The facts of the device that this process uses.
 
-    QUIRE_DEVICE=cpu or cuda forces one.
+    QUIRE_DEVICE=cpu, cuda or the name of a platform plugin forces one. A plugin's device has precedence.
 
     Raises:
-        ConfigError: QUIRE_DEVICE names an unknown device, or one that this process cannot use.
+        ConfigError: QUIRE_DEVICE names an unknown device, or one that this process cannot use; or plugins found several.
     """
     requested = str(env.get("DEVICE") or "auto")
-    if requested not in ("auto", "cpu", "cuda"):
+    added = {} if requested in ("cpu", "cuda") else platform_plugins()
+    if requested not in ("auto", "cpu", "cuda", *added):
         raise ConfigError(
-            f"QUIRE_DEVICE={requested}: choose from cpu, cuda; unset it to detect the device."
+            f"QUIRE_DEVICE={requested}: choose from {', '.join(('cpu', 'cuda', *added))}; unset it to detect the device."
         )
+    if requested == "auto" and len(added) > 1:
+        raise ConfigError(f"platform plugins found several devices: set QUIRE_DEVICE to one of {', '.join(added)}")  # fmt: skip
+    for name, platform in added.items():
+        if requested in ("auto", name):
+            return replace(platform.facts(), device=name)
     gpu = cuda_device() if requested != "cpu" else None
     missing = cuda_missing() if gpu else "no CUDA driver, or no CUDA device for this process"
     if gpu and not missing and (PROVEN or requested == "cuda"):

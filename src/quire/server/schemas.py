@@ -21,6 +21,7 @@ class Sampling(Struct, kw_only=True):
 
     model: str | None = None
     n: int = 1
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -83,7 +84,6 @@ class CompletionRequest(Sampling, kw_only=True):
     max_tokens: int = 16
     echo: bool = False
     logprobs: int | None = None
-    best_of: int | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
     prompt_embeds: Any = None

@@ -15,10 +15,12 @@ from quire.config.model_sizes import model_size
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.logging import get_logger
 from quire.models.checkpoint_files import TensorHeader, in_memory, stored_tensors
 from quire.models.transformers.modes import check_own_cache
 from quire.platforms.detect import facts
 
+logger = get_logger(__name__)
 GIB = 1 << 30
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -175,7 +177,27 @@ def make_plan(
     blocks = room // kv_layout.bytes_per_block - 1
     # More blocks than max_num_seqs full-length requests need can never be used.
     blocks_per_request = kv_layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
-    return _with_blocks(plan, min(blocks, resolved.max_num_seqs * blocks_per_request), resolved)
+    plan = _with_blocks(plan, min(blocks, resolved.max_num_seqs * blocks_per_request), resolved)
+    if cache.kv_cache_memory_bytes is not None:
+        _check_requested(plan, cache.kv_cache_memory_bytes)
+    return plan
+
+
+def _check_requested(plan: MemoryPlan, requested: int) -> None:
+    """Raises NotEnoughMemory: the machine cannot hold weights and a KV cache of kv_cache_memory_bytes."""
+    most = plan.total - plan.weights - plan.activations
+    if plan.kv > most:
+        raise NotEnoughMemory(
+            f"kv_cache_memory_bytes={requested}: beside {size(plan.weights)} of weights and {size(plan.activations)} of"
+            f" activations, a KV cache of {size(plan.kv)} does not fit into the machine's {size(plan.total)}."
+            f" Use at most {max(most, 0)}, or leave it out."
+        )
+    if requested > plan.total:
+        logger.warning_once(
+            "kv_cache_memory_bytes=%d is more than the machine's %s: the KV cache takes %s, which max_num_seqs=%d"
+            " requests of max_model_len=%d can use",
+            requested, size(plan.total), size(plan.kv), plan.max_num_seqs, plan.max_model_len,
+        )  # fmt: skip
 
 
 def _with_blocks(plan: MemoryPlan, num_blocks: int, resolved: Resolved) -> MemoryPlan:

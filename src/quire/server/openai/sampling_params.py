@@ -121,6 +121,7 @@ def shared(request: Sampling, defaults: GenerationDefaults) -> dict[str, Any]:
     stop = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
     return found | {
         "n": request.n,
+        "best_of": best_of(request),
         "seed": request.seed,
         "stop": stop,
         "stop_token_ids": list(request.stop_token_ids),
@@ -142,6 +143,17 @@ def shared(request: Sampling, defaults: GenerationDefaults) -> dict[str, Any]:
     }
 
 
+def best_of(request: Sampling) -> int | None:
+    """The number of answers of which the n most likely are sent."""
+    if request.best_of is not None and request.best_of < request.n:
+        raise invalid(
+            f"`best_of` is {request.best_of}; it must be at least n = {request.n}", "best_of"
+        )
+    if request.stream and (request.best_of or 0) > request.n:
+        raise invalid("`best_of` above `n` is not available with `stream: true`", "best_of")
+    return request.best_of
+
+
 def without_repeats(ids: list[int] | None) -> list[int] | None:
     return None if ids is None else list(dict.fromkeys(ids))
 
@@ -158,14 +170,6 @@ def completion_params(request: CompletionRequest, defaults: GenerationDefaults) 
     keywords = shared(request, defaults)
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         keywords["prompt_logprobs"] = request.logprobs
-    if request.best_of is not None:
-        if request.best_of < request.n:
-            raise invalid(
-                f"`best_of` is {request.best_of}; it must be at least n = {request.n}", "best_of"
-            )
-        if request.stream and request.best_of > request.n:
-            raise invalid("`best_of` above `n` is not available with `stream: true`", "best_of")
-        keywords["best_of"] = request.best_of
     return SamplingParams(
         **keywords,
         logprobs=request.logprobs,
