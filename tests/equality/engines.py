@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,14 @@ def make_checkpoint(kind: str, folder: Path, **more: Any) -> str:
     return str(folder)
 
 
+@cache
+def transformers_model(path: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
 def plain(path: str, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens, by Transformers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = transformers_model(path)
     with torch.inference_mode():
         out = model.generate(
             torch.tensor([prompt]),

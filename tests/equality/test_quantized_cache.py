@@ -11,14 +11,20 @@ from engines import engine, greedy, prompts
 
 from quire.ops.cpu.bindings import best
 
-COUNT = 32
+COUNT = 24
 FORMATS = ["int8", "fp8"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "batched": {},
     "chunked": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
     "preempted": {"num_gpu_blocks_override": 12, "max_model_len": 96},
 }
-MODELS = [("qwen3", "float32"), ("gemma3_text", "float32"), ("qwen3", "bfloat16")]
+MODELS = [
+    ("qwen3", "float32", "int8"),
+    ("qwen3", "float32", "fp8"),
+    ("gemma3_text", "float32", "int8"),
+    ("qwen3", "bfloat16", "int8"),
+    ("qwen3", "bfloat16", "fp8"),
+]
 
 
 @cache
@@ -28,8 +34,7 @@ def alone(path: str, dtype: str, kept: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kept", FORMATS)
-@pytest.mark.parametrize(("kind", "dtype"), MODELS)
+@pytest.mark.parametrize(("kind", "dtype", "kept"), MODELS)
 def test_company_changes_no_token(
     kind: str, dtype: str, kept: str, setting: str, checkpoint: Callable[..., str]
 ) -> None:

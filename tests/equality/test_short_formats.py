@@ -15,7 +15,7 @@ import torch
 import transformers
 from engines import engine, greedy, prompts
 
-COUNT = 64
+COUNT = 40
 COMPANY: dict[str, dict[str, Any]] = {
     "batched": {},
     "two at a time": {"max_num_seqs": 2},

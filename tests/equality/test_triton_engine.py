@@ -5,33 +5,33 @@ The tokens are those that Transformers gives, and the same in other company.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import triton_interpreter  # noqa: F401
-from engines import engine, greedy, plain, prompts
+from engines import engine, greedy, make_checkpoint, plain, prompts
 from worker.test_graphs import Capturer
 
 from quire.ops.dispatch import OPS
 from quire.platforms.cpu import CpuPlatform
 from quire.protocol.sampling_params import SamplingParams
 
-COUNT = 4
+COUNT = 3
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
 def test_tokens_are_those_of_transformers(
-    kind: str, checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
     for op in OPS.values():
         monkeypatch.setattr(op, "run", op.run)  # so that it comes back
     capturer = Capturer()
     monkeypatch.setattr(CpuPlatform, "graph_capturer", lambda self: capturer)
-    path, asked = checkpoint(kind), prompts(3, longest=30)
+    path, asked = make_checkpoint(kind, tmp_path, num_hidden_layers=2), prompts(3, longest=30)
     settings = {"block_size": 16, "max_num_batched_tokens": 32, "attention_backend": "triton_attn"}
     settings["cudagraph_capture_sizes"] = ["3", 8, 900]
     drawn = SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=4)
