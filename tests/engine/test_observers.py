@@ -151,3 +151,15 @@ def test_an_observer_may_leave_while_it_is_called() -> None:
     run(core, 2)
     assert len(once.plans) == 1
     assert len(notes.plans) > 1
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_each_step_counts_its_tokens(depth: int):
+    """The sum is exact: every prompt token and every token made, once, in as many values as there were steps."""
+    core = make(depth)
+    got = run(core)
+    made = sum(len(output.tokens) for outputs in got.values() for output in outputs)
+    *counts, total = core.stats().histograms["step_tokens"]
+    assert total == 3 * 6 + made == core.stats().prompt_tokens + core.stats().generation_tokens
+    assert sum(counts) == core.stats().steps
+    assert counts[-1] == 0

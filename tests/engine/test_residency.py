@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
-from quire.kvcache.block_metrics import BlockHistogram, ObservedBlockPool
+from quire.kvcache.block_metrics import ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
 from quire.observe.prometheus import ServerMetrics
+from quire.protocol.bucket_counts import BucketCounts
 from quire.protocol.output import EngineStats
 
 BOUNDS = (1.0, 10.0, 100.0)
@@ -86,11 +87,11 @@ def test_a_watched_pool_does_what_a_pool_does():
 
 
 def test_told_as_histograms():
-    counted = BlockHistogram(BOUNDS)
+    counted = BucketCounts(BOUNDS)
     for value in (0.5, 1.0, 50.0, 1000.0):
         counted.add(value)
     metrics = ServerMetrics("toy", custom={"kv_cache_residency": list(BOUNDS)})
-    metrics.attach(lambda: EngineStats(residency={"lifetime": counted.stats}), 10, {})
+    metrics.attach(lambda: EngineStats(histograms={"lifetime": counted.stats}), 10, {})
     text = metrics.render().decode()
     name, labels = "vllm:kv_block_lifetime_seconds", 'engine="0"'
     for bound, count in (("1.0", 2), ("10.0", 2), ("100.0", 3), ("+Inf", 4)):

@@ -84,7 +84,6 @@ def test_no_limit_is_missing():
 PACKAGES = ("server", "protocol", "features/structured")
 CONSTANT = re.compile(r"^((?:MAX|MOST)_[A-Z_]+)(?:: \w+)? = \(?\s*[\d(]", re.M)
 NOT_OF_REQUESTS = {
-    "quire.server.process.server_process.MOST_OBSERVED",  # steps that a histogram takes at once
     "quire.server.request_body.MOST_NAME",  # how an unknown field is compared
     "quire.protocol.validators.MAX_BIAS",  # a range, not a size
     "quire.features.structured.xgrammar_subset.MAX_BYTES",  # beyond it the other engine of grammars is taken

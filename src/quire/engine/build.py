@@ -42,6 +42,7 @@ from quire.models.hf_config import read_config
 from quire.models.location import Fetch, find, locate_tokenizer
 from quire.observe.buckets import buckets, checked
 from quire.observe.inspector import Inspector
+from quire.observe.metric_table import ITERATION
 from quire.observe.mfu import StepCostCounter, StepCosts
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
@@ -135,7 +136,10 @@ def build_core(resolved: Resolved) -> tuple[EngineCore, EngineReady]:
     kv_layout = layout(info.layer_specs(), resolved.block_size, info.max_model_len)
     gate = GrammarGate(compiler, elsewhere=resolved.executor == "mp")
     scheduler = build_scheduler(resolved, info, kv_layout, [gate])
-    core = EngineCore(scheduler, executor, resolved.depth)
+    custom = checked(resolved.config.observe.custom_histogram_buckets)
+    core = EngineCore(
+        scheduler, executor, resolved.depth, token_bounds=buckets(ITERATION, 0, custom)
+    )
     gate.wake = lambda: core.inbox.put(None)
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)

@@ -11,13 +11,15 @@ what a request is for, or which features are on. Keep it so.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from quire.errors import InternalError, QuireError, ValidationError
 from quire.logging import get_logger
+from quire.observe.buckets import FAMILIES
 from quire.observe.step_observer import StepObservers
+from quire.protocol.bucket_counts import BucketCounts
 from quire.protocol.output import EngineOutput, EngineStats, Reply
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 from quire.scheduler.scheduler import Scheduler
@@ -41,9 +43,11 @@ class EngineCore:
     """One loop with a depth. depth 1 is synchronous, 2 overlaps host and device, n fills n stages."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, depth: int, check_when_idle: bool = True
-    ):
+        self, scheduler: Scheduler, executor: Executor, depth: int, check_when_idle: bool = True,
+        token_bounds: Sequence[float] = FAMILIES["iteration_tokens"],
+    ):  # fmt: skip
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
+        self.step_tokens = BucketCounts(token_bounds)
         self.check_when_idle = check_when_idle
         # QUIRE_CHECK=1: check after each step, to find the one that breaks something
         self.check_each_step = False
@@ -125,6 +129,8 @@ class EngineCore:
             return list(self.scheduler.fail_step(step, f"the step failed: {type(error).__name__}"))
         self.observers.finished(step, result)
         outputs: Outbox = list(self.scheduler.commit(result))
+        # A step's tokens: those that it made, and the prompts that entered since the step before it.
+        self.step_tokens.add_growth(self.scheduler.count.tokens)
         if self.check_each_step:
             self.scheduler.check()
         return outputs
@@ -195,7 +201,7 @@ class EngineCore:
             finished={str(why): number for why, number in scheduler.finished.items()},
             steps=scheduler.steps,
             deferred=scheduler.deferred,
-            residency=kv.pool.stats(),
+            histograms=kv.pool.stats() | {"step_tokens": self.step_tokens.stats},
             state=self.state,
             counts=dict(self.counts),
         )

@@ -35,7 +35,7 @@ from quire.protocol.tensor_data import FrameEncoder
 
 log = get_logger(__name__)
 
-STATS_EVERY_S = 1.0
+STATS_EVERY_S = 0.1
 # thresholds of gc: new objects, then collections of the younger epochs; Python's default begins with 700
 COLLECT_AFTER = (
     20_000,

@@ -11,28 +11,11 @@ from __future__ import annotations
 
 import random
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.kvcache.block_pool import BlockPool
-
-
-class BlockHistogram:
-    """Counts of values by bucket, and their sum."""
-
-    def __init__(self, bounds: Sequence[float]):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    @property
-    def stats(self) -> list[float]:
-        return [*map(float, self.counts), self.sum]
+from quire.protocol.bucket_counts import BucketCounts
 
 
 @dataclass(slots=True)
@@ -59,7 +42,7 @@ class ObservedBlockPool(BlockPool):
         self.watch_share, self.clock = share, clock
         self.draw = random.Random(seed)
         self.stays: dict[int, Stay] = {}
-        self.lifetime, self.idle, self.gap = (BlockHistogram(bounds) for _ in range(3))
+        self.lifetime, self.idle, self.gap = (BucketCounts(bounds) for _ in range(3))
 
     def allocate(self) -> int:
         block = super().allocate()

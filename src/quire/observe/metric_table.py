@@ -103,16 +103,16 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric("vllm:request_prefill_kv_computed_tokens", "request_tokens", "Prompt tokens computed, without those found in the cache."),
     ObservedMetric("vllm:request_params_n", "request_params_n", "n of a request."),
     ObservedMetric("vllm:request_num_preemptions", "request_num_preemptions", "How often a request was preempted."),
-    ObservedMetric("vllm:iteration_tokens_total", "iteration_tokens", "Tokens per step, averaged over a second."),
 )  # fmt: skip
 
-RESIDENCY = "kv_cache_residency"
-STAYS: dict[str, tuple[str, str]] = {
-    "lifetime": ("vllm:kv_block_lifetime_seconds", "Seconds from the allocation of a KV block to its eviction."),
-    "idle": ("vllm:kv_block_idle_before_evict_seconds", "Seconds since the last use of an evicted KV block."),
-    "gap": ("vllm:kv_block_reuse_gap_seconds", "Seconds between two uses of a KV block."),
+ITERATION, RESIDENCY = "iteration_tokens", "kv_cache_residency"
+ENGINE_HISTOGRAMS: dict[str, ObservedMetric] = {
+    "step_tokens": ObservedMetric("vllm:iteration_tokens_total", ITERATION, "Tokens per step: prompt tokens and generated tokens."),
+    "lifetime": ObservedMetric("vllm:kv_block_lifetime_seconds", RESIDENCY, "Seconds from the allocation of a KV block to its eviction."),
+    "idle": ObservedMetric("vllm:kv_block_idle_before_evict_seconds", RESIDENCY, "Seconds since the last use of an evicted KV block."),
+    "gap": ObservedMetric("vllm:kv_block_reuse_gap_seconds", RESIDENCY, "Seconds between two uses of a KV block."),
 }  # fmt: skip
-"""Histograms that the engine fills, by their names in EngineStats.residency."""
+"""Histograms that the engine fills, by their names in EngineStats.histograms."""
 
 COUNTS: dict[str, tuple[str, str]] = {
     "flops": ("vllm:estimated_flops_per_gpu", "Floating-point operations of all steps, estimated."),

@@ -39,10 +39,10 @@ from quire.observe.http_metrics import HttpMetrics
 from quire.observe.metric_table import (
     ALIASES,
     COUNTS,
+    ENGINE_HISTOGRAMS,
     OBSERVED,
-    RESIDENCY,
     SNAPSHOTS,
-    STAYS,
+    ObservedMetric,
     SnapshotMetric,
 )
 from quire.observe.processes import FamilyCollector, Processes, allocate_files
@@ -70,23 +70,23 @@ class SnapshotCollector(Collector):
         custom: Mapping[str, tuple[float, ...]],
     ):
         self.model_name, self.stats = model_name, stats
-        self.bounds = buckets(RESIDENCY, 0, custom)
+        self.custom = custom
         self.rows = [row for row in SNAPSHOTS if legacy or not row.legacy]
 
     def collect(self) -> Iterable[Metric]:
         stats = self.stats()
         for row in self.rows:
             yield self.metric(row, stats)
-        for key, values in stats.residency.items():
-            yield self.histogram(*STAYS[key], values)
+        for key, values in stats.histograms.items():
+            yield self.histogram(ENGINE_HISTOGRAMS[key], values)
         for key, count in stats.counts.items():
             counter = CounterMetricFamily(*COUNTS[key], labels=["model_name", "engine"])
             counter.add_metric([self.model_name, ENGINE], count)
             yield counter
 
-    def histogram(self, name: str, help: str, values: list[float]) -> Metric:
-        metric = HistogramMetricFamily(name, help, labels=["model_name", "engine"])
-        bounds = [*map(floatToGoString, self.bounds), "+Inf"]
+    def histogram(self, row: ObservedMetric, values: list[float]) -> Metric:
+        metric = HistogramMetricFamily(row.name, row.help, labels=["model_name", "engine"])
+        bounds = [*map(floatToGoString, buckets(row.family, 0, self.custom)), "+Inf"]
         counts = zip(bounds, accumulate(values[:-1]), strict=True)
         metric.add_metric([self.model_name, ENGINE], list(counts), values[-1])
         return metric

@@ -76,7 +76,7 @@ class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="st
     finished: dict[str, int] = {}  # by FinishReason
     steps: int = 0
     deferred: int = 0  # waiting requests that a gate blocks (scheduler/gate.py)
-    residency: dict[str, list[float]] = {}  # of blocks: counts by bucket, then the sum
+    histograms: dict[str, list[float]] = {}  # counts by bucket, then the sum
     state: str = "awake"  # or the level of sleep (engine/sleep.py)
     counts: dict[str, float] = {}  # optional counters, if they are configured
 

@@ -62,6 +62,10 @@ class SchedulerCounters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
 
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.generation_tokens
+
 
 class Scheduler:
     """plan() builds the next step; commit() applies the result of a step."""

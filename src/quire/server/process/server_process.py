@@ -45,7 +45,6 @@ from quire.terminal import show
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 0.25
-MOST_OBSERVED = 500  # most steps to count in the histogram at once
 ABORTED_S = 5.0  # limit for the engine to end aborted requests
 DEATH_TOLD_S = 1.0  # time for clients to read the error before the process ends
 
@@ -231,8 +230,7 @@ class ServerProcess:
             return
         stats = StatsLog(engine.stats, device=self.client.ready.device.upper())
         every = observe.log_stats_interval
-        before, latest = time.monotonic(), engine.stats()
-        steps, tokens = latest.steps, latest.prompt_tokens + latest.generation_tokens
+        before = time.monotonic()
         epoch = self.client.epoch
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -250,13 +248,7 @@ class ServerProcess:
             if (new := self.client.epoch) > epoch and self.is_primary:
                 state.metrics.replaced("engine", new - epoch)
             epoch = new
-            now, latest = time.monotonic(), engine.stats()
-            num_tokens = latest.prompt_tokens + latest.generation_tokens
-            for _ in range(min(latest.steps - steps, MOST_OBSERVED) if self.is_primary else 0):
-                state.metrics.observe(
-                    "vllm:iteration_tokens_total", (num_tokens - tokens) / (latest.steps - steps)
-                )
-            steps, tokens = latest.steps, num_tokens
+            now = time.monotonic()
             if every and now - before >= every:
                 stats.tick(now - before, write=self.logs_stats)
                 state.metrics.rates(stats.prompt, stats.generation)
