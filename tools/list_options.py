@@ -1,7 +1,7 @@
-"""Writes the tables of docs/options.md from the dataclasses, the table of old names and the table of variables.
+"""Writes the tables of docs/options.md and docs/vllm_flags.md from the dataclasses and the tables of flags and variables.
 
-    python -m tools.list_options            rewrite the page's tables
-    python -m tools.list_options --check    exit with 1 if they are not what this would write
+    python -m tools.list_options            rewrite the pages' tables
+    python -m tools.list_options --check    exit with 1 if one of them is not what this would write
 
 Knows what `quire serve --help=all` knows. Loads no model.
 """
@@ -12,24 +12,35 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from quire import env
-from quire.config.help import sections
+from quire.config.help import FIRST, sections
 from quire.config.options import Option, options, section_help
-from quire.config.vllm_flags import OLD, SHORT
+from quire.config.vllm_flags import OLD, SHORT, TABLE
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 KINDS = {"flag": "", "int": "N", "float": "X", "text": "TEXT", "json": "JSON", "list": "TEXT ...", "maybe": "[TEXT]"}  # fmt: skip
-TREATMENTS = {"A": "accepted", "W": "accepted, with a warning", "E": "refused"}
+
+
+def first_flags() -> Iterator[str]:
+    """The flags of the first screen of --help."""
+    yield "| flag | |"
+    yield "|---|---|"
+    for group in FIRST.values():
+        for flag, words in group.items():
+            name, _, value = flag.partition(" ")
+            yield f"| `--{name.replace('_', '-')}` {value} | {_cell(words)} |"
 
 
 def flags() -> Iterator[str]:
     """A table for each section."""
     for section in sections():
         title, words = section_help(section)
-        yield f"### {title}: `--help={section}`"
+        yield f"### {title}"
+        yield ""
+        yield f"`quire serve --help={section}`"
         yield ""
         yield "| flag | default | |"
         yield "|---|---|---|"
@@ -57,14 +68,31 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def old_names() -> Iterator[str]:
-    yield "| name | here | |"
-    yield "|---|---|---|"
-    for name, row in sorted(OLD.items()):
-        if name == "model_tag":
-            continue  # the positional word
-        short = f", `{SHORT[name]}`" if name in SHORT else ""
-        yield f"| `{name}`{short} | {TREATMENTS[row.treatment]} | {_cell(row.say)} |"
+def rows(treatment: str) -> Callable[[], Iterator[str]]:
+    """The table of vLLM's flags with this treatment: a row for each reason."""
+
+    def table() -> Iterator[str]:
+        reasons: dict[str, list[str]] = {}
+        for name, row in sorted(OLD.items()):
+            if row.treatment == treatment and row.say:
+                names = [f"--{name.replace('_', '-')}", *([SHORT[name]] if name in SHORT else [])]
+                reasons.setdefault(row.say, []).append(", ".join(f"`{one}`" for one in names))
+        yield (
+            "| feature: what to do instead | flags |" if treatment == "E" else "| reason | flags |"
+        )
+        yield "|---|---|"
+        for reason, names in reasons.items():
+            yield f"| {_cell(reason)} | {' '.join(names)} |"
+
+    return table
+
+
+def llama_cpp() -> Iterator[str]:
+    yield "| llama.cpp | here |"
+    yield "|---|---|"
+    for remedy, names in TABLE["llama_cpp"].items():
+        spelt = (("-" if len(n) < 4 else "--") + n if "_" not in n else n for n in names.split())
+        yield f"| {' '.join(f'`{one}`' for one in spelt)} | {_cell(remedy)} |"
 
 
 def variables() -> Iterator[str]:
@@ -73,19 +101,25 @@ def variables() -> Iterator[str]:
     for row in env.VARIABLES.values():
         default = "" if row.default in (None, "") else f"`{row.default}`"
         fills = f" Fills `{row.field}`." if row.field else ""
-        yield f"| `QUIRE_{row.name}` | {default} | {_cell(row.help)}{fills} |"
+        without = f" No effect: {row.no_effect}." if row.no_effect else ""
+        yield f"| `QUIRE_{row.name}` | {default} | {_cell(row.help)}{fills}{without} |"
 
 
-TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "flags": flags,
-    "old names": old_names,
-    "variables": variables,
+TABLES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
+    "options.md": {"first flags": first_flags, "flags": flags, "variables": variables},
+    "vllm_flags.md": {
+        "refused": rows("E"),
+        "warned": rows("W"),
+        "accepted": rows("A"),
+        "llama.cpp": llama_cpp,
+    },
 }
+"""Page -> its tables."""
 
 
-def filled(page: str) -> str:
+def filled(page: str, tables: Mapping[str, Callable[[], Iterator[str]]]) -> str:
     """The page with each table between `<!-- name -->` and `<!-- end -->` as it should be."""
-    for name, rows in TABLES.items():
+    for name, rows in tables.items():
         table = "\n".join(rows()).strip()
         mark = re.escape(f"<!-- {name} -->")
         page, count = re.subn(
@@ -95,19 +129,21 @@ def filled(page: str) -> str:
             flags=re.DOTALL,
         )
         if count != 1:
-            raise SystemExit(f"{PAGE} has {count} tables named {name!r}; it should have one")
+            raise SystemExit(f"a page has {count} tables named {name!r}; it should have one")
     return page
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = filled(page)
-    if parser.parse_args().check:
-        return int(page != wanted)
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+    check, stale = parser.parse_args().check, False
+    for name, tables in TABLES.items():
+        page = (DOCS / name).read_text(encoding="utf-8")
+        wanted = filled(page, tables)
+        stale = stale or page != wanted
+        if not check:
+            (DOCS / name).write_text(wanted, encoding="utf-8")
+    return int(check and stale)
 
 
 if __name__ == "__main__":

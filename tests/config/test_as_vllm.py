@@ -97,7 +97,7 @@ def test_modules_that_people_run(before):
     path = () if before else (DISTRIBUTION / "src",)
     module = "vllm.entrypoints.openai.api_server"
     said = run(*before, "-m", module, "--help=scheduler", path=path)
-    assert said.startswith("The step: rows")
+    assert said.startswith("Scheduling: ")
     assert run(
         *before, "-m", "vllm.entrypoints.cli.main", "serve", "--help=cache", path=path
     ).startswith("KV cache  ")
@@ -185,7 +185,9 @@ def test_pip_installs_it(tmp_path, program):
     run(*pip.split(), "--target", str(target), str(source))
     agreed(run(program, "--x", path=(target,)))
     command = target / "bin" / "vllm"
-    assert run(str(command), "serve", "--help=load", path=(target,)).startswith("Checkpoints  ")
+    assert run(str(command), "serve", "--help=load", path=(target,)).startswith(
+        "Files of the checkpoint  "
+    )
 
 
 # Parts of the shim that do something

@@ -101,4 +101,6 @@ def test_help_ends_the_program_wherever_it_stands(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["some/model", "--bogus", "--help=scheduler"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("The step: rows, tokens, order  (--help=scheduler)")
+    assert capsys.readouterr().out.startswith(
+        "Scheduling: requests and tokens per step  (--help=scheduler)"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadConfig:
-    """Checkpoints."""
+    """Files of the checkpoint."""
 
     load_format: str = "auto"
     """auto (also: hf), safetensors, pt, npcache or dummy (random weights)."""

@@ -44,7 +44,7 @@ class ModelConfig:
     hf_token: str | bool | None = None
     """Access token for the hub; True: the token stored by `hf auth login`."""
     quantization: str | None = None
-    """int8, int4 or fp8: quantize the weights while loading; or the method of a quantized checkpoint; unset: as the checkpoint says."""
+    """Quantize the weights while loading (int8, int4 or fp8), or name the method of a quantized checkpoint; unset: as the checkpoint says."""
     seed: int = 0
     """Seed for requests without one: request i gets a seed derived from this value and i."""
     served_model_name: list[str] | str | None = None

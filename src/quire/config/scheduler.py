@@ -10,7 +10,7 @@ from quire.config.ranges import AtLeast0, AtLeast1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """The step: rows, tokens, order."""
+    """Scheduling: requests and tokens per step."""
 
     max_num_seqs: AtLeast1 | None = None
     """Maximum requests that run at once; unset: 256."""

@@ -12,7 +12,7 @@ from quire.config.ranges import Amount, AtLeast1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """Address, keys, limits and the format of responses."""
+    """HTTP server: address, keys, limits and the format of responses."""
 
     host: str | None = None
     """Address to listen on; unset: loopback, or all interfaces if an API key is set or in a container."""
@@ -91,7 +91,7 @@ class ServerConfig:
     sse_keep_alive_interval: Amount = 0
     """Seconds of silence in a stream after which the server sends a comment line; 0: never."""
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "warning"
-    """Log level of the HTTP server."""
+    """Log level of the HTTP server; info: log each request (the default of vLLM)."""
     disable_uvicorn_access_log: bool = False
     """Do not log each HTTP request."""
     disable_access_log_for_endpoints: str | None = None

@@ -17,7 +17,7 @@ STAND_INS = {"llguidance": "guidance", "outlines": "auto", "lm-format-enforcer":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredConfig:
-    """Constrained output."""
+    """Structured output."""
 
     structured_outputs_config: dict[str, Any] = field(default_factory=dict)
     """A JSON object with any of backend (auto, guidance, xgrammar, outlines or lm-format-enforcer), disable_any_whitespace,
