@@ -11,7 +11,7 @@ lookup. An implementation that does not support some arguments (a dtype, a shape
 
 The arithmetic of norms, RoPE and activations is written three times. A change of rounding is a change of all three:
 
-    ops/reference.py                    the definition; ops/chunked.py runs it a few rows at a time
+    ops/reference.py                    the definition
     ops/cpu/kernels/norm_rope_act.h     C++, for the op (ops/cpu/norm_rope_act.py) and the fused layer (layer.cpp)
     ops/triton/norm_rope_act.py         Triton, for the op; qk_norm_rope_kv.py fuses the same steps with the KV write
 """
@@ -31,7 +31,6 @@ R = TypeVar("R")
 OPS: dict[str, Op[..., Any]] = {}
 
 MODULES = {
-    "chunked": "quire.ops.chunked",
     "native": "quire.ops.cpu.norm_rope_act",
     "triton": "quire.ops.triton.norm_rope_act",
 }

@@ -24,7 +24,7 @@ class CpuPlatform:
     name = "cpu"
     device = torch.device("cpu")
     attention: tuple[str, ...] = detect.ATTENTION["cpu"]
-    kernels: tuple[str, ...] = ("native", "chunked", "reference")
+    kernels: tuple[str, ...] = ("native", "reference")
 
     def __init__(self) -> None:
         # With several threads, MKL splits the sums of small products, so a row's float32 bits depend on the

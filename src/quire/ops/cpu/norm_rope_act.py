@@ -1,4 +1,4 @@
-"""Norms, rotation and activation by the CPU kernels, where they support the arguments; else chunked plain torch.
+"""Norms, rotation and activation by the CPU kernels, where they support the arguments; else plain torch.
 
 Knows dtypes and strides. The kernels round where the definitions do, but sum a row in another order: results may differ
 in bf16's last bit.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops import chunked, reference
+from quire.ops import reference
 from quire.ops.cpu import masked_argmax  # noqa: F401  (it registers its kernels)
 from quire.ops.cpu.bindings import best
 
@@ -31,7 +31,7 @@ def _heads(x: Tensor) -> tuple[int, int, int] | None:
 def _rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
     kernels, layout, size = best(), _heads(x_TD), x_TD.shape[-1]
     if kernels is None or layout is None or weight_D is None or size % 16:
-        return chunked.rms_norm(x_TD, weight_D, eps, plus_one)
+        return reference.rms_norm.reference(x_TD, weight_D, eps, plus_one)
     rows, heads, step = layout
     y = torch.empty(x_TD.shape, dtype=torch.bfloat16)
     kernels.rms_norm(
@@ -47,7 +47,7 @@ def _add_rms_norm(
     kernels, size = best(), x_TD.shape[-1]
     plain = x_TD.is_contiguous() and residual_TD.is_contiguous() and x_TD.dim() == 2
     if kernels is None or x_TD.dtype != torch.bfloat16 or not plain or size % 16:
-        return chunked.add_rms_norm(x_TD, residual_TD, weight_D, eps, plus_one)
+        return reference.add_rms_norm.reference(x_TD, residual_TD, weight_D, eps, plus_one)
     kernels.add_rms_norm(
         x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), len(x_TD), size, eps, plus_one
     )
@@ -58,7 +58,7 @@ def _add_rms_norm(
 def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
     kernels, layout, half = best(), _heads(x_THD), cos_TP.shape[1]
     if kernels is None or layout is None or interleaved or half % 16 or x_THD.dim() != 3:
-        return chunked.rotate(x_THD, cos_TP, sin_TP, interleaved)
+        return reference.rotate.reference(x_THD, cos_TP, sin_TP, interleaved)
     rows, heads, step = layout
     size = x_THD.shape[2]
     cos_TP, sin_TP = cos_TP.contiguous(), sin_TP.contiguous()
@@ -73,7 +73,7 @@ def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = F
 def _silu_and_mul(x_TI2: Tensor) -> Tensor:
     kernels, inner = best(), x_TI2.shape[-1] // 2
     if kernels is None or x_TI2.dtype != torch.bfloat16 or not x_TI2.is_contiguous() or inner % 16:
-        return chunked.silu_and_mul(x_TI2)
+        return reference.silu_and_mul.reference(x_TI2)
     y_TI = torch.empty((*x_TI2.shape[:-1], inner), dtype=torch.bfloat16)
     kernels.silu_and_mul(x_TI2.data_ptr(), y_TI.data_ptr(), x_TI2.numel() // (2 * inner), inner)
     return y_TI
