@@ -196,7 +196,8 @@ WRITERS: dict[str, list[Writer]] = {
         each(lambda c: f"[TOOL_CALLS]{c[0]}[CALL_ID]abc123def[ARGS]{json.dumps(c[1])}", ""),
         each(lambda c: f"[TOOL_CALLS]{c[0]}{json.dumps(c[1])}", ""),
     ],
-    "qwen3_coder": [each(qwen)],
+    "qwen3_coder": [each(qwen), each(lambda c: qwen(c).replace("<tool_call>\n", "").replace("\n</tool_call>", ""))],
+    "step3p5": [each(qwen)],
     "deepseek_v3": [deepseek("function<｜tool▁sep｜>{}\n```json\n{}\n```", "\n")],
     "deepseek_v31": [deepseek("{}<｜tool▁sep｜>{}", ""), deepseek("{}<｜tool▁sep｜>{}", "\n")],
     "deepseek_v32": [
@@ -204,8 +205,9 @@ WRITERS: dict[str, list[Writer]] = {
         lambda calls: invokes(calls, "｜DSML｜", "｜DSML｜function_calls"),
     ],
     "glm45": [each(glm)],
+    "poolside_v1": [each(glm)],
     "kimi_k2": [kimi],
-    "granite": [lambda calls: "<|tool_call|>" + json_list(calls)],
+    "granite": [lambda calls: "<|tool_call|>" + json_list(calls), lambda calls: "<tool_call> " + json_list(calls)],
     "granite-20b-fc": [each(lambda c: f"<function_call> {json_call(c)}")],
     "phi4_mini_json": [lambda calls: "functools" + json_list(calls)],
     "minimax_m2": [
@@ -273,6 +275,9 @@ DOTLESS = frozenset(("pythonic",))
 
 THOUGHTS: dict[str, tuple[str, str]] = {
     "deepseek_r1": ("", "</think>"),
+    "deepseek_v3": ("", "</think>"),
+    "nemotron_v3": ("<think>\n", "\n</think>\n"),
+    "minimax_m2_append_think": ("", ""),
     "qwen3": ("<think>\n", "\n</think>\n\n"),
     "granite": ("Here is my thought process:\n", "\nHere is my response:\n"),
     "mistral": ("[THINK]", "[/THINK]"),

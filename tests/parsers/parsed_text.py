@@ -10,9 +10,9 @@ from typing import Any
 from call_writers import TOOLS
 
 from quire.frontend.parsers.format_table import compose
-from quire.frontend.parsers.reasoning import REASONING
+from quire.frontend.parsers.formats import REASONING
+from quire.frontend.parsers.formats import TOOLS as FORMATS
 from quire.frontend.parsers.stream_parser import StreamParser
-from quire.frontend.parsers.tool_formats import TOOLS as FORMATS
 from quire.frontend.parsers.tool_schemas import ToolSchemas
 
 

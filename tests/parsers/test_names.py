@@ -12,17 +12,17 @@ from call_writers import THOUGHTS, WRITERS
 import quire
 from quire.config.unsupported import PARSERS
 from quire.errors import ConfigError
-from quire.frontend.parsers.format_registry import (
+from quire.frontend.parsers.format_registry import FormatRegistry
+from quire.frontend.parsers.format_table import MarkerPattern
+from quire.frontend.parsers.formats import (
+    REASONING,
     REASONING_NAMES,
     REASONING_ORDER,
     TOOL_NAMES,
     TOOL_ORDER,
-    FormatRegistry,
+    TOOLS,
 )
-from quire.frontend.parsers.format_table import MarkerPattern
 from quire.frontend.parsers.model_formats import ModelFormats
-from quire.frontend.parsers.reasoning import REASONING
-from quire.frontend.parsers.tool_formats import TOOLS
 from quire.frontend.request_manager import response_template
 
 # Of vLLM's versions up to 0.30; those that we refuse are in PARSERS.
@@ -32,7 +32,7 @@ internlm jamba k2_horizon kimi_k2 lfm2 ling3 llama3_json llama4_json llama4_pyth
 minimax_m2 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5 xlam"""
 REASON = """cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 ernie45 gemma4 glm45 glm47
 granite holo2 hunyuan_a13b hy_v3 hy_v4 k2_horizon kimi_k2 ling3 mimo minimax_m2 minimax_m2_append_think minimax_m3
-mistral nemotron_v3 olmo3 openai_gptoss poolside_v1 qwen3 seed_oss step3 step3p5"""
+granite_thinking_parser minicpmv mistral nemotron_v3 olmo3 openai_gptoss poolside_v1 qwen3 seed_oss step3 step3p5"""
 REFUSED = "hf inkling kimi_k3 minimax_m3 muse_glimmer plamo3"
 
 TEMPLATES = {
@@ -44,9 +44,9 @@ TEMPLATES = {
     ("k2_horizon", "k2_horizon"): "<ifm|think> <ifm|tool_calls> <ifm|tool_call>{{ name }}",
     ("deepseek_v3", "deepseek_r1"): "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json <｜Assistant｜> </think>",
     ("deepseek_v31", "deepseek_r1"): "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} <｜Assistant｜></think>",
-    ("deepseek_v32", "deepseek_r1"): "<｜DSML｜function_calls> <｜DSML｜invoke name= <｜Assistant｜> </think>",
-    ("deepseek_v4", "deepseek_r1"): "<｜DSML｜tool_calls> <｜DSML｜invoke name= <｜Assistant｜> </think>",
-    ("deepseek_v41", "deepseek_r1"): "<｜DSML｜ calls> <｜DSML｜ invoke name= <｜Assistant｜> </think>",
+    ("deepseek_v32", "deepseek_v3"): "<｜DSML｜function_calls> <｜DSML｜invoke name= <｜Assistant｜> </think>",
+    ("deepseek_v4", "deepseek_v3"): "<｜DSML｜tool_calls> <｜DSML｜invoke name= <｜Assistant｜> </think>",
+    ("deepseek_v41", "deepseek_v3"): "<｜DSML｜ calls> <｜DSML｜ invoke name= <｜Assistant｜> </think>",
     ("glm45", "glm45"): "<tool_call>{f}<arg_key>{k}</arg_key> <think> {\"arguments\"}",
     ("hy_v3", "hy_v3"): "<tool_calls:opensource> <tool_call:opensource> <tool_sep:opensource> <arg_key:opensource> <think:opensource>",
     ("llama3_json", ""): '<|start_header_id|> {"name": f, "parameters": {}}',
@@ -80,8 +80,15 @@ def test_every_family_has_a_template():
     assert {names[0] for names in TEMPLATES} == {"", *TOOL_ORDER}
     assert {names[1] for names in TEMPLATES} == {"", *REASONING_ORDER}
     # Those of which no template tells: it is like that of another, or says nothing.
-    assert set(TOOLS) - set(TOOL_ORDER) == {"pythonic", "xlam", "minimax", "mimo"}
-    assert set(REASONING) == set(REASONING_ORDER)
+    assert set(TOOLS) - set(TOOL_ORDER) == {
+        "pythonic",
+        "xlam",
+        "minimax",
+        "mimo",
+        "step3p5",
+        "poolside_v1",
+    }
+    assert set(REASONING) - set(REASONING_ORDER) == {"nemotron_v3", "minimax_m2_append_think"}
 
 
 def test_known_names():

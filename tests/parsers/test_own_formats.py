@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
 SAID = '(((hm)))Ok. <<{"name": "f", "arguments": {"count": 1}}>>'
 PLUGIN = """
-from quire.frontend.parsers.tool_formats import json_calls
+from quire.frontend.parsers.formats import json_calls
 from quire.frontend.parsers.format_table import ReasoningFormat
 
 

@@ -11,7 +11,7 @@ from grammar_reader import Reader
 
 from quire.errors import ValidationError
 from quire.features.structured.validate import check_constraint
-from quire.frontend.parsers.reasoning import REASONING
+from quire.frontend.parsers.formats import REASONING
 from quire.frontend.parsers.tool_constraints import answer_or_calls
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form

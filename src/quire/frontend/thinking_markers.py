@@ -36,7 +36,7 @@ def thinking_markers(
     starts = [_tokens(mark, tokenizer, budget) for mark in reasoning.starts]
     ends = [_tokens(mark, tokenizer, budget) for mark in reasoning.ends]
     tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False).rstrip()
-    opened = tail.endswith(reasoning.starts) if reasoning.starts else False
+    opened = tail.endswith(reasoning.openings)
     closed = tail.endswith(reasoning.ends)
     within = opened or (reasoning.starts_in_reasoning and not closed)
     return ThinkingMarkers(

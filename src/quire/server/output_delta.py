@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.frontend.parsers.stream_parser import CallDelta
+from quire.frontend.parsers.call_writer import CallDelta
 from quire.server.openai.logprobs import Position
 
 

@@ -14,6 +14,7 @@ from quire.frontend.parsers.value_reader import (
     MAX_WORD,
     SPACE,
     MalformedValue,
+    ScalarTypes,
     ValueReader,
     complete_value,
     quoted,
@@ -30,6 +31,9 @@ class CallSink(Protocol):
 
     def begin(self, name: str) -> None:
         """Raises MalformedValue: not a valid tool name."""
+
+    def types(self) -> ScalarTypes | None:
+        """The types that apply to the arguments."""
 
     def arguments(self, text: str) -> None: ...
 
@@ -77,6 +81,12 @@ class CallObject:
                     raise
         return at
 
+    def release(self) -> None:
+        """The text ends here: pass on what was withheld."""
+        if self._reader is not None:
+            self._reader.release()
+            self._read_on(self._reader)
+
     def _mark(self, char: str, at: int) -> int:
         expected = self._expected
         if expected == "open" and char == "{":
@@ -93,8 +103,9 @@ class CallObject:
             self._expected = "value"
         elif expected == "value":
             group = self._group()
-            only = {"name": '"', "arguments": '{"n'}.get(group, "")
-            self._reader = ValueReader("json", only)
+            first = {"name": '"', "arguments": '{"n'}.get(group, "")
+            types = self.sink.types() if group == "arguments" and self._has_name else None
+            self._reader = ValueReader("json", first, types)
             return at
         else:
             raise MalformedValue(f"{char!r} where {expected} was expected")
@@ -136,6 +147,8 @@ class CallObject:
         if self._first_char != "{" and not reader.done:
             return  # arguments as a JSON string: wait for its end
         text = reader.take()
+        if not text:
+            return
         if self._first_char == '"':
             text = complete_value(json.loads(text), first_chars="{")
         elif self._first_char == "n":
@@ -189,6 +202,13 @@ class PythonCall:
                 return at
             at = reached
         return at
+
+    def release(self) -> None:
+        """As CallObject.release."""
+        if self._reader is not None:
+            self._reader.release()
+            if text := self._reader.take():
+                self.sink.arguments(text)
 
     def _step(self, text: str, at: int) -> int:
         """Returns the new position; -1: it needs more text."""

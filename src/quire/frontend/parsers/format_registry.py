@@ -1,6 +1,6 @@
 """Format registry: chooses a model's tool and reasoning formats, by configured name or by its chat template.
 
-Knows names (vLLM's included) and the detect by which a template shows a format. Does not parse output.
+Knows how a template shows a format. Does not parse output.
 """
 
 from __future__ import annotations
@@ -11,38 +11,16 @@ from dataclasses import dataclass
 from quire.config.unsupported import PARSERS
 from quire.errors import ConfigError
 from quire.frontend.parsers.format_table import ReasoningFormat, ToolFormat
-from quire.frontend.parsers.reasoning import REASONING
-from quire.frontend.parsers.tool_formats import TOOLS
+from quire.frontend.parsers.formats import (
+    REASONING,
+    REASONING_NAMES,
+    REASONING_ORDER,
+    TOOL_NAMES,
+    TOOL_ORDER,
+    TOOLS,
+)
 
 AUTO, OFF = "auto", ("", "none", "off")
-
-TOOL_NAMES = {
-    "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "qwen3_json": "hermes", "step3p5": "qwen3_coder",
-    "granite4": "hermes", "glm47": "glm45", "ling3": "glm45", "poolside_v1": "glm45",
-    "harmony": "openai", "gpt_oss": "openai", "nemotron_v3": "qwen3_coder",
-    "ernie45": "hermes", "internlm2": "internlm", "granite_20b_fc": "granite-20b-fc",
-    "phi4_mini": "phi4_mini_json", "longcat_flash": "longcat", "hunyuan_a13b": "jamba",
-    "cohere_command4": "cohere_command3", "minimax_m1": "minimax", "hy_v4": "hy_v3",
-}  # fmt: skip
-REASONING_NAMES = {
-    "glm47": "glm45", "ling3": "glm45", "poolside_v1": "glm45", "hy_v4": "hy_v3",
-    "nemotron_v3": "deepseek_r1", "deepseek_v3": "deepseek_r1", "deepseek_v31": "deepseek_r1",
-    "deepseek_v32": "deepseek_r1", "deepseek_v4": "deepseek_r1", "deepseek_v41": "deepseek_r1",
-    "step3": "deepseek_r1", "step3p5": "deepseek_r1", "holo2": "deepseek_r1", "minimax_m2_append_think": "minimax_m2",
-    "openai": "openai_gptoss", "gpt_oss": "openai_gptoss", "harmony": "openai_gptoss",
-    "magistral": "mistral", "qwen3_thinking": "qwen3", "mimo": "qwen3",
-}  # fmt: skip
-# `auto` takes the first format whose detect are all in the template; formats with the rarest detect come first.
-TOOL_ORDER = (
-    "openai", "deepseek_v32", "deepseek_v41", "deepseek_v4", "kimi_k2", "k2_horizon", "minimax_m2", "dots",
-    "seed_oss", "step3", "gemma4", "functiongemma", "hy_v3", "glm45", "qwen3_coder", "minicpm5", "deepseek_v3",
-    "deepseek_v31", "olmo3", "lfm2", "llama4_pythonic", "internlm", "longcat", "apertus", "cohere_command3",
-    "gigachat3", "jamba", "phi4_mini_json", "granite", "granite-20b-fc", "mistral", "hermes", "llama3_json",
-)  # fmt: skip
-REASONING_ORDER = (
-    "openai_gptoss", "gemma4", "mistral", "seed_oss", "granite", "cohere_command3", "cohere_command4", "apertus", "k2_horizon",
-    "minimax_m3", "minimax_m2", "kimi_k2", "hy_v3", "glm45", "olmo3", "hunyuan_a13b", "ernie45", "deepseek_r1", "qwen3",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

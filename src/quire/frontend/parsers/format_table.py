@@ -19,7 +19,8 @@ A state's kind defines the meaning of its text:
     python               a Python call expression
 
 A prefix of a target: "end " (the call is complete), "peek " (do not consume the marker: it belongs to the next state),
-"drop " (the marker is layout: never emit it).
+"drop " (the marker is layout: never emit it), "show " (the marker is text), "bare " (a call without its first marker, which
+cannot end reasoning).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Transition:
     ends: bool = False
     consumes: bool = True
     restorable: bool = True
+    is_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,14 @@ class ParserState:
     """The head may contain white space."""
     is_call_id: bool = False
     """The head is the call's id."""
+    known_only: bool = False
+    """The name must be that of a known tool."""
     verbatim: bool = False
     """For a value: line breaks at its start and end belong to it."""
     dialect: str = "json"
+
+
+HOW = ("end", "peek", "drop", "show", "bare")
 
 
 class MarkerPattern:
@@ -85,8 +92,10 @@ class MarkerPattern:
 
 
 def parse_target(target: str) -> Transition:
-    how, _, to = target.rpartition(" ")
-    return Transition(to, ends=how == "end", consumes=how != "peek", restorable=how != "drop")
+    how, space, to = target.partition(" ")
+    if not space or how not in HOW:
+        how, to = "", target
+    return Transition(to, how == "end", how != "peek", how != "drop", how == "show")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +137,15 @@ class ToolFormat:
     states: Mapping[str, ParserState]
     start: str = "content"
     known_only: bool = False
-    """Only the name of a known tool distinguishes a call from an answer in JSON."""
+    """A call of an unknown tool is content."""
+    ends_text: bool = False
+    """Text after a call is not part of the answer."""
+    types_apply: bool = False
+    """The schema's types also apply to arguments that have types of their own."""
+    untyped_text: bool = False
+    """A parameter without a type in the schema is a string."""
+    wrappers: tuple[str, ...] = ()
+    """Parameters in which models write all arguments, although the tool has no parameter of that name."""
     ids: Literal["random", "short"] = "random"
     """short: nine letters and digits, which some templates require."""
     detect: tuple[str, ...] = ()
@@ -146,6 +163,8 @@ class ReasoningFormat:
     ends: tuple[str, ...]
     separator: str = ""
     """What models write between the end marker and the answer."""
+    label: str = ""
+    """A word that may follow the start marker, and is not emitted."""
     answer_marker: str = ""
     """What an answer must begin with."""
     starts_in_reasoning: bool = False
@@ -153,12 +172,21 @@ class ReasoningFormat:
     may_repeat: bool = False
     """Reasoning may occur between parts of the answer."""
     ended_by_call: bool = False
-    """A tool call also ends reasoning."""
+    """A tool call also ends reasoning, and markers that are out of place are not emitted."""
+    prepend: str = ""
+    """Reasoning is content, after this text."""
+    never_empty: bool = False
+    """The request may ask for the reasoning as content if there is no other."""
     answer_frame: tuple[str, ...] = ()
     """Markers around the answer, which are not emitted."""
     detect: tuple[str, ...] = ()
     tool_format: str = ""
     """Name of the tool format that separates reasoning and content itself."""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Texts with which a prompt opens reasoning."""
+        return (*self.starts, *(start + self.label for start in self.starts))
 
 
 @dataclass(frozen=True)
@@ -167,8 +195,9 @@ class ParserTable:
 
     states: Mapping[str, ParserState]
     start: str
-    known_only: bool = False
-    ids: Literal["random", "short"] = "random"
+    calls: ToolFormat
+    prepend: str = ""
+    """Text at the start of the content."""
 
     @cached_property
     def patterns(self) -> Mapping[str, MarkerPattern]:
@@ -188,15 +217,28 @@ def compose(
 ) -> ParserTable:
     """Combine two formats. `reasoning_open`: the prompt ends inside reasoning (True), after it (False), or unknown (None)."""
     tools = tools or PLAIN
-    states = dict(tools.states)
+    states, begin = dict(tools.states), tools.start
     if reasoning is None or tools.splits_reasoning:
-        return ParserTable(states, tools.start, tools.known_only, tools.ids)
-    begin = tools.start
+        return ParserTable(states, begin, tools)
+    if reasoning.prepend:
+        states["first"] = ParserState(
+            "skip", dict.fromkeys(reasoning.starts, f"drop {begin}"), fallback=begin
+        )
+        return ParserTable(states, "first", tools, reasoning.prepend)
     inside = reasoning.starts_in_reasoning if reasoning_open is None else reasoning_open
-    starts = dict.fromkeys(reasoning.starts, "reasoning")
+    starts = dict.fromkeys(
+        reasoning.starts, "drop reasoning label" if reasoning.label else "reasoning"
+    )
     ends = dict.fromkeys(reasoning.ends, f"drop {begin}")
+    if reasoning.label:
+        states["reasoning label"] = ParserState(
+            "skip", {reasoning.label: "drop reasoning"}, fallback="reasoning"
+        )
     if reasoning.ended_by_call:
-        ends = {**states["content"].markers, **ends}
+        calls = {mark: to for mark, to in states["content"].markers.items() if " " not in to}
+        ends = {**calls, **dict.fromkeys(reasoning.starts, "drop reasoning"), **ends}
+        strays = dict.fromkeys(reasoning.ends, "drop content")
+        states["content"] = with_markers(states["content"], strays)
     states["reasoning"] = ParserState("reasoning", ends)
     states["first"] = ParserState("skip", starts, fallback="reasoning" if inside else begin)
     if reasoning.may_repeat:
@@ -204,4 +246,4 @@ def compose(
     for name in ("content", begin):
         frame = dict.fromkeys(reasoning.answer_frame, f"drop {name}")
         states[name] = with_markers(states[name], frame)
-    return ParserTable(states, "first", tools.known_only, tools.ids)
+    return ParserTable(states, "first", tools)

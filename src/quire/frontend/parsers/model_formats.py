@@ -70,7 +70,7 @@ class ModelFormats:
         """
         if self.reasoning is None or self.reasoning.tool_format:
             return None
-        end, markers = prompt.rstrip(), (self.reasoning.starts, self.reasoning.ends)
+        end, markers = prompt.rstrip(), (self.reasoning.openings, self.reasoning.ends)
         if last:
             starts, ends = (
                 max((last.rfind(mark) for mark in marks), default=-1) for marks in markers
@@ -81,7 +81,8 @@ class ModelFormats:
         return False if markers[1] and end.endswith(markers[1]) else None
 
     def output_format(
-        self, tools: Sequence[Mapping[str, Any]], must: bool = False, reasoning_open: bool | None = None
+        self, tools: Sequence[Mapping[str, Any]], must: bool = False, reasoning_open: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> OutputFormat | None:  # fmt: skip
         """The format for parsing a request's outputs; None: all output is content.
 
@@ -96,7 +97,14 @@ class ModelFormats:
             return None
         reasoning = None if self.reasoning is None or self.reasoning.tool_format else self.reasoning
         table = compose(format, reasoning, reasoning_open)
-        return OutputFormat(table, ToolSchemas(tools), self.specials, self.reasoning is not None)
+        options = template_kwargs or {}
+        asked = (
+            options.get("force_nonempty_content") is True or options.get("enable_thinking") is False
+        )
+        never_empty = reasoning is not None and reasoning.never_empty and asked
+        return OutputFormat(
+            table, ToolSchemas(tools), self.specials, self.reasoning is not None, never_empty
+        )
 
 
 @dataclass
@@ -108,6 +116,8 @@ class OutputFormat:
     specials: frozenset[str] = frozenset()
     splits_reasoning: bool = False
     """The parser separates reasoning from content."""
+    never_empty: bool = False
+    """An output without content and calls has its reasoning as content, too."""
     markers_are_special: bool = field(init=False)
     """Some special tokens are in markers, so the detokenizer must not skip special tokens."""
 
@@ -116,4 +126,4 @@ class OutputFormat:
         self.markers_are_special = any(token in mark for token in self.specials for mark in marks)
 
     def parser(self) -> StreamParser:
-        return StreamParser(self.table, self.tools)
+        return StreamParser(self.table, self.tools, never_empty=self.never_empty)

@@ -6,62 +6,26 @@ into deltas, the parser reads each character once, and no model output raises an
     a call that is malformed before its name is emitted becomes content, its start included;
     one that is malformed later keeps the arguments emitted so far, and the rest becomes content.
 
-`failures` records why. White space next to markers is layout and is not emitted.
+`failures` records why. White space next to markers is layout and is not emitted. Reasoning that quotes the start of a call
+stays reasoning. If the format says so, no text follows a call.
 """
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from quire.frontend.parsers.call_readers import CallObject, PythonCall
+from quire.frontend.parsers.call_writer import CallWriter, ParsedDelta, new_id
 from quire.frontend.parsers.format_table import READERS, ParserState, ParserTable, Transition
 from quire.frontend.parsers.tool_schemas import ToolSchemas
 from quire.frontend.parsers.trimmed_text import TrimmedText
-from quire.frontend.parsers.value_reader import MalformedValue, ValueReader, escaped, quoted
+from quire.frontend.parsers.value_reader import MalformedValue, ValueReader
 
 MAX_WORD = 512  # characters of a name, a key, a head
 MAX_FAILURES = 8
-LETTERS = string.ascii_letters + string.digits
 VALUES = ("value", "text")
 NAME_ENDS = frozenset(" \t\r\n<:")
 CUT_OFF = "the output ended within a tool call"
-
-
-@dataclass(slots=True)
-class CallDelta:
-    """New data of one call; the first delta has id and name."""
-
-    index: int
-    arguments: str = ""
-    id: str | None = None
-    name: str | None = None
-
-
-@dataclass(slots=True)
-class ParsedDelta:
-    """New reasoning, content and call deltas."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-
-    def add(self, later: ParsedDelta) -> None:
-        self.reasoning += later.reasoning
-        self.content += later.content
-        for call in later.calls:
-            if self.calls and self.calls[-1].index == call.index:
-                self.calls[-1].arguments += call.arguments
-            else:
-                self.calls.append(call)
-
-
-def new_id(kind: str) -> str:
-    if kind == "short":
-        return "".join(secrets.choice(LETTERS) for _ in range(9))
-    return f"chatcmpl-tool-{secrets.token_hex(16)}"
 
 
 class StreamParser:
@@ -69,32 +33,35 @@ class StreamParser:
 
     Args:
         tools: the tools that may be called, with their parameter types.
-        make_id: makes a new call id of a kind (`ParserTable.ids`).
+        make_id: makes a new call id of a kind (`ToolFormat.ids`).
+        never_empty: an output without content and calls has its reasoning as content, too.
     """
 
     def __init__(
         self, table: ParserTable, tools: ToolSchemas | None = None,
-        make_id: Callable[[str], str] = new_id,
+        make_id: Callable[[str], str] = new_id, never_empty: bool = False,
     ):  # fmt: skip
-        self.table, self.tools, self.make_id = table, tools or ToolSchemas(), make_id
-        self.known_only = table.known_only
+        self.table, self.known_only = table, table.calls.known_only
         self.failures: list[str] = []
-        self.num_calls = 0
-        """Number of calls begun."""
         self.reasoning_length = 0
         """Number of characters of reasoning and of its markers."""
+        self._writer = CallWriter(
+            tools or ToolSchemas(), lambda: make_id(table.calls.ids), table.calls.known_only,
+            table.calls.types_apply, table.calls.untyped_text, table.calls.wrappers,
+        )  # fmt: skip
         self._state = table.states[table.start]
         self._pattern = table.patterns[table.start]
         self._buffer, self._at = "", 0
-        self._deltas: list[tuple[CallDelta, list[str]]] = []
         self._outputs = {"content": TrimmedText(), "reasoning": TrimmedText(at_border=True)}
+        self._reasoning: list[str] | None = [] if never_empty else None
+        self._text_kind = "content"
+        """Kind of the text before the current call."""
         self._call_text: list[str] = []
+        self._shows_end = False
+        """The content has a malformed call: its end is text, too."""
         self._word: list[str] = []
         self._length = 0
         self._reader: ValueReader | CallObject | PythonCall | None = None
-        self._name, self._id, self._key = "", "", ""
-        self._call_started = False
-        self._num_parameters = 0
         self._text_value = False
         self._held_newline = ""
         self._steps = {
@@ -104,6 +71,12 @@ class StreamParser:
             "text": self._read_value, "call": self._run_reader,
             "arguments": self._run_reader, "python": self._run_reader,
         }  # fmt: skip
+        self._emit_text("content", table.prepend)
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls begun."""
+        return self._writer.num_calls
 
     @property
     def pending_length(self) -> int:
@@ -126,87 +99,106 @@ class StreamParser:
                 self._abandon_call(error)
 
     def _take_delta(self) -> ParsedDelta:
-        calls = [call for call, _ in self._deltas]
-        for call, parts in self._deltas:
-            call.arguments = "".join(parts)
-        self._deltas = []
-        return ParsedDelta(
-            self._outputs["reasoning"].take(), self._outputs["content"].take(), calls
-        )
+        reasoning, content = self._outputs["reasoning"].take(), self._outputs["content"].take()
+        return ParsedDelta(reasoning, content, self._writer.take())
 
     def finish(self) -> ParsedDelta:
         """End the output; returns the withheld output."""
-        kind = self._state.kind
-        if kind in VALUES or (kind == "key" and self._call_started):
-            self._end_inside_value(kind, self._buffer[self._at :])
-            self._at = len(self._buffer)
+        kind, started = self._state.kind, self._writer.started
         rest = self._buffer[self._at :]
+        if kind in VALUES:
+            self._writer.cut_value(
+                "".join(self._word) + self._held_newline + rest, self._text_value
+            )
+        elif kind == "key" and started:
+            self._writer.cut_key("".join(self._word) + rest)
+        elif isinstance(self._reader, CallObject | PythonCall):
+            self._reader.release()
+        elif self._reader is not None:
+            self._reader.release()
+            self._forward_arguments(self._reader)
         self._buffer, self._at = "", 0
         if kind in ("content", "reasoning"):
             self._emit_text(kind, rest)
         elif kind == "close":
             pass  # the call is complete, only its end marker is missing
-        elif self._call_started:
+        elif started:
             self._record_failure(CUT_OFF)
         else:
             raw = "".join(self._call_text) + rest
             if raw.strip() and self._state.fallback not in ("content", "reasoning"):
                 self._record_failure(CUT_OFF)
-            self._emit_text("reasoning" if self._state.fallback == "reasoning" else "content", raw)
+            inside = "reasoning" in (self._state.fallback, self._text_kind)
+            self._emit_text("reasoning" if inside else "content", raw)
+        if self._reasoning and not self.num_calls and not self._outputs["content"].has_text:
+            self._emit_text("content", "".join(self._reasoning).strip())
         for output in self._outputs.values():
             output.end()
         return self._take_delta()
 
-    def _end_inside_value(self, kind: str, rest: str) -> None:
-        """The output ended inside a parameter: emit its text so far, without closing it."""
-        if kind == "key":
-            self.arguments((", " if self._num_parameters else "{") + '"')
-        elif not self._text_value:
-            self.arguments('"')
-        self._emit_escaped("".join(self._word) + self._held_newline + rest)
-
     # -- output --------------------------------------------------------------------
     def _emit_text(self, kind: str, text: str) -> None:
-        if text:
-            self._outputs[kind].add(text)
-            self.reasoning_length += len(text) if kind == "reasoning" else 0
+        if not text or (
+            kind == "content" and self._writer.has_ended and self.table.calls.ends_text
+        ):
+            return
+        self._outputs[kind].add(text)
+        if kind == "reasoning":
+            self.reasoning_length += len(text)
+            if self._reasoning is not None:
+                self._reasoning.append(text)
 
     def _record_failure(self, reason: str) -> None:
         if len(self.failures) < MAX_FAILURES:
             self.failures.append(reason)
 
     def _abandon_call(self, error: MalformedValue) -> None:
-        """The call is malformed: return to the content state, which emits its text as content."""
+        """The call is malformed: return to the text before it, to which its own text then belongs."""
         self._record_failure(f"malformed tool call: {error}")
-        if self._call_started:
-            self._call_text.append(error.unemitted)
-        self._end_call()
-        self._enter(Transition("content"))
+        kind = self._text_kind
+        if self._writer.started:
+            kind, self._call_text = "content", [error.unemitted]
+        self._shows_end = not self._writer.started and kind == "content"
+        self._writer.end(complete=False)
+        self._enter(Transition(kind))
 
     # -- from state to state --------------------------------------------------------------------
     def _consume(self, count: int) -> None:
         """Consume text of a call; keep it until the call has started, as it may become content."""
-        if not self._call_started:
+        if not self._writer.started:
             self._call_text.append(self._buffer[self._at : self._at + count])
         self._at += count
 
     def _follow_marker(self, mark: str, target: Transition) -> None:
-        if "reasoning" in (self._state.kind, self.table.states[target.state].kind):
+        kind, to = self._state.kind, self.table.states[target.state].kind
+        if target.state.startswith("reasoning") or (kind == "reasoning" and not target.restorable):
             self.reasoning_length += len(mark)
-        if target.consumes and target.restorable:
+        stray = kind == to == "content" and not target.restorable
+        shown = stray and self._shows_end and mark in self.table.calls.states["content"].markers
+        if target.is_text or shown:
+            self._shows_end = False
+            self._emit_text(kind, mark)
+            self._at += len(mark)
+        elif target.consumes and target.restorable:
             self._consume(len(mark))
         elif target.consumes:
             self._at += len(mark)
-            self._outputs["content"].at_border = True
+            for output in self._outputs.values():
+                output.at_border = True
         if target.ends:
-            self._end_arguments()
-        self._enter(target, marked=True)
+            self._writer.end_parameters()
+        if target.ends or (kind == "close" and to in ("close", "content")):
+            self._call_text.clear()  # the end of a call is not text
+        self._enter(target, marked=not target.is_text and not stray)
+        if not target.restorable:
+            self._text_kind = "content"
 
     def _enter(self, target: Transition, marked: bool = False) -> None:
         """Enter a state. `marked`: by a marker; otherwise the kept text is content (or reasoning)."""
         state, before = self.table.states[target.state], self._state.kind
         if before in ("content", "reasoning"):
             self._outputs[before].is_left = True
+            self._text_kind = before
         self._state, self._pattern = state, self.table.patterns[target.state]
         self._word.clear()
         self._length = 0
@@ -219,44 +211,9 @@ class StreamParser:
             else:
                 self._emit_text(state.kind, raw)
         elif state.kind in VALUES:
-            text = state.kind == "text"
-            self._text_value = text or self.tools.is_text(self._name, self._key)
             self._held_newline = ""
-            self.arguments("{" if not self._num_parameters else ", ")
-            self.arguments(quoted(self._key) + ": " + ('"' if self._text_value else ""))
-            self._num_parameters += 1
-
-    # -- CallSink -------------------------------------------------------------------------------
-    def begin(self, name: str) -> None:
-        """Set the name of the call. Raises MalformedValue."""
-        name = name.strip()
-        if not name or len(name) > MAX_WORD or any(char.isspace() for char in name):
-            raise MalformedValue(f"{name[:40]!r} is not the name of a tool")
-        if self.known_only and name not in self.tools:
-            raise MalformedValue(f"unknown tool {name[:40]!r}")
-        self._name = name
-
-    def arguments(self, text: str) -> None:
-        """Emit JSON of the call's arguments; the first piece starts the call."""
-        if not self._call_started:
-            self._call_started = True
+            self._text_value = self._writer.begin_value(state.kind == "text")
             self._call_text.clear()
-            id_ = self._id or self.make_id(self.table.ids)
-            self._deltas.append((CallDelta(self.num_calls, "", id_, self._name), []))
-            self.num_calls += 1
-        if not self._deltas or self._deltas[-1][0].index != self.num_calls - 1:
-            self._deltas.append((CallDelta(self.num_calls - 1), []))
-        self._deltas[-1][1].append(text)
-
-    def _end_arguments(self) -> None:
-        """End a call whose parameters have markers of their own."""
-        self.arguments("}" if self._num_parameters else "{}")
-        self._end_call()
-
-    def _end_call(self) -> None:
-        self._call_started = False
-        self._name = self._id = self._key = ""
-        self._num_parameters = 0
 
     # -- one method per kind of state; returns False if it needs more text ----------------------
     def _read_text(self) -> bool:
@@ -310,9 +267,9 @@ class StreamParser:
         word, state = "".join(self._word).strip(), self._state
         target = markers.transitions[found[0]]
         if state.kind == "name":
-            self.begin(word)
+            self._writer.begin(unquoted(word), state.known_only)
         elif state.kind == "key":
-            self._key = word
+            self._writer.key = unquoted(word)
         else:
             target = self._route_head(word, state, target)
         self._follow_marker(found[0], target)
@@ -328,8 +285,8 @@ class StreamParser:
             if self.table.states[to].kind in READERS:
                 rest = head[at + len(needle) :]
                 stop = next((i for i, char in enumerate(rest) if char in NAME_ENDS), len(rest))
-                self.begin(rest[:stop])
-                self._id = head if state.is_call_id else ""
+                self._writer.begin(rest[:stop])
+                self._writer.id = head if state.is_call_id else ""
             return Transition(to, consumes=target.consumes)
         return target
 
@@ -346,18 +303,17 @@ class StreamParser:
         if found is None:
             return False
         if self._text_value:
-            self.arguments('"')
+            self._writer.arguments('"')
         else:
             value = "".join(self._word)
-            value = value if self._state.verbatim else strip_newlines(value)
-            self.arguments(self.tools.value(self._name, self._key, value))
+            self._writer.add_value(value if self._state.verbatim else strip_newlines(value))
         self._follow_marker(found[0], markers.transitions[found[0]])
         return True
 
     def _emit_string(self, piece: str, ended: bool) -> None:
         """Emit a piece of a string, without a line break at the start and end of the string (unless `verbatim`)."""
         if self._state.verbatim:
-            self._emit_escaped(piece)
+            self._writer.add_text(piece)
             return
         if not self._length and piece.startswith("\n"):
             piece, self._length = piece[1:], 1
@@ -368,18 +324,14 @@ class StreamParser:
         if whole.endswith("\n"):
             whole = whole[:-1]
             self._held_newline = "" if ended else "\n"
-        self._emit_escaped(whole)
-
-    def _emit_escaped(self, text: str) -> None:
-        if text:
-            self.arguments(escaped(text))
+        self._writer.add_text(whole)
 
     def _run_reader(self) -> bool:
         reader = self._reader
         if reader is None:
             reader = self._reader = self._new_reader()
         at = self._at
-        if isinstance(reader, ValueReader) and not self._name:
+        if isinstance(reader, ValueReader) and not self._writer.name:
             raise MalformedValue("a call without a name")
         try:
             reached = reader.feed(self._buffer, at)
@@ -389,25 +341,31 @@ class StreamParser:
             raise
         self._forward_arguments(reader)
         self._consume(reached - at)
+        if self._writer.started:
+            self._call_text.clear()
         if not reader.done:
             return False
-        then = self._state.next_state
-        self._end_call()
-        self._enter(Transition(then), marked=True)
+        self._writer.end()
+        self._enter(Transition(self._state.next_state), marked=True)
         return True
 
     def _new_reader(self) -> ValueReader | CallObject | PythonCall:
         if self._state.kind == "call":
-            return CallObject(self)
+            return CallObject(self._writer)
         if self._state.kind == "python":
-            return PythonCall(self)
-        return ValueReader(self._state.dialect, "{")
+            return PythonCall(self._writer)
+        return ValueReader(self._state.dialect, "{", self._writer.types())
 
     def _forward_arguments(self, reader: ValueReader | CallObject | PythonCall) -> None:
         if isinstance(reader, ValueReader) and (text := reader.take()):
-            self.arguments(text)
+            self._writer.arguments(text)
 
 
 def strip_newlines(text: str) -> str:
     """The text without one line break at its start and one at its end."""
     return text.removeprefix("\n").removesuffix("\n")
+
+
+def unquoted(text: str) -> str:
+    """The text without the quotes around it."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text

@@ -1,7 +1,7 @@
 """Tool constraints: structural tags that force or shape tool calls and answers.
 
 Knows formats and the form of structural tags. Does not know grammars. Calls use the model's own format if a grammar
-can express it, else a JSON list (`tool_formats.ANY_CALLS`).
+can express it, else a JSON list (`formats.ANY_CALLS`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.frontend.parsers.format_table import CallTemplate, Parameter, ReasoningFormat, ToolFormat
+from quire.frontend.parsers.formats import ANY_CALLS
 from quire.frontend.parsers.literal_constraints import any_arguments, arguments
-from quire.frontend.parsers.tool_formats import ANY_CALLS
 from quire.frontend.parsers.tool_schemas import ToolSchemas, function
 from quire.protocol.structured_outputs import FIELD, KINDS, StructuredOutputsParams
 
@@ -72,14 +72,15 @@ def auto_calls(
         answer = _sequence([*_text(reasoning.answer_marker), text])
         return _whole([before, {"type": "or", "elements": [answer, _sequence(calls)]}])
     opening = format.call.prefix or format.call.begin
-    markers = [marker for marker in format.states["content"].markers if opening.startswith(marker)]
+    found = format.states["content"].markers.items()
+    markers = [marker for marker, to in found if " " not in to and opening.startswith(marker)]
     if not markers:
         return None
-    found = {
+    tags = {
         "type": "triggered_tags", "triggers": markers, "stop_after_first": not parallel,
         "tags": _marked_calls(format.call, calls),
     }  # fmt: skip
-    return _whole([*_reasoning_parts(reasoning, reasoning_open), found])
+    return _whole([*_reasoning_parts(reasoning, reasoning_open), tags])
 
 
 def answer_or_calls(

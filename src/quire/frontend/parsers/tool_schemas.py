@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from quire.frontend.parsers.value_reader import quoted
+from quire.frontend.parsers.value_reader import MalformedValue, complete_value, quoted
 
 TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
     "object": dict, "null": type(None),
 }  # fmt: skip
-PYTHON = {"True": "true", "False": "false", "None": "null"}
+OTHER_NAMES = {
+    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
+    "list": "array", "dict": "object",
+}  # fmt: skip
+WORDS = {"True": "true", "False": "false", "None": "null"}
 MAX_BRANCHES = 64
 
 
@@ -41,12 +46,15 @@ class ToolSchemas:
     def __contains__(self, name: str) -> bool:
         return name in self.parameters
 
+    def properties(self, name: str) -> Mapping[str, Any]:
+        found = self.parameters.get(name, {}).get("properties")
+        return found if isinstance(found, Mapping) else {}
+
     def types(self, name: str, key: str) -> frozenset[str]:
         """JSON types that a parameter may have; empty if the schema names none."""
-        properties = self.parameters.get(name, {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        definitions = self.parameters.get(name, {}).get("$defs")
         found: set[str] = set()
-        todo = [schema]
+        todo: list[Any] = [self.properties(name).get(key)]
         for _ in range(MAX_BRANCHES):
             if not todo:
                 break
@@ -55,13 +63,17 @@ class ToolSchemas:
                 continue
             kind = one.get("type")
             kinds = kind if isinstance(kind, list) else [kind]
-            found |= {one for one in kinds if isinstance(one, str) and one in TYPES}
+            names = (OTHER_NAMES.get(one, one) for one in kinds if isinstance(one, str))
+            found |= {one for one in names if one in TYPES}
             values = one.get("enum", [one["const"]] if "const" in one else ())
             if kind is None and isinstance(values, list):
                 found |= {type_of(value) for value in values}
-            for branch in ("anyOf", "oneOf"):
+            for branch in ("anyOf", "oneOf", "allOf"):
                 if isinstance(one.get(branch), list):
                     todo += one[branch]
+            reference = str(one.get("$ref", ""))
+            if reference.startswith("#/$defs/") and isinstance(definitions, Mapping):
+                todo.append(definitions.get(reference.removeprefix("#/$defs/")))
         return frozenset(found)
 
     def is_text(self, name: str, key: str) -> bool:
@@ -70,13 +82,52 @@ class ToolSchemas:
 
     def value(self, name: str, key: str, text: str) -> str:
         """Convert a parameter's text to JSON of its schema's type; if that fails, to a JSON string."""
-        types, bare = self.types(name, key), text.strip()
+        types = self.types(name, key)
         if types == {"string"}:
             return quoted(text)
-        read, value = _read(bare)
+        read, value = _read(text.strip())
+        if isinstance(value, str) and types and "string" not in types:
+            read, value = _read(value.strip())
         if read is None or (types and not any(_is(value, kind) for kind in types)):
             return quoted(text)
+        if isinstance(value, float) and value.is_integer() and types & {"integer", "number"}:
+            return str(int(value))
         return read
+
+    def lacks(self, name: str, key: str) -> bool:
+        """Whether the tool names its parameters, and this one is not among them."""
+        properties = self.properties(name)
+        return bool(properties) and key not in properties
+
+    def unwrapped(self, name: str, text: str) -> str | None:
+        """The arguments that a wrapper's text holds, as JSON; None: it does not hold known parameters only."""
+        _, value = _read(text.strip())
+        if isinstance(value, str):
+            _, value = _read(value)
+        if not isinstance(value, dict) or not value.keys() <= self.properties(name).keys():
+            return None
+        return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentTypes:
+    """The parameter types of one tool, for arguments that have types of their own."""
+
+    tools: ToolSchemas
+    name: str
+
+    def may_be_text(self, key: str) -> bool:
+        """Whether a string needs no conversion."""
+        types = self.tools.types(self.name, key)
+        return not types or "string" in types
+
+    def converted(self, key: str, scalar: str) -> str:
+        """A scalar in JSON, as JSON of the schema's type if that is possible."""
+        types, value = self.tools.types(self.name, key), json.loads(scalar)
+        if not types or any(_is(value, kind) for kind in types):
+            return scalar
+        text = self.tools.value(self.name, key, value if isinstance(value, str) else scalar)
+        return scalar if text.startswith('"') and "string" not in types else text
 
 
 def type_of(value: Any) -> str:
@@ -96,10 +147,17 @@ def _no_constant(name: str) -> Any:
 
 
 def _read(text: str) -> tuple[str | None, Any]:
-    """The text as JSON and as a Python value; (None, None) if it is not JSON."""
-    text = PYTHON.get(text, text)
+    """The text as JSON and as a Python value; (None, None) if it is neither JSON nor a Python list or dictionary."""
+    text = WORDS.get(text, text)
     try:
         value = json.loads(text, parse_constant=_no_constant)
-        return (json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else text), value  # fmt: skip
+        if not isinstance(value, list | dict):
+            return text, value
+        return json.dumps(value, ensure_ascii=False, allow_nan=False), value
     except (ValueError, RecursionError):
+        pass
+    try:
+        read = complete_value(text, "python", "[{(")
+        return read, json.loads(read)
+    except (MalformedValue, ValueError, RecursionError):
         return None, None

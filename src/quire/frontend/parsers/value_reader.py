@@ -2,6 +2,9 @@
 
 Knows three dialects: JSON, Python literals, and Gemma's (bare keys, strings between markers). The output always has the
 spacing of Python's json.dumps, so equal values are equal texts. Reads each character once. Does not know calls.
+
+In Python, models also write numbers with leading zeros, and quotes within quotes: a quote ends a string only before
+one of `,)]}:`. A set becomes a list.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 MAX_NESTED = 128
 MAX_WORD = 256  # characters of a number, a name, a key without quotes
@@ -36,6 +40,15 @@ class ValueDialect:
     """Allows trailing comma of a list or an object."""
 
 
+class ScalarTypes(Protocol):
+    """Types of the members of an object."""
+
+    def may_be_text(self, key: str) -> bool: ...
+
+    def converted(self, key: str, scalar: str) -> str:
+        """The scalar, in JSON, as JSON of the member's type."""
+
+
 JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
 PYTHON_WORDS = {**JSON_WORDS, "True": "true", "False": "false", "None": "null"}
 DIALECTS = {
@@ -54,6 +67,9 @@ WORD = re.compile(r"[A-Za-z0-9_+\-.]+")
 BARE_KEY = re.compile(r"[^\s:{}\[\](),\"'<>]+")
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 RUNS = {quote: re.compile(f"[^{quote}\\\\\\x00-\\x1f]+") for quote in "\"'"}
+MAX_SPACE = 16  # characters between a quote and what shows that it ends a string
+AFTER_QUOTE = re.compile(f"\\s{{0,{MAX_SPACE}}}")
+AFTER_STRING = frozenset(",)]}:")
 HEX = re.compile(r"[0-9A-Fa-f]+")
 JSON_ESCAPES = frozenset('"\\/bfnrt')
 PYTHON_ESCAPES = {
@@ -74,24 +90,35 @@ def escaped(text: str) -> str:
 class ValueReader:
     """Reads one value. `feed` it text; `out` collects JSON; `done` once it is complete.
 
-    `first_chars`: the characters that the value may begin with; "": any.
+    `first_chars`: the characters that the value may begin with; "": any. `types`: converts the scalars of an object.
     """
 
-    def __init__(self, dialect: str, first_chars: str = ""):
-        self.dialect = DIALECTS[dialect]
-        self.first_chars = first_chars
+    def __init__(self, dialect: str, first_chars: str = "", types: ScalarTypes | None = None):
+        self.dialect, self.is_python = DIALECTS[dialect], dialect == "python"
+        self.first_chars, self.types = first_chars, types
         self.out: list[str] = []
         self.done = False
         self._expected = "value"
         self._closers: list[str] = []
+        """For each open bracket: the character that closes it, and what to write for it (the same, if it is one)."""
         self._comma = False
         self._quote = ""
+        self._withheld: int | None = None
+        """Index in `out` of what may still change: a member to convert, or the start of a set or dictionary."""
+        self._undecided = False
+        """The innermost bracket is that of a set or of a dictionary."""
+        self._member = ""
 
     def take(self) -> str:
         """The JSON since the last `take`."""
-        new = "".join(self.out)
-        self.out.clear()
+        stop = len(self.out) if self._withheld is None else self._withheld
+        new = "".join(self.out[:stop])
+        del self.out[:stop]
+        self._withheld = None if self._withheld is None else 0
         return new
+
+    def _is_member(self) -> bool:
+        return self.types is not None and self._closers == ["}"]
 
     def feed(self, text: str, at: int) -> int:
         """Read text[at:]; returns where it stopped: at the end of the value, or where it needs more text.
@@ -101,7 +128,7 @@ class ValueReader:
         """
         steps = {
             "value": self._value, "key": self._key, "colon": self._colon, "after": self._after,
-            "string": self._string, "word": self._in_word, "bare": self._bare_key,
+            "string": self._string, "word": self._in_word, "word key": self._in_word, "bare": self._bare_key,
         }  # fmt: skip
         end = len(text)
         while at < end and not self.done:
@@ -113,29 +140,40 @@ class ValueReader:
                 reached = steps[self._expected](text, at)
             except MalformedValue as error:
                 error.at = at
+                self.release()
                 raise
             if reached < 0:
                 return at
             at = reached
         return at
 
+    def release(self) -> None:
+        """Withhold nothing: the text ends here."""
+        self._withheld = None
+
     # -- each method reads from `at` and returns the new position; -1: it needs more text -------------
     def _value(self, text: str, at: int) -> int:
         char = text[at]
         if self.first_chars and not self._closers and char not in self.first_chars:
             raise MalformedValue(f"{char!r} where {self.first_chars!r} was expected")
-        if char == "]" and self._closers and self._closers[-1] == "]":
-            return self._close(at, "]")
-        if char == ")" and self._closers and self._closers[-1] == ")":
-            return self._close(at, ")")
+        if self._closers and self._closers[-1] != "}" and char == self._closers[-1][0]:
+            return self._close(at)
         if char in "{[" or (char == "(" and self.dialect.tuples):
             if len(self._closers) >= MAX_NESTED:
                 raise MalformedValue("nested too deeply")
             self._separate()
+            self._undecided = char == "{" and self.is_python
+            if self._undecided:
+                self._withheld = len(self.out)
             self.out.append("{" if char == "{" else "[")
-            self._closers.append({"{": "}", "[": "]", "(": ")"}[char])
+            self._closers.append({"{": "}", "[": "]", "(": ")]"}[char])
             self._expected = "key" if char == "{" else "value"
             return at + 1
+        if self.types is not None and self._is_member():
+            text_ = text.startswith(self.dialect.quotes, at) and self.types.may_be_text(
+                self._member
+            )
+            self._withheld = None if text_ else len(self.out)
         return self._string_or_word(text, at)
 
     def _string_or_word(self, text: str, at: int) -> int:
@@ -148,9 +186,11 @@ class ValueReader:
                 return at + len(quote)
             if len(text) - at < len(quote) and quote.startswith(text[at:]):
                 return -1
-        if self._expected == "value" and WORD.match(text, at):
+        if (self._expected == "value" or self.is_python) and WORD.match(text, at):
             self._separate()
-            self._expected = "word"
+            if self._expected == "key" and self._withheld is None:
+                self._withheld = len(self.out)
+            self._expected = "word" if self._expected == "value" else "word key"
             return at
         raise MalformedValue(f"{text[at]!r} where a {self._expected} was expected")
 
@@ -161,22 +201,30 @@ class ValueReader:
             self.out.append(", ")
             self._comma = False
 
-    def _close(self, at: int, closer: str) -> int:
+    def _close(self, at: int) -> int:
         if self._comma and not self.dialect.trailing_comma:
             raise MalformedValue("trailing comma")
-        self._comma = False
-        self._closers.pop()
-        self.out.append("}" if closer == "}" else "]")
-        self._ended()
-        return at + 1
-
-    def _ended(self) -> None:
+        self._comma = self._undecided = False
+        self._withheld = None
+        self.out.append(self._closers.pop()[-1])
         self._expected = "after"
         self.done = not self._closers
+        return at + 1
+
+    def _scalar_ended(self) -> None:
+        self._expected = "after"
+        self.done = not self._closers
+        if self._withheld is not None and self.types is not None:
+            scalar = "".join(self.out[self._withheld :])
+            self.out[self._withheld :] = [self.types.converted(self._member, scalar)]
+            self._withheld = None
 
     def _key(self, text: str, at: int) -> int:
         if text[at] == "}":
-            return self._close(at, "}")
+            return self._close(at)
+        if self._is_member():
+            self._separate()
+            self._withheld = len(self.out)
         if self.dialect.bare_words and BARE_KEY.match(text, at):
             self._separate()
             self._expected = "bare"
@@ -195,18 +243,27 @@ class ValueReader:
         return at + len(word)
 
     def _colon(self, text: str, at: int) -> int:
+        if self._undecided and text[at] in ",}" and self._withheld is not None:
+            self.out[self._withheld] = "["
+            self._closers[-1], self._undecided, self._withheld = "}]", False, None
+            return self._after(text, at)
         if text[at] != ":":
             raise MalformedValue(f"{text[at]!r} where ':' was expected")
+        if self._is_member():
+            self._member = json.loads("".join(self.out[self._withheld :]))
+        elif not self._string_is_key and self.is_python:
+            self.out[-1] = quoted(self.out[-1])
+        self._undecided, self._withheld = False, None
         self.out.append(": ")
         self._expected = "value"
         return at + 1
 
     def _after(self, text: str, at: int) -> int:
         char = text[at]
-        if char == self._closers[-1]:
-            return self._close(at, char)
+        if char == self._closers[-1][0]:
+            return self._close(at)
         if char != ",":
-            raise MalformedValue(f"{char!r} where ',' or {self._closers[-1]!r} was expected")
+            raise MalformedValue(f"{char!r} where ',' or {self._closers[-1][0]!r} was expected")
         self._comma = True
         self._expected = "key" if self._closers[-1] == "}" else "value"
         return at + 1
@@ -220,11 +277,15 @@ class ValueReader:
         known = (self.dialect.words or {}).get(word)
         if known is None and len(word) <= MAX_WORD:
             bare = quoted(word) if self.dialect.bare_words else None
-            known = word if NUMBER.fullmatch(word) else bare
+            other = python_number(word) if self.is_python else bare
+            known = word if NUMBER.fullmatch(word) else other
         if known is None:
             raise MalformedValue(f"{word[:40]!r} is not a value")
         self.out.append(known)
-        self._ended()
+        if self._expected == "word key":
+            self._expected, self._string_is_key = "colon", False
+        else:
+            self._scalar_ended()
         return at + len(word)
 
     def _string(self, text: str, at: int) -> int:
@@ -236,11 +297,23 @@ class ValueReader:
             return run.end()
         char = text[at]
         if char == quote:
-            self._string_ended()
-            return at + 1
+            return self._end_of_string(text, at)
         if char == "\\":
             return self._escape(text, at)
         self.out.append(escaped(char))  # a raw control character, such as a line break: escape it
+        return at + 1
+
+    def _end_of_string(self, text: str, at: int) -> int:
+        """A quote. In Python it belongs to the string unless the string can end here."""
+        space = AFTER_QUOTE.match(text, at + 1)
+        after = at + 1 if space is None else space.end()
+        if self.is_python and after - at <= MAX_SPACE:
+            if after == len(text):
+                return -1
+            if text[after] not in AFTER_STRING:
+                self.out.append(escaped(text[at]))
+                return at + 1
+        self._string_ended()
         return at + 1
 
     def _marked_string(self, text: str, at: int, quote: str) -> int:
@@ -262,7 +335,7 @@ class ValueReader:
         if self._string_is_key:
             self._expected = "colon"
         else:
-            self._ended()
+            self._scalar_ended()
 
     def _escape(self, text: str, at: int) -> int:
         if at + 1 >= len(text):
@@ -287,6 +360,16 @@ class ValueReader:
         else:
             self.out.append(escaped(PYTHON_ESCAPES.get(char, "\\" + char)))
         return at + 2
+
+
+def python_number(word: str) -> str | None:
+    """A number as JSON, also with leading zeros, underscores or in hexadecimal; None: it is none."""
+    for convert in (int, lambda digits: int(digits, 0), float):
+        try:
+            return json.dumps(convert(word), allow_nan=False)
+        except ValueError:
+            continue
+    return None
 
 
 def complete_value(text: str, dialect: str = "json", first_chars: str = "") -> str:

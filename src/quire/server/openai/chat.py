@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from quire.api.async_engine import AsyncEngine
 from quire.frontend.chat import ChatOptions
-from quire.frontend.parsers.stream_parser import CallDelta
+from quire.frontend.parsers.call_writer import CallDelta
 from quire.frontend.prompts import Prompt
 from quire.server.errors import invalid
 from quire.server.generation import Generation

@@ -14,9 +14,10 @@ from typing import Any
 from quire.api.async_engine import AsyncEngine
 from quire.config.structured import structured_options
 from quire.errors import ValidationError
+from quire.frontend.parsers.call_writer import ParsedDelta
 from quire.frontend.parsers.format_registry import OFF
 from quire.frontend.parsers.model_formats import ModelFormats, OutputFormat
-from quire.frontend.parsers.stream_parser import ParsedDelta, StreamParser
+from quire.frontend.parsers.stream_parser import StreamParser
 from quire.frontend.parsers.tool_constraints import (
     answer_or_calls,
     auto_calls,
@@ -58,7 +59,8 @@ def make_output_reader(
             f' ({formats.tool_choice.why}); {hint}, or send `tool_choice: "required"`',
             "tools",
         )
-    reading = formats.output_format(choice.tools, choice.must, reasoning_open)
+    kwargs = body.chat_template_kwargs
+    reading = formats.output_format(choice.tools, choice.must, reasoning_open, kwargs)
     if reading is None:
         return None
     level = state.config.server.tool_strict_level
