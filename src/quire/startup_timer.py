@@ -6,21 +6,35 @@ Knows a clock and names. Every process measures its own stages; EngineReady cont
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 Stage = tuple[str, float]  # name, seconds
 
+Report = Callable[[str, float], object]
+"""Called with what a start does now, and the share of the weights that is loaded (0..1)."""
+
+
+def no_report(stage: str, share: float) -> None:
+    """Without a receiver."""
+
 
 class StartupStages:
     """`with stages("load weights"): ...`"""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Report = no_report) -> None:
         self.done: list[Stage] = []
+        self._report, self._share = report, 0.0
+
+    def loaded(self, stage: str, share: float) -> None:
+        """Report progress within a stage."""
+        self._share = share
+        self._report(stage, share)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self._report(name, self._share)
         start = time.perf_counter()
         yield
         self.done.append((name, time.perf_counter() - start))

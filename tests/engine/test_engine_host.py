@@ -16,19 +16,24 @@ from typing import Any
 import pytest
 
 from quire.engine import supervisor as module
+from quire.engine.shared_state import StateBoard
 from quire.engine.supervisor import EngineSupervisor, own_folder
 from quire.errors import StartupError
 from quire.processes.child import own_stacks
 from quire.processes.restart_policy import RestartPolicy
+from quire.protocol.output import StartupStatus
 
 CHILD = """
 import sys, time
 from quire.processes.status_pipe import StatusWriter
-from quire.protocol.output import EngineDied, EngineReady, Heartbeat
+from quire.protocol.output import EngineDied, EngineReady, Heartbeat, StartupStatus
 status, how = StatusWriter(int(sys.argv[1])), sys.argv[2]
 if how == "fails":
     status.send(EngineDied("no weights"))
     sys.exit(1)
+if how == "loads":
+    status.send(StartupStatus("reading weights", 0.5))
+    time.sleep(60)
 status.send(EngineReady(60, 100, 4, 97, "float32", "cpu", "Toy", "native", 1))
 while how == "lives":
     time.sleep(0.2)
@@ -84,6 +89,16 @@ def test_a_start_that_fails_is_the_end(make: Callable[..., Host]) -> None:
     host = make("fails")
     until(lambda: host.state.condition == "dead")
     assert host.state.error == "no weights"
+
+
+def test_the_progress_of_a_start_is_on_the_board(make: Callable[..., Host]) -> None:
+    """For each HTTP process, which reads the board through a descriptor of its own."""
+    host = make("loads")
+    reader = StateBoard(os.dup(host.board.fd))
+    assert reader.read().startup == StartupStatus("starting the engine")
+    until(lambda: host.state.startup == StartupStatus("reading weights", 0.5))
+    assert reader.read().startup == host.state.startup
+    assert (str(host.state.startup), host.state.condition) == ("reading weights (50%)", "starting")
 
 
 def test_a_start_after_a_death_that_fails_is_tried_again(make: Callable[..., Host]) -> None:

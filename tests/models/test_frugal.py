@@ -14,6 +14,7 @@ from torch import nn
 
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
+from quire.layers.weights import weights_of
 from quire.platforms import memory
 from quire.quantization import apply, int8
 
@@ -121,7 +122,7 @@ def test_the_head_as_it_was_is_gone_when_layers_are_made_small(monkeypatch):
     before = weakref.ref(head.weight)
     make = int8.Int8Weight.of
     monkeypatch.setitem(apply.ONLINE, "int8", lambda *args: seen.append(before()) or make(*args))
-    assert apply.quantize_model(nn.ModuleList([layer, head]), "int8") == 2
+    assert apply.quantize_weights(weights_of(nn.ModuleList([layer, head])), "int8") == 2
     assert seen == [None]
 
 

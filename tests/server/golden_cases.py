@@ -8,6 +8,7 @@ from typing import Any
 from scripted import ScriptedEngine, make_state
 
 from quire.errors import EngineDeadError, QueueFull, QuireError, ValidationError
+from quire.protocol.output import StartupStatus
 from quire.server.state import ServerPhase, ServerState
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -35,7 +36,8 @@ class Case:
         engine = ScriptedEngine(*self.script, finish=self.finish)
         engine.dead, engine.replaced, engine.cached = self.dead, self.replaced, 1
         state = make_state(None if self.phase is ServerPhase.LOADING else engine, **self.config)
-        state.phase, state.dev_mode, state.stage = self.phase, self.dev, "loading the model"
+        state.phase, state.dev_mode = self.phase, self.dev
+        state.startup = lambda: StartupStatus("reading weights", 0.425)
         return state
 
     @property

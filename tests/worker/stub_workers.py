@@ -7,15 +7,21 @@ import os
 from quire.errors import ConfigError
 
 
-def misconfigured(payload: bytes):
+def misconfigured(payload: bytes, report):
     raise ConfigError("max_num_seqs must be even")
 
 
-def broken(payload: bytes):
+def broken(payload: bytes, report):
     raise ZeroDivisionError("in the middle of loading")
 
 
-def vanishing(payload: bytes):
+def slow(payload: bytes, report):
+    for share in (0.25, 0.5):
+        report("reading weights", share)
+    return Idle()
+
+
+def vanishing(payload: bytes, report):
     os._exit(7)
 
 
@@ -24,5 +30,5 @@ class Idle:
         return name
 
 
-def idle(payload: bytes) -> Idle:
+def idle(payload: bytes, report) -> Idle:
     return Idle()

@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=1)
 
 
 # -- made in the child ------------------------------------------------------------------------
-def tiny(payload: bytes):
+def tiny(payload: bytes, report=None):
     model = TinyModel()
     worker = make_worker(model)
 
@@ -163,6 +163,16 @@ def test_a_worker_that_cannot_start():
     assert "in broken" in failure.value.detail
     with pytest.raises(StartupError, match="ended with exit code 7"):
         ProcessExecutor("stub_workers:vanishing", b"")
+
+
+def test_the_progress_of_a_worker_reaches_the_engine():
+    seen = []
+    executor = ProcessExecutor("stub_workers:slow", b"", lambda *about: seen.append(about))
+    try:
+        assert seen == [("reading weights", 0.25), ("reading weights", 0.5)]
+        assert executor.call("a") == ["a"]
+    finally:
+        executor.close()
 
 
 def test_a_plan_that_contradicts_itself_ends_the_worker(process):

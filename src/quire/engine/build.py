@@ -52,6 +52,7 @@ from quire.protocol.output import EngineReady
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from quire.startup_timer import Report, no_report
 from quire.version import __version__
 from quire.worker.build import PlugIn, WorkerInfo, WorkerParts, build_worker
 from quire.worker.memory_plan import ITEMSIZE, forecast_weights
@@ -68,14 +69,19 @@ def make_client(
 ) -> ProcessClient: ...
 @overload
 def make_client(
-    config: EngineConfig | Resolved, *, process: Literal[False] = False
+    config: EngineConfig | Resolved, *, process: Literal[False] = False, report: Report = no_report
 ) -> InlineClient: ...
 def make_client(
-    config: EngineConfig | Resolved, *, process: bool = False, wait: bool = True
+    config: EngineConfig | Resolved,
+    *,
+    process: bool = False,
+    wait: bool = True,
+    report: Report = no_report,
 ) -> InlineClient | ProcessClient:
     """Create an engine in this process, where a caller of `outputs` runs the steps; or in a process of its own.
 
     With `wait=False` the child may still be loading: call `wait_ready` before anything else.
+    `report` receives the progress of an engine in this process; that of a child is in `EngineClient.state`.
 
     Raises:
         ConfigError: the configuration contradicts itself or does not fit this machine.
@@ -88,7 +94,7 @@ def make_client(
         if wait:
             client.wait_ready()
         return client
-    core, ready = build_core(resolved)
+    core, ready = build_core(resolved, report)
     return InlineClient(core, resolved, ready, shut=core.executor.close)
 
 
@@ -128,10 +134,10 @@ def resolve_without_weights(config: EngineConfig) -> tuple[Resolved, Fetch]:
 
 
 # -- the engine -----------------------------------------------------------------------------------
-def build_core(resolved: Resolved) -> tuple[EngineCore, EngineReady]:
+def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCore, EngineReady]:
     """Build executor and scheduler from a resolved configuration; loads the model before it returns."""
     compiler = build_compiler(resolved)
-    executor = build_executor(resolved, compiler)
+    executor = build_executor(resolved, compiler, report)
     info = msgspec.convert(executor.call("info")[0], WorkerInfo)
     kv_layout = layout(info.layer_specs(), resolved.block_size, info.max_model_len)
     gate = GrammarGate(compiler, elsewhere=resolved.executor == "mp")
@@ -245,19 +251,24 @@ def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPoo
 
 
 # -- the worker -----------------------------------------------------------------------------------
-def build_executor(resolved: Resolved, compiler: GrammarCompiler) -> Executor:
+def build_executor(
+    resolved: Resolved, compiler: GrammarCompiler, report: Report = no_report
+) -> Executor:
     if resolved.executor == "mp":
         from quire.executor.process import ProcessExecutor
 
-        return ProcessExecutor("quire.engine.build:worker_from_wire", resolved_to_bytes(resolved))
+        payload = resolved_to_bytes(resolved)
+        return ProcessExecutor("quire.engine.build:worker_from_wire", payload, report)
     from quire.executor.inline import InlineExecutor
 
-    return InlineExecutor(build_worker(resolved, worker_features(resolved, compiler)))
+    features = worker_features(resolved, compiler)
+    return InlineExecutor(build_worker(resolved, features, report=report))
 
 
-def worker_from_wire(payload: bytes) -> Worker:
+def worker_from_wire(payload: bytes, report: Report) -> Worker:
     resolved = resolved_from_bytes(payload)
-    return build_worker(resolved, worker_features(resolved, build_compiler(resolved)))
+    features = worker_features(resolved, build_compiler(resolved))
+    return build_worker(resolved, features, report=report)
 
 
 def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:

@@ -29,7 +29,14 @@ from quire.platforms.cpu_affinity import leave_a_core
 from quire.processes.child import STOP, begin_child, exit_child
 from quire.processes.status_pipe import StatusWriter
 from quire.processes.watchdog import Watchdog
-from quire.protocol.output import EngineDied, EngineOutput, EngineStats, FromEngine, Reply
+from quire.protocol.output import (
+    EngineDied,
+    EngineOutput,
+    EngineStats,
+    FromEngine,
+    Reply,
+    StartupStatus,
+)
 from quire.protocol.request import Head, RequestHead, ToEngine
 from quire.protocol.tensor_data import FrameEncoder
 
@@ -147,7 +154,9 @@ def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
     if resolved.device == "cpu":
         leave_a_core()
-    core, ready = build_core(resolved)
+    core, ready = build_core(
+        resolved, lambda stage, share: status.send(StartupStatus(stage, share))
+    )
     watchdog = Watchdog(first=float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS")))
     add_process_observers(core, watchdog, folder)
     # A function may load a model. No request is served in the meantime, so it has a time limit too.

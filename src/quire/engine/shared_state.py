@@ -18,7 +18,7 @@ from zlib import crc32
 import msgspec
 from msgspec import Struct
 
-from quire.protocol.output import EngineReady
+from quire.protocol.output import EngineReady, StartupStatus
 
 ROOM = 1 << 18  # the most bytes of a state
 MOST_TEXT = 4000  # characters of an error that are kept if a state has too many bytes
@@ -42,6 +42,8 @@ class EngineState(Struct):
     """`lost` is complete: the steps of that process were recorded up to its end."""
     poison: list[str] = []
     """Digests (`quarantine.py`) of requests that ran at two deaths of the engine: they are refused."""
+    startup: StartupStatus = StartupStatus("starting the engine")
+    """How far the start is, until `ready`."""
     incident: str = ""
     """An id under which the log has `error`. Clients get this id instead of the error."""
 

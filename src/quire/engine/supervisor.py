@@ -33,7 +33,7 @@ from quire.processes.child import how_it_ended, own_stacks, start_child
 from quire.processes.restart_policy import RestartCount, RestartPolicy
 from quire.processes.run_folder import hold, own_folder, remove_stale
 from quire.processes.supervisor import SupervisedProcess
-from quire.protocol.output import EngineDied, EngineReady, Heartbeat
+from quire.protocol.output import EngineDied, EngineReady, Heartbeat, StartupStatus
 
 log = get_logger(__name__)
 
@@ -144,6 +144,8 @@ class EngineSupervisor:
                     case EngineReady():
                         ready = True
                         self._change(condition="ready", ready=message, error="", traceback="")
+                    case StartupStatus():
+                        self._change(startup=message)
                     case EngineDied():
                         last_message = message
                     case Heartbeat() if ready and message.busy > message.allowed:

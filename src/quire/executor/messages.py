@@ -4,7 +4,7 @@ Knows the messages, and how exceptions and functions are encoded. Does not know 
 except `StartWorker` has exactly one answer. Answers come in the order of the messages, so they need no number. No
 torch here.
 
-    down   StartWorker    up   WorkerStarted, or WorkerEnded
+    down   StartWorker    up   WorkerProgress, any number; then WorkerStarted, or WorkerEnded
            StepPlan            StepResult, or CallFailed
            CallWorker          CallResult, or CallFailed
                                WorkerEnded: at any time, and nothing after it
@@ -45,6 +45,13 @@ class CallWorker(Struct, array_like=True, tag="ask"):
     args: list[Any]
 
 
+class WorkerProgress(Struct, array_like=True, tag="progress"):
+    """The worker is being created: what it does, and the share of the weights that is loaded."""
+
+    stage: str
+    share: float
+
+
 class WorkerStarted(Struct, array_like=True, tag="started"):
     """The worker has been created."""
 
@@ -70,7 +77,7 @@ class WorkerEnded(Struct, array_like=True, tag="worker_ended"):
 
 
 Down = StartWorker | StepPlan | CallWorker
-Up = WorkerStarted | StepResult | CallResult | CallFailed | WorkerEnded
+Up = WorkerProgress | WorkerStarted | StepResult | CallResult | CallFailed | WorkerEnded
 
 
 def _encode_callable(value: Any) -> Any:

@@ -24,6 +24,7 @@ from quire.executor.messages import (
     StartWorker,
     Up,
     WorkerEnded,
+    WorkerProgress,
     WorkerStarted,
     decode_up,
     encode,
@@ -31,6 +32,7 @@ from quire.executor.messages import (
 )
 from quire.processes.child import how_it_ended, start_child, wait_or_kill
 from quire.protocol.plan import StepPlan, StepResult
+from quire.startup_timer import Report, no_report
 
 # how often a wait checks that the child is alive, in case the socket does not close
 LOOK_AGAIN_S = 1.0
@@ -41,7 +43,8 @@ class ProcessExecutor:
     """An Executor for one child process.
 
     Args:
-        target: "module:function"; the child calls it with `payload` to create the worker.
+        target: "module:function"; the child calls it with `payload` and a `Report` to create the worker.
+        report: receives the child's reports.
 
     Raises:
         ConfigError, NotEnoughMemory, ...: the child found an error in the configuration.
@@ -50,7 +53,7 @@ class ProcessExecutor:
 
     recoverable: tuple[type[BaseException], ...] = (StepFailed,)
 
-    def __init__(self, target: str, payload: bytes):
+    def __init__(self, target: str, payload: bytes, report: Report = no_report):
         self._pipe, self.process = _spawn()
         self._num_sent = self._num_answered = 0
         self._answers: dict[
@@ -59,8 +62,8 @@ class ProcessExecutor:
         self._dead: Exception | None = None
         try:
             self._send(StartWorker(target, payload, import_path()))
-            while not isinstance(self._receive(), WorkerStarted):
-                pass
+            while isinstance(message := self._receive(), WorkerProgress):
+                report(message.stage, message.share)
         except BaseException:
             self.close()
             raise
@@ -101,7 +104,7 @@ class ProcessExecutor:
         """Wait for answer `number`. Each answer can be fetched once."""
         while number not in self._answers:
             message = self._receive()
-            if isinstance(message, WorkerStarted | WorkerEnded):
+            if isinstance(message, WorkerProgress | WorkerStarted | WorkerEnded):
                 raise RuntimeError(f"{type(message).__name__} is unexpected")
             self._num_answered += 1
             self._answers[self._num_answered] = message

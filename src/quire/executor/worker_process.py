@@ -26,6 +26,7 @@ from quire.executor.messages import (
     Down,
     StartWorker,
     Up,
+    WorkerProgress,
     WorkerStarted,
     call_failed,
     decode_down,
@@ -35,6 +36,7 @@ from quire.executor.messages import (
 )
 from quire.processes.child import exit_child, watch_parent
 from quire.protocol.plan import StepPlan
+from quire.startup_timer import Report
 
 
 def read_into(inbox: SimpleQueue[Down], pipe: Connection) -> None:
@@ -45,11 +47,11 @@ def read_into(inbox: SimpleQueue[Down], pipe: Connection) -> None:
     os._exit(0)
 
 
-def make_worker(start: StartWorker) -> Any:
+def make_worker(start: StartWorker, report: Report) -> Any:
     """Create the worker."""
     extend_path(start.path)
     module, _, name = start.target.partition(":")
-    return getattr(importlib.import_module(module), name)(start.payload)
+    return getattr(importlib.import_module(module), name)(start.payload, report)
 
 
 def serve(inbox: SimpleQueue[Down], pipe: Connection) -> None:
@@ -57,7 +59,9 @@ def serve(inbox: SimpleQueue[Down], pipe: Connection) -> None:
     start = inbox.get()
     if not isinstance(start, StartWorker):
         raise TypeError(f"{type(start).__name__} came before Start")
-    worker = make_worker(start)
+    worker = make_worker(
+        start, lambda stage, share: pipe.send_bytes(encode(WorkerProgress(stage, share)))
+    )
     pipe.send_bytes(encode(WorkerStarted()))
     while True:
         message = inbox.get()

@@ -20,6 +20,7 @@ from quire.logging import get_logger
 from quire.models.checkpoint_files import check_fetched
 from quire.models.location import check_vocabulary, no_tokenizer
 from quire.models.supported import check_model
+from quire.startup_timer import Report, no_report
 
 log = get_logger(__name__)
 
@@ -88,9 +89,11 @@ def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
 
 
 def start_engine(
-    config: EngineConfig, *, process: bool = False
+    config: EngineConfig, *, process: bool = False, report: Report = no_report
 ) -> tuple[EngineClient, Tokenizer | None]:
     """Check a configuration, load its tokenizer, and start its engine: in this process, or in one of its own.
+
+    `report` receives the progress of an engine in this process.
 
     Raises:
         ConfigError, StartupError: as `engine.build.make_client`, and as the checks.
@@ -100,7 +103,7 @@ def start_engine(
     resolved = resolve_config(config, check_startup)
     if not process:
         tokenizer = load_tokenizer(resolved)
-        return make_client(resolved), tokenizer
+        return make_client(resolved, report=report), tokenizer
     client = make_client(resolved, process=True, wait=False)
     try:
         tokenizer = load_tokenizer(resolved)  # while the engine loads

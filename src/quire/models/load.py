@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from quire.config.engine import ModelSpec
 from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE, stored_quantization
@@ -36,22 +35,24 @@ from quire.layers.weights import UNQUANTIZED, WeightRef, weights_of
 from quire.logging import get_logger
 from quire.models import registry
 from quire.models.base import CausalLM, LanguageModel
-from quire.models.checkpoint_files import tensors, weight_files
+from quire.models.checkpoint_files import on_disk, stored_tensors, tensors, weight_files
 from quire.models.dummy_weights import random_tensors
 from quire.models.hf_config import WRAPPED, TextConfig
 from quire.models.offload import Offload
+from quire.models.progress import LoadProgress
 from quire.models.transformers.modes import check_weights
 from quire.ops.dispatch import bind
 from quire.platforms.memory import release_file_pages, separate_blocks
 from quire.quantization.apply import (
-    pack_model,
+    pack_weights,
     prepared_weights,
-    quantize_model,
     quantize_weight,
+    quantize_weights,
     set_formats,
     weight_bytes,
 )
 from quire.quantization.checkpoint_format import kernels_for
+from quire.startup_timer import Report, no_report
 
 if TYPE_CHECKING:
     from quire.platforms.base import Platform
@@ -75,11 +76,14 @@ SHOWN = 5  # names in a message, at most
 
 
 def build_model(
-    spec: ModelSpec, platform: Platform, offload: Offload | None = None
+    spec: ModelSpec,
+    platform: Platform,
+    offload: Offload | None = None,
+    report: Report = no_report,
 ) -> LanguageModel:
     """The model of `spec`, with its weights, on the platform's device, in eval mode, without gradients.
 
-    `offload`: which weights stay on the host.
+    `offload`: which weights stay on the host. `report`: receives the progress.
 
     Raises:
         ModelNotFound: there are no weights.
@@ -91,14 +95,15 @@ def build_model(
     log.info("%s runs as %s: %s", spec.architecture, impl, reason)
     if spec.quantization or stored_quantization(spec.hf_config) is not None:
         _can_quantize(impl, spec, platform)
+    progress = LoadProgress(report, bar=spec.load.use_tqdm_on_load)
     if impl == "transformers":
         from quire.models.transformers.model import TransformersModel
 
         if offload is not None:
             what = f"cpu_offload_gb for {spec.architecture}, which runs through Transformers"
             raise Unsupported(what, "leave it out")
-        return TransformersModel.build(spec, platform)
-    return _native(spec, platform, offload)
+        return TransformersModel.build(spec, platform, progress)
+    return _native(spec, platform, offload, progress)
 
 
 def is_accelerator(platform: Platform) -> bool:
@@ -132,7 +137,9 @@ def _can_be_floats(spec: ModelSpec, platform: Platform, remedy: str) -> None:
         )
 
 
-def _native(spec: ModelSpec, platform: Platform, offload: Offload | None) -> LanguageModel:
+def _native(
+    spec: ModelSpec, platform: Platform, offload: Offload | None, progress: LoadProgress
+) -> LanguageModel:
     began = time.perf_counter()
     target = registry.MODELS[spec.architecture]
     with construction(getattr(torch, spec.dtype)):
@@ -140,7 +147,7 @@ def _native(spec: ModelSpec, platform: Platform, offload: Offload | None) -> Lan
         _set_formats(model, spec, is_accelerator(platform))
     _drop_wide_windows(model, spec.max_model_len)
     with separate_blocks():
-        source = _with_weights(model, spec, platform, offload)
+        source = _with_weights(model, spec, platform, offload, progress)
     log.info(
         "loaded %s: %.2f GiB in %s from %s, %.1f s",
         *(target.partition(":")[2], weight_bytes(model) / 2**30, spec.dtype),
@@ -150,7 +157,11 @@ def _native(spec: ModelSpec, platform: Platform, offload: Offload | None) -> Lan
 
 
 def _with_weights(
-    model: CausalLM, spec: ModelSpec, platform: Platform, offload: Offload | None
+    model: CausalLM,
+    spec: ModelSpec,
+    platform: Platform,
+    offload: Offload | None,
+    progress: LoadProgress,
 ) -> str:
     """Load the weights, then quantize and pack them. Returns a description of their source."""
     offloaded: set[nn.Module] = set()
@@ -166,11 +177,12 @@ def _with_weights(
         kind, files = weight_files(spec.path, load_format)
         source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
         found = tensors(spec.path, load_format)
-        if spec.load.use_tqdm_on_load and len(files) > 1:
-            # disable=None: no progress bar unless stderr is a terminal.
-            found = iter(tqdm(found, "weights", unit=" tensors", disable=None))
     wrapped, method = bool(spec.hf_config.get(WRAPPED)), spec.quantization
-    accelerator = is_accelerator(platform)
+    accelerator, packs = is_accelerator(platform), "native" in platform.kernels
+    stored = on_disk(stored_tensors(spec.path, spec.hf_config, load_format))
+    # Weights in files that will be packed are only mapped now: packing reads them.
+    until = 0.1 if packs and files else 0.8
+    found = progress.each("reading weights", found, lambda one: one[1].nbytes, stored, until)
     # On an accelerator, quantize each weight as it is loaded: the 16-bit model need not fit.
     on_loaded = (
         partial(quantize_weight, method=method, accelerator=True)
@@ -182,25 +194,38 @@ def _with_weights(
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(platform.device))
     model.eval()
+    if stored_quantization(spec.hf_config) is not None:
+        for ref in _counted(progress, "converting weights", model, 0.8):
+            ref.convert()
     if method is not None:
-        quantize_model(model, method, accelerator)
+        quantize_weights(_counted(progress, "quantizing weights", model, 0.9), method, accelerator)
         count, about = (
             len(prepared_weights(model)),
             (ON_ACCELERATOR if accelerator else ONLINE)[method],
         )
         log.info("quantized %d weights to %s: %s", count, method, about)
-    if "native" in platform.kernels:
-        pack_model(model)
+    if packs:
+        pack_weights(_counted(progress, "packing weights", model, 1.0))
     for layer in model.modules():
         if isinstance(layer, Layer):
             layer.join()
     if offload is not None:
         offload.install()
         model.capturable = model.movable = False
-    if "native" in platform.kernels:
+    if packs:
         # Only norms and the embedding table still use the mapped files.
         release_file_pages(files, (*model.parameters(), *model.buffers()))
     return source
+
+
+def _counted(
+    progress: LoadProgress, phase: str, model: nn.Module, until: float
+) -> Iterator[WeightRef]:
+    def size(ref: WeightRef) -> int:
+        return sum(tensor.nbytes for tensor in ref.parameters().values())
+
+    refs = weights_of(model)
+    return progress.each(phase, refs, size, sum(map(size, refs)), until)
 
 
 def _set_formats(model: nn.Module, spec: ModelSpec, accelerator: bool) -> None:
@@ -250,8 +275,7 @@ def fill(
     offloaded: Collection[nn.Module] = (),
     on_loaded: Callable[[WeightRef], object] | None = None,
 ) -> None:
-    """Put each (name, tensor) pair into its slot, once, then convert quantized weights. Parts of other weights stay
-    deferred until `Layer.join`.
+    """Put each (name, tensor) pair into its slot, once. Parts of a weight stay deferred until `Layer.join`.
 
     `wrapped`: the checkpoint is a wrapper, whose other parts are skipped. `offloaded`: layers whose weights stay on the
     host. `on_loaded`: called with each unquantized weight as soon as it is complete.
@@ -264,18 +288,14 @@ def fill(
     heads: dict[str, Tensor] = {}  # the LM head of a checkpoint whose config.json ties it
     unexpected: list[str] = []
     unused: list[str] = []
-    progress = _Progress()
+    complete = _CompleteWeights()
     for called, tensor in found:
         name = _own_name(called, slots)
         if name in slots:
             slot = slots[name]
             slot.fill(tensor, HOST if slot.layer in offloaded else device, called)
             filled.add(name)
-            if (
-                on_loaded is not None
-                and slot.ref is not None
-                and progress.completes(slot.ref, slot)
-            ):
+            if on_loaded is not None and slot.ref is not None and complete.add(slot.ref, slot):
                 on_loaded(slot.ref)
         elif name == "lm_head.weight":
             heads[name] = tensor
@@ -303,17 +323,15 @@ def fill(
         (log.info if wrapped else log.warning)(
             "%d tensors of the checkpoint are not used: %s", len(unused), _some(unused)
         )
-    for ref in weights_of(model):
-        ref.convert()
 
 
-class _Progress:
+class _CompleteWeights:
     """Tracks which unquantized weights are complete, by counting elements."""
 
     def __init__(self) -> None:
         self.num_missing: dict[WeightRef, int] = {}
 
-    def completes(self, ref: WeightRef, slot: WeightSlot) -> bool:
+    def add(self, ref: WeightRef, slot: WeightSlot) -> bool:
         """Count this slot's tensor; whether it completes its weight."""
         if ref.format is not UNQUANTIZED:
             return False

@@ -99,6 +99,19 @@ class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="re
     num_tokens: int = 0  # capacity of the KV cache, for requests of max_model_len tokens
 
 
+class StartupStatus(Struct, array_like=True, gc=False, frozen=True, tag="startup"):
+    """How far the start of an engine is."""
+
+    stage: str
+    """What it does now, in a few words."""
+    progress: float = 0.0
+    """Share of the weights that is loaded, 0 to 1."""
+
+    def __str__(self) -> str:
+        share = f" ({self.progress:.0%})" if 0 < self.progress < 1 else ""
+        return f"{self.stage}{share}"
+
+
 class EngineDied(Struct, array_like=True, omit_defaults=True, gc=False, tag="died"):
     """The engine could not start, or has failed: what happened, and what to do about it."""
 
@@ -121,4 +134,4 @@ class EngineOpen(Struct, array_like=True, gc=False, tag="open"):
 
 
 FromEngine = EngineOutput | Reply | EngineStats  # to a frontend
-Lifeline = EngineReady | EngineDied | Heartbeat | EngineOpen  # to the supervisor
+Lifeline = StartupStatus | EngineReady | EngineDied | Heartbeat | EngineOpen  # to the supervisor

@@ -5,6 +5,7 @@ Knows methods and formats by name, and the weights that layers list. Does not kn
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -104,18 +105,18 @@ def quantize_weight(ref: WeightRef, method: str, accelerator: bool = False) -> b
     return True
 
 
-def quantize_model(model: nn.Module, method: str, accelerator: bool = False) -> int:
-    """Quantize every weight by `method`; return how many. The embedding's table stays as it is."""
-    return sum(quantize_weight(ref, method, accelerator) for ref in weights_of(model))
+def quantize_weights(refs: Iterable[WeightRef], method: str, accelerator: bool = False) -> int:
+    """Quantize each weight by `method`; return how many. The embedding's table is not among them."""
+    return sum(quantize_weight(ref, method, accelerator) for ref in refs)
 
 
-def pack_model(model: nn.Module) -> int:
+def pack_weights(refs: Iterable[WeightRef]) -> int:
     """Pack the bfloat16 weights that the CPU kernels take; return how many. At most one weight exists twice."""
     kernels = best()
     if kernels is None:
         return 0
     count = 0
-    for ref in weights_of(model):
+    for ref in refs:
         if ref.prepared is None:
             ref.join()
             if PackedBf16Weight.takes(ref.weight, ref.gated):

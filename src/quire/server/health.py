@@ -11,6 +11,8 @@ Knows the server's state. Does not know requests' contents.
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,16 +29,21 @@ def state_of(request: Request) -> ServerState:
     return found
 
 
-def status(good: bool, why: str = "") -> Response:
+def status(state: ServerState, good: bool) -> Response:
+    """200 without a body; or 503 with the reason, and while the model loads with the share of the weights."""
     if good:
         return Response(status_code=200)
-    return Response(why, status_code=503, media_type="text/plain", headers={"Retry-After": "1"})
+    body: dict[str, Any] = {"status": state.unavailable_reason()}
+    if state.phase is ServerPhase.LOADING:
+        startup = state.startup()
+        body = {"status": "loading", "stage": startup.stage, "progress": round(startup.progress, 3)}
+    return json_response(body, 503, {"Retry-After": "1"})
 
 
 async def health(request: Request) -> Response:
     """200 if it takes requests, or will without help."""
     state = state_of(request)
-    return status(state.healthy(), state.unavailable_reason())
+    return status(state, state.healthy())
 
 
 async def live(request: Request) -> Response:
@@ -47,13 +54,13 @@ async def live(request: Request) -> Response:
 async def startup(request: Request) -> Response:
     """200 once the model is loaded."""
     state = state_of(request)
-    return status(state.phase is not ServerPhase.LOADING, state.unavailable_reason())
+    return status(state, state.phase is not ServerPhase.LOADING)
 
 
 async def ready(request: Request) -> Response:
     """200 while it takes requests."""
     state = state_of(request)
-    return status(state.healthy() and not state.unavailable_reason(), state.unavailable_reason())
+    return status(state, state.healthy() and not state.unavailable_reason())
 
 
 async def version(request: Request) -> Response:

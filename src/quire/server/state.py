@@ -6,6 +6,7 @@ Knows whether the server loads, serves, drains or is dead. Does not know HTTP.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,6 +22,7 @@ from quire.frontend.beam_search import BeamStream
 from quire.frontend.untrusted_templates import AT_ONCE, UntrustedTemplateRenderer
 from quire.observe.prometheus import ServerMetrics, cache_info
 from quire.observe.tracing import Tracer
+from quire.protocol.output import StartupStatus
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ApiError, unavailable
 from quire.server.text_pool import TextPool
@@ -73,8 +75,8 @@ class ServerState:
     front: int = 0
     """Number of this HTTP process among `fronts`."""
     fronts: int = 1
-    stage: str = "starting"
-    """Step of the start-up, for requests that come too early."""
+    startup: Callable[[], StartupStatus] = lambda: StartupStatus("starting")
+    """How far the start is, for requests that come too early."""
 
     @property
     def model_names(self) -> list[str]:
@@ -106,7 +108,7 @@ class ServerState:
         if self.phase is ServerPhase.DEAD:
             raise ApiError(500, "the engine has stopped; see the server's log")
         if self.engine is None:
-            raise unavailable(f"the model is not ready yet: {self.stage}", 1)
+            raise unavailable(f"the model is not ready yet: {self.startup()}", 1)
         return self.engine
 
     async def abort(self, name: str) -> None:
@@ -133,7 +135,7 @@ class ServerState:
         """Why it takes no requests, in a few words; "" if it does."""
         match self.phase:
             case ServerPhase.LOADING:
-                return f"loading: {self.stage}"
+                return f"loading: {self.startup()}"
             case ServerPhase.DRAINING:
                 return "shutting down"
             case ServerPhase.DEAD:

@@ -18,7 +18,7 @@ from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
-from quire.startup_timer import StartupStages, table
+from quire.startup_timer import Report, StartupStages, no_report, table
 from quire.worker.memory_plan import (
     GIB,
     MemoryPlan,
@@ -85,16 +85,21 @@ PlugIn = Callable[[WorkerParts], None]
 """Adds the parts of features to a worker."""
 
 
-def build_worker(resolved: Resolved, plug_in: PlugIn, others: Sequence[ModelSpec] = ()) -> Worker:
+def build_worker(
+    resolved: Resolved,
+    plug_in: PlugIn,
+    others: Sequence[ModelSpec] = (),
+    report: Report = no_report,
+) -> Worker:
     """Plan memory, load the models, allocate their KV cache: one device, ready to run plans.
 
-    `others`: models that features need beside the main one.
+    `others`: models that features need beside the main one. `report`: receives the progress.
 
     Raises:
         NotEnoughMemory: before anything is loaded.
         Unsupported: a device or a model that is not supported yet.
     """
-    stages = StartupStages()
+    stages = StartupStages(report)
     load_plugins()
     with stages("planning memory"):
         forecast = plan_memory(resolved, others)
@@ -117,7 +122,8 @@ def build_worker(resolved: Resolved, plug_in: PlugIn, others: Sequence[ModelSpec
         platform.prepare(forecast.weights)
         forecast = plan_on(platform, resolved, forecast, others)
     with stages("loading the model"):
-        models = build_models(resolved, platform, others)
+        models = build_models(resolved, platform, others, stages.loaded)
+        stages.loaded("loading the model", 1.0)
     with stages("allocating the KV cache"):
         specs = layer_specs(resolved, models)
         weights = sum(weight_bytes(model) for model in models)
@@ -164,14 +170,14 @@ def build_worker(resolved: Resolved, plug_in: PlugIn, others: Sequence[ModelSpec
 
 
 def build_models(
-    resolved: Resolved, platform: Platform, others: Sequence[ModelSpec]
+    resolved: Resolved, platform: Platform, others: Sequence[ModelSpec], report: Report = no_report
 ) -> list[LanguageModel]:
     """The main model and the others, with their weights."""
     from quire.models.load import build_model
 
     offload = build_offload(resolved, platform)
     return [
-        build_model(resolved.spec, platform, offload),
+        build_model(resolved.spec, platform, offload, report),
         *(build_model(spec, platform) for spec in others),
     ]
 

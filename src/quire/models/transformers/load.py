@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from quire.config.engine import ModelSpec
 from quire.errors import ConfigError, Unsupported
+from quire.models.progress import LoadProgress
 
 # Prefixes of the language model's names in wrapper checkpoints, and in its own class.
 TEXT_NAMES = {
@@ -33,7 +34,7 @@ TEXT_NAMES = {
 }
 
 
-def load(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
+def load(spec: ModelSpec, device: torch.device | str, progress: LoadProgress) -> PreTrainedModel:
     """The model with its weights, in eval mode, on `device`.
 
     Raises:
@@ -43,7 +44,7 @@ def load(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
     config = read_config(spec)
     dtype = getattr(torch, spec.dtype)
     model_class, config, renames = _class_of(config, spec)
-    with _quiet():
+    with _quiet(progress):
         if spec.load.load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.options.seed)
@@ -165,16 +166,24 @@ def _read(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Transformers' progress bars and load report: its problems are raised as errors above."""
+def _quiet(progress: LoadProgress) -> Iterator[None]:
+    """Count Transformers' load in `progress`, without its bars and load report: its problems are raised as errors above."""
+
+    def counted(make: Any, args: Any, keywords: Any) -> Any:
+        if keywords.get("desc") != "Loading weights":
+            return make(*args, **keywords)
+        return progress.each("reading weights", args[0], lambda _: 1, len(args[0]), 1.0, " tensors")
+
     logger = logging.getLogger("transformers")
     level = logger.level
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
+    hook = transformers.utils.logging.set_tqdm_hook(counted)
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        transformers.utils.logging.set_tqdm_hook(hook)
         logger.setLevel(level)
         if bars:
             transformers.utils.logging.enable_progress_bar()

@@ -31,6 +31,7 @@ from quire.forward_context import ForwardBatch, current_batch
 from quire.layers.attention import Attention
 from quire.logging import get_logger
 from quire.models.base import LanguageModel, checked_numbers
+from quire.models.progress import LoadProgress
 from quire.models.transformers import load as loading
 from quire.models.transformers import paged
 from quire.models.transformers import self_check as check
@@ -99,7 +100,9 @@ class TransformersModel(LanguageModel):
         self._choose(max_model_len, step_tokens)
 
     @classmethod
-    def build(cls, spec: ModelSpec, platform: _OnDevice) -> TransformersModel:
+    def build(
+        cls, spec: ModelSpec, platform: _OnDevice, progress: LoadProgress | None = None
+    ) -> TransformersModel:
         """Load the checkpoint of `spec` and choose the mode.
 
         Raises:
@@ -107,7 +110,7 @@ class TransformersModel(LanguageModel):
             Unsupported: it has no text model, or one that neither mode can run.
         """
         check_supported(spec.hf_config, spec.architecture)
-        model = loading.load(spec, platform.device)
+        model = loading.load(spec, platform.device, progress or LoadProgress())
         with torch.no_grad():
             built = cls(model, spec.max_model_len, spec.max_step_tokens)
         log.info("%s: %s", spec.architecture, built.description)

@@ -15,6 +15,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.frontend.startup import start_engine
 from quire.frontend.tokenizer import Tokenizer
+from quire.protocol.output import StartupStatus
 
 
 class InlineEngineLoader:
@@ -22,6 +23,7 @@ class InlineEngineLoader:
 
     def __init__(self) -> None:
         self._is_loading = False
+        self.status = StartupStatus("starting the engine")
 
     async def start(self, config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
         """Raises what `start_engine` raises."""
@@ -31,9 +33,12 @@ class InlineEngineLoader:
 
     def _load(self, config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
         try:
-            return start_engine(config)
+            return start_engine(config, report=self._note)
         finally:
             self._is_loading = False
+
+    def _note(self, stage: str, share: float) -> None:
+        self.status = StartupStatus(stage, share)
 
     def leave_behind(self, status: int) -> None:
         """End the process at once if the model still loads: the interpreter must not shut down under the thread."""

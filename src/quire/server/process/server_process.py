@@ -31,6 +31,7 @@ from quire.observe.processes import Processes
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.stats_log import StatsLog
 from quire.observe.tracing import Tracer
+from quire.protocol.output import StartupStatus
 from quire.server.api_keys import ApiKeys
 from quire.server.app import build_app
 from quire.server.hosts import allowed_hosts
@@ -86,7 +87,7 @@ class ServerProcess:
         )
         self.state = ServerState(config, metrics, tenants=tenants, tracer=tracer)
         self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
-        self.state.stage = "loading the model"
+        self.state.startup = self._startup
         self.state.hosts = allowed_hosts(config.server, listener)
         self.http = http_server(build_app(self.state), config.server)
         self.loading = InlineEngineLoader()
@@ -179,6 +180,9 @@ class ServerProcess:
         watch.cancel()
         await self._drain()
         return code
+
+    def _startup(self) -> StartupStatus:
+        return self.loading.status if self.client is None else self.client.state().startup
 
     def _report(self, error: Exception) -> None:
         show(failure(error), sys.stderr)
