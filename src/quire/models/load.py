@@ -169,17 +169,10 @@ def _with_weights(
         dtype = getattr(torch, spec.dtype)
         shrink = BYTES[spec.quantization] / dtype.itemsize if spec.quantization else 1.0
         offloaded = offload.choose(list(model.model.layers), shrink)
-    load_format, files = spec.load.load_format, list[Path]()
-    source = f"random weights (seed {spec.options.seed})"
-    if load_format == "dummy":
-        found = random_tensors(model, spec.options.seed, platform.device)
-    else:
-        kind, files = weight_files(spec.path, load_format)
-        source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
-        found = tensors(spec.path, load_format)
+    found, files, source = _tensors_of(model, spec, platform)
     wrapped, method = bool(spec.hf_config.get(WRAPPED)), spec.quantization
     accelerator, packs = is_accelerator(platform), "native" in platform.kernels
-    stored = on_disk(stored_tensors(spec.path, spec.hf_config, load_format))
+    stored = on_disk(stored_tensors(spec.path, spec.hf_config, spec.load.load_format))
     # Weights in files that will be packed are only mapped now: packing reads them.
     until = 0.1 if packs and files else 0.8
     found = progress.each("reading weights", found, lambda one: one[1].nbytes, stored, until)
@@ -216,6 +209,19 @@ def _with_weights(
         # Only norms and the embedding table still use the mapped files.
         release_file_pages(files, (*model.parameters(), *model.buffers()))
     return source
+
+
+def _tensors_of(
+    model: CausalLM, spec: ModelSpec, platform: Platform
+) -> tuple[Iterator[tuple[str, Tensor]], list[Path], str]:
+    """The tensors, the files with them, and a description of these."""
+    load_format, seed = spec.load.load_format, spec.options.seed
+    if load_format == "dummy":
+        found = random_tensors(model, seed, platform.device)
+        return found, [], f"random weights (seed {seed})"
+    kind, files = weight_files(spec.path, load_format)
+    source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
+    return tensors(spec.path, load_format), files, source
 
 
 def _counted(
