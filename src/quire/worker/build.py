@@ -123,7 +123,6 @@ def build_worker(
         forecast = plan_on(platform, resolved, forecast, others)
     with stages("loading the model"):
         models = build_models(resolved, platform, others, stages.loaded)
-        stages.loaded("loading the model", 1.0)
     with stages("allocating the KV cache"):
         specs = layer_specs(resolved, models)
         weights = sum(weight_bytes(model) for model in models)
@@ -132,9 +131,8 @@ def build_worker(
         storages = allocate_kv_cache(resolved, platform, models, plan)
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
-    rows, options = batcher.rows, resolved.config.model
+    rows, options, model = batcher.rows, resolved.config.model, models[0]
     processors = load_processors(options.logits_processors, resolved, platform.device)
-    model = models[0]
     model_input = build_model_input(resolved, platform, plan, model)
     parts = WorkerParts(platform, models, model_input, rows, processors)
     plug_in(parts)
@@ -176,10 +174,12 @@ def build_models(
     from quire.models.load import build_model
 
     offload = build_offload(resolved, platform)
-    return [
+    models = [
         build_model(resolved.spec, platform, offload, report),
         *(build_model(spec, platform) for spec in others),
     ]
+    report("loading the model", 1.0)
+    return models
 
 
 def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
