@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 
+from quire.compat.vllm_values import StructuredOutputsConfig
 from quire.config.engine_args import AsyncEngineArgs, EngineArgs
 from quire.config.flags import FlagParser, parse
 from quire.config.from_keywords import UnknownName, engine_config, translate
@@ -134,7 +134,7 @@ def test_from_the_command_line():
 
 def test_vllms_object_of_structured_outputs():
     """Any object with these attributes: vLLM's class is a stand-in that keeps its arguments."""
-    given = SimpleNamespace(
+    given = StructuredOutputsConfig(
         backend="guidance", reasoning_parser="qwen3", disable_any_whitespace=None
     )
     config = engine_config({"structured_outputs_config": given})

@@ -8,17 +8,11 @@ import socket
 import uuid
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any
+from types import SimpleNamespace
 
 
-class Settings(dict[str, Any]):
+class Settings(SimpleNamespace):
     """Keeps its keyword arguments; the configuration field that gets the object interprets them."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"{type(self).__name__} was made without {name}") from None
 
 
 class AttentionConfig(Settings):
