@@ -8,6 +8,7 @@
 #   make bench-gpu    on a machine with a GPU: check every kernel and the engine, then time them, into benchmarks/results/
 #   make test-long    the slow tests
 #   make attack       hostile requests, files and connections against a server, one after the other (tests/attacks)
+#   make clients      real clients (openai, langchain, lm-eval, ...) against a server, as far as the registry has them
 #   make sanitize     the CPU's kernels under the address and undefined-behaviour sanitizers (two minutes)
 #   make soak         ten minutes of random load on a server; ARGS="--seconds 60" for less
 #   make wheel        dist/quire-*.whl with the kernels inside, for machines with the same architecture (two minutes)
@@ -36,7 +37,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
-.PHONY: install install-dev serve wheel test test-long attack sanitize soak check check-types check-architecture format \
+.PHONY: install install-dev serve wheel test test-long attack clients sanitize soak check check-types check-architecture format \
   bench bench-peers bench-gpu clean
 
 install: $(INSTALLED)
@@ -65,13 +66,18 @@ wheel: install-dev
 	$(BIN)/python deploy/wheel/make_wheel.py dist
 
 test: install-dev
-	$(BIN)/python -m pytest -q -m "not slow and not attack" -n 2 -p tests.xdist_schedule --max-worker-restart=0 $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not attack and not clients" -n 2 -p tests.xdist_schedule --max-worker-restart=0 $(ARGS)
 
 test-long: install-dev
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)
 
 attack: install-dev
 	$(BIN)/python -m pytest -m attack -o faulthandler_timeout=3600 tests $(ARGS)
+
+# Real clients of other projects, in an environment of their own; what cannot be installed is named and skipped.
+clients: install-dev
+	$(BIN)/python -m tests.clients.install .cache/clients
+	.cache/clients/bin/python -m pytest -q -rs -m clients -o faulthandler_timeout=1800 tests/clients $(ARGS)
 
 sanitize: install-dev
 	$(BIN)/python tests/ops/sanitize/run.py $(ARGS)
