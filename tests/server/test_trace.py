@@ -13,8 +13,7 @@ from scripted import ScriptedEngine, make_state
 
 from quire.errors import ConfigError
 from quire.observe import tracing
-from quire.observe.tracing import Tracer, protocol_of
-from quire.server.process.server_process import tracer_of
+from quire.observe.tracing import Tracer, protocol_of, tracer_of
 
 CHAT = "/v1/chat/completions"
 BODY = {

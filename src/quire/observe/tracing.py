@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire import env
+from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 from quire.observe.request_metrics import RequestLatencies
 from quire.protocol.sampling_params import SamplingParams
@@ -142,3 +143,9 @@ def attributes(span: SpanAttributes, latencies: RequestLatencies) -> dict[str, s
         "gen_ai.latency.time_in_model_inference": latencies.inference,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def tracer_of(config: EngineConfig) -> Tracer | None:
+    """Raises ConfigError: tracing is configured, and its exporter is not installed."""
+    endpoint = config.observe.otlp_traces_endpoint
+    return None if endpoint is None else Tracer(endpoint)

@@ -25,11 +25,12 @@ from quire.engine.shared_state import StateBoard
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
 from quire.observe.process_memory import process_tree
+from quire.observe.tracing import tracer_of
 from quire.processes.child import STOP, begin_child, exit_child
 from quire.processes.status_pipe import StatusWriter
 from quire.protocol.output import EngineDied, EngineOpen, Heartbeat
 from quire.server.api_keys import ApiKeys
-from quire.server.process.server_process import ServerProcess, event_loop, tracer_of
+from quire.server.process.server_process import ServerProcess, event_loop
 from quire.server.shared_usage import UsageLedger
 from quire.startup_timer import since_process_start
 

@@ -23,11 +23,10 @@ from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.startup import check_startup
 from quire.logging import get_logger
 from quire.observe.buckets import checked
-from quire.observe.tracing import Tracer
+from quire.observe.tracing import Tracer, tracer_of
 from quire.server.api_keys import ApiKeys
 from quire.server.process import tls
 from quire.server.process.command_line import hide_secrets
-from quire.server.process.server_process import ServerProcess, event_loop, tracer_of
 from quire.server.process.sockets import LOOPBACKS, bind_all, host_of
 from quire.server.user_middleware import own_layers
 
@@ -53,8 +52,12 @@ def serve(config: EngineConfig) -> int:
             if tracer is not None:
                 tracer.close()
             return serve_many(config, listeners)  # each process has its own tracer
+        client = engine_of(config)
+        # Imported while the engine's process imports torch.
+        from quire.server.process.server_process import ServerProcess, event_loop
+
         with asyncio.Runner(loop_factory=event_loop()) as runner:
-            serving = ServerProcess(config, listeners[0], engine_of(config), tenants, tracer=tracer)
+            serving = ServerProcess(config, listeners[0], client, tenants, tracer=tracer)
             code = runner.run(serving.run())
     serving.loading.leave_behind(code)
     return code
@@ -69,6 +72,8 @@ async def serve_in_loop(config: EngineConfig) -> int:
     if (count := config.server.api_server_count) > 1:
         raise ConfigError(f"api_server_count={count} needs `quire serve`; leave it out here")
     with listening(config) as (config, (listener,), tenants, tracer):
+        from quire.server.process.server_process import ServerProcess
+
         serving = ServerProcess(config, listener, engine_of(config), tenants, tracer=tracer)
         return await serving.run()
 

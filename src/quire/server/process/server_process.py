@@ -299,9 +299,3 @@ def closes_with_terminal() -> bool:
 async def first_of(*futures: asyncio.Future[Any]) -> None:
     """Wait until one of them is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-
-
-def tracer_of(config: EngineConfig) -> Tracer | None:
-    """Raises ConfigError: tracing is configured, and its exporter is not installed."""
-    endpoint = config.observe.otlp_traces_endpoint
-    return None if endpoint is None else Tracer(endpoint)
