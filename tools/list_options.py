@@ -52,7 +52,7 @@ def flags() -> Iterator[str]:
 
 def _spelt(option: Option) -> str:
     dashed = option.name.replace("_", "-")
-    names = [f"--{dashed}", *option.short]
+    names = [f"--{dashed}", *([SHORT[option.name]] if option.name in SHORT else [])]
     value = "\\|".join(option.choices) if option.choices else KINDS[option.kind]
     return ", ".join(f"`{name}`" for name in names) + (f" {value}" if value else "")
 

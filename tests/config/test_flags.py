@@ -303,7 +303,12 @@ def test_a_programs_own_flags_are_its_own(tmp_path):
     assert (args.command, args.seed, args.max_num_seqs, args.v) == ("run", 4, 2, 2)
 
 
-def test_flags_of_vllm_are_attributes_of_a_programs_arguments():
-    args = program().parse_args([])
+def test_a_program_passes_all_its_arguments_on(tmp_path, warnings):
+    """As vLLM's examples do: their own flags are taken out, then LLM(**vars(args))."""
+    args = program().parse_args(["--config", yaml(tmp_path, "max-num-seqs: 8\n"), "--seed", "3"])
     assert (args.enable_lora, args.max_loras, args.speculative_config) == (False, 1, None)
     EngineArgs.from_cli_args(args)
+    own = ("max_tokens", "top_p", "port", "stream")
+    config = engine_config({name: value for name, value in vars(args).items() if name not in own})
+    assert (config.scheduler.max_num_seqs, config.model.seed) == (8, 3)
+    assert not warnings

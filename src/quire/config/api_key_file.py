@@ -44,15 +44,15 @@ class TenantKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"TenantKey(name={self.name!r})"
 
 
-def plain_keys(given: Sequence[str] | str | None, source: str = PLAIN) -> list[str]:
+def plain_keys(value: Sequence[str] | str | None, source: str = PLAIN) -> list[str]:
     """The keys of --api-key, or of the environment variable that replaces it.
 
     Raises:
         ConfigError: a key is empty, or an HTTP header cannot contain it; the message never contains the key.
     """
-    if given is None:
+    if value is None:
         return []
-    keys = [given] if isinstance(given, str) else [str(key) for key in given]  # YAML has numbers
+    keys = [value] if isinstance(value, str) else [str(key) for key in value]  # YAML has numbers
     if not keys:
         raise ConfigError(f"{source}: the key is missing; give one, or leave {source} out")
     for key in keys:
@@ -91,13 +91,13 @@ def read_keys(path: str) -> list[TenantKey]:
     except (OSError, UnicodeDecodeError) as why:
         raise ConfigError(f"--api-key-file {path}: {why}") from None
     try:
-        found = _parsed(path, text)
+        entries = _parsed(path, text)
     except ValueError:
         raise ConfigError(f"--api-key-file {path}: the file is neither JSON nor YAML") from None
-    if not found:
+    if not entries:
         raise ConfigError(f"--api-key-file {path}: the file must be a list of entries with `name` and `key`")  # fmt: skip
     try:
-        keys = msgspec.convert(found, list[TenantKey])
+        keys = msgspec.convert(entries, list[TenantKey])
     except msgspec.ValidationError as why:
         raise ConfigError(f"--api-key-file {path}: {in_words(why)}") from None
     for at, one in enumerate(keys):

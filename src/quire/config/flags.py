@@ -35,6 +35,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **keywords: Any):
         keywords.pop("add_json_tip", None)  # of vLLM's class
         super().__init__(*args, **{"allow_abbrev": False, **keywords})
+        self.config_file: str | None = None  # of the last command line
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -55,9 +56,9 @@ class FlagParser(argparse.ArgumentParser):
         try:
             line = _CommandLine(self, sys.argv[1:] if args is None else args)
             space = argparse.Namespace() if namespace is None else namespace
+            self.config_file = line.file
             if line.file is not None:
-                space.config = line.file
-                for name, value in self._file_values(line.file, line.given).items():
+                for name, value in self._file_values(line.file, line.destinations).items():
                     setattr(space, name, value)
             space, rest = super().parse_known_args(line.words, space)
             for name, value in line.dotted.items():
@@ -65,7 +66,7 @@ class FlagParser(argparse.ArgumentParser):
                 setattr(space, name, {**_dict_of(name, before), **value} if before else value)
             for action in self._actions:
                 own = getattr(action, "field", None) is None
-                if not own and action.dest in line.given and hasattr(space, action.dest):
+                if not own and action.dest in line.destinations and hasattr(space, action.dest):
                     setattr(space, action.dest, _typed(action, getattr(space, action.dest)))
         except (QuireError, TypeError) as why:
             self.error(str(why))
@@ -121,22 +122,21 @@ def add_flags(parser: argparse.ArgumentParser, *, server: bool = True) -> None:
     """Add every flag, with dashes, to any argparse parser; without the server's flags if not `server`."""
     for option in options().values():
         if server or option.section != "server":
-            _add(parser, option, option.kind, option.short)
+            _add(parser, option)
     for row in OLD.values():
         if row.name != "model_tag":
-            _add(parser, row, row.kind, (SHORT[row.name],) if row.name in SHORT else ())
+            _add(parser, row)
 
 
-def _add(
-    parser: argparse.ArgumentParser, field: Option | VllmFlag, kind: str, short: Sequence[str]
-) -> None:
-    names = [f"--{field.name.replace('_', '-')}", *short]
-    if kind == "flag":
+def _add(parser: argparse.ArgumentParser, field: Option | VllmFlag) -> None:
+    names = [f"--{field.name.replace('_', '-')}"]
+    names += [SHORT[field.name]] if field.name in SHORT else []
+    if field.kind == "flag":
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-    elif kind == "list":
+    elif field.kind == "list":
         how = {"nargs": "*", "action": "extend" if field.name in REPEATED else "store"}
     else:
-        how = {"nargs": "?", "const": True} if kind == "maybe" else {}
+        how = {"nargs": "?", "const": True} if field.kind == "maybe" else {}
     action: Any = parser.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **how)
     action.field = field  # a program's own flags have none
 
@@ -153,25 +153,25 @@ def keywords(argv: Sequence[str], parser: FlagParser) -> dict[str, Any]:
         if word.startswith("--help="):
             print(help.text(parser.prog, word.partition("=")[2]), end="")
             parser.exit(0)
-    given = vars(parser.parse_args(argv))
-    return _one_model(given, from_file=given.pop("config", None) is not None)
+    values = vars(parser.parse_args(argv))
+    return _one_model(values, from_file=parser.config_file is not None)
 
 
-def _one_model(given: dict[str, Any], *, from_file: bool) -> dict[str, Any]:
-    tag = given.pop("model_tag", None)
-    if tag is not None and given.get("model", tag) != tag and not from_file:
+def _one_model(values: dict[str, Any], *, from_file: bool) -> dict[str, Any]:
+    tag = values.pop("model_tag", None)
+    if tag is not None and values.get("model", tag) != tag and not from_file:
         raise ConfigError(
-            f"two models were given: {tag!r} and --model {given['model']!r}; leave one out"
+            f"two models were given: {tag!r} and --model {values['model']!r}; leave one out"
         )
     if tag is not None:
-        given["model"] = tag
-    names = given.get("served_model_name")
-    if "model" not in given and names and not from_file:
+        values["model"] = tag
+    names = values.get("served_model_name")
+    if "model" not in values and names and not from_file:
         raise ConfigError(
             f"--served-model-name {' '.join(names)}: the model is missing, because --served-model-name takes every word after it;"
             " write the model first: quire serve MODEL --served-model-name NAME"
         )
-    return given
+    return values
 
 
 def spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -187,7 +187,7 @@ class _CommandLine:
     def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]):
         self.words: list[str] = []
         self.dotted: dict[str, Any] = {}
-        self.given: set[str] = set()
+        self.destinations: set[str] = set()
         self.file: str | None = None
         self._known = spellings(parser)
         self._spelt = {flag.replace("_", "-"): flag for flag in parser._option_string_actions}
@@ -201,11 +201,11 @@ class _CommandLine:
                 break
             if not word.startswith("-") or word == "-" or _is_number(word):
                 self.words.append(word)
-            elif (name := self._flag(word, queue)) in self.given - REPEATED:
+            elif (name := self._flag(word, queue)) in self.destinations - REPEATED:
                 twice.append(word.partition("=")[0])
             elif name is not None:
-                self.given.add(name)
-        self.given |= self.dotted.keys()
+                self.destinations.add(name)
+        self.destinations |= self.dotted.keys()
         if twice:
             logger.warning("Found duplicate keys %s: the last value is used", ", ".join(twice))
 

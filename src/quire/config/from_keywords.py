@@ -78,20 +78,20 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
             _merge(filled, _apply(row, value, source))
         else:
             raise UnknownName(unknown(written, source))
-    if given := fields.get("structured_outputs_config"):
-        given = {**coerce(known["structured_outputs_config"], given)}
-        parser = {key: given.pop(key) for key in REASONING_KEYS if key in given}
+    if own := fields.get("structured_outputs_config"):
+        own = {**coerce(known["structured_outputs_config"], own)}
+        parser = {key: own.pop(key) for key in REASONING_KEYS if key in own}
         filled |= {name: value for name, value in parser.items() if value}
         older = filled.get("structured_outputs_config", {})
-        fields["structured_outputs_config"] = older | given
+        fields["structured_outputs_config"] = older | own
     overrides = filled.pop("hf_overrides", None)
     if overrides is not None:
-        given = fields.get("hf_overrides") or {}
-        if callable(given):
+        own = fields.get("hf_overrides") or {}
+        if callable(own):
             raise ConfigError(
                 f"hf_overrides is a function, so {', '.join(overrides)} cannot be merged into it; set it in the function"
             )
-        fields["hf_overrides"] = {**overrides, **coerce(known["hf_overrides"], given)}
+        fields["hf_overrides"] = {**overrides, **coerce(known["hf_overrides"], own)}
     return {
         **filled,
         **{
@@ -167,12 +167,12 @@ def _check_server_fields(fields: Mapping[str, Any]) -> None:
 
 def _check_environment(strict: bool) -> None:
     if strangers := env.unknown():
-        says = []
+        described = []
         for name in strangers:
             prefix, _, rest = name.partition("_")
             near = difflib.get_close_matches(rest, env.VARIABLES, n=1)
-            says.append(f"{name} (did you mean {prefix}_{near[0]}?)" if near else name)
-        message = f"unknown environment variables: {', '.join(says)}"
+            described.append(f"{name} (did you mean {prefix}_{near[0]}?)" if near else name)
+        message = f"unknown environment variables: {', '.join(described)}"
         if strict:
             raise ConfigError(message)
         logger.warning("%s", message)

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.options import Option, options, section_help
-from quire.config.vllm_flags import OLD
+from quire.config.vllm_flags import OLD, SHORT, TABLE
 
 WIDTH = 100
 GROUPS = {
@@ -18,26 +18,7 @@ GROUPS = {
     "structuredoutputsconfig": "structured",
 }
 """vLLM's names of sections, where they differ."""
-FIRST = {
-    "Model": {
-        "max_model_len N": "maximum tokens of prompt plus output; auto: what fits in memory",
-        "dtype TYPE": "auto, float16, bfloat16 or float32",
-        "quantization METHOD": "int8, int4 or fp8: quantize while loading, to save memory",
-        "served_model_name NAME ...": "names that requests may use",
-        "chat_template FILE": "Jinja chat template; unset: the model's",
-    },
-    "Memory and speed": {
-        "gpu_memory_utilization X": "fraction of the memory to use (on a CPU: of the free memory)",
-        "max_num_seqs N": "maximum requests that run at once",
-    },
-    "Server": {
-        "host ADDRESS": "address to listen on; 0.0.0.0: all interfaces",
-        "port N": "TCP port (8000)",
-        "api_key KEY ...": "a request must send one of these keys",
-        "tool_call_parser NAME": "format of tool calls; unset: detected",
-        "reasoning_parser NAME": "format of reasoning; unset: detected",
-    },
-}
+FIRST: dict[str, dict[str, str]] = TABLE["first"]
 """The flags of the first screen: heading -> flag and value -> words."""
 KINDS = {"int": "N", "float": "X", "text": "TEXT", "json": "JSON", "maybe": "[TEXT]"}
 
@@ -52,19 +33,19 @@ def text(prog: str, topic: str = "") -> str:
     if topic.lower() == "all":
         own = (_section(section, list(options().values())) for section in sections())
         return "\n".join([_usage(prog), *own, _old(list(OLD))])
-    wanted = topic.lower().lstrip("-").replace("-", "_")
-    wanted = GROUPS.get(wanted, wanted.removesuffix("config"))
-    if wanted in sections():
-        return _section(wanted, list(options().values()))
-    found = [option for option in options().values() if topic in option.short]
-    found = found or [option for option in options().values() if wanted in option.name]
-    rows = [row.name for row in OLD.values() if wanted in row.name]
-    if not found and not rows:
+    name = topic.lower().lstrip("-").replace("-", "_")
+    section = GROUPS.get(name, name.removesuffix("config"))
+    if section in sections():
+        return _section(section, list(options().values()))
+    matching = [option for option in options().values() if topic == SHORT.get(option.name)]
+    matching = matching or [option for option in options().values() if name in option.name]
+    rows = [row.name for row in OLD.values() if name in row.name]
+    if not matching and not rows:
         return f"No section or flag contains {topic!r} in its name. Sections: {', '.join(sections())}.\n"
     parts = [
-        _section(section, found)
+        _section(section, matching)
         for section in sections()
-        if any(o.section == section for o in found)
+        if any(o.section == section for o in matching)
     ]
     return "\n".join(parts + ([_old(rows)] if rows else []))
 
@@ -116,7 +97,7 @@ def _section(section: str, shown: list[Option]) -> str:
 
 def _spelling(option: Option) -> str:
     dashed = option.name.replace("_", "-")
-    names = ", ".join([f"--{dashed}", *option.short])
+    names = ", ".join([f"--{dashed}", *([SHORT[option.name]] if option.name in SHORT else [])])
     if option.kind == "flag":
         return f"{names}, --no-{dashed}"
     if option.kind == "list":
@@ -140,13 +121,13 @@ def _wrapped(words: str, indent: str = " " * 8) -> list[str]:
 
 
 def _old(names: list[str]) -> str:
-    says = {
+    treatments = {
         "A": "accepted",
         "W": "accepted, with a warning",
         "E": "refused, except for the default value",
     }
     lines = ["Other flags of vLLM, and old names"]
-    for treatment, title in says.items():
+    for treatment, title in treatments.items():
         groups: dict[str, list[str]] = {}
         for name in names:
             if OLD[name].treatment == treatment:

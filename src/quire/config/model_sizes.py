@@ -18,5 +18,5 @@ SPELLINGS = {
 def model_size(config: Mapping[str, Any], name: str, default: int = 0) -> int:
     """The size by its usual key; the maximum if layers differ; `default` if config.json does not have it."""
     spellings = SPELLINGS.get(name, (name,))
-    found = next((config[key] for key in spellings if config.get(key)), default)
-    return int(max(found) if isinstance(found, list | tuple) else found)
+    size = next((config[key] for key in spellings if config.get(key)), default)
+    return int(max(size) if isinstance(size, list | tuple) else size)

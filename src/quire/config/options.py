@@ -43,18 +43,7 @@ class Option:
     """The field's annotation."""
     choices: tuple[str, ...] = ()
     """The allowed values. Fields whose values plugins can extend, such as backends, have none."""
-    short: tuple[str, ...] = ()
 
-
-SHORT = {
-    "tensor_parallel_size": ("-tp",),
-    "pipeline_parallel_size": ("-pp",),
-    "data_parallel_size": ("-dp",),
-    "enable_expert_parallel": ("-ep",),
-    "quantization": ("-q",),
-    "api_server_count": ("-asc",),
-    "gpu_memory_utilization": ("--device-memory-utilization",),
-}
 
 REPEATED = frozenset({"middleware"})
 """Lists whose flag may be repeated to add items; for other flags the last value is used."""
@@ -63,17 +52,17 @@ REPEATED = frozenset({"middleware"})
 @functools.cache
 def options() -> dict[str, Option]:
     """Every field of every section, by name, in the order of the dataclasses."""
-    found: dict[str, Option] = {}
+    named: dict[str, Option] = {}
     for section in fields(EngineConfig):
         kind = section_class(section.name)
         hints, defaults = get_type_hints(kind, include_extras=True), kind()
         for name in (one.name for one in fields(kind)):
             members = _members(hints[name])
             choices = next((get_args(one) for one in members if get_origin(one) is Literal), ())
-            found[name] = Option(
-                name, section.name, _kind(members), getattr(defaults, name), hints[name], choices, SHORT.get(name, ())
+            named[name] = Option(
+                name, section.name, _kind(members), getattr(defaults, name), hints[name], choices
             )  # fmt: skip
-    return found
+    return named
 
 
 def section_class(name: str) -> Any:
