@@ -1,4 +1,4 @@
-"""How long a piece of work takes, on a machine of which nobody knows how fast it is.
+"""How the time of a function grows with its input, on a machine of unknown speed.
 
 Knows the time of the thread that works: other threads, other processes and the garbage collector (which takes a
 second to walk through what a thousand tests before this one left) are not counted. A test asks how the time grows

@@ -1,4 +1,4 @@
-"""For every test: nothing is fetched, and one compute thread, so that a run is the same anywhere.
+"""Settings of every test: no downloads, and one compute thread, so that a run is the same on any machine.
 
 Without a GPU, Triton kernels run through Triton's interpreter, on the CPU.
 
@@ -28,8 +28,8 @@ if not HAS_GPU:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def logging_set_back() -> Iterator[None]:
-    """No file's tests find the log set up by those of another."""
+def restore_logging() -> Iterator[None]:
+    """Restore the logger after each file, so that no test depends on the logging setup of another file."""
     yield
     ours = logging.getLogger("quire")
     ours.handlers.clear()
@@ -54,7 +54,7 @@ def sighup_ends() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: to walk through all of it takes the collector a second, in the middle of any test."""
+    """Exclude imported modules from garbage collection: a full collection would take a second in the middle of a test."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""A card that is the host: tensors that say they are on a device, and complain where a card would, or would be waited for.
+"""A GPU stand-in on the host: its tensors report a CUDA device, and raise or record an event where a GPU would fail or block.
 
 Their numbers are the host's own, so kernels run in Triton's interpreter. Three things are as on a card:
 

@@ -1,4 +1,4 @@
-"""`make test` runs the tests in two processes. Which folder runs in which is written here, not dealt out.
+"""`make test` runs the tests in two processes. This file assigns the folders to them.
 
 So the predecessors of a test are the same in every run, and in the usual order.
 """

@@ -47,7 +47,7 @@ def told(output: BeamSearchOutput) -> list[tuple[list[int], Any]]:
 
 @pytest.mark.parametrize("width", [1, 2, 5])
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 3.0])
-def test_finds_what_the_plain_algorithm_finds(llm: LLM, width: int, penalty: float):
+def test_beam_search_equals_the_plain_algorithm(llm: LLM, width: int, penalty: float):
     prompts = [[4, 5], [9], [1, 2, 3]]
     params = BeamSearchParams(
         beam_width=width, max_tokens=5, length_penalty=penalty, ignore_eos=True
@@ -112,7 +112,7 @@ def test_prompts_in_turns_are_the_same(llm: LLM):
     assert [told(one) for one in together] == [told(one) for one in in_turns]
 
 
-def test_the_end_of_the_context_ends_it(llm: LLM):
+def test_beam_search_stops_at_the_context_limit(llm: LLM):
     length = llm.front.inputs.max_model_len
     params = BeamSearchParams(beam_width=2, max_tokens=10, ignore_eos=True)
     (output,) = llm.beam_search([[5] * (length - 3)], params)

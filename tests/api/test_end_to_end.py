@@ -132,7 +132,7 @@ def test_a_chat_is_a_prompt(llm: LLM):
     assert chat.outputs[0].token_ids == same.outputs[0].token_ids
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(llm: LLM):
+def test_a_seed_gives_the_same_text_alone_and_batched(llm: LLM):
     params = SamplingParams(seed=11, max_tokens=12)
     (alone,) = llm.generate("the", params, use_tqdm=False)
     crowd = llm.generate([*PROMPTS, "the", *PROMPTS], params, use_tqdm=False)

@@ -44,7 +44,7 @@ def script(llm: LLM, prompt: str, text: str) -> list[int]:
 # -- generate ---------------------------------------------------------------------------------------
 
 
-def test_a_mixture_of_prompts_comes_back_in_order(llm: LLM):
+def test_outputs_have_the_order_of_the_prompts(llm: LLM):
     tokenizer = llm.get_tokenizer()
     prompts = [
         "the cat", [5, 6, 7], {"prompt": "and"}, {"prompt_token_ids": [1, 2], "prompt": "said"},
@@ -84,7 +84,7 @@ def test_text_ends_at_the_models_end(llm: LLM):
     assert (one.finish_reason, one.stop_reason) == ("stop", None)
 
 
-def test_a_stop_string_ends_it_and_frees_the_engine(llm: LLM):
+def test_a_stop_string_ends_the_request_in_the_engine(llm: LLM):
     answer = script(llm, "hi", "one. two. three.")
     params = SamplingParams(max_tokens=50, stop=[". t"])
     (output,) = llm.generate("hi", params, use_tqdm=False)
@@ -122,7 +122,7 @@ def test_best_of(llm: LLM):
     assert [one.index for one in best.outputs] == [0, 1]
 
 
-def test_the_checkpoints_defaults_are_used_when_none_are_given(tmp_path: Path):
+def test_sampling_defaults_come_from_the_checkpoint(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
     llm = LLM.from_client(page_model_engine.make(tmp_path))
     (output,) = llm.generate([4], use_tqdm=False)
@@ -132,7 +132,7 @@ def test_the_checkpoints_defaults_are_used_when_none_are_given(tmp_path: Path):
     llm.shutdown()
 
 
-def test_what_the_caller_gave_is_not_changed(llm: LLM):
+def test_arguments_are_not_modified(llm: LLM):
     params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind.DELTA)
     llm.generate(["a", "b"], params, use_tqdm=False)
     assert params == SamplingParams(max_tokens=3, output_kind=RequestOutputKind.DELTA)
@@ -326,7 +326,7 @@ def test_a_request_that_fails_alone(llm: LLM, caplog: pytest.LogCaptureFixture):
     assert "request 1 failed" in caplog.text
 
 
-def test_a_dead_engine_says_so_each_time(llm: LLM):
+def test_every_call_on_a_dead_engine_raises(llm: LLM):
     llm.client.core.executor.broken = OSError("the wire is cut")  # type: ignore[attr-defined]
     with pytest.raises(EngineDeadError, match="the wire is cut"):
         llm.generate("a", GREEDY, use_tqdm=False)

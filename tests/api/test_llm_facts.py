@@ -1,4 +1,4 @@
-"""What LLM says of itself and of its engine, and how it begins and ends."""
+"""Facts that LLM reports about itself and its engine; its start and its end."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_order_by_priority(make: Callable[..., LLM]):
         llm.generate("x", GREEDY, priority="high")  # type: ignore[arg-type]
 
 
-def test_statistics_are_logged_when_asked_for(
+def test_statistics_are_logged_if_enabled(
     make: Callable[..., LLM], caplog: pytest.LogCaptureFixture
 ):
     llm = make(disable_log_stats=False, log_stats_interval=0.0)
@@ -116,9 +116,7 @@ def test_statistics_are_logged_when_asked_for(
     assert "Avg generation throughput" in caplog.text
 
 
-def test_requests_are_logged_when_asked_for(
-    make: Callable[..., LLM], caplog: pytest.LogCaptureFixture
-):
+def test_requests_are_logged_if_enabled(make: Callable[..., LLM], caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         make().generate("quiet", GREEDY, use_tqdm=False)
         assert "Received request" not in caplog.text
@@ -142,7 +140,7 @@ def test_the_engine_ends_with_the_object(folder: Path):
         other.generate("a", GREEDY, use_tqdm=False)
 
 
-def test_engine_args_are_taken(monkeypatch: pytest.MonkeyPatch, folder: Path):
+def test_engine_args_are_accepted(monkeypatch: pytest.MonkeyPatch, folder: Path):
     seen = []
 
     def start_engine(config: Any) -> Any:

@@ -36,8 +36,8 @@ def test_sleeping(llm: LLM, mode: str):
     assert after.num_cached_tokens == 0
 
 
-def test_sleep_waits_for_other_threads_and_they_for_nobody(llm: LLM):
-    """A thread that asks again and again is told, and does not hold up the one that puts the engine to sleep."""
+def test_threads_that_keep_generating_do_not_delay_sleep(llm: LLM):
+    """A thread that generates again and again gets an error, and does not delay the thread that calls `sleep`."""
     told: list[str] = []
 
     def ask() -> None:
@@ -59,7 +59,7 @@ def test_sleep_waits_for_other_threads_and_they_for_nobody(llm: LLM):
     assert "call wake_up() first" in told[-1]
 
 
-def test_the_cache_alone_is_given_back(llm: LLM):
+def test_sleep_can_release_only_the_kv_cache(llm: LLM):
     (before,) = llm.generate(["a"], GREEDY, use_tqdm=False)
     with pytest.raises(QuireError, match="pause it first"):
         llm.release_kv_cache_memory()
@@ -73,7 +73,7 @@ def test_the_cache_alone_is_given_back(llm: LLM):
     assert after.num_cached_tokens == 0
 
 
-def test_sleeping_with_what_is_not_there(llm: LLM):
+def test_sleep_refuses_unknown_levels_and_tags(llm: LLM):
     for call in (lambda: llm.sleep(3), lambda: llm.sleep(mode="odd"), lambda: llm.wake_up(["odd"])):
         with pytest.raises(ValidationError):
             call()

@@ -18,7 +18,7 @@ def test_the_program_runs(capsys):
     assert len(capsys.readouterr().out.split()) > 10
 
 
-def test_the_first_request_is_taken():
+def test_the_first_curl_command_is_answered():
     body = re.search(r"curl \S*/v1/chat/completions.*?-d '(.*?)'$", TEXT, re.DOTALL | re.MULTILINE)
     assert body is not None
     asked = msgspec.json.decode(body[1], type=ChatRequest)

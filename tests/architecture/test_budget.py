@@ -70,7 +70,7 @@ def over(lines: Counter[str], most: dict[str, tuple[int, int]]) -> list[str]:
     ]
 
 
-def test_every_package_keeps_to_its_budget():
+def test_every_package_is_within_its_budget():
     lines, most = counted(), limits()
     print(f"\n{'package':14}{'lines':>7}{'now':>7}{'whole':>7}")
     for name, count in sorted(lines.items()):
@@ -81,14 +81,14 @@ def test_every_package_keeps_to_its_budget():
     assert all(now <= whole for now, whole in most.values())
 
 
-def test_the_whole_keeps_to_its_budget():
+def test_the_wheel_is_within_its_budget():
     whole = {name: whole for name, (_, whole) in limits().items()}
     assert whole.pop("C++") <= WHOLE_CPP
     assert sum(whole.values()) <= WHOLE_PYTHON
     assert counted().total() - counted()["C++"] <= WHOLE_PYTHON
 
 
-def test_the_files_of_the_core_keep_to_their_ceilings():
+def test_core_files_are_within_their_ceilings():
     rows = re.findall(r"^\| `(\w+/\w+\.py)` \| (\d+) \|", PAGE.read_text("utf-8"), re.MULTILINE)
     assert {name for name, _ in rows} == {
         "scheduler/scheduler.py", "engine/core.py", "worker/worker.py",
@@ -100,7 +100,7 @@ def test_the_files_of_the_core_keep_to_their_ceilings():
         )
 
 
-def test_what_is_code_and_what_is_over():
+def test_code_lines_are_counted_and_excess_is_found():
     text = '"""Doc."""\n\n# why\nx = """two\nlines"""\n\n\ndef f():\n    """Doc."""\n    return x\n'
     assert python_lines(text) == 4
     assert cpp_lines("// a\n\n/* b\n c */\nint x; // d\n") == 1

@@ -80,7 +80,7 @@ def test_commands_that_pages_name_exist():
         assert named <= targets, page
 
 
-def test_ci_runs_the_command_that_the_readme_gives():
+def test_ci_runs_the_command_of_the_readme():
     assert "```sh\nmake test\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
     script = ROOT / ".ci" / "run"
     assert script.read_text(encoding="utf-8").splitlines()[-1] == "exec make test"
@@ -96,7 +96,7 @@ def test_the_picture_has_a_line_for_every_package():
     assert named - here <= {"embedded"}  # contains no code
 
 
-def test_decisions_are_numbered_and_say_what_would_change_them():
+def test_decisions_are_numbered_and_have_their_four_parts():
     pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
     for number, page in enumerate(pages, 1):
         text = page.read_text(encoding="utf-8")

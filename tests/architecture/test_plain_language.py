@@ -26,7 +26,7 @@ def idioms(file: File) -> list[str]:
     ]
 
 
-def test_messages_and_docstrings_name_what_acts():
+def test_messages_and_docstrings_contain_no_idiom():
     found = [line for file in source_files() if file.path not in ALLOWED for line in idioms(file)]
     assert found == []
 

@@ -51,7 +51,7 @@ LARGE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.attack
 @pytest.mark.parametrize("name", UNREAD)
-def test_answers_that_are_never_read_take_no_memory(server: AttackedServer, name: str):
+def test_unread_answers_use_bounded_memory(server: AttackedServer, name: str):
     """The clients read nothing. The server ends each answer after --send-timeout."""
     raw = json.dumps(UNREAD[name]).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
@@ -74,7 +74,7 @@ def test_answers_that_are_never_read_take_no_memory(server: AttackedServer, name
 
 @pytest.mark.attack
 @pytest.mark.parametrize("name", ["prompts", "samples"])
-def test_large_answers_that_are_read_hold_nothing_up(server: AttackedServer, name: str):
+def test_large_answers_do_not_delay_other_requests(server: AttackedServer, name: str):
     with server.attack(seconds=280) as measured:
         statuses = together(3, lambda _: outcome(server, TEXT, LARGE[name], 250), 260)
         note(f"{statuses}")

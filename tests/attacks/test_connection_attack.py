@@ -57,7 +57,7 @@ def closed_within(own: socket.socket, seconds: float) -> float | None:
 
 @pytest.mark.attack
 @pytest.mark.parametrize("line", [b"GET /x", b"GET /health", b"POST /v1/completions"], ids=["x", "health", "post"])  # fmt: skip
-def test_a_pipeline_takes_no_memory(guarded: AttackedServer, line: bytes):
+def test_a_pipeline_uses_bounded_memory(guarded: AttackedServer, line: bytes):
     request = line + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
     with guarded.attack(seconds=60) as measured:
         with guarded.connection() as own:
@@ -67,7 +67,7 @@ def test_a_pipeline_takes_no_memory(guarded: AttackedServer, line: bytes):
 
 
 @pytest.mark.attack
-def test_a_pipeline_whose_answers_are_not_read_takes_no_memory(guarded: AttackedServer):
+def test_a_pipeline_with_unread_answers_uses_bounded_memory(guarded: AttackedServer):
     with (
         guarded.attack(seconds=60) as measured,
         contextlib.suppress(OSError),

@@ -98,7 +98,7 @@ SMUGGLED = {
 
 
 @pytest.mark.parametrize("name", SMUGGLED)
-def test_what_two_servers_may_read_differently_is_refused(server: AttackedServer, name: str):
+def test_ambiguous_framing_is_refused(server: AttackedServer, name: str):
     assert status(server, SMUGGLED[name] % b"/v1/models") == 400
 
 
@@ -123,7 +123,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_is_taken_or_refused_soon(server: AttackedServer, name: str):
+def test_a_schema_is_accepted_or_refused_quickly(server: AttackedServer, name: str):
     body = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"json": SCHEMAS[name]}}
     assert server.ask(TEXT, body, timeout=30).status_code in (200, 400)
 
@@ -139,7 +139,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_odd_json_costs_nothing(server: AttackedServer, name: str):
+def test_odd_json_uses_little_time_and_memory(server: AttackedServer, name: str):
     assert server.ask(TEXT, BODIES[name], timeout=30).status_code in (200, 400)
 
 
@@ -152,7 +152,7 @@ def test_one_byte_more_than_a_body_may_have(server: AttackedServer):
 
 
 @pytest.mark.attack
-def test_clients_that_leave_free_what_they_had(server: AttackedServer):
+def test_disconnected_clients_free_their_resources(server: AttackedServer):
     """Forty streams and forty whole answers, disconnected in the middle."""
     with server.attack(seconds=100) as measured:
         for number in range(80):

@@ -66,7 +66,7 @@ BODIES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.attack
 @pytest.mark.parametrize("name", BODIES)
-def test_no_body_holds_the_event_loop(server: AttackedServer, name: str):
+def test_no_body_blocks_the_event_loop(server: AttackedServer, name: str):
     path, make = BODIES[name]
     raw = make()
     with server.attack(seconds=150) as measured:
@@ -144,7 +144,7 @@ def test_no_request_that_the_engine_cannot_read_hangs(server: AttackedServer):
     measured.check()
 
 
-def test_what_was_refused_is_not_sent_again(started: Start):
+def test_a_refusal_does_not_repeat_the_request(started: Start):
     """An integer that msgpack cannot encode; then the engine is killed."""
     server = started()
     huge = {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"a": 10**35}}
@@ -179,7 +179,7 @@ def test_refused_requests_leave_no_memory(server: AttackedServer):
     measured.check()
 
 
-def test_what_the_client_did_wrong_is_no_fault_of_the_server(server: AttackedServer):
+def test_client_errors_are_not_server_errors(server: AttackedServer):
     bodies: list[dict[str, Any]] = [
         {"structured_outputs": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}},
         {"structured_outputs": {"regex": '("a"){1000000}'}},
@@ -195,7 +195,7 @@ def test_what_the_client_did_wrong_is_no_fault_of_the_server(server: AttackedSer
 
 
 @pytest.mark.attack
-def test_a_key_s_limits_are_asked_before_its_text_is_read(started: Start, tmp_path: Any):
+def test_key_limits_are_checked_before_text_is_parsed(started: Start, tmp_path: Any):
     """Regression: refusing twelve MiB of text took five seconds of a core each time."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("- {name: a, key: sk-a, requests_per_minute: 2, max_concurrency: 1, tokens_per_minute: 100}\n- {name: b, key: sk-b}\n")  # fmt: skip

@@ -1,4 +1,4 @@
-"""A server that sends what it is told to, byte by byte, and remembers what it was asked."""
+"""A server that sends scripted bytes and records its requests."""
 
 from __future__ import annotations
 

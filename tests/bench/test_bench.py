@@ -19,7 +19,7 @@ from benchmarks.shapes import SHAPES, WORKLOADS, Shape, Workload, checkpoint
 TINY = SHAPES["tiny"]
 
 
-def test_shape_counts_what_its_checkpoint_holds():
+def test_shape_counts_the_parameters_of_its_checkpoint():
     for shape in SHAPES.values():
         matrices = sum(size[0] * size[1] for _, size in shape.tensors() if len(size) == 2)
         assert matrices == shape.layer_parameters + shape.head_parameters
@@ -27,7 +27,7 @@ def test_shape_counts_what_its_checkpoint_holds():
     assert SHAPES["qwen3-0.6b"].kv_elements * 2 == 114_688  # bytes a token in bfloat16
 
 
-def test_checkpoint_loads_in_transformers_and_is_made_once(tmp_path):
+def test_checkpoint_loads_in_transformers_and_is_written_once(tmp_path):
     from transformers import AutoModelForCausalLM
 
     path = checkpoint(TINY, "float32", tmp_path)
@@ -66,7 +66,7 @@ def test_prompts_are_the_same_in_every_run_and_share_nothing():
     assert {len(p) for p in prompts} == {16}
 
 
-def test_cost_of_a_step_is_measured_with_all_rows_in_it(monkeypatch):
+def test_cost_of_a_step_is_measured_with_all_rows(monkeypatch):
     cost = scheduler_step.measure(8, steps=20, depth=2)
     assert 0 < cost.total <= cost.worst
     assert max(cost.plan, cost.commit) <= cost.total

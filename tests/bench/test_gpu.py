@@ -62,7 +62,9 @@ def test_sections_that_need_no_kernels(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_the_next_call_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_next_call_continues_with_unfinished_sections(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
     """What fits is done, in order; what was done well is kept; what failed, or is named, is done again."""
     ran, failing = list[str](), ["kernels"]
 
@@ -106,7 +108,7 @@ def test_midnight_between_two_calls(tmp_path: Path) -> None:
     assert gpu.result_file(tmp_path, noon + gpu.DAY).name == "2023-11-15-gpu.json"
 
 
-def test_one_that_fails_does_not_take_the_rest(tmp_path: Path, monkeypatch) -> None:
+def test_a_failing_section_does_not_stop_the_others(tmp_path: Path, monkeypatch) -> None:
     def broken(run, found) -> None:
         raise RuntimeError("no such instruction")
 
@@ -164,7 +166,7 @@ def fails(call, times: int) -> float:
     raise RuntimeError("it cannot be recorded")
 
 
-def test_a_section_that_hangs_is_stopped_and_what_it_found_is_kept(tmp_path: Path, monkeypatch) -> None:  # fmt: skip
+def test_a_hanging_section_is_stopped_and_its_results_are_kept(tmp_path: Path, monkeypatch) -> None:  # fmt: skip
     """In a process of its own, which here is one that notes a figure and sleeps."""
     script = tmp_path / "child.py"
     script.write_text(
@@ -189,7 +191,7 @@ def test_a_section_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert found["machine"]["bytes"] > 0
 
 
-def test_sizes_are_recorded_when_asked_for(tmp_path: Path, monkeypatch) -> None:
+def test_sizes_are_recorded_on_request(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
     monkeypatch.setattr(CpuPlatform, "graph_capturer", lambda self: Capturer())
     for op in OPS.values():

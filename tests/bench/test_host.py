@@ -42,7 +42,7 @@ def test_share_and_verdict():
     assert "missed" in HostCost(1, parts, model=96.0, step=100.0).line("qwen3-0.6b")
 
 
-def test_a_stopwatch_adds_up_until_it_is_read(monkeypatch):
+def test_a_stopwatch_accumulates_until_read(monkeypatch):
     clock = iter([0.0, 0.002, 1.0, 1.003])
     monkeypatch.setattr(host_overhead.time, "perf_counter", lambda: next(clock))
     watch = Stopwatch()
@@ -63,7 +63,7 @@ def test_host_measures_the_real_engine(tmp_path, capsys):
 
 
 @pytest.mark.skipif(best() is None, reason="no native kernels run here")
-def test_the_implementations_of_a_step_take_turns(tmp_path, capsys):
+def test_step_implementations_run_interleaved(tmp_path, capsys):
     words = ["paths", "--model", "tiny-llama", "--rows", "2", "--steps", "3"]
     assert main([*words, "--cache", str(tmp_path)]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -77,7 +77,7 @@ def test_streaming_is_set_against_its_own_round():
     assert "| 4 | 50.0 | 40.0 | 20.0% | 5% | 0.04 |" in streaming_cost.table(found)
 
 
-def test_every_token_of_the_made_up_tokenizer_is_a_word(tmp_path):
+def test_every_token_of_the_synthetic_tokenizer_is_a_word(tmp_path):
     from tokenizers import Tokenizer
 
     (tmp_path / "made").mkdir()
@@ -88,7 +88,7 @@ def test_every_token_of_the_made_up_tokenizer_is_a_word(tmp_path):
     assert tokenizer.decode([300, 511]) == " 42 253"
 
 
-def test_memory_of_loading_is_told_over_what_was_held_before():
+def test_load_memory_is_reported_above_the_baseline():
     start = {"seconds": 5.0, "base": 100 << 20, "weights": 500 << 20, "peak": 650 << 20, "held": 610 << 20}  # fmt: skip
     text = model_load.table({"none": [start], "int8": [start | {"peak": 700 << 20}]})
     assert "| bfloat16 | 500 | 100 | 650 | 610 | 110% | 115% | 5.0 | 8 |" in text

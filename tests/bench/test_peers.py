@@ -68,7 +68,7 @@ def test_medians_and_the_ratio_to_the_best_peer_of_the_group():
     assert ours["of_floor"] == pytest.approx(0.6)  # of 1/2, 3/4 and 0.6/1
 
 
-def test_page_has_a_row_for_what_could_not_run_and_for_other_machines():
+def test_page_lists_failed_runs_and_other_machines():
     text = report.page(a_result())
     assert "GiB, -, kernels amx, load 0.0" in text
     assert (
@@ -132,7 +132,7 @@ def test_an_engine_answers_and_is_stopped_between(tmp_path):
     assert engine.process.poll() is not None
 
 
-def test_an_engine_that_is_not_installed_or_ends_says_so(tmp_path):
+def test_a_missing_or_failed_engine_is_reported(tmp_path):
     with pytest.raises(StartupError, match="ended: ModuleNotFoundError: No module named 'nothing'"):
         an_engine(tmp_path, "import nothing")
     given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path)

@@ -17,7 +17,7 @@ from tests.models.test_native import build
 from tests.quantization.test_quantized_formats import floats_of
 
 
-def test_every_scheme_of_the_engine_is_in_it_and_bfloat16_is_first():
+def test_every_quantization_is_listed_and_bfloat16_is_first():
     found = quality.schemes()
     assert next(iter(found.items())) == ("bfloat16", {})
     asked = [keywords.get("quantization") for keywords in found.values()]
@@ -62,7 +62,7 @@ def test_divergence_worked_by_hand():
     assert quality.divergence(base, base)["kl_worst"] == 0.0
 
 
-def test_page_tells_the_difference_and_what_could_not_run():
+def test_page_shows_differences_and_failed_runs():
     row = {"same_answers": 3, "kl_mean": 0.5, "kl_p99": 1.0, "kl_worst": 2.0, "same_best": 0.9}
     schemes = {
         "bfloat16": {"right": {"a": 2, "b": 2}, **row},

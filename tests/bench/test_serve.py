@@ -46,7 +46,7 @@ def bench(reply: Any, *words: str) -> tuple[int, Wire]:
 # The HTTP client
 
 
-def test_connections_are_kept_and_a_closed_one_is_replaced():
+def test_connections_are_reused_and_replaced_when_closed():
     def reply(method: str, path: str, body: Any) -> Any:
         return [*whole({"path": path}), *([b""] if path == "/last" else [])]  # hangs up after it
 
@@ -105,7 +105,7 @@ def test_errors_name_the_server():
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
-def test_tls_checks_the_certificate_unless_told_otherwise(tmp_path: Path):
+def test_tls_verifies_the_certificate_unless_insecure(tmp_path: Path):
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     subprocess.run([*words.split(), "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)  # fmt: skip
@@ -141,7 +141,7 @@ def heard(kind: str, *events: Any, cuts: int = 0) -> RequestRecord:
 
 
 @pytest.mark.parametrize("cuts", range(5))
-def test_every_kind_of_stream_is_read_alike_wherever_it_is_cut(cuts: int):
+def test_streams_parse_the_same_for_any_chunking(cuts: int):
     def text(kind: str, value: str | None) -> dict[str, Any]:
         if kind == "openai":
             return {"choices": [{"text": value}]}
@@ -182,7 +182,7 @@ def test_tokens_without_text_are_counted_and_timed():
     assert heard("openai", {"choices": [{"text": "a"}]}).output_tokens == 1  # nobody counts
 
 
-def test_refusals_say_why():
+def test_refusals_contain_the_reason():
     async def work() -> RequestRecord:
         refusal = whole({"error": {"message": "too long"}}, "400 Bad Request")
         async with Wire(lambda *_: refusal) as wire, HttpTarget(wire.url) as server:
@@ -195,7 +195,7 @@ def test_refusals_say_why():
 # When requests are sent
 
 
-def test_arrivals_keep_their_rate_and_burstiness():
+def test_arrivals_have_the_requested_rate_and_burstiness():
     assert Arrivals().times(3, 0) == [0, 0, 0]
     gaps = {}
     for burstiness in (0.2, 1.0, 50.0):
@@ -210,7 +210,7 @@ def test_arrivals_keep_their_rate_and_burstiness():
     assert gaps[50.0] == pytest.approx(0.02, rel=0.3)
 
 
-def test_a_ramp_goes_from_its_first_rate_to_its_last():
+def test_a_ramp_covers_its_first_to_last_rate():
     straight = Arrivals(ramp="linear", first=1, last=9)
     assert [straight.rate_at(at, 5) for at in range(5)] == [1, 3, 5, 7, 9]
     curved = Arrivals(ramp="exponential", first=1, last=16)
@@ -299,7 +299,7 @@ def prompts(**wanted: Any) -> list[BenchPrompt]:
     )
 
 
-def test_made_up_prompts_have_their_lengths_and_differ():
+def test_random_prompts_have_their_lengths_and_differ():
     cut = datasets.LocalCutter.load("quire-tiny")
     asked = {"dataset": "random", "count": 20, "seed": 3, "input_len": 40, "output_len": 10, "range_ratio": 0.5}  # fmt: skip
     found = prompts(**asked)
@@ -314,7 +314,7 @@ def test_made_up_prompts_have_their_lengths_and_differ():
     assert all(prompt.text.startswith(start) for prompt in shared)
 
 
-def test_repeated_prefixes_are_as_many_as_asked():
+def test_repeated_prefixes_have_the_requested_count():
     found = prompts(dataset="prefix_repetition", count=12, seed=0, prefix_len=30, prefixes=3, suffix_len=5, output_len=4)  # fmt: skip
     assert len({prompt.text[:40] for prompt in found}) == 3
     assert len({prompt.text for prompt in found}) == 12

@@ -15,7 +15,7 @@ from quire.bench.serve.endpoints import RequestRecord
 from quire.bench.serve.http_client import HttpFailed
 
 
-def test_a_run_sends_what_was_asked_and_keeps_the_result(tmp_path, capsys):
+def test_a_run_sends_its_requests_and_saves_the_result(tmp_path, capsys):
     status, wire = bench(
         model, "--num_prompts", "6", "--random-input-len=4", "--max-concurrency", "2", "--save-result", "--save-detailed",
         "--result-dir", str(tmp_path), "--metadata", "commit=abc", "--header", "X-A=b", "--api-key", "k", "--ignore-eos",
@@ -82,12 +82,12 @@ def test_a_timeline_has_a_bar_a_request(tmp_path, capsys):
     assert "a &amp; b" in drawn
 
 
-def test_a_server_without_a_profiler_is_told_of():
+def test_a_server_without_a_profiler_is_reported():
     with pytest.raises(HttpFailed, match="/start_profile with 404"):
         bench(model, "--num-prompts", "1", "--profile", "--disable-tqdm")
 
 
-def test_failures_are_counted_and_told(capsys):
+def test_failures_are_counted_and_reported(capsys):
     number = iter(range(100))
 
     def flaky(method: str, path: str, body: Any) -> Any:

@@ -19,7 +19,7 @@ def test_the_version(word, capsys):
     assert capsys.readouterr().out == f"{quire.__version__}\n"
 
 
-def test_without_a_word_it_says_what_there_is(capsys):
+def test_without_a_command_help_is_printed(capsys):
     assert main([]) == 2
     said = capsys.readouterr().out
     assert main(["--help"]) == 0
@@ -27,7 +27,7 @@ def test_without_a_word_it_says_what_there_is(capsys):
     assert all(f"\n  {name} " in said for name in COMMANDS)
 
 
-def test_a_word_that_is_none(capsys):
+def test_an_unknown_command_is_refused(capsys):
     assert main(["serv"]) == 2
     assert "unknown command 'serv'; did you mean serve?" in capsys.readouterr().err
     assert main(["zzzz"]) == 2

@@ -150,7 +150,7 @@ def test_the_sums_are_right(ask):
     assert "8192 tokens  7 requests at once" in text  # 1000 // 128
 
 
-def test_codes_of_8_bits_take_their_scales_along(ask):
+def test_fp8_weights_are_counted_with_their_scales(ask):
     token = 2 * 8 * (64 + 4) * 16
     room = ("--max-model-len", "8K", "--kv-cache-memory-bytes", str(token * 64 * 1001))
     _, text = ask(*room, "--kv-cache-dtype", "int8_per_token_head")
@@ -233,7 +233,7 @@ WARNINGS = [
 @pytest.mark.parametrize(
     ("changes", "flags", "title", "says"), WARNINGS, ids=[row[3][:40] for row in WARNINGS]
 )
-def test_what_would_start_and_disappoint(ask, changes, flags, title, says):
+def test_doctor_warns_about_models_that_start_but_disappoint(ask, changes, flags, title, says):
     status, text = ask("--max-model-len", "8K", *flags, **changes)
     assert says in text.partition(f"\n{title}\n")[2].partition("\n\n")[0], text
     assert status == 0
@@ -258,7 +258,7 @@ def test_a_tokenizer_for_transformers_is_slow(ask, monkeypatch):
     assert "the checkpoint has vocab.json but no tokenizer.json: Transformers loads it" in text
 
 
-def test_a_port_that_is_taken(ask):
+def test_doctor_reports_a_port_in_use(ask):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -273,7 +273,7 @@ FALCON = {"architectures": ["FalconForCausalLM"], "model_type": "falcon"}
 
 
 @pytest.mark.parametrize("config", [MAMBA, FALCON])
-def test_what_a_model_with_a_cache_of_its_own_goes_without(ask, config):
+def test_doctor_lists_features_missing_with_a_per_request_cache(ask, config):
     flags = ("--max-model-len", "8K")
     status, text = ask(*flags, config=config)
     assert status == 0
@@ -288,7 +288,7 @@ def test_what_a_model_with_a_cache_of_its_own_goes_without(ask, config):
     assert "leave kv_cache_dtype=auto" in text
 
 
-def test_what_runs_by_others_code_is_not_quantized(ask):
+def test_doctor_reports_that_transformers_models_are_not_quantized(ask):
     status, text = ask("--max-model-len", "8K", "--quantization", "int8", config=FALCON)
     assert status == 1
     assert "quantized weights of FalconForCausalLM, which runs through Transformers" in text
@@ -330,7 +330,7 @@ def hub(monkeypatch, checkpoint):
     return asked
 
 
-def test_weights_are_not_fetched_to_look_at_them(ask, hub, monkeypatch):
+def test_doctor_downloads_no_weights(ask, hub, monkeypatch):
     usage = SimpleNamespace(free=5 * GIB)
     monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda path: usage)
     status, text = ask("--max-model-len", "8K", model="some/model")
@@ -348,7 +348,7 @@ def test_weights_are_not_fetched_to_look_at_them(ask, hub, monkeypatch):
 # The command
 
 
-def test_it_takes_the_flags_of_serve(capsys):
+def test_doctor_accepts_the_flags_of_serve(capsys):
     with pytest.raises(SystemExit) as ended:
         doctor.main(["m", "--max-num-seq", "3"])
     assert ended.value.code == 2
@@ -364,7 +364,7 @@ def test_loggers_are_as_before(ask):
     assert (ours.handlers, ours.propagate) == before
 
 
-def test_it_loads_no_torch(checkpoint):
+def test_doctor_does_not_import_torch(checkpoint):
     code = (
         "import sys; from quire.cli.main import main; status = main(sys.argv[1:])\n"
         "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], status)"

@@ -90,7 +90,7 @@ def copied(recorded: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_recording_says_neither_which_model_nor_whose_code(
+def test_a_recording_selects_neither_model_nor_code(
     copied: Path, model: str, tmp_path: Path, capsys, monkeypatch
 ):
     """C3c: the folder's own path and trust_remote_code were taken, and what it named was imported."""
@@ -142,7 +142,7 @@ def test_a_damaged_configuration_is_one_sentence(copied, model, capsys, place, v
     assert "Traceback" not in err
 
 
-def test_a_recording_holds_no_secret(settle_secrets: bytes):
+def test_a_recording_contains_no_secret(settle_secrets: bytes):
     """M1: the recording's configuration held --api-key and --hf-token in clear."""
     assert b"sesame" in settle_secrets
     kept = for_recording(settle_secrets)

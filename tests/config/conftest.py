@@ -1,4 +1,4 @@
-"""Clean variables for every test here, and what was logged."""
+"""An environment without Quire's variables for each test, and the logged warnings."""
 
 from __future__ import annotations
 

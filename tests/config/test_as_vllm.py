@@ -81,7 +81,7 @@ def test_a_program_runs_untouched(program):
     agreed(run("-m", "quire.compat", program, "--x"))
 
 
-def test_a_program_asks_for_it_in_one_line(tmp_path):
+def test_one_line_of_a_program_installs_the_shim(tmp_path):
     path = tmp_path / "asks.py"
     path.write_text("import quire; quire.install_as_vllm(); quire.install_as_vllm()\n" + PROGRAM)
     agreed(run(str(path), "--x"))
@@ -151,7 +151,7 @@ def test_we_do_not_hide_vllm(tmp_path, program):
     assert "ImportError: vllm is installed: uninstall it, or import quire instead of vllm" in said
 
 
-def test_two_of_them_are_a_riddle(tmp_path):
+def test_an_installed_vllm_and_the_shim_conflict(tmp_path):
     both = (DISTRIBUTION / "src", real_vllm(tmp_path / "site"))
     said = run("-c", "import vllm", path=both, check=False)
     assert "ImportError: vllm 0.11.0 and Quire's package vllm are both installed" in said
@@ -166,7 +166,7 @@ def setup_file():
     return module
 
 
-def test_it_is_not_built_over_vllm(tmp_path, setup_file):
+def test_the_shim_is_not_built_where_vllm_is_installed(tmp_path, setup_file):
     theirs = real_vllm(tmp_path / "theirs")
     assert setup_file.in_the_way([theirs]) == [theirs / "vllm", theirs / "vllm-0.11.0.dist-info"]
     shutil.rmtree(theirs / "vllm")  # installed for editing: only its description is there
@@ -177,7 +177,7 @@ def test_it_is_not_built_over_vllm(tmp_path, setup_file):
     assert setup_file.folders()
 
 
-def test_pip_installs_it(tmp_path, program):
+def test_pip_installs_the_shim(tmp_path, program):
     pytest.importorskip("setuptools", minversion="77")  # as compat/vllm/pyproject.toml
     source, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(DISTRIBUTION, source, ignore=shutil.ignore_patterns("build", "*.egg-info"))

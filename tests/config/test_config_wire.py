@@ -67,7 +67,7 @@ def test_functions_and_classes_travel_by_name(sent):
     assert back.model.logits_processors == ["a.b:C", EngineConfig]
 
 
-def test_what_cannot_be_found_again_is_refused(sent):
+def test_functions_that_cannot_be_imported_by_name_are_refused(sent):
     def inner(config):
         return config
 

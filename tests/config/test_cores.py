@@ -65,7 +65,7 @@ def two_sockets(root: Path, free: tuple[int, int] = (5, 9)) -> Path:
     return machine(root, files)
 
 
-def test_one_node_is_taken(tmp_path: Path) -> None:
+def test_threads_stay_on_one_numa_node(tmp_path: Path) -> None:
     root = two_sockets(tmp_path)
     everything = list(range(16))
     assert one_node(everything, root) == [4, 5, 6, 7, 12, 13, 14, 15]  # more is free there
@@ -102,7 +102,7 @@ def test_one_node_is_taken(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_thread_for_each_core_that_the_quota_keeps_running(
+def test_the_cpu_quota_limits_the_threads(
     files: dict[str, str], count: int, tmp_path: Path
 ) -> None:
     root = machine(two_sockets(tmp_path), files)

@@ -1,4 +1,4 @@
-"""The table of environment variables: which names are known, what they fill, and what is said of strangers."""
+"""The table of environment variables: known names, the fields that they set, and warnings about unknown names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_variable_has_both_prefixes(name, monkeypatch):
     assert len(row.help) > 8
 
 
-def test_none_of_them_is_a_stranger(warnings):
+def test_every_promised_variable_is_known(warnings):
     names = [f"{p}_{n}" for n in (PROMISED + WITHOUT_MEANING).split() for p in ("QUIRE", "VLLM")]
     assert env.unknown(dict.fromkeys(names, "1")) == []
 
@@ -46,7 +46,7 @@ def test_none_of_them_is_a_stranger(warnings):
 @pytest.mark.parametrize(
     "name", ["VLLM_MAX_N_SEQUENCES", "QUIRE_SERVER_DEV_MODE", "VLLM_LOG_STATS_INTERVAL"]
 )
-def test_a_value_of_another_kind_is_said_at_start(name, monkeypatch, capsys):
+def test_invalid_values_are_reported_at_start(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "perhaps")
     bare = name.partition("_")[2]
     with pytest.raises(ValueError, match=f"QUIRE_{bare} .* is 'perhaps': it must be "):
@@ -57,7 +57,7 @@ def test_a_value_of_another_kind_is_said_at_start(name, monkeypatch, capsys):
     assert bare in capsys.readouterr().err
 
 
-def test_which_fields_they_fill(monkeypatch):
+def test_variables_set_their_config_fields(monkeypatch):
     rows = {row.field: row.name for row in env.VARIABLES.values() if row.field}
     assert set(rows) <= set(options())
     monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -78,7 +78,7 @@ def test_no_kv_space_means_unset(monkeypatch):
     assert parse([]).cache.kv_cache_memory_bytes is None
 
 
-def test_strangers(monkeypatch, warnings):
+def test_unknown_variables_are_reported(monkeypatch, warnings):
     monkeypatch.setenv("VLLM_LOGING_LEVEL", "DEBUG")
     monkeypatch.setenv("QUIRE_ZZZ", "1")
     monkeypatch.setenv("VLLM_SERVICE_HOST", "10.0.0.1")  # Kubernetes writes these

@@ -1,4 +1,4 @@
-"""How words on a command line, and lines of a YAML file, become a configuration; and what is said of mistakes."""
+"""Command lines and YAML files become a configuration; mistakes are reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_numbers_for_people(text, number):
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "1.5K", "1.0001k", "1x", "1kk", "١.٥", "1e3"])
-def test_what_is_no_number_for_people(text):
+def test_invalid_human_readable_numbers_are_refused(text):
     with pytest.raises(ValueError, match=r"whole number|capitals"):
         human_int(text)
 
@@ -60,7 +60,7 @@ def test_numbers_on_the_command_line():
     assert parse(["--max-model-len=auto"]).model.max_model_len == "auto"
 
 
-def test_the_model_comes_first_or_by_flag():
+def test_the_model_is_positional_or_a_flag():
     assert parse([]).model.model == "quire-tiny"
     assert parse(["some/model", "--seed", "1"]).model.model == "some/model"
     assert parse(["--seed", "1", "some/model"]).model.model == "some/model"
@@ -68,7 +68,7 @@ def test_the_model_comes_first_or_by_flag():
     assert parse(["some/model", "--model", "some/model"]).model.model == "some/model"
 
 
-def test_a_switch_beside_the_model_does_not_eat_it():
+def test_a_switch_before_the_model_does_not_consume_it():
     config = parse(["--enforce-eager", "some/model", "--hf-token", "--seed", "1"])
     assert config.model.model == "some/model"
     assert config.model.hf_token is True
@@ -133,7 +133,7 @@ def test_a_keyword_of_llama_cpp_python():
         engine_config({"n_ctx": 4096})
 
 
-def test_a_flag_given_twice(warnings):
+def test_the_last_of_two_equal_flags_counts(warnings):
     assert parse(["--seed", "1", "--seed=2", "--max_num_seqs", "3"]).model.seed == 2
     assert warnings == ["Found duplicate keys --seed: the last value is used"]
 
@@ -189,7 +189,7 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert parse(["--config", wrong, "--seed", "3", "--no-enable-lora"]).model.seed == 3
 
 
-def test_an_empty_file_says_nothing(tmp_path):
+def test_an_empty_config_file_sets_nothing(tmp_path):
     assert read_yaml(yaml(tmp_path, "# nothing\n", "a.yml")) == {}
 
 

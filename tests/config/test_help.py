@@ -79,7 +79,7 @@ def test_help_of_a_short_name():
     assert "--tensor-parallel-size, -tp" in help.text("quire serve", "-tp")
 
 
-def test_help_of_one_word():
+def test_help_of_one_option():
     text = help.text("quire serve", "--max-num")
     assert "--max-num-seqs" in text
     assert "--max-num-batched-tokens" in text
@@ -97,7 +97,7 @@ def test_help_of_all_has_every_old_name():
         assert f"--{name.replace('_', '-')}" in text
 
 
-def test_help_ends_the_program_wherever_it_stands(capsys):
+def test_help_exits_at_any_position(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["some/model", "--bogus", "--help=scheduler"])
     assert ended.value.code == 0

@@ -64,7 +64,7 @@ def test_a_programs_own_logging_stays(monkeypatch):
     assert ours.handlers == [kept]
 
 
-def test_a_file_that_sets_it_up(tmp_path, monkeypatch):
+def test_a_logging_config_file_is_applied(tmp_path, monkeypatch):
     file = tmp_path / "logging.json"
     monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", str(file))
     with pytest.raises(ConfigError, match=r"QUIRE_LOGGING_CONFIG_PATH=.*logging\.json"):

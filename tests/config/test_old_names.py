@@ -38,7 +38,7 @@ def on_command_line(row: VllmFlag, value) -> list[str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_each_row_does_what_it_says(row, warnings):
+def test_each_row_has_its_effect(row, warnings):
     value = loud(row)
     if row.treatment == "E":
         feature, colon, remedy = row.say.partition(": ")
@@ -64,7 +64,7 @@ def test_each_row_does_what_it_says(row, warnings):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_default_passes_without_a_word(row, warnings):
+def test_a_default_value_causes_no_warning(row, warnings):
     for value in (None, *row.quiet):
         engine_config({row.name: value})
         if value not in (None, ""):
@@ -119,7 +119,7 @@ def test_short_forms_are_of_rows():
     ],
     ids=str,
 )  # fmt: skip
-def test_what_an_old_name_becomes(given, fields):
+def test_old_names_map_to_new_options(given, fields):
     assert translate(given) == fields
 
 
@@ -163,7 +163,7 @@ def test_a_wrong_key_of_structured_outputs(given, message):
         structured_options(given)
 
 
-def test_a_function_cannot_take_in_an_old_name():
+def test_rope_theta_beside_a_function_as_hf_overrides_is_refused():
     with pytest.raises(ConfigError, match=r"hf_overrides is a function, so rope_theta"):
         translate({"rope_theta": 5.0, "hf_overrides": lambda config: config})
 
@@ -221,7 +221,7 @@ def test_engine_args_have_fields_as_attributes():
         AsyncEngineArgs(max_num_seq=4)
 
 
-def test_a_programs_own_parser_takes_our_flags(warnings):
+def test_a_programs_own_parser_accepts_the_flags(warnings):
     parser = EngineArgs.add_cli_args(FlagParser())
     parser.add_argument("--host", default="here")  # the program's, as --port and --config are
     parser.add_argument("--my_own", type=int)
@@ -248,7 +248,7 @@ def test_a_programs_own_parser_takes_our_flags(warnings):
     assert not warnings
 
 
-def test_the_environment_fills_what_a_parser_left_open(monkeypatch):
+def test_the_environment_fills_options_that_a_parser_left_unset(monkeypatch):
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "3")
     args = EngineArgs.add_cli_args(FlagParser()).parse_args([])
     assert EngineArgs.from_cli_args(args).log_stats_interval == 3.0

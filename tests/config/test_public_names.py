@@ -38,7 +38,7 @@ def test_a_name_is_there(name):
 
 
 @pytest.mark.parametrize("name", LATER.split())
-def test_a_later_feature_can_be_imported_and_says_so_when_used(name):
+def test_an_unsupported_feature_can_be_imported_and_raises_when_used(name):
     later = getattr(quire, name)
     assert isinstance(later, type)
     assert not isinstance("x", later)

@@ -1,4 +1,4 @@
-"""From what was asked to what will be: lengths, number formats, the step's budget, and what is refused."""
+"""From the user's configuration to the resolved one: lengths, dtypes, the token budget of a step, refusals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ from quire.errors import ConfigError, Unsupported
     ],
     ids=str,
 )  # fmt: skip
-def test_how_long_a_text_a_model_was_made_for(config, length):
+def test_the_context_length_comes_from_the_model(config, length):
     assert model_length(config)[0] == length
 
 
@@ -281,7 +281,7 @@ def test_attention_backends(settle, monkeypatch, warnings):
     ],
     ids=str,
 )
-def test_what_does_nothing_is_said(settle, warnings, keywords, says):
+def test_ineffective_options_are_reported(settle, warnings, keywords, says):
     settle(**keywords)
     assert len(warnings) == bool(says)
     assert "".join(warnings).startswith(says)
@@ -298,7 +298,7 @@ UNREAD = {
 }
 
 
-def test_every_field_is_read_by_somebody():
+def test_every_field_is_read():
     """A flag that is taken and does nothing is a lie; `validate.py` may say so instead."""
     source = Path(quire.__file__).parent
     text = "\n".join(file.read_text(encoding="utf-8") for file in source.rglob("*.py"))
@@ -386,7 +386,7 @@ def test_small_weights_are_computed_in_bfloat16(settle):
     assert settle({"dtype": "float16"}, quantization="int8", dtype="float16").dtype == "float16"
 
 
-def test_one_line_says_what_was_decided(settle, caplog):
+def test_one_log_line_contains_the_resolved_config(settle, caplog):
     with caplog.at_level("INFO", logger="quire"):
         settle(max_num_seqs=3)
     line = caplog.records[-1].getMessage()

@@ -130,7 +130,7 @@ def test_a_switch_has_two_forms(name):
 
 
 @pytest.mark.parametrize("name", LISTS.split())
-def test_a_list_takes_all_that_follow(name):
+def test_a_list_option_consumes_all_following_values(name):
     items, given = ["one", "two"], ["one", "two"]
     if name == "cudagraph_capture_sizes":
         items, given = [1, 2], ["1", "2"]
@@ -164,7 +164,7 @@ def test_later_work_is_refused_by_name(argv, capsys):
 
 
 @pytest.mark.parametrize("argv", words(WARNED), ids=as_id)
-def test_what_has_no_meaning_here_is_said(argv, warnings):
+def test_ineffective_vllm_options_are_reported(argv, warnings):
     parse(argv)
     assert len(warnings) == 1
     assert warnings[0].startswith((f"{argv[0]} has no effect: ", f"{argv[0]} is an old name: "))
@@ -195,7 +195,7 @@ def test_the_number_of_scheduled_tokens_is_that_of_a_step(warnings):
 
 
 @pytest.mark.parametrize("argv", words(SILENT), ids=as_id)
-def test_what_asks_for_nothing_is_not_mentioned(argv, warnings):
+def test_defaults_of_ineffective_options_are_not_reported(argv, warnings):
     parse(argv)
     assert not warnings
 
@@ -225,7 +225,7 @@ def test_short_forms(short, name, value):
     [["-O3"], ["-O", "3"], ["-O=3"], ["-cc.mode=3"], ["-cc", '{"mode": 3}'], ["-ac.x=1"]],
     ids=as_id,
 )
-def test_short_forms_of_what_has_no_meaning_here(argv, warnings):
+def test_short_forms_of_ineffective_options(argv, warnings):
     parse(argv)
     assert len(warnings) == 1
 
@@ -233,7 +233,7 @@ def test_short_forms_of_what_has_no_meaning_here(argv, warnings):
 @pytest.mark.parametrize(
     "argv", [["-sc.method", "ngram"], ["-sc", '{"a": 1}'], ["-n", "2"]], ids=as_id
 )
-def test_short_forms_of_what_comes_later(argv):
+def test_short_forms_of_unsupported_options(argv):
     with pytest.raises(SystemExit):
         parse(argv)
 

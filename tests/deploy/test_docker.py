@@ -48,7 +48,7 @@ def stages() -> dict[str, Stage]:
     return found
 
 
-def test_every_stage_is_made_of_what_exists():
+def test_every_stage_uses_existing_stages_and_files():
     made = stages()
     for number, stage in enumerate(made.values()):
         assert stage.base in list(made)[:number] or stage.base.startswith("python:${PYTHON}-")
@@ -61,7 +61,7 @@ def test_every_stage_is_made_of_what_exists():
                     assert (ROOT / word).exists(), word
 
 
-def test_what_is_copied_is_sent_to_the_build():
+def test_copied_files_are_in_the_build_context():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     sent = {line.removeprefix("!") for line in ignored if line.startswith("!")}
     copied = {word for line in stages()["wheel"].of("COPY") for word in line.split()[:-1]}
@@ -74,14 +74,14 @@ def test_the_default_image_is_the_one_for_cpus():
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_the_server_is_no_root_and_its_version_of_torch_is_ours(target: str):
+def test_the_server_runs_unprivileged_with_the_pinned_torch(target: str):
     made = stages()
     assert made[target].steps[-1] == ("USER", "2000:0")
     wanted = re.search(r"^TORCH \?= (\S+)", (ROOT / "Makefile").read_text(), re.M)[1]
     assert any(wanted in line for line in made[target].of("RUN"))
 
 
-def test_the_entry_point_takes_a_model_and_flags_and_its_health_check_needs_no_key():
+def test_the_entry_point_accepts_flags_and_its_health_check_needs_no_key():
     base = stages()["base"]
     [entry], [default] = base.of("ENTRYPOINT"), base.of("CMD")
     assert json.loads(entry) == ["tini", "--", "quire", "serve"]
@@ -90,7 +90,7 @@ def test_the_entry_point_takes_a_model_and_flags_and_its_health_check_needs_no_k
     assert path in OPEN & {path for _, path, _ in ROUTES}
 
 
-def test_compose_builds_a_stage_and_gives_it_what_it_writes_to():
+def test_compose_builds_a_stage_and_mounts_its_writable_paths():
     service = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["quire"]
     build, stage = service["build"], stages()["base"]
     assert build["target"] in stages()
@@ -117,7 +117,7 @@ def open_to_all(prefix: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_the_steps_make_a_server_that_writes_only_where_it_may(tmp_path: Path):
+def test_the_image_writes_only_to_permitted_paths(tmp_path: Path):
     """The RUN lines with pip, in a copy of the files that COPY names; torch and the rest come from this environment."""
     source, prefix, home = tmp_path / "source", tmp_path / "prefix", tmp_path / "home"
     source.mkdir()

@@ -47,7 +47,7 @@ def test_every_file_is_listed():
 
 @pytest.mark.parametrize("name", resources())
 @pytest.mark.parametrize("version", ["1.30", "1.34"])
-def test_it_follows_the_schema_of_kubernetes(name: str, version: str):
+def test_manifests_match_the_kubernetes_schema(name: str, version: str):
     kubernetes_validate.validate(read(name), version, strict=True)
 
 
@@ -81,13 +81,13 @@ def test_ports_volumes_and_targets_exist():
     assert "replicas" not in deployment["spec"]
 
 
-def test_probes_ask_open_routes():
+def test_probes_use_routes_without_a_key():
     routes = {path for methods, path, _ in ROUTES if "GET" in methods}
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert container()[name]["httpGet"]["path"] in OPEN & routes
 
 
-def test_the_server_takes_the_arguments_and_drains_within_the_grace_period():
+def test_the_server_accepts_the_arguments_and_drains_within_the_grace_period():
     config = parse(container()["args"])
     pause = int(container()["lifecycle"]["preStop"]["exec"]["command"][1])
     grace = pod()["terminationGracePeriodSeconds"]
@@ -111,7 +111,7 @@ def test_the_pod_needs_no_privilege_and_writes_only_to_its_volumes():
     assert {"/tmp", "/dev/shm", "/home/quire/.cache/quire", "/models"} == mounts
 
 
-def test_the_autoscaler_reads_what_the_adapter_publishes():
+def test_the_autoscaler_reads_a_published_metric():
     [rule] = read("prometheus-adapter.yaml")["rules"]["custom"]
     [metric] = of_kind("HorizontalPodAutoscaler")["spec"]["metrics"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]

@@ -70,7 +70,7 @@ def test_outputs_come_until_every_request_has_ended() -> None:
         assert [t for output in got[request.id] for t in output.tokens] == reference(request)[0]
 
 
-def test_it_answers_what_every_client_does() -> None:
+def test_clients_have_the_common_interface() -> None:
     client = make()
     assert client.wait_ready() is client.ready
     assert (client.epoch, client.state().condition, client.state().ready) == (
@@ -117,7 +117,7 @@ def test_a_caller_that_waits_for_a_drain_hears_that_the_engine_died() -> None:
     assert [type(error) for error in errors] == [EngineDeadError]
 
 
-def test_a_refusal_comes_through_outputs_with_the_numbers() -> None:
+def test_a_refusal_is_an_output_that_names_the_limits() -> None:
     client = make()
     ask(client, "long", max_tokens=58)
     [refused] = client.outputs()
@@ -125,7 +125,7 @@ def test_a_refusal_comes_through_outputs_with_the_numbers() -> None:
     assert "3 tokens and max_tokens is 58" in (refused.error or "")
 
 
-def test_running_requests_give_their_prefixes_up_when_told_to() -> None:
+def test_a_reset_can_preempt_running_requests() -> None:
     def tokens(reset: bool) -> list[int]:
         client = make()
         ask(client, "one", 12)
@@ -141,7 +141,7 @@ def test_running_requests_give_their_prefixes_up_when_told_to() -> None:
     assert tokens(reset=True) == tokens(reset=False)
 
 
-def test_calls_are_answered_when_nobody_steps() -> None:
+def test_calls_are_answered_without_a_running_step() -> None:
     client = make()
     assert client.call("reset_prefix_cache") is True
     assert client.call("stats")["num_blocks"] == 100
@@ -184,7 +184,7 @@ class Dying(Device):
         raise MemoryError("no memory left on the toy")
 
 
-def test_an_error_of_the_engine_ends_it_for_everybody() -> None:
+def test_an_engine_error_ends_all_requests() -> None:
     client = make(Dying)
     ask(client, "a")
     with pytest.raises(EngineDeadError, match="no memory left on the toy"):
@@ -218,7 +218,7 @@ class Interrupted(Device):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_generation_goes_on_after_an_interrupt() -> None:
+def test_a_generation_continues_after_an_interrupt() -> None:
     client = make(Interrupted)
     request = ask(client, "a")
     got: list[int] = []
@@ -233,7 +233,7 @@ def test_a_generation_goes_on_after_an_interrupt() -> None:
     assert (got, interrupts) == (reference(request)[0], 1)
 
 
-def test_a_broken_pool_is_seen_in_the_step_that_broke_it():
+def test_a_corrupted_block_pool_is_detected_in_the_same_step():
     for each_step, runs_on in ((False, True), (True, False)):
         client = make()
         client.core.check_each_step = each_step
@@ -282,7 +282,7 @@ def test_a_request_of_an_older_arrival_time_is_admitted_first() -> None:
     assert client.call("stats")["preemptions"] == 0
 
 
-def test_those_who_wait_for_a_gate_are_told_apart() -> None:
+def test_requests_waiting_for_a_gate_are_counted_separately() -> None:
     class Shut(Gate):
         def ready(self, request: Request) -> bool:
             return request.id != "held"
@@ -297,7 +297,7 @@ def test_those_who_wait_for_a_gate_are_told_apart() -> None:
     assert (stats["running"], stats["waiting"], stats["deferred"]) == (4, 2, 1)
 
 
-def test_statistics_ask_gates_only_what_changes_nothing() -> None:
+def test_statistics_do_not_change_the_state_of_gates() -> None:
     class Prepares(Gate):
         def ready(self, request: Request) -> bool:
             asked.append(request.id)
@@ -318,7 +318,7 @@ def test_statistics_ask_gates_only_what_changes_nothing() -> None:
     assert asked == before == ["a"] * len(before)
 
 
-def test_a_gate_that_wakes_nobody_costs_a_moment_only() -> None:
+def test_a_gate_without_ready_requests_does_not_spin() -> None:
     class Silent(Gate):
         open = False
 
@@ -333,7 +333,7 @@ def test_a_gate_that_wakes_nobody_costs_a_moment_only() -> None:
     assert [t for output in got for t in output.tokens] == reference(request)[0]
 
 
-def test_what_a_call_took_in_is_begun_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_received_during_a_call_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the loop went idle with the new request, since no other message came."""
     monkeypatch.setattr("quire.engine.core.LOOK_AGAIN_S", 3600.0)
     client = make()

@@ -70,14 +70,14 @@ def test_every_position_one_by_one(window: int, start: int, num_tokens: int) -> 
     )
 
 
-def test_a_token_of_a_mixture_goes_to_some_experts() -> None:
+def test_mixture_models_count_only_active_experts() -> None:
     config = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10, "intermediate_size": 100,
               "num_experts_per_tok": 2, "moe_intermediate_size": 5, "n_shared_experts": 1}  # fmt: skip
     spec = CacheSpec(1, 4, 4, "float32")
     assert StepCosts.of(config, [spec], 10**6, 4).layers == 8 * (2 + 1) * 8 + 8 * 5 * 3 * 3
 
 
-def test_metrics_tell_what_the_steps_cost(path: str) -> None:
+def test_metrics_report_the_costs_of_steps(path: str) -> None:
     costs, _, _ = costs_of(path)
     prompt, outputs, chunk = 40, 6, 16
     options: dict[str, Any] = {

@@ -113,7 +113,7 @@ def test_too_many_deaths_delay_the_next_start(make: Callable[..., Host]) -> None
     until(is_ready(host, 3))
 
 
-def test_told_to_stop_it_does_not_wait_for_a_later_start(make: Callable[..., Host]) -> None:
+def test_a_stop_does_not_wait_for_a_delayed_restart(make: Callable[..., Host]) -> None:
     host = make("dies", restarts=1, retry=1000.0)
     until(lambda: host.state.condition == "delayed")
     host.close()
@@ -121,7 +121,7 @@ def test_told_to_stop_it_does_not_wait_for_a_later_start(make: Callable[..., Hos
     assert not host._thread.is_alive()
 
 
-def test_a_folder_that_was_deleted_is_made_again(make: Callable[..., Host]) -> None:
+def test_a_deleted_folder_is_created_again(make: Callable[..., Host]) -> None:
     host = make("lives", "lives")
     until(is_ready(host, 1))
     shutil.rmtree(host.folder)
@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_at_a_death_hides_nothing(
     until(is_ready(host, 2))
 
 
-def test_a_recording_that_cannot_be_kept_costs_the_recording(
+def test_an_unwritable_recording_is_skipped(
     make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any) -> Any:
@@ -168,7 +168,7 @@ def test_a_recording_that_cannot_be_kept_costs_the_recording(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [ValueError("a fault of ours"), SystemExit()])
-def test_a_host_that_fails_says_so(
+def test_a_failing_host_reports_the_error(
     make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """Also if its thread ends without a message."""
@@ -191,7 +191,7 @@ def test_no_directory_for_the_sockets_is_a_sentence(monkeypatch: pytest.MonkeyPa
         own_folder()
 
 
-def test_another_directory_is_taken_where_the_first_cannot_be_written(
+def test_an_unwritable_directory_has_a_fallback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

@@ -80,7 +80,7 @@ def test_weights_are_shares() -> None:
     assert house.of("heavy") / house.of("light") == pytest.approx(3.0, rel=0.15)
 
 
-def test_who_is_alone_has_everything() -> None:
+def test_a_single_tenant_uses_the_whole_capacity() -> None:
     house = House(FairQueue({"a": 0.01}))
     for number in range(8):
         house.ask(f"a{number}", "a", 30)
@@ -101,7 +101,7 @@ def test_a_rest_is_not_saved_up() -> None:
     assert house.of("b") == pytest.approx(house.of("a") - before, rel=0.2)
 
 
-def test_nobody_swaps_for_ever() -> None:
+def test_equal_tenants_do_not_preempt_each_other() -> None:
     house = House(FairQueue(), rows=1)
     house.ask("a", "a", 50)
     house.ask("b", "b", 50)

@@ -138,7 +138,7 @@ def test_an_error_that_ends_the_engine_is_seen() -> None:
     assert isinstance(notes.results[1], StepFailed)
 
 
-def test_an_observer_may_leave_while_it_is_called() -> None:
+def test_an_observer_may_unregister_during_its_call() -> None:
     core = make(2)
 
     class Once(Notes):

@@ -25,7 +25,7 @@ def pool_of(num_blocks: int, clock: Clock, share: float = 1.0) -> ObservedBlockP
     return ObservedBlockPool(num_blocks, 1, BOUNDS, share, clock)
 
 
-def test_one_block_from_taken_to_taken_again():
+def test_one_block_from_allocation_to_reuse():
     clock = Clock()
     pool = pool_of(2, clock)
     block = pool.allocate()
@@ -46,7 +46,7 @@ def test_one_block_from_taken_to_taken_again():
     }
 
 
-def test_content_that_nobody_could_find_is_not_counted():
+def test_unpublished_blocks_are_not_counted():
     pool = pool_of(2, Clock())
     pool.release([pool.allocate()])
     pool.allocate()
@@ -54,7 +54,7 @@ def test_content_that_nobody_could_find_is_not_counted():
     assert BlockPool(2).stats() == {}
 
 
-def test_a_watched_pool_does_what_a_pool_does():
+def test_an_observed_pool_equals_a_plain_pool():
     """Random calls to both pools; the sampled share of blocks is about the configured one."""
     draw, clock = random.Random(7), Clock()
     pools = (BlockPool(40), pool_of(40, clock, share=0.25))
@@ -86,7 +86,7 @@ def test_a_watched_pool_does_what_a_pool_does():
     assert counted == sum(pools[1].stats()["idle"][:-1])
 
 
-def test_told_as_histograms():
+def test_residency_is_exported_as_histograms():
     counted = BucketCounts(BOUNDS)
     for value in (0.5, 1.0, 50.0, 1000.0):
         counted.add(value)

@@ -1,4 +1,4 @@
-"""Tensors in messages: between processes they arrive equal, and what is no tensor is refused."""
+"""Tensors in messages arrive unchanged in another process; other objects are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_remote import Place, ask, place  # noqa: F401
+from test_process_client import Place, ask, place  # noqa: F401
 
 from quire.engine.engine_process import FrontendSockets
 from quire.errors import ValidationError
@@ -26,7 +26,7 @@ def vector(size: int) -> TensorData:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_tensor_goes_to_another_process_and_back(size: int) -> None:
+def test_a_tensor_survives_a_round_trip_between_processes(size: int) -> None:
     sent = StepResult(3, [[], [4]], tensors={0: vector(size)})
     assert decode_up(encode(sent)) == sent
 

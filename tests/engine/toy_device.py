@@ -117,7 +117,7 @@ class ToyDevice:
         return done
 
     def _force(self, result: StepResult) -> None:
-        """Report tokens forced by a draw, before or after later steps ran; drop what was reported before."""
+        """Report tokens forced by a draw, before or after later steps ran; drop earlier reports."""
         for index, number, row, place in self.drew.pop(result.step):
             if place < row.told:
                 result.tokens[index] = []

@@ -113,7 +113,7 @@ def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
 
 
 class Engine:
-    """A client and a count of what was asked."""
+    """A client, and the number of requests so far."""
 
     def __init__(self, client: InlineClient):
         self.client = client

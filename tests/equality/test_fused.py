@@ -32,7 +32,7 @@ def by_parts(one: Engine) -> Any:
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "qwen2"])
-def test_fused_layers_give_the_same_tokens(
+def test_fused_layers_produce_the_same_tokens(
     kind: str, quantization: str | None, tmp_path: Path
 ) -> None:
     path = make_checkpoint(kind, tmp_path, intermediate_size=128, head_dim=32)
@@ -120,7 +120,9 @@ FOREIGN: dict[str, tuple[Put, set[int], list[int]]] = {
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("case", FOREIGN)
-def test_what_is_not_foreign_stays_fused(case: str, depth: int, tmp_path: Path) -> None:
+def test_native_layers_beside_a_foreign_module_stay_fused(
+    case: str, depth: int, tmp_path: Path
+) -> None:
     put, numbers, runs = FOREIGN[case]
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     found, foreign = [], []

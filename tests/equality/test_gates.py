@@ -114,7 +114,7 @@ def run_until_idle(core: EngineCore) -> None:
 
 @pytest.mark.parametrize("fused", PATHS)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_blocks_are_saved_before_they_are_free(depth: int, fused: bool, tmp_path: Path) -> None:
+def test_a_gate_saves_blocks_before_they_are_freed(depth: int, fused: bool, tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     given, params = prompts(12, longest=90), greedy(9)
     with engine(path, depth, dtype="bfloat16", max_num_seqs=3) as one:

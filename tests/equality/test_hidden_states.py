@@ -90,7 +90,7 @@ def of_transformers(path: str, tokens: list[int]) -> dict[int, Tensor]:
     ("kind", "more", "mode"),
     [("llama", {}, None), ("llama", {"model_impl": "transformers"}, "paged"), ("gpt2", {}, "paged"), ("mamba", {}, "per request")],
 )  # fmt: skip
-def test_they_are_those_of_transformers(
+def test_hidden_states_equal_transformers(
     kind: str, more: dict[str, Any], mode: str | None, depth: int, tmp_path: Path
 ) -> None:
     """Of each request in a batch: rows in chunks, and beside rows in decode."""
@@ -112,7 +112,7 @@ def test_they_are_those_of_transformers(
 
 @pytest.mark.skipif(best() is None, reason="no native kernels run here")
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_fused_layers_give_the_same_bits(depth: int, tmp_path: Path) -> None:
+def test_fused_layers_produce_the_same_bits(depth: int, tmp_path: Path) -> None:
     """Against the modules one by one, read by hooks of PyTorch; and the tokens are those of the fast path."""
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     asked, found = prompts(5), []
@@ -141,7 +141,7 @@ def test_fused_layers_give_the_same_bits(depth: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_what_cannot_be_recorded_is_refused(
+def test_unavailable_layers_are_refused(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(make_checkpoint(kind, tmp_path)) as one:

@@ -85,7 +85,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_hook_that_says_nothing_gets_every_batch(depth: int, fused: bool, path: str) -> None:
+def test_a_hook_without_fast_path_support_sees_every_batch(
+    depth: int, fused: bool, path: str
+) -> None:
     with engine(path, depth, dtype="bfloat16") as one:
         set_path(one, fused)
         wanted = one.tokens(prompts(5), greedy(12))
@@ -99,7 +101,7 @@ def test_a_hook_that_says_nothing_gets_every_batch(depth: int, fused: bool, path
 
 @pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
 @pytest.mark.parametrize("part", ["model_input", "model_output"])
-def test_a_part_that_says_nothing_is_not_skipped(part: str, path: str) -> None:
+def test_a_part_without_fast_path_support_is_not_skipped(part: str, path: str) -> None:
     """One that only has what its interface asks for."""
 
     class Wrapper:
@@ -151,9 +153,7 @@ def test_a_model_that_records_hidden_states_refuses_the_fast_path(depth: int, pa
 
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_feature_by_row_takes_its_steps_off_the_fast_path(
-    depth: int, fused: bool, path: str
-) -> None:
+def test_rows_with_a_feature_leave_the_fast_path(depth: int, fused: bool, path: str) -> None:
     texts = prompts(8)
     lengths = [6 + 5 * number for number in range(8)]  # those with odd seeds end first
 

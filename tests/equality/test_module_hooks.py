@@ -47,7 +47,7 @@ def is_whole(one: Engine) -> bool:
 
 @pytest.mark.parametrize("how", ["register_forward_hook", "register_forward_pre_hook"])
 def test_each_hook_is_called_and_changes_no_token(one: Engine, how: str) -> None:
-    """(Layers that are one call of the kernels called none of them, and nobody said so.)"""
+    """Regression: fused layers called no hook, without an error."""
     before, seen = tokens(one), set()
 
     def hang(model: Any) -> list[Any]:
@@ -67,7 +67,7 @@ def test_each_hook_is_called_and_changes_no_token(one: Engine, how: str) -> None
     assert is_whole(one) == (best() is not None)
 
 
-def test_a_hook_may_change_what_comes_out(one: Engine) -> None:
+def test_a_module_hook_may_change_the_output(one: Engine) -> None:
     before = tokens(one)
     handle = apply(
         one, lambda model: model.lm_head.register_forward_hook(lambda module, args, out: -out)
@@ -91,7 +91,7 @@ def test_another_forward_is_called(one: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS_OF_CALLS)
-def test_what_is_not_called_by_itself_takes_no_hook(one: Engine, name: str) -> None:
+def test_a_hook_on_a_never_called_module_is_refused(one: Engine, name: str) -> None:
     before = tokens(one)
     with pytest.raises(QuireError, match=f"{name} .*would not be called.*self_attn"):
         apply(one, lambda model: model.get_submodule(name).register_forward_hook(print))

@@ -93,7 +93,7 @@ def test_both_ways_draw_the_same(kind: str, quantization: str | None, tmp_path: 
     assert count.by_parts == 0
 
 
-def test_particular_rows_go_in_parts_with_whoever_is_there(tmp_path: Path) -> None:
+def test_a_row_with_special_sampling_leaves_the_native_step(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     kinds = [(30, wish) for wish in PLAIN] + [(3, wish) for wish in PARTICULAR]
     params = [
@@ -118,7 +118,7 @@ def test_particular_rows_go_in_parts_with_whoever_is_there(tmp_path: Path) -> No
     assert min(count.fast, count.by_parts) > 5
 
 
-def test_a_long_row_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_row_leaves_the_native_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Angles are kept of the first positions only."""
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     with engine(path, dtype="bfloat16") as one:
@@ -148,7 +148,7 @@ def test_numbers_that_are_none_fail_their_row_alone(tmp_path: Path) -> None:
     assert errors[0] == errors[1]
 
 
-def test_a_model_that_is_not_known_whole_goes_in_parts(tmp_path: Path) -> None:
+def test_a_partly_fused_model_has_no_native_step(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path)  # 96 is not a whole number of panels, twice
     with engine(path, dtype="float32") as one:
         count = Counted(worker_of(one))
@@ -156,7 +156,7 @@ def test_a_model_that_is_not_known_whole_goes_in_parts(tmp_path: Path) -> None:
         assert (count.fast, count.by_parts > 0) == (0, True)
 
 
-def test_a_plan_that_asks_too_much_is_refused(tmp_path: Path) -> None:
+def test_an_oversized_plan_is_refused(tmp_path: Path) -> None:
     from quire.protocol.plan import StepPlan, WorkItem
 
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)

@@ -23,7 +23,7 @@ DTYPES = ["float32", *(["bfloat16"] if best() is not None else [])]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_company_changes_nothing(scheme: str, dtype: str, tmp_path: Path) -> None:
+def test_batching_changes_no_token(scheme: str, dtype: str, tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     settings = {"dtype": dtype, "quantization": scheme}
     with engine(path, **settings) as one:

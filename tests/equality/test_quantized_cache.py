@@ -1,4 +1,4 @@
-"""A quantized KV cache changes what is computed, but not by company: alone, batched, chunked, cached, preempted."""
+"""With a quantized KV cache, tokens do not depend on the batch: alone, batched, chunked, cached, preempted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alone(path: str, dtype: str, kept: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("kind", "dtype", "kept"), MODELS)
-def test_company_changes_no_token(
+def test_batching_changes_no_token(
     kind: str, dtype: str, kept: str, setting: str, checkpoint: Callable[..., str]
 ) -> None:
     if dtype == "bfloat16" and best() is None:
@@ -52,7 +52,7 @@ def test_company_changes_no_token(
             assert one.stats()["prefix_hits"] > 0
 
 
-def test_the_cache_is_what_was_asked_for(checkpoint: Callable[..., str]) -> None:
+def test_the_cache_has_the_requested_format(checkpoint: Callable[..., str]) -> None:
     """Its bytes, and that another format gives another text."""
     path, found = checkpoint("qwen3"), {}
     for kept in ("auto", *FORMATS):

@@ -79,7 +79,7 @@ def test_each_layer_has_the_angles_of_its_type(window: int, depth: int, tmp_path
 @pytest.mark.skipif(best() is None, reason="no native kernels run here")
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("window", [NARROW, WIDE])
-def test_fused_layers_take_the_angles_of_their_type(
+def test_fused_layers_use_the_rope_of_their_layer_type(
     window: int, depth: int, tmp_path: Path
 ) -> None:
     path, found = checkpoint(tmp_path, window), []

@@ -1,4 +1,4 @@
-"""Bfloat16: the same request in other company may round otherwise, and where it does, two tokens were nearly equal.
+"""Bfloat16: in another batch the same request may round differently, but only between two nearly equal tokens.
 
 What is exact in float32 (test_same_tokens.py) is bounded here: a token may differ only where the exact logits of the
 two are closer than what rounding did to the logits at that place.
@@ -73,7 +73,7 @@ def test_only_near_ties_differ(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
-def test_the_same_company_gives_the_same_text(kind: str, checkpoint: Callable[[str], str]) -> None:
+def test_the_same_batch_gives_the_same_text(kind: str, checkpoint: Callable[[str], str]) -> None:
     path = checkpoint(kind)
     runs = []
     for _ in range(2):

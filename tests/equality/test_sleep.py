@@ -37,7 +37,7 @@ def answers(one: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_tokens_after_it(case: str, tmp_path: Path) -> None:
+def test_tokens_are_the_same_after_sleep(case: str, tmp_path: Path) -> None:
     if case == "fused" and best() is None:
         pytest.skip("the native kernels do not run on this CPU")
     kind = "mamba" if case == "its own cache" else "qwen3"
@@ -60,7 +60,7 @@ def test_the_same_tokens_after_it(case: str, tmp_path: Path) -> None:
             assert answers(one) == before
 
 
-def test_where_the_device_is_apart_all_is_made_again(tmp_path: Path) -> None:
+def test_a_separate_device_is_filled_again_after_sleep(tmp_path: Path) -> None:
     """As on an accelerator: the cache's tensors go, and the source is told that addresses are others."""
     with engine(make_checkpoint("qwen3", tmp_path), model_impl="native") as one:
         worker = one.client.core.executor.worker  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def test_where_the_device_is_apart_all_is_made_again(tmp_path: Path) -> None:
             assert answers(one) == before
 
 
-def test_memory_goes_back(tmp_path: Path) -> None:
+def test_sleep_returns_memory_to_the_system(tmp_path: Path) -> None:
     shape = {"vocab_size": 40_000, "hidden_size": 256, "dtype": "float32"}
     path = make_checkpoint("qwen3", tmp_path, **shape)
     with engine(path, kv_cache_memory_bytes=CACHE, max_model_len=512, max_num_seqs=400) as one:
@@ -109,7 +109,7 @@ def test_memory_goes_back(tmp_path: Path) -> None:
         assert one.tokens(prompts(2), greedy(5)) == before
 
 
-def test_weights_that_cannot_come_back_say_so(tmp_path: Path) -> None:
+def test_a_failed_reload_of_weights_is_reported(tmp_path: Path) -> None:
     path = Path(make_checkpoint("qwen3", tmp_path))
     with engine(str(path)) as one:
         before = answers(one)

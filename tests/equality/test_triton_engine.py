@@ -1,6 +1,6 @@
-"""The engine as it is put together for CUDA, on the CPU: kernels in Triton's interpreter, staged rows, recorded steps.
+"""The engine as built for CUDA, on the CPU: kernels in Triton's interpreter, staged rows, captured graphs.
 
-The tokens are those that Transformers gives, and the same in other company.
+The tokens equal those of Transformers, in any batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNT = 3
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_tokens_are_those_of_transformers(
+def test_tokens_equal_transformers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))

@@ -125,7 +125,7 @@ def second(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     ("depth", "dtype"), [(1, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
 )
-def test_each_computes_as_alone(main: str, second: str, depth: int, dtype: str) -> None:
+def test_each_model_computes_as_alone(main: str, second: str, depth: int, dtype: str) -> None:
     """bfloat16: on a CPU with kernels the layers of both models are fused; float32: they run module by module."""
     asked = prompts(3, longest=30)
     run = Run([main, second], depth, dtype=dtype)
@@ -147,7 +147,7 @@ def test_the_fast_step_of_the_main_model_is_right(main: str, second: str) -> Non
     assert run.tokens(asked) == Run([main], dtype="bfloat16").tokens(asked)
 
 
-def test_both_are_counted(main: str, second: str) -> None:
+def test_both_models_are_counted(main: str, second: str) -> None:
     run = Run([main, second], dtype="float32")
     layers = [len(model.attention_layers()) for model in run.worker.models]
     assert run.num_layers == sum(layers)
@@ -165,7 +165,7 @@ def test_both_are_counted(main: str, second: str) -> None:
 
 
 @pytest.mark.parametrize("second", ["another architecture"], indirect=True)
-def test_both_come_back_from_sleep(main: str, second: str) -> None:
+def test_both_models_wake_up_from_sleep(main: str, second: str) -> None:
     asked = prompts(2, longest=30)
     run = Run([main, second], dtype="bfloat16")
     want = run.tokens(asked)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import engine, greedy, make_checkpoint, prompts
 from safetensors.torch import load_file, save_file
-from test_travelling import Apart
+from test_weight_offload import Apart
 from torch import nn
 
 from quire.layers.weights import weights_of

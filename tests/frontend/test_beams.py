@@ -41,14 +41,14 @@ def test_candidates_are_no_copies_of_the_prompt(ends: tuple[int, ...]):
     assert peak < 2 * lists
 
 
-def test_no_more_ended_texts_are_kept_than_can_be_told():
+def test_no_more_finished_beams_are_kept_than_returned():
     search = searched(ends=(1, 1001, 2001, 3001, 4001))
     assert len(search.done) == WIDTH
     scores = [beam.score for beam in search.best()]
     assert scores == sorted(scores, reverse=True)
 
 
-def test_logprobs_are_kept_only_where_they_are_told():
+def test_logprobs_are_kept_only_if_returned():
     assert {len(beam.logprobs) for beam in searched().best()} == {STEPS}
     assert {len(beam.logprobs) for beam in searched(keep_logprobs=False).best()} == {0}
 

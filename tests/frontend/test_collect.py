@@ -67,7 +67,7 @@ def feed(one: OutputProcessor, outputs: list[EngineOutput], index: int = 0) -> l
 
 
 @pytest.mark.parametrize("stop", [[], ["the", "n\n"], ["zz"]])
-def test_all_kinds_tell_the_same_at_every_cut(tokenizer: Tokenizer, stop: list[str]):
+def test_all_output_kinds_agree_for_any_chunking(tokenizer: Tokenizer, stop: list[str]):
     draw, stopped = random.Random(1), 0
     for _ in range(150):
         ids = tokenizer.encode("".join(draw.choices("tthhee an\né🎉", k=draw.randint(1, 20))))
@@ -157,14 +157,14 @@ def test_outputs_of_a_request_come_together(tokenizer: Tokenizer):
     assert ([out.token_ids for out in output.outputs], output.finished) == ([[3]], True)
 
 
-def test_cumulative_outputs_hold_all_of_a_request(tokenizer: Tokenizer):
+def test_cumulative_outputs_contain_the_whole_text(tokenizer: Tokenizer):
     one = collector(tokenizer, n=2)
     one.add(1, EngineOutput("r_1", [2]), NOW)
     assert [out.token_ids for out in one.take().outputs] == [[], [2]]
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_the_best_of_several_are_told_at_the_end(tokenizer: Tokenizer, kind: RequestOutputKind):
+def test_best_of_outputs_are_ranked_at_the_end(tokenizer: Tokenizer, kind: RequestOutputKind):
     one = collector(tokenizer, n=2, best_of=4, output_kind=kind)
     told = []
     for index, value in enumerate([-3.0, -1.0, -4.0, -2.0]):
@@ -257,7 +257,7 @@ def test_without_text(tokenizer: Tokenizer):
 @pytest.mark.parametrize(
     ("kind", "raised"), [("invalid", ValidationError), ("overloaded", QueueFull)]
 )
-def test_errors_are_told(tokenizer: Tokenizer, kind: Any, raised: type[Exception]):
+def test_errors_reach_the_caller(tokenizer: Tokenizer, kind: Any, raised: type[Exception]):
     one = collector(tokenizer)
     (output,) = feed(
         one, [EngineOutput("r", [], finish="error", error="so it is", error_kind=kind)]
@@ -271,7 +271,7 @@ def test_errors_are_told(tokenizer: Tokenizer, kind: Any, raised: type[Exception
     )
 
 
-def test_ending_early_tells_what_there_is(tokenizer: Tokenizer):
+def test_an_abort_returns_the_text_so_far(tokenizer: Tokenizer):
     one = collector(tokenizer, n=2, stop=["b"], output_kind=FINAL)
     one.add(0, EngineOutput("r_0", tokenizer.encode("a"), finish="length"), NOW)
     one.add(1, EngineOutput("r_1", tokenizer.encode("a")), NOW)
@@ -295,7 +295,7 @@ def test_times_and_counts(tokenizer: Tokenizer):
     assert metrics.finished_time >= metrics.last_token_ts
 
 
-def test_an_output_that_goes_in_circles_ends_here(tokenizer: Tokenizer):
+def test_repetition_ends_a_request(tokenizer: Tokenizer):
     """Two tokens, three times; however they come, those behind do not count."""
     ids = tokenizer.encode("the nd x nd x nd x and the")
     asked = {"max_pattern_size": 5, "min_pattern_size": 2, "min_count": 3}
@@ -319,7 +319,7 @@ def test_an_output_that_goes_in_circles_ends_here(tokenizer: Tokenizer):
                 assert told[-1].outputs[0].finish_reason == "repetition"
 
 
-def test_what_only_looks_like_a_circle_goes_on(tokenizer: Tokenizer):
+def test_similar_but_different_patterns_do_not_end_a_request(tokenizer: Tokenizer):
     for given, asked in (
         ([20, 21, 20, 21, 20], {"max_pattern_size": 2, "min_count": 3}),
         ([20] * 9, {"max_pattern_size": 4, "min_pattern_size": 4, "min_count": 3}),

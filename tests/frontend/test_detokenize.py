@@ -49,7 +49,9 @@ def stream(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_text_comes_back(tokenizers: dict[str, Tokenizer], kind: str, text: str):
+def test_encoding_and_decoding_restores_the_text(
+    tokenizers: dict[str, Tokenizer], kind: str, text: str
+):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text)
     parts = stream(Detokenizer(tokenizer), ids)
@@ -87,9 +89,7 @@ def test_random_tokens_decode_as_all_at_once(tokenizers: dict[str, Tokenizer]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_that_are_no_character_do_not_hold_the_text_up(
-    tokenizers: dict[str, Tokenizer], kind: str
-):
+def test_invalid_bytes_do_not_delay_the_text(tokenizers: dict[str, Tokenizer], kind: str):
     tokenizer = tokenizers[kind]
     lone = tokenizer.token_id("<0xE2>" if kind == "byte_fallback" else "â")
     letter = tokenizer.encode("xa")[-1]
@@ -98,7 +98,7 @@ def test_bytes_that_are_no_character_do_not_hold_the_text_up(
     assert "\ufffd" in "".join(parts)
 
 
-def test_words_have_spaces_between_them_whatever_the_chunks(tokenizers: dict[str, Tokenizer]):
+def test_words_keep_their_spaces_for_any_chunking(tokenizers: dict[str, Tokenizer]):
     tokenizer = tokenizers["words"]
     ids = tokenizer.encode("the cats sat on the mat")
     assert "".join(stream(Detokenizer(tokenizer), ids)) == "the cats sat on the mat"
@@ -181,7 +181,7 @@ def test_stop_strings_do_not_count_before_min_tokens(tokenizers: dict[str, Token
     assert "".join(stream(detokenizer, ids)) == "aba"
 
 
-def test_held_text_comes_at_the_end(tokenizers: dict[str, Tokenizer]):
+def test_incomplete_text_is_emitted_at_the_end(tokenizers: dict[str, Tokenizer]):
     tokenizer = tokenizers["byte_level"]
     ids = [tokenizer.encode(char)[0] for char in "ab"]
     parts = stream(Detokenizer(tokenizer, stop=["bc"]), ids)
@@ -207,7 +207,7 @@ def test_taking_is_in_order(tokenizers: dict[str, Tokenizer]):
     assert settled[-1] == "the cat and é"
 
 
-def test_save_writes_what_load_reads(tmp_path: Path):
+def test_a_saved_tokenizer_loads(tmp_path: Path):
     tokenizer = load(small_tokenizers.save_byte_level(tmp_path))
     assert tokenizer.eos_token == "<|end|>"
     assert tokenizer.bos_token == "<|bos|>"

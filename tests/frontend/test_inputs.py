@@ -153,7 +153,7 @@ def test_the_salt_reaches_the_engine(inputs: InputProcessor):
     assert accept(inputs, {"prompt": "x", "cache_salt": "mine"}).children[0].salt == "mine"
 
 
-def test_an_engine_without_tokenizer_takes_ids_only():
+def test_without_a_tokenizer_only_token_ids_are_accepted():
     inputs = InputProcessor(None, MAX_LEN, 50)
     assert accept(inputs, [1, 2]).tokens == [1, 2]
     for given, words in (
@@ -194,7 +194,7 @@ def test_special_tokens_of_the_tokenizer_are_added_unless_not_wanted(tmp_path: P
 # -- parameters -------------------------------------------------------------------------------------
 
 
-def test_max_tokens_is_what_fits(inputs: InputProcessor):
+def test_max_tokens_defaults_to_the_remaining_context(inputs: InputProcessor):
     assert accept(inputs, [1] * 10, max_tokens=None).params.max_tokens == MAX_LEN - 10
     assert accept(inputs, [1] * 10, max_tokens=1000).params.max_tokens == MAX_LEN - 10
     assert accept(inputs, [1] * 10, max_tokens=5).params.max_tokens == 5
@@ -234,7 +234,9 @@ def test_ends_of_text_are_the_tokenizers_and_the_files(tokenizer: Tokenizer):
     assert accept(inputs).children[0].params.eos_token_ids == sorted([5, own])
 
 
-def test_bad_words_are_found_with_and_without_a_space(inputs: InputProcessor, tokenizer: Tokenizer):
+def test_bad_words_are_tokenized_with_and_without_a_space(
+    inputs: InputProcessor, tokenizer: Tokenizer
+):
     found = accept(inputs, bad_words=["the"]).children[0].params.bad_word_ids
     assert found == [
         tokenizer.encode("the"),
@@ -254,7 +256,7 @@ def test_prompt_logprobs_do_not_read_the_prefix_cache(inputs: InputProcessor):
     assert skips(skip_reading_prefix_cache=True) is True
 
 
-def test_seeds_are_given_and_kept(inputs: InputProcessor, tokenizer: Tokenizer):
+def test_seeds_are_derived_or_kept(inputs: InputProcessor, tokenizer: Tokenizer):
     assert accept(inputs, seed=5).children[0].params.seed == 5
     seeds = [accept(inputs).children[0].params.seed for _ in range(50)]
     assert len(set(seeds)) == 50
@@ -267,7 +269,7 @@ def test_seeds_are_given_and_kept(inputs: InputProcessor, tokenizer: Tokenizer):
     assert first == [accept(fresh).children[0].params.seed for _ in range(50)]
 
 
-def test_what_the_caller_gave_is_not_changed(inputs: InputProcessor):
+def test_arguments_are_not_modified(inputs: InputProcessor):
     params = SamplingParams(max_tokens=None, stop=["x"], logprobs=3)
     inputs.accept("the", params, id="r")
     assert params == SamplingParams(max_tokens=None, stop=["x"], logprobs=3)
@@ -297,7 +299,7 @@ def test_outputs_become_requests_of_their_own(inputs: InputProcessor):
     assert accepted.params.n == 3
 
 
-def test_best_of_asks_for_more_and_for_what_ranks_them(inputs: InputProcessor):
+def test_best_of_requests_more_outputs_and_logprobs(inputs: InputProcessor):
     children = accept(inputs, n=2, best_of=4).children
     assert len(children) == 4
     assert {child.params.logprobs for child in children} == {0}
@@ -314,7 +316,7 @@ def test_mixing_spreads():
     assert mix(1, 2) != mix(2, 1)
 
 
-def test_a_single_output_keeps_the_id(inputs: InputProcessor):
+def test_a_single_output_keeps_the_request_id(inputs: InputProcessor):
     request = accept(inputs).children[0]
     assert [child.id for child in fan_out(request)] == ["r"]
 
@@ -363,7 +365,9 @@ def test_defaults_of_another_directory(tmp_path: Path):
         (None, {"generation_config": "/nowhere"}),
     ],
 )
-def test_damaged_defaults_are_told(tmp_path: Path, text: str | None, asked: dict[str, Any]):
+def test_invalid_generation_defaults_are_reported(
+    tmp_path: Path, text: str | None, asked: dict[str, Any]
+):
     with pytest.raises(ConfigError):
         defaults(tmp_path, text, **asked)
 
@@ -408,7 +412,7 @@ def test_the_engine_can_decode_whatever_is_accepted(inputs: InputProcessor):
     assert taken > 400
 
 
-def test_chosen_logprobs_rank_where_logprob_token_ids_are_asked_for(inputs: InputProcessor):
+def test_best_of_with_logprob_token_ids_requests_no_logprobs(inputs: InputProcessor):
     params = SamplingParams(best_of=2, logprob_token_ids=[1, 2])
     accepted = inputs.accept({"prompt_token_ids": [1]}, params, id="r")
     assert [child.params.logprobs for child in accepted.children] == [None, None]

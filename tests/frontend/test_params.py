@@ -67,12 +67,12 @@ REFUSED: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in TAKEN.items() for v in vs])
-def test_what_is_taken(name: str, value: Any):
+def test_valid_parameters_are_accepted(name: str, value: Any):
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in REFUSED.items() for v in vs])
-def test_what_is_refused(name: str, value: Any):
+def test_invalid_parameters_are_refused(name: str, value: Any):
     with pytest.raises(ValidationError, match=name) as caught:
         SamplingParams(**{name: value})
     assert caught.value.parameter == name
@@ -100,12 +100,12 @@ def test_what_is_refused(name: str, value: Any):
         ({"temperature": 1e-6}, {"temperature": 0}),
     ],
 )
-def test_other_ways_to_say_it(given: dict[str, Any], kept: dict[str, Any]):
+def test_alternative_spellings_are_accepted(given: dict[str, Any], kept: dict[str, Any]):
     params = SamplingParams(**given)
     assert {name: getattr(params, name) for name in kept} == kept
 
 
-def test_a_very_low_temperature_is_raised_and_said(caplog: pytest.LogCaptureFixture):
+def test_a_very_low_temperature_is_raised_with_a_warning(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         assert SamplingParams(temperature=0.005).temperature == 0.01
     assert "raised to 0.01" in caplog.text
@@ -121,7 +121,7 @@ def test_a_very_low_temperature_is_raised_and_said(caplog: pytest.LogCaptureFixt
         ({"stop": "x", "detokenize": False}, "use stop_token_ids"),
     ],
 )
-def test_what_does_not_go_together(given: dict[str, Any], words: str):
+def test_conflicting_parameters_are_refused(given: dict[str, Any], words: str):
     with pytest.raises(ValidationError, match=words):
         SamplingParams(**given)
 
@@ -139,7 +139,7 @@ def test_the_limit_of_n_can_be_set(monkeypatch: pytest.MonkeyPatch):
         SamplingParams(n=5)
 
 
-def test_rules_hold_for_bytes_too():
+def test_rules_apply_to_encoded_parameters():
     sent = msgspec.msgpack.encode(SamplingParams(top_p=0.5, logit_bias={3: 1}, stop=["a"]))
     assert msgspec.msgpack.decode(sent, type=SamplingParams) == SamplingParams(
         top_p=0.5, logit_bias={3: 1}, stop=["a"]

@@ -1,4 +1,4 @@
-"""Templates that take too much: each trick ends in time with a reason, and harms nobody."""
+"""Templates that use too much time or memory end in time, with a reason, and affect no other request."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_slow_template_is_stopped(trick: str):
 
 
 @pytest.mark.parametrize("trick", LARGE)
-def test_a_template_that_makes_too_much_is_stopped(trick: str):
+def test_a_template_with_too_much_output_is_stopped(trick: str):
 
     def render() -> None:
         with pytest.raises(
@@ -150,14 +150,14 @@ def test_a_process_that_ended_is_replaced(patient: UntrustedTemplateRenderer):
     assert gone not in patient.idle
 
 
-def test_parts_reach_a_template_as_it_reads_them(patient: UntrustedTemplateRenderer):
+def test_content_parts_reach_the_template_in_its_format(patient: UntrustedTemplateRenderer):
     chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     source = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
     assert patient.render(chat, ChatOptions(template=source), {}) == "[a]"
     assert patient.render(chat, ChatOptions(template="{{ messages[0].content }}"), {}) == "a"
 
 
-def test_what_is_watched_renders_the_same():
+def test_the_sandbox_does_not_change_the_result():
     source = (
         "{% for a in range(4) if a % 2 %}{{ loop.index }}{{ loop.last }}{{ a ~ none ~ [1] ~ missing ~ 'x' }}"
         "{% else %}none{% endfor %}{% for x in [] %}{% else %}empty{% endfor %}{{ 2 ** 10 * 3 + 1 }}{{ [1] + [2] }}"
@@ -168,7 +168,7 @@ def test_what_is_watched_renders_the_same():
     assert jinja_sandbox.render_template(source, {}) == plain
 
 
-def test_what_is_nested_too_deeply_does_not_parse():
+def test_deeply_nested_templates_are_refused():
     with pytest.raises(ConfigError, match="nested too deeply"):
         jinja_sandbox.render_template(WITHIN_PYTHON["brackets"], {})
 

@@ -133,7 +133,7 @@ def test_continuing_and_a_generation_prompt_exclude_each_other(ours: Tokenizer):
         chat.render(ours, CHATS[0], ChatOptions(True, True))
 
 
-def test_a_function_is_a_tool_as_transformers_reads_it(
+def test_a_python_function_becomes_a_tool_as_in_transformers(
     ours: Tokenizer, theirs: PreTrainedTokenizerFast
 ):
     def weather(place: str, days: int = 1) -> str:
@@ -171,13 +171,13 @@ def test_private_names_are_empty():
     assert template.render([{"role": "user", "content": "x"}]) == "<>"
 
 
-def test_what_a_template_refuses_is_told_in_its_words():
+def test_a_templates_own_error_message_is_reported():
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValidationError, match="roles must alternate"):
         template.render([{"role": "user", "content": "x"}])
 
 
-def test_a_template_that_does_not_parse_says_where():
+def test_a_template_syntax_error_names_the_line():
     with pytest.raises(ConfigError, match="line 2"):
         ChatTemplate("\n{% if %}").render([{"role": "user", "content": "x"}])
 
@@ -199,13 +199,13 @@ def test_the_form_of_content_is_found_out(source: str, form: str):
     assert ChatTemplate(source).content_format == form
 
 
-def test_parts_are_joined_for_templates_that_take_strings(ours: Tokenizer):
+def test_content_parts_are_joined_for_string_templates(ours: Tokenizer):
     parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]
     found = chat.render(ours, [{"role": "user", "content": parts}], ChatOptions(False))
     assert found == "<|user|>a\nb\nc<|end|>"
 
 
-def test_parts_stay_parts_for_templates_that_read_them(ours: Tokenizer):
+def test_content_parts_are_passed_on_to_templates_that_read_them(ours: Tokenizer):
     source = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]
@@ -216,7 +216,7 @@ def test_parts_stay_parts_for_templates_that_read_them(ours: Tokenizer):
     assert chat.render(ours, messages, options) == "FalseaFalsec"
 
 
-def test_a_template_of_a_stranger_is_no_path(ours: Tokenizer, tmp_path: Path):
+def test_a_clients_template_is_never_a_path(ours: Tokenizer, tmp_path: Path):
     (tmp_path / "secret").write_text("of this machine")
     path = str(tmp_path / "secret")
     assert chat.render(ours, CHATS[0], ChatOptions(template=path)) == "of this machine"
@@ -252,7 +252,7 @@ def test_messages_of_no_form_are_refused(ours: Tokenizer, messages: list[Any], w
         chat.render(ours, messages)
 
 
-def test_without_a_template_the_error_says_what_to_do(tmp_path: Path):
+def test_a_missing_template_error_names_the_remedy(tmp_path: Path):
     bare = load(small_tokenizers.save_byte_level(tmp_path, chat_template=None))
     with pytest.raises(ValidationError, match="no chat template; set chat_template"):
         chat.render(bare, CHATS[0])
@@ -267,7 +267,7 @@ def test_one_conversation_or_several():
             chat.conversations(wrong)
 
 
-def test_a_template_is_found_where_checkpoints_keep_it(tmp_path: Path):
+def test_templates_are_found_in_all_checkpoint_locations(tmp_path: Path):
     small_tokenizers.save_byte_level(tmp_path, chat_template="of the config")
     assert load(str(tmp_path)).chat_template == "of the config"
     (tmp_path / "chat_template.jinja").write_text("of the file")

@@ -109,7 +109,7 @@ def test_a_stream_of_any_tokens_is_their_text(pair: tuple[Tokenizer, Any]):
     "name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"]
 )
 @pytest.mark.parametrize("adds", [True, False])
-def test_flags_beside_a_tokenizer_file_mean_what_they_mean_to_transformers(
+def test_tokenizer_config_flags_equal_transformers(
     tmp_path: Path, flag: bool, name: str, adds: bool
 ):
     folder = small_tokenizers.save_byte_level(
@@ -163,7 +163,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 @pytest.mark.parametrize("mode", ["auto", "slow"])
 @pytest.mark.parametrize("trusted", [False, True])
-def test_a_tokenizers_own_code_runs_only_when_it_is_trusted(
+def test_a_tokenizers_own_code_needs_trust_remote_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, trusted: bool
 ):
     folder, mark = Path(small_tokenizers.save_byte_level(tmp_path / "own")), tmp_path / "imported"
@@ -193,7 +193,7 @@ def test_names_that_only_transformers_has(tmp_path: Path):
         ours.nonsense  # noqa: B018
 
 
-def test_what_cannot_be_loaded_says_what_to_do(tmp_path: Path):
+def test_a_failed_tokenizer_load_names_the_remedy(tmp_path: Path):
     with pytest.raises(ModelNotFound, match="skip_tokenizer_init"):
         load(str(tmp_path))
     with pytest.raises(ConfigError, match="tokenizer_mode"):

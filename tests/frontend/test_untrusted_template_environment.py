@@ -27,6 +27,6 @@ def test_the_process_of_a_template_has_no_secrets(monkeypatch: pytest.MonkeyPatc
         renderer.close()
 
 
-def test_an_empty_entry_of_pythonpath_is_no_folder(monkeypatch: pytest.MonkeyPatch):
+def test_an_empty_entry_of_pythonpath_is_removed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", ":/x::.:")
     assert env.for_a_child(A="b")["PYTHONPATH"] == env.bare_for_a_child()["PYTHONPATH"] == "/x:."

@@ -68,7 +68,7 @@ def params(archs: list[Arch]) -> list:
 
 
 @pytest.mark.parametrize("arch", params(ARCHS))
-def test_says_what_transformers_says(arch: Arch) -> None:
+def test_logits_equal_transformers(arch: Arch) -> None:
     model = make_model(arch)
     texts = prompts()
     wanted = [plain_logits(model, text) for text in texts]

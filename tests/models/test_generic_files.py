@@ -62,7 +62,7 @@ LABELS = {"mixtral", "deepseek_v3", "gpt_oss", "gpt2", "phi3", "falcon", "qwen3_
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHS if a.label in LABELS], ids=lambda a: a.label)
-def test_says_from_files_what_transformers_says(arch: Arch, tmp_path) -> None:
+def test_a_loaded_checkpoint_equals_transformers(arch: Arch, tmp_path) -> None:
     """Experts that are stored one by one, names that changed, heads that are tied."""
     theirs = make_model(arch)
     save(theirs, tmp_path, max_shard_size="60KB")
@@ -102,7 +102,7 @@ def test_random_weights_need_no_files_and_follow_the_seed(tmp_path) -> None:
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_an_encoder_decoder_is_refused_before_it_is_read(tmp_path) -> None:
+def test_an_encoder_decoder_is_refused_before_loading(tmp_path) -> None:
     config = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}
     sizes = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = json.dumps({**config, **sizes, "is_encoder_decoder": True})
@@ -140,7 +140,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(tmp_path, monkeypatch) -> None:
+def test_checkpoint_code_needs_trust_remote_code(tmp_path, monkeypatch) -> None:
     theirs = make_model(BY_LABEL["llama"])
     folder = tmp_path / "own_llama"
     save(theirs, folder)

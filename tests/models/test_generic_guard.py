@@ -1,4 +1,4 @@
-"""The guard of the generic backend: models that it has never heard of, and bridges with a plank taken out.
+"""The Transformers backend's check before serving: unknown models, and deliberately broken bridges.
 
 Each test here breaks one thing that would otherwise be wrong silently.
 """
@@ -133,12 +133,12 @@ def test_a_model_that_cannot_be_paged_gets_its_own_cache(change, reason, dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def test_a_model_that_no_way_can_run_is_refused(dtype) -> None:
+def test_an_unsupported_model_is_refused(dtype) -> None:
     with pytest.raises(Unsupported, match=r"LlamaForCausalLM.*tokens differ from its plain pass"):
         build("llama", shift_mlp, dtype)
 
 
-def test_state_kept_outside_the_cache_is_refused(any_config_packs, monkeypatch) -> None:
+def test_state_outside_the_cache_is_refused(any_config_packs, monkeypatch) -> None:
     monkeypatch.setattr(generic, "check_supported", lambda *_: None)
     model = make_model(Arch("recurrent_gemma", PER_REQUEST))
     with pytest.raises(Unsupported, match="differ from its plain pass"):

@@ -117,7 +117,7 @@ FORMATS = (
 
 
 @pytest.mark.parametrize("change", FORMATS, ids=lambda change: change.__name__)
-def test_every_format_gives_the_same_tensors(change, original, copy: Path) -> None:
+def test_every_file_format_loads_the_same_tensors(change, original, copy: Path) -> None:
     folder, theirs = original
     wanted = build(folder)
     load_format = change(copy, theirs)
@@ -149,7 +149,7 @@ def test_bfloat16_survives_numpy(copy: Path) -> None:
 
 
 def test_whole_tensors_stay_in_the_mapped_file(copy: Path) -> None:
-    """No copy: the parameter is the file's pages, so a change of the file shows (nobody does that)."""
+    """No copy: the parameter maps the file's pages, so a change of the file is visible."""
     model = build(copy)
     held = model.get_parameter("model.layers.0.self_attn.o_proj.weight")
     before = held.clone()
@@ -313,7 +313,7 @@ SPOILT = [value for name, value in list(globals().items()) if name.startswith("s
 
 
 @pytest.mark.parametrize("spoil", SPOILT, ids=lambda spoil: spoil.__name__)
-def test_what_does_not_fit_is_named(spoil, copy: Path) -> None:
+def test_mismatched_tensors_are_named(spoil, copy: Path) -> None:
     said = spoil(copy)
     with pytest.raises(ConfigError, match=said) as caught:
         build(copy, model_impl="quire")

@@ -1,4 +1,4 @@
-"""docs/models.md says what is registered and what is tested, no more and no less."""
+"""docs/models.md lists exactly the registered and tested models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.models.archs import ARCHS
 from tools.list_models import PAGE, filled
 
 
-def test_the_page_is_what_the_tool_writes():
+def test_the_page_equals_the_tools_output():
     page = PAGE.read_text(encoding="utf-8")
     assert filled(page) == page, "run: python -m tools.list_models"
 

@@ -169,7 +169,7 @@ def at_once(ring: Ring, layer: int) -> None:
 
 
 def no_turn(ring: Ring, layer: int) -> None:
-    """The last layers send for nobody, and who comes first is thought to be there."""
+    """The last layers fetch no other layer, and the first layers count as resident."""
     if layer + 2 < len(ring.copies):
         ring._copy_in(layer + 2)
     else:

@@ -127,7 +127,7 @@ def test_dynamic_beyond_the_trained_length_is_generation_token_by_token(tmp_path
     assert (got - torch.cat(want)).abs().max() < 1e-4
 
 
-def test_longrope_takes_one_set_for_all_requests(tmp_path: Path) -> None:
+def test_longrope_uses_one_set_of_factors(tmp_path: Path) -> None:
     """The long set as soon as a request may be long: for long texts that is what Transformers says."""
     given = {
         "rope_type": "longrope",
@@ -193,7 +193,7 @@ def test_each_kind_of_layer_may_have_its_own() -> None:
         ({"rope_type": "longrope", "short_factor": [1.0], "factor": 2.0}, "1 factors for 32 pairs"),
     ],
 )
-def test_what_is_wrong_is_named(given: dict[str, Any], said: str) -> None:
+def test_invalid_rope_settings_are_named(given: dict[str, Any], said: str) -> None:
     config = {"rope_parameters": given, "max_position_embeddings": 64}
     with pytest.raises(ConfigError, match=said):
         Rotary(64, rope_parameters(config), max_length=32)
@@ -201,7 +201,7 @@ def test_what_is_wrong_is_named(given: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize(("kind", "more"), WAYS)
 def test_angles_looked_up_are_those_worked_out(kind: str, more: dict[str, Any]) -> None:
-    """To the bit, whatever stands beside them in a step; beyond what is kept they are worked out."""
+    """To the bit, in any batch; positions beyond the table are computed."""
     config = {"max_position_embeddings": TRAINED, "rope_scaling": {"rope_type": kind, **more}}
     ours = Rotary(64, rope_parameters(config), max_length=LONGEST)
     for places in ([0], [TABLE_LENGTH - 1, 5, 5], list(range(100)), [7, TABLE_LENGTH], [LONGEST]):
@@ -241,7 +241,7 @@ def test_one_position_for_all_components_is_that_position() -> None:
         assert torch.equal(got, want)
 
 
-def test_components_that_no_section_takes_are_refused() -> None:
+def test_components_without_a_section_are_refused() -> None:
     with pytest.raises(ValueError, match="mrope_section"):
         Rotary(16, {"rope_type": "default", "rope_theta": 1e4})(PLACES.T)
     with pytest.raises(ConfigError, match="does not add up to 8 pairs"):

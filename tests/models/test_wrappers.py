@@ -95,9 +95,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_the_text_model_inside_says_what_the_whole_says(
-    kind: str, tied: bool, tmp_path: Path
-) -> None:
+def test_the_inner_text_model_equals_the_wrapper(kind: str, tied: bool, tmp_path: Path) -> None:
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
     family, values = copy.deepcopy(WRAPPERS[kind])

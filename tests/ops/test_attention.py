@@ -255,7 +255,7 @@ def test_in_16_bits_many_rows_are_cut_into_pieces(monkeypatch):
     torch.testing.assert_close(found[0], found[1], atol=0.01, rtol=0.01)
 
 
-def test_in_16_bits_a_long_row_goes_in_blocks_of_queries(monkeypatch):
+def test_long_16_bit_rows_are_split_into_query_blocks(monkeypatch):
     layer = layer_of("long window")
     layer.sinks = None
     want = Rows(layer, [300], 16, 16, dtype=torch.bfloat16).step([(0, 300)])[0].float()

@@ -24,7 +24,7 @@ def test_without_a_compiler_there_is_a_reason_and_no_kernel(
     assert not list((tmp_path / "kernels").glob("*.so"))
 
 
-def test_what_came_with_the_package_is_taken_only_if_it_is_of_these_sources(
+def test_a_packaged_library_needs_matching_sources(
     monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))
@@ -52,9 +52,7 @@ case "$from" in *.cpp) cat "$(dirname "$from")/common.h" >"$2" ;; *) cp "$from" 
 """
 
 
-def test_what_is_compiled_is_what_its_name_says_though_the_sources_change_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, tmp_path
-) -> None:
+def test_a_build_uses_the_sources_that_name_it(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """(A library of two versions kept the name of the first, and stayed.)"""
     sources = tmp_path / "kernels"
     sources.mkdir()
@@ -71,10 +69,10 @@ def test_what_is_compiled_is_what_its_name_says_though_the_sources_change_meanwh
     assert build.file_name(isa.ISAS[-1]) != name
 
 
-def test_a_build_that_could_not_be_made_is_told_of(
+def test_a_failed_build_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """(A slower one ran, and nobody knew why.)"""
+    """Regression: a slower build ran without a message."""
     first, *others = isa.ISAS
 
     def load(name: str) -> object:
@@ -108,9 +106,7 @@ CPUS = {
 
 
 @pytest.mark.parametrize("machine", CPUS)
-def test_a_build_asks_for_no_more_than_the_cpu_has(
-    machine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_usable_builds_match_the_cpu_flags(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isa.platform, "machine", lambda: machine)
     for words, names in CPUS[machine].items():
         monkeypatch.setattr(isa, "words", lambda words=words: frozenset(words.split()))
@@ -118,7 +114,7 @@ def test_a_build_asks_for_no_more_than_the_cpu_has(
 
 
 @pytest.mark.parametrize(("intel", "first"), [(True, "avx512vnni"), (False, "avx512bf16")])
-def test_intels_bf16_instruction_comes_after_its_fma(
+def test_the_vendor_decides_whether_the_bf16_build_comes_first(
     intel: bool, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = frozenset().union(*(each.needs for each in isa.ISAS if each.name != "amx"))

@@ -1,4 +1,4 @@
-"""Libraries of the cache directory, and what is said of the one that is taken, or where none can be had."""
+"""Libraries of the cache directory: the choice, its log line, and the error if there is none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refuse(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 10, 64, 400, -1])
-def test_a_library_that_was_cut_short_is_made_anew(
+def test_a_truncated_library_is_rebuilt(
     left: int, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = build.library(PORTABLE)
@@ -64,7 +64,7 @@ def best() -> bindings.Kernels | None:
     return bindings.best.__wrapped__()
 
 
-def test_one_reason_is_told_once(
+def test_each_reason_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load(name: str) -> bindings.Kernels:
@@ -90,7 +90,7 @@ def test_a_build_that_cannot_be_had_is_refused(
         best()
 
 
-def test_the_log_says_which_is_taken(
+def test_the_log_names_the_chosen_library(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
@@ -102,7 +102,7 @@ def test_the_log_says_which_is_taken(
     assert "do not share torch's OpenMP threads" not in caplog.text
 
 
-def test_another_pool_of_threads_is_told_of(
+def test_a_different_thread_pool_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = torch.get_num_threads()
@@ -139,7 +139,7 @@ def planted(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["another user's file", "anyone may write", "a link"])
-def test_a_planted_library_is_not_taken(
+def test_a_planted_library_is_not_loaded(
     how: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """M4: a library of another user in a shared cache was loaded, and is code."""
@@ -159,7 +159,7 @@ def test_a_planted_library_is_not_taken(
 
 
 @pytest.mark.parametrize("how", ["another user's folder", "anyone may write", "another group"])
-def test_in_a_folder_of_others_nothing_is_taken_or_kept(
+def test_folders_of_other_users_are_not_used(
     how: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = build.library(PORTABLE)
@@ -183,7 +183,7 @@ def test_in_a_folder_of_others_nothing_is_taken_or_kept(
     assert made.exists()
 
 
-def test_what_is_kept_is_its_owners_alone_under_any_umask(cache: Path) -> None:
+def test_cached_libraries_are_private_under_any_umask(cache: Path) -> None:
     before = os.umask(0)
     try:
         made = build.library(PORTABLE)

@@ -1,4 +1,4 @@
-"""Which attention backend serves a model, and what is said when none can."""
+"""Which attention backend serves a model, and the error if none can."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_need_can_be_lacking(name: str) -> None:
     assert ", ".join(NARROW.lacking(replace(PLAIN, **{name: value}))) == said
 
 
-def test_the_first_that_can_is_taken_and_the_log_says_who_could_not(
+def test_the_first_usable_backend_is_chosen_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     order = ("GONE", "NARROW", "TORCH_SDPA")
@@ -90,7 +90,7 @@ def test_the_first_that_can_is_taken_and_the_log_says_who_could_not(
     assert "GONE cannot be loaded" in caplog.text
 
 
-def test_the_one_asked_for_or_none() -> None:
+def test_a_requested_backend_is_used_or_refused() -> None:
     order = ("TORCH_SDPA",)
     assert choose_backend("torch_sdpa", ("NARROW",), PLAIN)[0].upper() == "TORCH_SDPA"
     with pytest.raises(ConfigError, match="NARROW lacks softcap"):
@@ -103,7 +103,7 @@ def test_the_one_asked_for_or_none() -> None:
         choose_backend(None, order, replace(PLAIN, device="tpu"))
 
 
-def test_attention_without_a_worker_says_so() -> None:
+def test_attention_outside_a_worker_raises() -> None:
     layer = Attention(4, 2, 16, layer_index=7)
     with pytest.raises(RuntimeError, match="attention layer 7 has no backend yet"):
         layer(ones(1, 4, 16), ones(1, 2, 16), ones(1, 2, 16))

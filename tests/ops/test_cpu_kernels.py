@@ -1,4 +1,4 @@
-"""The CPU's kernels: equal to their definitions, and the same bits for a row whoever stands beside it.
+"""The CPU's kernels: equal to their definitions, with the same bits for a row in any batch.
 
 Every build that this machine can run is tested; without a compiler they are skipped by name.
 """
@@ -114,7 +114,7 @@ def test_linear_of_inputs_that_are_met_in_parts(kernels: bindings.Kernels) -> No
     assert torch.equal(found[0][300:301], linear(kernels, x[300:301], packed, None, outs, True))
 
 
-def test_linear_takes_rows_that_lie_apart(kernels: bindings.Kernels) -> None:
+def test_linear_accepts_strided_rows(kernels: bindings.Kernels) -> None:
     rng = draw(1)
     wide = torch.randn(40, 200, generator=rng).bfloat16()
     weight = torch.randn(64, 128, generator=rng).bfloat16()
@@ -308,7 +308,7 @@ def test_rotate(part: int) -> None:
 
 
 @pytest.mark.usefixtures("bound")
-def test_what_does_not_fit_is_done_by_the_definition() -> None:
+def test_unsupported_shapes_use_the_reference() -> None:
     x = torch.randn(4, 24, generator=draw(1))  # float32, and 24 is no multiple of 16
     weight = torch.ones(24)
     got = reference.rms_norm.implementations["native"](x, weight, 1e-5)

@@ -57,7 +57,7 @@ def test_the_table_of_rows_is_the_kernels_struct() -> None:
 
 
 @pytest.mark.parametrize("vocab", SIZES)
-def test_they_draw_the_same_tokens_from_the_same_survivors(native: CpuSamplerOps, vocab: int):
+def test_kernels_draw_the_reference_tokens(native: CpuSamplerOps, vocab: int):
     for seed in range(12):
         scaled_SV, limits, keys_2S = some(9, vocab, seed)
         assert torch.equal(native.draw(scaled_SV, keys_2S), draw(scaled_SV, keys_2S))
@@ -86,7 +86,7 @@ def test_ties_go_to_the_lower_id(native: CpuSamplerOps, vocab: int):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", SIZES)
-def test_one_pass_gives_the_same_tokens(native: CpuSamplerOps, vocab: int, dtype: torch.dtype):
+def test_one_pass_draws_the_same_tokens(native: CpuSamplerOps, vocab: int, dtype: torch.dtype):
     for seed in range(12):
         dice = np.random.default_rng(seed)
         logits_SV, limits, _ = some(9, vocab, seed)
@@ -107,7 +107,7 @@ def test_one_pass_gives_the_same_tokens(native: CpuSamplerOps, vocab: int, dtype
         assert torch.equal(tokens_S[~greedy_S], want_S[~greedy_S])
 
 
-def test_a_row_does_not_depend_on_those_beside_it(native: CpuSamplerOps):
+def test_a_row_does_not_depend_on_its_neighbours(native: CpuSamplerOps):
     scaled_SV, limits, keys_2S = some(17, 3000, 1)
     together = native.draw_top_k_top_p(scaled_SV, limits, keys_2S)
     for row in range(17):
@@ -129,7 +129,7 @@ def test_a_likely_token_does_not_hide_a_lucky_one(native: CpuSamplerOps):
     assert torch.equal(mine, draw_among(logits_SV, everything, keys_2S))
 
 
-def test_rows_without_sense_hurt_nobody(native: CpuSamplerOps):
+def test_invalid_rows_do_not_affect_others(native: CpuSamplerOps):
     scaled_SV, limits, keys_2S = some(5, 700, 2)
     before = native.draw_top_k_top_p(scaled_SV, limits, keys_2S)
     scaled_SV = scaled_SV.clone()

@@ -44,7 +44,7 @@ def test_any_magnitude_has_codes(kept: str, much: float) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 24, 80, 128])
-def test_turning_keeps_products_but_for_a_factor(size: int) -> None:
+def test_rotation_preserves_products_up_to_a_factor(size: int) -> None:
     a, b = drawn(7, size), drawn(7, size, seed=1)
     span = kv_quantization.hadamard_size(size)
     torch.testing.assert_close((hadamard(a) * hadamard(b)).sum(-1) / span, (a * b).sum(-1))
@@ -66,7 +66,7 @@ def test_turning_saves_a_key_with_channels_that_stand_out() -> None:
 
 @pytest.mark.parametrize("kept", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_is_the_formula_over_what_the_codes_stand_for(kind: str, kept: str) -> None:
+def test_attention_equals_the_formula_over_decoded_values(kind: str, kept: str) -> None:
     rows = Rows(layer_of(kind), [23, 70, 1], block_size=8, tile=16, kept=kept)
     dtype = DTYPES[kept]
     work = [[(0, 20), (1, 33)], [(1, 36), (0, 1), (2, 1)], [(0, 2), (1, 1)]]
@@ -103,7 +103,7 @@ def test_same_bits_alone_batched_and_chunked(kind: str, kept: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_of_16_bits_keep_codes_too(dtype: torch.dtype) -> None:
+def test_caches_of_16_bit_models_can_be_quantized(dtype: torch.dtype) -> None:
     short = Rows(layer_of("plain"), [40], 8, 16, dtype=dtype, kept="int8")
     got = short.step([(0, 40)])[0]
     k, v = decoded(encode_key(short.k[0], torch.int8)), decoded(encode(short.v[0], torch.int8))

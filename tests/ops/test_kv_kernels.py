@@ -1,4 +1,4 @@
-"""The kernels on a quantized cache and on long contexts: the definition's codes to the bit, and nobody's company seen."""
+"""The kernels on a quantized cache and on long contexts: the reference's codes to the bit, in any batch."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_long_contexts_are_divided_and_no_bit_changes(
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED, **SMALL)
-def test_every_code_is_read_as_what_it_is(kernels: bindings.Kernels, dtype: torch.dtype) -> None:
+def test_every_code_is_decoded_exactly(kernels: bindings.Kernels, dtype: torch.dtype) -> None:
     """One token, whose value is all codes there are, with a scale of 1: its attention is the value itself."""
     every = torch.arange(256).to(torch.uint8)
     every[~every.view(dtype).float().isfinite()] = 0

@@ -24,7 +24,7 @@ def mapping_of(address: int) -> str | None:
     return None
 
 
-def test_tensors_do_not_overlap_and_hold_what_is_written():
+def test_tensors_do_not_overlap():
     sizes = [1, 3 << 19, REGION_BYTES // 2 + 5, 7, REGION_BYTES + 1, 0, 12]
     regions = HugePageRegions()
     made = [regions.empty(size, torch.int8) for size in sizes]
@@ -44,7 +44,7 @@ def test_shapes_and_formats_are_those_of_torch():
 
 
 @linux
-def test_large_pages_are_asked_for_and_a_region_begins_with_one():
+def test_a_region_is_aligned_and_requests_huge_pages():
     regions = HugePageRegions()
     first, second = regions.empty(100, torch.uint8), regions.empty(100, torch.uint8)
     assert first.data_ptr() % HUGE_PAGE == 0
@@ -55,7 +55,7 @@ def test_large_pages_are_asked_for_and_a_region_begins_with_one():
 
 
 @linux
-def test_a_region_goes_with_its_last_tensor():
+def test_a_region_is_unmapped_with_its_last_tensor():
     regions = HugePageRegions()
     first, second = (regions.empty(HUGE_PAGE, torch.uint8) for _ in range(2))
     address = second.data_ptr()

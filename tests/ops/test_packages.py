@@ -1,4 +1,4 @@
-"""FlashAttention and FlashInfer as backends: what is handed to the packages, by stand-ins that compute what they document.
+"""FlashAttention and FlashInfer as backends: the arguments of the packages, checked by stand-ins that compute the documented result.
 
 The stand-ins read their arguments as the packages' own documentation says, one query at a time; the answers must be
 those of the reference.
@@ -117,7 +117,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("package", PACKAGES)
-def test_they_are_asked_for_what_the_reference_gives(package, kind, monkeypatch) -> None:
+def test_packages_compute_the_reference_result(package, kind, monkeypatch) -> None:
     for name in PACKAGES:
         monkeypatch.setitem(sys.modules, name, PACKAGES[name] if name == package else None)
     layer = LAYERS[kind]()
@@ -148,7 +148,7 @@ def test_they_are_asked_for_what_the_reference_gives(package, kind, monkeypatch)
     torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-5)
 
 
-def test_what_they_cannot_is_said(monkeypatch) -> None:
+def test_unsupported_calls_of_packages_are_reported(monkeypatch) -> None:
     needs = Needs(
         device="cuda",
         dtype="bfloat16",

@@ -60,7 +60,7 @@ def test_an_op_runs_its_reference_until_another_is_bound(table) -> None:
     assert calls == [3]
 
 
-def test_the_first_kind_that_an_op_has_is_taken(table) -> None:
+def test_the_first_available_implementation_is_used(table) -> None:
     one, two = op(double), op(len)
     one.on("slow")(lambda x: 1)
     one.on("fast")(lambda x: 2)
@@ -70,7 +70,7 @@ def test_the_first_kind_that_an_op_has_is_taken(table) -> None:
     assert bind(()) == {"double": "reference", "len": "reference"}
 
 
-def test_names_are_given_once(table) -> None:
+def test_op_names_are_unique(table) -> None:
     made = op(double)
     with pytest.raises(ValueError, match="already is an op double"):
         op(double)
@@ -78,7 +78,7 @@ def test_names_are_given_once(table) -> None:
         made.on("reference")(double)
 
 
-def test_every_op_says_what_it_is() -> None:
+def test_every_op_has_a_docstring() -> None:
     assert len(OPS) >= 7
     assert [name for name, each in OPS.items() if not each.__doc__] == []
 

@@ -52,7 +52,7 @@ def click(browser: Chromium, place: str, label: str) -> None:
     """)
 
 
-def test_the_key_is_asked_for_and_used(browser: Chromium):
+def test_the_page_asks_for_the_key_and_uses_it(browser: Chromium):
     browser.until("document.getElementById('key-dialog').open")
     assert text(browser, "status") == "needs a key"
     browser.type("wrong")
@@ -66,7 +66,7 @@ def test_the_key_is_asked_for_and_used(browser: Chromium):
     assert not browser.js("document.getElementById('key-dialog').open")
 
 
-def test_a_message_is_answered_as_it_comes_and_the_blocks_change(browser: Chromium, server: Served):
+def test_answers_stream_and_the_block_view_updates(browser: Chromium, server: Served):
     browser.until("document.getElementById('n-free').textContent.match(/\\d/)")
     before = browser.js("document.getElementById('blocks').toDataURL()")
     assert text(browser, "n-cached") == "cached 0"
@@ -94,13 +94,13 @@ def test_a_message_is_answered_as_it_comes_and_the_blocks_change(browser: Chromi
     browser.until("document.querySelector('#lives [data-state=ended] .state')?.textContent === 'done'")  # fmt: skip
 
 
-def test_what_is_said_is_text_and_nothing_else(browser: Chromium):
+def test_messages_are_shown_as_text_only(browser: Chromium):
     assert browser.js("document.querySelector('.user .text').textContent") == MESSAGE
     assert browser.js("document.querySelectorAll('#talk img, #talk b, #lives img').length") == 0
     assert browser.js("document.title") == "Quire"
 
 
-def test_words_are_hidden_until_asked_for(browser: Chromium):
+def test_token_texts_are_hidden_by_default(browser: Chromium):
     assert MESSAGE not in browser.js("document.getElementById('engine').textContent")
     assert not any("/ui/words" in url for url in browser.asked())
     browser.js("document.querySelector('#lives li:last-child .life').focus()")
@@ -112,7 +112,7 @@ def test_words_are_hidden_until_asked_for(browser: Chromium):
     assert browser.js("document.querySelectorAll('#lives img, #lives b').length") == 0
 
 
-def test_it_stops_when_told_to(browser: Chromium):
+def test_the_stop_button_ends_the_answer(browser: Chromium):
     browser.js("document.getElementById('most').value = ''; document.getElementById('fresh').click()")  # fmt: skip
     browser.until("document.activeElement.id === 'words'")
     browser.type("Go on")
@@ -130,7 +130,7 @@ def ground(browser: Chromium) -> float:
     return sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / 3
 
 
-def test_it_fits_a_narrow_screen_and_the_dark(browser: Chromium):
+def test_the_page_fits_narrow_screens_and_dark_mode(browser: Chromium):
     browser.sized(360, 700)
     browser.dark(True)
     for tab in ("chat", "engine"):
@@ -205,7 +205,7 @@ def content(text: str) -> dict[str, Any]:
     return {"choices": [{"delta": {"content": text}, "text": text, "finish_reason": "stop"}]}
 
 
-def test_a_stream_is_read_however_it_is_cut_and_never_as_markup(browser: Chromium):
+def test_a_stream_is_parsed_for_any_chunking_and_never_as_markup(browser: Chromium):
     with scripted(browser, *STREAM):
         check_stream(browser)
 

@@ -1,4 +1,4 @@
-"""What an engine tells of itself while somebody looks, and that it keeps nothing when nobody does."""
+"""The facts that an engine records while the page has a viewer; without a viewer it records nothing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def kinds(seen: dict, id: str) -> list[tuple[str, int]]:
     return [(kind, tokens) for kind, _, tokens in life(seen, id)["phases"]]
 
 
-def test_blocks_are_told_once_each_by_who_holds_them():
+def test_each_block_is_reported_once_with_its_owner():
     core, watch, clock = make()
     for id in "abc":
         ask(core, id, list(range(9)))
@@ -142,7 +142,7 @@ def test_preemption_is_seen():
     assert after[-1] == "decode"
 
 
-def test_who_runs_already_is_seen_from_now_on():
+def test_running_requests_are_visible_to_a_new_viewer():
     core, watch, clock = make()
     ask(core, "a", list(range(5)), most=10)
     turn(core, clock, 3)
@@ -153,7 +153,7 @@ def test_who_runs_already_is_seen_from_now_on():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_looks_and_nothing_is_kept(depth: int):
+def test_without_viewers_nothing_is_recorded(depth: int):
     core, watch, clock = make(depth=depth)
     ask(core, "a", list(range(5)), most=30)
     turn(core, clock, 3)
@@ -175,7 +175,7 @@ def test_nobody_looks_and_nothing_is_kept(depth: int):
     core.scheduler.check()
 
 
-def test_tokens_are_told_of_one_request_when_asked_for():
+def test_tokens_are_sent_for_one_selected_request():
     core, watch, clock = make()
     ask(core, "a", [11, 12, 13], most=4)
     turn(core, clock, 2)
@@ -191,7 +191,7 @@ def test_tokens_are_told_of_one_request_when_asked_for():
     assert watch.words(99) is None
 
 
-def test_what_is_told_has_a_bound():
+def test_messages_are_bounded():
     core, watch, clock = make(num_blocks=30_000, max_rows=200)
     watch.look()
     for number in range(300):

@@ -1,4 +1,4 @@
-"""The page over HTTP: whole in itself, open to everybody, without anybody's data; what it shows needs the key."""
+"""The page over HTTP: one file without a key and without data; the data needs the key."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_the_page_fetches_nothing_and_runs_nothing_but_itself():
     assert "unsafe" not in policy
 
 
-def test_it_is_sent_once():
+def test_the_page_is_cached_by_etag():
     answer = ask(Watched(), "GET", "/")
     again = ask(Watched(), "GET", "/", headers={"If-None-Match": answer.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_the_page_is_open_and_what_it_shows_is_not():
+def test_the_page_needs_no_key_but_its_data_does():
     engine = Watched()
     engine.owner = "--api-key 1"
     state = make_state(engine, api_key="k")
@@ -77,18 +77,18 @@ def test_the_page_is_open_and_what_it_shows_is_not():
         assert ask(None, "GET", path, headers=KEY, state=state).status_code == 200
 
 
-def test_nobody_looks_and_nothing_is_asked_of_the_engine():
+def test_without_viewers_the_engine_is_not_asked():
     engine = Watched()
     ask(engine, "GET", "/")
     assert engine.called == []
 
 
-def test_it_can_be_turned_off():
+def test_the_page_can_be_disabled():
     for path in ("/", "/ui/state", "/ui/words"):
         assert ask(Watched(), "GET", path, disable_ui=True).status_code == 404
 
 
-def test_many_viewers_ask_the_engine_once():
+def test_many_viewers_share_one_query():
     engine = Watched()
 
     async def go() -> list[int]:
@@ -101,7 +101,7 @@ def test_many_viewers_ask_the_engine_once():
     assert engine.called == [("live",)]
 
 
-def test_looking_takes_a_small_share_of_the_engines_time():
+def test_viewing_uses_a_small_share_of_engine_time():
     class Dear(Watched):
         async def call(self, name: str, *args: Any) -> Any:
             await super().call(name)
@@ -119,7 +119,7 @@ def test_looking_takes_a_small_share_of_the_engines_time():
     assert len(engine.called) == 2
 
 
-def test_a_viewer_who_leaves_takes_nothing_from_the_others():
+def test_a_disconnected_viewer_does_not_affect_others():
     engine = Watched()
 
     async def go() -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_an_engine_that_is_replaced_is_waited_for():
     assert engine.called == []
 
 
-def test_only_new_steps_are_told():
+def test_only_new_steps_are_sent():
     steps = lambda since: [step["step"] for step in viewer_state(LIVE, since, "")["steps"]]  # noqa: E731
     assert [steps(0), steps(4), steps(5)] == [[4, 5], [5], []]
     assert steps(900) == [4, 5]  # that was another engine
@@ -167,7 +167,7 @@ def test_only_new_steps_are_told():
     assert len(STEPS) == 2
 
 
-def test_of_others_requests_only_that_they_run_is_told():
+def test_requests_of_other_keys_show_only_that_they_run():
     mine, other = viewer_state(LIVE, 0, "")["lives"]
     assert mine == MINE
     assert {"id", "n", "state", "phases"} <= set(other)
@@ -188,7 +188,7 @@ def words(state: ServerState, key: str | None = None) -> tuple[int, bool]:
     return answer.status_code, b"Hi" in answer.content
 
 
-def test_without_keys_nobodys_words_are_told():
+def test_without_keys_no_text_is_sent():
     engine = Watched()
     state = make_state(engine)
     assert words(state) == (403, False)
@@ -197,7 +197,7 @@ def test_without_keys_nobodys_words_are_told():
     assert words(state) == (200, True)
 
 
-def test_words_are_told_to_whose_they_are(tmp_path: Path):
+def test_text_is_sent_only_to_its_own_key(tmp_path: Path):
     """Each key is a tenant of its own, those of --api-key too."""
     file = tmp_path / "keys.json"
     file.write_text(json.dumps([{"name": "a", "key": "ka"}, {"name": "b", "key": "kb"}]))
@@ -223,7 +223,7 @@ def test_words_are_told_to_whose_they_are(tmp_path: Path):
     assert words(make_state(Gone(), api_key="k"), "k") == (404, False)
 
 
-def test_no_name_in_a_file_is_taken_for_a_plain_key(tmp_path: Path):
+def test_key_names_of_a_file_are_not_plain_keys(tmp_path: Path):
     file = tmp_path / "keys.json"
     file.write_text(json.dumps([{"name": "--api-key 1", "key": "k"}]))
     with pytest.raises(ConfigError, match="must not begin"):

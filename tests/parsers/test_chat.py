@@ -90,7 +90,7 @@ def test_a_message_with_everything():
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 7, 40, 1000])
-def test_a_stream_says_the_same(pieces: int):
+def test_a_stream_equals_the_whole_answer(pieces: int):
     whole = chat(TWO, tools=TOOLS)["message"]
     made = chat(TWO, pieces, tools=TOOLS, stream=True, stream_options={"include_usage": True})
     message = made["message"]
@@ -218,7 +218,7 @@ def test_calls_that_must_come_are_constrained():
     assert params.structured_outputs.structural_tag["format"]["elements"][-1]["type"] == "triggered_tags"  # fmt: skip
 
 
-def test_the_server_may_ask_for_more_than_the_tools_do():
+def test_the_server_may_be_stricter_than_the_tools():
     def tags(level: str, **body: Any) -> list[Any]:
         engine = ScriptedEngine(CALL)
         config = {**FORMATS, "tool_strict_level": level}
@@ -247,7 +247,7 @@ def test_tools_and_a_form_for_the_answer():
     assert [tag["type"] for tag in calls["tags"]] == ["tag"] * 3
 
 
-def test_a_model_without_a_known_format_can_be_made_to_call():
+def test_required_tools_work_without_a_known_format():
     engine = ScriptedEngine('[{"name": "f", "parameters": {"count": 1}}]')
     body = {**HI, "tools": TOOLS, "tool_choice": "required"}
     (choice,) = ask(engine, "POST", CHAT, body).json()["choices"]

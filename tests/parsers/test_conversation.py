@@ -125,7 +125,7 @@ def test_no_thoughts_use_up_the_tokens_of_a_form(state: ServerState):
     talk(state, work)
 
 
-def test_a_tool_that_must_be_called_keeps_to_its_schema(state: ServerState):
+def test_a_required_tool_call_follows_its_schema(state: ServerState):
     """Whatever the model would have liked to say."""
     book = tool("book", "Book a room.", nights="integer")
     book["function"]["parameters"] = {

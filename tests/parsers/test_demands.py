@@ -109,7 +109,7 @@ FORMS = {
 
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "openai_gptoss", "gemma4"])
-def test_an_answer_keeps_its_form_after_thoughts(kind: str, name: str) -> None:
+def test_a_response_format_applies_after_reasoning(kind: str, name: str) -> None:
     form, answer = FORMS[kind]
     asked = StructuredOutputsParams(**form)
     made = answer_or_calls(asked, REASONING[name], None)
@@ -172,7 +172,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 
 @pytest.mark.parametrize("name", sorted(TOOLS))
-def test_what_models_write_is_admitted_if_it_keeps_to_the_schema(name: str, reader: Reader) -> None:
+def test_typical_model_output_is_admitted_if_it_matches_the_schema(
+    name: str, reader: Reader
+) -> None:
     """The writers know nothing of grammars."""
     format, tools = TOOLS[name], PLAIN if name in DIALECTS else MARKED
     assert forced_format(format, tools) is format
@@ -224,7 +226,7 @@ def test_an_answer_of_a_form_may_be_a_call_instead(name: str, reader: Reader) ->
     assert not reader.admits(form, "twelve")
 
 
-def test_a_schema_that_a_format_cannot_say_is_written_as_a_list() -> None:
+def test_an_inexpressible_schema_is_written_as_a_list() -> None:
     odd = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^a"}}}
     strange = [{"type": "function", "function": {"name": "zap", "parameters": odd, "strict": True}}]
     for name, format in TOOLS.items():
@@ -284,7 +286,7 @@ def test_schemas_that_would_grow_without_end_are_written_as_a_list(name: str) ->
     )  # of a tenth; what refers to all of ``shared`` is 24 million properties long
 
 
-def test_which_parts_of_a_schema_python_can_say() -> None:
+def test_schema_parts_that_python_syntax_expresses() -> None:
     def said(**schema: Any) -> bool:
         return arguments("python", {"properties": {"a": schema}}) is not None
 
@@ -324,7 +326,7 @@ def junk(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(KEYS): junk(rng, depth + 1) for _ in range(rng.randrange(5))}
 
 
-def test_no_schema_whatever_is_in_it_raises_an_exception() -> None:
+def test_no_schema_raises_an_unexpected_exception() -> None:
     rng = random.Random(7)
     for _ in range(2500):
         schema = {"type": "object", "properties": {"p0": junk(rng), "p1": junk(rng)}, "required": ["p0"]}  # fmt: skip

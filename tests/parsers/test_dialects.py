@@ -1,4 +1,4 @@
-"""Calls and thoughts in the Messages and Responses protocols, as those who wrote the protocols read them."""
+"""Tool calls and reasoning in the Messages and Responses protocols, as the protocols' own clients read them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_events_come_in_their_order(path: str, pieces: int):
         assert parts == ["reasoning_text"] * 2 + ["output_text"] * 2
 
 
-def test_thoughts_that_are_not_asked_for_are_counted_all_the_same():
+def test_unrequested_reasoning_is_still_counted():
     count = len("<think>\nhm\n</think>")
     engine = scripted(EVERYTHING, 9)
     whole = ask(engine, "POST", RESPONSES, {"input": "hi", "include_reasoning": False}, **FORMATS).json()  # fmt: skip
@@ -160,7 +160,7 @@ def test_thoughts_that_are_not_asked_for_are_counted_all_the_same():
         (MESSAGES, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "output_config": {"effort": 7}}, "output_config.effort"),
     ],
 )  # fmt: skip
-def test_efforts_that_nobody_knows(path: str, body: dict[str, Any], field: str):
+def test_unknown_reasoning_efforts_are_refused(path: str, body: dict[str, Any], field: str):
     found = ask(ScriptedEngine("x"), "POST", path, body, **FORMATS)
     assert found.status_code == 400
     assert f"`{field}` must be one of none, minimal, low" in found.json()["error"]["message"]
@@ -221,7 +221,7 @@ def test_a_history_of_items():
     ]
 
 
-def test_thoughts_are_told_to_those_who_ask():
+def test_reasoning_is_returned_on_request():
     body = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
     for thinking, wanted in (
         (None, {}), ({"type": "disabled"}, {"enable_thinking": False}),

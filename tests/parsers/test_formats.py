@@ -1,4 +1,4 @@
-"""Every format: what its writer writes is read back, however it is cut; and what is damaged does no harm."""
+"""Every format: generated calls parse to the same calls for any chunking; damaged output raises no error."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def damaged(rng: random.Random, text: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
-def test_damage_is_read_the_same_however_it_is_cut(name: str, form: int) -> None:
+def test_damaged_output_parses_the_same_for_any_chunking(name: str, form: int) -> None:
     rng = random.Random(f"damage {name} {form}")
     for _ in range(20):
         text = damaged(rng, "Well. " * (name not in ALONE) + WRITERS[name][form](calls(rng)))
@@ -158,7 +158,7 @@ BITS = (
 )  # fmt: skip
 
 
-def test_any_heap_of_marks_is_read_the_same_however_it_is_cut() -> None:
+def test_random_markers_parse_the_same_for_any_chunking() -> None:
     """And arguments are an object of JSON wherever nothing went wrong."""
     rng = random.Random(11)
     thoughts = [mark for one in REASONING.values() for mark in (*one.starts, *one.ends)]
@@ -178,7 +178,7 @@ def test_any_heap_of_marks_is_read_the_same_however_it_is_cut() -> None:
             assert all(isinstance(found, dict) for _, found in whole.calls)
 
 
-def test_every_word_of_a_damaged_output_comes_out_once() -> None:
+def test_damaged_output_loses_and_repeats_no_text() -> None:
     """Words that stand between calls, all different."""
     rng = random.Random(5)
     for name in sorted(set(WRITERS) - ALONE):
@@ -200,7 +200,7 @@ def test_every_word_of_a_damaged_output_comes_out_once() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_hostile_text_takes_linear_time(name: str) -> None:
+def test_hostile_text_parses_in_linear_time(name: str) -> None:
     """Marks again and again, as long as a megabyte: it must not take longer than letters by much."""
     seen = {mark for state in FORMATS[name].states.values() for mark in state.markers}
     begin = WRITERS[name][0]([("f", {"text": "x", "tags": [[]]})])
@@ -260,7 +260,7 @@ def test_arguments_are_streamed() -> None:
     assert "".join(call.arguments for call in given.calls) == '{"text": "first words'
 
 
-def test_only_known_tools_make_a_call_of_bare_json() -> None:
+def test_bare_json_is_a_call_only_for_known_tools() -> None:
     text = '{"name": "Ada", "parameters": {}}'
     read = together(parser("llama3_json"), [text])
     assert (read.content, read.calls) == (text, [])

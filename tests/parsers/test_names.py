@@ -166,7 +166,7 @@ def test_prompts_open_and_close_thoughts():
     assert formats.reasoning_open("... Yes", last="Yes") is None
 
 
-def test_special_tokens_are_kept_where_they_are_marks():
+def test_special_tokens_are_kept_if_the_format_uses_them():
     kept = ModelFormats("mistral", "none", "", specials=["</s>", "[TOOL_CALLS]"])
     tools = [{"function": {"name": "f"}}]
     reading = kept.output_format(tools)

@@ -85,7 +85,7 @@ def test_no_protocol_waits_for_the_checkpoints_template(
             waits.append(wait)
 
 
-def test_a_template_of_a_request_holds_up_nobody(
+def test_a_request_template_does_not_delay_others(
     state: ServerState, trusting: UntrustedTemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ):
     served, render = threading.Event(), trusting.render

@@ -157,7 +157,7 @@ async def told(client: Any, body: dict[str, Any]) -> Any:
     return message.reasoning, message.content, calls, choice.finish_reason
 
 
-def test_nobody_sees_the_others_constraint(state: ServerState):
+def test_constraints_apply_only_to_their_own_request(state: ServerState):
     """32 requests at once answer as each does alone."""
 
     async def work(client: Any) -> None:
@@ -197,7 +197,7 @@ def bad_ones() -> dict[str, tuple[str, dict[str, Any]]]:
     }  # fmt: skip
 
 
-def test_what_is_bad_fails_alone(state: ServerState):
+def test_an_invalid_constraint_fails_alone(state: ServerState):
     async def refused(client: Any, says: str, parameter: str, body: dict[str, Any]) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**body)

@@ -16,7 +16,7 @@ from quire.platforms.base import Platform
 from quire.platforms.cpu import CpuPlatform
 
 
-def test_it_is_a_platform_that_says_what_the_facts_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_platform_reports_the_device_info(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     monkeypatch.setattr(detect, "cpu_name", lambda: "A processor")
     monkeypatch.setattr(detect, "memory", lambda: (100, 40))
@@ -36,7 +36,7 @@ def test_it_is_a_platform_that_says_what_the_facts_say(monkeypatch: pytest.Monke
     assert platform.default_num_batched_tokens == about.num_batched_tokens
 
 
-def test_it_names_what_there_is() -> None:
+def test_the_platform_lists_existing_backends_and_kernels() -> None:
     platform = CpuPlatform()
     assert set(platform.attention) <= set(BACKENDS)
     assert set(platform.kernels) <= {*MODULES, "native", "reference"}
@@ -63,7 +63,7 @@ def test_two_threads_do_not_split_a_rows_sum() -> None:
     assert done.stdout.strip() == "[]", done.stdout
 
 
-def test_a_program_that_has_set_mkl_up_keeps_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_mkl_setup_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     CpuPlatform()
     assert os.environ["MKL_CBWR"] == "COMPATIBLE"

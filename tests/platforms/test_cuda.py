@@ -39,7 +39,7 @@ def platform(allocated: int, reserved: int, free: int, monkeypatch) -> cuda.Cuda
     return cuda.CudaPlatform()
 
 
-def test_it_is_taken_when_asked_for(card, monkeypatch, caplog) -> None:
+def test_cuda_is_used_on_request(card, monkeypatch, caplog) -> None:
     monkeypatch.setattr(detect, "logger", get_logger("quire.platforms.detect"))  # it warns once
     with caplog.at_level(logging.WARNING):
         assert detect.facts().device == detect.facts().device == "cpu"
@@ -58,7 +58,7 @@ def test_it_is_taken_when_asked_for(card, monkeypatch, caplog) -> None:
         detect.facts()
 
 
-def test_it_names_what_there_is(card, monkeypatch) -> None:
+def test_the_platform_reports_its_backends_and_defaults(card, monkeypatch) -> None:
     here = platform(0, 0, 70 * GIB, monkeypatch)
     assert set(here.attention) <= set(BACKENDS)
     assert set(here.kernels) <= {*MODULES, "reference"}
@@ -68,7 +68,7 @@ def test_it_names_what_there_is(card, monkeypatch) -> None:
     assert isinstance(platform_of("cpu"), CpuPlatform)
 
 
-def test_a_plan_counts_on_what_is_free_less_a_reserve(card, monkeypatch) -> None:
+def test_the_memory_plan_uses_free_memory_minus_a_reserve(card, monkeypatch) -> None:
     here = platform(allocated=2 * GIB, reserved=3 * GIB, free=60 * GIB, monkeypatch=monkeypatch)
     assert here.memory() == Memory(80 * GIB, 61 * GIB)
     assert here.plannable(Memory(80 * GIB, 80 * GIB), GIB) == Memory(
@@ -150,7 +150,7 @@ def failing(code: int):
     return run
 
 
-def test_what_cannot_be_recorded_is_not_a_lost_device(monkeypatch) -> None:
+def test_a_failed_capture_is_not_a_lost_device(monkeypatch) -> None:
     streams = Streams(monkeypatch)
     capturer = cuda.CudaGraphCapturer()
     assert capturer.capture(lambda: torch.ones(1)).output == 1

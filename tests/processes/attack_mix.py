@@ -1,4 +1,4 @@
-"""Attacks of a few milliseconds to a second each, drawn among a soak's traffic: what `tests/attacks` does at length.
+"""Attacks of a few milliseconds to a second each, drawn among a soak's traffic; `tests/attacks` has the long ones.
 
 Knows bytes and bodies. Does not know what is answered but that it is no 5xx, save the 503 of a limit: an attack may be
 refused, answered or hung up on.

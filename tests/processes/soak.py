@@ -286,7 +286,7 @@ def leaks(before: dict[str, float], after: dict[str, float]) -> list[str]:
 
 
 def soak(server: Served, seconds: float, clients: int, seed: int) -> tuple[Soak, list[str], str]:
-    """One run: what was done, what is wrong, and the footprint in words."""
+    """The result of one run: requests, errors, and memory as text."""
     server.client.timeout = PATIENCE_S
     expected = alone(server)
     # A first round, so that what is made once has been made.

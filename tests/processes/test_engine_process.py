@@ -1,4 +1,4 @@
-"""An engine in its own process: equal to the one in ours, and nobody waits for ever when it dies or hangs."""
+"""An engine in its own process gives the same tokens, and no request waits forever when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def hang(client: ProcessClient) -> None:
 
 
 @pytest.mark.parametrize(("blow", "word"), [(die, "SIGKILL"), (hang, "no heartbeat")])
-def test_everybody_gets_an_answer_and_the_engine_comes_back(
+def test_every_request_is_answered_and_the_engine_restarts(
     start: Callable, tmp_path: Path, blow: Callable, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
@@ -165,7 +165,7 @@ def test_tokens_equal_those_of_an_engine_in_this_process_also_after_a_restart(
     assert client.epoch == 2
 
 
-def test_after_too_many_deaths_it_is_started_later(start: Callable) -> None:
+def test_after_too_many_crashes_the_restart_is_delayed(start: Callable) -> None:
     """(It stayed dead, and its server ended: four requests of one client were enough.)"""
     client = start(RestartPolicy(restarts=1, retry=6.0))
     for death in range(2):
@@ -187,7 +187,7 @@ def test_after_too_many_deaths_it_is_started_later(start: Callable) -> None:
     assert client.epoch == 3
 
 
-def test_it_is_not_replaced_where_that_is_not_wanted(start: Callable) -> None:
+def test_without_restarts_a_crash_is_final(start: Callable) -> None:
     client = start(RestartPolicy(restarts=0))
     ids = submit(client, "r", 2, LONG)
     seen = begun(client, ids)
@@ -199,8 +199,8 @@ def test_it_is_not_replaced_where_that_is_not_wanted(start: Callable) -> None:
     assert client.state().condition == "dead"
 
 
-def test_a_recording_tells_what_ran_and_its_poison_is_refused(start: Callable) -> None:
-    """Also by a front room that saw none of the deaths."""
+def test_a_request_running_at_two_crashes_is_refused(start: Callable) -> None:
+    """Also by a frontend that was not connected at the crashes."""
     client = start()
     for name in ("first", "second"):
         client.submit(EngineRequest(name, [5, 6, 7], greedy(LONG)))
@@ -228,8 +228,8 @@ def test_a_call_does_not_wait_for_a_dead_engine(start: Callable) -> None:
         client.call("stats")
 
 
-def test_it_comes_back_as_the_operator_wanted_it(start: Callable) -> None:
-    """(The new process was awake and served, though the server had been told to be paused and asleep.)"""
+def test_a_restarted_engine_keeps_its_pause_and_sleep(start: Callable) -> None:
+    """Regression: the new process was awake and served, although the operator had paused it and put it to sleep."""
     client = start()
     assert client.call("hold", "keep") == 0
     assert client.call("pause")
@@ -252,7 +252,7 @@ def test_it_comes_back_as_the_operator_wanted_it(start: Callable) -> None:
     assert {outs[-1].finish for outs in got.values()} == {"length"}
 
 
-def test_a_start_that_fails_says_why(path: str, start: Callable, tmp_path: Path) -> None:
+def test_a_failed_start_reports_the_reason(path: str, start: Callable, tmp_path: Path) -> None:
     weights = Path(path) / "model.safetensors"
     data = weights.read_bytes()
     try:
@@ -298,7 +298,7 @@ kill -CONT {0}
 """
 
 
-def test_being_frozen_together_is_no_hang(start: Callable) -> None:
+def test_suspending_both_processes_is_not_a_hang(start: Callable) -> None:
     """A paused container: host and engine stop and go on together; the host must not think the engine dead."""
     client = start(RestartPolicy(heartbeat=4.0))
     before = client.supervisor.child.pid

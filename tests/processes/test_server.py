@@ -75,14 +75,14 @@ def test_the_http_process_never_loads_torch(server: Served):
     assert any(has_torch(child) for child in children(server.process.pid))  # the check can fail
 
 
-def test_a_stream_says_what_the_whole_answer_says(server: Served):
+def test_a_stream_equals_the_whole_answer(server: Served):
     whole = server.post(TEXT, **GREEDY)["choices"][0]
     parts = streamed(server, TEXT, GREEDY)
     assert text_of(parts) == whole["text"]
     assert parts[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == "length"
 
 
-def test_many_streams_at_once_say_what_each_says_alone(server: Served):
+def test_concurrent_streams_equal_single_streams(server: Served):
     prompts = [f"{'x' * number} tale" for number in range(8)]
     alone = [server.post(TEXT, **GREEDY | {"prompt": one})["choices"][0]["text"] for one in prompts]
     together: dict[int, str] = {}
@@ -113,7 +113,7 @@ def test_a_stop_string_ends_the_text_and_never_shows(server: Served):
     until(lambda: server.metric(*counted) - before == 8)
 
 
-def test_an_output_that_goes_in_circles_ends(server: Served):
+def test_repetition_detection_ends_a_request(server: Served):
     asked = {"max_pattern_size": 1, "min_count": 3}
     again = {"logit_bias": {"97": 100}, "max_tokens": LONG, "ignore_eos": True}
     found = server.post(TEXT, **again, prompt="a", repetition_detection=asked)
@@ -127,7 +127,7 @@ def let_it_tell(server: Served) -> None:
         server.post("/reset_prefix_cache")
 
 
-def test_beams_are_the_likeliest_of_those_that_were_looked_at(server: Served):
+def test_beams_are_the_likeliest_examined(server: Served):
     """One beam is greedy; of several the best is at least as likely, and a chat streams what it answers whole."""
     counted = ("vllm:request_success_total", "vllm:e2e_request_latency_seconds_count")
     let_it_tell(server)
@@ -157,7 +157,7 @@ def test_beams_are_the_likeliest_of_those_that_were_looked_at(server: Served):
     until(lambda: server.client.get("/load").json() == {"server_load": 0})
 
 
-def test_a_search_ends_with_whoever_asked_for_it(server: Served):
+def test_a_beam_search_ends_when_its_client_disconnects(server: Served):
     body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "use_beam_search": True, "n": 4}
     counted = ("vllm:request_success_total", 'finished_reason="abort"')
     let_it_tell(server)
@@ -177,7 +177,7 @@ def test_a_search_ends_with_whoever_asked_for_it(server: Served):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_hangs_up_is_not_worked_for(server: Served, stream: bool):
+def test_a_disconnect_aborts_the_request(server: Served, stream: bool):
     body = {"prompt": ["a"] * 20, "max_tokens": LONG, "ignore_eos": True, "stream": stream}
     before = server.metric("vllm:generation_tokens_total")
     client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE_S)
@@ -194,7 +194,7 @@ def test_who_hangs_up_is_not_worked_for(server: Served, stream: bool):
     assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
-def test_too_many_at_once_are_told_to_come_back(server: Served):
+def test_requests_beyond_the_limit_get_retry_after(server: Served):
     answer = server.client.post(TEXT, json={"prompt": ["a"] * 400, "max_tokens": 2})
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) > 0
@@ -203,7 +203,7 @@ def test_too_many_at_once_are_told_to_come_back(server: Served):
     assert server.post(TEXT, **GREEDY)["choices"][0]["text"]
 
 
-def test_a_request_that_leaves_no_token_is_told_so_and_no_other(server: Served):
+def test_a_request_without_a_possible_token_fails_alone(server: Served):
     """Its first token may be "a", its second may only be "b", which is not allowed."""
     (only,) = server.post("/tokenize", prompt="a", add_special_tokens=False)["tokens"]
     asked = {"structured_outputs": {"regex": "ab"}, "allowed_token_ids": [only]}
@@ -234,7 +234,7 @@ def test_named_functions_of_the_engine(server: Served):
     assert server.client.post("/collective_rpc", json=failed).status_code == 500
 
 
-def test_the_terminal_says_what_the_server_says(server: Served, checkpoint: str):
+def test_the_cli_completion_equals_the_servers(server: Served, checkpoint: str):
     flags = ["--max-tokens", "16", "--temperature", "0", "-q", "Once"]
     said = {}
     for name, place in (("there", ["--url", server.url]), ("here", [checkpoint, "--dtype", "float32", "--kv-cache-memory-bytes", "4M"])):  # fmt: skip
@@ -249,7 +249,7 @@ def test_the_terminal_says_what_the_server_says(server: Served, checkpoint: str)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.Signals):
+def test_a_killed_or_hanging_engine_restarts(server: Served, blow: signal.Signals):
     """While 32 streams run: each ends in full or with an error, soon; and the server serves again by itself."""
     body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
     begun, ends = threading.Barrier(33), dict[int, str]()
@@ -286,7 +286,9 @@ def test_an_engine_that_is_struck_down_comes_back(server: Served, blow: signal.S
 
 @pytest.mark.usefixtures("sighup_ends")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_told_to_stop_it_ends_what_runs_and_takes_no_more(checkpoint: str, number: signal.Signals):
+def test_on_shutdown_running_requests_finish_and_new_ones_are_refused(
+    checkpoint: str, number: signal.Signals
+):
     """SIGHUP comes from a terminal that closes, to the engine's process too."""
     flags = ["--shutdown-timeout", "60", "--api-key", "k", "--kv-cache-memory-bytes", "20M"]
     with Served(checkpoint, *flags) as server:
@@ -340,7 +342,7 @@ def gone(pids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "two SIGTERMs"])
-def test_its_end_leaves_no_process_and_frees_the_port(checkpoint: str, end: str):
+def test_an_ended_server_leaves_no_process_and_frees_the_port(checkpoint: str, end: str):
     with Served(checkpoint) as server:
         body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", TEXT, json=body) as answer:
@@ -362,7 +364,7 @@ def test_its_end_leaves_no_process_and_frees_the_port(checkpoint: str, end: str)
 
 
 @pytest.mark.parametrize("where", ["full", "closed", "not read"])
-def test_outputs_that_nobody_takes_cost_the_outputs(checkpoint: str, where: str):
+def test_a_server_works_with_unwritable_stdout(checkpoint: str, where: str):
     """Standard output and error are a full disk, a closed pipe, or a pipe that is not read."""
     reading, writing = os.pipe()
     output = os.open("/dev/full", os.O_WRONLY) if where == "full" else os.dup(writing)

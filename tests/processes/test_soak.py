@@ -1,4 +1,4 @@
-"""The soak test itself: a short run finds nothing wrong, and it would see what is."""
+"""The soak test itself: a short run passes, and the soak detects leaks and wrong tokens."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_the_last_message_and_the_exit_code_of_a_child_arrive() -> None:
 
 
 @pytest.mark.parametrize("how", ["lives", "deaf"])
-def test_a_child_ends_when_it_is_stopped_or_is_killed(how: str) -> None:
+def test_a_child_is_stopped_or_killed(how: str) -> None:
     child = start(how)
     heard(child, 2)
     child.end(0.5 if how == "deaf" else 60.0)
@@ -120,7 +120,7 @@ def test_a_spawn_that_fails_leaves_no_descriptor() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_child_that_dies_before_it_reads_its_payload_is_no_error() -> None:
+def test_a_child_that_dies_before_reading_its_payload_raises_no_error() -> None:
     child = start_child("quire.no_such_module", [], b"x" * 1_000_000)
     assert how_it_ended(child, 60) == "ended with exit code 1"
 

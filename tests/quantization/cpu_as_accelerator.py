@@ -1,4 +1,4 @@
-"""A CPU that says of itself what a card would: kernels of cards run on it, in Triton's interpreter."""
+"""A CPU that reports a GPU's properties: GPU kernels run on it in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("form", WHOLE, ids=lambda form: form.name.replace(" ", "-"))
-def test_every_layout_is_kept_as_it_is(form: Form, plain: Path, tmp_path: Path) -> None:
+def test_every_layout_is_loaded_without_conversion(form: Form, plain: Path, tmp_path: Path) -> None:
     checkpoint, dense, means = quantized(plain, tmp_path, form)
     ours, theirs = build(checkpoint), build(dense)
     kept = 0
@@ -98,7 +98,9 @@ def test_a_scale_a_row_is_multiplied_as_codes(
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4_g32"])
-def test_made_while_loading(scheme: str, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_quantized_while_loading(
+    scheme: str, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The head stays; the model is moved with all that it holds."""
     dense = build(plain)
     ours = build(plain, quantization=scheme)

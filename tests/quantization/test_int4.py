@@ -124,7 +124,7 @@ def test_a_weight_is_within_half_a_step() -> None:
     assert int(found.q_OI.max()) == 15
 
 
-def test_inputs_that_make_no_groups_become_int8() -> None:
+def test_inputs_without_whole_groups_become_int8() -> None:
     weight = torch.randn(32, 48)
     assert isinstance(Int4Weight.of(weight, False, None), Int8Weight)
     assert Int4Weight.of(torch.randn(32, 96), False, None).group == 32

@@ -54,7 +54,7 @@ def answer(path: Path, **asked: Any) -> Tensor:
 # ------------------------------------------------------------------------------------ what tools leave
 
 
-def test_what_is_of_no_use_is_passed_over(made: Callable[[str], Path]) -> None:
+def test_unused_tensors_are_skipped(made: Callable[[str], Path]) -> None:
     """Biases of zeros for layers without one, scales of a cache, scales of activations."""
     path = made("ct int8")
     want = answer(path)
@@ -97,7 +97,7 @@ def test_a_quantized_head(made: Callable[[str], Path]) -> None:
     assert Runner(model).prefill(0, text).shape[1] == 128
 
 
-def test_zero_points_of_parts_that_begin_a_word(tmp_path: Path) -> None:
+def test_zero_points_are_unpacked_at_word_boundaries(tmp_path: Path) -> None:
     """Keys of 12 outputs: each part's last word of zero points is its own."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 12, "num_attention_heads": 8}
     write(Case("qwen3", "qwen3", {**sizes, "num_key_value_heads": 1}), tmp_path / "plain")
@@ -158,7 +158,7 @@ def test_one_group_is_a_scale_a_row(made: Callable[[str], Path], caplog: Any) ->
     assert "quantized: gptq, 4 bits with one scale per output channel; activations" in caplog.text
 
 
-def test_the_log_says_what_becomes_of_it(made: Callable[[str], Path], caplog: Any) -> None:
+def test_the_log_names_the_quantization_method(made: Callable[[str], Path], caplog: Any) -> None:
     path = made("fp8 blocks")
     with caplog.at_level(logging.INFO):
         build(path)
@@ -166,7 +166,7 @@ def test_the_log_says_what_becomes_of_it(made: Callable[[str], Path], caplog: An
 
 
 @pytest.mark.parametrize(("scheme", "kind"), [("int4", Int4Weight), ("int8", Int8Weight)])
-def test_an_fp8_checkpoint_may_be_made_smaller(
+def test_an_fp8_checkpoint_can_be_quantized_further(
     made: Callable[[str], Path], scheme: str, kind: type, caplog: Any
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -192,7 +192,7 @@ def test_dummy_weights_of_a_quantized_checkpoint(made: Callable[[str], Path]) ->
 
 @pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
 @pytest.mark.parametrize("name", ["gptq v2 asymmetric ordered", "awq", "ct int8", "gptq"])
-def test_the_engine_gives_the_tokens_of_its_parts(name: str, tmp_path: Path) -> None:
+def test_the_engine_produces_the_tokens_of_its_parts(name: str, tmp_path: Path) -> None:
     """By whole layers alone, and by their parts in chunks beside others."""
     form = copy.deepcopy(BY_NAME[name])
     for key in ("modules_to_not_convert", "ignore"):
@@ -263,7 +263,7 @@ def test_mistakes_are_named(spoil: Callable[[Path], str], made: Callable[[str], 
         build(path)
 
 
-def test_the_code_of_transformers_takes_no_quantized_weights(made: Callable[[str], Path]) -> None:
+def test_the_transformers_backend_refuses_quantized_weights(made: Callable[[str], Path]) -> None:
     with pytest.raises(
         Unsupported, match="quantized weights of Qwen3ForCausalLM, which runs through"
     ):

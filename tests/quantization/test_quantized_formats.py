@@ -70,7 +70,7 @@ def quantized_linears(model: nn.Module) -> Iterator[tuple[str, Linear, list[str]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name.replace(" ", "-"))
-def test_every_format_is_the_weights_it_stands_for(form: Form, plain: Path, tmp_path: Path) -> None:
+def test_every_format_decodes_to_its_weights(form: Form, plain: Path, tmp_path: Path) -> None:
     stored, dense, means = quantized(plain, tmp_path, form)
     ours, theirs = build(stored), build(dense)
     seen = 0

@@ -60,7 +60,9 @@ def test_every_name_has_one_meaning() -> None:
         ("compressed-tensors", compressed("int-quantized", **INT8), None),
     ],
 )
-def test_what_is_made_while_loading(asked: str | None, says: Any, want: str | None) -> None:
+def test_methods_that_quantize_while_loading(
+    asked: str | None, says: Any, want: str | None
+) -> None:
     assert fitting(asked, None if says is None else read(says)) == want
 
 
@@ -83,7 +85,7 @@ def test_what_is_made_while_loading(asked: str | None, says: Any, want: str | No
         (None, {**compressed("dense"), "config_groups": {}}, ConfigError, "has no config_groups"),
     ],
 )  # fmt: skip
-def test_refusals_name_what_it_is(
+def test_refusals_name_the_method(
     asked: str | None, says: Any, error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
@@ -122,7 +124,7 @@ def test_layers_that_are_left_plain(entries: list[str], left: set[str]) -> None:
     assert quantized_names(says) == want
 
 
-def test_the_head_of_gptq_is_plain_unless_it_says_so() -> None:
+def test_the_gptq_head_is_unquantized_by_default() -> None:
     assert "lm_head" not in quantized_names(gptq_config())
     assert "lm_head" in quantized_names(gptq_config(lm_head=True))
 
@@ -141,7 +143,7 @@ def test_layers_with_numbers_of_their_own() -> None:
     assert quantized_names(only) == {f"model.layers.{i}.self_attn.q_proj" for i in (0, 1, 10)}
 
 
-def test_a_group_that_names_a_layer_goes_first() -> None:
+def test_a_group_that_names_a_layer_has_priority() -> None:
     says = compressed("int-quantized", **INT8)
     four = {**INT8, "num_bits": 4, "strategy": "group", "group_size": 64}
     says["config_groups"]["group_1"] = {

@@ -1,4 +1,4 @@
-"""Bodies that are within the size limits and cost the event loop most, by name: what is sent, and where."""
+"""The most expensive bodies for the event loop within the size limits, by name: the body and its route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests whose answers golden/ stores: every route, and every error."""
+"""The requests of the golden files: every route, and every error."""
 
 from __future__ import annotations
 

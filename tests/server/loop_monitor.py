@@ -106,7 +106,7 @@ class Answer:
 
 
 def post(folder: Path, path: str, raw: bytes, client: str = "127.0.0.1", **config: Any) -> Answer:
-    """One request to an application of its own, whose front room is real and whose engine says a fixed text."""
+    """One request to a new application, with the real frontend over an engine with a fixed text."""
     if not (folder / "tokenizer.json").exists():
         make_tokenizer(folder)
 

@@ -1,4 +1,4 @@
-"""A text engine that says what it was told to: for tests of the HTTP room alone.
+"""A text engine with scripted output, for tests of HTTP alone.
 
 Its tokens are the code points of characters, so that every test can read them.
 """

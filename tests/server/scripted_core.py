@@ -1,4 +1,4 @@
-"""An engine that is told what to say: the real front room above it, no model below."""
+"""An engine with scripted tokens: the real frontend above it, no model below."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from quire.frontend.generation_config import GenerationDefaults
 EMBEDDED = Path(quire.__file__).parent / "embedded"
 
 
-def test_a_cut_by_the_model_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cap_of_the_model_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     defaults = GenerationDefaults({"max_tokens": 83})
     with caplog.at_level(logging.WARNING, logger="quire"):
         assert (defaults.max_tokens(None), defaults.max_tokens(83)) == (83, 83)

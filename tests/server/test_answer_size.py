@@ -45,7 +45,9 @@ def test_too_large_an_answer_is_refused_with_its_sum(path: str, body: dict[str, 
 
 
 @pytest.mark.parametrize(("path", "body", "total", "field"), TOO_MANY.values(), ids=TOO_MANY.keys())
-def test_at_the_limit_it_is_made(path: str, body: dict[str, Any], total: int, field: str):
+def test_an_answer_at_the_limit_is_computed(
+    path: str, body: dict[str, Any], total: int, field: str
+):
     if body.get("use_beam_search") or body.get("best_of") or body.get("logprobs") == -1:
         pytest.skip("the scripted engine cannot")
     assert ask(ScriptedEngine(), "POST", path, body, max_answer_entries=total).status_code == 200

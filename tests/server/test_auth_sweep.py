@@ -173,7 +173,7 @@ def test_a_websocket_is_closed():
         assert told == {"type": "websocket.close", "code": 1008, "reason": "Unauthorized"}
 
 
-def test_methods_of_a_client_make_no_labels():
+def test_unknown_methods_create_no_metric_labels():
     state = guarded()
     odd = [f"GET{number}" for number in range(50)] + ["FOO", "get", "P\x01", "X" * 300]
     sent = [f"{method} /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" for method in odd]

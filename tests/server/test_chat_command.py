@@ -80,7 +80,7 @@ def test_a_conversation_is_remembered(monkeypatch, capsys):
     assert "error: no such word" in err
 
 
-def test_an_interrupted_answer_is_kept_as_far_as_it_came(monkeypatch, capsys):
+def test_an_interrupted_answer_stays_in_the_conversation(monkeypatch, capsys):
     typed(monkeypatch, "a STOP b", "c", "/exit", "never")
     parrot = Parrot()
     conversation(options_of(), parrot)
@@ -140,7 +140,7 @@ def serving(state: ServerState) -> Iterator[str]:
         listener.close()
 
 
-def test_a_server_is_asked_and_its_first_model_taken(capsys):
+def test_the_servers_first_model_is_used(capsys):
     engine = ScriptedEngine("Hé", "llo")
     with serving(make_state(engine, api_key="k", served_model_name=["m1", "m2"])) as url:
         flags = ["--url", url, "--api-key", "k", "--max-tokens", "5", "--temperature", "0.5"]
@@ -157,13 +157,13 @@ def test_a_server_is_asked_and_its_first_model_taken(capsys):
     ("flags", "words"),
     [([], "answered 401: Unauthorized"), (["--api-key", "k", "--model-name", "other"], "answered 404: The model `other`")],
 )  # fmt: skip
-def test_a_servers_refusal_is_said_in_its_words(flags: list[str], words: str, capsys):
+def test_a_servers_refusal_is_shown(flags: list[str], words: str, capsys):
     with serving(make_state(ScriptedEngine(), api_key="k")) as url:
         assert chat_command.main(["--url", url, "-q", "hi", *flags]) == 1
     assert words in capsys.readouterr().err
 
 
-def test_an_error_in_mid_stream_is_said(capsys):
+def test_an_error_in_a_stream_is_shown(capsys):
     with serving(make_state(ScriptedEngine("a", QuireError("it broke")))) as url:
         assert chat_command.main(["--url", f"{url}/v1", "-q", "hi"]) == 1
     out, err = capsys.readouterr()

@@ -22,7 +22,7 @@ WORDS = ["serve", "model", "--api-key", "sk-secret", "--api_key=sk-secret", "--h
 STARS = ["serve", "model", "--api-key", "*" * 9, "--api_key=*********", "--hf-token=****", "--seed=sk-secret", "sk-secrets", ""]  # fmt: skip
 
 
-def test_words_keep_their_length_and_others_stay():
+def test_secrets_are_masked_at_equal_length():
     values = {b"sk-secret", b"hf_x"}
     found = [hidden(word.encode(), values).decode() for word in WORDS]
     assert found == STARS
@@ -30,7 +30,7 @@ def test_words_keep_their_length_and_others_stay():
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux shows it there")
-def test_other_users_do_not_see_them():
+def test_other_users_do_not_see_secrets():
     words = [sys.executable, "-c", HIDES, *WORDS]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "hidden\n"

@@ -152,7 +152,7 @@ async def test_a_flood_of_pipelined_requests_is_cut():
 
 
 @in_loop
-async def test_a_flood_does_not_grow_while_it_is_answered():
+async def test_a_pipeline_is_bounded_while_answered():
     """Each answer resumed reading, which brought thousands more."""
     protocol, wire = connected(ok)
     flood, most = GET * 50_000, 0
@@ -212,7 +212,7 @@ CHUNKED = b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
     ids=["value", "name", "url", "newlines", "extension", "trailer", "trailers", "size"],
 )  # fmt: skip
 @in_loop
-async def test_what_has_no_end_is_cut(start: bytes, piece: bytes):
+async def test_endless_heads_are_cut(start: bytes, piece: bytes):
     protocol, wire = connected(silent)
     protocol.data_received(start)
     taken, piece = 0, piece * (16_000 // len(piece))
@@ -272,7 +272,7 @@ SMUGGLED = {
 
 @pytest.mark.parametrize("headers", SMUGGLED.values(), ids=SMUGGLED.keys())
 @in_loop
-async def test_what_two_servers_could_read_differently_is_refused(headers: bytes):
+async def test_ambiguous_framing_is_refused(headers: bytes):
     async with serving() as (_, port):
         sent = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\n" + headers + b"\r\n0\r\n\r\n"
         found = await exchange(port, sent)
@@ -305,7 +305,7 @@ async def closes(port: int, sent: bytes, drip: bytes) -> bytes:
     ids=["401drip", "crlf", "crlf at first", "header", "nothing"],
 )  # fmt: skip
 @in_loop
-async def test_no_drip_holds_a_connection(
+async def test_slow_senders_are_disconnected(
     sent: bytes, drip: bytes, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patched:
@@ -315,7 +315,7 @@ async def test_no_drip_holds_a_connection(
 
 
 @in_loop
-async def test_an_answer_before_the_body_says_that_it_closes_and_can_be_read():
+async def test_an_early_answer_closes_the_connection_readably():
     """A close with unread bytes would reset the connection, and the client would lose the answer."""
     async with serving(api_key="k") as (_, port):
         for size in (100, 4 << 20):
@@ -331,7 +331,7 @@ async def test_an_answer_before_the_body_says_that_it_closes_and_can_be_read():
 
 
 @in_loop
-async def test_a_body_that_is_there_keeps_the_connection():
+async def test_a_received_body_keeps_the_connection_open():
     async with serving(api_key="k") as (_, port):
         one = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc"
         found = await exchange(port, one + one + b"GET /health HTTP/1.0\r\n\r\n")
@@ -358,7 +358,7 @@ async def test_a_body_has_a_time_in_all(monkeypatch: pytest.MonkeyPatch):
 
 
 @in_loop
-async def test_a_body_that_keeps_coming_has_its_time():
+async def test_a_steady_body_is_not_timed_out():
     state = make_state(ScriptedEngine(), receive_timeout=1.0)
     async with calling(state, CHAT, HI) as call:
         whole = call.incoming.get_nowait()["body"]
@@ -379,7 +379,7 @@ def small_window(port: int) -> socket.socket:
 
 
 @in_loop
-async def test_an_answer_that_is_not_read_is_given_up():
+async def test_an_unread_answer_is_aborted():
     ended = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -424,8 +424,8 @@ async def test_a_client_that_reads_slowly_is_served():
 
 
 @in_loop
-async def test_a_closed_connection_is_not_kept_for_what_nobody_reads():
-    """`close` waits until all is sent: for ever, where nobody reads."""
+async def test_a_closing_connection_does_not_wait_for_unread_data():
+    """`close` waits until everything is sent: forever, if the client does not read."""
     protocol, wire = connected(ok, send_timeout=10)
     protocol.data_received(b"GET /x HTTP/1.0\r\n\r\n")
     await until(lambda: wire.closed)
@@ -446,7 +446,7 @@ def allow(server: sockets.UvicornServer, count: int) -> None:
 
 
 @in_loop
-async def test_connections_that_ask_nothing_make_room():
+async def test_idle_connections_are_closed_for_new_ones():
     with ExitStack() as clients:
         async with serving() as (server, port):
             for _ in range(60):
@@ -459,7 +459,7 @@ async def test_connections_that_ask_nothing_make_room():
 
 
 @in_loop
-async def test_where_all_connections_are_busy_a_new_one_is_told():
+async def test_a_connection_beyond_the_limit_is_refused():
     with ExitStack() as clients:
         async with serving(silent) as (server, port):
             for _ in range(10):

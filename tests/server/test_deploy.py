@@ -48,7 +48,7 @@ def samples() -> dict[str, set[str]]:
     return found
 
 
-def test_every_metric_that_is_asked_for_exists_with_its_labels():
+def test_every_queried_metric_exists_with_its_labels():
     known = samples()
     for query in queries():
         names = METRIC.findall(query)
@@ -81,7 +81,7 @@ def test_the_dashboard_has_its_four_rows_and_no_panel_on_another():
         taken |= cells
 
 
-def test_alerts_say_what_to_do():
+def test_alerts_name_the_remedy():
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)
     assert all(rule["annotations"]["summary"].endswith(".") and rule["for"] for rule in rules())

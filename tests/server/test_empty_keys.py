@@ -57,7 +57,7 @@ def test_a_yaml_file_with_an_empty_key(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("key", ["", " ", "\n", "a\n", "a\x00b"])
-def test_a_program_that_makes_its_own_configuration(key: str, tmp_path: Path):
+def test_empty_keys_are_refused_in_a_programs_own_config(key: str, tmp_path: Path):
     for given in (key, [key], ["real", key]):
         with pytest.raises(ConfigError):
             ApiKeys(ServerConfig(api_key=given))

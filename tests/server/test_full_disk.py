@@ -1,4 +1,4 @@
-"""Outputs, metrics and accounts whose disk is full, whose reader has gone, or who are not read: they cost themselves."""
+"""Log output, metrics and usage files on a full disk or an unread pipe: only they are lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def written(output: Output, count: int) -> threading.Thread:
     return thread
 
 
-def test_a_pipe_that_is_not_read_holds_nobody_up():
+def test_an_unread_pipe_delays_no_request():
     """(A line more than the pipe takes, and the event loop stood for ever.)"""
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream, os.fdopen(reading, "rb", buffering=0) as reader:
@@ -57,7 +57,7 @@ def test_a_pipe_that_is_not_read_holds_nobody_up():
         output.close()
 
 
-def test_a_socket_that_is_not_read_holds_nobody_up():
+def test_an_unread_socket_delays_no_request():
     ours, theirs = sockets.socketpair()
     with ours, theirs, os.fdopen(os.dup(ours.fileno()), "w") as stream:
         output = Output(stream)
@@ -85,7 +85,7 @@ def test_a_closed_pipe_and_a_full_disk_cost_the_lines():
         handler.close()
 
 
-def test_a_file_gets_every_line_behind_what_it_has(tmp_path: Path):
+def test_log_lines_are_appended_to_a_file(tmp_path: Path):
     path = tmp_path / "log"
     path.write_text("before\n")
     with path.open("r+") as stream:
@@ -135,7 +135,7 @@ def test_a_file_of_values_grows_with_its_blocks(tmp_path: Path):
     again.close()
 
 
-def test_files_that_cannot_be_read_tell_nothing(tmp_path: Path):
+def test_unreadable_files_are_ignored(tmp_path: Path):
     collector = MergedCollector(str(tmp_path), legacy=True)
     (tmp_path / "counter_1.db").write_bytes(b"\xff\xff\xff\x7f")
     assert list(collector.collect()) == []

@@ -1,6 +1,6 @@
 """Thousands of random and mutated requests: no answer is a 5xx, none hangs, nothing stays behind.
 
-The real front room stands behind the routes; the engine says a fixed text. Good requests run between the odd ones
+The real frontend is behind the routes; the engine has a fixed text. Good requests run between the odd ones
 and get their answers as if they were alone.
 """
 
@@ -113,7 +113,7 @@ def test_no_request_breaks_the_server_ever(seed: int, tmp_path: Path):
     fuzz(tmp_path, seed, 4000)
 
 
-def test_odd_requests_are_the_same_again():
+def test_generated_requests_are_reproducible():
     one, two = random.Random(5), random.Random(5)
     assert [malformed_requests.request(one) for _ in range(200)] == [
         malformed_requests.request(two) for _ in range(200)

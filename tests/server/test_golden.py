@@ -67,7 +67,7 @@ def test_answers_match_the_golden_files(group: str):
         assert rendered(name, case) == known[name]
 
 
-def test_only_listed_errors_keep_their_message():
+def test_only_listed_errors_freeze_their_message():
     worded = rendered("no-key", REFUSALS["no-key"])
     assert "Unauthorized" in worded
     free = rendered("stream-options", REFUSALS["stream-options"])

@@ -1,4 +1,4 @@
-"""Keys, limits of bodies, and what a client may not make long."""
+"""Keys, limits of bodies, and bounds on what a client can make the server log."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_spelling_of_a_path_gets_past_the_key(path: str):
     assert asyncio.run(go()) == 401
 
 
-def test_a_root_path_is_taken_off_before_the_key_is_asked_for():
+def test_a_root_path_is_stripped_before_the_key_check():
     state = make_state(ScriptedEngine(), api_key="k")
 
     async def go(path: str) -> int:
@@ -63,7 +63,7 @@ def test_a_root_path_is_taken_off_before_the_key_is_asked_for():
 
 
 @pytest.mark.parametrize("given", ["k", "Bearer", "Bearer ", "Bearer kk", "Bearer K", "Basic k", "Bearer k k"])  # fmt: skip
-def test_what_is_not_the_key(given: str):
+def test_wrong_keys_are_refused(given: str):
     answer = ask(ScriptedEngine(), "GET", "/version", headers={"Authorization": given}, api_key="k")
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -80,7 +80,7 @@ def test_keys_that_are_not_ascii():
     assert asyncio.run(go()) == 200
 
 
-def test_a_body_is_limited_though_its_length_is_not_told():
+def test_a_chunked_body_is_limited():
     state = make_state(ScriptedEngine(), max_body_bytes=1000)
 
     async def parts():
@@ -98,7 +98,7 @@ def test_a_body_is_limited_though_its_length_is_not_told():
     assert "1000 bytes" in answer.json()["error"]["message"]
 
 
-def test_a_body_that_never_ends_is_not_waited_for_when_its_length_is_told():
+def test_a_too_long_content_length_is_refused_at_once():
     state = make_state(ScriptedEngine(), max_body_bytes=10)
 
     async def go() -> int:
@@ -108,7 +108,7 @@ def test_a_body_that_never_ends_is_not_waited_for_when_its_length_is_told():
     assert asyncio.run(go()) == 413
 
 
-def test_null_is_not_given():
+def test_null_means_unset():
     fields = ("model", "n", "temperature", "stop", "seed", "logprobs", "stream", "stream_options", "guided_json",
               "tools", "response_format", "max_tokens")  # fmt: skip
     engine = ScriptedEngine()
@@ -132,11 +132,11 @@ def test_the_best_of_several_answers_in_a_chat():
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "best_of")
 
 
-def test_an_unknown_field_is_ignored_and_said():
+def test_an_unknown_field_is_ignored_and_logged():
     assert ask(ScriptedEngine(), "POST", CHAT, HI | {"temprature": 0.5}).status_code == 200
 
 
-def test_a_path_of_this_machine_is_not_told():
+def test_local_paths_are_not_disclosed():
     engine = ScriptedEngine(ValueError("cannot read /home/me/model/config.json"))
     error = ask(engine, "POST", CHAT, HI).json()["error"]
     assert "/home/me" not in error["message"]
@@ -151,7 +151,7 @@ def test_an_echoed_value_is_cut():
     assert len(answer.text) < 3000
 
 
-def test_the_servers_own_settings_are_told_without_keys():
+def test_settings_are_shown_without_keys():
     state = make_state(ScriptedEngine(), api_key="secret-key", hf_token="secret-token")
     state.dev_mode = True
     answer = ask(
@@ -172,7 +172,7 @@ def test_metrics_have_errors_and_the_engine():
     assert "vllm:num_requests_running" in text
 
 
-def test_a_body_that_stops_coming_is_given_up():
+def test_a_stalled_body_times_out():
     state = make_state(ScriptedEngine(), receive_timeout=0.05)
 
     async def go() -> int:
@@ -184,7 +184,7 @@ def test_a_body_that_stops_coming_is_given_up():
     assert asyncio.run(go()) == 408
 
 
-def test_a_request_is_logged_when_that_is_asked_for(caplog: pytest.LogCaptureFixture):
+def test_requests_are_logged_if_enabled(caplog: pytest.LogCaptureFixture):
     for wanted in (False, True):
         caplog.clear()
         with caplog.at_level(logging.INFO):
@@ -241,9 +241,7 @@ BAD_IDS = [
 
 
 @pytest.mark.parametrize("name", BAD_IDS)
-def test_a_name_that_could_not_stand_in_a_log_is_refused_wherever_it_is_given(
-    name: str, caplog: pytest.LogCaptureFixture
-):
+def test_names_unsafe_for_logs_are_refused(name: str, caplog: pytest.LogCaptureFixture):
     state = make_state(
         ScriptedEngine("x"), enable_log_requests=True, enable_request_id_headers=True
     )
@@ -285,7 +283,7 @@ def test_each_limit_is_a_setting(
         assert answer.status_code == status, answer.text
 
 
-def test_the_document_says_what_a_proxy_takes_off():
+def test_the_openapi_document_contains_the_root_path():
     for root, servers in (("/api", [{"url": "/api"}]), (None, None)):
         found = ask(ScriptedEngine(), "GET", "/openapi.json", root_path=root).json()
         assert found.get("servers") == servers

@@ -52,7 +52,7 @@ def test_names_of_this_machine(host: str):
 
 
 @pytest.mark.parametrize("host", FOREIGN)
-def test_a_foreign_name_gets_nothing(host: str):
+def test_a_foreign_host_name_is_refused(host: str):
     engine = ScriptedEngine("x")
     state = state_with(engine)
     state.dev_mode = True
@@ -73,7 +73,7 @@ def test_a_foreign_name_gets_nothing(host: str):
         assert asyncio.run(raw("GET", path, host)) == 200
 
 
-def test_the_refusal_names_the_remedy_in_the_words_of_the_protocol():
+def test_the_refusal_names_the_remedy_in_the_protocols_format():
     state = state_with(ScriptedEngine())
     for path in (CHAT, "/v1/messages"):
         answer = ask(None, "POST", path, HI, {"Host": "evil.example"}, state)
@@ -104,7 +104,7 @@ def test_names_that_are_allowed():
         assert answer.status_code == status, host
 
 
-def test_a_key_is_no_substitute_for_a_name_that_was_asked_for():
+def test_a_valid_key_does_not_replace_an_allowed_host():
     state = state_with(ScriptedEngine(), allowed_hosts=["a.b"], api_key="k")
     key = {"Authorization": "Bearer k"}
     for host, statuses in (("a.b", (401, 200)), ("evil.example", (403, 403))):
@@ -147,7 +147,7 @@ def test_the_name_in_a_header(host: str, name: str):
 @pytest.mark.parametrize(
     ("more", "limited"), [({}, True), ({"api_key": "k"}, False), ({"allowed_hosts": ["a.b"]}, True)]
 )
-def test_a_server_that_listens_looks_at_them(more: dict[str, Any], limited: bool):
+def test_a_listening_server_checks_host_names(more: dict[str, Any], limited: bool):
     config = make_state(None, host="127.0.0.1", port=0, **more).config
     with sockets.bind(config.server) as listener:
         serving = ServerProcess(config, listener, None, ApiKeys(config.server))

@@ -47,7 +47,7 @@ def told(answer: httpx.Response) -> str:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute", "max_concurrency"])
-def test_what_is_refused_is_neither_rendered_nor_tokenized(tmp_path: Path, path: str, limit: str):
+def test_refused_requests_are_neither_rendered_nor_tokenized(tmp_path: Path, path: str, limit: str):
     engine = Working()
     state = state_of(tmp_path, A | {limit: 1}, engine=engine)
     assert state.tenants is not None
@@ -105,7 +105,7 @@ def test_requests_that_only_tokenize_are_limited(tmp_path: Path, path: str):
     assert found == [200, 200, 429]
 
 
-def test_concurrency_is_given_back_however_a_request_ends(tmp_path: Path):
+def test_a_concurrency_slot_is_freed_for_every_kind_of_end(tmp_path: Path):
     engine = Working("a", "b")
     state = state_of(tmp_path, A | {"max_concurrency": 4}, engine=engine)
     assert state.tenants is not None

@@ -45,7 +45,7 @@ def told(answer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=BODIES.keys())
-def test_a_large_answer_says_what_a_small_one_says(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch):  # fmt: skip
+def test_a_large_answer_has_the_same_content(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch):  # fmt: skip
     small = ask(ScriptedEngine(), "POST", path, body)
     monkeypatch.setattr(generation, "LARGE_ENTRIES", 0)
     large = ask(ScriptedEngine(), "POST", path, body)
@@ -122,7 +122,7 @@ class Long(ScriptedEngine):
 ASKED = {"prompt": "a", "n": 4, "logprobs": 20, "max_tokens": 4000}
 
 
-def test_the_event_loop_makes_no_large_answer():
+def test_large_answers_are_built_outside_the_event_loop():
     """CPU time of the loop's thread: 336,000 entries took it a second."""
     state = make_state(Long())
 
@@ -139,7 +139,7 @@ def test_the_event_loop_makes_no_large_answer():
     assert spent < 0.3
 
 
-def test_a_large_response_is_made_while_it_is_sent(monkeypatch: pytest.MonkeyPatch):
+def test_a_large_response_is_built_while_sending(monkeypatch: pytest.MonkeyPatch):
     """(All its log-probabilities were objects at once.)"""
     made: list[Any] = []
     made_before: list[int] = []
@@ -162,7 +162,7 @@ def test_a_large_response_is_made_while_it_is_sent(monkeypatch: pytest.MonkeyPat
     assert made_before == [0]
 
 
-def test_what_is_not_taken_is_not_made():
+def test_an_unread_response_is_not_built():
     """And nothing more is made for a client that hangs up."""
     made: list[threading.Thread] = []
 

@@ -1,4 +1,4 @@
-"""A server's life without an engine: told to stop at awkward moments, it ends, and with the right status."""
+"""A server without an engine: stopped at any moment, it ends with the right exit status."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def serving_of(listener: socket, client: Any, start: Any) -> ServerProcess:
     return serving
 
 
-def test_told_to_stop_in_the_last_moment_of_loading(listener: socket):
+def test_a_stop_at_the_end_of_loading_is_obeyed(listener: socket):
     """(It looked like an engine that had died, which is status 1.)"""
 
     async def start() -> None:
@@ -57,7 +57,7 @@ def test_told_to_stop_in_the_last_moment_of_loading(listener: socket):
     assert lived(serving) == 0
 
 
-def test_it_ends_though_all_threads_wait_for_the_engine(listener: socket):
+def test_shutdown_ends_although_all_threads_wait(listener: socket):
     """(The engine's end stood in line behind those whom only it could release.)"""
     closed = threading.Event()
 
@@ -95,7 +95,9 @@ sys.exit(status)
 
 @pytest.mark.usefixtures("interruptible", "sighup_ends")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_it_can_be_stopped_while_it_loads_the_model_itself(tmp_path: Path, number: signal.Signals):
+def test_a_single_process_server_can_be_stopped_while_loading(
+    tmp_path: Path, number: signal.Signals
+):
     """(It went on loading, and then it ended.)"""
     place = tmp_path / "socket"
     words = [sys.executable, "-c", LOADS_FOR_EVER, str(place)]
@@ -110,7 +112,7 @@ def test_it_can_be_stopped_while_it_loads_the_model_itself(tmp_path: Path, numbe
     assert not place.exists()
 
 
-def test_under_nohup_a_terminal_that_closes_does_not_end_it(tmp_path: Path):
+def test_under_nohup_sighup_does_not_end_the_server(tmp_path: Path):
     place = tmp_path / "socket"
     words = ["nohup", sys.executable, "-c", LOADS_FOR_EVER, str(place)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as server:  # fmt: skip
@@ -147,7 +149,7 @@ def test_the_keeper_of_several_processes_ends_at_sighup_or_reads_the_keys(
     front.send_signal.assert_called_once_with(STOP if key_file is None else signal.SIGHUP)
 
 
-def test_a_process_that_starts_while_all_are_told_to_stop_is_told_too(
+def test_a_worker_that_starts_during_shutdown_is_stopped(
     listener: socket, monkeypatch: pytest.MonkeyPatch
 ):
     """(It served on until it was killed.)"""

@@ -51,7 +51,7 @@ def test_a_server_may_have_as_many_connections_as_the_system_allows():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_head_that_is_too_long_is_refused_while_it_comes():
+def test_a_too_long_head_is_refused_while_receiving():
     head = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     many = b"".join(b"x-%d: %s\r\n" % (at, b"y" * 100) for at in range(20))
     config = ServerConfig(host="127.0.0.1", port=0, h11_max_incomplete_event_size=1000)
@@ -77,14 +77,14 @@ def test_a_head_that_does_not_come_is_not_waited_for():
     assert any(answer.startswith(b"HTTP/1.1 200") for answer in good)
 
 
-def test_clients_give_up_idle_connections_before_the_server_does():
+def test_the_servers_idle_timeout_exceeds_that_of_clients():
     """(Both did after 5 s; a request that was on its way just then failed.)"""
     app = build_app(make_state(ScriptedEngine()))
     server = sockets.http_server(app, ServerConfig(host="127.0.0.1", port=0))
     assert server.config.timeout_keep_alive > 90 > (httpx.Limits().keepalive_expiry or 0)
 
 
-def test_a_taken_port_is_said_before_anything_is_loaded():
+def test_a_port_in_use_is_reported_before_loading():
     with sockets.bind(ServerConfig(host="127.0.0.1", port=0)) as first:
         first.listen()
         port = first.getsockname()[1]
@@ -92,12 +92,12 @@ def test_a_taken_port_is_said_before_anything_is_loaded():
             sockets.bind(ServerConfig(host="127.0.0.1", port=port))
 
 
-def test_an_address_that_is_not_ours():
+def test_an_unavailable_address_is_reported():
     with pytest.raises(ConfigError, match="--host"):
         sockets.bind(ServerConfig(host="192.0.2.1", port=0))
 
 
-def test_loopback_unless_a_key_guards_it(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_key_the_server_listens_on_loopback(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sockets, "in_container", lambda: False)
     assert sockets.host_of(ServerConfig()) == "127.0.0.1"
     assert sockets.host_of(ServerConfig(api_key="k")) == "0.0.0.0"
@@ -128,7 +128,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path):
      (ServerConfig(), ("::", 80, 0, 0), "http://[::1]:80"),
      (ServerConfig(ssl_certfile="x"), ("10.0.0.1", 443), "https://10.0.0.1:443")],
 )  # fmt: skip
-def test_the_address_that_is_told_can_be_reached(
+def test_the_printed_address_is_reachable(
     config: ServerConfig, name: tuple[object, ...], url: str, monkeypatch: pytest.MonkeyPatch
 ):
     class Fake(socket.socket):
@@ -194,7 +194,7 @@ def test_quiet_paths_are_not_in_the_access_log():
     assert not below.filter(logging.LogRecord("x", 20, "", 1, "%s", ("1", "GET", "/api/v1/models"), None))  # fmt: skip
 
 
-def test_the_curl_line_says_nothing_secret():
+def test_the_curl_line_contains_no_secret():
     config = make_state(None, api_key="secret").config
     line = curl_line(config, "http://127.0.0.1:8000", "a'b", chats=True)
     assert "secret" not in line
@@ -210,7 +210,7 @@ def test_a_failed_start_is_one_report():
     assert "Traceback" in report
 
 
-def test_the_stages_of_a_start_are_all_of_it() -> None:
+def test_startup_stages_cover_the_whole_start() -> None:
     lines = stages_table(
         [("importing torch", 1.5), ("short", 0.001), ("loading the model", 2.25)], 5.0
     )

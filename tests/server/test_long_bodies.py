@@ -1,4 +1,4 @@
-"""Long bodies: read field by field, they mean what short ones mean; what is too much is refused by its field's name."""
+"""Long bodies, parsed field by field, give the same requests as short ones; too long fields are refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def outcome(call: Any) -> Any:
         return error.status, error.message.split(":")[0], error.param
 
 
-def test_long_bodies_mean_what_short_ones_mean():
+def test_long_bodies_parse_like_short_ones():
     draw, taken = random.Random(3), 0
     for _ in range(1500):
         _, path, _, raw = malformed_requests.request(draw)
@@ -55,7 +55,7 @@ def test_long_bodies_mean_what_short_ones_mean():
     [5] * 200_000, [[7, 8, 9] * 1000] * 100, ["a b"] * 90_000, [1, "a", 2] * 40_000, "x" * 400_000, [True] * 100_000, [1.0] * 100_000,
     [[1, 2], "a"] * 20_000, ["1,2[3]{4}" * 10] * 10_000, [-1] * 150_000, [[]] * 100, [[5] * 200_000],
 ])  # fmt: skip
-def test_long_prompts_mean_what_short_ones_mean(prompt: Any):
+def test_long_prompts_are_treated_like_short_ones(prompt: Any):
     kind = BODIES[TEXT]
     raw = json.dumps({"prompt": prompt}).encode()
     assert outcome(lambda: read_long(raw, kind)) == outcome(lambda: read_short(raw, kind))
@@ -92,7 +92,7 @@ def test_too_many_values_are_refused_by_their_field():
     ("/v1/responses", "metadata", {"a": "x" * (64 << 10)}), ("/v1/messages", "stop_sequences", ["x" * (MAX_STOP + 1)]),
     ("/detokenize", "tokens", [5] * ((1 << 19) + 1)),
 ])  # fmt: skip
-def test_what_is_too_long_is_refused_by_its_name(path: str, field: str, value: Any):
+def test_too_long_fields_are_refused_by_name(path: str, field: str, value: Any):
     body = {"prompt": "hi", "max_tokens": 4} if path == TEXT else {"messages": HI, "max_tokens": 4}
     body = {"input": "hi"} if path == "/v1/responses" else body
     answer = ask(ScriptedEngine(), "POST", path, body | {field: value})
@@ -107,7 +107,7 @@ def test_what_is_too_long_is_refused_by_its_name(path: str, field: str, value: A
     (CHAT, "chat_template_kwargs", {"a": "x" * 60_000}), (CHAT, "tools", [{"type": "function", "function": {"name": f"f{at}", "description": "x" * 2000}} for at in range(500)]),
     (TEXT, "zz", [[]] * (1 << 20)),
 ])  # fmt: skip
-def test_what_is_not_too_long_is_taken(path: str, field: str, value: Any):
+def test_fields_at_the_limit_are_accepted(path: str, field: str, value: Any):
     body = {"prompt": "hi", "max_tokens": 4} if path == TEXT else {"messages": HI, "max_tokens": 4}
     engine = ScriptedEngine()
     answer = ask(engine, "POST", path, body | {field: value}, tool_call_parser="hermes")

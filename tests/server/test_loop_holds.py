@@ -36,22 +36,22 @@ def check(folder: Path, name: str, size: int) -> Answer:
 
 
 @pytest.mark.parametrize("name", costly_bodies.CASES)
-def test_no_short_body_holds_the_loop(folder: Path, name: str):
+def test_no_short_body_blocks_the_event_loop(folder: Path, name: str):
     check(folder, name, costly_bodies.SMALL)
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_no_long_body_holds_the_loop(folder: Path, name: str):
+def test_no_long_body_blocks_the_event_loop(folder: Path, name: str):
     check(folder, name, MOST_BODY - 100)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in costly_bodies.CASES if name not in LONG])
-def test_no_body_at_all_holds_the_loop(folder: Path, name: str):
+def test_a_body_at_the_size_limit_does_not_block_the_event_loop(folder: Path, name: str):
     check(folder, name, MOST_BODY - 100)
 
 
-def test_the_monitor_sees_a_callback_that_holds_the_loop():
+def test_the_monitor_detects_a_blocking_callback():
     def busy() -> None:
         until = time.thread_time() + 2 * LIMIT_S
         while time.thread_time() < until:

@@ -1,4 +1,4 @@
-"""What is counted of HTTP requests, and that clients cannot make it grow."""
+"""Metrics of HTTP requests; clients cannot add labels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_requests_are_counted_by_route_and_outcome():
     assert "http_request_duration_highr_seconds_count 3.0" in text
 
 
-def test_made_up_paths_make_no_labels():
+def test_unknown_paths_create_no_labels():
     state = make_state(ScriptedEngine("a"))
     for number in range(20):
         ask(None, "GET", f"/made/up/{number}", state=state)
@@ -56,7 +56,7 @@ def test_rates_have_their_old_names():
     assert 'vllm:avg_generation_throughput_toks_per_s{engine="0",model_name="toy"} 3.0' in text
 
 
-def test_the_time_in_the_queue_is_told_apart_from_the_rest():
+def test_queue_time_is_a_metric_of_its_own():
     state = make_state(ScriptedEngine())
     timer = RequestTimer(state.metrics, arrived=100.0, first=103.0, last=107.0)
     times = RequestMetrics(queued_ts=50.0, scheduled_ts=52.0, num_preemptions=1)
@@ -76,7 +76,7 @@ def test_the_time_in_the_queue_is_told_apart_from_the_rest():
         assert f'vllm:{name}_sum{{engine="0",model_name="toy"}} {value}' in text, name
 
 
-def test_gaps_that_are_told_together_count_as_if_told_one_by_one():
+def test_batched_gaps_count_like_single_ones():
     name = "vllm:inter_token_latency_seconds"
     gaps = [0.0, 0.01, 0.010001, 0.03, 0.03, 79.0, 80.0, 81.0]
     texts = []
@@ -93,7 +93,7 @@ def test_gaps_that_are_told_together_count_as_if_told_one_by_one():
     assert f'{name}_count{{engine="0",model_name="toy"}} 8.0' in texts[0]
 
 
-def test_gaps_of_a_stream_are_seen_before_it_ends():
+def test_gaps_of_a_stream_are_counted_before_its_end():
     state = make_state(ScriptedEngine())
     timer = RequestTimer(state.metrics)
     count = 'vllm:inter_token_latency_seconds_count{engine="0",model_name="toy"}'
@@ -128,7 +128,7 @@ def test_old_names_and_buckets_are_a_choice():
         ({"request_latency": [True]}, "increasing"),
     ],
 )
-def test_odd_buckets_are_refused(wanted: dict[str, object], why: str):
+def test_invalid_buckets_are_refused(wanted: dict[str, object], why: str):
     with pytest.raises(ConfigError, match=why):
         ServerMetrics("toy", custom=wanted)
 
@@ -183,7 +183,7 @@ def test_refusals_name_the_limit_that_was_reached():
         assert line in state.metrics.render().decode()
 
 
-def test_those_who_wait_are_told_apart():
+def test_waiting_requests_are_counted_by_reason():
     metrics = ServerMetrics("toy")
     metrics.attach(lambda: EngineStats(waiting=5, deferred=2), 10, {})
     text = metrics.render().decode()

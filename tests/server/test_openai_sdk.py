@@ -71,7 +71,7 @@ def test_chat_whole_and_streamed_are_the_same():
     with_client(make_state(ScriptedEngine()), work)
 
 
-def test_the_clients_own_way_to_gather_a_stream():
+def test_the_clients_stream_helper_collects_a_stream():
     async def work(client: Any) -> None:
         async with client.chat.completions.stream(model="toy", messages=HI) as stream:
             kinds = {event.type async for event in stream}
@@ -222,7 +222,7 @@ def test_a_rate_limit_is_the_clients_exception(tmp_path: Any):
     with_client(make_state(ScriptedEngine(), api_key_file=str(keys)), work)
 
 
-def test_it_tries_again_when_it_is_told_to():
+def test_the_client_retries_after_retry_after():
     state = make_state(None)
 
     async def work(client: Any) -> None:

@@ -54,7 +54,7 @@ def test_a_panic_is_a_500_in_json(path: str):
         assert answer.json()["type"] == "error"
 
 
-def test_a_panic_within_a_stream_ends_it_with_an_error():
+def test_a_panic_in_a_stream_ends_it_with_an_error():
     engine = Panicking(PanicException("called `Option::unwrap()`"), streamed=True)
     told = frames(ask(engine, "POST", CHAT, {**HI, "stream": True}).text)
     assert told[-1] == "[DONE]"
@@ -62,7 +62,7 @@ def test_a_panic_within_a_stream_ends_it_with_an_error():
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_what_ends_the_program_or_the_task_passes(kind: type[BaseException]):
+def test_exits_and_cancellations_are_not_caught(kind: type[BaseException]):
     async def go() -> None:
         state = make_state(Panicking(kind()))
         async with browser(state) as client:

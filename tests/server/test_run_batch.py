@@ -32,7 +32,7 @@ def answered(lines: list[bytes], engine: ScriptedEngine | None = None) -> list[d
     return asyncio.run(go())
 
 
-def test_answers_come_in_order_and_only_so_many_are_under_way(monkeypatch: pytest.MonkeyPatch):
+def test_answers_are_in_order_and_concurrency_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_batch, "AHEAD", 3)
     engine = ScriptedEngine("ok")
     found = answered(lines_of(*(request(n, prompt=f"p{n}") for n in range(10)), b"\n"), engine)

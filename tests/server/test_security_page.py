@@ -58,7 +58,7 @@ def wrong(text: str) -> list[str]:
     return found
 
 
-def test_each_limit_is_what_the_code_holds():
+def test_documented_limits_equal_the_codes():
     text = PAGE.read_text(encoding="utf-8")
     assert len(rows(text)) > 30
     assert wrong(text) == []

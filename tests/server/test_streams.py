@@ -126,7 +126,7 @@ async def test_silence_is_filled_with_comments():
 
 
 @in_loop
-async def test_headers_go_out_though_the_first_token_takes_long(monkeypatch: pytest.MonkeyPatch):
+async def test_headers_are_sent_before_the_first_token(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sse, "HEADERS_AFTER_S", 0.05)
     engine = ScriptedEngine("a")
     state = make_state(engine)
@@ -156,7 +156,7 @@ async def test_an_error_after_the_headers_is_an_event_and_the_stream_ends(
 
 @in_loop
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_timeout_aborts_and_says_so(stream: bool):
+async def test_a_timeout_aborts_with_an_error(stream: bool):
     engine = waiting("a", "b")
     state = make_state(engine)
     async with browser(state) as client:
@@ -190,7 +190,7 @@ async def test_two_requests_of_one_id_do_not_meet():
 
 
 @in_loop
-async def test_a_pause_holds_new_requests_back():
+async def test_a_pause_delays_new_requests():
     engine = ScriptedEngine("a")
     state = make_state(engine)
     state.dev_mode = True

@@ -1,4 +1,4 @@
-"""Keys from a file: whose request it is, what each may, and that none sees another."""
+"""Keys from a file: the tenant of a request, its limits, and its isolation from other tenants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAY = {"prompt": "ab"}
 
 
 class Clock:
-    """Time that goes on when told to."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -60,7 +60,7 @@ def ask(state: ServerState, key: str, body: Any = None, path: str = TEXT) -> htt
 A, B = {"name": "a", "key": "ka"}, {"name": "b", "key": "kb", "weight": 3}
 
 
-def test_the_engine_is_told_who_asks(tmp_path: Path):
+def test_requests_carry_their_tenant(tmp_path: Path):
     state = state_of(tmp_path, A, B, api_key="plain")
     for key in ("ka", "kb", "plain"):
         assert ask(state, key).status_code == 200
@@ -133,14 +133,14 @@ def asked_with_key(state: ServerState, key: str | None) -> httpx.Response:
     return asyncio.run(go())
 
 
-def test_what_is_refused_costs_nothing(tmp_path: Path):
+def test_refused_requests_are_not_charged(tmp_path: Path):
     state = state_of(tmp_path, A | {"requests_per_minute": 1})
     assert ask(state, "ka", {"prompt": "x", "n": 0}).status_code == 400
     assert ask(state, "ka").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_a_minute_are_paid_when_they_are_made(tmp_path: Path, stream: bool):
+def test_tokens_per_minute_are_charged_as_generated(tmp_path: Path, stream: bool):
     clock = Clock()
     state = state_of(tmp_path, A | {"tokens_per_minute": 6}, clock=clock)
     body = SAY | {"stream": stream}
@@ -223,7 +223,7 @@ def test_yaml(tmp_path: Path):
      ('[{"name": "a", "key": "secret"}, {"name": "a", "key": "x"}]', "same `name`"),
      ('[{"name": "a", "key": "secret"}, {"name": "b", "key": "secret"}]', "same `key`")],
 )  # fmt: skip
-def test_mistakes_in_the_file_are_named_and_no_key_is_told(tmp_path: Path, text: str, words: str):
+def test_key_file_errors_name_the_field_but_no_key(tmp_path: Path, text: str, words: str):
     path = tmp_path / "keys.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words) as error:
@@ -232,7 +232,7 @@ def test_mistakes_in_the_file_are_named_and_no_key_is_told(tmp_path: Path, text:
     assert "secret" not in repr(TenantKey(name="a", key="secret"))
 
 
-def test_a_bucket_never_holds_more_than_a_minutes_worth():
+def test_a_token_bucket_holds_at_most_one_minute():
     clock = Clock()
     bucket = RateLimit(60, clock)
     bucket.take(70)
@@ -246,7 +246,7 @@ def test_no_limits_no_headers():
     assert Tenant(TenantKey(name="a", key="k")).headers() == {}
 
 
-def test_processes_share_what_a_key_may(tmp_path: Path):
+def test_processes_share_the_limits_of_a_key(tmp_path: Path):
     """Two of them, each with its own connections; the limits are the key's."""
     entry = A | {"requests_per_minute": 3, "tokens_per_minute": 100, "max_concurrency": 2}
     server, clock = ServerConfig(api_key_file=key_file(tmp_path, entry)), Clock()

@@ -79,7 +79,7 @@ def test_a_stop_string_never_shows(folder: Path, step: int, path: str):
         assert len(aborted) == 1  # the engine would have gone on
 
 
-def test_what_might_have_been_a_stop_string_is_shown_in_the_end(folder: Path):
+def test_a_partial_stop_string_is_shown_at_the_end(folder: Path):
     raw, aborted = say(folder, "a <EN", 1, TEXT, {"prompt": "x", "stop": "<END>"})
     assert "".join(texts(raw)) == "a <EN"
     assert not aborted
@@ -102,7 +102,7 @@ def test_random_stop_strings_in_random_texts(folder: Path):
         assert "\ufffd" not in "".join(parts)
 
 
-def test_the_stop_string_is_part_of_the_text_when_asked_for(folder: Path):
+def test_include_stop_str_in_output_keeps_the_stop_string(folder: Path):
     body = {"prompt": "x", "stop": ["<END>"], "include_stop_str_in_output": True}
     raw, _ = say(folder, TALE, 2, TEXT, body)
     assert "".join(texts(raw)) == TALE[: TALE.index("<END>") + 5]
@@ -140,7 +140,7 @@ class Delayed(ScriptedEngine):
         raise EngineDelayed("0badcafe")
 
 
-def test_while_no_engine_runs_all_are_told_to_come_back():
+def test_without_an_engine_requests_get_retry_after():
     """(The server ended; before that /health said 200 where there was no engine.)"""
     state = make_state(Delayed())
     for path in ("/health", "/ping", "/health/ready"):
@@ -163,7 +163,7 @@ def test_while_no_engine_runs_all_are_told_to_come_back():
         RuntimeError("row 3 is taken by 'cmpl-another'; it broke"),
     ],
 )
-def test_the_words_of_an_exception_stay_in_the_log(error: Exception):
+def test_exception_texts_are_only_logged(error: Exception):
     found = ask(ScriptedEngine(error), "POST", TEXT, {"prompt": "x"})
     assert found.status_code >= 400
     assert "log" in found.json()["error"]["message"]

@@ -70,7 +70,7 @@ def test_one_client_never_has_all_threads():
     run(work)
 
 
-def test_clients_take_turns():
+def test_clients_are_served_round_robin():
     async def work(pool: TextPool, gate: Gate) -> None:
         block = [asked(pool, name, gate.job("block")) for name in ("x", "y")]
         await gate.has_begun(2)
@@ -98,7 +98,7 @@ def test_long_jobs_never_have_all_threads_and_short_ones_go_first():
     run(work)
 
 
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch):
     async def work(pool: TextPool, gate: Gate) -> None:
         first = asked(pool, "a", gate.job("a"), 1000)
         await gate.has_begun(1)
@@ -125,7 +125,7 @@ def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch):
     run(work)
 
 
-def test_a_job_that_fails_or_is_given_up_frees_its_thread():
+def test_a_failed_or_cancelled_job_frees_its_thread():
     def fail() -> str:
         raise ValueError("no")
 
@@ -148,7 +148,7 @@ def test_a_job_that_fails_or_is_given_up_frees_its_thread():
 
 
 @pytest.mark.parametrize("by_loop", [False, True])
-def test_what_a_failed_job_held_is_freed_at_once(by_loop: bool):
+def test_a_failed_job_frees_its_memory_at_once(by_loop: bool):
     """A refused body of many MiB used to stay until the next collection: its error and a frame held each other."""
 
     class Body:
@@ -202,7 +202,7 @@ def test_a_job_inside_a_thread_of_the_pool_needs_no_other_one():
     run(work)
 
 
-def test_many_long_texts_of_one_client_do_not_hold_up_another(
+def test_long_texts_of_one_client_do_not_delay_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Twelve long /tokenize of one client used to take every thread; a structured request waited for them."""

@@ -77,7 +77,7 @@ async def asked(port: int, trusted: Path, own: Path | None = None) -> bytes:
         writer.close()
 
 
-def test_new_files_are_taken_and_broken_ones_are_not(
+def test_new_certificates_are_loaded_and_broken_ones_ignored(
     made: Path, files: ServerConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):  # fmt: skip
     monkeypatch.setattr(tls, "LOOK_EVERY_S", 0.02)
@@ -110,7 +110,7 @@ def test_new_files_are_taken_and_broken_ones_are_not(
         asyncio.run(go())
 
 
-def test_clients_can_be_asked_for_a_certificate(made: Path, files: ServerConfig):
+def test_client_certificates_can_be_required(made: Path, files: ServerConfig):
     config = dataclasses.replace(
         files, ssl_cert_reqs=int(ssl.CERT_REQUIRED), ssl_ca_certs=str(made / "two.pem")
     )

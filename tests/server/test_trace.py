@@ -109,7 +109,7 @@ def test_each_request_is_a_span_below_its_callers(collector: Collector):
     assert latency["time_in_model_inference"] == latency["e2e"]
 
 
-def test_a_collector_that_is_not_there_holds_up_nobody(
+def test_an_unreachable_collector_delays_no_request(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tracing, "CLOSE_MS", 50)
@@ -131,7 +131,7 @@ def test_protocols(monkeypatch: pytest.MonkeyPatch):
         protocol_of("http://c:4317")
 
 
-def test_without_the_packages_it_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_tracing_without_its_packages_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"install quire\[otlp\]"):
         Tracer("http://c:4318")

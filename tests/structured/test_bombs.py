@@ -88,7 +88,7 @@ HONEST = [
 
 
 @pytest.mark.parametrize("name", REVIEWED)
-def test_what_can_be_counted_is_refused_before_it_is_compiled(name: str):
+def test_oversized_constraints_are_refused_before_compiling(name: str):
     began = time.thread_time()
     with pytest.raises(ValidationError, match="limit"):
         check_constraint(REVIEWED[name])
@@ -96,13 +96,13 @@ def test_what_can_be_counted_is_refused_before_it_is_compiled(name: str):
 
 
 @pytest.mark.parametrize("form", HONEST, ids=str)
-def test_what_is_large_and_can_be_done_is_taken(reader: Reader, form: Form):
+def test_large_feasible_constraints_are_accepted(reader: Reader, form: Form):
     assert reader.compiler.submit(check_constraint(form).plain()).result(60).alive
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_what_takes_too_much_is_ended(reader: Reader, name: str):
-    """The process of such a grammar ends; whoever asks at the same time does not wait for that."""
+def test_a_compilation_beyond_its_limits_is_ended(reader: Reader, name: str):
+    """The process of such a grammar ends; other requests do not wait for that."""
     compiler = GrammarCompiler(reader.compiler.vocabulary)
     compiler.fork_server.start()
     bombs = [
@@ -123,7 +123,7 @@ def _fields(form: Form) -> dict[str, Any]:
     return {form.kind: getattr(form, form.kind)}
 
 
-def test_a_compile_that_nobody_waits_for_is_ended(reader: Reader):
+def test_a_compilation_without_waiting_requests_is_ended(reader: Reader):
     compiler = GrammarCompiler(reader.compiler.vocabulary)
     form = HIDDEN["multiples"].plain()
     bomb = compiler.submit(form)
@@ -137,7 +137,7 @@ def test_a_compile_that_nobody_waits_for_is_ended(reader: Reader):
     assert compiler.submit(form) is not bomb
 
 
-def test_kept_grammars_are_bounded_by_bytes(reader: Reader, monkeypatch: pytest.MonkeyPatch):
+def test_cached_grammars_are_bounded_by_bytes(reader: Reader, monkeypatch: pytest.MonkeyPatch):
     compiler = GrammarCompiler(reader.compiler.vocabulary)
     one = compiler.submit(Form(regex="[0-9]-one")).result(60).bytes
     assert one > 1 << 16
@@ -148,7 +148,7 @@ def test_kept_grammars_are_bounded_by_bytes(reader: Reader, monkeypatch: pytest.
     assert compiler.cached_bytes() < 4 * one
 
 
-def test_a_refusal_is_kept_too(reader: Reader):
+def test_refusals_are_cached(reader: Reader):
     compiler = GrammarCompiler(reader.compiler.vocabulary)
     first = compiler.submit(Form(regex="["))
     with pytest.raises(UnsupportedConstraint):
@@ -156,7 +156,7 @@ def test_a_refusal_is_kept_too(reader: Reader):
     assert compiler.submit(Form(regex="[")) is first
 
 
-def test_the_front_rooms_check_is_ended(monkeypatch: pytest.MonkeyPatch):
+def test_the_frontends_check_is_ended(monkeypatch: pytest.MonkeyPatch):
     """It has a bound of its own, whatever llguidance does with a text; the next check has a new process."""
     monkeypatch.setattr(check_process, "CPU_S", 0.02)
     one = ConstraintChecker()
@@ -229,7 +229,7 @@ def test_a_process_that_is_killed_is_replaced(plain: Engine):
     assert plain.tokens([prompt(2)] * 2, params(form, max_tokens=40)) == expected
 
 
-def test_an_engine_takes_no_memory_of_distinct_bombs(plain: Engine):
+def test_many_distinct_bombs_use_bounded_memory(plain: Engine):
     """(24 of them took 19 GB.)"""
     before = _resident()
     names = {f"bomb{number}" for number in range(4)}

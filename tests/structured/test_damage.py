@@ -1,4 +1,4 @@
-"""Damaged constraints, thousands of them: each is refused with a reason or can be compiled; nothing else ever happens."""
+"""Damaged constraints, thousands of them: each is refused with a reason or compiles."""
 
 from __future__ import annotations
 

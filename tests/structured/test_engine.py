@@ -101,7 +101,7 @@ def expected(checkpoint: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_kept(plain: Engine, reader: Reader, kind: str):
+def test_every_constraint_is_satisfied(plain: Engine, reader: Reader, kind: str):
     form = KINDS[kind][0]
     each = [params(form, seed, temperature=0.3 * seed) for seed in range(6)]
     runs = plain.run([prompt(9)] * 6, each)
@@ -113,7 +113,7 @@ def test_every_kind_is_kept(plain: Engine, reader: Reader, kind: str):
         assert len(set(texts)) > 1
 
 
-def test_in_a_crowd_each_says_what_it_says_alone(
+def test_outputs_are_the_same_alone_and_batched(
     plain: Engine, reader: Reader, expected: list[list[int]]
 ):
     prompts, each = crowd()
@@ -156,7 +156,7 @@ def test_a_cut_is_of_length(plain: Engine):
     assert sum(len(output.tokens) for output in outputs) == 7
 
 
-def test_min_tokens_goes_on_while_the_grammar_can(plain: Engine, reader: Reader):
+def test_min_tokens_continues_while_the_grammar_allows(plain: Engine, reader: Reader):
     for form, least in ((Form(regex="[0-9]{2,20}"), 9), (Form(regex="[0-9]{3}"), 9)):
         (tokens,) = plain.tokens([prompt(2)], params(form, min_tokens=least))
         assert len(tokens) > least
@@ -166,7 +166,7 @@ def test_min_tokens_goes_on_while_the_grammar_can(plain: Engine, reader: Reader)
         assert len(digits) >= least or len(digits) == 3
 
 
-def test_ignored_ends_fill_up_what_is_missing(plain: Engine, reader: Reader):
+def test_ignore_eos_pads_with_end_of_text_tokens(plain: Engine, reader: Reader):
     (tokens,) = plain.tokens(
         [prompt(3)], params(Form(choice=["ab"]), ignore_eos=True, max_tokens=6)
     )
@@ -179,7 +179,7 @@ def test_ignored_ends_fill_up_what_is_missing(plain: Engine, reader: Reader):
     assert set(text_of(reader, tokens)) <= set("abc")
 
 
-def test_the_end_is_allowed_whatever_bars_it(plain: Engine, reader: Reader):
+def test_a_finished_grammar_may_always_end(plain: Engine, reader: Reader):
     digits = [SPECIALS + ord(digit) - 33 for digit in "0123456789"]
     for more in (
         {"allowed_token_ids": digits},
@@ -274,7 +274,7 @@ def test_a_bad_constraint_fails_alone(plain: Engine, reader: Reader):
     plain.client.call("stats")
 
 
-def test_compiling_holds_up_nobody_else(checkpoint: str, monkeypatch: pytest.MonkeyPatch):
+def test_compiling_delays_no_other_request(checkpoint: str, monkeypatch: pytest.MonkeyPatch):
     go, compile_ = threading.Event(), GrammarCompiler._compile
 
     def slow(self: GrammarCompiler, *asked: Any) -> Any:
@@ -290,7 +290,7 @@ def test_compiling_holds_up_nobody_else(checkpoint: str, monkeypatch: pytest.Mon
         assert finished(one, {"held"})["held"].finish == "stop"
 
 
-def test_what_others_used_up_is_not_held_against_a_request(reader: Reader):
+def test_time_used_by_other_grammars_is_not_charged_to_a_request(reader: Reader):
     """Copies of a compiled grammar share its lexer, and the limit on what that may learn."""
     tokenizer, accepts = reader.compiler.vocabulary.tokenizer, reader.compiler.vocabulary.accepts
     text = LLMatcher.grammar_from_regex("((a{1,100}){1,100}){1,100}b")

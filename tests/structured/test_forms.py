@@ -1,4 +1,4 @@
-"""Regexes, choices, grammars and tags: what each admits, and what is refused in each."""
+"""Regexes, choices, grammars and tags: admitted texts, and refused constraints."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ REFUSED: list[tuple[Form, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_refusals_say_why(number: int):
+def test_refusals_contain_the_reason(number: int):
     form, says = REFUSED[number]
     with pytest.raises(ValidationError) as caught:
         check_constraint(form)
@@ -162,7 +162,7 @@ def test_errors_show_the_clients_text_and_no_other(form: Form, says: str):
         {"regex": "a", "disable_any_whitespace": "no"},
     ],
 )  # fmt: skip
-def test_what_is_no_constraint(fields: dict[str, Any]):
+def test_invalid_constraints_are_refused(fields: dict[str, Any]):
     with pytest.raises(ValidationError, match="structured_outputs"):
         Form(**fields)
 

@@ -98,7 +98,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], Callable[[str], Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_field_that_may_hold_a_constraint(state: ServerState, way: str):
+def test_every_field_with_a_constraint(state: ServerState, way: str):
     path, body, keeps = WAYS[way]
     answer = talk(state, lambda go: go(path, body))
     assert answer.status_code == 200, answer.text
@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_kept_is_a_400_that_says_so(state: ServerState, name: str):
+def test_unsatisfiable_constraints_are_400_with_a_reason(state: ServerState, name: str):
     fields, parameter, says = REFUSED[name]
     answer = talk(state, lambda go: go(CHAT, SAID | fields))
     assert answer.status_code == 400, answer.text

@@ -1,4 +1,4 @@
-"""Jumps: tokens that a grammar forces are not drawn, and nobody can tell but by the number of steps."""
+"""Forced tokens: the engine appends them without a step each, and the output is the same."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def jumping() -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_no_token_is_another(setting: str, drawn: list[list[int]]):
+def test_forced_tokens_change_no_output(setting: str, drawn: list[list[int]]):
     with tiny(**SETTINGS[setting]) as one:
         assert tokens(one, crowd()) == drawn
         if setting == "few blocks":
@@ -132,7 +132,7 @@ def test_stop_strings_and_streams(jumping: Engine):
     assert found[0][2] == "world"
 
 
-def test_who_may_jump(jumping: Engine):
+def test_forced_tokens_are_not_used_with_conflicting_parameters(jumping: Engine):
     """Not where forced tokens are reported, nor where another rule may bar one."""
     assert may_jump(SamplingParams(min_tokens=3, logit_bias={5: -100.0}, presence_penalty=2.0))
     for barred in (

@@ -68,7 +68,7 @@ def allowed(made: GrammarMasks, rows: list[int], width: int = WIDTH) -> list[set
     return [set(row.nonzero().flatten().tolist()) for row in left]
 
 
-def test_what_is_allowed(reader: Reader):
+def test_masks_equal_the_grammars_allowed_tokens(reader: Reader):
     forms = [
         entered(0, Form(regex="a*"), []),
         entered(1, Form(regex="a*b"), [A, A]),
@@ -141,7 +141,7 @@ def test_a_library_that_fails_fails_one_row(reader: Reader, when: str):
 
 
 def test_a_library_that_fails_is_a_refusal(reader: Reader, monkeypatch: pytest.MonkeyPatch):
-    """Its own words are not told to the client."""
+    """The client does not see the library's error text."""
 
     def fails(*args: Any, **more: Any) -> Any:
         raise PanicException("out of range")
@@ -166,7 +166,7 @@ def asked(form: Form | None) -> Request:
 
 @contextmanager
 def held_up(compiler: GrammarCompiler) -> Iterator[None]:
-    """Inside, what is asked for is not begun."""
+    """Inside, no compilation starts."""
     begun, go_on = threading.Semaphore(0), threading.Event()
 
     def busy() -> None:
@@ -183,7 +183,7 @@ def held_up(compiler: GrammarCompiler) -> Iterator[None]:
         go_on.set()
 
 
-def test_a_worker_elsewhere_is_told_what_to_compile(reader: Reader):
+def test_a_remote_worker_receives_the_grammars_to_compile(reader: Reader):
     gate = GrammarGate(reader.compiler, elsewhere=True)
     plan = StepPlan(1, [], [], [])
     assert gate.ready(asked(None))
@@ -200,8 +200,8 @@ def test_a_worker_elsewhere_is_told_what_to_compile(reader: Reader):
         assert gate.ready(asked(form))
 
 
-def test_who_waits_is_woken_though_another_asked_first(reader: Reader):
-    """The worker asks too, for a grammar whose limits are spent. (It asked first, and nobody woke the loop.)"""
+def test_all_requests_waiting_for_a_grammar_are_woken(reader: Reader):
+    """The worker asks too, for a grammar whose limits are spent. Regression: the worker asked first, and the loop did not wake up."""
     form, woken = Form(regex="[a-z]{1,901}-woken"), threading.Event()
     request = asked(form)
     gate = GrammarGate(reader.compiler, wake=woken.set)
@@ -212,8 +212,8 @@ def test_who_waits_is_woken_though_another_asked_first(reader: Reader):
     assert gate.ready(request)
 
 
-def test_more_may_wait_than_grammars_are_kept(reader: Reader):
-    """(Asking for the last ones made it forget the first ones, again and again, and nobody was ever ready.)"""
+def test_more_requests_may_wait_than_the_cache_has_entries(reader: Reader):
+    """Regression: the last requests evicted the grammars of the first ones again and again, and none became ready."""
     woken = threading.Event()
     gate = GrammarGate(reader.compiler, wake=woken.set)
     forms = [Form(regex=f"x{{{n}}}-many") for n in range(1, MAX_CACHED + 9)]
@@ -250,7 +250,7 @@ def pass_on(gate: GrammarGate, compiler: GrammarCompiler) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_nothing_is_compiled_for_those_who_gave_up(
+def test_aborted_requests_compile_nothing(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ):
     """(Who sent and aborted again and again filled the queue, and others waited behind it.)"""
@@ -275,7 +275,7 @@ def test_nothing_is_compiled_for_those_who_gave_up(
     assert seen == [forms[0], forms[1], forms[5]]
 
 
-def test_what_is_begun_for_one_who_gave_up_is_of_use_to_the_next(reader: Reader):
+def test_a_compilation_of_an_aborted_request_serves_the_next(reader: Reader):
     form, request = Form(regex="[a-z]{2,904}"), asked(Form(regex="[a-z]{2,904}"))
     gate = GrammarGate(reader.compiler)
     gate.ready(request)
@@ -301,7 +301,7 @@ def test_statistics_begin_no_compilation(reader: Reader):
     assert not gate.holds(request)
 
 
-def test_a_step_does_not_wait_behind_what_others_asked_for(reader: Reader):
+def test_a_step_does_not_wait_for_other_compilations(reader: Reader):
     form = Form(regex="abc-now")
     with held_up(reader.compiler):
         behind = reader.compiler.submit(form)

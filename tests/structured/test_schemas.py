@@ -161,7 +161,7 @@ def test_options_of_the_constraint(reader: Reader):
         ({"properties": {"a": 5}}, "must be an object"),
     ],
 )  # fmt: skip
-def test_what_is_no_schema_is_refused(schema: Any, says: str):
+def test_invalid_schemas_are_refused(schema: Any, says: str):
     assert says in (refusal(schema) or "")
 
 

@@ -71,7 +71,7 @@ def test_the_end_is_a_token_of_its_own(checkpoint: str):
         assert vocabulary.specials == {"<|pad|>": 0, "<|bos|>": 1, "<|eos|>": 2}
 
 
-def test_what_is_no_tokenizer(tmp_path: Path, checkpoint: str):
+def test_invalid_tokenizers_are_refused(tmp_path: Path, checkpoint: str):
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         Vocabulary(tokenizer_json(str(tmp_path)), 10).tokenizer  # noqa: B018
     for text in ("", "{}", '{"model": 5}', '{"model": {"vocab": {}}}'):

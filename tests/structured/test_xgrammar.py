@@ -90,7 +90,7 @@ def test_texts_that_only_look_right(reader: Reader, schema: Any, text: str, fits
         (Form(structural_tag={"type": "structural_tag"}), "structural_tag"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(form: Form, says: str):
+def test_unsupported_features_are_refused_by_name(form: Form, says: str):
     assert says in (refusal(form) or "")
 
 
@@ -108,7 +108,7 @@ def test_options(reader: Reader):
 
 
 @have
-def test_regexes_that_it_reads_otherwise(reader: Reader):
+def test_regexes_with_another_meaning_are_refused(reader: Reader):
     """Its dot is any character, and its anchors are ignored: ours come out as everywhere else."""
     for pattern, text, fits in [
         ("^.$", "a", True), (".", "\n", False), ("[.]", "x", False), ("\\.", ".", True), ("^a|b$", "b", True),
@@ -142,7 +142,7 @@ def test_guidance_compiles_what_its_compiler_refuses(reader: Reader):
             assert made.result(60).alive
 
 
-def test_auto_takes_it_where_guidance_refuses(monkeypatch: pytest.MonkeyPatch):
+def test_auto_uses_xgrammar_where_guidance_refuses(monkeypatch: pytest.MonkeyPatch):
     names = {"type": "object", "propertyNames": {"type": "string", "pattern": "^[a-z]{3}$"}}
     for found in (True, False):
         monkeypatch.setattr(validate, "has_xgrammar", lambda found=found: found)
@@ -160,7 +160,7 @@ def kinds() -> list[str]:
 
 
 @have
-def test_every_kind_is_kept(kinds: list[str]):
+def test_every_constraint_is_satisfied(kinds: list[str]):
     config = {"structured_outputs_config": {"backend": "xgrammar"}}
     free = ("whitespace_pattern",)
     with engine("quire-tiny", max_num_seqs=16, **config) as one:
@@ -191,7 +191,7 @@ def plain(form: Form) -> dict[str, Any]:
     return {name: value for name in form.__struct_fields__ if (value := getattr(form, name))}
 
 
-def test_asked_for_and_not_there(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch):
     from quire.features.structured import xgrammar_backend
 
     monkeypatch.setattr(xgrammar_backend, "installed", lambda: False)

@@ -22,7 +22,7 @@ def _taken(many: int, *args: object, **kwargs: object) -> list:
     return list(itertools.islice(corpus.samples(*args, **kwargs), many))
 
 
-def test_a_seed_gives_the_same_text():
+def test_a_seed_reproduces_the_text():
     one, two = (
         [chat.prompt_of(s) + chat.answer_of(s) for s in _taken(60, 7, False)] for _ in range(2)
     )
@@ -41,7 +41,7 @@ def test_a_prompt_is_on_one_side_of_the_split(family: str):
         assert not sides[0] & sides[1]
 
 
-def test_nothing_held_out_is_in_an_earlier_turn():
+def test_held_out_answers_are_in_no_earlier_turn():
     for sample in _taken(1500, 5, False):
         for earlier, answer in itertools.pairwise(sample.messages):
             if earlier["role"] != "user" or answer["role"] != "assistant" or sample.tools:
@@ -78,7 +78,7 @@ def test_every_column_of_a_thought_adds_up():
         assert int(tens.split("= ")[1]) * 10 + written == a + b
 
 
-def test_a_call_fits_the_function_as_it_was_offered():
+def test_a_call_matches_its_function_schema():
     for sample in _taken(200, 2, False, "tools"):
         for call in sample.calls or []:
             offered = {tool["function"]["name"]: tool["function"] for tool in sample.tools}
@@ -86,7 +86,7 @@ def test_a_call_fits_the_function_as_it_was_offered():
             assert list(call["arguments"]) == list(properties)
 
 
-def test_the_passage_holds_what_is_asked_of_it():
+def test_the_passage_contains_the_answer():
     for sample in _taken(200, 2, True, "json", plain=True):
         text = sample.messages[-1]["content"]
         for key, value in json.loads(sample.answer).items():

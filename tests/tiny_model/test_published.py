@@ -59,7 +59,7 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("family", [name for name in corpus.FAMILIES if name != "story"])
-def test_training_text_is_what_the_template_gives(tokenizer: Any, family: str):
+def test_training_text_equals_the_rendered_template(tokenizer: Any, family: str):
     for sample in itertools.islice(corpus.samples(3, True, family), 12):
         given = tokenizer.apply_chat_template(
             sample.messages,
@@ -200,7 +200,7 @@ def test_the_adapter_talks_like_a_pirate(tokenizer: Any):
     assert extracted.startswith("{")
 
 
-def test_the_draft_proposes_most_of_what_the_model_says(model: Any, tokenizer: Any):
+def test_the_draft_model_predicts_most_tokens(model: Any, tokenizer: Any):
     draft = AutoModelForCausalLM.from_pretrained(
         EMBEDDED / "quire-tiny-draft", dtype=torch.float32
     ).eval()

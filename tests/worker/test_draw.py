@@ -37,7 +37,7 @@ def made_keys(seeds: list[int], positions: list[int]) -> torch.Tensor:
     return torch.from_numpy(keys(seed_words(seeds), np.array(positions)))
 
 
-def test_noise_is_what_the_definition_says() -> None:
+def test_noise_equals_its_definition() -> None:
     cases = [(0, 0), (1, 17), (-1, 5), (2**63 + 12345, 100_000), (42, 1)]
     ids = torch.tensor([0, 1, 2, 77, 50_000, 151_935], dtype=torch.int32)
     noise = gumbel(made_keys([s for s, _ in cases], [p for _, p in cases]), ids)
@@ -88,7 +88,7 @@ def test_neighbours_share_nothing() -> None:
     assert surprise(pairs, [1 / 16] * 16) < 2.9
 
 
-def test_candidates_in_any_order_give_the_same_token() -> None:
+def test_the_order_of_candidates_does_not_matter() -> None:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(50, 300, generator=generator)
     keys_2S = made_keys([9] * 50, list(range(50)))

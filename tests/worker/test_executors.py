@@ -71,7 +71,7 @@ def process():
     executor.close()
 
 
-def test_both_give_the_same(shared):
+def test_both_executors_give_the_same_results(shared):
     prompts = {
         0: ([5, 6, 7], GREEDY),
         1: ([9], SamplingParams(temperature=1.0, seed=7, logprobs=3)),

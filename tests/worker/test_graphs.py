@@ -90,7 +90,7 @@ def run(source: GraphModelInput, batch: ForwardBatch) -> Tensor:
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_replayed_steps_equal_those_that_run_as_they_are(tokens: int) -> None:
+def test_replayed_steps_equal_eager_steps(tokens: int) -> None:
     rng, capturer = random.Random(1), Capturer()
     graphs = source(capturer, tokens=(tokens,))
     for _ in range(30):
@@ -153,7 +153,7 @@ class Recorded(Sum):
         return super().forward(batch)
 
 
-def test_a_replay_gives_the_recorded_hidden_states_of_its_step() -> None:
+def test_a_replay_returns_the_hidden_states_of_its_step() -> None:
     rng, graphs = random.Random(8), source(Capturer())
     graphs.inner = Recorded()
     for count in (4, 1, 3, 1):
@@ -170,7 +170,7 @@ def test_a_step_with_replaced_embeddings_runs_without_a_graph() -> None:
     assert (graphs.replays, graphs.eager) == (0, 1)
 
 
-def test_other_steps_run_as_they_are() -> None:
+def test_other_steps_run_eagerly() -> None:
     rng, capturer = random.Random(2), Capturer()
     graphs = source(capturer)
     for counts in ([1] * 5, [1, 2], [7], [2, 2]):
@@ -179,7 +179,7 @@ def test_other_steps_run_as_they_are() -> None:
     assert (graphs.replays, graphs.eager, capturer.sizes) == (0, 4, [])
 
 
-def test_padding_is_computed_and_touches_nobody() -> None:
+def test_padding_does_not_affect_other_rows() -> None:
     """Three rows in a graph of four: the fourth is a token at place 0 of the null block."""
     rng = random.Random(3)
     graphs = source(Capturer(), sizes=(4,))
@@ -201,7 +201,7 @@ def test_all_sizes_share_their_memory() -> None:
     assert len(found) == 1
 
 
-def test_recording_takes_its_share_of_the_time_and_no_more() -> None:
+def test_capturing_has_a_bounded_share_of_the_time() -> None:
     """Until it is a size's turn, a larger one serves, or none."""
     rng, capturer, clock = random.Random(5), Capturer(), Clock()
     budget = CaptureBudget(share=0.25, clock=clock)
@@ -217,7 +217,7 @@ def test_recording_takes_its_share_of_the_time_and_no_more() -> None:
     assert graphs.eager == 0
 
 
-def test_what_cannot_be_recorded_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_capture_is_not_retried(caplog: pytest.LogCaptureFixture) -> None:
     rng, capturer = random.Random(6), Capturer(fails=(2,))
     graphs = source(capturer)
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_what_cannot_be_recorded_is_not_tried_again(caplog: pytest.LogCaptureFix
     assert "steps of 2 rows run without a CUDA graph: RuntimeError" in caplog.text
 
 
-def test_a_lost_device_is_said_at_once() -> None:
+def test_a_lost_device_is_reported_at_once() -> None:
     class Lost:
         def capture(self, run):
             raise torch.AcceleratorError("gone")

@@ -63,7 +63,7 @@ def test_ties_go_to_the_lower_id() -> None:
 
 
 @pytest.mark.parametrize("vocab", [3, 3_000])
-def test_what_reaches_top_p_to_the_letter_is_enough(vocab: int) -> None:
+def test_reaching_top_p_exactly_is_enough(vocab: int) -> None:
     """Weights 1, 1/2, 1/2 and p = 1/2: the first token alone."""
     scaled_SV = torch.full((1, vocab), -torch.inf)
     scaled_SV[0, [2, 0, 1]] = torch.tensor([0.0, -0.6931472, -0.6931472])
@@ -73,7 +73,7 @@ def test_what_reaches_top_p_to_the_letter_is_enough(vocab: int) -> None:
     assert (float(cut.logits_S), int(cut.ids_S)) == (0.0, 2)
 
 
-def test_few_candidates_are_looked_at_when_top_k_says_so(monkeypatch) -> None:
+def test_a_small_top_k_examines_few_candidates(monkeypatch) -> None:
     """No sort of the vocabulary, and no second look, where top-k names its survivors."""
     looked: list[int] = []
     topk = torch.Tensor.topk
@@ -90,7 +90,7 @@ def test_few_candidates_are_looked_at_when_top_k_says_so(monkeypatch) -> None:
     assert looked == [20 + module.SPARE]
 
 
-def test_rows_that_are_no_numbers_harm_nobody() -> None:
+def test_rows_of_nan_do_not_affect_others() -> None:
     scaled_SV = torch.randn(4, 3_000, generator=torch.Generator().manual_seed(0)) / 10
     keys_2S = torch.from_numpy(keys(seed_words([1, 2, 3, 4]), np.arange(4)))
     limits = limits_of(np.zeros(4, np.int64), np.full(4, 0.9), np.zeros(4))

@@ -51,7 +51,7 @@ def test_one_kind_of_layer_is_one_group() -> None:
     assert cut.blocks_for(33, 16) == 3
 
 
-def test_layers_of_other_shapes_that_keep_the_same_tokens_share_a_group() -> None:
+def test_layers_of_different_shapes_can_share_a_group() -> None:
     """So a draft model of one layer costs the bytes of that layer, and no block table."""
     draft = CacheSpec(1, 32, 32, "bfloat16")
     cut = layout([FULL] * 5 + [draft], 16, 4096)
@@ -101,7 +101,7 @@ def test_the_forecast_reads_heads_sizes_and_windows() -> None:
     assert specs_of(CONFIG | {"head_dim": 16}, "float32")[0].bytes_per_token == 2 * 32 * 4
 
 
-def test_what_is_left_becomes_blocks() -> None:
+def test_remaining_memory_becomes_blocks() -> None:
     asked = resolved(kv_cache_memory_bytes=3 * 64 * 16 * 41)
     plan = make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
     assert (plan.num_blocks, plan.max_model_len, plan.max_requests) == (40, 256, 2)
@@ -122,7 +122,7 @@ def test_the_share_covers_weights_activations_and_cache() -> None:
     assert make_plan(asked, weights, 1 << 30, available, [FULL] * 3).num_blocks == blocks
 
 
-def test_too_small_says_the_numbers_and_the_flag() -> None:
+def test_too_little_memory_names_the_numbers_and_the_flag() -> None:
     asked = resolved(kv_cache_memory_bytes=3 * 64 * 16 * 11)
     with pytest.raises(NotEnoughMemory, match=r"max_model_len=160 or less") as caught:
         make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
@@ -131,18 +131,18 @@ def test_too_small_says_the_numbers_and_the_flag() -> None:
         make_plan(resolved(), 2 << 30, 1 << 30, 1 << 30, [FULL] * 3)
 
 
-def test_auto_takes_the_longest_that_fits() -> None:
+def test_auto_uses_the_longest_context_that_fits() -> None:
     asked = replace(resolved(kv_cache_memory_bytes=3 * 64 * 16 * 11), auto_max_model_len=True)
     plan = make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
     assert (plan.max_model_len, plan.num_blocks) == (160, 10)
 
 
-def test_an_override_is_taken_as_it_is() -> None:
+def test_an_override_is_not_changed() -> None:
     plan = make_plan(resolved(num_gpu_blocks_override=7), 1000, 1 << 30, 1 << 30, [FULL] * 3)
     assert (plan.num_blocks, plan.max_model_len) == (7, 256)
 
 
-def test_a_cache_that_was_asked_for_too_small_is_what_the_message_names() -> None:
+def test_a_too_small_cache_setting_is_named_in_the_error() -> None:
     for blocks, remedy in ((1, "Raise kv_cache_memory_bytes"), (5, "Set max_model_len=64 or less")):
         asked = resolved(kv_cache_memory_bytes=3 * 64 * 16 * blocks)
         with pytest.raises(NotEnoughMemory, match=remedy) as caught:
@@ -150,7 +150,7 @@ def test_a_cache_that_was_asked_for_too_small_is_what_the_message_names() -> Non
         assert "kv_cache_memory_bytes=" in str(caught.value)
 
 
-def test_weights_that_are_made_small_count_as_such_and_must_fit_before() -> None:
+def test_quantized_weights_are_counted_small_and_must_fit_unquantized() -> None:
     found = [
         ("a.weight", "F32", (100, 64)),
         ("a.bias", "F32", (100,)),

@@ -71,7 +71,7 @@ class Halve(Processor):
         return logits_SV
 
 
-def test_a_processor_of_ours():
+def test_a_native_logits_processor_is_applied():
     model = TinyModel()
     worker = make_worker(model, processors=load_processors([Force, f"{__name__}:Halve"]))
     half = wish(halve=True, temperature=1.0)
@@ -91,7 +91,7 @@ def test_a_processor_of_ours():
     assert worker.model_output.pipeline.processors[4].tokens == {}
 
 
-def test_failures_of_a_processor_of_ours():
+def test_failures_of_a_native_logits_processor():
     worker = make_worker(processors=[Force()])
     drive = Driver(worker)
     well = follow(TinyModel(), [5], 3)
@@ -123,7 +123,7 @@ def test_failures_of_a_processor_of_ours():
 
 # -- the shape that vLLM users know -------------------------------------------------------------
 class Follow(LogitsProcessor):
-    """Forces token (start + number of outputs), and checks the batch it is told of."""
+    """Forces token (start + number of outputs), and checks its batch update."""
 
     made = None
 
@@ -196,7 +196,7 @@ def test_a_processor_of_vllms_shape_through_comings_and_goings():
     assert 20 < Follow.made.updates < Follow.made.calls
 
 
-def test_a_processor_of_vllms_shape_beside_rows_that_it_leaves_alone():
+def test_a_vllm_logits_processor_changes_only_its_rows():
     worker = make_worker(processors=load_processors([Follow]))
     texts, _ = generate(worker, {0: ([5], wish()), 3: ([7, 1], wish(start=7))}, 3)
     assert texts == {0: follow(TinyModel(), [5], 3), 3: [7, 8, 9]}
@@ -284,13 +284,13 @@ def test_logits_of_another_shape_are_refused():
         (f"{__name__}:wish", "is not a logits processor"),
     ],
 )
-def test_what_cannot_be_loaded(wanted, message):
+def test_invalid_processors_are_refused(wanted, message):
     with pytest.raises(ConfigError, match=message) as failure:
         load_processors([wanted])
     assert str(failure.value).startswith("logits_processors")
 
 
-def test_what_can_be_loaded(tmp_path, monkeypatch):
+def test_valid_processors_are_loaded(tmp_path, monkeypatch):
     made = load_processors([f"{__name__}:Force", f"{__name__}.Force", Force, Follow], None, "cpu")
     assert [processor.name for processor in made] == ["Force"] * 3 + ["Follow"]
     _, device, pinned = Follow.made.given

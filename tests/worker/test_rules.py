@@ -73,7 +73,7 @@ LIMITS = ("top_k", "top_p", "min_p")
 
 
 def made(fields: dict, **more) -> SamplingParams:
-    """SamplingParams does not know what the front room fills in by keyword only."""
+    """SamplingParams does not accept the fields that the frontend fills in, by keyword."""
     return SamplingParams(**{"max_tokens": 50, **fields, **more})
 
 

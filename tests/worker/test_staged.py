@@ -82,7 +82,7 @@ def test_batches_are_those_of_plain_rows(seed: int) -> None:
     assert seen > 20
 
 
-def test_what_is_written_last_stays() -> None:
+def test_the_last_staged_write_wins() -> None:
     """A prompt outside the vocabulary is replaced by zeros before anything is computed of it."""
     rows = DeviceRows(ROWS, LENGTH, 1, BLOCK)
     rows.enter(EnteredRow(1, "a", [7, 8, 9], 3, 0, [[5]], SamplingParams()))

@@ -61,7 +61,7 @@ def batches_of(worker) -> list[tuple[ForwardBatch, bool]]:
     return seen
 
 
-def test_the_batch_says_where_everything_is():
+def test_the_batch_contains_all_positions_and_slots():
     worker = make_worker()
     worker.hooks.append(Watch())
     seen = batches_of(worker)
@@ -94,7 +94,7 @@ def test_the_batch_says_where_everything_is():
     assert {name: getattr(batch, name).element_size() for name in wanted} == wanted
 
 
-def test_blocks_are_added_as_the_plan_brings_them():
+def test_blocks_of_the_plan_are_appended():
     worker = make_worker()
     seen = batches_of(worker)
     drive = Driver(worker)
@@ -179,7 +179,7 @@ def test_token_ids_outside_the_vocabulary_fail_their_row_alone():
     assert result.tokens[0] == follow(worker.model, [5], 1)
 
 
-def test_models_that_keep_rows_are_told_of_changes():
+def test_models_with_row_state_are_notified_of_changes():
     model = TinyModel()
     told = []
     model.per_request, model.forget = True, lambda rows: told.append(rows)
@@ -207,7 +207,7 @@ def test_calls():
         worker.call("collective_rpc", "_update_rows")
 
 
-def test_tokens_are_kept_in_rows():
+def test_tokens_are_stored_in_rows():
     worker = make_worker()
     generate(worker, {0: ([5, 6], GREEDY)}, 3)
     text = follow(worker.model, [5, 6], 3)
@@ -215,7 +215,7 @@ def test_tokens_are_kept_in_rows():
     assert worker.rows.token_ids_RL.dtype == torch.int32
 
 
-def test_a_number_of_any_size_hurts_nobody_else():
+def test_extreme_logits_do_not_affect_other_rows():
     """As it may come over a wire: the worker goes on, and so does the neighbour."""
     worker = make_worker()
     odd = SamplingParams(temperature=1.0, seed=1)

@@ -57,7 +57,7 @@ def test_deltas_of_several_outputs_join_to_the_whole(llm: AsyncLLM):
     run(main())
 
 
-def test_a_slow_reader_gets_all_and_others_are_not_held_up(slow: AsyncLLM):
+def test_a_slow_reader_gets_everything_and_delays_no_other_stream(slow: AsyncLLM):
     async def main() -> None:
         stream = slow.generate("slow", greedy(output_kind=DELTA, max_tokens=60), "slow")
         first = await anext(stream)

@@ -1,4 +1,4 @@
-"""Triton kernels on what is there: compiled on a GPU, else through the interpreter (see tests/conftest.py)."""
+"""Triton kernels: compiled where there is a GPU, else in the interpreter (see tests/conftest.py)."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_tiles_parts_and_the_library_agree() -> None:
     assert away(wna16_gemm.by_library(x, *given), want) < 2e-6
 
 
-def test_a_weight_is_made_16_bits_some_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     made = weight(random.Random(4), 8, 64, 2, 40)
     made.order_I = None
     monkeypatch.setattr(wna16_gemm, "AT_ONCE", 17 * made.ins)

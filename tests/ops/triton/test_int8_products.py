@@ -40,7 +40,7 @@ def test_codes_are_the_definitions_to_the_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_have_the_definitions_bits(dtype: torch.dtype) -> None:
+def test_products_equal_the_reference_bits(dtype: torch.dtype) -> None:
     rng = random.Random(str(dtype))
     for _ in range(2):
         tokens, outs = rng.choice([1, 3, 17, 40]), rng.choice([16, 40, 90])
@@ -61,7 +61,7 @@ def test_products_have_the_definitions_bits(dtype: torch.dtype) -> None:
             assert torch.equal(by_descriptors, want)
 
 
-def test_sums_that_no_float32_holds() -> None:
+def test_sums_beyond_float32_precision_are_exact() -> None:
     """Odd, far beyond 2^24, and back again."""
     half = torch.full((16, 1500), 127, dtype=torch.int8, device=DEVICE)
     weight = torch.cat((half, -half), 1)
@@ -73,7 +73,7 @@ def test_sums_that_no_float32_holds() -> None:
         assert y[0].tolist() == [-127.0] * 16
 
 
-def test_tiles_keep_a_card_busy() -> None:
+def test_tile_sizes_occupy_the_device() -> None:
     shapes = (
         (1, 4096),
         (17, 4096),
@@ -88,7 +88,7 @@ def test_tiles_keep_a_card_busy() -> None:
     assert found == [(16, 32), (32, 32), (64, 64), (128, 128), (64, 64), (128, 128), (128, 256), (16, 32)]  # fmt: skip
 
 
-def test_company_changes_no_bit_whatever_tile_it_brings() -> None:
+def test_batching_changes_no_bit_for_any_tile() -> None:
     torch.manual_seed(5)
     weight = Int8Codes.of(torch.randn(48, 1100).to(DEVICE), True, None)
     x = torch.randn(70, 1100, device=DEVICE)

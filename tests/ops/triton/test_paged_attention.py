@@ -108,7 +108,7 @@ def made_step(
 
 
 @pytest.mark.parametrize("window", [0, 50])
-def test_who_folds_the_segments_changes_no_bit(window: int) -> None:
+def test_the_reduction_of_segments_changes_no_bit(window: int) -> None:
     torch.manual_seed(2)
     lengths, new = [3, 33, 150], 2
     step, slots, blocks = made_step(lengths, new, 16)
@@ -134,7 +134,7 @@ def test_who_folds_the_segments_changes_no_bit(window: int) -> None:
     torch.testing.assert_close(found[0][1][-1].double(), want, atol=1e-5, rtol=0)
 
 
-def test_what_is_nobodys_is_not_written() -> None:
+def test_padding_is_not_written() -> None:
     keys, values = torch.zeros(3, 2, 16, 8, device=DEVICE), torch.zeros(3, 2, 16, 4, device=DEVICE)
     both = torch.randn(3, 6, 8, device=DEVICE)
     slots = torch.tensor([17, -1, 47], device=DEVICE)
@@ -184,7 +184,7 @@ def test_a_cache_of_codes_has_the_bits_of_its_definition(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", ["plain", "softcap"])
-def test_a_cache_of_codes_is_read_as_the_reference_reads_it(name: str, kind: str) -> None:
+def test_a_quantized_cache_is_read_as_in_the_reference(name: str, kind: str) -> None:
     found = []
     for backend in (TritonAttention(SMALL), ReferenceAttention(tile=16)):
         rows = rows_of(kind, [40, 7])

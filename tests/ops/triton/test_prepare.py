@@ -57,7 +57,7 @@ def test_equals_one_after_the_other(dtype: torch.dtype) -> None:
         assert int((~cache[1].isnan()).sum()) == written
 
 
-def test_an_attention_layer_takes_the_pass_of_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_layer_uses_its_backends_fused_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer finds the method of the Triton backend by its name: a renamed one would be passed over in silence."""
     layer = Attention(2, 1, 8)
     layer.backend = TritonAttention.__new__(TritonAttention)

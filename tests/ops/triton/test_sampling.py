@@ -45,7 +45,7 @@ def words_kernel(a_ptr, b_ptr, out_ptr, vocab, COLS: tl.constexpr):
     tl.store(out_ptr + row * vocab + col, sampling.words(a, b, col), mask=col < vocab)
 
 
-def test_the_words_of_noise_are_the_same_to_the_bit() -> None:
+def test_noise_words_equal_the_reference_bits() -> None:
     rows = some_keys(5)
     got = torch.empty((5, VOCAB), dtype=torch.int32, device=DEVICE)
     words_kernel[(5, triton.cdiv(VOCAB, 1024))](rows[0], rows[1], got, VOCAB, COLS=1024)
@@ -110,7 +110,7 @@ def hold(x: torch.Tensor, made: np.ndarray) -> None:
     assert torch.equal(top_k_top_p.draw_top_k_top_p(x.clone(), made, rows), draw(kept, rows))
 
 
-def test_a_row_alone_draws_what_it_draws_among_others() -> None:
+def test_a_row_draws_the_same_alone_and_batched() -> None:
     x, rows = logits(8), some_keys(8)
     whole = sampling.draw(x, rows)
     assert [

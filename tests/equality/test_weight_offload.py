@@ -1,4 +1,4 @@
-"""An engine whose weights travel from the host gives the tokens of one whose weights stay."""
+"""An engine with offloaded weights gives the tokens of an engine with resident weights."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def parts(layer: torch.nn.Module) -> list[Tensor]:
     return [part.tensor for part in weight_tensors(layer)]
 
 
-def test_where_the_host_is_the_device_it_does_nothing(path: str, caplog) -> None:
+def test_offloading_does_nothing_on_a_cpu(path: str, caplog) -> None:
     with engine(path, cpu_offload_gb=4.0) as one:
         assert one.client.core.executor.worker.model.movable
     assert "cpu_offload_gb has no effect" in caplog.text
 
 
-def test_models_through_transformers_keep_theirs(apart: Apart, path: str) -> None:
+def test_offloading_is_refused_for_the_transformers_backend(apart: Apart, path: str) -> None:
     with (
         pytest.raises(Unsupported, match="cpu_offload_gb for Qwen3ForCausalLM, which runs through"),
         engine(path, cpu_offload_gb=1, model_impl="transformers"),

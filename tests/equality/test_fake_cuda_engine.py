@@ -1,5 +1,5 @@
-"""The engine as it is put together for CUDA, on a stand-in for a card (`fake_cuda_device.py`): nothing is mixed up between the two places,
-no step waits for the device, and the tokens are those of the plain functions on the host.
+"""The engine as built for CUDA, on a stand-in for a GPU (`fake_cuda_device.py`): no operation mixes host and device tensors,
+no step waits for the device, and the tokens equal those of the reference functions on the host.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_no_step_waits_and_tokens_are_the_hosts(folder: str, monkeypatch) -> None:
+def test_no_step_synchronizes_and_tokens_equal_the_hosts(folder: str, monkeypatch) -> None:
     options = OPTIONS
     everyone = list(range(len(ASKED)))
     with client_of(folder, attention_backend="torch_sdpa", **options) as client:
@@ -102,14 +102,14 @@ def source_with(folder: str, **more: Any) -> Any:
         return client.core.executor.worker.model_input
 
 
-def test_which_steps_are_recorded(folder: str, monkeypatch) -> None:
+def test_graphs_are_captured_for_the_configured_sizes(folder: str, monkeypatch) -> None:
     with on_a_card(monkeypatch):
         assert source_with(folder).sizes == [1, 2, 4, 6]
         assert source_with(folder, cudagraph_capture_sizes=[3, 5, 700]).sizes == [3, 5]
         assert not hasattr(source_with(folder, enforce_eager=True), "replays")
 
 
-def test_the_cache_takes_its_share_of_what_the_card_has_left(folder: str, monkeypatch) -> None:
+def test_the_cache_gets_its_share_of_free_device_memory(folder: str, monkeypatch) -> None:
     """Less a reserve; and what another program takes meanwhile is said before the server is ready."""
     room, size = 20 << 20, 64 << 30  # the rows could use 32 MiB
     free = [cuda.RESERVE + room]

@@ -1,4 +1,4 @@
-"""`--middleware`: the operator's own layers around every request."""
+"""`--middleware`: the operator's own ASGI layers around every request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_both_kinds_see_every_answer_the_first_outermost():
         assert answer.headers.get_list("x-order") == ["function", "class"], path
 
 
-def test_they_stand_before_the_key():
+def test_middleware_runs_before_the_key_check():
     answer = ask(ScriptedEngine(), "GET", "/v1/models", middleware=BOTH, api_key="k")
     assert answer.status_code == 401
     assert answer.headers.get_list("x-order") == ["function", "class"]
@@ -59,7 +59,7 @@ def test_a_client_that_hangs_up_still_ends_its_request(layers: list[str], stream
     asyncio.run(go())
 
 
-def test_an_error_of_theirs_is_answered_without_its_text():
+def test_a_middleware_error_is_answered_without_its_text():
     answer = ask(ScriptedEngine(), "GET", "/health", headers={"x-fail": "1"}, middleware=BOTH)
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == 500
@@ -75,12 +75,12 @@ def test_an_error_of_theirs_is_answered_without_its_text():
         ("user_middleware.NOT_A_LAYER", "neither a class"),
     ],
 )
-def test_what_cannot_be_used_is_refused_at_the_start(path, why):
+def test_invalid_middleware_is_refused_at_start(path, why):
     with pytest.raises(ConfigError, match=why) as caught:
         build_app(make_state(ScriptedEngine(), middleware=[path]))
     assert repr(path) in str(caught.value)
 
 
-def test_the_flag_may_be_given_again():
+def test_the_flag_may_be_repeated():
     config = parse(["m", "--middleware", "a.B", "--middleware", "c.d", "e.f"])
     assert config.server.middleware == ["a.B", "c.d", "e.f"]

@@ -74,7 +74,7 @@ def test_pages_come_before_the_blocks_are_used():
     assert hook.prefaulted == BLOCKS
 
 
-def test_what_was_written_stays():
+def test_prefaulting_keeps_written_data():
     tensor = fresh()
     tensor[::EACH] = 7
     hook = begun(tensor, BLOCKS)
@@ -84,13 +84,13 @@ def test_what_was_written_stays():
     assert int(tensor.count_nonzero()) == BLOCKS
 
 
-def test_without_a_cache_it_does_nothing():
+def test_prefaulting_without_a_cache_does_nothing():
     hook = KVPagePrefaulter(1, 8)
     hook.begin([])
     hook.before(plan(0, 1), None)
 
 
-def test_another_cache_begins_anew_and_the_old_one_is_let_go():
+def test_a_new_cache_restarts_prefaulting_and_frees_the_old():
     first, second = fresh(), fresh()
     hook = begun(first, 40)
     until(first, 40)

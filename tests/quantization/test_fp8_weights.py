@@ -1,6 +1,6 @@
-"""8-bit floats where a device multiplies them: every layout is kept to the bit, and what runs is what it stands for.
+"""FP8 weights on a device that multiplies them: every layout is loaded to the bit and computes its decoded weights.
 
-The kernels run in Triton's interpreter, on a CPU that says of itself what a card would.
+The kernels run in Triton's interpreter, on a CPU that reports a GPU's properties.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def check(stored: Path, dense: Path, means: dict[str, torch.Tensor], caplog: Any
 
 
 @pytest.mark.parametrize("form", EIGHT, ids=lambda form: form.name.replace(" ", "-"))
-def test_every_layout_is_kept_as_it_is(form: Form, plain: Path, tmp_path: Path, caplog) -> None:
+def test_every_layout_is_loaded_without_conversion(
+    form: Form, plain: Path, tmp_path: Path, caplog
+) -> None:
     """The scales of q, k and v, which are one matrix, are each their own."""
     checkpoint, dense, means = quantized(plain, tmp_path, form)
     ours = check(checkpoint, dense, means, caplog)
@@ -79,7 +81,7 @@ def test_parts_that_end_inside_a_block(tmp_path: Path, caplog) -> None:
     assert ours.get_submodule("model.layers.0.mlp.gate_up").ref.prepared.high == 32
 
 
-def test_blocks_that_no_kernel_takes(plain: Path, tmp_path: Path, caplog) -> None:
+def test_unsupported_block_shapes_are_dequantized(plain: Path, tmp_path: Path, caplog) -> None:
     form = Form("", {**FP8, "weight_block_size": [24, 24]}, float8, {**WIDE, "block": 24})
     stored, _, means = quantized(plain, tmp_path, form)
     layer = build(stored).get_submodule("model.layers.0.self_attn.o_proj")
@@ -88,7 +90,7 @@ def test_blocks_that_no_kernel_takes(plain: Path, tmp_path: Path, caplog) -> Non
     assert torch.equal(layer.ref.prepared.floats(), q.float() * scale[:, None])
 
 
-def test_made_while_loading(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_quantized_while_loading(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale a row; the head and the table stay; the model is moved with all that it holds; no CPU kernel is looked for."""
     dense = build(plain)
     for module in (apply, stored):
@@ -109,7 +111,7 @@ def test_made_while_loading(plain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(each.tensor.is_meta for each in weight_tensors(ours))
 
 
-def test_an_engine_gives_the_tokens_of_the_definition(
+def test_an_engine_produces_the_reference_tokens(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [text[:18] for text in texts()]
@@ -122,7 +124,7 @@ def test_an_engine_gives_the_tokens_of_the_definition(
             assert one.tokens(asked, greedy(4)) == got
 
 
-def test_cards_without_instructions_for_it(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_fp8_instructions(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "supports", lambda self, dtype: dtype != "float8_e4m3")
     with pytest.raises(Unsupported, match=r"8-bit floats on .*compute capability 8\.9"):
         build(plain, quantization="fp8")
@@ -134,7 +136,7 @@ def test_dummy_weights(plain: Path, tmp_path: Path) -> None:
     assert answer(build(stored, load_format="dummy"), texts()[1][:4]).isfinite().all()
 
 
-def test_each_weight_is_made_small_when_it_is_whole(
+def test_each_weight_is_quantized_when_complete(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the order of tensors: a card need not hold the model before it is small."""

@@ -1,4 +1,4 @@
-"""Whose code runs a checkpoint, where it lies, and which part of it is the text model."""
+"""Which implementation runs a checkpoint, where it is stored, and which part of it is the text model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_text_model_in_a_wrapper_runs_alone(original, copy: Path, names: str
 # ------------------------------------------------------------------------------------ whose code
 
 
-def test_the_log_says_whose_code_runs(original, caplog) -> None:
+def test_the_log_names_the_model_implementation(original, caplog) -> None:
     with caplog.at_level(logging.INFO):
         assert isinstance(build(original[0]), Qwen3)
         assert isinstance(build(original[0], model_impl="transformers"), TransformersModel)
@@ -79,7 +79,7 @@ def test_the_log_says_whose_code_runs(original, caplog) -> None:
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
     ],
 )
-def test_what_is_not_native_is_left_to_transformers(config: dict[str, Any], said: str) -> None:
+def test_unknown_architectures_use_transformers(config: dict[str, Any], said: str) -> None:
     impl, reason = registry.choose_impl("Qwen3ForCausalLM", config)
     assert impl == "transformers"
     assert said in reason
@@ -89,7 +89,7 @@ def test_what_is_not_native_is_left_to_transformers(config: dict[str, Any], said
 
 def test_a_registered_model_is_used(original, monkeypatch) -> None:
     monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
-    registry.register("Qwen3ForCausalLM", "tests.models.test_load_which:Mine")
+    registry.register("Qwen3ForCausalLM", "tests.models.test_model_choice:Mine")
     assert type(build(original[0])).__name__ == "Mine"
     registry.register("Qwen3ForCausalLM", "tests.models.test_load:Nobody")
     with pytest.raises(ConfigError, match=r"test_load:Nobody cannot be loaded"):

@@ -1,4 +1,4 @@
-"""A request's tokens and scores are its own: not its mates', its row's, its chunks' or its interruptions'."""
+"""A request's tokens and scores depend on neither its batch, its row, its chunks nor its preemptions."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Mates:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_company_does_not_matter(mode):
+def test_batching_changes_nothing(mode):
     asked = requests(24, seed=3)
     alone = []
     for request in asked:

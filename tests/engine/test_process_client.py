@@ -68,7 +68,7 @@ def ask(client: ProcessClient, *ids: str) -> None:
         client.submit(EngineRequest(id, [1], SamplingParams(max_tokens=2)))
 
 
-def test_the_next_engine_gets_what_waits_and_not_what_was_given_up(place: Place) -> None:
+def test_the_next_engine_gets_waiting_requests_without_aborted_ones(place: Place) -> None:
     """Regression: a request that its client had aborted was sent again, and ran to its end."""
     client = place.client()
     ask(client, "left", "kept")
@@ -85,7 +85,7 @@ def test_the_next_engine_gets_what_waits_and_not_what_was_given_up(place: Place)
     client.close()
 
 
-def test_an_abort_goes_to_the_engine_that_has_the_request(place: Place) -> None:
+def test_an_abort_is_sent_to_the_engine_of_its_request(place: Place) -> None:
     client = place.client()
     ask(client, "a")
     client.abort(["a", "unknown"])
@@ -95,7 +95,7 @@ def test_an_abort_goes_to_the_engine_that_has_the_request(place: Place) -> None:
     client.close()
 
 
-def test_being_told_to_stop_is_no_failure_of_a_function() -> None:
+def test_a_shutdown_is_not_a_failed_call() -> None:
     """Regression: it was reported as an error, and the process continued until it was killed."""
     core: EngineCore = make().core
     core.functions["busy"] = lambda: stop(0, None)
@@ -146,7 +146,7 @@ class Socket:
         return self.messages.pop(0)
 
 
-def test_what_the_engine_cannot_decode_is_answered() -> None:
+def test_undecodable_messages_are_answered() -> None:
     """Regression: it was logged and dropped; the client waited forever, and /health answered 200."""
     core: EngineCore = make().core
     encode = msgspec.msgpack.encode
@@ -179,7 +179,7 @@ def begun(client: ProcessClient, id: str) -> None:
     client._unfinished[id].has_started = True
 
 
-def test_clients_read_a_word_of_the_log_and_not_why_the_engine_died(place: Place) -> None:
+def test_clients_get_an_incident_id_instead_of_the_cause(place: Place) -> None:
     """Regression: clients got the exception, with file names of this machine and ids of others' requests."""
     client = place.client()
     ask(client, "mine")
@@ -192,7 +192,7 @@ def test_clients_read_a_word_of_the_log_and_not_why_the_engine_died(place: Place
     client.close()
 
 
-def test_what_ran_at_two_deaths_is_not_sent_again(place: Place) -> None:
+def test_requests_running_at_two_crashes_are_not_resubmitted(place: Place) -> None:
     client = place.client()
     for epoch in (2, 3):
         ask(client, "poison")
@@ -207,7 +207,7 @@ def test_what_ran_at_two_deaths_is_not_sent_again(place: Place) -> None:
     client.close()
 
 
-def test_what_came_to_its_end_between_two_deaths_is_no_poison(place: Place) -> None:
+def test_requests_finished_between_two_crashes_are_not_suspects(place: Place) -> None:
     """A common prompt that may have run beside the one that killed the engine."""
     client = place.client()
     for epoch in (2, 3):
@@ -224,7 +224,7 @@ def test_what_came_to_its_end_between_two_deaths_is_no_poison(place: Place) -> N
     client.close()
 
 
-def test_what_only_waited_at_two_deaths_may_be_asked_for_again(place: Place) -> None:
+def test_requests_only_waiting_at_two_crashes_may_be_resubmitted(place: Place) -> None:
     client = place.client()
     ask(client, "waiting")
     place.publish(2, "restarting", recorded=True)
@@ -238,7 +238,7 @@ def test_what_only_waited_at_two_deaths_may_be_asked_for_again(place: Place) -> 
     client.close()
 
 
-def test_without_a_recording_what_was_there_at_two_deaths_is_poison(place: Place) -> None:
+def test_without_a_recording_requests_present_at_two_crashes_are_suspects(place: Place) -> None:
     """Regression: a plan that could not be written was in no recording, and every new engine got its request."""
     client = place.client()
     ask(client, "prefill")
@@ -252,7 +252,7 @@ def test_without_a_recording_what_was_there_at_two_deaths_is_poison(place: Place
     client.close()
 
 
-def test_what_the_host_calls_poison_is_refused_by_every_front_room(place: Place) -> None:
+def test_every_frontend_refuses_suspects_of_the_supervisor(place: Place) -> None:
     """Its deaths came from other frontends."""
     client = place.client()
     ask(client, "waiting", "begun")
@@ -268,7 +268,7 @@ def test_what_the_host_calls_poison_is_refused_by_every_front_room(place: Place)
     client.close()
 
 
-def test_while_no_engine_is_started_nobody_waits_for_one(place: Place) -> None:
+def test_calls_do_not_wait_while_no_engine_is_starting(place: Place) -> None:
     client = place.client()
     ask(client, "waiting", "given up")
     client.abort(["given up"])

@@ -1,4 +1,4 @@
-"""A request with many outputs is sent to the engine in parts, and may be given up between two of them."""
+"""A request with many outputs is sent to the engine in parts, and can be cancelled between two of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])
-def test_a_request_given_up_while_it_is_sent_leaves_nothing(
+def test_a_request_cancelled_while_sending_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Two keys on one server: a flood of one does not hold up the other. And SIGHUP."""
+"""Two keys on one server: many requests of one do not delay the other; SIGHUP reads the keys again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = "/v1/completions"
 FLOOD = 60
 
 
-def test_a_light_key_does_not_wait_for_a_flooding_one(tmp_path: Path):
+def test_a_light_key_does_not_wait_for_a_busy_key(tmp_path: Path):
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps([{"name": "heavy", "key": "h"}, {"name": "light", "key": "l"}]))
     flags = ["--api-key-file", str(keys), "--max-num-seqs", "4", "--served-model-name", "tiny"]

@@ -28,7 +28,7 @@ from quire.frontend.outputs import RequestOutput
 # -- errors -----------------------------------------------------------------------------------------
 
 
-def test_a_wrong_request_hurts_nobody(llm: AsyncLLM):
+def test_an_invalid_request_does_not_affect_others(llm: AsyncLLM):
     async def main() -> None:
         good = asyncio.create_task(outputs(llm, "good", GREEDY, "good"))
         with pytest.raises(ValidationError):
@@ -43,7 +43,7 @@ def test_a_wrong_request_hurts_nobody(llm: AsyncLLM):
     run(main())
 
 
-def test_a_request_that_fails_alone_raises_for_itself(llm: AsyncLLM):
+def test_a_failed_request_raises_only_in_its_own_stream(llm: AsyncLLM):
     executor(llm).failing.add("b")
 
     async def main() -> None:
@@ -56,7 +56,7 @@ def test_a_request_that_fails_alone_raises_for_itself(llm: AsyncLLM):
     run(main())
 
 
-def test_too_many_that_wait_are_refused(make: Callable[..., AsyncLLM]):
+def test_requests_beyond_the_queue_limit_are_refused(make: Callable[..., AsyncLLM]):
     llm = make(max_num_queued_reqs=2)
 
     async def main() -> None:
@@ -105,7 +105,9 @@ def test_shutdown_ends_streams(slow: AsyncLLM):
     assert executor(slow).closed
 
 
-def test_a_fault_of_the_front_room_does_not_hang(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+def test_an_exception_in_the_frontend_ends_the_stream(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+):
     def fail(self: Any, outputs: Any) -> None:
         raise ZeroDivisionError("a fault")
 
@@ -123,7 +125,7 @@ def test_one_loop_after_another(llm: AsyncLLM, folder: Path):
         assert run(outputs(llm, "x", GREEDY, "x"))[-1].outputs[0].text == texts[0]
 
 
-def test_a_loop_that_ended_in_the_middle(slow: AsyncLLM):
+def test_a_closed_event_loop_does_not_block_the_next(slow: AsyncLLM):
     async def leave() -> Any:
         stream = slow.generate("x", greedy(max_tokens=190), "x")
         await anext(stream)
@@ -137,10 +139,10 @@ def test_a_loop_that_ended_in_the_middle(slow: AsyncLLM):
     del stream
 
 
-def test_a_fault_between_two_loops_is_known_in_the_second(
+def test_an_engine_failure_between_two_event_loops_reaches_the_second(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ):
-    """(It was told to the loop that was closed, and the next request waited for ever.)"""
+    """Regression: only the closed loop got the error, and the next request waited forever."""
 
     def fail(block: bool) -> Any:
         raise ZeroDivisionError("a fault")
@@ -219,7 +221,7 @@ def test_pausing(slow: AsyncLLM):
     run(main())
 
 
-def test_what_is_kept_goes_on_with_the_same_tokens(slow: AsyncLLM):
+def test_requests_kept_by_a_pause_continue_with_the_same_tokens(slow: AsyncLLM):
     async def main() -> None:
         (whole,) = await outputs(slow, "x", greedy(max_tokens=40, output_kind=FINAL), "a")
         for still, on in (

@@ -48,7 +48,7 @@ def run(client: InlineClient, rng: random.Random, requests: int) -> None:
 
 
 @pytest.mark.parametrize("requests", [6, 60])
-def test_a_replay_gives_the_same_tokens(tmp_path: Path, requests: int) -> None:
+def test_a_replay_produces_the_same_tokens(tmp_path: Path, requests: int) -> None:
     run(recorded(tmp_path), random.Random(requests), requests)
     recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
@@ -85,7 +85,7 @@ def test_a_difference_is_seen(tmp_path: Path) -> None:
     assert sum(step.differs for step in replay(recording, fresh(), budget=16)) == 1
 
 
-def test_a_death_leaves_the_ids_of_the_step_it_came_in(tmp_path: Path) -> None:
+def test_a_crash_records_the_ids_of_its_step(tmp_path: Path) -> None:
     class Dying(Device):
         left = 5
 
@@ -250,7 +250,7 @@ def first(recording: flight_recorder.Recording) -> list[EnteredRow]:
     return next(f.entered for f in recording.frames if isinstance(f, flight_recorder.StepPlan))
 
 
-def test_a_file_has_a_limit_and_what_it_holds_can_be_replayed(
+def test_a_recording_is_bounded_and_replayable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight_recorder, "ROOM", 1 << 9)
@@ -264,7 +264,7 @@ def test_a_file_has_a_limit_and_what_it_holds_can_be_replayed(
     assert all(step.result is not None and not step.differs for step in steps)
 
 
-def test_what_runs_at_the_end_is_known(tmp_path: Path) -> None:
+def test_a_recording_lists_the_requests_running_at_its_end(tmp_path: Path) -> None:
     client = recorded(tmp_path)
     ask(client, "short", 2)
     ask(client, "long", 30)

@@ -1,4 +1,4 @@
-"""What a plan forecasts of the weights, from headers, is what an engine then holds."""
+"""The memory plan's forecast of weights, from file headers, equals the loaded engine's weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
     ("kind", "schemes"),
     [("qwen3", (None, "int8", "int4_g32")), ("llama", ("int8",))],  # the first ties its head
 )
-def test_the_forecast_is_what_is_held(
+def test_the_memory_forecast_equals_the_weights(
     kind: str, schemes: tuple[str | None, ...], tmp_path: Path
 ) -> None:
     path = make_checkpoint(kind, tmp_path, **SHAPE)

@@ -119,7 +119,7 @@ def test_wait_lets_those_end_that_were_here(engine: Engine) -> None:
     assert not engine.core.scheduler.gates
 
 
-def test_abort_ends_all_and_tells_all(engine: Engine) -> None:
+def test_abort_ends_all_requests_with_an_output(engine: Engine) -> None:
     known = len(engine.tokens["a"])
     engine.ask("dddd")
     assert engine.call("hold", "abort") == 0
@@ -129,7 +129,7 @@ def test_abort_ends_all_and_tells_all(engine: Engine) -> None:
     assert engine.tokens["a"] == reference(engine.asked["a"])[0][: len(engine.tokens["a"])]
 
 
-def test_keep_stands_still(engine: Engine) -> None:
+def test_keep_freezes_running_requests(engine: Engine) -> None:
     assert engine.call("hold", "keep") == 0
     engine.run()
     before = {id: list(tokens) for id, tokens in engine.tokens.items()}
@@ -211,7 +211,7 @@ async def give_up(work: Coroutine[object, object, None]) -> None:
 
 
 @pytest.mark.parametrize("rests", [pausing, sleeping])
-def test_who_gives_up_waiting_has_held_nobody_back(engine: Engine, rests: Rests) -> None:
+def test_a_cancelled_wait_delays_no_other_request(engine: Engine, rests: Rests) -> None:
     async def main() -> None:
         await give_up(rests(engine))
         assert engine.call("is_paused") is False
@@ -223,8 +223,10 @@ def test_who_gives_up_waiting_has_held_nobody_back(engine: Engine, rests: Rests)
 
 @pytest.mark.parametrize("second", [pausing, sleeping])
 @pytest.mark.parametrize("first", [pausing, sleeping])
-def test_who_gives_up_ends_nobody_elses(engine: Engine, first: Rests, second: Rests) -> None:
-    """Regression: a caller that gave up waiting also ended the pause of another, which was told that it had paused."""
+def test_a_cancelled_pause_does_not_end_another_pause(
+    engine: Engine, first: Rests, second: Rests
+) -> None:
+    """Regression: a cancelled wait also ended the pause of another caller, which got the reply that it had paused."""
 
     async def main() -> None:
         one = await begin(engine, first(engine))
@@ -244,7 +246,7 @@ def test_who_gives_up_ends_nobody_elses(engine: Engine, first: Rests, second: Re
     assert engine.is_right("dddd")
 
 
-def test_a_front_room_that_is_gone_holds_nobody_back(engine: Engine) -> None:
+def test_a_disconnected_frontend_delays_no_pause(engine: Engine) -> None:
     for number, name in ((1, "one"), (2, "two")):
         engine.send("hold", "wait", sleep.PAUSE, name, client=number)
     one, two = (
@@ -264,7 +266,7 @@ def test_a_front_room_that_is_gone_holds_nobody_back(engine: Engine) -> None:
     assert engine.call("is_paused") is True
 
 
-def test_who_gives_up_ends_no_pause_that_stands(engine: Engine) -> None:
+def test_a_cancelled_pause_does_not_end_a_completed_one(engine: Engine) -> None:
     engine.call("hold", "keep")
     engine.call("pause")
     engine.call("hold", "wait", sleep.PAUSE, "another")
@@ -274,7 +276,7 @@ def test_who_gives_up_ends_no_pause_that_stands(engine: Engine) -> None:
     assert not engine.finish["a"]
 
 
-def test_a_caller_that_gives_up_leaves_no_pending_call(engine: Engine) -> None:
+def test_a_cancelled_call_leaves_nothing_pending(engine: Engine) -> None:
     """(Its thread would wait until all requests had ended.)"""
     engine.call("hold", "wait", sleep.PAUSE, "one")
     number = engine.send("drained", "one")
@@ -285,7 +287,7 @@ def test_a_caller_that_gives_up_leaves_no_pending_call(engine: Engine) -> None:
     assert not engine.core.pending_calls
 
 
-def test_a_waiting_pause_sends_the_engine_three_calls_however_long_it_lasts(engine: Engine) -> None:
+def test_a_waiting_pause_sends_three_calls_at_most(engine: Engine) -> None:
     """(It asked fifty times a second.)"""
     called: list[str] = []
 
@@ -306,7 +308,7 @@ def test_a_waiting_pause_sends_the_engine_three_calls_however_long_it_lasts(engi
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_pending_function_is_asked_in_each_turn(depth: int) -> None:
+def test_a_deferred_reply_is_polled_in_each_step(depth: int) -> None:
     """Any function may answer later; what it sends before comes at once, and its error is its answer."""
     engine = Engine(depth)
     core = engine.core
@@ -337,7 +339,7 @@ def test_a_pending_function_is_asked_in_each_turn(depth: int) -> None:
     ("rests", "end", "state"),
     [(pausing, "resume", "is_paused"), (sleeping, "wake_up", "is_sleeping")],
 )
-def test_who_waits_is_told_that_it_was_taken_back(
+def test_a_waiting_pause_is_told_of_a_resume(
     engine: Engine, rests: Rests, end: str, state: str
 ) -> None:
     async def main() -> None:
@@ -390,7 +392,7 @@ def test_the_next_process_rests_as_deep(
     assert process().call("saved_state") == {"paused": False, "level": -1, "missing_parts": []}
 
 
-def test_what_nobody_was_told_to_be_done_is_not_kept(engine: Engine, tmp_path: Path) -> None:
+def test_an_unfinished_pause_is_not_restored(engine: Engine, tmp_path: Path) -> None:
     engine.core.functions = sleep.persisting(engine.core.functions, tmp_path / "asked")
     engine.call("hold", "wait")
     engine.call("resume", sleep.SLEEP)  # writes
@@ -399,7 +401,7 @@ def test_what_nobody_was_told_to_be_done_is_not_kept(engine: Engine, tmp_path: P
     assert after.call("is_paused") is False
 
 
-def test_what_workers_are_told(engine: Engine) -> None:
+def test_workers_receive_sleep_and_wake_up_calls(engine: Engine) -> None:
     told: list[tuple[object, ...]] = []
     engine.device.call = lambda *words: told.append(words) or [None]  # type: ignore[method-assign]
     engine.call("sleep", 0)
@@ -416,7 +418,7 @@ def test_what_workers_are_told(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("rests", [("pause",), ("sleep", 0)])
-def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]) -> None:
+def test_the_kv_cache_can_be_released_alone(engine: Engine, rests: tuple[object, ...]) -> None:
     told: list[tuple[object, ...]] = []
     engine.device.call = lambda *words: told.append(words) or [None]  # type: ignore[method-assign]
     assert "pause it first" in str(engine.call("release_kv_cache"))
@@ -441,7 +443,7 @@ def test_the_cache_alone_is_given_back(engine: Engine, rests: tuple[object, ...]
     assert engine.is_right("a", "bb", "ccc")
 
 
-def test_who_releases_the_cache_of_an_engine_at_work_is_told(engine: Engine) -> None:
+def test_releasing_the_cache_of_a_busy_engine_is_refused(engine: Engine) -> None:
     with pytest.raises(Conflict, match="pause it first"):
         asyncio.run(sleep_client.release(asked_of(engine)))
 
@@ -454,7 +456,7 @@ def test_some_are_ended_by_id(engine: Engine) -> None:
     assert engine.is_right("a", "ccc")
 
 
-def test_a_sleep_that_fails_holds_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sleep_blocks_no_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the caller got the error, and all requests waited forever."""
 
     def fails(name: str, *args: object) -> list[None]:

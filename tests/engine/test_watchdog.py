@@ -29,7 +29,7 @@ class Clock:
         return self.now
 
 
-def test_before_anything_is_known_the_first_bound_holds() -> None:
+def test_without_measurements_the_initial_bound_applies() -> None:
     clock = Clock()
     pulse = Watchdog(300.0, clock)
     assert (pulse.beat().busy, pulse.beat().allowed) == (0.0, 300.0)

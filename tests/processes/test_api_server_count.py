@@ -1,4 +1,4 @@
-"""Several HTTP processes over one engine: one server to those who look at it, whatever becomes of one of them."""
+"""Several HTTP processes over one engine behave as one server, also after one of them dies."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def clients(server: Served) -> Iterator[list[httpx.Client]]:
 
 
 def told(client: httpx.Client) -> dict[str, float]:
-    """/metrics, without what is measured by asking for it."""
+    """/metrics, without the metrics that the scrape itself changes."""
     lines = client.get("/metrics").text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     moving = ("vllm:avg_", "process_")
@@ -115,7 +115,7 @@ def test_each_process_answers_and_none_has_torch(server: Served, clients: list[h
     assert server.output.count("Ready. Try:") == 1
 
 
-def test_both_tell_the_same_and_all_of_it(server: Served, clients: list[httpx.Client]):
+def test_both_workers_report_the_same_totals(server: Served, clients: list[httpx.Client]):
     before = told(clients[0])
     for count, client in zip((3, 5), clients, strict=True):
         for _ in range(count):
@@ -177,10 +177,10 @@ def test_one_id_at_both(server: Served, clients: list[httpx.Client]):
         ("/sleep?level=2&mode=keep", "/wake_up", "is_sleeping", "discard_all"),
     ],
 )
-def test_a_pause_and_a_sleep_are_everybodys(
+def test_pause_and_sleep_apply_to_all_workers(
     server: Served, clients: list[httpx.Client], still: str, on: str, flag: str, state: str
 ):
-    """Whoever is asked, the engine holds back what comes through any of them."""
+    """A pause through any worker stops the requests of all workers."""
     one, other = clients
     text = one.post(TEXT, json=GREEDY).json()["choices"][0]["text"]
     answer = one.post(still)
@@ -205,7 +205,7 @@ def test_a_pause_and_a_sleep_are_everybodys(
     assert one.get(f"/{flag}").json() == {flag: False}
 
 
-def test_requests_are_ended_whoever_took_them(server: Served, clients: list[httpx.Client]):
+def test_any_worker_can_abort_requests(server: Served, clients: list[httpx.Client]):
     asked = {"prompt": "a", "max_tokens": 240, "ignore_eos": True, "n": 2}
     clients[0].post("/pause", params={"mode": "keep"})  # so that none ends by itself
     found: dict[str, httpx.Response] = {}
@@ -253,7 +253,7 @@ def in_the_middle(server: Served, client: httpx.Client, count: int) -> list[Stre
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_dies_or_hangs_is_replaced(
+def test_a_worker_that_dies_or_hangs_is_replaced(
     server: Served, clients: list[httpx.Client], blow: signal.Signals
 ):
     """Its streams break, the others go on; what it had asked for is not worked for, what it had counted stays."""
@@ -288,10 +288,10 @@ def test_one_that_dies_or_hangs_is_replaced(
     until(lambda: server.client.get("/load").json() == {"server_load": 0})
 
 
-def test_one_that_dies_while_it_waits_for_a_sleep_holds_nobody_back(
+def test_a_worker_that_dies_during_a_sleep_call_blocks_no_other(
     server: Served, clients: list[httpx.Client]
 ):
-    """(New requests waited until somebody thought of /wake_up.)"""
+    """Regression: new requests waited until the next /wake_up."""
     struck, other = process_of(clients[0]), clients[1]
     [engine] = [pid for pid in children(server.process.pid) if has_torch(pid)]
     failed: list[httpx.HTTPError] = []
@@ -320,7 +320,7 @@ def test_one_that_dies_while_it_waits_for_a_sleep_holds_nobody_back(
     until(lambda: server.client.get("/health/ready").status_code == 200)
 
 
-def test_told_to_stop_all_end_what_runs(server: Served):
+def test_on_shutdown_all_workers_finish_their_requests(server: Served):
     """The last of this server."""
     streams = [Stream(server.url) for _ in range(6)]
     until(lambda: all(stream.events for stream in streams))
@@ -337,7 +337,7 @@ def test_told_to_stop_all_end_what_runs(server: Served):
 
 
 @pytest.mark.parametrize("was_stopped", [True, False])
-def test_a_keeper_that_was_stopped_blames_nobody(
+def test_a_suspension_of_the_supervisor_is_not_a_hang_of_workers(
     was_stopped: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """A paused container: the children's silence is as long as the keeper's own."""
@@ -359,7 +359,7 @@ def test_a_keeper_that_was_stopped_blames_nobody(
     assert process.process.kill.called is not was_stopped
 
 
-def test_killing_the_parent_leaves_nobody(tmp_path: Path):
+def test_killing_the_parent_ends_all_workers(tmp_path: Path):
     server = Served(make_checkpoint(tmp_path), "--api-server-count", "2")
     try:
         until(lambda: len(children(server.process.pid)) == 3)
@@ -370,7 +370,7 @@ def test_killing_the_parent_leaves_nobody(tmp_path: Path):
     until(lambda: not [pid for pid in family if Path(f"/proc/{pid}").exists()])
 
 
-def test_one_that_dies_too_often_stays_dead_and_the_last_ends_the_server(tmp_path: Path):
+def test_a_worker_that_dies_too_often_stays_dead_and_the_last_ends_the_server(tmp_path: Path):
     limit = {"QUIRE_MAX_ENGINE_RESTARTS": "0"}
     with Served(make_checkpoint(tmp_path), "--api-server-count", "2", env=limit) as server:
         first, second = fronts(server)

@@ -1,4 +1,4 @@
-"""What loading takes beside the weights: files' pages are given back, parts wait, and pieces make the same numbers."""
+"""Memory of a load beside the weights: file pages are released, parts wait for their join, pieces give the same weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def resident(path: Path) -> int:
     return total
 
 
-def test_pages_of_a_file_are_given_back_and_read_again(mapped):
+def test_mapped_file_pages_are_released_and_read_again(mapped):
     path, tensor = mapped
     whole = float(tensor.double().sum())
     assert resident(path) == PAGES * 4096
@@ -49,7 +49,7 @@ def test_pages_of_a_file_are_given_back_and_read_again(mapped):
     assert float(tensor.double().sum()) == whole
 
 
-def test_a_mapping_that_was_written_to_keeps_its_changes(mapped):
+def test_a_modified_mapping_keeps_its_changes(mapped):
     path, tensor = mapped
     tensor[5] = -1.0
     assert memory.release_file_pages([path], [tensor]) == 0
@@ -86,7 +86,7 @@ def test_a_place_that_became_anothers_is_left_alone(mapped, tmp_path, monkeypatc
     libc.munmap(ctypes.c_void_p(place), ctypes.c_size_t(size))
 
 
-def test_parts_wait_for_the_join_and_then_lie_side_by_side():
+def test_joined_weights_are_contiguous():
     with torch.device("meta"):
         layer = Linear(3, {"q": 2, "k": 1})
     slots = layer.slots("layer")
@@ -102,7 +102,7 @@ def test_parts_wait_for_the_join_and_then_lie_side_by_side():
 
 
 @pytest.mark.parametrize("make", [lambda: Linear(4, 3), lambda: Head(3, 4)])
-def test_what_is_converted_waits_for_the_join_too(make):
+def test_conversion_happens_after_the_join(make):
     """(An untied head of float32 lay there in bfloat16 beside its int8 form, and so did half the layers' weights.)"""
     with torch.device("meta"):
         layer = make()
@@ -117,7 +117,7 @@ def test_what_is_converted_waits_for_the_join_too(make):
     assert layer.weight.data_ptr() == whole.data_ptr()  # nothing to convert: nothing to wait for
 
 
-def test_the_head_as_it_was_is_gone_when_layers_are_made_small(monkeypatch):
+def test_the_original_head_is_freed_before_layers_are_quantized(monkeypatch):
     head, layer, seen = Head(64, 64), Linear(64, 64), []
     before = weakref.ref(head.weight)
     make = int8.Int8Weight.of
@@ -127,7 +127,7 @@ def test_the_head_as_it_was_is_gone_when_layers_are_made_small(monkeypatch):
 
 
 @pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
-def test_a_weight_made_in_pieces_has_the_same_numbers(monkeypatch, at_once):
+def test_quantizing_in_pieces_gives_the_same_weight(monkeypatch, at_once):
     weight = torch.randn(70, 64)
     q_OI, scale_O = int8.quantize(weight)
     monkeypatch.setattr(int8, "AT_ONCE", at_once)

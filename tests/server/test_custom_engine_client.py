@@ -1,4 +1,4 @@
-"""A server over an engine client that is neither in this process nor over sockets: it needs only `EngineClient`."""
+"""A server over a third kind of engine client: it uses only the interface `EngineClient`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_the_server_ends_with_its_engine(
 
 
 @in_loop
-async def test_many_calls_that_wait_leave_room_for_the_one_that_ends_them(
+async def test_waiting_calls_do_not_block_the_call_that_ends_them(
     client: ToldClient,
 ) -> None:
     """(They took all threads of the event loop.)"""

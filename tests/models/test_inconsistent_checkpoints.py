@@ -1,4 +1,4 @@
-"""Checkpoints that lie about themselves: one sentence, soon, from the start and from `quire doctor` (L3)."""
+"""Inconsistent checkpoints: one clear sentence, early, from `quire serve` and from `quire doctor` (L3)."""
 
 from __future__ import annotations
 

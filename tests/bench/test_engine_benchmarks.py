@@ -41,7 +41,7 @@ def test_latency_times_each_run(model: str, tmp_path: Path, capsys: pytest.Captu
     assert "99% percentile latency: " in printed
 
 
-def test_throughput_counts_what_was_generated(
+def test_throughput_counts_generated_tokens(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "a.json"
@@ -77,7 +77,7 @@ def test_startup_times_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (result["avg_cold_first_token_time"], result["avg_warm_first_token_time"]) == (10.0, 2.0)
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path):
+def test_a_failed_start_reports_the_reason(tmp_path: Path):
     with pytest.raises(QuireError, match="nowhere"):
         startup.once({"model": str(tmp_path / "nowhere")}, str(tmp_path))
 
@@ -91,7 +91,7 @@ def test_mistakes_end_with_status_2(module: Any, capsys: pytest.CaptureFixture[s
     assert "error: " in capsys.readouterr().err
 
 
-def test_every_word_has_its_module_and_help(capsys: pytest.CaptureFixture[str]):
+def test_every_command_has_a_module_and_help(capsys: pytest.CaptureFixture[str]):
     for program, command in ((bench, "quire bench"), (laboratory, "python -m benchmarks")):
         for kind in program.KINDS:
             with pytest.raises(SystemExit) as ended:
