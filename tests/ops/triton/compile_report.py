@@ -22,6 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # the first entry is this script's own folder
+
 from benchmarks.gpu import fp8_gemm_tma
 from quire.ops.triton import (
     attention,
