@@ -282,6 +282,13 @@ def test_figures_of_a_case_worked_by_hand():
     assert "Maximum request concurrency:             3" in text
     assert "Request goodput (req/s):                 0.80" in text
     assert metrics.failures(done) == "failed 1 times: refused"
+    cost = metrics.costs(
+        found, 3.6
+    )  # 0.001 a second: 2.4 tokens made a second, 26.4 with the prompts
+    assert cost["cost_per_million_output_tokens"] == pytest.approx(1000 / 2.4)
+    assert cost["cost_per_million_tokens"] == pytest.approx(1000 / 26.4)
+    assert "Cost per million output tokens:          416.67" in metrics.printout(found | cost, told, 3, 2.0)  # fmt: skip
+    assert metrics.costs({"output_throughput": 0.0, "total_token_throughput": 0.0}, 1)["cost_per_million_tokens"] is None  # fmt: skip
 
 
 def test_nothing_answered_is_no_figure_and_not_zero():

@@ -17,7 +17,7 @@ from quire.config.server import ServerConfig
 from quire.errors import ConfigError, StartupError
 from quire.server.app import build_app
 from quire.server.process import launch, sockets
-from quire.server.process.banner import curl_line, failure, stages_table
+from quire.server.process.banner import curl_line, failure, stages_table, warnings
 
 
 async def talk(config: ServerConfig, *sent: bytes) -> list[bytes]:
@@ -217,3 +217,20 @@ def test_startup_stages_cover_the_whole_start() -> None:
     seconds = {line.rpartition("  ")[0].strip(): line.split()[-2] for line in lines.splitlines()}
     assert list(seconds.values()) == ["1.50", "2.25", "1.25", "5.00"]
     assert "other: imports, processes, tokenizer" in seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "says"),
+    [
+        ({"host": "0.0.0.0"}, 8, "without an API key"),
+        ({"host": "0.0.0.0", "api_key": ["k"]}, 8, ""),
+        ({"host": "127.0.0.1"}, 2, ""),
+        ({"api_server_count": 2, "distributed_executor_backend": "mp", "host": "localhost"}, 3, "3 physical cores for 4 processes"),
+        ({"disable_frontend_multiprocessing": True, "host": "localhost"}, 1, ""),
+    ],
+)  # fmt: skip
+def test_what_a_ready_server_warns_of(given: dict[str, object], cores: int, says: str):
+    """Not before: a start that fails has another message."""
+    found = warnings(EngineConfig.from_keywords(model="none", **given), cores)
+    assert len(found) == bool(says)
+    assert says in "".join(found)

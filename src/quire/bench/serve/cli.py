@@ -117,6 +117,7 @@ OPTIONS: dict[str, tuple[ServeOption, ...]] = {
         ServeOption("--percentile-metrics", str, "ttft,tpot,itl", "NAMES", "of ttft,tpot,itl,e2el"),
         ServeOption("--metric-percentiles", str, "99", "NUMBERS", "such as 50,90,99"),
         ServeOption("--goodput", str, None, "NAME:MS", "latency goals in ms that count a request as good, such as ttft:200", "+"),
+        ServeOption("--hourly-cost", float, None, "PRICE", "price of the server for an hour: adds the cost of a million tokens"),
         ServeOption("--save-result", None, help="write the result as JSON"),
         ServeOption("--save-detailed", None, help="include the values of each request"),
         ServeOption("--append-result", None, help="append to the file, one object per line"),

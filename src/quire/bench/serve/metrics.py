@@ -27,6 +27,10 @@ METRICS = {
     "e2el": ("E2EL", "End-to-end Latency"),
 }
 PROMISES = ("ttft", "tpot", "e2el")  # metrics of a single request, which goodput can limit
+COST_RATES = {
+    "cost_per_million_output_tokens": "output_throughput",
+    "cost_per_million_tokens": "total_token_throughput",
+}
 WIDTH = 50
 
 
@@ -92,6 +96,14 @@ def figures(done: Sequence[RequestRecord], seconds: float, told: MetricOptions) 
     for name in METRICS:
         result |= _summary(name, _values(name, good), told.percentiles)
     return result
+
+
+def costs(result: dict[str, Any], hourly: float) -> dict[str, float | None]:
+    """Cost of a million tokens at the measured rates, in the currency of `hourly`, the price of an hour."""
+    found: dict[str, float | None] = {"hourly_cost": hourly}
+    for name, rate in COST_RATES.items():
+        found[name] = hourly / 3600 / result[rate] * 1e6 if result[rate] else None
+    return found
 
 
 def _values(name: str, done: Sequence[RequestRecord]) -> list[float]:
@@ -161,6 +173,8 @@ def printout(result: dict[str, Any], told: MetricOptions, most: int | None, rate
         "Peak output token throughput (tok/s):": result["max_output_tokens_per_s"],
         "Peak concurrent requests:": float(result["max_concurrent_requests"]),
         "Total token throughput (tok/s):": result["total_token_throughput"],
+        "Cost per million output tokens:": result.get("cost_per_million_output_tokens"),
+        "Cost per million tokens:": result.get("cost_per_million_tokens"),
     }
     lines = [_title("Serving Benchmark Result", "=")]
     lines += [_line(words, value) for words, value in rows.items() if value is not None]

@@ -90,6 +90,8 @@ class ServePlan:
             if given.profile:
                 await server.ask("POST", "/stop_profile")
         result = metrics.figures(done, seconds, self.told)
+        if given.hourly_cost is not None:
+            result |= metrics.costs(result, given.hourly_cost)
         print(metrics.printout(result, self.told, given.max_concurrency, given.request_rate))
         if wrong := metrics.failures(done):
             print(wrong, file=sys.stderr)

@@ -6,12 +6,18 @@ Knows facts and their layout. Does not know where they come from.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 
 from quire.config.engine import EngineConfig
 from quire.errors import StartupError
+from quire.logging import get_logger
+from quire.platforms.cpu_affinity import threads
 from quire.protocol.output import EngineReady
+from quire.server.process.sockets import LOOPBACKS, host_of
 from quire.startup_timer import table
+
+log = get_logger(__name__)
 
 LONGEST = 0.005  # seconds; shorter stages get no line
 
@@ -28,6 +34,30 @@ def facts_table(config: EngineConfig, ready: EngineReady, url: str, names: list[
         ("API key", "needed" if config.server.needs_key else "none"),
     ]  # fmt: skip
     return table(rows)
+
+
+def warnings(config: EngineConfig, cores: int) -> list[str]:
+    """What the operator should change about a server that is ready. `cores`: physical cores of this machine."""
+    server, found = config.server, []
+    if not server.needs_key and server.uds is None and (host := host_of(server)) not in LOOPBACKS:
+        found.append(
+            f"listening on {host} without an API key: every host that reaches this machine can use the model; set"
+            " --api-key, or listen on --host 127.0.0.1 only"
+        )
+    engines = 0 if server.disable_frontend_multiprocessing else 1
+    workers = 1 if config.parallel.distributed_executor_backend == "mp" else 0
+    if cores < (needed := server.api_server_count + engines + workers):
+        found.append(
+            f"{cores} physical cores for {needed} processes ({server.api_server_count} HTTP, {engines} engine, {workers}"
+            " worker): they delay one another; use more cores, or fewer processes (--api-server-count)"
+        )
+    return found
+
+
+def log_warnings(config: EngineConfig) -> None:
+    cores = threads(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 0
+    for text in warnings(config, cores or os.cpu_count() or 1):
+        log.warning("%s", text)
 
 
 def stages_table(stages: list[tuple[str, float]], total: float) -> str:

@@ -38,7 +38,7 @@ from quire.processes.child import STOP, how_it_ended, start_child
 from quire.processes.restart_policy import RestartCount
 from quire.processes.supervisor import SupervisedProcess
 from quire.protocol.output import EngineDied, EngineOpen
-from quire.server.process.banner import curl_line, facts_table, failure, stages_table
+from quire.server.process.banner import curl_line, facts_table, failure, log_warnings, stages_table
 from quire.server.process.http_worker import KEYS, MODULE
 from quire.server.process.server_process import ABORTED_S, DEATH_TOLD_S, closes_with_terminal
 from quire.server.process.sockets import LAST_ANSWERS_S, address, bind_beside
@@ -307,6 +307,7 @@ class HttpSupervisor:
     def _greet(self) -> None:
         ready, names = self.client.wait_ready(), self.config.model.served_names
         log.info("start-up\n%s", stages_table(ready.startup, since_process_start()))
+        log_warnings(self.config)
         show(facts_table(self.config, ready, self.url, names))
         show(f"  HTTP          {self.count} processes")
         line = curl_line(self.config, self.url, names[0], self.chats)

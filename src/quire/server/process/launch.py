@@ -21,16 +21,13 @@ from quire.engine.engine_process import COLLECT_AFTER
 from quire.errors import ConfigError
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.startup import check_startup
-from quire.logging import get_logger
 from quire.observe.buckets import checked
 from quire.observe.tracing import Tracer, tracer_of
 from quire.server.api_keys import ApiKeys
 from quire.server.process import tls
 from quire.server.process.command_line import hide_secrets
-from quire.server.process.sockets import LOOPBACKS, bind_all, host_of
+from quire.server.process.sockets import bind_all
 from quire.server.user_middleware import own_layers
-
-log = get_logger(__name__)
 
 MOST_QUEUED = 1 << 14  # requests
 MOST_QUEUED_TOKENS = 1 << 25  # about a gigabyte of token ids
@@ -103,12 +100,6 @@ def listening(
     checked(config.observe.custom_histogram_buckets)
     tracer = tracer_of(config)
     listeners = bind_all(config.server, count)
-    if not tenants and config.server.uds is None and host_of(config.server) not in LOOPBACKS:
-        log.warning(
-            "listening on %s without an API key: every host that reaches this machine can use the model; set --api-key,"
-            " or listen on --host 127.0.0.1 only",
-            host_of(config.server),
-        )
     try:
         yield config, listeners, tenants, tracer
     finally:

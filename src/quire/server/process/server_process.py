@@ -36,7 +36,7 @@ from quire.server.api_keys import ApiKeys
 from quire.server.app import build_app
 from quire.server.hosts import allowed_hosts
 from quire.server.process import tls
-from quire.server.process.banner import curl_line, facts_table, failure, stages_table
+from quire.server.process.banner import curl_line, facts_table, failure, log_warnings, stages_table
 from quire.server.process.inline_engine import InlineEngineLoader
 from quire.server.process.sockets import address, http_server
 from quire.server.state import ServerPhase, ServerState
@@ -222,6 +222,7 @@ class ServerProcess:
         total = since_process_start()
         self.state.metrics.startup.labels("all").set(total)
         log.info("start-up\n%s", stages_table(client.ready.startup, total))
+        log_warnings(self.config)
         show(facts_table(self.config, client.ready, self.url, names))
         line = curl_line(self.config, self.url, names[0], engine.front.has_chat_template)
         show(f"\nReady. Try:\n\n{line}\n")
@@ -263,7 +264,9 @@ class ServerProcess:
         state, patience = self.state, self.config.server.shutdown_timeout
         if state.active:
             log.info(
-                "waiting up to %g s for %d running requests to end", patience, len(state.active)
+                "waiting up to %g s for %d running requests to end; press Ctrl-C again to stop now",
+                patience,
+                len(state.active),
             )
         await self._until_idle(patience)
         for name in list(state.active):
