@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import pytest
+from asgi import ask
 from scripted import ScriptedEngine, make_state
 
 from quire import env
 from quire.bench.serve import cli
 from quire.config.options import options
 from quire.config.server import ServerConfig
-from quire.observe.metric_table import COUNTS
+from quire.observe.metric_table import COUNTS, ENGINE_HISTOGRAMS
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES
 from quire.server.process import launch, sockets
 
 DOCS = Path(__file__).parents[2] / "docs"
 SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
 TROUBLE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+STRUCTURED = (DOCS / "structured.md").read_text(encoding="utf-8")
 
 
 def test_every_route_is_in_the_table():
@@ -29,7 +33,7 @@ def test_every_route_is_in_the_table():
 
 
 def test_every_flag_and_variable_exists():
-    flags = {f"--{name.replace('_', '-')}" for name in options()} | {"--url"}
+    flags = {f"--{name.replace('_', '-')}" for name in options()} | {"--url", "--max-tokens"}
     flags |= cli.parser()._option_string_actions.keys()
     for page in (SERVING, TROUBLE):
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page)) <= flags
@@ -51,7 +55,22 @@ def test_limits_are_those_of_the_code():
 
 def test_every_metric_that_is_named_exists():
     text = make_state(ScriptedEngine()).metrics.render().decode()
-    text += str(list(COUNTS.values()))
+    text += str([*COUNTS.values(), *ENGINE_HISTOGRAMS.values()])
     for page in (SERVING, TROUBLE):
         for name in re.findall(r"`((?:vllm|quire):\w+)`", page):
             assert name.removesuffix("_total") in text, name
+
+
+@pytest.mark.parametrize("page", [SERVING, STRUCTURED], ids=["serving", "structured"])
+def test_the_examples_of_requests_are_valid(page: str):
+    curls = re.findall(
+        r"curl -s http://127.0.0.1:8000(\S+) -H \S+ \S+ -d '(.*?)'\n```", page, re.DOTALL
+    )
+    assert curls
+    for path, body in curls:
+        state = make_state(ScriptedEngine(), served_model_name="quire-tiny")
+        assert ask(None, "POST", path, json.loads(body), state=state).status_code == 200
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert programs
+    for text in programs:
+        compile(text, "example", "exec")
