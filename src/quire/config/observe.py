@@ -33,6 +33,6 @@ class ObserveConfig:
     enable_mfu_metrics: bool = False
     """Estimate the floating-point operations of steps and the bytes of weights and KV that they move (estimated_* in /metrics)."""
     otlp_traces_endpoint: str | None = None
-    """OpenTelemetry endpoint for spans of requests, such as http://host:4318/v1/traces; needs quire[otlp]."""
+    """OpenTelemetry endpoint for spans of requests, such as http://host:4318/v1/traces; needs the extra otlp."""
     fail_on_environ_validation: bool = False
     """Refuse to start, instead of warning, if a QUIRE_* or VLLM_* environment variable is unknown."""

@@ -62,7 +62,7 @@ def exporter_for(endpoint: str) -> Any:
         found = False
     if not found:
         raise ConfigError(
-            f"otlp_traces_endpoint={endpoint} needs OpenTelemetry's packages for {protocol}: install quire[otlp]"
+            f"otlp_traces_endpoint={endpoint} needs OpenTelemetry's packages for {protocol}: pip install opentelemetry-sdk opentelemetry-exporter-otlp"
         )
     if protocol == "http/protobuf" and not urlsplit(endpoint).path.strip("/"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"

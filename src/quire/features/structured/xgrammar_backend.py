@@ -1,4 +1,4 @@
-"""xgrammar with the interface of llguidance's matchers. Optional: `pip install quire[xgrammar]`.
+"""xgrammar with the interface of llguidance's matchers. Optional: the extra `xgrammar`.
 
 Knows xgrammar's grammars and matchers. `xgrammar_subset.py` decides beforehand which constraints it gets. Only grammar
 processes import this module, because xgrammar imports torch.
@@ -80,7 +80,7 @@ class XCompiler:
     def __init__(self, vocabulary: Vocabulary):
         if not installed():
             raise ConfigError(
-                "structured_outputs_config.backend=xgrammar: pip install quire[xgrammar]"
+                "structured_outputs_config.backend=xgrammar needs its package: pip install xgrammar"
             )
         from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
 
