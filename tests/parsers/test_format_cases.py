@@ -17,6 +17,7 @@ from quire.frontend.parsers.format_table import (
     ToolFormat,
 )
 from quire.frontend.parsers.formats import TABLE
+from quire.frontend.parsers.model_formats import ModelFormats
 
 ALL = [pytest.param(*key, case, id=f"{'/'.join(key)}: {case.title}") for key, cases in CASES.items() for case in cases]  # fmt: skip
 
@@ -59,6 +60,11 @@ def test_a_case_that_is_cut_short(tools: str, reasoning: str, case: Case) -> Non
         assert together(parser(tools, reasoning), list(case.text[:length])) == short
 
 
+def test_a_whole_number_is_written_as_an_integer() -> None:
+    text = "<tool_call><function=f><parameter=count>5.0</parameter><parameter=ratio>2.50</parameter></function></tool_call>"
+    assert together(parser("qwen3_coder"), [text]).arguments == ['{"count": 5, "ratio": 2.50}']
+
+
 def test_no_field_of_the_table_is_unknown() -> None:
     """`msgspec.convert` ignores those that a dataclass does not have."""
     known = {kind: set(kind.__dataclass_fields__) for kind in (ToolFormat, ReasoningFormat, ParserState, CallTemplate)}  # fmt: skip
@@ -73,8 +79,6 @@ def test_no_field_of_the_table_is_unknown() -> None:
 
 def test_an_answer_is_not_empty_if_the_request_says_so() -> None:
     """`force_nonempty_content` of Nemotron's template."""
-    from quire.frontend.parsers.model_formats import ModelFormats
-
     formats = ModelFormats("none", "nemotron_v3", "")
     for kwargs, content in (({}, ""), ({"force_nonempty_content": True}, "hm"), ({"enable_thinking": False}, "hm")):  # fmt: skip
         made = formats.output_format([], template_kwargs=kwargs)
