@@ -11,6 +11,7 @@ from asgi import ask
 from scripted import ScriptedEngine, make_state
 
 from quire import env
+from quire.bench import sweep
 from quire.bench.serve import cli
 from quire.config.options import options
 from quire.config.server import ServerConfig
@@ -34,9 +35,11 @@ def test_every_route_is_in_the_table():
 
 def test_every_flag_and_variable_exists():
     flags = {f"--{name.replace('_', '-')}" for name in options()} | {"--url", "--max-tokens"}
-    flags |= cli.parser()._option_string_actions.keys()
+    for parser in (cli.parser(), sweep.parser()):
+        flags |= parser._option_string_actions.keys()
     for page in (SERVING, TROUBLE):
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page)) <= flags
+        named = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page)
+        assert {re.sub("^--no-", "--", flag) for flag in named} <= flags
     for name in re.findall(r"QUIRE_(\w+)", SERVING):
         assert name in env.VARIABLES
 

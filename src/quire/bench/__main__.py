@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 KINDS = {
     "serve": ("serve.run", "benchmark a running server (vLLM's options and result file)"),
+    "sweep": ("sweep", "serve with each of several sets of flags, with a server for each"),
     "throughput": ("throughput", "offline throughput of many prompts, without a server"),
     "latency": ("latency", "latency of one batch, without a server"),
     "startup": ("startup", "cold and warm start time, in new processes"),
