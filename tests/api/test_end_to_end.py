@@ -77,7 +77,7 @@ def logprobs(theirs: Any, tokens: list[int]) -> torch.Tensor:
         return torch.log_softmax(theirs(torch.tensor([tokens])).logits[0].double(), -1)
 
 
-def test_greedy_text_is_that_of_transformers(llm: LLM, theirs: Any):
+def test_greedy_text_equals_transformers(llm: LLM, theirs: Any):
     tokenizer = llm.get_tokenizer()
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -88,7 +88,7 @@ def test_greedy_text_is_that_of_transformers(llm: LLM, theirs: Any):
         assert one.finish_reason == ("stop" if ended else "length")
 
 
-def test_logprobs_are_those_of_transformers(llm: LLM, theirs: Any):
+def test_logprobs_equal_transformers(llm: LLM, theirs: Any):
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=2)
     (output,) = llm.generate("the cat", params, use_tqdm=False)
     (one,) = output.outputs

@@ -138,7 +138,7 @@ def test_arguments_are_not_modified(llm: LLM):
     assert params == SamplingParams(max_tokens=3, output_kind=RequestOutputKind.DELTA)
 
 
-def test_logprobs_are_those_of_the_model(llm: LLM):
+def test_logprobs_equal_the_models(llm: LLM):
     params = SamplingParams(
         temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True
     )
@@ -172,7 +172,7 @@ def test_logprobs_are_those_of_the_model(llm: LLM):
         ("x" * 199 + "y", {"sampling_params": SamplingParams(min_tokens=9)}, "maximum context"),
     ],
 )
-def test_one_wrong_prompt_and_nothing_is_generated(
+def test_one_invalid_prompt_refuses_the_whole_call(
     llm: LLM, prompts: Any, given: dict[str, Any], words: str
 ):
     with pytest.raises(ValidationError, match=words):
@@ -305,7 +305,7 @@ def test_progress_counts_prompts(llm: LLM):
     assert (bar.given["total"], bar.done, bar.closed) == (3, 3, True)
 
 
-def test_tqdm_is_shown_unless_not_wanted(llm: LLM, capsys: pytest.CaptureFixture[str]):
+def test_the_progress_bar_can_be_disabled(llm: LLM, capsys: pytest.CaptureFixture[str]):
     llm.generate(["a", "b"], GREEDY)
     shown = capsys.readouterr().err
     assert "Processed prompts" in shown
@@ -317,7 +317,7 @@ def test_tqdm_is_shown_unless_not_wanted(llm: LLM, capsys: pytest.CaptureFixture
 # -- what goes wrong --------------------------------------------------------------------------------
 
 
-def test_a_request_that_fails_alone(llm: LLM, caplog: pytest.LogCaptureFixture):
+def test_a_failed_request_does_not_affect_the_others(llm: LLM, caplog: pytest.LogCaptureFixture):
     llm.client.core.executor.failing.add("1")  # type: ignore[attr-defined]
     with caplog.at_level(logging.ERROR):
         outputs = llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
@@ -336,7 +336,7 @@ def test_every_call_on_a_dead_engine_raises(llm: LLM):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_leaves_nothing(llm: LLM):
+def test_an_interrupt_aborts_all_requests(llm: LLM):
     def interrupt(**given: Any) -> Any:
         bar = Bar(**given)
         bar.update = lambda count: count and signal.raise_signal(signal.SIGINT)  # type: ignore

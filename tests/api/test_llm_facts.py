@@ -163,7 +163,7 @@ def test_importing_costs_no_torch():
 
 @pytest.mark.parametrize("call", [lambda llm: llm.collective_rpc(print), lambda llm: llm.apply_model(print),
                                   lambda llm: llm.collective_rpc("get_model")])  # fmt: skip
-def test_a_worker_in_another_process_takes_no_function(
+def test_functions_cannot_be_sent_to_another_process(
     llm: LLM, call: Callable[[LLM], Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(llm.client, "resolved", replace(llm.client.resolved, executor="mp"))

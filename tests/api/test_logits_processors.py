@@ -88,7 +88,7 @@ def params(token: Any = None) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args=extra)
 
 
-def test_it_acts_on_its_own_requests(llm: LLM):
+def test_a_processor_changes_only_its_own_requests(llm: LLM):
     free, forced, other = llm.generate(
         ["Once"] * 3, [params(), params(300), params(301)], use_tqdm=False
     )

@@ -57,7 +57,7 @@ def test_one_server_at_a_time(server: AttackedServer):
     assert server.innocent() == server.expected
 
 
-def test_gaps_are_measured_alone_and_beside(server: AttackedServer):
+def test_gaps_are_measured_with_and_without_load(server: AttackedServer):
     begun = threading.Event()
 
     def nothing(over: threading.Event) -> None:

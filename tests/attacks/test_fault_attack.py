@@ -149,7 +149,7 @@ def test_no_secret_is_written_to_a_disk(started: Start, tmp_path: Path):
 
 
 @pytest.mark.attack
-def test_a_killed_server_leaves_nothing_for_ever(started: Start, tmp_path: Path):
+def test_leftovers_of_a_killed_server_are_removed(started: Start, tmp_path: Path):
     place = tmp_path / "t"
     place.mkdir()
     env = {"TMPDIR": str(place)}

@@ -56,7 +56,7 @@ def test_multiples_of_large_primes_are_refused(server: AttackedServer):
 
 
 @pytest.mark.attack
-def test_schemas_that_never_compile_leave_the_others_alone(server: AttackedServer):
+def test_uncompilable_schemas_do_not_affect_other_requests(server: AttackedServer):
     with server.attack(seconds=120) as measured:
         together(4, lambda number: left(server, CHAT, multiples(number)))
         structured_still_works(server)

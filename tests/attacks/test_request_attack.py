@@ -106,7 +106,7 @@ def test_unknown_fields_are_looked_at_in_a_bounded_number(server: AttackedServer
 
 
 @pytest.mark.attack
-def test_concurrent_texts_leave_threads_for_others(server: AttackedServer):
+def test_concurrent_long_texts_do_not_use_all_threads(server: AttackedServer):
     """Regression: structured requests need a thread too, and waited for one of six that all counted tokens."""
     raw = json.dumps({"prompt": "many words " * (8 * MIB // 11)}).encode()
     regex = {"prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "ab+"}}

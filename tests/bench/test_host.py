@@ -13,7 +13,7 @@ from benchmarks.host_overhead import HostCost, Stopwatch
 from quire.ops.cpu.bindings import best
 
 
-def test_parts_and_model_are_the_step():
+def test_timed_parts_add_up_to_the_step():
     spent = {
         "plan": 1.0, "batch": 2.0, "forward": 10.0, "head": 4.0, "finish": 7.0, "launch": 20.0, "result": 0.5, "commit": 1.5,
         "publish": 0.25,

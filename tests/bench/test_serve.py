@@ -291,7 +291,7 @@ def test_figures_of_a_case_worked_by_hand():
     assert metrics.costs({"output_throughput": 0.0, "total_token_throughput": 0.0}, 1)["cost_per_million_tokens"] is None  # fmt: skip
 
 
-def test_nothing_answered_is_no_figure_and_not_zero():
+def test_without_answers_figures_are_missing_instead_of_zero():
     found = metrics.figures([RequestRecord(1, error="x")], 1.0, metrics.MetricOptions())
     assert found["mean_ttft_ms"] is None
     assert "Mean TTFT (ms):                          - " in metrics.printout(found, metrics.MetricOptions(), None, math.inf)  # fmt: skip

@@ -108,7 +108,7 @@ def test_failures_are_counted_and_reported(capsys):
     assert "failed 3 times: the connection was closed" in told.err
 
 
-def test_nothing_answered_is_status_1(capsys):
+def test_without_answers_the_exit_status_is_1(capsys):
     def refuse(method: str, path: str, body: Any) -> Any:
         return model(method, "/v1/models" if path == "/v1/models" else "/", body)
 
@@ -129,7 +129,7 @@ def test_mistakes_end_with_status_2(words: list[str], capsys):
     assert words[0] in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_is_status_1(capsys):
+def test_without_a_server_the_exit_status_is_1(capsys):
     assert run.main(["--port", "1", "--ready-check-timeout-sec", "0.1"]) == 1
     assert "127.0.0.1:1" in capsys.readouterr().err
 

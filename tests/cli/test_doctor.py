@@ -294,7 +294,7 @@ def test_doctor_reports_that_transformers_models_are_not_quantized(ask):
     assert "quantized weights of FalconForCausalLM, which runs through Transformers" in text
 
 
-def test_a_model_that_cannot_run_is_known_beforehand(ask):
+def test_doctor_reports_an_unsupported_model(ask):
     config = {"architectures": ["BltForCausalLM"], "model_type": "blt"}
     status, text = ask("--max-model-len", "8K", config=config)
     assert status == 1

@@ -62,7 +62,9 @@ def test_a_recording_runs_again_to_the_same_tokens(recorded: Path, model: str, c
     assert "step 1: " in capsys.readouterr().out
 
 
-def test_another_seed_is_seen(recorded: Path, model: str, tmp_path: Path, capsys):
+def test_a_replay_with_another_seed_reports_a_difference(
+    recorded: Path, model: str, tmp_path: Path, capsys
+):
     """A recording whose results are of other draws: the command says so."""
     folder = tmp_path / "other"
     folder.mkdir()

@@ -82,7 +82,7 @@ def test_functions_that_cannot_be_imported_by_name_are_refused(sent):
 
 
 @pytest.mark.parametrize("names", ["a flag", "hf_config"])
-def test_data_names_nothing_that_is_imported(settle, sent, names, tmp_path, monkeypatch):
+def test_received_data_cannot_name_imports(settle, sent, names, tmp_path, monkeypatch):
     """C3b: {"__by_name__": "module:Name"} in a checkpoint's config.json was imported and put in its place."""
     (tmp_path / "evil_of_a_checkpoint.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -110,7 +110,7 @@ def test_the_cpu_quota_limits_the_threads(
     assert threads([4, 12], root) == 1
 
 
-def test_of_many_cores_one_is_left_to_the_server(tmp_path: Path) -> None:
+def test_one_of_many_cores_is_reserved_for_the_server(tmp_path: Path) -> None:
     root = two_sockets(tmp_path)
     everything = list(range(16))
     assert all_but_one(everything, everything, root) == [
@@ -136,7 +136,7 @@ def test_of_many_cores_one_is_left_to_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux binds")
-def test_the_process_stays_there():
+def test_the_process_is_pinned_to_its_cores():
     allowed = os.sched_getaffinity(0)
     core, node = max(allowed), set(one_node(sorted(allowed)))
     code = "import os; from quire.platforms.cpu_affinity import bind_to_cores; print(bind_to_cores(), os.sched_getaffinity(0))"

@@ -36,7 +36,7 @@ def test_json_lines():
 
 
 @pytest.mark.parametrize(("kind", "first"), [("text", "1"), ("json", "{")])
-def test_where_lines_go(kind, first, monkeypatch, capsys):
+def test_log_lines_go_to_the_configured_stream(kind, first, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "stdout")
     monkeypatch.setenv("QUIRE_LOGGING_FORMAT", kind)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "warning")
@@ -53,7 +53,7 @@ def test_where_lines_go(kind, first, monkeypatch, capsys):
     assert capsys.readouterr().out.count("now") == 1  # one handler, not two
 
 
-def test_a_programs_own_logging_stays(monkeypatch):
+def test_a_programs_own_logging_setup_is_kept(monkeypatch):
     ours = logging.getLogger("quire")
     kept = logging.NullHandler()
     ours.handlers[:] = [kept]
@@ -76,7 +76,7 @@ def test_a_logging_config_file_is_applied(tmp_path, monkeypatch):
     assert logging.getLogger("quire").level == logging.ERROR
 
 
-def test_a_level_that_is_none():
+def test_an_unknown_log_level_is_refused():
     with pytest.raises(ConfigError, match="log level LOUD: choose from DEBUG, INFO"):
         configure(level="loud")
 

@@ -105,7 +105,7 @@ def test_a_list_of_allowed_names(package, monkeypatch, warnings, allowed, ran, m
     ]
 
 
-def test_a_plugin_is_there_before_a_model_is_chosen(package):
+def test_plugins_run_before_the_model_is_chosen(package):
     """In the command that only reads, and so in each process that loads."""
     config = {"architectures": ["MadeUpForCausalLM"], "model_type": "made_up", "hidden_size": 64}
     (package / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4}))

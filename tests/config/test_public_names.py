@@ -29,7 +29,7 @@ def test_the_list_is_complete():
 
 
 @pytest.mark.parametrize("name", (NOW + LATER).split())
-def test_a_name_is_there(name):
+def test_public_names_exist(name):
     found = getattr(quire, name)
     assert getattr(quire, name) is found
     if name not in ("PromptType", "ModelRegistry", "AsyncLLMEngine"):

@@ -105,7 +105,7 @@ def test_longer_than_the_model_is_refused(settle, monkeypatch, warnings):
 
 
 @pytest.mark.parametrize("length", [0, -2, "long"])
-def test_lengths_that_are_none(settle, length):
+def test_invalid_lengths_are_refused(settle, length):
     with pytest.raises(ConfigError, match=f"max_model_len='?{length}'?: "):
         settle(max_model_len=length)
 
@@ -134,7 +134,7 @@ def test_a_config_without_a_length(settle, warnings):
         ("float32", ("float32",), "bfloat16", "bfloat16"),
     ],
 )
-def test_which_format_is_computed_in(settle, stored, native, asked, dtype):
+def test_the_compute_dtype_is_resolved(settle, stored, native, asked, dtype):
     facts = replace(CPU, dtypes=native)
     assert settle({"dtype": stored}, facts, dtype=asked).dtype == dtype
     assert (

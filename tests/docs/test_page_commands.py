@@ -83,7 +83,7 @@ ALL = list(commands())
 REQUESTS = [each for each in ALL if each.words[0] == "curl"]
 
 
-def test_there_are_commands_in_the_pages():
+def test_pages_contain_commands():
     assert {"README.md", "quickstart.md", "serving.md", "tuning.md"} <= {one.page for one in ALL}
     assert len(ALL) > 30
     assert len(REQUESTS) > 5

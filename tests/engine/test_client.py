@@ -249,7 +249,7 @@ def test_a_corrupted_block_pool_is_detected_in_the_same_step():
                 client.outputs()
 
 
-def test_a_client_that_is_gone_is_not_worked_for() -> None:
+def test_requests_of_a_disconnected_client_are_aborted() -> None:
     client = make()
     gone = [ask(client, f"gone-{number}", 40) for number in range(6)]  # some run, some wait
     for request in gone:
@@ -345,7 +345,7 @@ def test_requests_received_during_a_call_start_at_once(monkeypatch: pytest.Monke
     assert [t for output in got for t in output.tokens] == reference(request)[0]
 
 
-def test_a_step_that_dies_under_a_function_is_the_end_of_the_engine() -> None:
+def test_an_engine_error_during_a_call_ends_the_engine() -> None:
     """Regression: the function's caller got the error, and the requests of that step waited forever."""
 
     class DyingOnce(Device):

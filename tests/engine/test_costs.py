@@ -41,7 +41,7 @@ def costs_of(path: str) -> tuple[StepCosts, dict[str, Any], CacheSpec]:
     return StepCosts.of(config, [spec] * config["num_hidden_layers"], weights, 4), config, spec
 
 
-def test_the_weights_are_those_of_the_checkpoint(path: str) -> None:
+def test_weight_bytes_equal_the_checkpoints(path: str) -> None:
     costs, config, _ = costs_of(path)
     sizes = shapes(path)
     matrices = {name: math.prod(shape) for name, shape in sizes.items() if len(shape) == 2}

@@ -131,7 +131,7 @@ def test_a_deleted_folder_is_created_again(make: Callable[..., Host]) -> None:
     assert (host.folder / "2").is_dir()
 
 
-def test_a_disk_that_is_full_at_a_death_hides_nothing(
+def test_a_full_disk_does_not_hide_the_cause_of_a_crash(
     make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the state could not be written, stayed "ready", and every request hung."""

@@ -74,7 +74,7 @@ def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
     assert [s.result.forced_tokens for s in steps] == [s.recorded.forced_tokens for s in steps]  # type: ignore[union-attr]
 
 
-def test_a_difference_is_seen(tmp_path: Path) -> None:
+def test_a_replay_detects_different_tokens(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
     recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
@@ -107,7 +107,7 @@ def test_a_crash_records_the_ids_of_its_step(tmp_path: Path) -> None:
     assert recording.seen() == {"short", "long"}
 
 
-def test_half_a_frame_at_the_end_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_last_frame_is_ignored(tmp_path: Path) -> None:
     run(recorded(tmp_path), random.Random(1), 6)
     whole = flight_recorder.read_recording(tmp_path)
     for path in tmp_path.glob("flight-*"):
@@ -118,7 +118,7 @@ def test_half_a_frame_at_the_end_is_left_out(tmp_path: Path) -> None:
     assert cut.frames == whole.frames[:-1]
 
 
-def test_a_segment_is_there_without_being_closed(tmp_path: Path) -> None:
+def test_an_unclosed_segment_is_readable(tmp_path: Path) -> None:
     """A segment larger than its first allocation; a restarted one contains none of its old frames."""
     segment, path = flight_recorder.RecordingSegment(tmp_path / "flight-0"), tmp_path / "flight-0"
     encode = flight_recorder.msgspec.msgpack.encode
@@ -176,7 +176,7 @@ def test_a_failed_step_stops_a_replay_with_its_error(tmp_path: Path) -> None:
     assert isinstance(steps[0].error, StepFailed)
 
 
-def test_nothing_recorded_is_no_recording(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_recording_and_a_wrong_file_is_refused(tmp_path: Path) -> None:
     assert flight_recorder.read_recording(tmp_path) is None
     (tmp_path / "flight-0").write_bytes(b"\x03\x00\x00\x00abc")
     with pytest.raises(ValueError, match="not a flight recording"):

@@ -84,7 +84,7 @@ def tokens(outputs: list[EngineOutput]) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_every_step_is_seen_once_with_its_result(depth: int) -> None:
+def test_observers_see_each_step_once_with_its_result(depth: int) -> None:
     core, notes = make(depth), Notes()
     core.observers.add(notes)
     got = run(core)
@@ -117,7 +117,7 @@ def test_an_observer_that_fails_is_dropped_and_changes_no_token(
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_error_of_a_step_is_seen(depth: int) -> None:
+def test_observers_see_the_error_of_a_step(depth: int) -> None:
     core, notes = make(depth), Notes()
     core.observers.add(notes)
     core.executor.failing_steps = 1.0
@@ -128,7 +128,7 @@ def test_the_error_of_a_step_is_seen(depth: int) -> None:
     assert len(notes.results) == len(notes.plans)
 
 
-def test_an_error_that_ends_the_engine_is_seen() -> None:
+def test_observers_see_a_fatal_error() -> None:
     core, notes = make(1), Notes()
     core.observers.add(notes)
     core.executor.recoverable = ()

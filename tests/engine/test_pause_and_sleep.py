@@ -98,7 +98,7 @@ def engine() -> Engine:
     return made
 
 
-def test_wait_lets_those_end_that_were_here(engine: Engine) -> None:
+def test_a_waiting_pause_finishes_running_requests(engine: Engine) -> None:
     assert engine.call("hold", "wait") == 3
     drained = engine.send("drained")
     engine.ask("dddd")

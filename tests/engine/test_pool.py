@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.kvcache.block_pool import BlockPool
 
 
-def test_blocks_without_content_come_back_first_the_last_freed_first():
+def test_blocks_without_a_hash_are_reused_first():
     pool = BlockPool(8)
     first = [pool.allocate() for _ in range(4)]
     assert first == [1, 2, 3, 4]

@@ -121,7 +121,7 @@ def test_a_request_that_cannot_be_sent_is_refused_and_forgotten(place: Place) ->
     client.close()
 
 
-def test_a_request_that_cannot_be_sent_again_fails_alone(place: Place) -> None:
+def test_a_request_that_cannot_be_resubmitted_fails_alone(place: Place) -> None:
     client = place.client()
     ask(client, "spoilt", "good")
     client._unfinished["spoilt"].request.tokens.append(1 << 64)

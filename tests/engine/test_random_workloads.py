@@ -9,7 +9,7 @@ import workload
 
 
 @pytest.mark.parametrize("first", range(0, 600, 100))
-def test_every_output_equals_the_reference_and_nothing_leaks(first: int) -> None:
+def test_outputs_equal_the_reference_and_no_block_leaks(first: int) -> None:
     logging.disable(logging.CRITICAL)
     try:
         for seed in range(first, first + 100):

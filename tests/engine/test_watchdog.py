@@ -67,7 +67,7 @@ def test_one_slow_step_is_remembered_for_a_while() -> None:
     assert pulse.beat().allowed < FLOOR_S + FACTOR * 0.02
 
 
-def test_time_in_which_we_were_stopped_does_not_count() -> None:
+def test_suspended_time_does_not_count() -> None:
     clock = Clock()
     pulse = Watchdog(300.0, clock)
     with pulse.working():

@@ -154,7 +154,7 @@ def test_unavailable_layers_are_refused(
                 model.record_hidden_states([1])
 
 
-def test_no_hook_stays_and_recording_can_end(tmp_path: Path) -> None:
+def test_recording_can_stop_and_leaves_no_hook(tmp_path: Path) -> None:
     with engine(make_checkpoint("gpt2", tmp_path)) as one:
         model = worker_of(one).model
         hook = read(one, [1])

@@ -133,7 +133,7 @@ def test_a_long_row_leaves_the_native_step(tmp_path: Path, monkeypatch: pytest.M
         assert count.by_parts == before
 
 
-def test_numbers_that_are_none_fail_their_row_alone(tmp_path: Path) -> None:
+def test_nan_fails_its_row_alone(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, intermediate_size=128)
     errors = []
     for fast in (True, False):
@@ -167,7 +167,7 @@ def test_an_oversized_plan_is_refused(tmp_path: Path) -> None:
             worker.run(StepPlan(1, [], [WorkItem(0, 1)], []))
 
 
-def test_an_error_of_the_step_fails_its_requests_alone(tmp_path: Path) -> None:
+def test_an_error_in_the_native_step_fails_only_its_requests(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     with engine(path, dtype="bfloat16") as one:
         worker = worker_of(one)

@@ -86,13 +86,13 @@ def check_replaced(path: str, depth: int, **settings: Any) -> Replacing:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_embeddings_by_parts(depth: int, tmp_path: Path) -> None:
+def test_embeddings_as_input_equal_token_ids_by_parts(depth: int, tmp_path: Path) -> None:
     check_replaced(make_checkpoint("llama", tmp_path), depth)
 
 
 @pytest.mark.skipif(best() is None, reason="no native kernels run here")
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_embeddings_beside_the_fast_path(depth: int, tmp_path: Path) -> None:
+def test_embeddings_leave_the_fast_path(depth: int, tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     hook = check_replaced(path, depth, dtype="bfloat16")
     assert hook.refused > 2

@@ -148,7 +148,7 @@ def expected(path: str) -> tuple[list[list[float]], list[list[int]]]:
 
 @pytest.mark.parametrize("fused", PATHS)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_tensors_beside_tokens(
+def test_requests_for_tensors_and_for_tokens_share_a_batch(
     depth: int, fused: bool, path: str, expected: tuple[list[list[float]], list[list[int]]]
 ) -> None:
     """Chunks of prompts, requests of both kinds in a step, prompts that are wholly in the prefix cache."""

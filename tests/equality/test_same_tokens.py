@@ -122,7 +122,7 @@ def test_no_setting_changes_a_sampled_token(
         same(one.tokens(prompts(6), mixed()), sampled_alone)
 
 
-def test_a_seed_is_a_text_and_another_is_another(checkpoint: Checkpoint) -> None:
+def test_equal_seeds_give_equal_texts(checkpoint: Checkpoint) -> None:
     prompt = prompts(1)[0]
     with engine(checkpoint("qwen2")) as one:
         seeds = [SamplingParams(seed=seed, max_tokens=16, ignore_eos=True) for seed in (1, 1, 2)]
@@ -130,7 +130,7 @@ def test_a_seed_is_a_text_and_another_is_another(checkpoint: Checkpoint) -> None
     assert first == second != third
 
 
-def test_an_abort_leaves_the_others_alone(checkpoint: Checkpoint) -> None:
+def test_an_abort_does_not_affect_other_requests(checkpoint: Checkpoint) -> None:
     path = checkpoint("qwen3")
     with engine(path) as one:
         one.client.submit(EngineRequest("doomed", prompts(6)[0], greedy(60)))

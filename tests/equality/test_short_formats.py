@@ -82,7 +82,7 @@ def test_the_same_batch_gives_the_same_text(kind: str, checkpoint: Callable[[str
     assert runs[0] == runs[1]
 
 
-def test_a_clear_difference_would_be_seen(checkpoint: Callable[[str], str]) -> None:
+def test_a_clear_difference_would_be_detected(checkpoint: Callable[[str], str]) -> None:
     """The bound is not so wide that any token passes."""
     path, prompt = checkpoint("qwen3"), prompts(6)[0]
     _, exact = models(path)

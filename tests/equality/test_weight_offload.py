@@ -105,6 +105,6 @@ def test_offloading_is_refused_for_the_transformers_backend(apart: Apart, path: 
         pass
 
 
-def test_less_than_nothing(path: str) -> None:
+def test_a_negative_size_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="cpu_offload_gb=-1"), engine(path, cpu_offload_gb=-1):  # fmt: skip
         pass

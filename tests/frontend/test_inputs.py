@@ -182,7 +182,7 @@ def test_truncation(inputs: InputProcessor):
         kept(nonsense=1)
 
 
-def test_special_tokens_of_the_tokenizer_are_added_unless_not_wanted(tmp_path: Path):
+def test_special_tokens_are_added_by_default(tmp_path: Path):
     tokenizer = load(small_tokenizers.save_byte_level(tmp_path, adds_bos=True))
     inputs = InputProcessor(tokenizer, MAX_LEN, len(tokenizer))
     plain = tokenizer.encode("the", add_special_tokens=False)
@@ -394,7 +394,7 @@ ODD: dict[str, list[Any]] = {
 }
 
 
-def test_the_engine_can_decode_whatever_is_accepted(inputs: InputProcessor):
+def test_accepted_requests_can_be_decoded_by_the_engine(inputs: InputProcessor):
     """All pairs of values. (best_of with logprob_token_ids could not be decoded, and was never answered.)"""
     decoder, taken = msgspec.msgpack.Decoder(ToEngine), 0
     rows = [(name, value) for name, values in ODD.items() for value in values]

@@ -80,7 +80,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[QuireError], str]] = [
 @pytest.mark.parametrize(
     ("config", "options", "error", "says"), REFUSED, ids=[row[3][:30] for row in REFUSED]
 )
-def test_what_cannot_be_served_is_refused(resolved, config, options, error, says) -> None:
+def test_unsupported_checkpoints_are_refused(resolved, config, options, error, says) -> None:
     with pytest.raises(error, match=says) as caught:
         check_startup(resolved(config, **options))
     assert "\n" not in str(caught.value)
@@ -99,7 +99,7 @@ def test_what_cannot_be_served_is_refused(resolved, config, options, error, says
         (arch("ChatGLMModel", "chatglm", auto_map={"AutoModelForCausalLM": "x.Y"}), {"trust_remote_code": True}),
     ],
 )  # fmt: skip
-def test_what_can_be_served_is_not(resolved, config, options) -> None:
+def test_supported_checkpoints_are_accepted(resolved, config, options) -> None:
     check_startup(resolved(config, **options))
 
 
@@ -128,7 +128,7 @@ def test_the_devices_of_the_backends() -> None:
     assert {name for each in ATTENTION.values() for name in each} == set(names.BACKENDS)
 
 
-def test_which_models_transformers_knows() -> None:
+def test_model_types_known_to_transformers() -> None:
     assert supported.known_to_transformers("gpt2")
     assert supported.known_to_transformers("gemma3_text")  # in a folder of another name
     assert supported.known_to_transformers("xlm-roberta")

@@ -195,7 +195,7 @@ def test_a_template_syntax_error_names_the_line():
         ),
     ],
 )  # fmt: skip
-def test_the_form_of_content_is_found_out(source: str, form: str):
+def test_the_content_format_is_detected(source: str, form: str):
     assert ChatTemplate(source).content_format == form
 
 

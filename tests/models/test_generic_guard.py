@@ -159,7 +159,7 @@ def test_the_tables_are_not_needed(arch, any_config_packs) -> None:
     assert TransformersModel(make_model(arch), max_model_len=256).mode == PER_REQUEST
 
 
-def test_temperature_by_place_is_found(any_config_packs) -> None:
+def test_position_dependent_temperature_is_detected(any_config_packs) -> None:
     config = {**BY_LABEL["llama4_text"].config, "floor_scale": 4, "attn_scale": 3.0}
     assert 0 in config["no_rope_layers"]
     model = make_model(Arch("llama4_text", PAGED, config))
@@ -198,7 +198,7 @@ def without(**lost):
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)),
 )
-def test_a_wrong_bridge_is_found(label, lost, monkeypatch) -> None:
+def test_a_wrong_bridge_is_detected(label, lost, monkeypatch) -> None:
     assert build(label).mode == PAGED
     monkeypatch.setattr(paged, "_layer", without(**lost))
     assert build(label).mode == PER_REQUEST

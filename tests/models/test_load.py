@@ -335,7 +335,7 @@ def test_a_head_that_we_do_not_run_is_mentioned(original, copy: Path, caplog) ->
     assert "1 tensors of the checkpoint are not used: value_head.weight" in caplog.text
 
 
-def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
+def test_a_window_beyond_the_context_is_ignored(tmp_path: Path) -> None:
     theirs = write(Case("", "mistral", {"sliding_window": 20}), tmp_path)
     narrow, wide = build(tmp_path, max_model_len=21), build(tmp_path, max_model_len=20)
     assert [layer.spec.window for layer in narrow.attention_layers()] == [20, 20]

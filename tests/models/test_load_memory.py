@@ -56,7 +56,7 @@ def test_a_modified_mapping_keeps_its_changes(mapped):
     assert float(tensor[5]) == -1.0
 
 
-def test_other_files_are_left_alone(mapped, tmp_path):
+def test_other_mappings_are_not_released(mapped, tmp_path):
     path, tensor = mapped
     assert float(tensor[0]) == 0.0
     held = resident(path)
@@ -65,7 +65,7 @@ def test_other_files_are_left_alone(mapped, tmp_path):
     assert resident(path) == held
 
 
-def test_a_place_that_became_anothers_is_left_alone(mapped, tmp_path, monkeypatch):
+def test_a_reused_address_is_not_released(mapped, tmp_path, monkeypatch):
     """(Two engines that were loaded at once: one gave back pages of a file that the other had done with, and in whose
     place its weights lay by then.)"""
     path, _ = mapped

@@ -40,7 +40,7 @@ def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
         (" ", "does not exist"),
     ],
 )
-def test_a_directory_that_is_none_is_named(tmp_path: Path, name: str, said: str) -> None:
+def test_a_path_that_is_no_directory_is_named(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelNotFound, match=said):
         location.locate(ModelConfig(model=name.format(tmp_path)), LoadConfig())

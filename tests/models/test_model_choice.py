@@ -116,7 +116,7 @@ class Mine(Qwen3):
         ),
     ],
 )
-def test_a_config_that_is_none_is_named(copy: Path, text: str, said: str) -> None:
+def test_an_invalid_config_is_named(copy: Path, text: str, said: str) -> None:
     (copy / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
         hf_config.read_config(str(copy))

@@ -11,7 +11,7 @@ def test_the_page_equals_the_tools_output():
     assert filled(page) == page, "run: python -m tools.list_models"
 
 
-def test_a_changed_table_is_seen():
+def test_a_changed_table_is_detected():
     page = PAGE.read_text(encoding="utf-8")
     stale = page.replace("| `qwen3_moe` | `Qwen3MoeForCausalLM` | 1 |\n", "")
     assert stale != page

@@ -186,12 +186,12 @@ MUTATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_wrong_order_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_order_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "Ring", type("Mutant", (Ring,), MUTATIONS[name]))
     assert any(played(seed).wrong for seed in SEEDS)
 
 
-def test_how_many_layers_travel_and_which() -> None:
+def test_the_number_and_choice_of_offloaded_layers() -> None:
     def chosen(wanted: int, shrink: float = 1.0) -> list[int]:
         layers = [nn.ModuleList([Linear(8, 8)]) for _ in range(8)]  # 256 bytes each
         taken = Offload(Device(random.Random(0)), wanted)

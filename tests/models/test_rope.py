@@ -52,7 +52,7 @@ def parameters_of(kind: str, more: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "more"), WAYS)
 @pytest.mark.parametrize("long", [False, True])
-def test_frequencies_are_those_of_transformers(kind: str, more: dict[str, Any], long: bool) -> None:
+def test_frequencies_equal_transformers(kind: str, more: dict[str, Any], long: bool) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -200,7 +200,7 @@ def test_invalid_rope_settings_are_named(given: dict[str, Any], said: str) -> No
 
 
 @pytest.mark.parametrize(("kind", "more"), WAYS)
-def test_angles_looked_up_are_those_worked_out(kind: str, more: dict[str, Any]) -> None:
+def test_table_angles_equal_computed_angles(kind: str, more: dict[str, Any]) -> None:
     """To the bit, in any batch; positions beyond the table are computed."""
     config = {"max_position_embeddings": TRAINED, "rope_scaling": {"rope_type": kind, **more}}
     ours = Rotary(64, rope_parameters(config), max_length=LONGEST)
@@ -220,7 +220,7 @@ PLACES = torch.stack([torch.arange(9), torch.arange(9) // 3 + 2, torch.arange(9)
         ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", {"mrope_interleaved": True}, [4, 2, 2]),
     ],
 )
-def test_positions_of_several_components_are_those_of_transformers(
+def test_multi_component_positions_equal_transformers(
     family: str, name: str, more: dict[str, Any], sections: list[int]
 ) -> None:
     """In blocks, and in turns."""

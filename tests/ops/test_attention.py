@@ -241,7 +241,7 @@ def test_in_16_bits_plain_layers_equal_the_formula(kind, dtype, block_size):
     assert sum(sums) / len(sums) < 0.003, "closer than the bound on the whole"
 
 
-def test_in_16_bits_many_rows_are_cut_into_pieces(monkeypatch):
+def test_many_16_bit_rows_are_processed_in_pieces(monkeypatch):
     lengths = [90, 3, 50, 51, 17, 64, 64, 1]
     work = [(row, 1) for row in range(len(lengths))]
     found = []

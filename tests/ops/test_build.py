@@ -142,7 +142,7 @@ MACHINES = {  # as Linux tells of them, less the words that nobody asks for
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_machine_gets_the_build_that_is_quickest_there(
+def test_the_fastest_usable_build_is_chosen(
     machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     vendor, flags, first = MACHINES[machine]

@@ -50,7 +50,7 @@ def test_a_truncated_library_is_rebuilt(
     assert [path.name for path in cache.iterdir()] == [made.name]
 
 
-def test_a_changed_byte_is_seen(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_byte_is_detected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build.library(PORTABLE)
     data = bytearray(made.read_bytes())
     data[7] ^= 1
@@ -195,7 +195,7 @@ def test_cached_libraries_are_private_under_any_umask(cache: Path) -> None:
     assert build.library(PORTABLE) == made
 
 
-def test_a_library_without_our_functions_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_the_kernels_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended the start with an AttributeError."""
 
     def load(name: str) -> None:

@@ -37,7 +37,7 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "BACKENDS", table)
 
 
-def test_needs_are_those_of_all_layers() -> None:
+def test_needs_cover_all_layers() -> None:
     sinks = nn.Parameter(ones(4), requires_grad=False)
     layers = [
         Attention(4, 2, 16),

@@ -57,7 +57,7 @@ def test_the_best(rows: int, vocab: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", [0, 17, 40])
-def test_numbers_that_are_none(dtype: torch.dtype, place: int):
+def test_nan_logits_are_detected(dtype: torch.dtype, place: int):
     for bad, finite in ((torch.nan, False), (torch.inf, False), (-torch.inf, True)):
         logits, words = draw(2, 41, dtype, 1)
         logits[0, place] = bad

@@ -95,7 +95,7 @@ def test_linear(
         assert torch.equal(y[row], alone[0]), f"row {row} depends on its neighbours"
 
 
-def test_linear_of_inputs_that_are_met_in_parts(kernels: bindings.Kernels) -> None:
+def test_linear_processes_wide_inputs_in_parts(kernels: bindings.Kernels) -> None:
     """Many rows and inputs: a thread keeps sums of some outputs while it goes through the inputs."""
     rows, outs, ins = 520, 1088, 2624
     rng = draw(7)

@@ -42,7 +42,7 @@ def test_kernels_equal_the_definition(name: str, shape: tuple[int, int, int], ga
 
 @pytest.mark.skipif(not BUILDS, reason="this CPU runs none of the kernels' builds")
 @pytest.mark.parametrize("name", BUILDS or ["none"])
-def test_inputs_that_are_met_in_parts_change_nothing(name: str) -> None:
+def test_splitting_wide_inputs_changes_no_bit(name: str) -> None:
     """As many rows and inputs as are met some steps at a time, beside so few rows that they are not."""
     try:
         kernels = bindings.load(name)

@@ -100,7 +100,7 @@ def test_attention_over_codes(kernels: bindings.Kernels, kind: str, dtype: torch
         assert torch.equal(alone, whole[paged.starts[r] + a : paged.starts[r] + b]), (r, a, b)
 
 
-def test_bytes_lose_nothing_over_int8(kernels: bindings.Kernels) -> None:
+def test_int8_caches_lose_only_the_rounding_of_the_output(kernels: bindings.Kernels) -> None:
     """Where queries and weights are two bytes each (AMX), what is lost is the rounding of the output; else a little more."""
     heads, kv, D, E, block, *rules = KINDS["heads of 64"]
     paged = Quantized(torch.int8, MIXED, heads, kv, D, E, block)

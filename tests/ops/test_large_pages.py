@@ -35,7 +35,7 @@ def test_tensors_do_not_overlap():
         assert not tensor.numel() or tensor.min() == tensor.max() == number
 
 
-def test_shapes_and_formats_are_those_of_torch():
+def test_shapes_and_dtypes_equal_torchs():
     tensor = HugePageRegions().empty((3, 5, 7), torch.bfloat16)
     like = torch.empty(3, 5, 7, dtype=torch.bfloat16)
     assert tensor.shape == like.shape

@@ -44,7 +44,7 @@ def test_the_library_and_python_agree() -> None:
 
 
 @pytest.mark.parametrize("mirror", structs.MIRRORS, ids=lambda mirror: mirror.__name__)
-def test_each_broken_field_is_seen(mirror: type[ctypes.Structure]) -> None:
+def test_each_broken_field_is_detected(mirror: type[ctypes.Structure]) -> None:
     library, name = found(), mirror.__name__.removeprefix("C")
     for number, (field, _) in enumerate(mirror._fields_):
         for how, wrong in broken(mirror, number).items():
@@ -54,7 +54,7 @@ def test_each_broken_field_is_seen(mirror: type[ctypes.Structure]) -> None:
             assert any(f"{name}.{field} is" in line for line in differing), (field, how)
 
 
-def test_a_struct_that_the_library_lacks_is_seen() -> None:
+def test_a_missing_struct_is_detected() -> None:
     library = found()
     del library["Step"]
     assert "Step is absent in the library" in structs.differences(library)[0]

@@ -308,9 +308,7 @@ def test_nothing_is_sent_while_the_model_is_loaded(browser: Chromium, server: Se
     browser.js("document.getElementById('words').value = ''; 0")
 
 
-def test_nothing_went_wrong_and_nothing_was_fetched_from_elsewhere(
-    browser: Chromium, server: Served
-):
+def test_the_page_has_no_errors_and_no_foreign_requests(browser: Chromium, server: Served):
     refused = "Failed to load resource: the server responded with a status of 401 (Unauthorized)"
     assert set(browser.complaints()) <= {refused}
     assert browser.asked()

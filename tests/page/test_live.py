@@ -122,7 +122,7 @@ def test_a_life_from_queue_to_end():
     msgspec.msgpack.encode(seen)
 
 
-def test_preemption_is_seen():
+def test_preemptions_are_shown():
     core, watch, clock = make(num_blocks=8)
     watch.look()
     for at, id in enumerate("ab"):
@@ -214,7 +214,7 @@ def test_many_equal_blocks_are_a_few_numbers():
     assert len(msgspec.json.encode(watch.look())) < 2_000
 
 
-def test_the_aborted_and_the_long_gone():
+def test_aborted_and_old_requests_are_shown_and_removed():
     core, watch, clock = make(max_rows=1)
     watch.look()
     ask(core, "a", [1, 2], most=90)

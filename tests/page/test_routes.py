@@ -47,7 +47,7 @@ class Watched(ScriptedEngine):
         return WORDS | {"tenant": self.owner} if name == "live_words" else LIVE
 
 
-def test_the_page_fetches_nothing_and_runs_nothing_but_itself():
+def test_the_page_loads_no_foreign_resource():
     answer = ask(Watched(), "GET", "/")
     assert answer.headers["content-type"].startswith("text/html")
     text = answer.text.replace("http://www.w3.org/2000/svg", "")
@@ -248,7 +248,7 @@ def test_a_number_is_a_number(path: str):
         ({"Sec-Fetch-Site": "same-origin"}, 200),
     ],
 )
-def test_another_sites_script_sees_nothing(headers: dict[str, str], status: int):
+def test_scripts_of_other_sites_cannot_read_the_data(headers: dict[str, str], status: int):
     state = make_state(Watched())
     state.dev_mode = True
     for path in ("/ui/state", "/ui/words?n=1"):

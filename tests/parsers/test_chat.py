@@ -104,7 +104,7 @@ def test_a_stream_equals_the_whole_answer(pieces: int):
     assert kinds == sorted(kinds, key=["reasoning", "content", "tool_calls"].index)
 
 
-def test_any_cut_of_any_stream():
+def test_streams_parse_the_same_for_any_chunking():
     rng = random.Random(3)
     for _ in range(20):
         text = TWO[: rng.randrange(len(TWO))] + rng.choice(["", "}", "x", TWO])
@@ -117,7 +117,7 @@ def test_any_cut_of_any_stream():
         assert made["finish_reason"] == whole["finish_reason"]
 
 
-def test_thoughts_alone_need_no_tools():
+def test_reasoning_is_parsed_without_tools():
     choice = chat("<think>hm</think>Yes.")
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("hm", "Yes.")
     assert choice["finish_reason"] == "stop"
@@ -132,7 +132,7 @@ def test_thoughts_alone_need_no_tools():
     assert "completion_tokens_details" not in off["usage"]
 
 
-def test_thoughts_may_be_left_out():
+def test_reasoning_is_optional():
     text = "<think>hm</think>Yes."
     for stream in (False, True):
         told = chat(text, 30, include_reasoning=False, stream=stream, logprobs=True, return_token_ids=True)  # fmt: skip
@@ -160,7 +160,7 @@ def test_effort_reaches_the_template():
         assert asked[-1]["reasoning_effort"] == effort
 
 
-def test_the_prompt_decides_where_thoughts_begin():
+def test_the_prompt_decides_whether_reasoning_has_begun():
     class Engine(ScriptedEngine):
         def render(self, messages: Any, options: Any) -> str:
             return "a:<think>\n" + ("\n</think>\n" if not options.template_kwargs else "")
@@ -171,7 +171,7 @@ def test_the_prompt_decides_where_thoughts_begin():
     assert found.json()["choices"][0]["message"]["content"] == "Yes."
 
 
-def test_no_call_is_read_where_none_may_be():
+def test_tool_choice_none_parses_no_call():
     for body in ({"tools": TOOLS, "tool_choice": "none"}, {}):
         choice = chat(CALL, **body)
         assert choice["message"]["content"] == CALL

@@ -93,7 +93,9 @@ def test_thoughts_come_before_the_answer(state: ServerState):
     talk(state, work)
 
 
-def test_a_form_begins_after_the_thoughts(state: ServerState, monkeypatch: pytest.MonkeyPatch):
+def test_a_response_format_applies_after_reasoning(
+    state: ServerState, monkeypatch: pytest.MonkeyPatch
+):
     """With a reasoning parser that the operator has chosen, as in vLLM."""
     server = replace(state.config.server, reasoning_parser="auto")
     monkeypatch.setattr(state, "config", replace(state.config, server=server))

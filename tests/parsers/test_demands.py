@@ -241,7 +241,7 @@ def test_an_inexpressible_schema_is_written_as_a_list() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS - GEMMA))
-def test_whatever_a_model_writes_as_python_is_admitted(name: str, reader: Reader) -> None:
+def test_python_literals_of_models_are_admitted(name: str, reader: Reader) -> None:
     rng, order = random.Random(name), list(TOOL_SCHEMA["properties"])
     form = StructuredOutputsParams(structural_tag=calls_only(TOOLS[name], WRITTEN, True))
     for _ in range(20):

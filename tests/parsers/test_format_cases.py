@@ -45,7 +45,7 @@ def test_a_case(tools: str, reasoning: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("tools", "reasoning", "case"), ALL)
-def test_a_case_that_is_cut_short(tools: str, reasoning: str, case: Case) -> None:
+def test_a_case_split_at_any_character(tools: str, reasoning: str, case: Case) -> None:
     """What a stream has sent by then is the beginning of what the rest of the text makes of it."""
     whole = together(parser(tools, reasoning), [case.text])
     for length in random.Random(case.text).sample(range(len(case.text)), min(12, len(case.text))):

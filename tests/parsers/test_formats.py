@@ -91,7 +91,7 @@ def test_the_prompt_may_have_opened_or_closed_the_thoughts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_text_without_calls_is_content_to_the_letter(name: str) -> None:
+def test_text_without_calls_is_unchanged_content(name: str) -> None:
     rng = random.Random(name)
     for _ in range(20):
         text = "".join(rng.choice([*WORDS, "\n", "  ", "\n\n"]) for _ in range(5))

@@ -93,13 +93,13 @@ def test_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (CLASS, r"written for vLLM: formats are tables.*docs/tools\.md"),
     ],
 )
-def test_plugins_that_are_none(text: str, says: str, tmp_path: Path):
+def test_invalid_plugins_are_refused(text: str, says: str, tmp_path: Path):
     file = tmp_path / "bad.py"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.py.*" + says):
         registry([str(file)])
 
 
-def test_a_plugin_that_is_not_there(tmp_path: Path):
+def test_a_missing_plugin_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="not a Python file"):
         registry([str(tmp_path / "missing.py")])

@@ -16,7 +16,7 @@ def test_a_short_soak():
         assert run.did[what] > 0
 
 
-def test_other_tokens_are_seen():
+def test_the_soak_detects_wrong_tokens():
     run = soak.Soak("http://127.0.0.1:1", {("/", "a"): [1, 2, 3, 4]}, 0, 0)
     run.check("/", "a", 3, [1, 2, 3])
     assert not run.wrong
@@ -25,7 +25,7 @@ def test_other_tokens_are_seen():
     assert ["from 2 on" in run.wrong[0], "from 1 on" in run.wrong[1]] == [True, True]
 
 
-def test_leaks_are_seen():
+def test_the_soak_detects_leaks():
     before = {"MiB": 400.0, "files": 40.0, "threads": 14.0, "processes": 4.0}
     assert (
         soak.leaks(before, {"MiB": 420.0, "files": 41.0, "threads": 15.0, "processes": 5.0}) == []

@@ -100,7 +100,7 @@ def test_a_hanging_child_writes_its_stacks(capfd: pytest.CaptureFixture[str]) ->
     child.end(1.0)
 
 
-def test_time_in_which_the_supervisor_was_suspended_is_not_silence() -> None:
+def test_a_suspension_of_the_supervisor_is_not_a_hang_of_the_child() -> None:
     child = start("lives")
     heard(child, 2)
     child.heard -= 100
@@ -134,7 +134,7 @@ def test_restarts_are_immediate_then_late_then_forgotten() -> None:
     assert count.after_death() == (0.0, "restarting it")
 
 
-def test_no_restarts_means_none() -> None:
+def test_a_limit_of_zero_restarts_allows_none() -> None:
     delay, text = RestartCount(RestartPolicy(restarts=0)).after_death()
     assert delay is None
     assert "not restarted" in text

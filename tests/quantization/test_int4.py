@@ -76,7 +76,7 @@ def test_the_definition_is_near_the_product(ordered: bool) -> None:
     assert float((got - want).norm() / want.norm()) < 0.02
 
 
-def test_wide_groups_are_cut_and_mean_the_same() -> None:
+def test_wide_groups_are_split_without_changing_weights() -> None:
     weight = random_weight(32, 1024, 1024, 4)
     finer = weight.finer()
     assert (weight.group, finer.group) == (1024, 128)

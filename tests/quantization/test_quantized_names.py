@@ -112,7 +112,7 @@ def quantized_names(says: dict[str, Any]) -> set[str]:
         (["re:model.language_model.*q_proj"], {"0 up", "1 up", "10 up", "head"}),
     ],
 )  # fmt: skip
-def test_layers_that_are_left_plain(entries: list[str], left: set[str]) -> None:
+def test_excluded_layers_stay_unquantized(entries: list[str], left: set[str]) -> None:
     says = {**compressed("int-quantized", **INT8), "ignore": entries}
     long = {"q": "self_attn.q_proj", "up": "mlp.up_proj"}
     want = {

@@ -186,7 +186,7 @@ def test_unknown_methods_create_no_metric_labels():
     assert labels == {("none", "GET"), ("/v1/models/{name}", "GET")}
 
 
-def test_all_keys_are_compared_wherever_the_right_one_stands(monkeypatch: pytest.MonkeyPatch):
+def test_every_key_is_compared_also_after_a_match(monkeypatch: pytest.MonkeyPatch):
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(given: bytes, known: bytes) -> bool:
@@ -204,7 +204,7 @@ def test_all_keys_are_compared_wherever_the_right_one_stands(monkeypatch: pytest
         }  # of digests: lengths tell nothing
 
 
-def test_tenants_see_nothing_of_each_other(tmp_path: Path):
+def test_tenants_are_isolated(tmp_path: Path):
     keys = {"a": "ka", "b": "kb"}
     file = tmp_path / "keys.json"
     file.write_text(json.dumps([{"name": name, "key": key} for name, key in keys.items()]))

@@ -88,7 +88,7 @@ def test_an_interrupted_answer_stays_in_the_conversation(monkeypatch, capsys):
     assert capsys.readouterr().out == "a  ...\nc \n"
 
 
-def test_a_message_without_an_answer_is_forgotten(monkeypatch):
+def test_an_unanswered_message_leaves_the_conversation(monkeypatch):
     typed(monkeypatch, "STOP", "c")
     parrot = Parrot()
     conversation(options_of(), parrot)
@@ -171,12 +171,12 @@ def test_an_error_in_a_stream_is_shown(capsys):
     assert "it broke" in err
 
 
-def test_no_server_there(capsys):
+def test_a_missing_server_is_reported(capsys):
     assert complete_command.main(["--url", "127.0.0.1:9", "-q", "x"]) == 1
     assert "does not answer" in capsys.readouterr().err
 
 
-def test_an_address_that_is_none():
+def test_an_invalid_address_is_refused():
     with pytest.raises(ConfigError, match="--url ftp://x"):
         RemoteClient(ClientOptions(EngineConfig(), url="ftp://x"))
 

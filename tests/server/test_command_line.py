@@ -40,7 +40,7 @@ def test_other_users_do_not_see_secrets():
     assert said.split() == [word for word in WORDS if word]  # the program itself has them still
 
 
-def test_nothing_is_written_where_nothing_is_secret():
+def test_a_command_line_without_secrets_is_not_changed():
     before = Path("/proc/self/cmdline").read_bytes() if Path("/proc/self/cmdline").exists() else b""
     hide_words([])
     hide_words(["", "a text that is no word of the command line"])

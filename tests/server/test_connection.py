@@ -177,7 +177,7 @@ async def test_a_few_pipelined_requests_are_answered_in_order():
 
 
 @in_loop
-async def test_nothing_is_read_while_requests_wait():
+async def test_reading_stops_while_requests_wait():
     """Nor when the running one asks for its body."""
     protocol, wire = connected(silent)
     protocol.data_received(b"POST /x HTTP/1.1\r\ncontent-length: 1\r\n\r\nx" + GET)
@@ -187,7 +187,7 @@ async def test_nothing_is_read_while_requests_wait():
 
 
 @in_loop
-async def test_all_pipelined_requests_hear_that_the_client_is_gone():
+async def test_a_disconnect_reaches_all_pipelined_requests():
     ended = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -96,9 +96,7 @@ def test_log_lines_are_appended_to_a_file(tmp_path: Path):
 
 
 # -- metrics ----------------------------------------------------------------------------------------
-def test_values_go_on_in_memory_where_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_metrics_continue_in_memory_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """(The first page that the disk did not have ended the process with SIGBUS.)"""
     monkeypatch.setattr(processes.os, "posix_fallocate", no_space)
     made = AllocatedDict(str(tmp_path / "counter_1.db"))

@@ -81,7 +81,7 @@ def test_the_refusal_names_the_remedy_in_the_protocols_format():
     assert answer.json()["type"] == "error"
 
 
-def test_where_names_are_limited(tmp_path: Path):
+def test_host_names_are_limited_on_loopback(tmp_path: Path):
     file = tmp_path / "keys.json"
     file.write_text(json.dumps([{"name": "a", "key": "k"}]))
     assert limits() is not None

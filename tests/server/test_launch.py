@@ -130,7 +130,7 @@ def test_under_nohup_sighup_does_not_end_the_server(tmp_path: Path):
 
 
 @pytest.mark.parametrize("key_file", [None, "keys.yaml"])
-def test_the_keeper_of_several_processes_ends_at_sighup_or_reads_the_keys(
+def test_the_supervisor_ends_at_sighup_or_reads_the_keys(
     key_file: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     handlers: dict[int, Any] = {}

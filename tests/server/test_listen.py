@@ -115,7 +115,7 @@ def test_the_socket_file_of_a_dead_server_is_replaced(tmp_path: Path):
         assert sockets.address(config, living) == f"unix:{path}"
 
 
-def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path):
+def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path):
     (tmp_path / "s").write_text("mine")
     with pytest.raises(ConfigError):
         sockets.bind(ServerConfig(uds=str(tmp_path / "s")))

@@ -64,7 +64,7 @@ def test_documented_limits_equal_the_codes():
     assert wrong(text) == []
 
 
-def test_a_limit_that_changed_is_seen():
+def test_a_changed_limit_is_detected():
     row = "| tools | 1,000 | `QUIRE_MAX_TOOLS` | 400 |"
     assert "the page says 1000, the code [1024]" in wrong(row)[0]
     assert wrong(row.replace("1,000", "1,024")) == []
@@ -111,6 +111,6 @@ def constants() -> set[str]:
     return found
 
 
-def test_the_page_is_found_from_where_people_look():
+def test_the_page_is_linked_from_the_main_pages():
     for page in ("docs/index.md", "README.md", "docs/serving.md", "SECURITY.md"):
         assert "security.md" in (ROOT / page).read_text(encoding="utf-8"), page

@@ -44,7 +44,7 @@ def test_every_flag_and_variable_exists():
         assert name in env.VARIABLES
 
 
-def test_limits_are_those_of_the_code():
+def test_documented_limits_equal_the_codes():
     server = ServerConfig()
     for number in (
         server.max_completions, server.max_answer_entries, int(server.send_timeout), *(value.default for name, value in env.VARIABLES.items() if name.startswith("MAX_") and name != "MAX_ENGINE_RESTARTS"),

@@ -208,7 +208,7 @@ async def test_a_pause_delays_new_requests():
 
 
 @in_loop
-async def test_abort_requests_ends_those_named():
+async def test_abort_requests_ends_the_named_requests():
     engine = waiting("a", "b")
     state = make_state(engine)
     state.dev_mode = True

@@ -154,7 +154,7 @@ def test_tokens_per_minute_are_charged_as_generated(tmp_path: Path, stream: bool
     assert ask(state, "ka", body).status_code == 429
 
 
-def test_how_many_at_once(tmp_path: Path):
+def test_concurrency_is_limited_by_key(tmp_path: Path):
     engine = ScriptedEngine("a", "b")
     state = state_of(tmp_path, A | {"max_concurrency": 1}, engine=engine)
     headers = {"authorization": "Bearer ka"}

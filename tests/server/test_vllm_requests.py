@@ -28,7 +28,7 @@ def test_responses_take_penalties_and_biases():
     assert params.logit_bias == {7: -100}
 
 
-def test_responses_log_what_has_no_effect(caplog: pytest.LogCaptureFixture):
+def test_responses_log_ineffective_fields(caplog: pytest.LogCaptureFixture):
     body = {"input": "hi", "service_tier": "priority", "prompt_cache_key": "k", "max_tool_calls": 3}
     with caplog.at_level("WARNING", logger="quire"):
         found = ask(ScriptedEngine(), "POST", RESPONSES, body)

@@ -192,7 +192,7 @@ def test_a_finished_grammar_may_always_end(plain: Engine, reader: Reader):
         assert tokens[-1] == EOS
 
 
-def test_no_token_left_is_an_error_of_one(plain: Engine):
+def test_a_request_without_an_allowed_token_fails_alone(plain: Engine):
     letters = [SPECIALS + ord("a") - 33]
     plain.client.submit(
         EngineRequest("x", prompt(5), params(Form(regex="[0-9]+"), allowed_token_ids=letters))
@@ -206,7 +206,7 @@ def test_no_token_left_is_an_error_of_one(plain: Engine):
     assert ended["y"].finish == "stop"
 
 
-def test_several_ends(plain: Engine):
+def test_every_end_token_may_end_a_grammar(plain: Engine):
     each = [params(Form(regex="[0-9]{2}"), seed, eos_token_ids=[0, 1, EOS]) for seed in range(12)]
     ends = {tokens[-1] for tokens in plain.tokens([prompt(6)] * 12, each)}
     assert ends <= {0, 1, EOS}

@@ -108,7 +108,7 @@ def test_every_field_with_a_constraint(state: ServerState, way: str):
 
 
 @pytest.mark.parametrize("form", [{"type": "json_object"}, JSON_SCHEMA, FLAT])
-def test_json_is_json_or_cut(state: ServerState, form: dict[str, Any]):
+def test_json_is_valid_or_truncated(state: ServerState, form: dict[str, Any]):
     answer = talk(state, lambda go: go(CHAT, SAID | {"response_format": form, "seed": 3}))
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]

@@ -55,7 +55,7 @@ def names_it(keyword: str, schema: Any, why: str) -> bool:
     return keyword in why or about.get(keyword, "\0") in why or (schema is False and "not" in why)
 
 
-def test_there_are_enough_cases():
+def test_the_suite_has_enough_cases():
     assert len(CASES) >= 150
     assert sum(len(good) + len(bad) for _, _, good, bad in CASES) >= 450
 

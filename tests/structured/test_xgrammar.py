@@ -117,7 +117,7 @@ def test_regexes_with_another_meaning_are_refused(reader: Reader):
         assert admits(reader, Form(regex=pattern), text) is fits, (pattern, text)
 
 
-def test_guidance_serves_what_it_cannot(monkeypatch: pytest.MonkeyPatch):
+def test_guidance_serves_constraints_unsupported_by_xgrammar(monkeypatch: pytest.MonkeyPatch):
     tags = {"type": "structural_tag", "format": {"type": "any_text"}}
     monkeypatch.setattr(validate, "has_xgrammar", lambda: True)
     for form in (Form(json=obj({"a": INT})), Form(grammar="start: /a/"), Form(structural_tag=tags)):
@@ -130,7 +130,7 @@ def test_guidance_serves_what_it_cannot(monkeypatch: pytest.MonkeyPatch):
 
 
 @have
-def test_guidance_compiles_what_its_compiler_refuses(reader: Reader):
+def test_guidance_compiles_constraints_that_xgrammar_refuses(reader: Reader):
     """An empty rule name shows only in xgrammar's compiler; llguidance names the fault."""
     compiler = GrammarCompiler(reader.compiler.vocabulary)
     for form, fails in ((Form(json=INT), None), (Form(grammar="root ::= nothing"), "nothing")):

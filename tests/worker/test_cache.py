@@ -39,7 +39,7 @@ def allocated(specs, backend=None):
         [replace(spec, dtype="fp8_e5m2") for spec in (LARGE, FULL)],
     ],
 )
-def test_layers_of_a_group_share_nothing_and_the_bytes_are_as_planned(specs):
+def test_layers_of_a_group_do_not_overlap_and_use_the_planned_bytes(specs):
     layers, cut, storages = allocated(specs)
     planned = cut.bytes_per_block * BLOCKS
     assert sum(part.nbytes for parts in storages for part in parts) == planned

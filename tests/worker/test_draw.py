@@ -79,7 +79,7 @@ def test_no_token_is_favoured() -> None:
     assert float((means - 0.5772).abs().max()) < 5 * math.pi / math.sqrt(6 * 400)
 
 
-def test_neighbours_share_nothing() -> None:
+def test_neighbouring_keys_have_independent_noise() -> None:
     """Draws at one position do not tell those at the next, nor one seed's those of the next."""
     count = 20_000
     keys_2S = made_keys([1] * count, list(range(count)))

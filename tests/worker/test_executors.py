@@ -100,7 +100,7 @@ def test_several_steps_in_flight(shared):
     shared.launch(StepPlan(9, [], [], [0])).result()
 
 
-def test_neither_waits_for_the_other_to_read(shared):
+def test_large_messages_in_both_directions_do_not_deadlock(shared):
     """Much in both directions at once, and more than a socket holds."""
     size = 4_000_000
     shared._request(_ask("big", size))

@@ -96,7 +96,7 @@ def test_each_token_is_the_plain_one(rule, temperature):
     assert differs == acts  # else the test shows nothing
 
 
-def test_rules_of_one_row_leave_the_others_alone():
+def test_rules_of_one_row_do_not_affect_others():
     prompts = {
         row: (PROMPTS[row % 4], made(fields, temperature=(row % 3) / 2, seed=row))
         for row, fields in enumerate(RULES.values())
@@ -188,7 +188,7 @@ def test_prompt_logprobs(mode, chunks):
     assert drive([WorkItem(3, 1)]).prompt_logprobs == {}
 
 
-def test_no_token_left_fails_its_row_alone():
+def test_a_row_without_an_allowed_token_fails_alone():
     cornered = made(
         {"allowed_token_ids": [5, 6], "bad_words": ["a", "b"], "bad_word_ids": [[5], [6]]},
         temperature=0.0,

@@ -55,7 +55,7 @@ def plans(rng: random.Random, count: int):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_batches_are_those_of_plain_rows(seed: int) -> None:
+def test_staged_batches_equal_plain_batches(seed: int) -> None:
     made = [kind(ROWS, LENGTH, GROUPS, BLOCK) for kind in (RequestRows, DeviceRows)]
     batchers = [InputBatchBuilder(made[0]), DeviceInputBatchBuilder(made[1])]
     seen = 0

@@ -35,7 +35,7 @@ def said(marks: ThinkingMarkers, wishes: list[int], piece: int = 1) -> list[int]
     return out
 
 
-def test_thoughts_end_when_the_budget_is_spent():
+def test_reasoning_ends_when_the_budget_is_spent():
     wishes = [1, OPEN, 2, 3, 4, 5, 6, 7]
     assert said(ONE, wishes) == [1, OPEN, 2, 3, 4, A, 6, 7]
     assert said(ONE, [1, OPEN, 2, A, 4, 5, 6, 7]) == [1, OPEN, 2, A, 4, 5, 6, 7]
@@ -59,7 +59,7 @@ def test_thoughts_that_come_again_share_the_budget():
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3])
-def test_pieces_change_nothing(piece: int):
+def test_markers_are_found_for_any_chunking(piece: int):
     for marks in (ONE, LONG):
         for wishes in ([1, OPEN, 2, 3, 4, 5, 6, 7], [1, A, B, 4, 5, 6, A, B, C]):
             assert said(marks, wishes, piece) == said(marks, wishes)
@@ -91,7 +91,7 @@ def crowd() -> list[tuple[str, SamplingParams]]:
     return [*asked, (THINKING, free), ("Once", SamplingParams(temperature=0, **common))]
 
 
-def test_no_setting_changes_where_thoughts_end():
+def test_no_setting_changes_where_reasoning_ends():
     expected: list[list[int]] = []
     for setting, more in SETTINGS.items():
         with engine("quire-tiny", max_num_seqs=16, **more) as one:
@@ -108,7 +108,7 @@ def test_no_setting_changes_where_thoughts_end():
     assert expected[2][5] == end[0]  # it would have thought on
 
 
-def test_a_grammar_begins_when_thoughts_have_ended():
+def test_a_grammar_begins_when_reasoning_has_ended():
     """`</think>` is forced within the free part of a form, and the rest of it is kept."""
     thoughts = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
     answer = {"type": "regex", "pattern": PARROT.regex}

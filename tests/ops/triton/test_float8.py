@@ -39,7 +39,7 @@ def spread(rng: random.Random, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_are_the_definitions_to_the_bit(dtype: torch.dtype) -> None:
+def test_codes_equal_the_reference_bits(dtype: torch.dtype) -> None:
     rng = random.Random(1)
     for wide in (0, 32, 64, 128):
         for _ in range(4):
@@ -50,7 +50,7 @@ def test_codes_are_the_definitions_to_the_bit(dtype: torch.dtype) -> None:
             assert torch.equal(got[1], want[1])
 
 
-def test_every_code_stands_for_itself() -> None:
+def test_every_fp8_code_is_preserved() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     every = every[every.isfinite()][None].to(DEVICE)
     codes, scale = fp8_gemm.codes(every)

@@ -59,12 +59,12 @@ def test_noise_words_equal_the_reference_bits() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.5])
-def test_tokens_are_those_of_the_definition(spread: float) -> None:
+def test_tokens_equal_the_reference(spread: float) -> None:
     x, rows = logits(60, spread), some_keys(60)
     assert torch.equal(sampling.draw(x, rows), draw(x, rows))
 
 
-def test_of_equals_the_lowest_id_is_drawn() -> None:
+def test_among_equal_logits_the_lowest_id_is_drawn() -> None:
     """Where noise cannot decide: it is lost beside such numbers."""
     x = torch.full((2, VOCAB), -1e30, device=DEVICE)
     x[0, [1400, 1200, 77, 78]] = 1e30
@@ -84,7 +84,7 @@ LIMITS = {
 }
 
 
-def test_cutoffs_are_those_of_the_definition() -> None:
+def test_cutoffs_equal_the_reference() -> None:
     """All kinds side by side, on logits with many ties and some that are out."""
     found = list(LIMITS.values())
     made = limits_of(*zip(*found, strict=True))
@@ -118,7 +118,7 @@ def test_a_row_draws_the_same_alone_and_batched() -> None:
     ] == whole.tolist()
 
 
-def test_penalties_are_those_of_the_definition() -> None:
+def test_penalties_equal_the_reference() -> None:
     rows = RequestRows(4, 60, 1, 16, device=DEVICE)
     draw_ids = torch.Generator().manual_seed(3)
     rows.token_ids_RL[:] = torch.randint(0, 40, rows.token_ids_RL.shape, generator=draw_ids)
@@ -138,7 +138,7 @@ def test_penalties_are_those_of_the_definition() -> None:
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_scores_are_those_of_the_definition(normalise: bool) -> None:
+def test_logprobs_equal_the_reference(normalise: bool) -> None:
     x = logits(5)
     x[:, 3:900:7] = -torch.inf
     chosen = torch.tensor([0, 1499, 10, 1024, 7], device=DEVICE)
