@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,31 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_config_without_a_nest_is_read_alike(kind: str, tmp_path: Path) -> None:
+    """Qwen's published config.json. (It ran through Transformers.)"""
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    family, values = copy.deepcopy(WRAPPERS[kind])
+    values["text_config"]["tie_word_embeddings"] = True
+    config = CONFIG_MAPPING[kind](**values, tie_word_embeddings=True)
+    theirs = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    randomise(theirs)
+    save(theirs, tmp_path)
+    file = tmp_path / "config.json"
+    nested = json.loads(file.read_text())
+    inner = nested.pop("text_config")
+    rope = inner.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**inner, **nested, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    file.write_text(json.dumps(flat))
+    text = [token % 128 for token in texts()[0]]  # no token of pictures
+    ours = build(tmp_path, model_impl="quire")
+    assert type(ours).__name__ == family
+    assert "lm_head.weight" not in dict(ours.named_parameters())
+    assert (Runner(ours).prefill(0, text, chunk=7) - plain(theirs, text)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -117,12 +117,28 @@ WRAPPED = "quire_wrapper"
 """Key of a nested text config: the wrapper's architecture. The loader then drops its name prefixes."""
 
 
+FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""Wrappers whose published config.json has the text model's values beside vision_config -> model_type of that model."""
+
+
+def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of such a wrapper with a text_config; any other as it is."""
+    kind = FLAT.get(str(config.get("model_type")))
+    if kind is None or "text_config" in config or "vision_config" not in config:
+        return config
+    own = ("architectures", "model_type", "vision_config")
+    inner = {key: value for key, value in config.items() if key not in own}
+    outer = {key: config[key] for key in own if key in config}
+    return {**outer, "text_config": {**inner, "model_type": kind}}
+
+
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the text model inside a wrapper; the same config if there is no wrapper.
 
     Takes what describes the whole checkpoint (dtype, end tokens, quantization, tied head) from the wrapper if the
     text model does not set it.
     """
+    config = _nested(config)
     nest = next((key for key in NESTS if isinstance(config.get(key), Mapping)), None)
     if nest is None:
         return dict(config)
