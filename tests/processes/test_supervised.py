@@ -153,7 +153,24 @@ def test_a_status_pipe_with_a_high_descriptor() -> None:
     writer = StatusWriter(writing)
     writer.send(Heartbeat(1, 0.0, 1.0))
     assert reader.poll(10) == [Heartbeat(1, 0.0, 1.0)]
-    del writer
+    os.close(writing)
     assert reader.poll(10) == []
     assert reader.broken
+    reader.close()
+
+
+def test_a_child_that_freezes_in_the_middle_of_a_message_does_not_hold_its_supervisor() -> None:
+    reading, writing = os.pipe()
+    reader, writer = StatusReader(reading), StatusWriter(writing)
+    os.set_blocking(writing, False)
+    message = EngineDied("x" * 100_000)  # larger than the pipe
+    with pytest.raises(BlockingIOError):
+        writer.send(message)
+    began = time.monotonic()
+    assert reader.poll(0.05) == reader.poll(0.05) == []
+    assert time.monotonic() - began < 5
+    assert not reader.broken
+    os.close(writing)
+    while not reader.broken:
+        assert reader.poll(0.05) == []
     reader.close()
