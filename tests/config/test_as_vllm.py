@@ -92,6 +92,20 @@ def test_the_distribution_is_the_package_vllm(program):
     agreed(run("-m", "quire.compat", program, "--x", path=(DISTRIBUTION / "src",)))
 
 
+CHILD = """
+import subprocess, sys
+import vllm
+code = "import vllm; from vllm.v1.sample.logits_processor import LogitsProcessor; print(vllm.__version__)"
+print(subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout, end="")
+"""
+
+
+def test_processes_that_a_program_starts_find_it_too(tmp_path):
+    """The engine's process imports the modules of the program's logits processors."""
+    (tmp_path / "starts.py").write_text(CHILD, encoding="utf-8")
+    assert run("-m", "quire.compat", str(tmp_path / "starts.py")) == f"{VERSION}\n"
+
+
 @pytest.mark.parametrize("before", [["-m", "quire.compat"], []], ids=["runner", "package"])
 def test_modules_that_people_run(before):
     path = () if before else (DISTRIBUTION / "src",)

@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,8 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+
+from quire import env
 
 STANDS_IN = "quire.compat.vllm_shim"
 """Text that identifies Quire's own package `vllm`, in its __init__.py."""
@@ -71,7 +74,7 @@ def _module_of(table: dict[str, dict[str, Any]], name: str) -> VllmModule:
 
 
 def install_as_vllm() -> None:
-    """Make `import vllm` find Quire, in this process. A second call does nothing.
+    """Make `import vllm` find Quire, in this process and those that it starts. A second call does nothing.
 
     Raises:
         ImportError: vLLM itself is installed or imported.
@@ -82,6 +85,8 @@ def install_as_vllm() -> None:
     if "vllm" in sys.modules or (spec is not None and not _is_ours(spec.origin)):
         raise ImportError("vllm is installed: uninstall it, or import quire instead of vllm")
     sys.meta_path.insert(0, _Finder())
+    paths = [str(TABLE.with_name("package")), env.outer("PYTHONPATH") or ""]
+    env.set_outer("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
 def stand_in() -> None:
