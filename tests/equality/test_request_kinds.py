@@ -192,6 +192,35 @@ def test_tensors_of_preempted_requests(
         one.client.core.scheduler.check()
 
 
+@pytest.mark.parametrize("fused", PATHS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_token_ids_outside_the_vocabulary_fail_their_request_alone(
+    depth: int, fused: bool, path: str, expected: tuple[list[list[float]], list[list[int]]]
+) -> None:
+    """Of both kinds of requests, first and in a later chunk; they come by without the frontend, which checks too."""
+    given = prompts(7, longest=90)
+    with engine(path, depth, max_num_batched_tokens=40, **SETTINGS) as one:
+        plugged(one, fused)
+        core, errors = one.client.core, {}
+        for number, params in enumerate([PoolingParams(), greedy(5), PoolingParams(), greedy(5)]):
+            tokens = [*given[0], 211] if number < 2 else [5] * 60 + [-1]
+            core.inbox.put(EngineRequest(f"bad{number}", tokens, params))
+        refused = core.scheduler.finished["error"]
+        outputs = one.client.outputs
+
+        def without_bad() -> list[EngineOutput]:
+            found = outputs()
+            errors.update({o.id: (o.error, o.error_kind) for o in found if o.id.startswith("bad")})
+            return [output for output in found if output.id not in errors]
+
+        one.client.outputs = without_bad  # type: ignore[method-assign]
+        assert mixed(one, given) == expected
+        fault = "prompt has a token id outside the vocabulary of 211"
+        assert errors == {f"bad{number}": (fault, "invalid") for number in range(4)}
+        assert core.scheduler.finished["error"] == refused + 4
+        core.scheduler.check()
+
+
 def test_an_engine_without_such_an_output_refuses_the_request(path: str) -> None:
     with engine(path, **SETTINGS) as one:
         with pytest.raises(RuntimeError, match="this engine generates tokens"):

@@ -59,9 +59,11 @@ class RequestRows:
         self.params: list[SamplingParams | None] = [None] * max_rows
         self.ids: list[str | None] = [None] * max_rows
         self.reported_counts = [ReportedCount(0)] * max_rows
+        self.vocab_size = MAX_TOKEN_ID + 1  # the worker sets that of its model
+        self.faults: dict[int, str] = {}  # rows whose requests fail when they run
 
     def enter(self, new: EnteredRow) -> None:
-        """Put a request into its row.
+        """Put a request into its row. One with token ids outside the vocabulary fails when it runs.
 
         Raises:
             RuntimeError: the row is in use, or the request does not fit: the plan is wrong.
@@ -77,8 +79,11 @@ class RequestRows:
         self.ids[row] = new.id
         self.params[row] = new.params if isinstance(new.params, SamplingParams) else None
         self.reported_counts[row] = ReportedCount(length)
-        if min(new.tokens) >= 0 and max(new.tokens) <= MAX_TOKEN_ID:  # else the sampler refuses it
-            self.write_tokens(row, 0, new.tokens)
+        tokens: Sequence[int] = new.tokens
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            self.faults[row] = f"prompt has a token id outside the vocabulary of {self.vocab_size}"
+            tokens = [0] * length  # the model's table has no embeddings of its ids
+        self.write_tokens(row, 0, tokens)
         self.num_prompt[row], self.num_computed_tokens[row], self.length[row] = (
             new.num_prompt, new.num_computed_tokens, length,
         )  # fmt: skip
@@ -126,6 +131,14 @@ class RequestRows:
             raise RuntimeError(f"row {row} is freed, but no request has it")
         self.ids[row] = self.params[row] = None
         self.length[row] = 0
+        self.faults.pop(row, None)
+
+    def faults_of(self, work: Sequence[WorkItem]) -> dict[int, str]:
+        """By index of the work item: why its request fails."""
+        if not self.faults:
+            return {}
+        items = ((index, self.faults.get(item.row)) for index, item in enumerate(work))
+        return {index: fault for index, fault in items if fault is not None}
 
     def append_forced(self, row: int, reported: ReportedCount, tokens: Sequence[int]) -> None:
         """Append forced tokens after the reported ones. A draw in flight at these positions gives the same tokens."""

@@ -126,6 +126,7 @@ class Worker:
         self.fast_step = fast_step
         self.unfused_for: set[str] = set()
         self.models = models or [model]
+        rows.vocab_size = getattr(model, "vocab_size", rows.vocab_size)
         self.set_models(list(self.models))
 
     def set_models(self, models: Sequence[LanguageModel]) -> None:
@@ -193,7 +194,7 @@ class Worker:
 
     def _fast(self, plan: StepPlan) -> QueuedStep:
         self._call_before(plan, None)
-        return self._queued(FinishedStep(self._run_fast(plan)), [])
+        return self._queued(plan, FinishedStep(self._run_fast(plan)), [])
 
     @torch.inference_mode()
     def _by_parts(self, plan: StepPlan) -> QueuedStep:
@@ -203,10 +204,10 @@ class Worker:
         rows = batch.rows_S.tolist()
         reported = [self.rows.reported_counts[row] for row in rows]
         draws = list(zip(batch.drawing, rows, reported, batch.lengths_S.tolist(), strict=True))
-        return self._queued(queued, draws)
+        return self._queued(plan, queued, draws)
 
-    def _queued(self, queued: QueuedStep, draws: list[_Draw]) -> _Step:
-        return _Step(queued, self.hooks, self.rows, draws)
+    def _queued(self, plan: StepPlan, queued: QueuedStep, draws: list[_Draw]) -> _Step:
+        return _Step(queued, self.hooks, self.rows, draws, self.rows.faults_of(plan.work))
 
     @_recoverable
     def _run_fast(self, plan: StepPlan) -> StepResult:
@@ -273,21 +274,24 @@ class Worker:
             self.forget([*plan.freed_rows, *(new.row for new in plan.entered)])
 
 
-_Draw = tuple[
-    int, int, ReportedCount, int
-]  # a work item that draws: its index, row, ReportedCount and position
+_Draw = tuple[int, int, ReportedCount, int]
+"""A work item that draws: its index, row, ReportedCount and position."""
 
 
 class _Step:
     """A queued step, with what hooks add to its result."""
 
     def __init__(
-        self, queued: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, draws: list[_Draw]
-    ):
+        self, queued: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, draws: list[_Draw],
+        faults: dict[int, str],
+    ):  # fmt: skip
         self.queued, self.hooks, self.rows, self.draws = queued, hooks, rows, draws
+        self.faults = faults
 
     def result(self) -> StepResult:
         result = self.queued.result()
+        for number, fault in self.faults.items():
+            result.errors[number], result.kinds[number] = fault, "invalid"
         for number, _, reported, position in self.draws:
             if position < reported.count:
                 result.tokens[number] = []  # an earlier result reported it as a forced token

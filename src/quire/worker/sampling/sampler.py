@@ -50,7 +50,7 @@ class Sampler:
     Args:
         logprobs_mode: one of `logprobs.MODES`.
         processors: users' processors (from `load_processors.py`); they run before the penalties, after other built-ins.
-        vocab_size: token ids are checked against it when a request enters; None: model.vocab_size, if any.
+        vocab_size: token ids of parameters are checked against it; None: model.vocab_size, if any.
         ops: the functions that draw and score.
     """
 
@@ -86,11 +86,14 @@ class Sampler:
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: EnteredRow) -> None:
         """Read a request's parameters. If they cannot be used, the request fails in its first step."""
+        if new.row in self.rows.faults:
+            return
         try:
             if isinstance(new.params, SamplingParams):
                 self._read(new, new.params)
             else:
-                self._refuse(new, "this engine generates tokens, and the request asks for none")
+                error = "this engine generates tokens, and the request asks for none"
+                self.invalid[new.row] = RequestFault(error)
         except Exception:
             log.exception("row %d: its parameters are not valid", new.row)
             self.invalid[new.row] = RequestFault(
@@ -111,8 +114,8 @@ class Sampler:
 
     def _read(self, new: EnteredRow, params: SamplingParams) -> None:
         row = new.row
-        if (error := self._out_of_vocabulary(new, params)) is not None:
-            self._refuse(new, error)
+        if (error := self._out_of_vocabulary(params)) is not None:
+            self.invalid[row] = RequestFault(error)
             return
         self.params_R[row] = row_params(params)
         if (ids := params.logprob_token_ids) is not None:
@@ -124,23 +127,16 @@ class Sampler:
         if (error := self.pipeline.enter(new)) is not None:
             self.invalid[row] = error
 
-    def _refuse(self, new: EnteredRow, reason: str) -> None:
-        self.invalid[new.row] = RequestFault(reason)
-        self.rows.write_tokens(
-            new.row, 0, [0] * len(new.tokens)
-        )  # its ids may overrun the embedding
-
     def leave(self, row: int) -> None:
         self.pipeline.leave(row)
         self.slow_path_rows.discard(row)
         for table in (self.logprobs, self.prompt_logprobs, self.invalid):
             table.pop(row, None)
 
-    def _out_of_vocabulary(self, new: EnteredRow, params: SamplingParams) -> str | None:
+    def _out_of_vocabulary(self, params: SamplingParams) -> str | None:
         if self.vocab_size is None:
             return None
         for name, ids in (
-            ("prompt", new.tokens),
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids),
             ("stop_token_ids", params.stop_token_ids),
