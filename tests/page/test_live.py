@@ -179,7 +179,7 @@ def test_tokens_are_sent_for_one_selected_request():
     core, watch, clock = make()
     ask(core, "a", [11, 12, 13], most=4)
     turn(core, clock, 2)
-    assert watch.words(1) is None  # nobody looks: nothing is known
+    assert watch.words(1) is None  # without a viewer nothing is kept
     seen = watch.look()
     assert b"tokens" not in msgspec.json.encode([seen["lives"], seen["steps"]])
     request = core.scheduler.requests["a"]

@@ -303,7 +303,7 @@ def test_a_worker_that_dies_during_a_sleep_call_blocks_no_other(
             failed.append(error)
 
     waiting = threading.Thread(target=wait)
-    os.kill(engine, signal.SIGSTOP)  # so that it answers when nobody listens any more
+    os.kill(engine, signal.SIGSTOP)  # so that it answers when no client listens any more
     waiting.start()
     until(lambda: other.get("/load").json() == {"server_load": 1})
     time.sleep(0.2)  # on its way

@@ -225,7 +225,7 @@ def test_more_requests_may_wait_than_the_cache_has_entries(reader: Reader):
         assert woken.wait(60)
         woken.clear()
     assert all(ready)
-    # The first is forgotten by now. Whoever enters gets it all the same, and a preempted one asks again.
+    # The first is forgotten by now. A request that enters gets it all the same, and a preempted one asks again.
     assert reader.compiler.submit(forms[0]).result(60).alive
     gate.leave(waiting[0])
     assert gate.ready(waiting[0])
@@ -306,5 +306,5 @@ def test_a_step_does_not_wait_for_other_compilations(reader: Reader):
     with held_up(reader.compiler):
         behind = reader.compiler.submit(form)
         assert reader.compiler.submit(form, now=True).result(60).alive
-        assert behind.done()  # whoever waited for it has it too
+        assert behind.done()  # a request that waited for it has it too
         assert not reader.compiler.quick.waiting
