@@ -96,11 +96,9 @@ def build_worker(
     `others`: models that features need beside the main one. `report`: receives the progress.
 
     Raises:
-        ConfigError: another model has another dtype.
-        NotEnoughMemory: before anything is loaded.
+        NotEnoughMemory, ConfigError: before anything is loaded.
         Unsupported: a device or a model that is not supported yet.
     """
-    check_dtypes(resolved, others)
     stages = StartupStages(report)
     load_plugins()
     with stages("planning memory"):
@@ -167,16 +165,6 @@ def build_worker(
     )  # fmt: skip
     ModuleHooks(worker)
     return worker
-
-
-def check_dtypes(resolved: Resolved, others: Sequence[ModelSpec]) -> None:
-    """The models of a worker share its KV cache and attention backend. Raises ConfigError: they differ in dtype."""
-    for spec in others:
-        if spec.dtype != resolved.dtype:
-            raise ConfigError(
-                f"dtype={spec.dtype} of the further model {spec.path}: the main model {resolved.path} has"
-                f" dtype={resolved.dtype}, and both share one KV cache; use {resolved.dtype} for both"
-            )
 
 
 def build_models(

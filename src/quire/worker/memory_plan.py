@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.config.engine import ModelSpec, Resolved
 from quire.config.model_sizes import model_size
-from quire.errors import NotEnoughMemory
+from quire.errors import ConfigError, NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
@@ -249,11 +249,25 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | N
     )
 
 
+def check_dtypes(resolved: Resolved, others: Sequence[ModelSpec]) -> None:
+    """The models of a worker share its KV cache and attention backend. Raises ConfigError: they differ in dtype."""
+    for spec in others:
+        if spec.dtype != resolved.dtype:
+            raise ConfigError(
+                f"dtype={spec.dtype} of the further model {spec.path}: the main model {resolved.path} has"
+                f" dtype={resolved.dtype}, and both share one KV cache; use {resolved.dtype} for both"
+            )
+
+
 def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryPlan:
     """The plan before anything is loaded, from config.json and the headers of the weight files.
 
     `others`: the models of the worker beside the main one.
+
+    Raises:
+        ConfigError: a further model has another dtype.
     """
+    check_dtypes(resolved, others)
     machine, cache = facts(), resolved.config.cache
     offloaded = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
     available = machine.available_bytes
