@@ -34,7 +34,7 @@ enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_for
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
 disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
 """
-LISTS = "cudagraph_capture_sizes served_model_name api_key allowed_hosts allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware"
+LISTS = "cudagraph_capture_sizes collect_detailed_traces served_model_name api_key allowed_hosts allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware"
 OBJECTS = (
     "hf_overrides override_generation_config model_loader_extra_config default_chat_template_kwargs"
     " custom_histogram_buckets structured_outputs_config"
@@ -61,7 +61,7 @@ max_num_partial_prefills=2 disable_hybrid_kv_cache_manager watermark=0.5 max_num
 mamba_cache_dtype=float32 guided_decoding_backend=outlines
 guided_decoding_disable_fallback tokenizer_pool_size=2 tokenizer_pool_type=x tokenizer_pool_extra_config={"a":1} renderer_num_workers=4
 safetensors_load_strategy=eager show_hidden_metrics_for_version=0.9
-collect_detailed_traces=all enable_per_request_metrics logging_config={"a":1} log_config_file=/f
+enable_per_request_metrics logging_config={"a":1} log_config_file=/f
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
 data_parallel_address=1.2.3.4 numa_bind device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
 attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backend=x exclude_tools_when_tool_choice_none

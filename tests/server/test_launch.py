@@ -79,7 +79,7 @@ import os, sys, threading
 from quire.config.engine import EngineConfig
 from quire.server.process import inline_engine, launch
 
-def load(config):
+def load(config, **others):
     print("loading", flush=True)
     threading.Event().wait()
 

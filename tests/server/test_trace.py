@@ -13,7 +13,9 @@ from scripted import ScriptedEngine, make_state
 
 from quire.errors import ConfigError
 from quire.observe import tracing
-from quire.observe.tracing import Tracer, protocol_of, tracer_of
+from quire.observe.request_metrics import RequestLatencies
+from quire.observe.tracing import SpanAttributes, Tracer, protocol_of, tracer_of
+from quire.protocol.sampling_params import SamplingParams
 
 CHAT = "/v1/chat/completions"
 BODY = {
@@ -107,6 +109,25 @@ def test_each_request_is_a_span_below_its_callers(collector: Collector):
     assert 0 <= latency["e2e"] <= lasted + 1e-6
     assert latency["time_in_queue"] == 0
     assert latency["time_in_model_inference"] == latency["e2e"]
+
+
+def test_detailed_traces_have_the_parts_of_a_request(collector: Collector):
+    state = make_state(ScriptedEngine(), otlp_traces_endpoint=collector.url, collect_detailed_traces=["all"])  # fmt: skip
+    tracer = tracer_of(state.config)
+    assert tracer is not None
+    times = RequestLatencies(1.0, 0.9, 0.25, 0.65, first_token=0.4, prefill=0.25, decode=0.5)
+    tracer.request(SpanAttributes("r", "toy", SamplingParams(), 3, [2]), times)
+    tracer.close()
+    found = {span.name: span for span in collector.spans}
+    whole = found.pop("llm_request")
+    assert list(found) == ["llm_request.queued", "llm_request.prefill", "llm_request.decode"]
+    at = whole.start_time_unix_nano
+    for span, seconds in zip(found.values(), (0.25, 0.25, 0.5), strict=True):
+        assert (span.parent_span_id, span.start_time_unix_nano) == (whole.span_id, at)
+        at = span.end_time_unix_nano
+        assert at - span.start_time_unix_nano == pytest.approx(seconds * 1e9)
+    with pytest.raises(ConfigError, match="collect_detailed_traces=engine"):
+        tracer_of(make_state(None, collect_detailed_traces=["engine"]).config)
 
 
 def test_an_unreachable_collector_delays_no_request(

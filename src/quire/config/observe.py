@@ -34,5 +34,7 @@ class ObserveConfig:
     """Estimate the floating-point operations of steps and the bytes of weights and KV that they move (estimated_* in /metrics)."""
     otlp_traces_endpoint: str | None = None
     """OpenTelemetry endpoint for spans of requests, such as http://host:4318/v1/traces; needs the extra otlp."""
+    collect_detailed_traces: list[str] = field(default_factory=list)
+    """Spans of a request's waiting, prefill and decode below its span; any of vLLM's names: model, worker, all."""
     fail_on_environ_validation: bool = False
     """Refuse to start, instead of warning, if a QUIRE_* or VLLM_* environment variable is unknown."""

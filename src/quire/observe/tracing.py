@@ -22,6 +22,7 @@ from quire.observe.request_metrics import RequestLatencies
 from quire.protocol.sampling_params import SamplingParams
 
 SPAN = "llm_request"
+PARTS = ("queued", "prefill", "decode")  # fields of RequestLatencies, in the order of time
 HTTP_PORT = 4318
 CLOSE_MS = 2000
 
@@ -88,7 +89,8 @@ class Tracer:
         ConfigError: the packages are not installed.
     """
 
-    def __init__(self, endpoint: str):
+    def __init__(self, endpoint: str, detailed: bool = False):
+        self.detailed = detailed
         exporter = exporter_for(endpoint)
         resources = import_module("opentelemetry.sdk.resources")
         tracing = import_module("opentelemetry.sdk.trace")
@@ -102,18 +104,27 @@ class Tracer:
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire")
         self._carried = carried.TraceContextTextMapPropagator()
-        self._server = import_module("opentelemetry.trace").SpanKind.SERVER
+        trace = import_module("opentelemetry.trace")
+        self._server, self._below = trace.SpanKind.SERVER, trace.set_span_in_context
 
     def request(self, data: SpanAttributes, latencies: RequestLatencies) -> None:
-        """Send the span of a request that has just ended."""
+        """Send the span of a request that has just ended; if `detailed`, with the spans of its parts below it."""
         end = time.time_ns()
+        start = end - int(latencies.since_arrival * 1e9)
         span = self._tracer.start_span(
             SPAN,
             context=self._carried.extract(CARRIED.get() or {}),
             kind=self._server,
-            start_time=end - int(latencies.since_arrival * 1e9),
+            start_time=start,
             attributes=attributes(data, latencies),
         )
+        for name in PARTS if self.detailed else ():
+            if (seconds := getattr(latencies, name)) is not None:
+                part = self._tracer.start_span(
+                    f"{SPAN}.{name}", context=self._below(span), start_time=start
+                )
+                start += int(seconds * 1e9)
+                part.end(end_time=start)
         span.end(end_time=end)
 
     def close(self) -> None:
@@ -146,6 +157,9 @@ def attributes(span: SpanAttributes, latencies: RequestLatencies) -> dict[str, s
 
 
 def tracer_of(config: EngineConfig) -> Tracer | None:
-    """Raises ConfigError: tracing is configured, and its exporter is not installed."""
-    endpoint = config.observe.otlp_traces_endpoint
-    return None if endpoint is None else Tracer(endpoint)
+    """Raises ConfigError: tracing is configured, and its exporter is not installed; or an unknown module."""
+    endpoint, modules = config.observe.otlp_traces_endpoint, config.observe.collect_detailed_traces
+    named = {name.strip() for word in modules for name in word.split(",")}
+    if wrong := sorted(named - {"model", "worker", "all"}):
+        raise ConfigError(f"collect_detailed_traces={wrong[0]}: choose from model, worker, all")
+    return None if endpoint is None else Tracer(endpoint, bool(named))
