@@ -23,9 +23,6 @@ WORDS = frozenset(
 CORE = ("scheduler worker kvcache native models layers engine executor processes protocol").split()
 """Packages in which the words name no local variable either."""
 
-NOT_YET = ("bench/", "config/", "features/structured/", "frontend/parsers/", "server/")
-"""Parts of src/quire that have such names of parameters and attributes today. A part that has none leaves this list."""
-
 
 def public_names(file: File) -> list[tuple[str, ast.AST]]:
     """Classes and functions at the top of a module whose names do not begin with an underscore."""
@@ -96,12 +93,7 @@ def test_both_faults_are_seen():
 
 
 def test_no_parameter_attribute_or_function_is_a_lone_word():
-    found = {file.path: lone_words(file) for file in source_files()}
-    parts = {part: [p for p in found if p.startswith(f"quire/{part}")] for part in NOT_YET}
-    rest = found.keys() - {path for paths in parts.values() for path in paths}
-    assert [line for path in sorted(rest) for line in found[path]] == []
-    done = [part for part, paths in parts.items() if not any(found[path] for path in paths)]
-    assert done == [], "these parts have no such names any more: take them off NOT_YET"
+    assert [line for file in source_files() for line in lone_words(file)] == []
 
 
 def test_lone_words_are_seen():

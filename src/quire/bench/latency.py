@@ -43,9 +43,9 @@ def main(argv: Sequence[str]) -> int:
     return run_command("latency", ABOUT, OWN, argv, measure, {"enable_prefix_caching": False})
 
 
-def measure(given: BenchArgs) -> int:
-    own = given.own
-    with start(given.engine) as llm:
+def measure(args: BenchArgs) -> int:
+    own = args.own
+    with start(args.engine) as llm:
         run = _work(llm, own)
         for _ in tqdm.trange(own["num_iters_warmup"], desc="warm-up"):
             run()

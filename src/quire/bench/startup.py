@@ -73,8 +73,8 @@ def once(keywords: dict[str, Any], cache: str) -> tuple[float, float]:
     return times[READY], times[TOKEN]
 
 
-def measure(given: BenchArgs) -> int:
-    own, keywords = given.own, given.engine
+def measure(args: BenchArgs) -> int:
+    own, keywords = args.own, args.engine
     found: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     for _ in tqdm.trange(own["num_iters_cold"], desc="cold starts"):
         with tempfile.TemporaryDirectory() as empty:

@@ -35,14 +35,14 @@ def main(argv: Sequence[str]) -> int:
     return run_command("throughput", ABOUT, OWN, argv, measure)
 
 
-def measure(given: BenchArgs) -> int:
-    own = given.own
+def measure(args: BenchArgs) -> int:
+    own = args.own
     if own["backend"] not in ("quire", "vllm"):
         raise ConfigError(
             f"--backend {own['backend']}: only quire is supported; python -m benchmarks offline compares with"
             " Transformers"
         )
-    with start(given.engine) as llm:
+    with start(args.engine) as llm:
         batch, lengths = _prompts(llm, own)
         params = [sampling(own, length) for length in lengths]
         began = time.perf_counter()

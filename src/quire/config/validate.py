@@ -48,10 +48,10 @@ def check_options(config: EngineConfig) -> None:
     _check_structured(config.structured.structured_outputs_config)
 
 
-def _check_structured(given: Mapping[str, Any]) -> None:
+def _check_structured(options: Mapping[str, Any]) -> None:
     """Log which library serves constrained requests, where it is another than the named one."""
-    backend = structured_options(given).backend
-    if (name := str(given.get("backend", backend)).partition(":")[0]) in (
+    backend = structured_options(options).backend
+    if (name := str(options.get("backend", backend)).partition(":")[0]) in (
         "outlines",
         "lm-format-enforcer",
     ):

@@ -227,11 +227,11 @@ class ApiKeys:
     def weights(self) -> dict[str, float]:
         return {name: tenant.key.weight for name, tenant in self._named.items()}
 
-    def find(self, given: bytes) -> Tenant | None:
+    def find(self, key: bytes) -> Tenant | None:
         """The tenant of a key; None for an unknown or empty one."""
-        if not given:
+        if not key:
             return None
-        digest = sha256(given).digest()
+        digest = sha256(key).digest()
         # Compare all of them, so that the time does not reveal a near match.
         same = [hmac.compare_digest(digest, known) for known, _ in self._digests]
         return next((tenant for hit, (_, tenant) in zip(same, self._digests, strict=True) if hit), None)  # fmt: skip

@@ -118,7 +118,7 @@ class Generation:
     _running: list[RunningPrompt] = field(default_factory=list)
     _wakeup: Wakeup = field(default_factory=Wakeup)
     _collected: dict[int, OutputDelta] = field(default_factory=dict)
-    _begun: set[int] = field(default_factory=set)
+    _started: set[int] = field(default_factory=set)
     _counted: ExitStack = field(default_factory=ExitStack)
     _until: float | None = None
 
@@ -242,11 +242,11 @@ class Generation:
             if (before := self._collected.pop(delta.index, None)) is not None:
                 before.add(delta)
                 delta = before
-            first = delta.index not in self._begun and bool(delta.tokens)
+            first = delta.index not in self._started and bool(delta.tokens)
             if not (first or delta.finish_reason) and len(delta.tokens) < self.interval:
                 self._collected[delta.index] = delta
             else:
-                self._begun.add(delta.index)
+                self._started.add(delta.index)
                 yield delta
 
     @contextmanager

@@ -55,7 +55,7 @@ class RequestCountMiddleware:
 
         began, status, sent = time.perf_counter(), CLOSED_BY_CLIENT, 0
 
-        async def watched(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal status, sent
             if message["type"] == "http.response.body":
                 sent += len(message.get("body", b""))
@@ -76,7 +76,7 @@ class RequestCountMiddleware:
         if metrics is not None:
             metrics.under_way.set(self.state.http_requests)
         try:
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send_counted)
         finally:
             self.state.http_requests -= 1
             seconds = time.perf_counter() - began

@@ -29,13 +29,13 @@ class UserMiddlewareBoundary:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def watched(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send_counted)
         except ENDS:
             raise
         except BaseException as error:

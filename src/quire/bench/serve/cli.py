@@ -171,28 +171,28 @@ def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def dataset_options(given: argparse.Namespace) -> datasets.DatasetOptions:
+def dataset_options(args: argparse.Namespace) -> datasets.DatasetOptions:
     """The options of the chosen dataset, by common names."""
-    if given.random_input_len < 1 or given.random_output_len < 1:
+    if args.random_input_len < 1 or args.random_output_len < 1:
         raise ConfigError("--random-input-len and --random-output-len: must be at least 1")
-    if not 0 <= given.random_range_ratio < 1:
+    if not 0 <= args.random_range_ratio < 1:
         raise ConfigError(
-            f"--random-range-ratio {given.random_range_ratio:g}: must be at least 0 and below 1"
+            f"--random-range-ratio {args.random_range_ratio:g}: must be at least 0 and below 1"
         )
-    repeated = given.dataset_name == "prefix_repetition"
+    repeated = args.dataset_name == "prefix_repetition"
     outputs = {
-        "prefix_repetition": given.prefix_repetition_output_len,
-        "custom": given.custom_output_len,
+        "prefix_repetition": args.prefix_repetition_output_len,
+        "custom": args.custom_output_len,
     }
     return datasets.DatasetOptions(
-        given.dataset_name, given.num_prompts, given.seed,
-        path=given.dataset_path,
-        input_len=given.random_input_len,
-        output_len=outputs.get(given.dataset_name, given.random_output_len),
-        range_ratio=given.random_range_ratio,
-        prefix_len=given.prefix_repetition_prefix_len if repeated else given.random_prefix_len,
-        prefixes=given.prefix_repetition_num_prefixes,
-        suffix_len=given.prefix_repetition_suffix_len,
-        fixed_output=given.sharegpt_output_len if given.dataset_name == "sharegpt" else None,
-        shuffle=not given.disable_shuffle,
+        args.dataset_name, args.num_prompts, args.seed,
+        path=args.dataset_path,
+        input_len=args.random_input_len,
+        output_len=outputs.get(args.dataset_name, args.random_output_len),
+        range_ratio=args.random_range_ratio,
+        prefix_len=args.prefix_repetition_prefix_len if repeated else args.random_prefix_len,
+        prefixes=args.prefix_repetition_num_prefixes,
+        suffix_len=args.prefix_repetition_suffix_len,
+        fixed_output=args.sharegpt_output_len if args.dataset_name == "sharegpt" else None,
+        shuffle=not args.disable_shuffle,
     )  # fmt: skip

@@ -111,57 +111,57 @@ class DatasetOptions:
     shuffle: bool = True
 
 
-async def make(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
+async def make(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     """Make `wanted.count` prompts.
 
     Raises:
         ConfigError: an unknown dataset, or a file that is missing or malformed.
     """
-    if wanted.count < 1:
-        raise ConfigError(f"--num-prompts {wanted.count}: must be at least 1")
-    maker = DATASETS.get(wanted.dataset)
+    if options.count < 1:
+        raise ConfigError(f"--num-prompts {options.count}: must be at least 1")
+    maker = DATASETS.get(options.dataset)
     if maker is None:
         raise ConfigError(
-            f"--dataset-name {wanted.dataset}: choose from {', '.join(DATASETS)}; for prompts of a file use"
+            f"--dataset-name {options.dataset}: choose from {', '.join(DATASETS)}; for prompts of a file use"
             " --dataset-name custom --dataset-path FILE.jsonl"
         )
-    return await maker(wanted, cut)
+    return await maker(options, cut)
 
 
-async def _random(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
-    draw = random.Random(wanted.seed)
+async def _random(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
+    draw = random.Random(options.seed)
     special = len(await cut.encode("", True)) if not isinstance(cut, ServerCutter) else 0
-    prefix = await _text(draw, wanted.prefix_len, cut)
+    prefix = await _text(draw, options.prefix_len, cut)
     between = " " if prefix else ""
 
     async def one(seed: int, length: int, output: int) -> BenchPrompt:
         text = await _text(random.Random(seed), length, cut)
-        return BenchPrompt(prefix + between + text, wanted.prefix_len + length + special, output)
+        return BenchPrompt(prefix + between + text, options.prefix_len + length + special, output)
 
     sizes = [
         (
             draw.getrandbits(62),
-            max(1, _around(draw, wanted.input_len, wanted.range_ratio) - special),
-            max(1, _around(draw, wanted.output_len, wanted.range_ratio)),
+            max(1, _around(draw, options.input_len, options.range_ratio) - special),
+            max(1, _around(draw, options.output_len, options.range_ratio)),
         )
-        for _ in range(wanted.count)
+        for _ in range(options.count)
     ]
     return await _several([lambda size=size: one(*size) for size in sizes])  # type: ignore[misc]
 
 
-async def _prefixes(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
+async def _prefixes(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     """A few long prefixes, each with many suffixes: tests the prefix cache."""
-    draw = random.Random(wanted.seed)
-    heads = [await _text(draw, wanted.prefix_len, cut) for _ in range(max(1, wanted.prefixes))]
+    draw = random.Random(options.seed)
+    heads = [await _text(draw, options.prefix_len, cut) for _ in range(max(1, options.prefixes))]
 
     async def one(seed: int, head: str) -> BenchPrompt:
-        tail = await _text(random.Random(seed), wanted.suffix_len, cut)
+        tail = await _text(random.Random(seed), options.suffix_len, cut)
         return BenchPrompt(
-            f"{head} {tail}", wanted.prefix_len + wanted.suffix_len, wanted.output_len
+            f"{head} {tail}", options.prefix_len + options.suffix_len, options.output_len
         )
 
-    pairs = [(draw.getrandbits(62), heads[at % len(heads)]) for at in range(wanted.count)]
-    if wanted.shuffle:
+    pairs = [(draw.getrandbits(62), heads[at % len(heads)]) for at in range(options.count)]
+    if options.shuffle:
         draw.shuffle(pairs)
     return await _several([lambda pair=pair: one(*pair) for pair in pairs])  # type: ignore[misc]
 
@@ -200,10 +200,10 @@ async def _several(makers: list[Callable[[], Awaitable[BenchPrompt]]]) -> list[B
     return list(await asyncio.gather(*map(one, makers)))
 
 
-async def _custom(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
+async def _custom(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     """JSON lines with `prompt`, and optionally `output_tokens`, the length of the answer."""
     rows: list[tuple[str, int | None]] = []
-    for number, line in enumerate(_read(wanted).splitlines(), 1):
+    for number, line in enumerate(_read(options).splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -211,44 +211,46 @@ async def _custom(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
             rows.append((str(row["prompt"]), row.get("output_tokens")))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
-                f'{wanted.path}, line {number}: must be an object with "prompt"'
+                f'{options.path}, line {number}: must be an object with "prompt"'
             ) from None
-    return await _from_file(wanted, cut, rows)
+    return await _from_file(options, cut, rows)
 
 
-async def _sharegpt(wanted: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
+async def _sharegpt(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     """A ShareGPT file: the first two turns of each conversation are a prompt and its answer."""
     rows: list[tuple[str, int | None]] = []
     try:
-        for talk in json.loads(_read(wanted)):
+        for talk in json.loads(_read(options)):
             turns = talk.get("conversations") or []
             if len(turns) >= 2:
                 rows.append((turns[0]["value"], len(await cut.encode(turns[1]["value"])) or 1))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{wanted.path}: not a ShareGPT file") from None
-    return await _from_file(wanted, cut, rows)
+        raise ConfigError(f"{options.path}: not a ShareGPT file") from None
+    return await _from_file(options, cut, rows)
 
 
-def _read(wanted: DatasetOptions) -> str:
-    if wanted.path is None:
-        raise ConfigError(f"--dataset-name {wanted.dataset}: --dataset-path is required")
+def _read(options: DatasetOptions) -> str:
+    if options.path is None:
+        raise ConfigError(f"--dataset-name {options.dataset}: --dataset-path is required")
     try:
-        return wanted.path.read_text(encoding="utf-8")
+        return options.path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as why:
-        raise ConfigError(f"--dataset-path {wanted.path}: {why}") from None
+        raise ConfigError(f"--dataset-path {options.path}: {why}") from None
 
 
 async def _from_file(
-    wanted: DatasetOptions, cut: Cutter, rows: list[tuple[str, int | None]]
+    options: DatasetOptions, cut: Cutter, rows: list[tuple[str, int | None]]
 ) -> list[BenchPrompt]:
     if not rows:
-        raise ConfigError(f"--dataset-path {wanted.path}: the file has no prompts")
-    if wanted.shuffle:
-        random.Random(wanted.seed).shuffle(rows)
-    rows = [rows[at % len(rows)] for at in range(wanted.count)]
-    default = wanted.output_len
+        raise ConfigError(f"--dataset-path {options.path}: the file has no prompts")
+    if options.shuffle:
+        random.Random(options.seed).shuffle(rows)
+    rows = [rows[at % len(rows)] for at in range(options.count)]
+    default = options.output_len
     return [
-        BenchPrompt(text, len(await cut.encode(text, True)), wanted.fixed_output or said or default)
+        BenchPrompt(
+            text, len(await cut.encode(text, True)), options.fixed_output or said or default
+        )
         for text, said in rows
     ]
 

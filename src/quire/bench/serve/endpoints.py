@@ -52,7 +52,7 @@ class StreamEvent:
     """Content of one event."""
 
     text: str = ""
-    begun: bool = False  # an event of the answer, even without text
+    started: bool = False  # an event of the answer, even without text
     usage: dict[str, Any] | None = None
     error: str = ""
 
@@ -128,7 +128,7 @@ class SseReader:
     def __init__(self, kind: Kind, done: RequestRecord):
         self.read, self.done = kind.read, done
         self.rest, self.pieces = b"", list[str]()
-        self.last = self.begun = 0.0
+        self.last = self.started = 0.0
         self.times: list[float] = []
         self.usage: dict[str, Any] = {}
 
@@ -147,8 +147,8 @@ class SseReader:
             said = StreamEvent(error=f"an invalid event: {data[:200]!r}")
         if said.error:
             self.done.error = said.error
-        if said.begun:
-            self.begun = self.begun or when
+        if said.started:
+            self.started = self.started or when
             self.last = when
         if said.text:
             self.times.append(when)
@@ -159,11 +159,11 @@ class SseReader:
     def end(self) -> None:
         """Fill in the results after the last event."""
         done, times = self.done, self.times
-        if not self.begun and not done.error:
+        if not self.started and not done.error:
             done.error = "the stream ended without output"
         if done.error:
             return
-        first, last = (times[0] if times else self.begun), self.last
+        first, last = (times[0] if times else self.started), self.last
         done.ttft, done.latency = first - done.start, last - done.start
         done.itls = [b - a for a, b in itertools.pairwise(times)]
         done.text = "".join(self.pieces)

@@ -45,7 +45,7 @@ class HttpConnection(asyncio.Protocol):
     def ask(self, request: bytes, heard: Heard | None) -> asyncio.Future[HttpAnswer]:
         self.parser = httptools.HttpResponseParser(self)
         self.heard, self.parts, self.status = heard, list[bytes](), 0
-        self.begun = self.bounded = False
+        self.started = self.bounded = False
         self.when = 0.0
         self.done = asyncio.get_running_loop().create_future()
         if self.transport is None or not self.open:
@@ -64,7 +64,7 @@ class HttpConnection(asyncio.Protocol):
         self.transport, self.open = cast(asyncio.Transport, transport), True
 
     def data_received(self, data: bytes) -> None:
-        self.when, self.begun = time.perf_counter(), True
+        self.when, self.started = time.perf_counter(), True
         if self.done is None or self.done.done():
             self.close()  # unexpected data
             return
@@ -174,7 +174,7 @@ class HttpTarget:
                         answer = await link.ask(request, heard)
                     except HttpFailed:
                         self._drop(link)
-                        if used and not link.begun:
+                        if used and not link.started:
                             continue  # the server closed it while idle: retry on another
                         raise
                     except BaseException:

@@ -70,7 +70,9 @@ class MetricOptions:
         return MetricOptions(names, wanted, promises or None)
 
 
-def figures(done: Sequence[RequestRecord], seconds: float, told: MetricOptions) -> dict[str, Any]:
+def figures(
+    done: Sequence[RequestRecord], seconds: float, options: MetricOptions
+) -> dict[str, Any]:
     """The measured keys of the result file. Times in milliseconds, rates per second."""
     good = [one for one in done if one.ok]
     tokens_in = sum(one.prompt_tokens for one in good)
@@ -90,11 +92,11 @@ def figures(done: Sequence[RequestRecord], seconds: float, told: MetricOptions) 
         "max_output_tokens_per_s": busiest_second(good),
         "max_concurrent_requests": most_at_once(spans),
     }
-    if told.goodput is not None:
-        kept = sum(_keeps(one, told.goodput) for one in good)
+    if options.goodput is not None:
+        kept = sum(_keeps(one, options.goodput) for one in good)
         result["request_goodput"] = kept / seconds
     for name in METRICS:
-        result |= _summary(name, _values(name, good), told.percentiles)
+        result |= _summary(name, _values(name, good), options.percentiles)
     return result
 
 
@@ -157,7 +159,7 @@ def busiest_second(done: Sequence[RequestRecord]) -> float:
     return max(weights.values())
 
 
-def printout(result: dict[str, Any], told: MetricOptions, most: int | None, rate: float) -> str:
+def printout(result: dict[str, Any], options: MetricOptions, most: int | None, rate: float) -> str:
     """The table to print at the end."""
     rows: dict[str, float | None] = {
         "Successful requests:": result["completed"],
@@ -178,7 +180,7 @@ def printout(result: dict[str, Any], told: MetricOptions, most: int | None, rate
     }
     lines = [_title("Serving Benchmark Result", "=")]
     lines += [_line(words, value) for words, value in rows.items() if value is not None]
-    for name in told.metrics:
+    for name in options.metrics:
         short, long = METRICS[name]
         lines += [
             _title(long, "-"),
@@ -187,7 +189,7 @@ def printout(result: dict[str, Any], told: MetricOptions, most: int | None, rate
         ]
         lines += [
             _line(f"P{_short(one)} {short} (ms):", result[f"p{_short(one)}_{name}_ms"])
-            for one in told.percentiles
+            for one in options.percentiles
         ]
     return "\n".join([*lines, "=" * WIDTH])
 

@@ -28,9 +28,9 @@ from quire.server.process.accept import allow_files
 
 def main(argv: Sequence[str]) -> int:
     options = parser()
-    given = options.parse_args(dashed(argv))
+    args = options.parse_args(dashed(argv))
     try:
-        plan = ServePlan(given)
+        plan = ServePlan(args)
     except ConfigError as why:
         options.error(str(why))
     allow_files()
@@ -44,58 +44,58 @@ def main(argv: Sequence[str]) -> int:
 class ServePlan:
     """One run, with validated options."""
 
-    def __init__(self, given: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace):
         """Raises ConfigError: invalid options."""
-        self.given = given
-        if given.backend not in KINDS:
-            raise ConfigError(f"--backend {given.backend}: choose from {', '.join(KINDS)}")
-        self.kind: Kind = KINDS[given.backend]
-        self.path = given.endpoint or self.kind.path
-        self.url = given.base_url or f"http://{_host(given.host)}:{given.port}"
+        self.args = args
+        if args.backend not in KINDS:
+            raise ConfigError(f"--backend {args.backend}: choose from {', '.join(KINDS)}")
+        self.kind: Kind = KINDS[args.backend]
+        self.path = args.endpoint or self.kind.path
+        self.url = args.base_url or f"http://{_host(args.host)}:{args.port}"
         if self.path.startswith("/v1/"):  # users write the address with and without /v1
             self.url = self.url.rstrip("/").removesuffix("/v1")
-        self.told = metrics.MetricOptions.read(
-            given.percentile_metrics, given.metric_percentiles, given.goodput
+        self.metric_options = metrics.MetricOptions.read(
+            args.percentile_metrics, args.metric_percentiles, args.goodput
         )
         self.arrivals = Arrivals(
-            given.request_rate, given.burstiness, given.ramp_up_strategy,
-            given.ramp_up_start_rps, given.ramp_up_end_rps, given.max_concurrency,
+            args.request_rate, args.burstiness, args.ramp_up_strategy,
+            args.ramp_up_start_rps, args.ramp_up_end_rps, args.max_concurrency,
         )  # fmt: skip
         self.arrivals.check()
-        self.metadata = pairs("--metadata", given.metadata)
-        self.headers = pairs("--header", given.header)
-        key = given.api_key or env.raw("API_KEY") or env.outer("OPENAI_API_KEY")
+        self.metadata = pairs("--metadata", args.metadata)
+        self.headers = pairs("--header", args.header)
+        key = args.api_key or env.raw("API_KEY") or env.outer("OPENAI_API_KEY")
         if key:
             self.headers.setdefault("Authorization", f"Bearer {key}")
-        self.wanted = dataset_options(given)
+        self.dataset_options = dataset_options(args)
 
     async def run(self) -> int:
-        given = self.given
-        async with HttpTarget(self.url, self.headers, given.insecure) as server:
+        args = self.args
+        async with HttpTarget(self.url, self.headers, args.insecure) as server:
             model = await self._ready(server)
-            tokenizer = await datasets.cutter(
-                server, model, given.tokenizer, given.trust_remote_code
-            )
-            prompts = await datasets.make(self.wanted, tokenizer)
+            tokenizer = await datasets.cutter(server, model, args.tokenizer, args.trust_remote_code)
+            prompts = await datasets.make(self.dataset_options, tokenizer)
             self._announce(model, tokenizer.name)
-            if given.num_warmups > 0:
+            if args.num_warmups > 0:
                 await self._warm(server, prompts[0], model)
-            if given.profile:
+            if args.profile:
                 started = await server.ask("POST", "/start_profile")
                 if started.status != 200:
                     raise HttpFailed(
                         f"--profile: the server answered /start_profile with {started.status}"
                     )
             done, seconds = await self._load(server, prompts, model)
-            if given.profile:
+            if args.profile:
                 await server.ask("POST", "/stop_profile")
-        result = metrics.figures(done, seconds, self.told)
-        if given.hourly_cost is not None:
-            result |= metrics.costs(result, given.hourly_cost)
-        print(metrics.printout(result, self.told, given.max_concurrency, given.request_rate))
+        result = metrics.figures(done, seconds, self.metric_options)
+        if args.hourly_cost is not None:
+            result |= metrics.costs(result, args.hourly_cost)
+        print(
+            metrics.printout(result, self.metric_options, args.max_concurrency, args.request_rate)
+        )
         if wrong := metrics.failures(done):
             print(wrong, file=sys.stderr)
-        if given.save_result or given.append_result or given.save_detailed or given.plot_timeline:
+        if args.save_result or args.append_result or args.save_detailed or args.plot_timeline:
             self._save(result, done, prompts, model, tokenizer.name)
         return 0 if result["completed"] else 1
 
@@ -105,12 +105,12 @@ class ServePlan:
         Raises:
             HttpFailed: it did not answer in time.
         """
-        given = self.given
-        name = given.served_model_name or given.model
-        end = time.monotonic() + given.ready_check_timeout_sec
+        args = self.args
+        name = args.served_model_name or args.model
+        end = time.monotonic() + args.ready_check_timeout_sec
         while True:
             try:
-                if name and not given.ready_check_timeout_sec:
+                if name and not args.ready_check_timeout_sec:
                     return str(name)
                 listed = await server.json("GET", "/v1/models", timeout=30)
                 return str(name or listed["data"][0]["id"])
@@ -125,47 +125,45 @@ class ServePlan:
             await asyncio.sleep(1)
 
     def _announce(self, model: str, tokenizer: str) -> None:
-        given = self.given
+        args = self.args
         rate = (
-            "all at once"
-            if given.request_rate == math.inf
-            else f"{given.request_rate:g} per second"
+            "all at once" if args.request_rate == math.inf else f"{args.request_rate:g} per second"
         )
         print(
-            f"{self.wanted.count} prompts ({self.wanted.dataset}) to {self.url}{self.path}, model {model}, {rate},"
-            f" burstiness {given.burstiness:g}, at most {given.max_concurrency or 'any number'} at once;"
+            f"{self.dataset_options.count} prompts ({self.dataset_options.dataset}) to {self.url}{self.path}, model {model}, {rate},"
+            f" burstiness {args.burstiness:g}, at most {args.max_concurrency or 'any number'} at once;"
             f" tokenizer: {tokenizer}",
             flush=True,
         )
 
     def _body(self, model: str) -> dict[str, Any]:
-        given = self.given
+        args = self.args
         body = {"model": model, "temperature": 0.0}
-        body |= {name: value for name in SAMPLING if (value := getattr(given, name)) is not None}
-        if given.logprobs is not None:
-            chat = given.backend == "openai-chat"
+        body |= {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+        if args.logprobs is not None:
+            chat = args.backend == "openai-chat"
             body |= (
-                {"logprobs": True, "top_logprobs": given.logprobs}
+                {"logprobs": True, "top_logprobs": args.logprobs}
                 if chat
-                else {"logprobs": given.logprobs}
+                else {"logprobs": args.logprobs}
             )
-        return body | given.extra_body
+        return body | args.extra_body
 
     async def _send(
         self, server: HttpTarget, prompt: BenchPrompt, body: dict[str, Any], name: str
     ) -> RequestRecord:
         return await ask(
             server, self.kind, self.path, prompt, body,
-            ignore_eos=self.given.ignore_eos, clock=time.perf_counter, headers={"X-Request-Id": name},
+            ignore_eos=self.args.ignore_eos, clock=time.perf_counter, headers={"X-Request-Id": name},
         )  # fmt: skip
 
     async def _warm(self, server: HttpTarget, prompt: BenchPrompt, model: str) -> None:
-        body, prefix = self._body(model), self.given.request_id_prefix
+        body, prefix = self._body(model), self.args.request_id_prefix
 
         async def one(number: int) -> RequestRecord:
             return await self._send(server, prompt, body, f"{prefix}warm-{number}")
 
-        done, _ = await run(one, self.given.num_warmups, self.arrivals, 0)
+        done, _ = await run(one, self.args.num_warmups, self.arrivals, 0)
         if all(not each.ok for each in done):
             raise HttpFailed(f"the first request failed: {done[0].error}")
 
@@ -176,10 +174,10 @@ class ServePlan:
 
         import tqdm
 
-        given, body = self.given, self._body(model)
-        draw = random.Random(given.seed)
-        names = [draw.choice(given.lora_modules or [body["model"]]) for _ in prompts]
-        with tqdm.tqdm(total=len(prompts), disable=given.disable_tqdm, unit="req") as bar:
+        args, body = self.args, self._body(model)
+        draw = random.Random(args.seed)
+        names = [draw.choice(args.lora_modules or [body["model"]]) for _ in prompts]
+        with tqdm.tqdm(total=len(prompts), disable=args.disable_tqdm, unit="req") as bar:
             tokens = 0
 
             def ended(done: RequestRecord) -> None:
@@ -190,10 +188,10 @@ class ServePlan:
 
             async def one(number: int) -> RequestRecord:
                 mine = body | {"model": names[number]}
-                name = f"{given.request_id_prefix}{number}"
+                name = f"{args.request_id_prefix}{number}"
                 return await self._send(server, prompts[number], mine, name)
 
-            return await run(one, len(prompts), self.arrivals, given.seed, ended)
+            return await run(one, len(prompts), self.arrivals, args.seed, ended)
 
     def _save(
         self,
@@ -203,33 +201,33 @@ class ServePlan:
         model: str,
         tokenizer: str,
     ) -> None:
-        given, now = self.given, datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        rate: float | str = given.request_rate if given.request_rate != math.inf else "inf"
+        args, now = self.args, datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        rate: float | str = args.request_rate if args.request_rate != math.inf else "inf"
         whole: dict[str, Any] = {
-            "date": now, "endpoint_type": given.backend, "backend": given.backend, "label": given.label,
-            "model_id": model, "tokenizer_id": given.tokenizer or tokenizer, "num_prompts": len(prompts),
-            **self.metadata, "request_rate": rate, "burstiness": given.burstiness,
-            "max_concurrency": given.max_concurrency,
+            "date": now, "endpoint_type": args.backend, "backend": args.backend, "label": args.label,
+            "model_id": model, "tokenizer_id": args.tokenizer or tokenizer, "num_prompts": len(prompts),
+            **self.metadata, "request_rate": rate, "burstiness": args.burstiness,
+            "max_concurrency": args.max_concurrency,
         }  # fmt: skip
-        if given.ramp_up_strategy:
+        if args.ramp_up_strategy:
             names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
-            whole |= {name: getattr(given, name) for name in names}
+            whole |= {name: getattr(args, name) for name in names}
         whole |= result
-        if given.save_detailed:
+        if args.save_detailed:
             whole |= metrics.details(done, [prompt.length for prompt in prompts])
-        limit = f"-concurrency{given.max_concurrency}" if given.max_concurrency else ""
-        name = given.result_filename or (
-            f"{given.label or given.backend}-{rate}qps{limit}-{model.rpartition('/')[2]}-{now}.json"
+        limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
+        name = args.result_filename or (
+            f"{args.label or args.backend}-{rate}qps{limit}-{model.rpartition('/')[2]}-{now}.json"
         )
-        path = given.result_dir / name
+        path = args.result_dir / name
         try:
-            given.result_dir.mkdir(parents=True, exist_ok=True)
-            with path.open("a" if given.append_result else "w", encoding="utf-8") as file:
+            args.result_dir.mkdir(parents=True, exist_ok=True)
+            with path.open("a" if args.append_result else "w", encoding="utf-8") as file:
                 file.write(json.dumps(whole) + "\n")
-            if given.plot_timeline:
+            if args.plot_timeline:
                 drawn = path.with_suffix(".timeline.html")
                 title = f"{len(done)} requests to {model}, {now}"
-                page = timeline.page(done, title, given.timeline_itl_thresholds)
+                page = timeline.page(done, title, args.timeline_itl_thresholds)
                 drawn.write_text(page, encoding="utf-8")
         except OSError as why:
             raise QuireError(f"could not write the result: {why}") from why

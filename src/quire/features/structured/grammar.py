@@ -96,15 +96,15 @@ def given_text(constraint: StructuredOutputsParams) -> str:
     return value if isinstance(value, str) else ""
 
 
-def explained(message: str, given: str = "") -> str:
+def explained(message: str, text: str = "") -> str:
     """llguidance's error message, in terms of the constraint instead of the grammar.
 
-    `given`: the client's text. An excerpt of a grammar that is not part of it is left out.
+    `text`: the client's text. An excerpt of a grammar that is not part of it is left out.
     """
     message = PREFIX.sub("", message.replace("<non-verbose/>", "").strip())
     lines = [found[1] for found in EXCERPT.finditer(message)]
     if not all(
-        line in given or json.dumps(line, ensure_ascii=False)[1:-1] in given for line in lines
+        line in text or json.dumps(line, ensure_ascii=False)[1:-1] in text for line in lines
     ):
         message = EXCERPT.sub("", message).rstrip()
     if (found := UNKNOWN_KEYS.search(message)) is not None:

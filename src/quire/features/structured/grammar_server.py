@@ -198,18 +198,18 @@ class GrammarServer:
             if not is_panic(error):
                 raise
             return CompileReply(error=PANIC)
-        return CompileReply(self._taken())
+        return CompileReply(self._num_taken())
 
     def _fill(self, numbers: list[int]) -> None:
         if self.states is None:
             return
         masks_NW = self.states.fill(numbers)
         at = [self.states.at[number] for number in numbers]
-        reply = MaskReply([one.over for one in at], [one.error for one in at], self._taken())
+        reply = MaskReply([one.over for one in at], [one.error for one in at], self._num_taken())
         send(self.pipe, encode(reply))
         send(self.pipe, memoryview(masks_NW.data).cast("B"))
 
-    def _taken(self) -> int:
+    def _num_taken(self) -> int:
         """Private memory of this process in bytes. Reads it from the kernel again after 1 MiB of page faults."""
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         if self._faults < 0 or faults - self._faults > 256:

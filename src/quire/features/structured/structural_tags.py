@@ -39,21 +39,21 @@ def tags_to_grammar(
     Raises:
         UnsupportedConstraint: it has neither form, or a part that cannot be enforced.
     """
-    given = parse_json(value, 2 * most_nested())
-    if not isinstance(given, dict):
+    format = parse_json(value, 2 * most_nested())
+    if not isinstance(format, dict):
         raise UnsupportedConstraint("it must be a JSON object")
     writer = _Writer(constraint, specials)
-    if "format" in given:
-        root = writer.part(given["format"], last=True)
-    elif "structures" in given:
-        root = writer.part(_from_older_form(given), last=True)
+    if "format" in format:
+        root = writer.part(format["format"], last=True)
+    elif "structures" in format:
+        root = writer.part(_from_older_form(format), last=True)
     else:
         raise UnsupportedConstraint("it needs `format`, or `structures` and `triggers`")
     return writer.whole(root)
 
 
-def _from_older_form(given: dict[str, Any]) -> dict[str, Any]:
-    structures, triggers = given["structures"], given.get("triggers")
+def _from_older_form(format: dict[str, Any]) -> dict[str, Any]:
+    structures, triggers = format["structures"], format.get("triggers")
     if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
         raise UnsupportedConstraint(
             "`structures` must be a list of objects with begin, schema and end"
@@ -107,36 +107,36 @@ class _Writer:
         return " ".join(pieces)
 
     # -- parts ----------------------------------------------------------------------------------
-    def part(self, given: Any, last: bool, end: str | None = None) -> str:
+    def part(self, format: Any, last: bool, end: str | None = None) -> str:
         """Convert one format. `last`: the output ends after it; `end`: this text follows it."""
-        if not isinstance(given, dict):
+        if not isinstance(format, dict):
             raise UnsupportedConstraint("a format must be an object with a `type`")
-        kind = given.get("type")
+        kind = format.get("type")
         make = getattr(self, f"_{kind}", None) if isinstance(kind, str) else None
         if make is None or kind not in KINDS.split(", "):
             raise UnsupportedConstraint(
                 f"a format of type {kind!r} cannot be enforced; choose from {KINDS}"
             )
         if kind in ("any_text", "triggered_tags", "sequence", "tag"):
-            return str(make(given, last, end))
-        return str(make(given)) + (f" {self.literal(end)}" if end else "")
+            return str(make(format, last, end))
+        return str(make(format)) + (f" {self.literal(end)}" if end else "")
 
-    def _const_string(self, given: dict[str, Any]) -> str:
-        return self.literal(_text(given, "value"))
+    def _const_string(self, format: dict[str, Any]) -> str:
+        return self.literal(_text(format, "value"))
 
-    def _json_schema(self, given: dict[str, Any]) -> str:
+    def _json_schema(self, format: dict[str, Any]) -> str:
         try:
-            return f"%json {read_schema(given.get('json_schema', {}), self.constraint)}"
+            return f"%json {read_schema(format.get('json_schema', {}), self.constraint)}"
         except UnsupportedConstraint as error:
             raise UnsupportedConstraint(f"json_schema: {error}") from error
 
-    def _regex(self, given: dict[str, Any]) -> str:
-        pattern = _text(given, "pattern")
+    def _regex(self, format: dict[str, Any]) -> str:
+        pattern = _text(format, "pattern")
         check_regex(pattern)
         return self.rule(f"/{_slashed(pattern)}/", terminal=True)
 
-    def _grammar(self, given: dict[str, Any]) -> str:
-        text = _text(given, "grammar")
+    def _grammar(self, format: dict[str, Any]) -> str:
+        text = _text(format, "grammar")
         name = f"g{len(self.grammars)}"
         try:
             self.grammars.append({"name": name, "lark_grammar": read_grammar(text)})
@@ -144,8 +144,8 @@ class _Writer:
             raise UnsupportedConstraint(f"grammar: {error}") from error
         return f"@{name}"
 
-    def _any_text(self, given: dict[str, Any], last: bool, end: str | None) -> str:
-        without = _texts(given, "excludes") if given.get("excludes") else []
+    def _any_text(self, format: dict[str, Any], last: bool, end: str | None) -> str:
+        without = _texts(format, "excludes") if format.get("excludes") else []
         if end:
             # The shortest text before `end`, so that the first `end` ends it.
             if self._special is not None and self._special.search(end):
@@ -166,43 +166,43 @@ class _Writer:
         barred = "|".join(_slashed(re.escape(text)) for text in without)
         return f"/{ANY}/ & ~/{ANY}({barred}){ANY}/"
 
-    def _sequence(self, given: dict[str, Any], last: bool, end: str | None) -> str:
-        parts = _formats(given, "elements")
+    def _sequence(self, format: dict[str, Any], last: bool, end: str | None) -> str:
+        parts = _formats(format, "elements")
         made = [self.part(one, last=False) for one in parts[:-1]]
         return " ".join([*made, f"({self.part(parts[-1], last, end)})"])
 
-    def _or(self, given: dict[str, Any]) -> str:
-        made = (self.part(one, last=False) for one in _formats(given, "elements"))
+    def _or(self, format: dict[str, Any]) -> str:
+        made = (self.part(one, last=False) for one in _formats(format, "elements"))
         return f"({' | '.join(made)})"
 
-    def _repeated(self, given: dict[str, Any]) -> str:
-        return f"({self.part(given.get('content'), last=False)}){REPEATED[given['type']]}"
+    def _repeated(self, format: dict[str, Any]) -> str:
+        return f"({self.part(format.get('content'), last=False)}){REPEATED[format['type']]}"
 
     _optional = _star = _plus = _repeated
 
     # -- tags -----------------------------------------------------------------------------------
-    def _tag(self, given: dict[str, Any], last: bool, end: str | None, skip: int = 0) -> str:
+    def _tag(self, format: dict[str, Any], last: bool, end: str | None, skip: int = 0) -> str:
         """A tag. `skip`: this many characters of its `begin` are already written."""
-        begin = _text(given, "begin", may_be_empty=True)[skip:]
-        ends = given.get("end")
+        begin = _text(format, "begin", may_be_empty=True)[skip:]
+        ends = format.get("end")
         closing = ends if isinstance(ends, list) else [ends]
         if not closing or not all(isinstance(one, str) for one in closing):
             raise UnsupportedConstraint("the `end` of a tag must be a string, or a list of strings")
-        content, made = given.get("content"), []
+        content, made = format.get("content"), []
         for one in closing:
             made.append(self.part(content, last=last and not one and not end, end=one or None))
         body = made[0] if len(made) == 1 else f"({' | '.join(made)})"
         whole = f"{self.literal(begin)} {body}" if begin else body
         return whole + (f" {self.literal(end)}" if end else "")
 
-    def _triggered_tags(self, given: dict[str, Any], last: bool, end: str | None) -> str:
+    def _triggered_tags(self, format: dict[str, Any], last: bool, end: str | None) -> str:
         """Free text in which a trigger may occur only as the start of a tag."""
         if not last or end:
             raise UnsupportedConstraint(
                 "triggered_tags must come last, because their free text has no end"
             )
-        triggers, tags = _texts(given, "triggers"), _formats(given, "tags")
-        without = _texts(given, "excludes") if given.get("excludes") else []
+        triggers, tags = _texts(format, "triggers"), _formats(format, "tags")
+        without = _texts(format, "excludes") if format.get("excludes") else []
         by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         whole = []
         for tag in tags:
@@ -229,18 +229,18 @@ class _Writer:
             segments.append(f"({opening} {bodies})")
         segment, rest_ = self.rule(" | ".join(segments)), self._free(without)
         first = self.rule(" | ".join(f"({one})" for one in whole))
-        must, once = bool(given.get("at_least_one")), bool(given.get("stop_after_first"))
+        must, once = bool(format.get("at_least_one")), bool(format.get("stop_after_first"))
         if once:
             return first if must else f"({segment} | {rest_})"
         return f"{first} {segment}* {rest_}" if must else f"{segment}* {rest_}"
 
-    def _tags_with_separator(self, given: dict[str, Any]) -> str:
-        made = (f"({self._tag(tag, False, None)})" for tag in _formats(given, "tags"))
+    def _tags_with_separator(self, format: dict[str, Any]) -> str:
+        made = (f"({self._tag(tag, False, None)})" for tag in _formats(format, "tags"))
         tag = self.rule(" | ".join(made))
-        between = _text(given, "separator", may_be_empty=True)
+        between = _text(format, "separator", may_be_empty=True)
         more = f"({self.literal(between)} {tag})*" if between else f"{tag}*"
-        many = tag if given.get("stop_after_first") else f"{tag} {more}"
-        return many if given.get("at_least_one") else f"({many})?"
+        many = tag if format.get("stop_after_first") else f"{tag} {more}"
+        return many if format.get("at_least_one") else f"({many})?"
 
 
 def _quoted(text: str) -> str:
@@ -254,8 +254,8 @@ def _slashed(pattern: str) -> str:
     )
 
 
-def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
-    value = given.get(name) if isinstance(given, dict) else None
+def _text(format: Any, name: str, may_be_empty: bool = False) -> str:
+    value = format.get(name) if isinstance(format, dict) else None
     if not isinstance(value, str) or not (value or may_be_empty):
         raise UnsupportedConstraint(f"`{name}` must be a non-empty string")
     if name not in ("grammar", "pattern"):
@@ -263,15 +263,15 @@ def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
     return value
 
 
-def _texts(given: dict[str, Any], name: str) -> list[str]:
-    values = given.get(name)
+def _texts(format: dict[str, Any], name: str) -> list[str]:
+    values = format.get(name)
     if not isinstance(values, list) or not values:
         raise UnsupportedConstraint(f"`{name}` must be a list of strings")
     return [_text({name: value}, name) for value in values]
 
 
-def _formats(given: dict[str, Any], name: str) -> list[Any]:
-    values = given.get(name)
+def _formats(format: dict[str, Any], name: str) -> list[Any]:
+    values = format.get(name)
     if not isinstance(values, list) or not values:
         raise UnsupportedConstraint(f"`{name}` must be a non-empty list")
     return values

@@ -124,21 +124,21 @@ class _Reader:
         for name in ("$defs", "definitions"):
             for part in schema.get(name, {}).values() if isinstance(schema.get(name), dict) else ():
                 self.read(part)
-        said = {name: value for name, value in schema.items() if name not in NOTES}
-        if not said:
+        schema = {name: value for name, value in schema.items() if name not in NOTES}
+        if not schema:
             return
-        alone = [name for name in ALONE if name in said]
+        alone = [name for name in ALONE if name in schema]
         if alone:
-            self._alone(alone[0], said)
+            self._alone(alone[0], schema)
         else:
-            self._typed(said)
+            self._typed(schema)
 
-    def _alone(self, name: str, said: dict[str, Any]) -> None:
+    def _alone(self, name: str, schema: dict[str, Any]) -> None:
         """Check a keyword that must be alone; enum and const may have a `type`, which must be their values' type."""
-        value = said.pop(name)
-        kind = said.pop("type", None) if name in ("enum", "const") else None
-        if said:
-            raise _no(f"{', '.join(sorted(said))} beside {name}")
+        value = schema.pop(name)
+        kind = schema.pop("type", None) if name in ("enum", "const") else None
+        if schema:
+            raise _no(f"{', '.join(sorted(schema))} beside {name}")
         if name == "anyOf":
             if not isinstance(value, list) or not value:
                 raise _no("anyOf that is no list")
@@ -158,67 +158,67 @@ class _Reader:
                 if kind is not None and kind != _type_of(one):
                     raise _no(f"{name} with values that are no {kind}")
 
-    def _typed(self, said: dict[str, Any]) -> None:
-        kind = said.pop("type", None)
+    def _typed(self, schema: dict[str, Any]) -> None:
+        kind = schema.pop("type", None)
         if isinstance(kind, list) and all(one in OF_TYPE for one in kind):
-            if said:
-                raise _no(f"{', '.join(sorted(said))} beside several types")
+            if schema:
+                raise _no(f"{', '.join(sorted(schema))} beside several types")
             return
         if not isinstance(kind, str) or kind not in OF_TYPE:
-            raise _no(f"{', '.join(sorted(said)) or 'type'} without one type")
-        if strange := sorted(set(said) - OF_TYPE[kind]):
+            raise _no(f"{', '.join(sorted(schema)) or 'type'} without one type")
+        if strange := sorted(set(schema) - OF_TYPE[kind]):
             raise UnsupportedConstraint(
                 f"{', '.join(strange)}: the backend xgrammar cannot enforce"
                 f" {'these keywords' if len(strange) > 1 else 'this keyword'}; leave it out, or use guidance"
             )
-        getattr(self, f"_{kind}", lambda said: None)(said)
+        getattr(self, f"_{kind}", lambda schema: None)(schema)
 
-    def _number(self, said: dict[str, Any], kinds: tuple[type, ...] = (int, float)) -> None:
-        for name, value in said.items():
+    def _number(self, schema: dict[str, Any], kinds: tuple[type, ...] = (int, float)) -> None:
+        for name, value in schema.items():
             if type(value) not in kinds:
                 raise _no(f"{name} of {value!r}")
-        _ordered(said, "minimum", "maximum")
+        _ordered(schema, "minimum", "maximum")
 
-    def _integer(self, said: dict[str, Any]) -> None:
-        self._number(said, (int,))
+    def _integer(self, schema: dict[str, Any]) -> None:
+        self._number(schema, (int,))
 
-    def _string(self, said: dict[str, Any]) -> None:
-        if len({"pattern", "format"} & set(said)) and len(said) > 1:
-            raise _no(" beside ".join(sorted(said)))
-        if said.get("format", "date") not in FORMATS:
-            raise _no(f"format {said['format']!r}")
-        _count(said, "minLength", "maxLength")
-        if (pattern := said.get("pattern")) is not None:
+    def _string(self, schema: dict[str, Any]) -> None:
+        if len({"pattern", "format"} & set(schema)) and len(schema) > 1:
+            raise _no(" beside ".join(sorted(schema)))
+        if schema.get("format", "date") not in FORMATS:
+            raise _no(f"format {schema['format']!r}")
+        _count(schema, "minLength", "maxLength")
+        if (pattern := schema.get("pattern")) is not None:
             anchored_regex = isinstance(pattern, str) and re.fullmatch(r"\^[^|]*\$", pattern)
             if not anchored_regex or re.search(r"(?<!\\)[$^.]|\[\^", pattern[1:-1]):
                 raise _no("pattern that is not `^...$`, or has other anchors, dots or [^ in it")
             _pattern(pattern)
             _within_a_string(pattern)
 
-    def _array(self, said: dict[str, Any]) -> None:
-        _count(said, "minItems", "maxItems")
-        if "prefixItems" in said and len(said) > 1 and set(said) != {"prefixItems", "items"}:
+    def _array(self, schema: dict[str, Any]) -> None:
+        _count(schema, "minItems", "maxItems")
+        if "prefixItems" in schema and len(schema) > 1 and set(schema) != {"prefixItems", "items"}:
             raise _no("prefixItems beside a count")
-        self._each(said.get("prefixItems", []))
-        if "items" in said and said["items"] is not False:
-            self.read(said["items"])
+        self._each(schema.get("prefixItems", []))
+        if "items" in schema and schema["items"] is not False:
+            self.read(schema["items"])
 
-    def _object(self, said: dict[str, Any]) -> None:
-        own, needed = said.get("properties", {}), said.get("required", [])
+    def _object(self, schema: dict[str, Any]) -> None:
+        own, needed = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(own, dict) or not isinstance(needed, list) or not set(needed) <= set(own):
             raise _no("required names that are no properties")
         if any(re.search(r'["\\\x00-\x1f]', name) for name in own):
             raise _no("a name with quotes, backslashes or control characters")
-        rest = said.get("additionalProperties", True)
+        rest = schema.get("additionalProperties", True)
         if own and rest is not False:
             raise UnsupportedConstraint(
                 "additionalProperties: beside properties the backend xgrammar would accept a name twice; set it to"
                 " false (disable_additional_properties does), or use guidance"
             )
-        if "propertyNames" in said and (own or rest is not True):
+        if "propertyNames" in schema and (own or rest is not True):
             raise _no("propertyNames beside properties")
         self._each([*own.values(), *([] if isinstance(rest, bool) else [rest])])
-        self.read(said.get("propertyNames", True))
+        self.read(schema.get("propertyNames", True))
 
     def _each(self, parts: Any) -> None:
         if not isinstance(parts, Iterable):
@@ -227,16 +227,16 @@ class _Reader:
             self.read(part)
 
 
-def _count(said: dict[str, Any], *names: str) -> None:
+def _count(schema: dict[str, Any], *names: str) -> None:
     for name in names:
-        value = said.get(name, 0)
+        value = schema.get(name, 0)
         if type(value) is not int or not 0 <= value <= MOST:
             raise _no(f"{name} of {value!r}")
-    _ordered(said, *names)
+    _ordered(schema, *names)
 
 
-def _ordered(said: dict[str, Any], least: str, most: str) -> None:
-    if least in said and most in said and said[least] > said[most]:
+def _ordered(schema: dict[str, Any], least: str, most: str) -> None:
+    if least in schema and most in schema and schema[least] > schema[most]:
         raise UnsupportedConstraint(f"Unsatisfiable schema: {least} is greater than {most}")
 
 

@@ -26,18 +26,18 @@ def registry(files: Iterable[str] = ()) -> FormatRegistry:
     Raises:
         ConfigError: a plugin does not exist, has no `register`, or fails.
     """
-    made = FormatRegistry()
+    registry = FormatRegistry()
     for point in entry_points(group=GROUP):
         try:
-            point.load()(made)
+            point.load()(registry)
         except Exception as error:
             raise ConfigError(f"the plugin {point.value} of {GROUP} failed: {error!r}") from error
     for file in dict.fromkeys(files):
-        _from_file(file, made)
-    return made
+        _from_file(file, registry)
+    return registry
 
 
-def _from_file(file: str, made: FormatRegistry) -> None:
+def _from_file(file: str, registry: FormatRegistry) -> None:
     path = Path(file).expanduser()
     spec = importlib.util.spec_from_file_location(f"quire_parsers_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
@@ -48,7 +48,7 @@ def _from_file(file: str, made: FormatRegistry) -> None:
         register = getattr(module, "register", None)
         if not callable(register):
             raise ConfigError(f"the parser plugin {file!r} has no function register(registry): {REMEDY}")  # fmt: skip
-        register(made)
+        register(registry)
     except ConfigError:
         raise
     except ImportError as error:

@@ -53,35 +53,41 @@ def constraint(request: Sampling) -> StructuredOutputsParams | None:
     return form or other
 
 
-def of_format(asked: Any, said: str = "response_format") -> StructuredOutputsParams | None:
-    """The constraint in `response_format`, or in another protocol's equivalent field, named `said`.
+def of_format(value: Any, field_name: str = "response_format") -> StructuredOutputsParams | None:
+    """The constraint in `response_format`, or in another protocol's equivalent field, named `field_name`.
 
     Chat requests have the schema in `json_schema.schema`, the other protocols in `schema`.
     """
-    if asked is None:
+    if value is None:
         return None
-    kind = asked.get("type") if isinstance(asked, dict) else None
+    kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
-        return structured_outputs_of(said, json_object=True)
+        return structured_outputs_of(field_name, json_object=True)
     if kind == "json_schema":
-        inner = asked.get("json_schema", asked)
+        inner = value.get("json_schema", value)
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if not isinstance(schema, dict | bool):
-            where = f"{said}.json_schema.schema" if "json_schema" in asked else f"{said}.schema"
-            raise invalid(f"`{where}` must be a JSON schema", said)
-        return structured_outputs_of(said, json=schema)
+            where = (
+                f"{field_name}.json_schema.schema"
+                if "json_schema" in value
+                else f"{field_name}.schema"
+            )
+            raise invalid(f"`{where}` must be a JSON schema", field_name)
+        return structured_outputs_of(field_name, json=schema)
     if kind == "structural_tag":
-        return structured_outputs_of(said, structural_tag=asked)
-    raise invalid(f"`{said}.type` is {kind!r}; it must be one of {', '.join(FORMATS)}", said)
+        return structured_outputs_of(field_name, structural_tag=value)
+    raise invalid(
+        f"`{field_name}.type` is {kind!r}; it must be one of {', '.join(FORMATS)}", field_name
+    )
 
 
-def from_ours(asked: dict[str, Any] | None) -> StructuredOutputsParams | None:
-    if asked is None:
+def from_ours(value: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    if value is None:
         return None
     try:
-        return StructuredOutputsParams.read(asked)
+        return StructuredOutputsParams.read(value)
     except ValidationError as error:
         raise invalid(str(error), "structured_outputs") from error
 
@@ -100,9 +106,9 @@ def from_guided(request: Sampling) -> StructuredOutputsParams | None:
     return structured_outputs_of(name, **{GUIDED[name]: value}, **more)
 
 
-def structured_outputs_of(said: str, **fields: Any) -> StructuredOutputsParams:
+def structured_outputs_of(field_name: str, **fields: Any) -> StructuredOutputsParams:
     """Errors name the field that the client wrote."""
     try:
-        return StructuredOutputsParams(field_name=said, **fields)
+        return StructuredOutputsParams(field_name=field_name, **fields)
     except ValidationError as error:
-        raise invalid(f"`{said}`: {error}", said) from error
+        raise invalid(f"`{field_name}`: {error}", field_name) from error

@@ -100,11 +100,11 @@ def check_texts(name: str, texts: Sequence[str] | None, most: int) -> None:
             )
 
 
-def token_biases(given: dict[str, float] | None) -> dict[int, float] | None:
-    if given is None:
+def token_biases(biases: dict[str, float] | None) -> dict[int, float] | None:
+    if biases is None:
         return None
     try:
-        return {int(token): bias for token, bias in given.items()}
+        return {int(token): bias for token, bias in biases.items()}
     except ValueError as error:
         raise invalid("the keys of `logit_bias` must be token ids", "logit_bias") from error
 

@@ -33,7 +33,7 @@ class LiveFeed:
             return self._seen
         if self._asking is None:
             self._asking = asyncio.ensure_future(self._ask(engine))
-            self._asking.add_done_callback(self._asked)
+            self._asking.add_done_callback(self._on_answer)
         return await asyncio.shield(
             self._asking
         )  # a viewer that disconnects does not cancel it for the others
@@ -44,7 +44,7 @@ class LiveFeed:
         self.every = max(EVERY_S, seen["cost_ms"] / 1000 / SHARE)
         return seen
 
-    def _asked(self, done: asyncio.Future[dict[str, Any]]) -> None:
+    def _on_answer(self, done: asyncio.Future[dict[str, Any]]) -> None:
         self._asking = None
         if not done.cancelled():
             done.exception()  # those who wait get the error; there may be none
