@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.observe.metric_table import COUNTS, SNAPSHOTS, STAYS
+from quire.observe.metric_table import COUNTS, ENGINE_HISTOGRAMS, RESIDENCY, SNAPSHOTS
 from quire.observe.prometheus import ServerMetrics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -32,8 +32,9 @@ def rows() -> Iterator[str]:
             continue
         name = f"{family.name}_total" if family.type == "counter" else family.name
         yield f"| `{name}` | {family.type} | {family.documentation} |"
-    for name, text in STAYS.values():
-        yield f"| `{name}` | histogram | {text} Only with `--kv-cache-metrics`. |"
+    for row in ENGINE_HISTOGRAMS.values():
+        needs = " Only with `--kv-cache-metrics`." if row.family == RESIDENCY else ""
+        yield f"| `{row.name}` | histogram | {row.help}{needs} |"
     for name, text in COUNTS.values():
         yield f"| `{name}_total` | counter | {text} |"
 
