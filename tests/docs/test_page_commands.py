@@ -18,6 +18,7 @@ import pytest
 from server_process import Served
 
 from quire import env
+from quire.bench import sweep
 from quire.bench.serve import cli as bench_cli
 from quire.cli import completion_client
 from quire.cli.main import COMMANDS
@@ -123,6 +124,10 @@ def check_quire(words: list[str]) -> None:
             parse(rest)
     elif command in ("chat", "complete"):
         completion_client.read(command, rest)
+    elif rest[:2] == ["sweep", "serve"]:
+        sweep_words = sweep.parser().parse_args(rest[2:])
+        check_quire(shlex.split(sweep_words.serve_cmd)[1:])
+        check_quire(shlex.split(sweep_words.bench_cmd)[1:])
     elif command == "bench":
         known = bench_cli.parser()._option_string_actions if rest[0] == "serve" else {}
         check_flags(rest[1:], set(known) | flags())

@@ -24,7 +24,6 @@ from scripted_core import ToldClient, make_tokenizer, told_engine
 from quire.errors import EngineDeadError
 from quire.protocol.output import EngineOutput
 from quire.server.app import QuireApp, build_app
-from quire.server.state import ServerPhase
 
 LIMIT_S = 0.1
 """No callback may hold the loop longer."""
@@ -114,7 +113,7 @@ def post(folder: Path, path: str, raw: bytes, client: str = "127.0.0.1", **confi
         engine, below = told_engine(folder, "so be it", 4)
         below.outputs = lambda: all_of(below)
         state = make_state(None, **{"tool_call_parser": "hermes", **config})
-        state.engine, state.phase = engine, ServerPhase.READY
+        state.attach(engine)
         app = build_app(state)
         try:
             await send(app, "/tokenize", b'{"prompt":"warm"}', client)  # imports, caches
