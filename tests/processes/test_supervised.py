@@ -174,3 +174,23 @@ def test_a_child_that_freezes_in_the_middle_of_a_message_does_not_hold_its_super
     while not reader.broken:
         assert reader.poll(0.05) == []
     reader.close()
+
+
+def test_a_supervisor_that_is_suspended_in_its_wait_does_not_find_its_child_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("quire.processes.supervisor.time.monotonic", lambda: clock[0])
+    child = SupervisedProcess(sleeper)
+    try:
+        for seconds, is_silent in ((0.25, False), (30.0, False), (2.0, False), (2.1, True)):
+            monkeypatch.setattr(child.status, "poll", lambda wait, s=seconds: clock.__setitem__(0, clock[0] + s) or [])  # fmt: skip
+            assert child.poll(0.25) == []
+            assert child.is_silent(4.0) == is_silent
+    finally:
+        monkeypatch.undo()
+        child.end(0)
+
+
+def sleeper(status_fd: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

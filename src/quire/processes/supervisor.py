@@ -55,13 +55,11 @@ class SupervisedProcess:
 
     def poll(self, wait: float) -> list[Lifeline]:
         """The messages received within at most `wait` seconds. Call it again within SUSPENDED_S."""
+        messages = self.status.poll(wait)
         now = time.monotonic()
-        if now - self.polled > SUSPENDED_S:  # this process was suspended, and perhaps the child too
+        if messages or now - self.polled > wait + SUSPENDED_S:  # suspended, and perhaps the child too
             self.heard = now
         self.polled = now
-        messages = self.status.poll(wait)
-        if messages:
-            self.heard = time.monotonic()
         return messages
 
     def is_silent(self, seconds: float) -> bool:
