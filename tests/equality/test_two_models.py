@@ -98,7 +98,7 @@ class Run:
             architecture=config["architectures"][0],
         )
 
-    def executor(self, resolved: Resolved, compiler: Any) -> InlineExecutor:
+    def executor(self, resolved: Resolved, compiler: Any, report: Any) -> InlineExecutor:
         def plug_in(parts: WorkerParts) -> None:
             build.worker_features(resolved, compiler)(parts)
             self.input = RunsLast(parts.model_input, parts.models, self.fast)

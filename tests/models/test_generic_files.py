@@ -108,7 +108,7 @@ def test_an_encoder_decoder_is_refused_before_loading(tmp_path) -> None:
     text = json.dumps({**config, **sizes, "is_encoder_decoder": True})
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(Unsupported, match="encoder-decoder"):
-        build(tmp_path)
+        build(tmp_path, load_format="dummy")
 
 
 def test_an_encoder_is_refused(tmp_path) -> None:

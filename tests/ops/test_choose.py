@@ -99,8 +99,8 @@ def test_a_requested_backend_is_used_or_refused() -> None:
         ConfigError, match="'FLASH' is unknown; choose from NARROW, GONE, TORCH_SDPA"
     ):
         choose_backend("FLASH", order, PLAIN)
-    with pytest.raises(ConfigError, match="TORCH_SDPA lacks device tpu"):
-        choose_backend(None, order, replace(PLAIN, device="tpu"))
+    with pytest.raises(ConfigError, match="CPU_ATTN lacks device tpu"):
+        choose_backend(None, ("CPU_ATTN",), replace(PLAIN, device="tpu"))
 
 
 def test_attention_outside_a_worker_raises() -> None:

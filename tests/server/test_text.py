@@ -145,7 +145,8 @@ def test_without_an_engine_requests_get_retry_after():
     state = make_state(Delayed())
     for path in ("/health", "/ping", "/health/ready"):
         found = ask(None, "GET", path, state=state)
-        assert (found.status_code, found.text) == (503, "the engine is being restarted")
+        assert found.status_code == 503
+        assert found.json() == {"status": "the engine is being restarted"}
     assert ask(None, "GET", "/health/live", state=state).status_code == 200
     for body in ({"prompt": "x"}, {"prompt": "x", "stream": True}):
         found = ask(None, "POST", TEXT, body, state=state)

@@ -14,6 +14,7 @@ from scripted import ScriptedEngine, make_state
 from quire.frontend.chat import read_message
 from quire.server import request_body
 from quire.server.app import build_app
+from quire.server.openai import responses
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -28,7 +29,10 @@ def test_responses_take_penalties_and_biases():
     assert params.logit_bias == {7: -100}
 
 
-def test_responses_log_ineffective_fields(caplog: pytest.LogCaptureFixture):
+def test_responses_log_ineffective_fields(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(responses.log, "_last", {})  # as if no other test had sent them
     body = {"input": "hi", "service_tier": "priority", "prompt_cache_key": "k", "max_tool_calls": 3}
     with caplog.at_level("WARNING", logger="quire"):
         found = ask(ScriptedEngine(), "POST", RESPONSES, body)
