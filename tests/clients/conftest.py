@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -20,7 +19,15 @@ SILENT = {
     "CREWAI_TRACING_ENABLED": "false", "DO_NOT_TRACK": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "OPENAI_API_KEY": "key", "ANTHROPIC_API_KEY": "key", "OPENAI_AGENTS_DISABLE_TRACING": "1",
 }  # fmt: skip
-os.environ.update(SILENT)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def silent() -> Iterator[None]:
+    """For these tests only: `make test` reads this file too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SILENT.items():
+            patch.setenv(name, value)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
