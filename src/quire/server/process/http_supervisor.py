@@ -247,13 +247,13 @@ class HttpSupervisor:
             )
             return
         restart = child.restarts.after_death()
-        log.error("%s; %s", what, restart.text)
         child.is_given_up = restart.delay is None
         if restart.delay is not None:
             child.start_at = time.monotonic() + restart.delay
         others_serve = any(other.is_open for other in self.children)
         if child.is_given_up or (restart.delay and others_serve):
             self._close_listener(child)  # new connections go to the others
+        log.error("%s; %s", what, restart.text)
         child.cleanup = threading.Thread(target=self._clean_up, args=(child.number,), daemon=True)
         child.cleanup.start()
 
