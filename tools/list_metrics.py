@@ -6,18 +6,16 @@ python -m tools.list_metrics --check    exit with 1 if it is not what this would
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.metric_table import COUNTS, ENGINE_HISTOGRAMS, RESIDENCY, SNAPSHOTS
 from quire.observe.prometheus import ServerMetrics
+from tools.generated_tables import DOCS, main
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
-START, END = "<!-- metrics -->\n", "<!-- end of metrics -->\n"
+PAGE = DOCS / "metrics.md"
 OF_PYTHON = ("python_", "process_")
 
 
@@ -39,26 +37,8 @@ def rows() -> Iterator[str]:
         yield f"| `{name}_total` | counter | {text} |"
 
 
-def filled(page: str) -> str:
-    """`page` with the lines between the markers written anew."""
-    before, found, rest = page.partition(START)
-    _, closed, after = rest.partition(END)
-    if not (found and closed):
-        raise ValueError(f"{PAGE.name} has no markers {START.strip()} ... {END.strip()}")
-    return f"{before}{START}\n" + "\n".join(rows()) + f"\n\n{END}{after}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.list_metrics", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    only_check = parser.parse_args().check
-    old = PAGE.read_text(encoding="utf-8")
-    new = filled(old)
-    if only_check:
-        return int(old != new)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+TABLES = {"metrics": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, {PAGE: TABLES}))

@@ -9,10 +9,8 @@ Loads no model.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -22,8 +20,9 @@ from tests.models.archs import ARCHS, PAGED, PER_REQUEST
 from tests.models.cases import CASES
 from tests.models.wrappers import WRAPPERS
 from tools import starting_models
+from tools.generated_tables import DOCS, main
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+PAGE = DOCS / "models.md"
 
 
 def class_of(kind: str) -> str:
@@ -86,29 +85,5 @@ TABLES = {
 }
 
 
-def filled(page: str) -> str:
-    """`page` with the lines between each pair of markers written anew."""
-    for name, table in TABLES.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        before, found, rest = page.partition(start)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"{PAGE.name} has no markers {start.strip()} ... {end.strip()}")
-        page = f"{before}{start}\n" + "\n".join(table()) + f"\n\n{end}{after}"
-    return page
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.list_models", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    asked = parser.parse_args()
-    old = PAGE.read_text(encoding="utf-8")
-    new = filled(old)
-    if asked.check:
-        return int(old != new)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, {PAGE: TABLES}))

@@ -8,19 +8,16 @@ Knows what `quire serve --help=all` knows. Loads no model.
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from quire import env
 from quire.config.help import FIRST, sections
 from quire.config.options import Option, options, section_help
 from quire.config.vllm_flags import OLD, SHORT, TABLE
+from tools.generated_tables import DOCS, Tables, main
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 KINDS = {"flag": "", "int": "N", "float": "X", "text": "TEXT", "json": "JSON", "list": "TEXT ...", "maybe": "[TEXT]"}  # fmt: skip
 
 
@@ -105,7 +102,7 @@ def variables() -> Iterator[str]:
         yield f"| `QUIRE_{row.name}` | {default} | {_cell(row.help)}{fills}{without} |"
 
 
-TABLES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
+TABLES: dict[str, Tables] = {
     "options.md": {"first flags": first_flags, "flags": flags, "variables": variables},
     "vllm_flags.md": {
         "refused": rows("E"),
@@ -117,34 +114,5 @@ TABLES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
 """Page -> its tables."""
 
 
-def filled(page: str, tables: Mapping[str, Callable[[], Iterator[str]]]) -> str:
-    """The page with each table between `<!-- name -->` and `<!-- end -->` as it should be."""
-    for name, rows in tables.items():
-        table = "\n".join(rows()).strip()
-        mark = re.escape(f"<!-- {name} -->")
-        page, count = re.subn(
-            rf"{mark}.*?<!-- end -->",
-            lambda _, n=name, t=table: f"<!-- {n} -->\n\n{t}\n\n<!-- end -->",
-            page,
-            flags=re.DOTALL,
-        )
-        if count != 1:
-            raise SystemExit(f"a page has {count} tables named {name!r}; it should have one")
-    return page
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check, stale = parser.parse_args().check, False
-    for name, tables in TABLES.items():
-        page = (DOCS / name).read_text(encoding="utf-8")
-        wanted = filled(page, tables)
-        stale = stale or page != wanted
-        if not check:
-            (DOCS / name).write_text(wanted, encoding="utf-8")
-    return int(check and stale)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, {DOCS / name: tables for name, tables in TABLES.items()}))

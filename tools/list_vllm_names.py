@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 from quire import PUBLIC
 from quire.compat.vllm_shim import TABLE, vllm_modules
 from quire.compat.vllm_unsupported import feature_of
+from tools.generated_tables import DOCS, main
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
-START, END = "<!-- names -->", "<!-- end -->"
+PAGE = DOCS / "vllm.md"
 
 
 def rows() -> Iterator[str]:
@@ -50,19 +49,8 @@ def _later(names: list[str]) -> str:
     return "; ".join(f"{feature}: {', '.join(words)}" for feature, words in features.items())
 
 
-def filled(page: str) -> str:
-    """The page with the current table."""
-    before, _, rest = page.partition(START)
-    return "\n".join([before + START, *rows(), END + rest.partition(END)[2]])
-
-
-def main() -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    if "--check" in sys.argv:
-        return int(filled(page) != page)
-    PAGE.write_text(filled(page), encoding="utf-8")
-    return 0
+TABLES = {"names": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, {PAGE: TABLES}))

@@ -19,7 +19,8 @@ import pytest
 from quire.compat.vllm_shim import VERSION, vllm_modules
 from quire.config.flags import FlagParser, parse
 from quire.errors import ModelNotFound, Unsupported
-from tools.list_vllm_names import PAGE, filled
+from tools.generated_tables import filled
+from tools.list_vllm_names import PAGE, TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTION = ROOT / "compat" / "vllm"
@@ -137,9 +138,9 @@ def test_every_name_of_the_table_is_here():
 
 def test_the_page_lists_every_name():
     page = PAGE.read_text(encoding="utf-8")
-    assert filled(page) == page, "run: python -m tools.list_vllm_names"
+    assert filled(page, TABLES) == page, "run: python -m tools.list_vllm_names"
     row = page.index("| `vllm.")
-    assert filled(page[:row] + "| stale" + page[row + 3 :]) == page
+    assert filled(page[:row] + "| stale" + page[row + 3 :], TABLES) == page
 
 
 def test_the_distribution_has_the_version_of_the_shim():

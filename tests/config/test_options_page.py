@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools.list_options import DOCS, TABLES, filled
+from tools.generated_tables import DOCS, filled
+from tools.list_options import TABLES
 
 
 @pytest.mark.parametrize("name", TABLES)
