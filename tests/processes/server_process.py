@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,14 @@ def children(pid: int) -> list[int]:
         if int(fields[1]) == pid:
             found.append(int(entry.parent.name))
     return found
+
+
+def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    """Wait until the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.05)
 
 
 def has_torch(pid: int) -> bool:

@@ -9,15 +9,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import httpx
 import pytest
-from server_process import PATIENCE_S, Served, children, has_torch
+from server_process import PATIENCE_S, Served, children, has_torch, until
 from tiny_llama import make_checkpoint
 
 from quire.engine.shared_state import EngineState
@@ -39,15 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield found
 
 
-def until(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.05)
-
-
 def process_of(client: httpx.Client) -> int:
-    """Who answers on this connection; the next request goes to the same."""
+    """The process that answers on this connection; it also gets the next request."""
     return client.get("/server_info").json()["pid"]
 
 

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server_process import PATIENCE_S, SOURCE, Served, children, has_torch
+from server_process import PATIENCE_S, SOURCE, Served, children, has_torch, until
 from tiny_llama import make_checkpoint
 
 from quire.config.server import ServerConfig
@@ -38,13 +37,6 @@ def server(checkpoint: str) -> Iterator[Served]:
     flags = ["--max-num-queued-reqs", "40", "--kv-cache-memory-bytes", "20M"]
     with Served(checkpoint, "--served-model-name", "tiny", *flags, env=dev) as found:
         yield found
-
-
-def until(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.05)
 
 
 def streamed(server: Served, path: str, body: dict[str, Any]) -> list[Any]:
