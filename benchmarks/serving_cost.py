@@ -36,6 +36,7 @@ from quire.bench.serve.endpoints import KINDS, BenchPrompt, RequestRecord, ask
 from quire.bench.serve.http_client import HttpFailed, HttpTarget
 from quire.errors import ConfigError, QuireError, StartupError
 from quire.observe.process_memory import process_tree, resident_bytes
+from quire.processes.child import wait_or_kill
 
 START_S = 900.0
 STOP_S = 40.0
@@ -168,11 +169,7 @@ async def started(name: str, command: str, model: str) -> AsyncIterator[Running]
                 yield Running(process, server, str(listed["data"][0]["id"]), seconds)
         finally:
             process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            wait_or_kill(process, STOP_S)
 
 
 async def _one_server(

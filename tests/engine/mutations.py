@@ -84,7 +84,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "stops before min_tokens": (SCHEDULER, "Scheduler._extend", "ANY > request.min_length", "True"),
     "tokens after the end": (SCHEDULER, "Scheduler._extend", "tokens = tokens[:count]", ""),
     "a failed row's blocks stay published": (SCHEDULER, "Scheduler._fail", "self.kv.retract(ANY)", "pass"),
-    "an abort forgets who waits": (SCHEDULER, "Scheduler._end", "self.waiting.remove(ANY)", "pass"),
+    "an abort leaves the request in the queue": (SCHEDULER, "Scheduler._end", "self.waiting.remove(ANY)", "pass"),
     "a prefix match may cover all": (
         MANAGER, "KVManager.match", "len(request.tokens) - 1", "len(request.tokens)",
     ),

@@ -56,7 +56,7 @@ def cut(tokens: list[int], draw: random.Random, **end: Any) -> list[EngineOutput
 
 
 def feed(one: OutputProcessor, outputs: list[EngineOutput], index: int = 0) -> list[RequestOutput]:
-    """All that a reader gets who asks after each."""
+    """All that a reader gets if it reads after each output."""
     told = []
     for output in outputs:
         one.add(index, output, NOW)

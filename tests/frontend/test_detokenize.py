@@ -36,7 +36,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 def stream(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
-    """What a reader who asks after every token is given; the last item comes with the end."""
+    """The text that a reader gets after every token; the last item comes with the end."""
     parts = []
     for token in ids:
         ended = detokenizer.add(token)

@@ -178,7 +178,7 @@ def no_turn(ring: Ring, layer: int) -> None:
 
 MUTATIONS: dict[str, dict[str, Any]] = {
     "does not wait for the copy": {"before": no_wait},
-    "does not look who has the place": {"before": trusting},
+    "does not check which layer has the slot": {"before": trusting},
     "sends for the next too early": {"before": early, "after": lambda ring, layer: None},
     "copies without waiting": {"_copy_in": at_once},
     "forgets the next pass": {"after": no_turn},

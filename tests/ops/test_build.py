@@ -128,7 +128,7 @@ def test_the_vendor_decides_whether_the_bf16_build_comes_first(
 
 
 WIDE = "fma avx2 avx512f avx512dq avx512bw avx512vl"
-MACHINES = {  # as Linux tells of them, less the words that nobody asks for
+MACHINES = {  # the flags of /proc/cpuinfo that the code reads
     "Zen 3": ("AuthenticAMD", "fma avx2", "avx2"),
     "Zen 4": ("AuthenticAMD", f"{WIDE} avx512_bf16 avx512_vnni", "avx512bf16"),
     "Zen 5": ("AuthenticAMD", f"{WIDE} avx_vnni avx512_bf16 avx512_vnni movdiri", "avx512bf16"),

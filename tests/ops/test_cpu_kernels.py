@@ -153,7 +153,7 @@ class Paged:
         count = most * len(sizes) + 1
         self.keys = torch.randn(count, kv, block, D, generator=rng).bfloat16()
         self.values = torch.randn(count, kv, block, E, generator=rng).bfloat16()
-        for row, (_, length) in enumerate(sizes):  # nobody may look at what was never written
+        for row, (_, length) in enumerate(sizes):  # no kernel may read what was never written
             blocks = self.table[row][torch.arange(length, most * block) // block].long()
             places = torch.arange(length, most * block) % block
             self.keys[blocks, :, places] = float("nan")

@@ -67,7 +67,7 @@ class Quantized(Paged):
         unwritten = self.keys.isnan()
         made = [kv_quantization.encode_key(self.keys.nan_to_num(), dtype)]
         made.append(kv_quantization.encode(self.values.nan_to_num(), dtype))
-        for _, scale in made:  # nobody may look at what was never written
+        for _, scale in made:  # no kernel may read what was never written
             scale[unwritten[..., 0]] = torch.nan
         (keys, key_scales), (values, value_scales) = made
         self.parts = keys, values, key_scales, value_scales

@@ -101,7 +101,7 @@ def test_thoughts_are_streamed_before_the_answer(state: ServerState):
                     if new := getattr(choice.delta, kind, None):
                         kinds.append(kind)
                         texts[kind] += new
-        # How many pieces there are is up to who is quicker: what came since the last one is told at once.
+        # The number of pieces depends on timing: one event has all that came since the last one.
         assert set(kinds) == {"reasoning", "content"}
         assert kinds == sorted(kinds, reverse=True)
         whole = await client.chat.completions.create(**asked(SUM))

@@ -23,7 +23,7 @@ from scripted_core import make_tokenizer, told_engine
 from quire.server.state import ServerState
 
 SAID = "Hé 🙂!"
-PATIENCE_S = 200  # who waits longer hangs
+PATIENCE_S = 200  # a request that takes longer hangs
 
 
 class Fuzz:

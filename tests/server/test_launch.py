@@ -58,7 +58,7 @@ def test_a_stop_at_the_end_of_loading_is_obeyed(listener: socket):
 
 
 def test_shutdown_ends_although_all_threads_wait(listener: socket):
-    """(The engine's end stood in line behind those whom only it could release.)"""
+    """(The end of the engine waited behind requests that only this end could release.)"""
     closed = threading.Event()
 
     async def start() -> None:
@@ -156,7 +156,7 @@ def test_a_worker_that_starts_during_shutdown_is_stopped(
     started = Mock(poll=Mock(return_value=None))
 
     def start(*words: Any, **more: Any) -> Mock:
-        keeper.stop_at = 1.0  # the signal comes now, when this child is nobody's yet
+        keeper.stop_at = 1.0  # the signal comes now, before the supervisor has recorded this child
         return started
 
     monkeypatch.setattr(http_supervisor, "start_child", start)

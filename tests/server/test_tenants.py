@@ -273,7 +273,7 @@ def test_processes_share_the_limits_of_a_key(tmp_path: Path):
     with pytest.raises(ApiError, match="requests per minute"):
         there.begin(1)
     here.end(1)
-    # Whoever comes later, as one that is started again, finds what was used.
+    # A process that starts later finds the counts of tokens used.
     assert ApiKeys(server, clock, UsageLedger(folder, 1, 2)).find(b"ka").headers() == here.headers()  # type: ignore[union-attr]
     clock.now += 60
     there.account.begin()

@@ -18,6 +18,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from quire.processes.child import wait_or_kill
+
 STOP_S = 60  # for a server to end after SIGTERM
 NAME = "_benchmark_name"
 
@@ -120,8 +122,4 @@ def running(command: Sequence[str], dry: bool) -> Iterator[None]:
     finally:
         if server is not None:
             server.terminate()
-            try:
-                server.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            wait_or_kill(server, STOP_S)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from quire import env
 from quire.logging import configure, get_logger
@@ -72,7 +72,7 @@ def end_child(child: subprocess.Popen[bytes], seconds: float) -> None:
         wait_or_kill(child, seconds)
 
 
-def wait_or_kill(child: subprocess.Popen[bytes], seconds: float) -> None:
+def wait_or_kill(child: subprocess.Popen[Any], seconds: float) -> None:
     """Wait for a child that was asked to end; kill it if it has not ended after that time."""
     try:
         child.wait(seconds)

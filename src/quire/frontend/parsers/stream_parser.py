@@ -41,7 +41,7 @@ class StreamParser:
         self, table: ParserTable, tools: ToolSchemas | None = None,
         make_id: Callable[[str], str] = new_id, never_empty: bool = False,
     ):  # fmt: skip
-        self.table, self.known_only = table, table.calls.known_only
+        self.table = table
         self.failures: list[str] = []
         self.reasoning_length = 0
         """Number of characters of reasoning and of its markers."""

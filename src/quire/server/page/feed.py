@@ -47,7 +47,7 @@ class LiveFeed:
     def _on_answer(self, done: asyncio.Future[dict[str, Any]]) -> None:
         self._asking = None
         if not done.cancelled():
-            done.exception()  # those who wait get the error; there may be none
+            done.exception()  # waiting readers get the error; there may be none
 
 
 def viewer_state(seen: dict[str, Any], since: int, tenant: str) -> dict[str, Any]:

@@ -123,7 +123,7 @@ function lives() {
     if (!here.has(number)) { row.item.remove(); rows.delete(number); if (chosen === number) choose(null); }
   }
   if (focused !== document.activeElement && focused?.isConnected) focused.focus();  // moving an element removes its focus
-  $("nobody").hidden = order.length > 0;
+  $("no-requests").hidden = order.length > 0;
   const alive = order.filter(life => life.ended < 0).length, all = seen.stats.running + seen.stats.waiting;
   put("life-note", all > alive ? `${alive} of ${count(all)} are shown` : "");
 }
