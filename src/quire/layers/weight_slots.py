@@ -5,7 +5,7 @@ Knows names, shapes and parts. Does not know files or models: `models/load.py` b
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,6 +33,15 @@ class WeightSlot(NamedTuple):
     optional: bool = False
     ref: WeightRef | None = None
 
+    @property
+    def is_alternative(self) -> bool:
+        """Whether other slots fill the same parameter part by part."""
+        return self.dim is None and self.ref is not None and bool(self.ref.parts)
+
+    def targets(self) -> tuple[WeightSlot, ...]:
+        """The slots that one checkpoint tensor fills."""
+        return (self,)
+
     def shape(self) -> tuple[int, ...]:
         shape = list(self.layer.get_parameter(self.name).shape)
         if self.dim is not None:
@@ -58,7 +67,7 @@ class WeightSlot(NamedTuple):
         layer, is_part, converts = self.layer, self.dim is not None, tensor.dtype != into.dtype
         here = device.type == "cpu"
         if here and isinstance(layer, Layer) and (is_part or (converts and layer.may_defer)):
-            layer.deferred = (*layer.deferred, (self, tensor))
+            layer.deferred.setdefault(self.name, []).append((self, tensor))
         else:
             self.put(tensor, device)
 
@@ -91,6 +100,72 @@ class WeightSlot(NamedTuple):
         )
 
 
+class StackedSlot:
+    """The destination of one checkpoint tensor [E, ...] that holds one parameter of each of E weights.
+
+    It fills each weight from a view, so that the weights exist once.
+
+    Args:
+        slots: of each weight, the slot of its whole parameter.
+        transposed: the orientation of matrices where their shape does not show it: the checkpoint has [E, in, out].
+        interleaved: outputs of the two halves of a parameter alternate in the checkpoint.
+        is_alternative: other slots fill the same parameters part by part.
+    """
+
+    dim: int | None = None
+    optional: bool = False
+
+    def __init__(
+        self,
+        slots: Sequence[WeightSlot],
+        *,
+        transposed: bool = False,
+        interleaved: bool = False,
+        is_alternative: bool = False,
+    ):
+        self.slots, self.interleaved, self.is_alternative = (
+            tuple(slots),
+            interleaved,
+            is_alternative,
+        )
+        self.layer, self.name, self.ref = slots[0].layer, slots[0].name, slots[0].ref
+        self.transposed = transposed and len(slots[0].shape()) == 2
+
+    def targets(self) -> tuple[WeightSlot, ...]:
+        """As of a `WeightSlot`."""
+        return self.slots
+
+    def shape(self) -> tuple[int, ...]:
+        """The shape in checkpoints of the usual orientation."""
+        one = self.slots[0].shape()
+        return (len(self.slots), *(one[::-1] if self.transposed else one))
+
+    def fill(self, tensor: Tensor, device: torch.device, called: str) -> None:
+        """Fill all weights; see `WeightSlot.fill`."""
+        want, found = self.shape(), tuple(tensor.shape)
+        usual = found == want
+        if not usual and not (len(want) == 3 and found == (want[0], want[2], want[1])):
+            raise ConfigError(
+                f"weight {called} has shape {list(found)}, but config.json requires {list(want)}"
+            )
+        turned = self.transposed is usual and len(want) == 3
+        for number, slot in enumerate(self.slots):
+            one = tensor[number].T if turned else tensor[number]
+            if self.interleaved:
+                half = len(one) // 2
+                parts = [(0, one[::2]), (half, one[1::2])]
+            elif turned:
+                parts = [(0, one)]
+            else:
+                slot.fill(one, device, called)
+                continue
+            for start, part in parts:  # a copy, which a CPU defers
+                slot._replace(dim=0, start=start, length=len(part)).fill(part, device, called)
+
+
+Slot = WeightSlot | StackedSlot
+
+
 def _without_ones(shape: Sequence[int]) -> list[int]:
     return [length for length in shape if length != 1]
 
@@ -112,31 +187,33 @@ def set_parameter(layer: nn.Module, name: str, tensor: Tensor) -> None:
 class Layer(nn.Module):
     """A module with tensors of its own."""
 
-    deferred: tuple[tuple[WeightSlot, Tensor], ...] = ()  # loaded tensors that `join` will store
     may_defer = False  # whether conversion may wait for `join`: no code reads the parameter before
     random_mean = 0.0
     """Mean of the random values that replace a checkpoint (`models/dummy_weights.py`)."""
     is_called = True
     """Whether models call the layer itself, so that hooks on it run; of some layers they call other methods."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.deferred: dict[str, list[tuple[WeightSlot, Tensor]]] = {}  # what `join` will store
+
     def weights(self) -> Iterable[WeightRef]:
         """The weights that this layer multiplies by."""
         return ()
 
-    def join(self, names: Container[str] | None = None) -> None:
+    def join(self, names: Iterable[str] | None = None) -> None:
         """Store the deferred tensors in the parameters; of these names only, if given."""
-        deferred, self.deferred = self.deferred, ()
-        for slot, tensor in deferred:
-            if names is None or slot.name in names:
+        for name in list(self.deferred) if names is None else names:
+            for slot, tensor in self.deferred.pop(name, ()):
                 slot.put(tensor, torch.device("cpu"))
-            else:
-                self.deferred = (*self.deferred, (slot, tensor))
 
-    def slots(self, path: str) -> dict[str, WeightSlot]:
+    def slots(self, path: str) -> dict[str, Slot]:
         """Checkpoint name -> slot, for a layer at `path` in the model: those of its weights, and the names of its other
         parameters."""
         own_weights = [ref for ref in self.weights() if ref.layer is self]
-        found = {name: slot for ref in own_weights for name, slot in ref.slots(path).items()}
+        found: dict[str, Slot] = {}
+        for ref in own_weights:
+            found.update(ref.slots(path))
         weight_names = {name for ref in own_weights for name in ref.parameters()}
         for name, _ in self.named_parameters(recurse=False):
             if name not in weight_names:
@@ -148,10 +225,21 @@ class Layer(nn.Module):
         set_parameter(self, name, torch.empty(*shape))
 
 
-def slots_of(model: nn.Module) -> dict[str, WeightSlot]:
+def named_layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, Layer]]:
+    """Each layer, with its path in checkpoints.
+
+    A module's `checkpoint_names` (attribute of a child -> path in checkpoints, "" to leave it out) replaces attributes.
+    """
+    if isinstance(module, Layer):
+        yield path, module
+    renamed: Mapping[str, str] = getattr(module, "checkpoint_names", {})
+    for name, child in module.named_children():
+        yield from named_layers(child, ".".join(filter(None, (path, renamed.get(name, name)))))
+
+
+def slots_of(model: nn.Module) -> dict[str, Slot]:
     """Checkpoint name -> slot, for all layers of the model."""
-    found: dict[str, WeightSlot] = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, Layer):
-            found.update(layer.slots(path))
+    found: dict[str, Slot] = {}
+    for path, layer in named_layers(model):
+        found.update(layer.slots(path))
     return found

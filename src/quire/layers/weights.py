@@ -167,6 +167,7 @@ class WeightRef:
         packed: the name under which some checkpoints store all parts concatenated.
         gated: the product is silu(first half of the outputs) * second half.
         prefix: begins the names of the parameters, for a layer with several weights.
+        exact: it is never quantized.
 
     Attributes:
         format: how the checkpoint stores it; `UNQUANTIZED` once it is loaded.
@@ -186,7 +187,9 @@ class WeightRef:
         packed: str | None = None,
         gated: bool = False,
         prefix: str = "",
+        exact: bool = False,
     ):
+        self.exact = exact
         self.layer, self.num_in, self.prefix = layer, num_in, prefix
         self.parts = dict(num_out) if isinstance(num_out, Mapping) else {}
         self.num_out = sum(self.parts.values()) if isinstance(num_out, Mapping) else num_out

@@ -31,7 +31,7 @@ def random_tensors(
         if slot.dim is None:
             if (id(slot.layer), slot.name) in done:
                 continue
-            if slot.ref is not None and slot.ref.parts:
+            if slot.is_alternative:
                 continue  # filled part by part, so that fused and split checkpoints get the same weights
         done.add((id(slot.layer), slot.name))
         like = slot.layer.get_parameter(slot.name)

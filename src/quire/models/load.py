@@ -30,7 +30,7 @@ from quire.config.engine import ModelSpec
 from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.embedding import Head
-from quire.layers.weight_slots import Layer, WeightSlot, slots_of
+from quire.layers.weight_slots import Layer, Slot, WeightSlot, slots_of
 from quire.layers.weights import UNQUANTIZED, WeightRef, weights_of
 from quire.logging import get_logger
 from quire.models import registry
@@ -192,11 +192,8 @@ def _with_weights(
             ref.convert()
     if method is not None:
         quantize_weights(_counted(progress, "quantizing weights", model, 0.9), method, accelerator)
-        count, about = (
-            len(prepared_weights(model)),
-            (ON_ACCELERATOR if accelerator else ONLINE)[method],
-        )
-        log.info("quantized %d weights to %s: %s", count, method, about)
+        about = (ON_ACCELERATOR if accelerator else ONLINE)[method]
+        log.info("quantized %d weights to %s: %s", len(prepared_weights(model)), method, about)
     if packs:
         pack_weights(_counted(progress, "packing weights", model, 1.0))
     for layer in model.modules():
@@ -301,8 +298,9 @@ def fill(
             slot = slots[name]
             slot.fill(tensor, HOST if slot.layer in offloaded else device, called)
             filled.add(name)
-            if on_loaded is not None and slot.ref is not None and complete.add(slot.ref, slot):
-                on_loaded(slot.ref)
+            if on_loaded is not None:
+                for ref in complete.completed_by(slot):
+                    on_loaded(ref)
         elif name == "lm_head.weight":
             heads[name] = tensor
         elif not UNUSED.search(name) and not _nothing(name, tensor):
@@ -337,16 +335,19 @@ class _CompleteWeights:
     def __init__(self) -> None:
         self.num_missing: dict[WeightRef, int] = {}
 
-    def add(self, ref: WeightRef, slot: WeightSlot) -> bool:
-        """Count this slot's tensor; whether it completes its weight."""
-        if ref.format is not UNQUANTIZED:
-            return False
-        numbers = sum(p.numel() for p in ref.parameters().values())
-        self.num_missing[ref] = self.num_missing.get(ref, numbers) - math.prod(slot.shape())
-        return self.num_missing[ref] == 0
+    def completed_by(self, slot: Slot) -> Iterator[WeightRef]:
+        """Count this slot's tensor; the weights that it completes."""
+        for each in slot.targets():
+            ref = each.ref
+            if ref is None or ref.format is not UNQUANTIZED:
+                continue
+            numbers = sum(p.numel() for p in ref.parameters().values())
+            self.num_missing[ref] = self.num_missing.get(ref, numbers) - math.prod(each.shape())
+            if self.num_missing[ref] == 0:
+                yield ref
 
 
-def _own_name(called: str, slots: Mapping[str, WeightSlot]) -> str:
+def _own_name(called: str, slots: Mapping[str, Slot]) -> str:
     """The tensor's name in a text model without a wrapper."""
     if called in slots:
         return called
@@ -370,7 +371,7 @@ def _of_the_decoder(name: str, num_layers: int) -> bool:
 
 def _resolve_tied_head(
     model: nn.Module,
-    slots: dict[str, WeightSlot],
+    slots: dict[str, Slot],
     filled: set[str],
     heads: Mapping[str, Tensor],
     device: torch.device,
@@ -396,20 +397,22 @@ def _resolve_tied_head(
     WeightSlot(model.lm_head, "weight").fill(table, device, "lm_head.weight")
 
 
-def _missing(slots: Mapping[str, WeightSlot], filled: set[str]) -> list[str]:
+def _missing(slots: Mapping[str, Slot], filled: set[str]) -> list[str]:
     """Names of tensors that are missing. A parameter is complete with one whole tensor, or with all of its parts."""
     by_parameter: dict[tuple[int, str], list[str]] = {}
     for name, slot in slots.items():
-        by_parameter.setdefault((id(slot.layer), slot.name), []).append(name)
+        for each in slot.targets():
+            by_parameter.setdefault((id(each.layer), each.name), []).append(name)
     missing = []
     for names in by_parameter.values():
-        if slots[names[0]].optional and filled.isdisjoint(names):
+        is_optional: bool = slots[names[0]].optional
+        if is_optional and filled.isdisjoint(names):
             continue
         whole = [name for name in names if slots[name].dim is None]
         if filled.isdisjoint(whole):
             parts = [name for name in names if slots[name].dim is not None] or whole[:1]
             missing += [name for name in parts if name not in filled]
-    return missing
+    return list(dict.fromkeys(missing))
 
 
 def _some(names: list[str]) -> str:

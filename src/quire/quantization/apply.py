@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.config.quantization import CheckpointQuantization
 from quire.errors import Unsupported
-from quire.layers.weight_slots import Layer
+from quire.layers.weight_slots import named_layers
 from quire.layers.weights import PreparedWeight, WeightRef, weight_tensors, weights_of
 from quire.ops.cpu.bindings import best
 from quire.quantization.awq import AwqFormat
@@ -70,9 +70,9 @@ def set_formats(
         Unsupported: the checkpoint stores the parts of one weight in different ways.
     """
     count = 0
-    for path, layer in model.named_modules():
-        for ref in layer.weights() if isinstance(layer, Layer) else ():
-            if ref.layer is not layer:  # a head that is tied to the embeddings
+    for path, layer in named_layers(model):
+        for ref in layer.weights():
+            if ref.layer is not layer or ref.exact:  # (a head may be tied to the embeddings)
                 continue
             names = ref.checkpoint_names(path)
             layouts = [stored.layout_of(name) for name in names]
@@ -92,8 +92,8 @@ def set_formats(
 
 
 def quantize_weight(ref: WeightRef, method: str, accelerator: bool = False) -> bool:
-    """Quantize a weight by `method`; whether it was: prepared weights stay, and so does the LM head on an accelerator."""
-    if ref.prepared is not None or (accelerator and ref.is_head):
+    """Quantize a weight by `method`; whether it was: prepared and exact weights stay, and the LM head on an accelerator."""
+    if ref.prepared is not None or ref.exact or (accelerator and ref.is_head):
         return False
     ref.join()
     if accelerator:  # do not load the CPU kernels: that may compile them
