@@ -49,7 +49,7 @@ class StackedExperts(Layer):
 class LinearExpert(nn.Module):
     def __init__(self, hidden: int, inner: int):
         super().__init__()
-        self.gate_up = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, silu=True)
+        self.gate_up = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, act="silu")
         self.down_proj = Linear(inner, hidden)
 
     def forward(self, x_TD: Tensor) -> Tensor:

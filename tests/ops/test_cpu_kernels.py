@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from quire.attention.cpu import cache_addresses
 from quire.ops import reference
 from quire.ops.cpu import bindings, build, isa
+from quire.ops.cpu.structs import ACTIVATIONS
 
 ADDRESS = Tensor.data_ptr
 
@@ -53,13 +54,13 @@ def linear(
     packed: Tensor,
     bias: Tensor | None,
     outs: int,
-    gated: bool,
+    act: int,
 ) -> Tensor:
     rows, ins = x.shape
-    y = torch.full((rows, outs // 2 if gated else outs), float("nan"), dtype=torch.bfloat16)
+    y = torch.full((rows, outs // 2 if act else outs), float("nan"), dtype=torch.bfloat16)
     kernels.linear(
         ADDRESS(x), x.stride(0), ADDRESS(packed), None if bias is None else ADDRESS(bias),
-        ADDRESS(y), y.stride(0), rows, outs, ins, gated,
+        ADDRESS(y), y.stride(0), rows, outs, ins, act,
     )  # fmt: skip
     return y
 
@@ -290,8 +291,29 @@ def test_row_ops(rows: int) -> None:
     )
     assert torch.equal(sum_, total)
     near(mine, normed.double())
-    silu = reference.silu_and_mul
-    near(silu.implementations["native"](x), silu.reference(x).double())
+
+
+@pytest.mark.usefixtures("bound")
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations(kernels: bindings.Kernels, act: str) -> None:
+    """Each value is within a bit of bf16, from tail to tail; in a product's epilogue it has the same bits."""
+    tanh = act == "gelu_pytorch_tanh"
+    native = (reference.silu_and_mul if act == "silu" else reference.gelu_and_mul).implementations[
+        "native"
+    ]
+    options = {} if act == "silu" else {"tanh": tanh}
+    gate = torch.linspace(-14, 14, 1792).bfloat16()
+    got = native(torch.cat((gate, torch.ones_like(gate)))[None], **options)[0].double()
+    wide = gate.double()
+    exact = {"silu": F.silu(wide), "gelu": wide * torch.special.ndtr(wide)}
+    want = exact.get(act, F.gelu(wide, approximate="tanh"))
+    assert ((got - want).abs() <= want.abs() / 250 + 1e-12).all()
+
+    weight = torch.randn(128, 64, generator=draw(1)).bfloat16()
+    x = torch.randn(7, 64, generator=draw(2)).bfloat16()
+    both = linear(kernels, x, pack(kernels, weight), None, 128, 0)
+    y = linear(kernels, x, pack(kernels, weight, True), None, 128, ACTIVATIONS[act])
+    assert torch.equal(y, native(both, **options))
 
 
 @pytest.mark.usefixtures("bound")

@@ -18,7 +18,7 @@ from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles, LayerRotaries
-from quire.ops.reference import gelu_and_mul, rotate
+from quire.ops.reference import rotate
 
 
 class SelfAttention(nn.Module):
@@ -91,18 +91,15 @@ class GatedMLP(nn.Module):
         super().__init__()
         inner = cfg.intermediate_size
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.act = act or cfg.hidden_act
-        silu = self.act in ("silu", "swish")
-        self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed="gate_up_proj", silu=silu)
+        act = act or cfg.hidden_act
+        act = "silu" if act == "swish" else act
+        if act not in ("silu", "gelu", "gelu_pytorch_tanh"):
+            raise ConfigError(f"hidden_act={act!r} is not supported by the gated MLP")
+        self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed="gate_up_proj", act=act)
         self.down_proj = Linear(inner, cfg.hidden_size, bias=bias)
-        if self.act not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):
-            raise ConfigError(f"hidden_act={self.act!r} is not supported by the gated MLP")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        y_TI = self.gate_up(x_TD)
-        if not self.gate_up.ref.gated:
-            y_TI = gelu_and_mul(y_TI, self.act == "gelu_pytorch_tanh")
-        return self.down_proj(y_TI)
+        return self.down_proj(self.gate_up(x_TD))
 
 
 class PreNormLayer(nn.Module):

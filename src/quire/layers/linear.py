@@ -22,7 +22,7 @@ class Linear(Layer):
         num_out: outputs; or parts {"q_proj": 64, "k_proj": 32, ...}, by their checkpoint names under this layer's
             parent. The layer concatenates the parts and multiplies by all of them at once.
         packed: the name under which some checkpoints store all parts concatenated.
-        silu: the result is silu(first half of the outputs) * second half.
+        act: the result is act(first half of the outputs) * second half; "silu", "gelu" or "gelu_pytorch_tanh".
     """
 
     weight: Tensor
@@ -36,10 +36,18 @@ class Linear(Layer):
         *,
         bias: bool = False,
         packed: str | None = None,
-        silu: bool = False,
+        act: str | None = None,
     ):
         super().__init__()
-        self.ref = WeightRef(self, num_in, num_out, bias=bias, packed=packed, gated=silu)
+        self.ref = WeightRef(
+            self,
+            num_in,
+            num_out,
+            bias=bias,
+            packed=packed,
+            gated=act is not None,
+            act=act or "silu",
+        )
 
     def weights(self) -> Iterable[WeightRef]:
         return (self.ref,)

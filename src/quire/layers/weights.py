@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.cpu.bindings import Kernels
-from quire.ops.reference import linear, silu_and_mul
+from quire.ops.cpu.structs import ACTIVATIONS
+from quire.ops.reference import act_and_mul, linear
 
 PANEL = 32
 """Outputs that the CPU kernels compute at once."""
@@ -70,8 +71,11 @@ class PreparedWeight:
     tensors without them.
 
     A subclass defines the form, the arguments of the kernels (`kernel_args`, `run`) and the meaning (`reference`).
-    With `gated`, the result is silu(first half of the outputs) * second half.
+    With `gated`, the result is act(first half of the outputs) * second half.
     """
+
+    act = "silu"
+    """The activation, if it is gated; `WeightRef.install` sets it."""
 
     rows: Callable[[Tensor], Tensor] | None = None
     """ids_T -> rows of the weight, [T, I]; None if they cannot be read from this form."""
@@ -79,6 +83,11 @@ class PreparedWeight:
     def __init__(self, outs: int, ins: int, gated: bool, kernels: Kernels | None):
         self.outs, self.ins, self.gated, self.kernels = outs, ins, gated, kernels
         self.padded = -(-outs // PANEL) * PANEL  # whole panels
+
+    @property
+    def kernel_act(self) -> int:
+        """The kernels' number of the activation; 0: not gated."""
+        return ACTIVATIONS[self.act] if self.gated else 0
 
     @staticmethod
     def fits(outs: int, ins: int, gated: bool, step: int) -> bool:
@@ -117,7 +126,7 @@ class PreparedWeight:
         return self.activated(y_TO.to(dtype))
 
     def activated(self, y_TO: Tensor) -> Tensor:
-        return silu_and_mul(y_TO) if self.gated else y_TO
+        return act_and_mul(y_TO, self.act) if self.gated else y_TO
 
     def move(self, device: torch.device) -> None:
         """Move the tensors to another device."""
@@ -165,7 +174,8 @@ class WeightRef:
             `layer`. The weight concatenates the parts.
         bias: whether there is a bias [O].
         packed: the name under which some checkpoints store all parts concatenated.
-        gated: the product is silu(first half of the outputs) * second half.
+        gated: the product is act(first half of the outputs) * second half.
+        act: "silu", "gelu" or "gelu_pytorch_tanh".
         prefix: begins the names of the parameters, for a layer with several weights.
         exact: it is never quantized.
 
@@ -186,6 +196,7 @@ class WeightRef:
         bias: bool = False,
         packed: str | None = None,
         gated: bool = False,
+        act: str = "silu",
         prefix: str = "",
         exact: bool = False,
     ):
@@ -193,7 +204,7 @@ class WeightRef:
         self.layer, self.num_in, self.prefix = layer, num_in, prefix
         self.parts = dict(num_out) if isinstance(num_out, Mapping) else {}
         self.num_out = sum(self.parts.values()) if isinstance(num_out, Mapping) else num_out
-        self.packed, self.gated = packed, gated
+        self.packed, self.gated, self.act = packed, gated, act
         self.dtype = torch.get_default_dtype()
         self.prepared: PreparedWeight | None = None
         self.layout: dict[str, StoredTensor] = {}
@@ -262,7 +273,7 @@ class WeightRef:
     # -- once it is loaded
     def install(self, prepared: PreparedWeight) -> None:
         """Multiply by `prepared`, and free the other tensors."""
-        self.prepared = prepared
+        self.prepared, prepared.act = prepared, self.act
         bias_O = prepared.pad_bias(self.bias)
         if bias_O is not None and bias_O is not self.bias:
             set_parameter(self.layer, self.prefix + "bias", bias_O)
@@ -275,7 +286,7 @@ class WeightRef:
         if self.prepared is not None:
             return self.prepared.multiply(x_TI, self.bias)
         y_TO = linear(x_TI, self.weight, self.bias)
-        return silu_and_mul(y_TO) if self.gated else y_TO
+        return act_and_mul(y_TO, self.act) if self.gated else y_TO
 
     @property
     def outputs(self) -> list[int]:

@@ -78,7 +78,7 @@ def _fill_attention(layer: PreNormLayer, native: CLayer) -> None:
 
 def _fill_mlp(layer: PreNormLayer, native: CLayer) -> None:
     mlp, norm = layer.mlp, layer.post_attention_layernorm
-    if type(mlp) is not GatedMLP or not mlp.gate_up.ref.gated:
+    if type(mlp) is not GatedMLP:
         return
     gate_up, down = _weight(mlp.gate_up), _weight(mlp.down_proj)
     if (
@@ -89,6 +89,8 @@ def _fill_mlp(layer: PreNormLayer, native: CLayer) -> None:
     ):
         return
     native.gate_up, native.down, native.second_norm = gate_up, down, norm.weight.data_ptr()
+    prepared = mlp.gate_up.ref.prepared
+    native.act = 0 if prepared is None else prepared.kernel_act
 
 
 def _weight(linear: Linear) -> CWeight | None:

@@ -89,6 +89,13 @@ def gelu_and_mul(x_TI2: Tensor, tanh: bool = False) -> Tensor:
     return F.gelu(gate.contiguous()) * up
 
 
+def act_and_mul(x_TI2: Tensor, act: str) -> Tensor:
+    """The activation of the first half times the second half; act: "silu", "gelu" or "gelu_pytorch_tanh"."""
+    if act == "silu":
+        return silu_and_mul(x_TI2)
+    return gelu_and_mul(x_TI2, act == "gelu_pytorch_tanh")
+
+
 @op
 def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
     """Rows of a table."""

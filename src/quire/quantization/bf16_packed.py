@@ -37,7 +37,7 @@ class PackedBf16Weight(PreparedWeight):
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear(
             x_TI.data_ptr(), x_TI.stride(0), self.address, bias, y_TW.data_ptr(), y_TW.shape[1], len(x_TI),
-            self.padded, self.ins, self.gated,
+            self.padded, self.ins, self.kernel_act,
         )  # fmt: skip
 
     def kernel_args(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Int4Weight(PreparedWeight):
         kernels.linear_int4(
             x_TI.data_ptr(), x_TI.stride(0), self.data.data_ptr(), self.scale_PGO.data_ptr(), self.zero_PGO.data_ptr(),
             None if self.order_I is None else self.order_I.data_ptr(), bias, y_TW.data_ptr(), y_TW.shape[1], len(x_TI),
-            self.padded, self.ins, self.group, self.gated,
+            self.padded, self.ins, self.group, self.kernel_act,
         )  # fmt: skip
 
     def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -96,7 +96,7 @@ class Int8Weight(PreparedWeight):
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear_int8(
             x_TI.data_ptr(), x_TI.stride(0), self.data.data_ptr(), self.scale_O.data_ptr(), self.sum_O.data_ptr(),
-            bias, y_TW.data_ptr(), y_TW.shape[1], len(x_TI), self.padded, self.ins, self.gated,
+            bias, y_TW.data_ptr(), y_TW.shape[1], len(x_TI), self.padded, self.ins, self.kernel_act,
         )  # fmt: skip
 
     def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -75,18 +75,21 @@ CHECK(rotate) {
     }
 }
 
-CHECK(silu_and_mul) {
+CHECK(act_and_mul) {
   for (long rows : {1L, 18L})
-    for (long I : {16L, 160L}) {
-      Random random((unsigned)(rows * I));
-      const auto x = random.bf16s(rows * 2 * I, 20);
-      Guarded<bf16> y(rows * I);
-      quire_silu_and_mul(x, y, rows, I);
-      std::vector<double> want;
-      for (long i = 0; i < rows * I; i++) {
-        const double gate = value_of(x[i / I * 2 * I + i % I]), other = value_of(x[i / I * 2 * I + I + i % I]);
-        want.push_back(rounded_of(gate / (1 + exp(-gate))) * other);
+    for (long I : {16L, 160L})
+      for (int act : {quire::SILU, quire::GELU, quire::GELU_TANH}) {
+        Random random((unsigned)(rows * I));
+        const auto x = random.bf16s(rows * 2 * I, 20);
+        Guarded<bf16> y(rows * I);
+        quire_act_and_mul(x, y, rows, I, act);
+        std::vector<double> want;
+        for (long i = 0; i < rows * I; i++) {
+          const double gate = value_of(x[i / I * 2 * I + i % I]), other = value_of(x[i / I * 2 * I + I + i % I]);
+          const double silu = gate / (1 + exp(-gate)), gelu = gate * erfc(-gate / sqrt(2)) / 2;
+          const double tanh_gelu = gate / (1 + exp(-1.5957691216 * (gate + 0.044715 * gate * gate * gate)));
+          want.push_back(rounded_of(act == quire::SILU ? silu : act == quire::GELU ? gelu : tanh_gelu) * other);
+        }
+        near(named("act_and_mul", {rows, I, act}), y.data, want, 0.01);
       }
-      near(named("silu_and_mul", {rows, I}), y.data, want, 0.01);
-    }
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.ops import reference
 from quire.ops.cpu import masked_argmax  # noqa: F401  (it registers its kernels)
 from quire.ops.cpu.bindings import best
+from quire.ops.cpu.structs import ACTIVATIONS
 
 
 def _heads(x: Tensor) -> tuple[int, int, int] | None:
@@ -69,11 +70,24 @@ def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = F
     return y
 
 
-@reference.silu_and_mul.on("native")
-def _silu_and_mul(x_TI2: Tensor) -> Tensor:
+def _act_and_mul(x_TI2: Tensor, act: str) -> Tensor | None:
     kernels, inner = best(), x_TI2.shape[-1] // 2
     if kernels is None or x_TI2.dtype != torch.bfloat16 or not x_TI2.is_contiguous() or inner % 16:
-        return reference.silu_and_mul.reference(x_TI2)
+        return None
     y_TI = torch.empty((*x_TI2.shape[:-1], inner), dtype=torch.bfloat16)
-    kernels.silu_and_mul(x_TI2.data_ptr(), y_TI.data_ptr(), x_TI2.numel() // (2 * inner), inner)
+    kernels.act_and_mul(
+        x_TI2.data_ptr(), y_TI.data_ptr(), y_TI.numel() // inner, inner, ACTIVATIONS[act]
+    )
     return y_TI
+
+
+@reference.silu_and_mul.on("native")
+def _silu_and_mul(x_TI2: Tensor) -> Tensor:
+    y_TI = _act_and_mul(x_TI2, "silu")
+    return reference.silu_and_mul.reference(x_TI2) if y_TI is None else y_TI
+
+
+@reference.gelu_and_mul.on("native")
+def _gelu_and_mul(x_TI2: Tensor, tanh: bool = False) -> Tensor:
+    y_TI = _act_and_mul(x_TI2, "gelu_pytorch_tanh" if tanh else "gelu")
+    return reference.gelu_and_mul.reference(x_TI2, tanh) if y_TI is None else y_TI

@@ -16,6 +16,10 @@ def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
+ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
+"""Numbers of the activations of gated layers (`Activation` in kernels/common.h); 0: not gated."""
+
+
 class CWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(c_void_p, "data scale sum zero order bias"),
@@ -30,7 +34,7 @@ class CLayer(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "qkv o gate_up down"),
         *_all(c_void_p, "first_norm second_norm q_norm k_norm keys values key_scales value_scales sinks"),
-        *_all(c_int64, "kind hidden heads kv_heads D turns block_size window"),
+        *_all(c_int64, "kind hidden heads kv_heads D turns block_size window act"),
         *_all(c_float, "eps head_eps scale softcap"),
     ]  # fmt: skip
 

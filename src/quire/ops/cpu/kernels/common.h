@@ -48,7 +48,31 @@ inline Floats tanh_of(Floats x) {  // 1 - 2 / (e^2x + 1)
   return one - floats(2.f) / (exp2_of(x * floats(2 * LOG2E)) + one);
 }
 
-inline Floats silu_of(Floats x) { return x * inverse(exp2_of(x * floats(-LOG2E)) + floats(1.f)); }
+// The activations of gated layers; structs.py has their numbers, too.
+enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH };
+
+// x / (1 + e^-y): silu for y = x.
+inline Floats times_sigmoid(Floats x, Floats y) { return x * inverse(exp2_of(y * floats(-LOG2E)) + floats(1.f)); }
+
+// x * Phi(x), from the tail Phi(-|x|) = e^(-x^2 / 2) t R(t), t = 1 / (1 + 0.375 |x|); R is fitted for a relative error below 3e-5.
+inline Floats gelu_of(Floats x) {
+  const Floats z = magnitude(x), t = inverse(fma(z, floats(0.375f), floats(1.f)));
+  Floats p = floats(-0.09099229f);
+  p = fma(p, t, floats(0.20105902f));
+  p = fma(p, t, floats(0.08296188f));
+  p = fma(p, t, floats(0.1579239f));
+  p = fma(p, t, floats(0.14904072f));
+  return fnma(z * exp2_below(z * z * floats(-0.5f * LOG2E)), t * p, max(x, floats(0.f)));
+}
+
+inline Floats activated(Floats x, int act) {
+  if (act == SILU) return times_sigmoid(x, x);
+  if (act == GELU) return gelu_of(x);
+  return times_sigmoid(x, x * fma(x * x, floats(0.0713548163f), floats(1.59576912f)));  // 0.5 (1 + tanh y) = sigmoid(2 y)
+}
+
+// activation(gate) * other, rounded where ops/reference.py would write a tensor.
+inline Floats gated(Floats gate, Floats other, int act) { return rounded(activated(gate, act)) * other; }
 
 // Memory of one thread, which lives as long as the thread and only grows; new memory is zeroed.
 template <class T>

@@ -8,13 +8,13 @@ EXPORT int quire_init();
 EXPORT int quire_threads();
 
 EXPORT void quire_linear(const quire::bf16* x, long x_row, const quire::bf16* w, const quire::bf16* bias, quire::bf16* y,
-                         long y_row, long rows, long outs, long ins, int gated);
+                         long y_row, long rows, long outs, long ins, int act);
 EXPORT void quire_linear_int8(const quire::bf16* x, long x_row, const int8_t* w, const float* w_scale,
                               const int32_t* w_sum, const quire::bf16* bias, quire::bf16* y, long y_row, long rows,
-                              long outs, long ins, int gated);
+                              long outs, long ins, int act);
 EXPORT void quire_linear_int4(const quire::bf16* x, long x_row, const uint8_t* w, const float* w_scale,
                               const uint8_t* w_zero, const int32_t* order, const quire::bf16* bias, quire::bf16* y,
-                              long y_row, long rows, long outs, long ins, long group, int gated);
+                              long y_row, long rows, long outs, long ins, long group, int act);
 EXPORT void quire_quantize_rows(const quire::bf16* w, long outs, long ins, int8_t* q, float* scale);
 EXPORT void quire_quantize_groups(const quire::bf16* w, long outs, long ins, long group, uint8_t* q, float* scale,
                                   uint8_t* zero);
@@ -36,7 +36,7 @@ EXPORT void quire_add_rms_norm(quire::bf16* x, quire::bf16* residual, const quir
                                int plus_one);
 EXPORT void quire_rotate(const quire::bf16* x, long step, const float* cos, const float* sin, quire::bf16* y, long y_step,
                          long rows, long heads, long D, long P);
-EXPORT void quire_silu_and_mul(const quire::bf16* x, quire::bf16* y, long rows, long I);
+EXPORT void quire_act_and_mul(const quire::bf16* x, quire::bf16* y, long rows, long I, int act);
 
 EXPORT void quire_masked_argmax(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,
                        float* max_logit, float* max_allowed);

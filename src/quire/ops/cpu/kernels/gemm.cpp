@@ -1,7 +1,7 @@
 // y[M, N] = x[M, K] * w[N, K]^T with packed weights (pack.cpp), bf16 or int8.
 //
 // Packed layout: [N / 32][steps][2 tiles] (gemm_kernel.h). With GATED the 32 columns of a panel are 16 of the gate and the same 16
-// of the other half; the output is silu(gate) * other, [M, N / 2].
+// of the other half; the output is activation(gate) * other, [M, N / 2].
 //
 // int8: each row of x is quantized around ZERO_BYTE with one scale; each row of w has its own scale and the sum of its bytes:
 // y = (sum - ZERO_BYTE * sum of w) * scale of x * scale of w.
@@ -208,15 +208,16 @@ using namespace quire;
 
 // x: [rows, ins] with x_row elements from row to row; outs and ins are multiples of 32.
 EXPORT void quire_linear(const bf16* x, long x_row, const bf16* w, const bf16* bias, bf16* y, long y_row, long rows,
-                         long outs, long ins, int gated) {
-  const Job<Bf16> job{x, x_row, w, bias, y, y_row, rows, outs, ins, nullptr, nullptr, nullptr};
-  gated ? linear<GATED>(job) : linear<PLAIN>(job);
+                         long outs, long ins, int act) {
+  Job<Bf16> job{x, x_row, w, bias, y, y_row, rows, outs, ins, nullptr, nullptr, nullptr};
+  job.act = act;
+  act ? linear<GATED>(job) : linear<PLAIN>(job);
 }
 
 // The same with int8 weights; ins is a multiple of 64.
 EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const float* w_scale, const int32_t* w_sum,
-                              const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins, int gated) {
-  Job<Int8> job{nullptr, ins, w, bias, y, y_row, rows, outs, ins, nullptr, w_scale, w_sum, x, x_row};
+                              const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins, int act) {
+  Job<Int8> job{nullptr, ins, w, bias, y, y_row, rows, outs, ins, nullptr, w_scale, w_sum, x, x_row, act};
   if (rows < AMX_MIN_ROWS) {  // else each thread quantizes the rows that it needs
     static thread_local Scratch<uint8_t> keep;
     static thread_local Scratch<float> keep_scales;  // of the calling thread
@@ -227,5 +228,5 @@ EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const 
       rows_to_bytes(x + r * x_row, x_row, std::min(4L, rows - r), bytes + r * ins, ins, 64, ins, scales + r);
     job.x = bytes, job.x_scale = scales, job.raw = nullptr;
   }
-  gated ? linear<GATED>(job) : linear<PLAIN>(job);
+  act ? linear<GATED>(job) : linear<PLAIN>(job);
 }

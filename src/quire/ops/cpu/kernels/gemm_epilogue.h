@@ -18,6 +18,7 @@ struct Job {
   const int32_t* w_sum;            // int8: 128 times the sum of each row of w, [N]
   const bf16* raw = nullptr;       // int8: x before quantization, if that is still to be done
   long raw_row = 0;
+  int act = NO_ACTIVATION;         // of a gated layer
 
   long steps() const { return ins / F::K; }
 };
@@ -51,18 +52,20 @@ struct Finish {
   const float* x_scale;
   bf16* y;
   long y_row;
+  int act;
 
   Finish(const Job<F>& job, long panel)
       : early(job, panel * (KIND == GATED ? 16 : 32)),
         late(job, KIND == GATED ? job.outs / 2 + panel * 16 : panel * 32 + 16),
         x_scale(job.x_scale),
         y(job.y + panel * (KIND == GATED ? 16 : 32)),
-        y_row(job.y_row) {}
+        y_row(job.y_row),
+        act(job.act) {}
 
   // A row's sums, 16 and 16, to outputs: 32 values of y, or in `left` 16 of a gated panel.
   void values(long row, const Sum* sums, const Sum* later, Floats& left, Floats& right) const {
     left = early.value(sums, x_scale, row), right = late.value(later, x_scale, row);
-    if (KIND == GATED) left = rounded(silu_of(rounded(left))) * rounded(right);
+    if (KIND == GATED) left = gated(rounded(left), rounded(right), act);
   }
   void rows(long first, long count, const Sum* sums, const Sum* later, long step) const {
     bf16* to = y + first * y_row;

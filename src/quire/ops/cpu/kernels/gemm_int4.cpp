@@ -26,6 +26,7 @@ struct Job4 {
   const bf16* bias;  // [N], or null
   bf16* y;
   long y_row, rows, outs, ins, group, groups;
+  int act;  // of a gated layer
 
   const uint8_t* panel(long p) const { return w + p * ins * 16; }
   // Prefetches the scales of 32 outputs, as far ahead as weights are prefetched.
@@ -56,7 +57,7 @@ inline void finish(const Job4& job, long row, long panel, const float* total) {
   const Floats left = load(total) + bias(out), right = load(total + 16) + bias(other);
   bf16* y = job.y + row * job.y_row + out;
   if (GATED)
-    store(y, rounded(silu_of(rounded(left))) * rounded(right));
+    store(y, gated(rounded(left), rounded(right), job.act));
   else
     store(y, left, right);
 }
@@ -310,7 +311,7 @@ using namespace quire;
 // ins and group are multiples of 32; `order`: the input at each place, or null.
 EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const float* w_scale, const uint8_t* w_zero,
                               const int32_t* order, const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins,
-                              long group, int gated) {
+                              long group, int act) {
   static thread_local Scratch<int8_t> keep_bytes;
   static thread_local Scratch<Word> keep_words;
   static thread_local Scratch<float> keep_scales;  // of the calling thread
@@ -333,6 +334,6 @@ EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const
     if (WORDS_ARE_BYTES) continue;
     for (long k = 0; k < ins / 4; k++) words[r * (ins / 4) + k] = word_of(bytes + r * ins + k * 4);
   }
-  const Job4 job{bytes, words, scales, sums, w, w_scale, w_zero, bias, y, y_row, rows, outs, ins, group, groups};
-  gated ? multiply<true>(job) : multiply<false>(job);
+  const Job4 job{bytes, words, scales, sums, w, w_scale, w_zero, bias, y, y_row, rows, outs, ins, group, groups, act};
+  act ? multiply<true>(job) : multiply<false>(job);
 }

@@ -4,7 +4,7 @@
 //   x, residual = norm(x + residual), x + residual
 //   q, k, v = qkv(x);  QK-norm and RoPE;  k, v to the cache (one pass over all three);  attention
 //   x, residual = norm(o(attention) + residual), ...
-//   x = down(silu(gate(x)) * up(x))
+//   x = down(activation(gate(x)) * up(x))
 #include "layer.h"
 
 #include "kv_write.h"
@@ -65,11 +65,11 @@ static void attention_half(const Layer& l, const Step& s, bf16* x, bf16* residua
   } else {
     quire_add_rms_norm(x, residual, l.first_norm, T, l.hidden, l.eps, 0);
   }
-  l.qkv.multiply(x, l.hidden, qkv, width, T, false);
+  l.qkv.multiply(x, l.hidden, qkv, width, T);
   prepare(l, s, qkv);
   quire_attention(qkv, width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
                   s.lengths, l.sinks, s.rows, l.heads, l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
-  l.o.multiply(o, l.heads * D, x, l.hidden, T, false);
+  l.o.multiply(o, l.heads * D, x, l.hidden, T);
 }
 
 static void mlp_half(const Layer& l, long T, bf16* x, bf16* residual) {
@@ -77,8 +77,8 @@ static void mlp_half(const Layer& l, long T, bf16* x, bf16* residual) {
   const long inner = l.down.ins;
   bf16* gated = keep_inner.at_least(T * inner);
   quire_add_rms_norm(x, residual, l.second_norm, T, l.hidden, l.eps, 0);
-  l.gate_up.multiply(x, l.hidden, gated, inner, T, true);
-  l.down.multiply(gated, inner, x, l.hidden, T, false);
+  l.gate_up.multiply(x, l.hidden, gated, inner, T, l.act);
+  l.down.multiply(gated, inner, x, l.hidden, T);
 }
 
 }  // namespace quire

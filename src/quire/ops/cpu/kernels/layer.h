@@ -13,13 +13,13 @@ struct Weight {
   const bf16* bias;
   int64_t outs, ins, group;
 
-  void multiply(const bf16* x, long x_row, bf16* y, long y_row, long rows, bool gated) const {
+  void multiply(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act = NO_ACTIVATION) const {
     if (zero)
-      quire_linear_int4(x, x_row, (const uint8_t*)data, scale, zero, order, bias, y, y_row, rows, outs, ins, group, gated);
+      quire_linear_int4(x, x_row, (const uint8_t*)data, scale, zero, order, bias, y, y_row, rows, outs, ins, group, act);
     else if (scale)
-      quire_linear_int8(x, x_row, (const int8_t*)data, scale, sum, bias, y, y_row, rows, outs, ins, gated);
+      quire_linear_int8(x, x_row, (const int8_t*)data, scale, sum, bias, y, y_row, rows, outs, ins, act);
     else
-      quire_linear(x, x_row, (const bf16*)data, bias, y, y_row, rows, outs, ins, gated);
+      quire_linear(x, x_row, (const bf16*)data, bias, y, y_row, rows, outs, ins, act);
   }
 };
 
@@ -29,7 +29,7 @@ struct Layer {  // fixed once the model is loaded; a half without weights (qkv, 
   void *keys, *values;
   float *key_scales, *value_scales;  // of a quantized cache
   const float* sinks;
-  int64_t kind, hidden, heads, kv_heads, D, turns, block_size, window;
+  int64_t kind, hidden, heads, kv_heads, D, turns, block_size, window, act;
   float eps, head_eps, scale, softcap;
 };
 

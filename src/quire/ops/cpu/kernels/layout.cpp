@@ -18,7 +18,7 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Layer, second_norm), FIELD(Layer, q_norm), FIELD(Layer, k_norm), FIELD(Layer, keys), FIELD(Layer, values),
     FIELD(Layer, key_scales), FIELD(Layer, value_scales), FIELD(Layer, sinks), FIELD(Layer, kind), FIELD(Layer, hidden),
     FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D), FIELD(Layer, turns), FIELD(Layer, block_size),
-    FIELD(Layer, window), FIELD(Layer, eps), FIELD(Layer, head_eps), FIELD(Layer, scale), FIELD(Layer, softcap),
+    FIELD(Layer, window), FIELD(Layer, act), FIELD(Layer, eps), FIELD(Layer, head_eps), FIELD(Layer, scale), FIELD(Layer, softcap),
 
     WHOLE(Step), FIELD(Step, cos), FIELD(Step, sin), FIELD(Step, positions), FIELD(Step, slots), FIELD(Step, table),
     FIELD(Step, starts), FIELD(Step, lengths), FIELD(Step, tokens), FIELD(Step, rows), FIELD(Step, table_step),

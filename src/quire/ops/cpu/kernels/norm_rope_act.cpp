@@ -43,12 +43,9 @@ EXPORT void quire_rotate(const bf16* x, long step, const float* cos, const float
       rotate(x + r * step + h * D, cos + r * P, sin + r * P, y + r * y_step + h * D, D, P);
 }
 
-// y[rows, I] = silu(x[:, :I]) * x[:, I:].
-EXPORT void quire_silu_and_mul(const bf16* x, bf16* y, long rows, long I) {
+// y[rows, I] = activation(x[:, :I]) * x[:, I:].
+EXPORT void quire_act_and_mul(const bf16* x, bf16* y, long rows, long I, int act) {
 #pragma omp parallel for if (rows >= SERIAL_MAX_ROWS) schedule(static)
   for (long r = 0; r < rows; r++)
-    for (long i = 0; i < I; i += 16) {
-      const Floats gate = rounded(silu_of(widen(x + r * 2 * I + i)));
-      store(y + r * I + i, gate * widen(x + r * 2 * I + I + i));
-    }
+    for (long i = 0; i < I; i += 16) store(y + r * I + i, gated(widen(x + r * 2 * I + i), widen(x + r * 2 * I + I + i), act));
 }

@@ -85,7 +85,7 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, const
     from = some;
   }
   bf16* logits = p.logits.at_least(S * width);
-  m.head.multiply(from, hidden, logits, width, S, false);
+  m.head.multiply(from, hidden, logits, width, S);
   float* most = p.whole.at_least(S);
   RowParams* params = p.params.at_least(S);
   int64_t *lengths = p.lengths64.at_least(S), *tokens = p.tokens.at_least(S);
