@@ -11,7 +11,7 @@ import torch
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 from torch import Tensor, nn
 
-from quire.layers.decoder_layer import PreNormLayer
+from quire.layers.decoder_layer import DecoderLayer
 from quire.native.fused_decoder import NativeRun
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
@@ -73,13 +73,14 @@ class ForeignAttention(nn.Module):
         return 2 * self.attention(x_TD, angles)
 
 
-class ForeignLayer(PreNormLayer):
-    """A layer of another type, with the modules of a `PreNormLayer`."""
+class ForeignLayer(DecoderLayer):
+    """A layer of another type, with the modules of a `DecoderLayer`."""
 
     def __init__(self, layer: Any):
         nn.Module.__init__(self)
         for name, module in layer.named_children():
             setattr(self, name, module)
+        self.norms, self.residual_scale = layer.norms, layer.residual_scale
         self.calls = 0
 
     def forward(self, *args: Any) -> Any:

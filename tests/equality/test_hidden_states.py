@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import Unsupported
 from quire.forward_context import ForwardBatch
-from quire.layers.decoder_layer import PreNormLayer
+from quire.layers.decoder_layer import DecoderLayer
 from quire.ops.cpu.bindings import best
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.hooks import Hook
@@ -126,7 +126,7 @@ def test_fused_layers_produce_the_same_bits(depth: int, tmp_path: Path) -> None:
     for fused in (True, False):
         with engine(path, depth, dtype="bfloat16") as one:
             hook, model = read(one), worker_of(one).model
-            layers = [module for module in model.modules() if isinstance(module, PreNormLayer)]
+            layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
             if not fused:
                 worker_of(one).unfuse("test")
                 for number, layer in enumerate(layers):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.layers.decoder_layer import PreNormLayer, SelfAttention
+from quire.layers.decoder_layer import DecoderLayer, SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.weight_slots import Layer
 from quire.layers.weights import WeightRef
@@ -80,7 +80,7 @@ class StackedModel(CausalLM):
     def layer(self, i: int) -> nn.Module:
         experts = self.experts(self.cfg.hidden_size, self.cfg.intermediate_size // len(EXPERTS))
         attention = SelfAttention(self.cfg, i, qk_norm=True)
-        return PreNormLayer(self.cfg, attention, ExpertMLP(experts))
+        return DecoderLayer(self.cfg, attention, ExpertMLP(experts))
 
 
 class LinearModel(StackedModel):

@@ -7,7 +7,9 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head size or featu
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -16,9 +18,22 @@ from quire.errors import ConfigError
 from quire.forward_context import current_batch
 from quire.layers.attention import Attention
 from quire.layers.linear import Linear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm, NormFactory, RMSNorm
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.ops.reference import rotate
+
+
+class QueryScale(NamedTuple):
+    """A factor of queries that grows with the position p: 1 + beta * ln(1 + floor((p + offset) / length))."""
+
+    beta: float
+    length: int
+    offset: int = 0
+
+    def __call__(self, positions_T: Tensor) -> Tensor:
+        """scale_T, float32."""
+        steps_T = (positions_T + self.offset).div(self.length, rounding_mode="floor")
+        return 1 + self.beta * steps_T.float().log1p()
 
 
 class SelfAttention(nn.Module):
@@ -27,8 +42,12 @@ class SelfAttention(nn.Module):
     Args:
         cfg: the model's `TextConfig`.
         layer: which layer of the model.
+        head_dim, kv_heads: of this layer, if not those of `cfg`.
         window, scale, softcap: see `Attention`.
-        qk_norm: RMS norm of each head's query and key before the rotation.
+        qk_norm: a norm of each head's query and key before the rotation.
+        full_qk_norm: one norm of all heads' queries, and one of all keys, instead.
+        norm: makes these norms; None: RMS norms.
+        query_scale: see `QueryScale`; not with `qk_norm`.
         interleaved: rotates pairs of adjacent features, instead of pairs half a head apart.
         rope: whether this layer applies rotary positions.
     """
@@ -38,58 +57,85 @@ class SelfAttention(nn.Module):
         cfg: Any,
         layer: int,
         *,
+        head_dim: int | None = None,
+        kv_heads: int | None = None,
         qkv_bias: bool = False,
         o_bias: bool = False,
         qk_norm: bool = False,
+        full_qk_norm: bool = False,
+        norm: NormFactory | None = None,
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        query_scale: QueryScale | None = None,
         interleaved: bool = False,
         rope: bool = True,
     ):
         super().__init__()
-        heads, kv_heads, size = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-        self.heads, self.kv_heads, self.size = heads, kv_heads, size
-        self.sizes = (heads * size, kv_heads * size, kv_heads * size)
+        self.heads, self.size = cfg.num_attention_heads, head_dim or cfg.head_dim
+        self.kv_heads = kv_heads or cfg.num_key_value_heads
+        self.sizes = [n * self.size for n in (self.heads, self.kv_heads, self.kv_heads)]
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
         self.qkv = Linear(cfg.hidden_size, parts, bias=qkv_bias, packed="qkv_proj")
-        self.o_proj = Linear(heads * size, cfg.hidden_size, bias=o_bias)
-        self.q_norm = RMSNorm(size, cfg.rms_norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(size, cfg.rms_norm_eps) if qk_norm else None
-        self.interleaved, self.rope = interleaved, rope
+        self.o_proj = Linear(self.sizes[0], cfg.hidden_size, bias=o_bias)
+        self.full_qk_norm = full_qk_norm
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if qk_norm or full_qk_norm:
+            make = norm or partial(RMSNorm, eps=cfg.rms_norm_eps)
+            q_size, k_size = self.sizes[:2] if full_qk_norm else (self.size, self.size)
+            self.q_norm, self.k_norm = make(q_size), make(k_size)
+        self.query_scale, self.interleaved, self.rope = query_scale, interleaved, rope
         self.attn = Attention(
-            heads, kv_heads, size, scale=scale, window=window, softcap=softcap, layer_index=layer
-        )
+            self.heads, self.kv_heads, self.size, scale=scale, window=window, softcap=softcap, layer_index=layer
+        )  # fmt: skip
 
     def forward(self, x_TD: Tensor, angles: Angles) -> Tensor:
-        q, k, v = self.qkv(x_TD).split(self.sizes, -1)
-        q_THD = q.unflatten(-1, (self.heads, self.size))
-        k_TKD = k.unflatten(-1, (self.kv_heads, self.size))
-        v_TKD = v.unflatten(-1, (self.kv_heads, self.size))
-        if self.rope:
-            o_THD = self.attn.fused_rope(q_THD, k_TKD, v_TKD, self._norm_and_rope(), angles)
+        q_THD, k_TKD, v_TKD = self.project(x_TD)
+        if self.rope and (how := self._norm_and_rope()) is not None:
+            o_THD = self.attn.fused_rope(q_THD, k_TKD, v_TKD, how, angles)
             if o_THD is not None:
                 return self.o_proj(o_THD.flatten(-2))
-        if self.q_norm is not None and self.k_norm is not None:
+        if not self.full_qk_norm and self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         if self.rope:
             q_THD = rotate(q_THD, *angles, self.interleaved)
             k_TKD = rotate(k_TKD, *angles, self.interleaved)
         return self.o_proj(self.attn(q_THD, k_TKD, v_TKD).flatten(-2))
 
-    def _norm_and_rope(self) -> QKNormRope:
-        if self.q_norm is None or self.k_norm is None:
-            return QKNormRope(self.interleaved)
+    def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q_THD, k_TKD and v_TKD, before the norms of heads and the rotation."""
+        q, k, v = self.qkv(x_TD).split(self.sizes, -1)
+        if self.full_qk_norm and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_THD = q.unflatten(-1, (self.heads, self.size))
+        if self.query_scale is not None:
+            scale_T = self.query_scale(current_batch().positions_T)
+            q_THD = q_THD * scale_T.to(q.dtype)[:, None, None]
+        return (
+            q_THD,
+            k.unflatten(-1, (self.kv_heads, self.size)),
+            v.unflatten(-1, (self.kv_heads, self.size)),
+        )
+
+    def _norm_and_rope(self) -> QKNormRope | None:
+        """For the backend's own pass; None: it does not know these norms."""
         q, k = self.q_norm, self.k_norm
+        if self.full_qk_norm or q is None or k is None:
+            return QKNormRope(self.interleaved)
+        if type(q) is not RMSNorm:
+            return None
         return QKNormRope(self.interleaved, q.weight, k.weight, q.eps, q.plus_one)
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)); `width`: of the gate, if not the config's `intermediate_size`."""
 
-    def __init__(self, cfg: Any, *, bias: bool = False, act: str | None = None):
+    def __init__(
+        self, cfg: Any, *, bias: bool = False, act: str | None = None, width: int | None = None
+    ):
         super().__init__()
-        inner = cfg.intermediate_size
+        inner = width or cfg.intermediate_size
         parts = {"gate_proj": inner, "up_proj": inner}
         act = act or cfg.hidden_act
         act = "silu" if act == "swish" else act
@@ -102,15 +148,52 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.gate_up(x_TD))
 
 
-class PreNormLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `residual` carries the sum."""
+PRE_NORM = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORM = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+SANDWICH = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
 
-    def __init__(self, cfg: Any, attention: nn.Module, mlp: nn.Module):
+
+class LayerNorms(NamedTuple):
+    """The norms of a decoder layer by role; None: it has no such norm."""
+
+    attention_in: Norm | None
+    attention_out: Norm | None
+    mlp_in: Norm | None
+    mlp_out: Norm | None
+
+
+class DecoderLayer(nn.Module):
+    """x + residual_scale * norm(attention(norm(x))), then the same with the MLP; `residual` carries the sum.
+
+    Args:
+        norms: the names of the norms in checkpoints, in the order of `LayerNorms`; None: no norm there.
+        norm: makes them; None: RMS norms.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        attention: nn.Module,
+        mlp: nn.Module,
+        *,
+        norms: Sequence[str | None] = PRE_NORM,
+        norm: NormFactory | None = None,
+        residual_scale: float = 1.0,
+    ):
         super().__init__()
-        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        make = norm or partial(RMSNorm, eps=cfg.rms_norm_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = mlp
+        self.norms = LayerNorms(
+            *(None if name is None else make(cfg.hidden_size) for name in norms)
+        )
+        for name, module in zip(norms, self.norms, strict=True):
+            if name is not None:
+                self.register_module(name, module)
+        self.residual_scale = residual_scale
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
@@ -120,17 +203,44 @@ class PreNormLayer(nn.Module):
     def attention_half(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        """The input norm and attention."""
-        if residual_TD is None:
-            x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
-        else:
-            x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
-        return self.self_attn(x_TD, angles), residual_TD
+        """Attention and its norms."""
+        x_TD, residual_TD = normed_sum(self.norms.attention_in, x_TD, residual_TD)
+        return self._output(self.norms.attention_out, self.self_attn(x_TD, angles)), residual_TD
 
     def mlp_half(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """The second norm and the MLP."""
-        x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD
+        """The MLP and its norms."""
+        x_TD, residual_TD = normed_sum(self.norms.mlp_in, x_TD, residual_TD)
+        return self._output(self.norms.mlp_out, self.mlp(x_TD)), residual_TD
+
+    def _output(self, norm: Norm | None, y_TD: Tensor) -> Tensor:
+        y_TD = y_TD if norm is None else norm(y_TD)
+        return y_TD if self.residual_scale == 1.0 else y_TD * self.residual_scale
+
+
+class ParallelLayer(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)); see `DecoderLayer`."""
+
+    def __init__(self, cfg: Any, attention: nn.Module, mlp: nn.Module, norm: NormFactory):
+        super().__init__()
+        self.input_layernorm = norm(cfg.hidden_size)
+        self.self_attn = attention
+        self.mlp = mlp
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = normed_sum(self.input_layernorm, x_TD, residual_TD)
+        return self.mlp(x_TD), residual_TD + self.self_attn(x_TD, angles)
+
+
+def normed_sum(
+    norm: Norm | None, x_TD: Tensor, residual_TD: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual (the sum itself, without a norm), and the sum."""
+    if norm is None:
+        total_TD = x_TD if residual_TD is None else residual_TD + x_TD
+        return total_TD, total_TD
+    return (norm(x_TD), x_TD) if residual_TD is None else norm.add(x_TD, residual_TD)
 
 
 class FusedLayers(Protocol):
@@ -150,9 +260,7 @@ class Layers(nn.ModuleList):
     fused: FusedLayers | None = None  # set if kernel calls compute several modules at once
     recorded: frozenset[int] = frozenset()  # see `LanguageModel.record_hidden_states`
 
-    def forward(
-        self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: RMSNorm
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: Norm) -> Tensor:
         """The normed output of the last layer; positions: see `Rotary.forward`."""
         if self.fused is not None:
             return self.fused.run(x_TD, positions, rotary)
@@ -161,7 +269,7 @@ class Layers(nn.ModuleList):
             self.record(number, x_TD, residual_TD)
             x_TD, residual_TD = layer(x_TD, residual_TD, angles)
         self.record(len(self), x_TD, residual_TD)
-        return norm(x_TD) if residual_TD is None else norm.add(x_TD, residual_TD)[0]
+        return normed_sum(norm, x_TD, residual_TD)[0]
 
     def record(self, number: int, x_TD: Tensor, residual_TD: Tensor | None) -> None:
         """Copy the output of `number` layers to the batch, if it is wanted."""

@@ -37,12 +37,24 @@ class Embedding(Layer):
 
 
 class Head(Layer):
-    """LM head. With `tied`, it uses the embedding's table, which the checkpoint stores once."""
+    """LM head. With `tied`, it uses the embedding's table, which the checkpoint stores once.
+
+    Logits are multiplied by `scale`, then become softcap * tanh(logits / softcap).
+    """
 
     may_defer = True
 
-    def __init__(self, num_words: int, size: int, *, tied: Embedding | None = None):
+    def __init__(
+        self,
+        num_words: int,
+        size: int,
+        *,
+        tied: Embedding | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ):
         super().__init__()
+        self.scale, self.softcap = scale, softcap
         self.ref = _HeadRef(self if tied is None else tied, size, num_words)
 
     def weights(self) -> Iterable[WeightRef]:
@@ -50,7 +62,10 @@ class Head(Layer):
 
     def forward(self, x_SD: Tensor) -> Tensor:
         """logits_SV"""
-        return self.ref.multiply(x_SD)
+        y_SV = self.ref.multiply(x_SD)
+        if self.scale != 1.0:
+            y_SV = y_SV * self.scale
+        return y_SV if self.softcap is None else (y_SV / self.softcap).tanh() * self.softcap
 
 
 class _HeadRef(WeightRef):

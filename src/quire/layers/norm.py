@@ -1,21 +1,38 @@
-"""RMS norm.
+"""Norms over the last dimension.
 
 Shape suffixes: T tokens, D features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
+from torch.nn import functional as F
 
 from quire.layers.weight_slots import Layer
 from quire.ops.reference import add_rms_norm, rms_norm
 
 
-class RMSNorm(Layer):
-    """x scaled to unit mean square, times weight (times 1 + weight with `plus_one`)."""
+class Norm(Layer):
+    """The base of norms."""
 
     weight: Tensor
     is_called = False
+
+    def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The normed sum, and the sum. It may overwrite both arguments."""
+        total_TD = residual_TD + x_TD
+        normed_TD: Tensor = self(total_TD)
+        return normed_TD, total_TD
+
+
+NormFactory = Callable[[int], Norm]
+"""From a size to a norm."""
+
+
+class RMSNorm(Norm):
+    """x scaled to unit mean square, times weight (times 1 + weight with `plus_one`)."""
 
     def __init__(self, size: int, eps: float, *, plus_one: bool = False):
         super().__init__()
@@ -27,5 +44,22 @@ class RMSNorm(Layer):
         return rms_norm(x_TD, self.weight, self.eps, self.plus_one)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """The normed sum, and the sum."""
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps, self.plus_one)
+
+
+class LayerNorm(Norm):
+    """x minus its mean, scaled to unit variance, times weight, in float32.
+
+    With several sizes, the weight has these dimensions, and the norm is over the last.
+    """
+
+    random_mean = 1.0
+
+    def __init__(self, *sizes: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.new("weight", *sizes)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TD = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=self.eps) * self.weight.float()
+        return y_TD.to(x_TD.dtype)

@@ -18,7 +18,7 @@ from quire.errors import Unsupported
 from quire.layers.attention import Attention
 from quire.layers.decoder_layer import Layers
 from quire.layers.embedding import Embedding, Head
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import Norm, RMSNorm
 from quire.layers.rotary import LayerRotaries
 from quire.models.hf_config import TextConfig
 
@@ -27,13 +27,24 @@ if TYPE_CHECKING:
 
 
 class Decoder(nn.Module):
-    """Turns embeddings and positions into hidden states. `layer(i)` makes layer i; see `Layers` for its call."""
+    """Turns embeddings and positions into hidden states. `layer(i)` makes layer i; see `Layers` for its call.
 
-    def __init__(self, cfg: TextConfig, layer: Callable[[int], nn.Module], max_length: int):
+    `norm`: the last norm. `embedding_scale`: see `Embedding`.
+    """
+
+    def __init__(
+        self,
+        cfg: TextConfig,
+        layer: Callable[[int], nn.Module],
+        max_length: int,
+        *,
+        norm: Norm,
+        embedding_scale: float | None = None,
+    ):
         super().__init__()
-        self.embed_tokens = Embedding(cfg.vocab_size, cfg.hidden_size)
+        self.embed_tokens = Embedding(cfg.vocab_size, cfg.hidden_size, scale=embedding_scale)
         self.layers = Layers(layer(i) for i in range(cfg.num_hidden_layers))
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.norm = norm
         ropes = [cfg.rope(i) for i in range(cfg.num_hidden_layers)]
         self.rotary = LayerRotaries(cfg.head_dim, ropes, max_length)
 
@@ -123,11 +134,23 @@ class CausalLM(LanguageModel):
         super().__init__()
         self.cfg = cfg
         self.model: Decoder = self.decoder(cfg, max_length or cfg.max_position_embeddings)
-        tied = self.model.embed_tokens if cfg.tie_word_embeddings else None
-        self.lm_head = Head(cfg.vocab_size, cfg.hidden_size, tied=tied)
+        self.lm_head = self.head(cfg, self.model.embed_tokens if cfg.tie_word_embeddings else None)
 
     def decoder(self, cfg: TextConfig, max_length: int) -> Decoder:
-        return Decoder(cfg, self.layer, max_length)
+        norm, scale = self.norm(cfg.hidden_size), self.embedding_scale(cfg)
+        return Decoder(cfg, self.layer, max_length, norm=norm, embedding_scale=scale)
+
+    def norm(self, size: int) -> Norm:
+        """A norm of this family."""
+        return RMSNorm(size, self.cfg.rms_norm_eps)
+
+    def embedding_scale(self, cfg: TextConfig) -> float | None:
+        """Factor of the embeddings; None: 1."""
+        return None
+
+    def head(self, cfg: TextConfig, tied: Embedding | None) -> Head:
+        """The LM head; `tied`: the embedding whose table it uses."""
+        return Head(cfg.vocab_size, cfg.hidden_size, tied=tied)
 
     def layer(self, i: int) -> nn.Module:
         """Layer i of this family."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quire.layers.decoder_layer import GatedMLP, PreNormLayer, SelfAttention
+from quire.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
 from quire.models.base import CausalLM
 
 
@@ -17,7 +17,7 @@ class Llama(CausalLM):
     def layer(self, i: int) -> nn.Module:
         bias = self.cfg.attention_bias
         attention = SelfAttention(self.cfg, i, qkv_bias=bias, o_bias=bias)
-        return PreNormLayer(self.cfg, attention, GatedMLP(self.cfg, bias=self.cfg.mlp_bias))
+        return DecoderLayer(self.cfg, attention, GatedMLP(self.cfg, bias=self.cfg.mlp_bias))
 
 
 class Mistral(CausalLM):
@@ -25,7 +25,7 @@ class Mistral(CausalLM):
 
     def layer(self, i: int) -> nn.Module:
         attention = SelfAttention(self.cfg, i, window=self.cfg.get("sliding_window"))
-        return PreNormLayer(self.cfg, attention, GatedMLP(self.cfg))
+        return DecoderLayer(self.cfg, attention, GatedMLP(self.cfg))
 
 
 class Qwen2(CausalLM):
@@ -34,7 +34,7 @@ class Qwen2(CausalLM):
     def layer(self, i: int) -> nn.Module:
         window = self.cfg.sliding_window if self.cfg.uses_window(i) else None
         attention = SelfAttention(self.cfg, i, qkv_bias=True, window=window)
-        return PreNormLayer(self.cfg, attention, GatedMLP(self.cfg))
+        return DecoderLayer(self.cfg, attention, GatedMLP(self.cfg))
 
 
 class Qwen3(CausalLM):
@@ -46,4 +46,4 @@ class Qwen3(CausalLM):
         attention = SelfAttention(
             self.cfg, i, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window
         )
-        return PreNormLayer(self.cfg, attention, GatedMLP(self.cfg))
+        return DecoderLayer(self.cfg, attention, GatedMLP(self.cfg))

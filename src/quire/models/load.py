@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from quire.config.engine import ModelSpec
 from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE, stored_quantization
 from quire.errors import ConfigError, Unsupported
-from quire.layers.embedding import Head
 from quire.layers.weight_slots import Layer, Slot, WeightSlot, slots_of
 from quire.layers.weights import UNQUANTIZED, WeightRef, weights_of
 from quire.logging import get_logger
@@ -370,7 +369,7 @@ def _of_the_decoder(name: str, num_layers: int) -> bool:
 
 
 def _resolve_tied_head(
-    model: nn.Module,
+    model: CausalLM,
     slots: dict[str, Slot],
     filled: set[str],
     heads: Mapping[str, Tensor],
@@ -391,9 +390,8 @@ def _resolve_tied_head(
     log.warning(
         "config.json ties the head to the embeddings, but the checkpoint has a separate head, which is used"
     )
-    vocab, size = own.shape
     with construction(own.dtype):
-        model.lm_head = Head(vocab, size)
+        model.lm_head = model.head(model.cfg, None)
     WeightSlot(model.lm_head, "weight").fill(table, device, "lm_head.weight")
 
 
