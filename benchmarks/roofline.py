@@ -80,12 +80,14 @@ def seconds(
     rows, prompt = workload.rows, workload.prompt
     stream, product = machine.bytes_per_s * share.stream, machine.flops_per_s * share.product
     attend = machine.flops_per_s * share.attention
-    read = (shape.layer_parameters + shape.head_parameters) * itemsize / stream
     tokens = rows * prompt
-    flops = 2 * (shape.layer_parameters * tokens + shape.head_parameters * rows)
-    scores = 2 * shape.layers * shape.heads * shape.head_dim * prompt * prompt * rows
+    read = (shape.read_parameters(tokens) + shape.head_parameters) * itemsize / stream
+    flops = 2 * (shape.used_parameters * tokens + shape.head_parameters * rows)
+    scores = 2 * shape.attention_layers * shape.heads * shape.head_dim * prompt * prompt * rows
     total = max(read, flops / product) + scores / attend
-    flops = 2 * (shape.layer_parameters + shape.head_parameters) * rows
+    state = rows * shape.state_elements * 8 / machine.bytes_per_s  # float32, read and written
+    read = (shape.read_parameters(rows) + shape.head_parameters) * itemsize / stream + state
+    flops = 2 * (shape.used_parameters + shape.head_parameters) * rows
     for step in range(1, workload.output):
         kv = rows * (prompt + step) * shape.kv_elements * kv_itemsize
         total += max(read, flops / product) + kv / (machine.bytes_per_s * share.kv)

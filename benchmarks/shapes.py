@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
+
+Size = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder with a tied head: Qwen3, or Llama, which has no QK-norm."""
+    """A decoder with a tied head. `ff` is the width of the MLP, or of an expert; `more`: further keys of config.json."""
 
     name: str
     layers: int
@@ -28,50 +31,184 @@ class Shape:
     ff: int
     vocab: int
     family: str = "qwen3"
+    experts: int = 0
+    top_k: int = 0
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def layer_parameters(self) -> int:
-        """Matrix elements of all layers; each token uses each once."""
-        qkv_o = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return self.layers * (qkv_o + 3 * self.hidden * self.ff)
+        """Matrix elements of all layers."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def dense_parameters(self) -> int:
+        """Matrix elements of the layers that each token uses."""
+        found = {
+            name: size for name, size in self.tensors() if ".layers." in name and len(size) > 1
+        }
+        return sum(prod(size) for size in found.values()) - self.expert_parameters
+
+    @property
+    def expert_parameters(self) -> int:
+        """Matrix elements of all experts; a token uses `top_k` experts of a layer."""
+        return self.layers * self.experts * 3 * self.hidden * self.ff
+
+    @property
+    def used_parameters(self) -> float:
+        """Matrix elements of the layers that one token is multiplied by."""
+        return self.dense_parameters + self.expert_parameters * self.top_k / max(self.experts, 1)
+
+    def read_parameters(self, tokens: int) -> float:
+        """Matrix elements of the layers that a step reads, if its tokens choose experts evenly."""
+        unused = (1 - self.top_k / max(self.experts, 1)) ** tokens
+        return self.dense_parameters + self.expert_parameters * (1 - unused)
 
     @property
     def head_parameters(self) -> int:
         return self.hidden * self.vocab
 
     @property
+    def attention_layers(self) -> int:
+        """The layers with keys and values; the others have a recurrent state."""
+        return self.layers // 4 if self.family == "qwen3_5_text" else self.layers
+
+    @property
     def kv_elements(self) -> int:
         """Elements of a token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return 2 * self.attention_layers * self.kv_heads * self.head_dim
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    @property
+    def state_elements(self) -> int:
+        """Elements of a request's recurrent state (float32) in all layers; a step reads and writes each once."""
+        heads, size = (
+            self.more.get("linear_num_value_heads", 0),
+            self.more.get("linear_key_head_dim", 0),
+        )
+        return (self.layers - self.attention_layers) * heads * size * size
+
+    def tensors(self) -> Iterator[tuple[str, Size]]:
         """(checkpoint name, shape) of every weight; norms have one dimension."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         yield "model.norm.weight", (self.hidden,)
         for layer in range(self.layers):
-            at = f"model.layers.{layer}"
-            yield f"{at}.self_attn.q_proj.weight", (q, self.hidden)
-            yield f"{at}.self_attn.k_proj.weight", (kv, self.hidden)
-            yield f"{at}.self_attn.v_proj.weight", (kv, self.hidden)
-            yield f"{at}.self_attn.o_proj.weight", (self.hidden, q)
-            if self.family == "qwen3":
-                yield f"{at}.self_attn.q_norm.weight", (self.head_dim,)
-                yield f"{at}.self_attn.k_norm.weight", (self.head_dim,)
-            yield f"{at}.mlp.gate_proj.weight", (self.ff, self.hidden)
-            yield f"{at}.mlp.up_proj.weight", (self.ff, self.hidden)
-            yield f"{at}.mlp.down_proj.weight", (self.hidden, self.ff)
-            yield f"{at}.input_layernorm.weight", (self.hidden,)
-            yield f"{at}.post_attention_layernorm.weight", (self.hidden,)
+            for name, size in LAYERS[self.family](self, layer):
+                yield f"model.layers.{layer}.{name}", size
 
+
+Tensors = Iterator[tuple[str, Size]]
+
+
+def _attention(shape: Shape, gated: int = 1) -> Tensors:
+    q, kv, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    yield "self_attn.q_proj.weight", (gated * q, hidden)
+    yield "self_attn.k_proj.weight", (kv, hidden)
+    yield "self_attn.v_proj.weight", (kv, hidden)
+    yield "self_attn.o_proj.weight", (hidden, q)
+
+
+def _head_norms(shape: Shape) -> Tensors:
+    yield "self_attn.q_norm.weight", (shape.head_dim,)
+    yield "self_attn.k_norm.weight", (shape.head_dim,)
+
+
+def _mlp(shape: Shape, at: str = "mlp") -> Tensors:
+    yield f"{at}.gate_proj.weight", (shape.ff, shape.hidden)
+    yield f"{at}.up_proj.weight", (shape.ff, shape.hidden)
+    yield f"{at}.down_proj.weight", (shape.hidden, shape.ff)
+
+
+def _norms(shape: Shape, *names: str) -> Tensors:
+    for name in ("input_layernorm", "post_attention_layernorm", *names):
+        yield f"{name}.weight", (shape.hidden,)
+
+
+def _llama(shape: Shape, layer: int) -> Tensors:
+    yield from (*_attention(shape), *_mlp(shape), *_norms(shape))
+
+
+def _qwen3(shape: Shape, layer: int) -> Tensors:
+    yield from (*_llama(shape, layer), *_head_norms(shape))
+
+
+def _gemma3(shape: Shape, layer: int) -> Tensors:
+    more = _norms(shape, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    yield from (*_attention(shape), *_head_norms(shape), *_mlp(shape), *more)
+
+
+def _phi3(shape: Shape, layer: int) -> Tensors:
+    q, kv, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    yield "self_attn.qkv_proj.weight", (q + 2 * kv, hidden)
+    yield "self_attn.o_proj.weight", (hidden, q)
+    yield "mlp.gate_up_proj.weight", (2 * shape.ff, hidden)
+    yield "mlp.down_proj.weight", (hidden, shape.ff)
+    yield from _norms(shape)
+
+
+def _qwen3_moe(shape: Shape, layer: int) -> Tensors:
+    yield from (*_attention(shape), *_head_norms(shape), *_norms(shape))
+    yield "mlp.gate.weight", (shape.experts, shape.hidden)
+    for expert in range(shape.experts):
+        yield from _mlp(shape, f"mlp.experts.{expert}")
+
+
+def _qwen3_5(shape: Shape, layer: int) -> Tensors:
+    yield from (*_mlp(shape), *_norms(shape))
+    if layer % 4 == 3:
+        yield from (*_attention(shape, gated=2), *_head_norms(shape))
+        return
+    heads, key_heads = shape.more["linear_num_value_heads"], shape.more["linear_num_key_heads"]
+    size, hidden = shape.more["linear_key_head_dim"], shape.hidden
+    inner, channels = heads * size, (2 * key_heads + heads) * size
+    yield "linear_attn.in_proj_qkv.weight", (channels, hidden)
+    yield "linear_attn.in_proj_z.weight", (inner, hidden)
+    yield "linear_attn.in_proj_a.weight", (heads, hidden)
+    yield "linear_attn.in_proj_b.weight", (heads, hidden)
+    yield "linear_attn.conv1d.weight", (channels, 1, 4)
+    yield "linear_attn.A_log", (heads,)
+    yield "linear_attn.dt_bias", (heads,)
+    yield "linear_attn.norm.weight", (size,)
+    yield "linear_attn.out_proj.weight", (hidden, inner)
+
+
+LAYERS: dict[str, Callable[[Shape, int], Tensors]] = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "qwen3_5_text": _qwen3_5,
+}
+"""Family (`model_type`) -> (name, shape) of each tensor of a layer."""
+
+GEMMA3 = {
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6,
+    "rope_local_base_freq": 10_000.0,
+}  # fmt: skip
+PHI4 = {
+    "partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096, "sliding_window": 262_144, "rope_theta": 10_000.0,
+    "pad_token_id": 0,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0 + 0.01 * i for i in range(48)],
+                     "long_factor": [1.0 + 0.5 * i for i in range(48)]},
+}  # fmt: skip
+QWEN35 = {
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "attn_output_gate": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 
 SHAPES = {
     shape.name: shape
     for shape in (
         Shape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151_936),
         Shape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128_256, "llama"),
+        Shape("moe-1.8b", 16, 1024, 16, 4, 128, 512, 32_768, "qwen3_moe", experts=64, top_k=4),
+        Shape("qwen3.5-0.8b", 24, 1024, 8, 2, 256, 3584, 248_320, "qwen3_5_text", more=QWEN35),
+        Shape("gemma-3-1b", 26, 1152, 4, 1, 256, 6912, 262_144, "gemma3_text", more=GEMMA3),
+        Shape("phi-4-mini-8l", 8, 3072, 24, 8, 128, 8192, 200_064, "phi3", more=PHI4),
         Shape("tiny", 2, 64, 4, 2, 16, 128, 512),
         Shape("tiny-llama", 2, 128, 2, 1, 64, 256, 512, "llama"),
+        Shape("tiny-moe", 2, 64, 4, 2, 16, 32, 512, "qwen3_moe", experts=8, top_k=2),
+        Shape("tiny-gemma", 2, 64, 2, 1, 32, 128, 512, "gemma3_text", more=GEMMA3),
     )
 }
 
@@ -105,10 +242,21 @@ WORKLOADS = [
 ]
 
 
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
 
 
 def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
+    experts = {
+        "num_experts": shape.experts, "num_experts_per_tok": shape.top_k, "moe_intermediate_size": shape.ff, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
     return {
         "architectures": [ARCHITECTURES[shape.family]],
         "model_type": shape.family,
@@ -128,6 +276,8 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
+        **(experts if shape.experts else {}),
+        **shape.more,
     }
 
 

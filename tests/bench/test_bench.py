@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 
 import pytest
+import torch
 
 from benchmarks import result_files, scheduler_step
 from benchmarks.__main__ import main
@@ -14,17 +16,39 @@ from benchmarks.host_overhead import HOST, HostCost
 from benchmarks.offline import run as offline
 from benchmarks.offline.runners import Run, agreement
 from benchmarks.roofline import FLOOR, Probe, Shares, seconds
-from benchmarks.shapes import SHAPES, WORKLOADS, Shape, Workload, checkpoint
+from benchmarks.shapes import SHAPES, WORKLOADS, Shape, Workload, checkpoint, config_of
 
 TINY = SHAPES["tiny"]
 
 
 def test_shape_counts_the_parameters_of_its_checkpoint():
     for shape in SHAPES.values():
-        matrices = sum(size[0] * size[1] for _, size in shape.tensors() if len(size) == 2)
+        matrices = sum(math.prod(size) for _, size in shape.tensors() if len(size) > 1)
         assert matrices == shape.layer_parameters + shape.head_parameters
     assert SHAPES["qwen3-0.6b"].layer_parameters == 440_401_920
     assert SHAPES["qwen3-0.6b"].kv_elements * 2 == 114_688  # bytes a token in bfloat16
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    shape = SHAPES["moe-1.8b"]
+    assert shape.used_parameters == shape.dense_parameters + shape.expert_parameters / 16
+    assert shape.read_parameters(1) == pytest.approx(shape.used_parameters)
+    assert shape.read_parameters(1000) == pytest.approx(shape.layer_parameters)
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-gemma", "qwen3.5-0.8b", "phi-4-mini-8l"])
+def test_tensors_are_those_of_transformers(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = SHAPES[name]
+    config = AutoConfig.for_model(**config_of(shape, "bfloat16"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = {p.numel() for p in model.parameters()}
+    total = sum(p.numel() for p in model.parameters())
+    assert total == sum(math.prod(size) for _, size in shape.tensors())
+    if not shape.experts:  # Transformers holds them in one tensor
+        assert sizes == {math.prod(size) for _, size in shape.tensors()}
 
 
 def test_checkpoint_loads_in_transformers_and_is_written_once(tmp_path):
