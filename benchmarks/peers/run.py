@@ -76,6 +76,12 @@ ENGINES = {
     "openvino-int8": Engine(SHORT, "run_openvino.py", "openvino", "int8", weight_bytes=1.0, kv_bytes=1.0, speedup=2.0),
     "openvino-int4": Engine(SHORT, "run_openvino.py", "openvino", "int4",
         weight_bytes=0.516, head_bytes=1.0, kv_bytes=1.0, speedup=2.0),
+    "llama-cpp": Engine(BF16, "run_llama_cpp.py", "llama-cpp", "gguf-bf16"),
+    "llama-cpp-q8_0": Engine(SHORT, "run_llama_cpp.py", "llama-cpp", "gguf-q8_0", weight_bytes=1.0625, speedup=2.0),
+    "llama-cpp-q4_k_m": Engine(SHORT, "run_llama_cpp.py", "llama-cpp", "gguf-q4_k_m",
+        weight_bytes=0.6, head_bytes=0.82, speedup=2.0),
+    "quire-q8_0": Engine(SHORT, "run_quire.py", None, "gguf-q8_0", weight_bytes=1.0625, speedup=2.0),
+    "quire-q4_k_m": Engine(SHORT, "run_quire.py", None, "gguf-q4_k_m", weight_bytes=0.6, head_bytes=0.82, speedup=2.0),
 }  # fmt: skip
 
 
@@ -161,13 +167,30 @@ def _model(engine: Engine, shape: shapes.Shape, given: argparse.Namespace) -> Pa
         return path
     if engine.weights == "w8a8":
         return shapes.compressed(path)
-    folder = path.with_name(f"{path.name}-openvino-{engine.weights}")
-    python = given.peers / "convert" / "bin" / "python"
-    if not (folder / "openvino_model.xml").exists() and python.exists():
-        print(f"{path.name} for OpenVINO, {engine.weights}", flush=True)
-        words = [str(python), str(given.scripts / "convert.py"), str(path), str(folder), engine.weights]  # fmt: skip
-        subprocess.run(words, check=False, env=_environment(), capture_output=True)
+    kind, _, form = engine.weights.rpartition("-")
+    if kind == "gguf":
+        name = f"{path.name}.gguf" if form == "bf16" else f"{path.name}-{form}.gguf"
+        return _converted(path, path.with_name(name), "llama-cpp", "to_gguf.py", form, given)
+    folder = path.with_name(f"{path.name}-openvino-{form}")
+    _converted(path, folder / "openvino_model.xml", "convert", "convert.py", form, given)
     return folder
+
+
+def _converted(
+    path: Path, made: Path, peer: str, script: str, form: str, given: argparse.Namespace
+) -> Path:
+    """`made`, which a script of a peer's environment writes from a checkpoint, in a file or a folder."""
+    python = given.peers / peer / "bin" / "python"
+    if not made.exists() and python.exists():
+        print(f"{path.name} for {peer}, {form}", flush=True)
+        target = made.parent if script == "convert.py" else made
+        words = [str(python), str(given.scripts / script), str(path), str(target), form]
+        done = subprocess.run(
+            words, check=False, env=_environment(), capture_output=True, text=True
+        )
+        if done.returncode:
+            print(f"{peer}: {last_words(done.stderr)}", flush=True)
+    return made
 
 
 def _environment(**more: str) -> dict[str, str]:

@@ -1,0 +1,145 @@
+"""Write a random checkpoint as GGUF: `to_gguf.py CHECKPOINT FILE bf16|q8_0|q4_k_m`. llama.cpp itself quantizes.
+
+The file has no tokenizer, since all engines get token ids. The Python of the environment `llama-cpp` (install.py) runs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+
+KINDS = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+
+
+def tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """(name, bfloat16 as uint16) of a safetensors file."""
+    file = np.memmap(path, dtype=np.uint8, mode="r")
+    length = int(file[:8].view(np.uint64)[0])
+    header = json.loads(bytes(file[8 : 8 + length]))
+    header.pop("__metadata__", None)
+    for name, about in header.items():
+        start, end = (8 + length + offset for offset in about["data_offsets"])
+        yield (
+            name.removesuffix(".weight"),
+            np.frombuffer(file[start:end].tobytes(), np.uint16).reshape(about["shape"]),
+        )
+
+
+def float32(bits: Any) -> Any:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def add(writer: Any, name: str, bits: Any) -> None:
+    """Add a tensor: norms and routers as float32, matrices as bfloat16."""
+    if bits.ndim == 1 or name.endswith("ffn_gate_inp.weight"):
+        writer.add_tensor(name, float32(bits))
+    else:
+        raw = np.ascontiguousarray(bits).view(np.uint8)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def interleaved(bits: Any, heads: int) -> Any:
+    """Rows of queries or keys in the order of llama's rotation by adjacent pairs."""
+    halves = bits.reshape(heads, 2, bits.shape[0] // heads // 2, bits.shape[1])
+    return halves.swapaxes(1, 2).reshape(bits.shape)
+
+
+def write(source: Path, target: Path) -> None:
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    kind = KINDS[config["model_type"]]
+    writer = gguf.GGUFWriter(str(target), kind)
+    describe(writer, config)
+    experts: dict[str, dict[int, Any]] = {}
+    for name, bits in tensors(source / "model.safetensors"):
+        if name in WHOLE:
+            add(writer, f"{WHOLE[name]}.weight", plus_one(kind, name, bits))
+            continue
+        layer, _, part = name.removeprefix("model.layers.").partition(".")
+        if ".experts." in name:
+            number, _, part = part.removeprefix("mlp.experts.").partition(".")
+            whole = experts.setdefault(f"blk.{layer}.{NAMES[f'mlp.{part}']}_exps.weight", {})
+            whole[int(number)] = bits
+            continue
+        to = NAMES[part]
+        if kind == "gemma3" and part == "post_attention_layernorm":
+            to = "post_attention_norm"
+        if kind == "llama" and to in ("attn_q", "attn_k"):
+            heads = config["num_attention_heads" if to == "attn_q" else "num_key_value_heads"]
+            bits = interleaved(bits, heads)
+        add(writer, f"blk.{layer}.{to}.weight", plus_one(kind, part, bits))
+    for name, parts in experts.items():
+        add(writer, name, np.stack([parts[number] for number in sorted(parts)]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def plus_one(kind: str, name: str, bits: Any) -> Any:
+    """The norms of Gemma as 1 + weight, as its GGUF files store them; all random norms are ones."""
+    return np.full_like(bits, 0x4000) if kind == "gemma3" and "norm" in name else bits
+
+
+def describe(writer: Any, config: dict[str, Any]) -> None:
+    """The hyperparameters."""
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    if config.get("num_experts"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+
+
+def quantize(source: Path, target: Path, kind: str) -> None:
+    """Raises SystemExit: llama.cpp refused."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = {
+        "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+        "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    }[kind]
+    status = llama_cpp.llama_model_quantize(
+        str(source).encode(), str(target).encode(), ctypes.byref(params)
+    )
+    if status:
+        raise SystemExit(f"llama_model_quantize: status {status}")
+
+
+source, file, form = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+plain = file.with_name(f"{source.name}.gguf")
+if not plain.exists():
+    half = plain.with_suffix(".part")
+    write(source, half)
+    half.rename(plain)
+if form != "bf16":
+    half = file.with_suffix(".part")
+    quantize(plain, half, form)
+    half.rename(file)
