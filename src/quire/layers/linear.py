@@ -22,6 +22,7 @@ class Linear(Layer):
         num_out: outputs; or parts {"q_proj": 64, "k_proj": 32, ...}, by their checkpoint names under this layer's
             parent. The layer concatenates the parts and multiplies by all of them at once.
         packed: the name under which some checkpoints store all parts concatenated.
+        exact: it is never quantized.
         act: the result is act(first half of the outputs) * second half; "silu", "gelu" or "gelu_pytorch_tanh".
     """
 
@@ -37,6 +38,7 @@ class Linear(Layer):
         bias: bool = False,
         packed: str | None = None,
         act: str | None = None,
+        exact: bool = False,
     ):
         super().__init__()
         self.ref = WeightRef(
@@ -47,6 +49,7 @@ class Linear(Layer):
             packed=packed,
             gated=act is not None,
             act=act or "silu",
+            exact=exact,
         )
 
     def weights(self) -> Iterable[WeightRef]:

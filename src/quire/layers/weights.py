@@ -175,9 +175,10 @@ class WeightRef:
         bias: whether there is a bias [O].
         packed: the name under which some checkpoints store all parts concatenated.
         gated: the product is act(first half of the outputs) * second half.
-        act: "silu", "gelu" or "gelu_pytorch_tanh".
+        act: see `act_and_mul` (ops/reference.py).
         prefix: begins the names of the parameters, for a layer with several weights.
         exact: it is never quantized.
+        dtype: of the weight; None: the model's.
 
     Attributes:
         format: how the checkpoint stores it; `UNQUANTIZED` once it is loaded.
@@ -199,13 +200,14 @@ class WeightRef:
         act: str = "silu",
         prefix: str = "",
         exact: bool = False,
+        dtype: torch.dtype | None = None,
     ):
         self.exact = exact
         self.layer, self.num_in, self.prefix = layer, num_in, prefix
         self.parts = dict(num_out) if isinstance(num_out, Mapping) else {}
         self.num_out = sum(self.parts.values()) if isinstance(num_out, Mapping) else num_out
         self.packed, self.gated, self.act = packed, gated, act
-        self.dtype = torch.get_default_dtype()
+        self.dtype = dtype or torch.get_default_dtype()
         self.prepared: PreparedWeight | None = None
         self.layout: dict[str, StoredTensor] = {}
         self.use(UNQUANTIZED)

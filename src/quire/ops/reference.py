@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from quire.ops.dispatch import op
 
 MIN_ROWS = 16
+OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
 
 
 @op
@@ -90,9 +91,17 @@ def gelu_and_mul(x_TI2: Tensor, tanh: bool = False) -> Tensor:
 
 
 def act_and_mul(x_TI2: Tensor, act: str) -> Tensor:
-    """The activation of the first half times the second half; act: "silu", "gelu" or "gelu_pytorch_tanh"."""
+    """The activation of the first half times the second half.
+
+    act: "silu", "gelu", "gelu_pytorch_tanh" or "clamped_swiglu" (gpt-oss): the gate is at most 7, the other half from -7 to 7,
+    and gate * sigmoid(1.702 * gate) * (other + 1).
+    """
     if act == "silu":
         return silu_and_mul(x_TI2)
+    if act == "clamped_swiglu":
+        gate, up = x_TI2.chunk(2, -1)
+        gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
+        return (up + 1) * (gate * (gate * OAI_ALPHA).sigmoid())
     return gelu_and_mul(x_TI2, act == "gelu_pytorch_tanh")
 
 

@@ -1,0 +1,207 @@
+"""Mixture layers: a router, experts, and maybe a shared expert.
+
+Knows how checkpoints store experts. Does not know how they are chosen or multiplied (`ops/experts.py`).
+
+    one tensor per expert       experts.7.gate_proj.weight [I, H], or w1, w3, w2; some families have no gate
+    one tensor for all          experts.gate_up_proj [E, 2I, H] or [E, H, 2I], halves or alternating; input_linear.weight
+
+Shape suffixes: T tokens, D features, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.linear import Linear
+from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot, set_parameter
+from quire.layers.weights import UNQUANTIZED, WeightRef
+from quire.ops.experts import ExpertWeights, Routing, experts, route
+from quire.ops.reference import rms_norm
+
+PROJ = ("gate_proj", "up_proj", "down_proj")
+W123 = ("w1", "w3", "w2")
+"""Names of gate, up and down in checkpoints."""
+
+
+class Router(Layer):
+    """Chooses the experts of each token. Its weight is never quantized.
+
+    Args:
+        bias: whether the logits have one.
+        correction: checkpoint name, under the parent of this layer, of a bias [E] that changes the choice alone.
+        float32: computes the logits in float32.
+    """
+
+    may_defer = True
+
+    def __init__(
+        self,
+        num_in: int,
+        num_experts: int,
+        how: Routing,
+        *,
+        bias: bool = False,
+        correction: str | None = None,
+        float32: bool = False,
+    ):
+        super().__init__()
+        self.how, self.correction = how, correction
+        dtype = torch.float32 if float32 else None
+        self.ref = WeightRef(self, num_in, num_experts, bias=bias, exact=True, dtype=dtype)
+        if correction is not None:
+            set_parameter(self, "correction_E", torch.empty(num_experts, dtype=torch.float32))
+
+    def weights(self) -> Iterable[WeightRef]:
+        return (self.ref,)
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        found = super().slots(path)
+        if self.correction is not None:
+            parent = path.rpartition(".")[0]
+            found[f"{parent}.{self.correction}"] = found.pop(f"{path}.correction_E")
+        return found
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """ids_TK int64, weights_TK float32"""
+        logits_TE = self.ref.multiply(x_TD.to(self.ref.dtype))
+        return route(logits_TE, self._parameters.get("correction_E"), self.how)
+
+
+class ScaledRouter(Layer):
+    """Gemma 4: scores a normed and scaled input, and multiplies each expert's weight by a scale."""
+
+    scale: Tensor
+    per_expert_scale: Tensor
+
+    def __init__(self, num_in: int, num_experts: int, how: Routing, eps: float):
+        super().__init__()
+        self.proj, self.eps = Router(num_in, num_experts, how), eps
+        self.new("scale", num_in)
+        self.new("per_expert_scale", num_experts)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """As of a `Router`."""
+        x_TD = rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[1] ** -0.5
+        ids_TK, weights_TK = self.proj(x_TD)
+        return ids_TK, weights_TK * self.per_expert_scale[ids_TK]
+
+
+class Experts(Layer):
+    """down(act(gate(x)) * up(x)) of each chosen expert, times the router's weights, summed.
+
+    A checkpoint may store each expert's weights, or one tensor for all of them, in either orientation.
+
+    Args:
+        inner: inner size of an expert.
+        act: "silu", "gelu", "gelu_pytorch_tanh", "clamped_swiglu"; or "relu2": down(relu(up(x)) ** 2), without a gate.
+        names: of gate, up and down under `experts.7.` in checkpoints.
+        stacked: names of the tensors for all experts, under the parent of this layer.
+        by_expert: whether an unquantized checkpoint may store each expert's weights.
+        transposed: tensors for all experts are [E, in, out]; it counts where their shape does not show it.
+        interleaved: in these tensors, outputs of gate and up alternate.
+        on_input: a router's weight multiplies the expert's input, not its output (Llama 4).
+    """
+
+    may_defer = True
+
+    def __init__(
+        self,
+        num_in: int,
+        inner: int,
+        num_experts: int,
+        *,
+        act: str = "silu",
+        bias: bool = False,
+        names: tuple[str, str, str] = PROJ,
+        stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
+        by_expert: bool = True,
+        transposed: bool = False,
+        interleaved: bool = False,
+        on_input: bool = False,
+    ):
+        super().__init__()
+        self.stacked, self.by_expert, self.on_input = stacked, by_expert, on_input
+        self.transposed, self.interleaved = transposed, interleaved
+        gated = act != "relu2"
+        first = names[:2] if gated else names[1:2]
+        up, down = [], []
+        for e in range(num_experts):
+            parts = {f"experts.{e}.{name}": inner for name in first}
+            up.append(
+                WeightRef(self, num_in, parts, bias=bias, gated=gated, act=act, prefix=f"up_{e}_")
+            )
+            parts = {f"experts.{e}.{names[2]}": num_in}
+            down.append(WeightRef(self, inner, parts, bias=bias, prefix=f"down_{e}_"))
+        self.of = ExpertWeights(up, down, act)
+        self.refs: Sequence[WeightRef] = (*up, *down)
+
+    def weights(self) -> Iterable[WeightRef]:
+        return self.refs
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        if any(ref.format is not UNQUANTIZED for ref in self.refs):
+            return super().slots(path)
+        found = super().slots(path) if self.by_expert else {}
+        parent, half = path.rpartition(".")[0], len(self.refs) // 2
+        for refs, called in zip((self.refs[:half], self.refs[half:]), self.stacked, strict=True):
+            names = {"weight": called}
+            if refs[0].bias is not None:
+                names["bias"] = f"{called}_bias"
+            for name, stored in names.items():
+                found[f"{parent}.{stored}"] = StackedSlot(
+                    [WeightSlot(self, ref.prefix + name, ref=ref) for ref in refs],
+                    transposed=self.transposed,
+                    interleaved=self.interleaved and refs[0].gated,
+                    is_alternative=self.by_expert,
+                )
+        return found
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """y_TD"""
+        if not self.on_input:
+            return experts(x_TD, ids_TK, weights_TK, self.of)
+        count, k = ids_TK.shape
+        x_ND = (x_TD[:, None] * weights_TK[..., None].to(x_TD.dtype)).flatten(0, 1)
+        y_ND = experts(
+            x_ND, ids_TK.reshape(-1, 1), torch.ones_like(weights_TK).view(-1, 1), self.of
+        )
+        return y_ND if k == 1 else y_ND.view(count, k, -1).float().sum(1).to(x_TD.dtype)
+
+
+class MoE(nn.Module):
+    """The weighted sum of each token's experts, plus a shared expert's output.
+
+    Args:
+        shared: an MLP for every token.
+        shared_gate: features of the input, if a sigmoid of it scales the shared output; 0: none does.
+        checkpoint_names: of `gate`, `experts`, `shared` and `shared_gate`.
+    """
+
+    def __init__(
+        self,
+        gate: nn.Module,
+        experts: Experts,
+        shared: nn.Module | None = None,
+        *,
+        shared_gate: int = 0,
+        checkpoint_names: Mapping[str, str] | None = None,
+    ):
+        super().__init__()
+        self.gate, self.experts, self.shared = gate, experts, shared
+        self.shared_gate = Linear(shared_gate, 1, exact=True) if shared_gate else None
+        called = {"shared": "shared_expert" if shared_gate else "shared_experts"}
+        self.checkpoint_names = {
+            **called, "shared_gate": "shared_expert_gate", **(checkpoint_names or {})
+        }  # fmt: skip
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TD: Tensor = self.experts(x_TD, *self.gate(x_TD))
+        if self.shared is None:
+            return y_TD
+        shared_TD = self.shared(x_TD)
+        if self.shared_gate is not None:
+            shared_TD = self.shared_gate(x_TD).sigmoid() * shared_TD
+        return y_TD + shared_TD

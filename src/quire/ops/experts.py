@@ -1,0 +1,143 @@
+"""Mixture layers in plain torch: the choice of experts, and their sum. The definition that tests compare kernels with.
+
+Knows arithmetic. Does not know layers, or how weights are stored. A token's result does not depend on the other tokens.
+
+Sources: Mixtral (arXiv 2401.04088), DeepSeek-V2 and V3 (2405.04434, 2412.19437), SparseMixer (2409.12136).
+
+Shape suffixes: T tokens, D features, E experts, K experts of a token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.ops.dispatch import op
+
+
+class Routing(NamedTuple):
+    """How a router chooses experts and weighs them.
+
+    `k`: experts of a token. `score`: "softmax" or "sigmoid" of the logits, or "logits". `renormalize`: the weights of
+    the chosen are divided by their sum plus `eps`; with score "logits", they are a softmax over the chosen, or without
+    `renormalize` their sigmoid. `scale` multiplies the weights. `rounds`: the weights are rounded to the model's dtype.
+    `groups`: only experts of the `top_groups` best groups can be chosen. `group_score`: "max" of the group, or the sum of
+    its "top2". `jitter`: see `sparsemixer`, which is used if it is not 0.
+    """
+
+    k: int
+    score: str = "softmax"
+    renormalize: bool = True
+    eps: float = 0.0
+    scale: float = 1.0
+    rounds: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "top2"
+    jitter: float = 0.0
+
+
+@op
+def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
+    """The experts of each token, best first, and their weights: ids_TK int64, weights_TK float32.
+
+    Of equal scores, the expert with the lower number comes first. bias_E changes the choice, not the weights.
+    """
+    s_TE = logits_TE.float()
+    if how.jitter:
+        return sparsemixer(s_TE, how)
+    if how.score == "softmax":
+        s_TE = s_TE.softmax(-1)
+    elif how.score == "sigmoid":
+        s_TE = s_TE.sigmoid()
+    choice_TE = s_TE if bias_E is None else s_TE + bias_E
+    if how.groups > how.top_groups:
+        choice_TE = _of_the_best_groups(choice_TE, how)
+    ids_TK = _best(choice_TE, how.k)
+    w_TK = s_TE.gather(-1, ids_TK)
+    if how.score == "logits":
+        w_TK = w_TK.softmax(-1) if how.renormalize else w_TK.sigmoid()
+    elif how.renormalize:
+        w_TK = w_TK / (w_TK.sum(-1, keepdim=True) + how.eps)
+    w_TK = w_TK * how.scale
+    return ids_TK, w_TK.to(logits_TE.dtype).float() if how.rounds else w_TK
+
+
+def _best(values_TN: Tensor, count: int) -> Tensor:
+    """Indices of the largest values; the lower index first among equals."""
+    return values_TN.sort(stable=True, dim=-1, descending=True).indices[..., :count]
+
+
+def _of_the_best_groups(choice_TE: Tensor, how: Routing) -> Tensor:
+    """The scores, lowered where the group is not chosen: to -inf with "top2", to 0 with "max" (DeepSeek-V2)."""
+    by_group = choice_TE.unflatten(-1, (how.groups, -1))
+    top2 = how.group_score == "top2"
+    score_TG = (
+        by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1) if top2 else by_group.amax(-1)
+    )
+    others_TG = torch.ones_like(score_TG, dtype=torch.bool)
+    others_TG.scatter_(-1, _best(score_TG, how.top_groups), False)
+    return by_group.masked_fill(others_TG[..., None], float("-inf") if top2 else 0.0).flatten(-2)
+
+
+def sparsemixer(s_TE: Tensor, how: Routing) -> tuple[Tensor, Tensor]:
+    """Phi-3.5-MoE: k times the best expert, with its softmax over the experts near it, which is then left out.
+
+    Near: (best - score) / max(|score|, best) is at most 2 * jitter.
+    """
+    left_TE, ids, weights = s_TE, [], []
+    for _ in range(how.k):
+        id_T1 = left_TE.argmax(-1, keepdim=True)
+        best_T1 = left_TE.gather(-1, id_T1)
+        far_TE = (best_T1 - s_TE) / s_TE.abs().clamp(min=best_T1) > 2 * how.jitter
+        ids.append(id_T1)
+        weights.append(left_TE.masked_fill(far_TE, float("-inf")).softmax(-1).gather(-1, id_T1))
+        left_TE = left_TE.scatter(-1, id_T1, float("-inf"))
+    return torch.cat(ids, -1), torch.cat(weights, -1)
+
+
+class Multiplies(Protocol):
+    """A weight (`layers/weights.py`)."""
+
+    def multiply(self, x_TI: Tensor) -> Tensor: ...
+
+
+@dataclass(eq=False, slots=True)
+class ExpertWeights:
+    """The weights of the experts of one layer, by number.
+
+    Attributes:
+        gate_up: gate and up, concatenated; or up alone.
+        down: from the inner size back to D.
+        act: the activation. The products of gated weights include it; relu2 (the square of ReLU) has no gate.
+        prepared: what an implementation keeps of the weights; it may set it at the first call.
+    """
+
+    gate_up: Sequence[Multiplies]
+    down: Sequence[Multiplies]
+    act: str = "silu"
+    prepared: Any = None
+
+
+@op
+def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights) -> Tensor:
+    """y_TD: the sum of each token's experts times their weights, in float32, in the router's order.
+
+    Each expert's output is rounded to x's dtype before it is weighed. ids outside of the experts add nothing.
+    """
+    y_TKD = x_TD.new_zeros(*ids_TK.shape, x_TD.shape[1])
+    for expert in range(len(of.down)):
+        t, k = (ids_TK == expert).nonzero(as_tuple=True)
+        if len(t):
+            inner = of.gate_up[expert].multiply(x_TD[t])
+            inner = F.relu(inner).square() if of.act == "relu2" else inner
+            y_TKD[t, k] = of.down[expert].multiply(inner)
+    sum_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+    for place in range(ids_TK.shape[1]):
+        sum_TD += y_TKD[:, place] * weights_TK[:, place, None]
+    return sum_TD.to(x_TD.dtype)
