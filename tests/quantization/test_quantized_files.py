@@ -134,7 +134,12 @@ def test_a_wrapped_model(made: Callable[[str], Path], plain: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")]
+    ("name", "form"),
+    [
+        ("quantize_config.json", "gptq"),
+        ("quant_config.json", "awq"),
+        ("hf_quant_config.json", "modelopt nvfp4"),
+    ],
 )
 def test_older_writers_leave_a_file_of_their_own(
     name: str, form: str, made: Callable[[str], Path]
@@ -145,7 +150,8 @@ def test_older_writers_leave_a_file_of_their_own(
     stored = config.pop("quantization_config")
     (path / "config.json").write_text(json.dumps(config))
     del stored["quant_method"]
-    (path / name).write_text(json.dumps(stored))
+    nested = {"producer": {"name": "modelopt"}, "quantization": stored}
+    (path / name).write_text(json.dumps(nested if name.startswith("hf_") else stored))
     assert torch.equal(answer(path), want)
     (path / name).write_text("{")
     with pytest.raises(ConfigError, match=rf"{name} cannot be read"):

@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 
-from quire.config.quantization import (
-    LATER,
+from quire.config.checkpoint_quantization import (
     METHODS,
-    ONLINE,
-    SAME,
     CheckpointQuantization,
-    fitting,
-    online_schemes,
     stored_quantization,
 )
+from quire.config.quantization import LATER, ONLINE, SAME, fitting, online_schemes
 from quire.errors import ConfigError, Unsupported
-from quire.quantization import apply
+from quire.quantization import apply, decoded
 from tests.quantization.writers import FORMS, compressed, gptq_config
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -37,9 +33,9 @@ def test_every_name_has_one_meaning() -> None:
     assert set(SAME.values()) <= {*ONLINE, *METHODS}
     assert set(apply.ONLINE) == set(apply.HEADS) == set(ONLINE)
     assert set(online_schemes()) == set(ONLINE) - {"fp8"}
-    assert {layout.kind for form in FORMS for layout in read(form.config).layouts()} == set(
-        apply.FORMATS
-    )
+    layouts = {layout for form in FORMS for layout in read(form.config).layouts()}
+    assert {layout.kind for layout in layouts} == {*apply.FORMATS, "decoded"}
+    assert {layout.reader for layout in layouts} == {*decoded.READERS, ""} - {"mxfp4-experts"}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +75,7 @@ def test_methods_that_quantize_while_loading(
         (None, {**GPTQ, "bits": 3}, Unsupported, "a GPTQ checkpoint with bits=3"),
         (None, {**GPTQ, "checkpoint_format": "marlin"}, Unsupported, "checkpoint_format=marlin"),
         (None, {"quant_method": "awq", "bits": 4, "version": "gemv"}, Unsupported, "version=gemv"),
-        (None, compressed("nvfp4-pack-quantized"), Unsupported, "format=nvfp4-pack-quantized"),
+        (None, compressed("marlin-24"), Unsupported, "format=marlin-24"),
         (None, compressed("int-quantized", **{**INT8, "symmetric": False}), Unsupported, "symmetric=False"),
         (None, compressed("pack-quantized", **{**INT8, "num_bits": 3}), Unsupported, "num_bits=3"),
         (None, {**compressed("dense"), "config_groups": {}}, ConfigError, "has no config_groups"),

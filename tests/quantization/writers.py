@@ -158,6 +158,46 @@ def float8(
     return found, means
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def block_floats(w: np.ndarray, name: str, *, form: str) -> Written:
+    """NVFP4 (compressed-tensors: "nvfp4"; ModelOpt: "modelopt"), MXFP4 ("mxfp4") and MXFP8 ("mxfp8")."""
+    block = 16 if form in ("nvfp4", "modelopt") else 32
+    top = np.abs(w.reshape(len(w), -1, block)).max(2)
+    whole = np.float32(448 * 6 / np.abs(w).max())
+    if form in ("nvfp4", "modelopt"):
+        stored = tensor(top / 6 * whole, torch.float8_e4m3fn)
+        # ModelOpt stores the reciprocal, and multiplies by it.
+        whole = whole if form == "nvfp4" else np.float32(1) / whole
+        scale = (
+            stored.float().numpy() / whole if form == "nvfp4" else stored.float().numpy() * whole
+        )
+    else:
+        exponent = np.floor(np.log2(top)) - (2 if form == "mxfp4" else 8)
+        stored, scale = tensor(exponent + 127, torch.uint8), np.exp2(exponent).astype(np.float32)
+    scale_OI = scale.repeat(block, 1)
+    if form == "mxfp8":
+        codes = tensor(w / scale_OI).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": stored}, codes.float().numpy() * scale_OI
+    nearest = np.abs(np.abs(w / scale_OI)[..., None] - E2M1).argmin(-1)
+    means = E2M1[nearest] * np.where(w < 0, -1, 1) * scale_OI
+    code = (nearest | (w < 0) << 3).astype(np.uint8)
+    packed = tensor(code[:, ::2] | code[:, 1::2] << 4)
+    if form == "modelopt":
+        found = {
+            "weight": packed,
+            "weight_scale_2": tensor(whole),
+            "input_scale": torch.tensor(0.1),
+        }
+    elif form == "nvfp4":
+        found = {"weight_packed": packed, "weight_global_scale": tensor(whole.reshape(1))}
+        found["input_global_scale"] = torch.tensor([9.0])
+    else:
+        found = {"weight_packed": packed}
+    return {**found, "weight_scale": stored}, means.astype(np.float32)
+
+
 def compressed(form: str, *, ignore: bool = True, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": None}
     return {
@@ -187,6 +227,14 @@ class Form:
 def gptq_config(**more: Any) -> dict[str, Any]:
     says = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
     return {**says, "modules_to_not_convert": [PLAIN], **more}
+
+
+def modelopt(algorithm: str) -> dict[str, Any]:
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "ignore": ["lm_head", f"*{PLAIN[6:]}"],
+    }
 
 
 INT = {"type": "int", "symmetric": True, "num_bits": 8, "strategy": "channel"}
@@ -229,5 +277,14 @@ FORMS = [
     Form("fbgemm", {**FP8, "quant_method": "fbgemm_fp8"}, float8, {"strategy": "channel"}, "requantized"),
     Form("ct float8", compressed("float-quantized", **FLOAT), float8, {"strategy": "channel"}, "requantized"),
     Form("ct float8 tensor", compressed("float-quantized", **{**FLOAT, "strategy": "tensor"}), float8, {"static": True}, "requantized"),
+    *(
+        Form(f"ct {form}", compressed(f, **INT), block_floats, {"form": form}, "plain")
+        for form, f in (
+            ("nvfp4", "nvfp4-pack-quantized"), ("mxfp4", "mxfp4-pack-quantized"), ("mxfp8", "mxfp8-quantized")
+        )
+    ),
+    Form("modelopt fp8", modelopt("FP8"), float8, {"static": True}, "requantized"),
+    Form("modelopt nvfp4", modelopt("NVFP4"), block_floats, {"form": "modelopt"}, "plain"),
+    Form("mxfp8", {**FP8, "quant_method": "mxfp8"}, block_floats, {"form": "mxfp8"}, "plain"),
     Form("ct float8 blocks", compressed("float-quantized", **{**FLOAT, "strategy": "block"}, block_structure=[32, 32]), float8, {"strategy": "block"}, "requantized"),
 ]  # fmt: skip

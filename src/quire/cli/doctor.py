@@ -22,6 +22,7 @@ from quire.engine.build import resolve_without_weights
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
 from quire.models.checkpoint_files import (
     TensorHeader,
+    as_loaded,
     in_memory,
     on_disk,
     stored_tensors,
@@ -121,7 +122,8 @@ def _weights(report: DoctorReport, resolved: Resolved) -> list[TensorHeader] | i
 def _plan(report: DoctorReport, resolved: Resolved, found: list[TensorHeader] | int) -> MemoryPlan:
     """The memory plan; if it does not fit, the plan with the longest context that does."""
     about, specs = report.facts, specs_of(resolved.hf_config, resolved.kv_dtype)
-    weights = in_memory(found, ITEMSIZE[resolved.dtype], resolved.quantization)
+    loaded = as_loaded(found, resolved.hf_config)
+    weights = in_memory(loaded, ITEMSIZE[resolved.dtype], resolved.quantization)
     try:
         forecast_weights(resolved.spec, resolved.device, about.available_bytes, found)
         return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)

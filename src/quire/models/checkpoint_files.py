@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.config.checkpoint_quantization import VALUES_PER_BYTE, stored_quantization
 from quire.config.quantization import BYTES, HEAD_BYTES
 from quire.errors import ConfigError, ModelNotFound
 from quire.logging import get_logger
@@ -238,6 +239,22 @@ def in_memory(
     if scheme is not None and small_head:  # a tied head is quantized to a weight of its own
         return int(total + (heads or tables) * HEAD_BYTES)
     return int(total + heads * itemsize)
+
+
+def as_loaded(
+    tensors: Iterable[TensorHeader] | int, hf_config: Mapping[str, Any]
+) -> Iterable[TensorHeader] | int:
+    """The tensors as a model gets them: floats in place of bytes that are decoded while they are read."""
+    stored = stored_quantization(hf_config)
+    if stored is None or not stored.is_decoded or isinstance(tensors, int):
+        return tensors
+    per = max(VALUES_PER_BYTE.get(layout.reader, 1) for layout in stored.layouts())
+    return [
+        (name, "BF16", (*shape[:-1], shape[-1] * per))
+        if kind in ("U8", "F8_E4M3") and len(shape) > 1 and "scale" not in name
+        else (name, kind, shape)
+        for name, kind, shape in tensors
+    ]
 
 
 def stored_tensors(

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from quire.config.checkpoint_quantization import stored_quantization
 from quire.config.engine import ModelSpec
-from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE, stored_quantization
+from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE
 from quire.errors import ConfigError, Unsupported
 from quire.layers.weight_slots import Layer, Slot, WeightSlot, slots_of
 from quire.layers.weights import UNQUANTIZED, WeightRef, weights_of
@@ -51,6 +52,7 @@ from quire.quantization.apply import (
     weight_bytes,
 )
 from quire.quantization.checkpoint_format import kernels_for
+from quire.quantization.decoded import decoded
 from quire.startup_timer import Report, no_report
 
 if TYPE_CHECKING:
@@ -175,18 +177,18 @@ def _with_weights(
     # Weights in files that will be packed are only mapped now: packing reads them.
     until = 0.1 if packs and files else 0.8
     found = progress.each("reading weights", found, lambda one: one[1].nbytes, stored, until)
-    # On an accelerator, quantize each weight as it is loaded: the 16-bit model need not fit.
-    on_loaded = (
-        partial(quantize_weight, method=method, accelerator=True)
-        if method and accelerator
-        else None
-    )
+    quantized = stored_quantization(spec.hf_config)
+    found = decoded(found, quantized, getattr(torch, spec.dtype))
+    # Quantize each weight as it is loaded where its floats would take memory: the 16-bit model need not fit.
+    on_loaded = None
+    if method and (accelerator or (quantized is not None and quantized.is_decoded)):
+        on_loaded = partial(quantize_weight, method=method, accelerator=accelerator)
     fill(model, found, platform.device, wrapped=wrapped, offloaded=offloaded, on_loaded=on_loaded)
     for module in model.modules():  # move buffers; weights are already on the device
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(platform.device))
     model.eval()
-    if stored_quantization(spec.hf_config) is not None:
+    if quantized is not None:
         for ref in _counted(progress, "converting weights", model, 0.8):
             ref.convert()
     if method is not None:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quire.config.quantization import CheckpointQuantization
+from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.errors import Unsupported
 from quire.layers.weight_slots import named_layers
 from quire.layers.weights import PreparedWeight, WeightRef, weight_tensors, weights_of
@@ -76,18 +76,20 @@ def set_formats(
                 continue
             names = ref.checkpoint_names(path)
             layouts = [stored.layout_of(name) for name in names]
-            if any(layout != layouts[0] for layout in layouts):
+            if all(each is None or each.kind == "decoded" for each in layouts):  # arrive as floats
+                count += layouts[0] is not None
+                continue
+            layout = layouts[0]
+            if layout is None or any(each != layout for each in layouts):
                 raise Unsupported(
                     f"a checkpoint whose {', '.join(names)} are quantized in different ways",
                     "quantize all of them in the same way, or none",
                 )
-            if (layout := layouts[0]) is None:
-                continue
+            count += 1
             keeps_fp8 = accelerator and layout.kind == "float" and online in (None, "fp8")
             form = Fp8Format if keeps_fp8 else FORMATS[layout.kind]
             make = (ON_ACCELERATOR if accelerator else ONLINE)[online or "int8"]
             ref.use(form(layout, make, accelerator))
-            count += 1
     return count
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.config.quantization import WeightLayout
+from quire.config.checkpoint_quantization import WeightLayout
 from quire.layers.weights import CheckpointFormat, PreparedWeight, WeightRef
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels, best

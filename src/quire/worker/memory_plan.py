@@ -16,7 +16,7 @@ from quire.errors import ConfigError, NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
-from quire.models.checkpoint_files import TensorHeader, in_memory, stored_tensors
+from quire.models.checkpoint_files import TensorHeader, as_loaded, in_memory, stored_tensors
 from quire.models.transformers.modes import check_own_cache
 from quire.platforms.detect import facts
 
@@ -125,17 +125,18 @@ def forecast_weights(
     """
     if found is None:
         found = stored_tensors(spec.path, spec.hf_config, spec.load.load_format)
-    loading = in_memory(found, ITEMSIZE[spec.dtype])
+    loaded = as_loaded(found, spec.hf_config)
+    loading = in_memory(loaded, ITEMSIZE[spec.dtype])
     if spec.quantization is None:
         return loading
-    # An accelerator gets one weight after the other, and each is quantized at once.
-    if loading > available and device == "cpu":
+    # An accelerator gets one weight after the other, and each is quantized at once; so are decoded weights.
+    if loading > available and device == "cpu" and loaded is found:
         raise NotEnoughMemory(
             f"Not enough memory: quantizing to {spec.quantization} first loads the weights as {spec.dtype},"
             f" which takes {size(loading)}, but {size(available)} is available. Use a quantized checkpoint."
         )
     small_head = device == "cpu"  # on an accelerator the head is not quantized
-    return in_memory(found, ITEMSIZE[spec.dtype], spec.quantization, small_head=small_head)
+    return in_memory(loaded, ITEMSIZE[spec.dtype], spec.quantization, small_head=small_head)
 
 
 def make_plan(
