@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import reference
-from quire.ops.cpu import masked_argmax  # noqa: F401  (it registers its kernels)
+from quire.ops.cpu import masked_argmax, recurrent  # noqa: F401  (they register their kernels)
 from quire.ops.cpu.bindings import best
 from quire.ops.cpu.structs import ACTIVATIONS
 

@@ -48,3 +48,17 @@ EXPORT void quire_sample(const void* x, long step, int is_bf16, const quire::Row
                          long rows, long V, int64_t* tokens, float* max_logit);
 EXPORT void quire_cut(const float* x, long step, const quire::RowParams* params, long rows, long V, float* floors,
                       int64_t* last_ids);
+
+EXPORT void quire_causal_conv(const void* x, long step, int is_bf16, const void* w, const void* bias, void* state, long state_step, void* y,
+                              long channels, long J, int activate, const int64_t* rows, const int* starts,
+                              long count);
+EXPORT void quire_linear_recurrence(const void* q, long q_step, const void* k, long k_step, const void* v, long v_step,
+                                    const void* raw, long raw_step, const void* write, long write_step, int is_bf16,
+                                    const float* bias, const float* a_log, const float* skip, float low, float high,
+                                    float* state, long state_step, float* y, long key_heads, long K, long heads, long V, const int64_t* rows,
+                                    const int* starts, long count);
+EXPORT void quire_selective_scan(const void* x, long x_step, int is_bf16, const float* step, const float* a_log, const void* bs,
+                                 long b_step, const void* cs, long c_step, const float* skip, float* state, long state_step, float* y,
+                                 long channels, long N, const int64_t* rows, const int* starts, long count);
+EXPORT void quire_gated_rms_norm(const float* x, const void* gate, long gate_step, int is_bf16, const void* w, long w_step,
+                                 void* y, long tokens, long groups, long size, float eps, int gate_first);

@@ -1,0 +1,43 @@
+// The rows of a step for recurrent layers, and how their kernels share out work.
+//
+// A work item is some tiles of 16 channels of one row, and goes through all of the row's tokens. Nothing is computed across items
+// or across tokens of one item, except through the state: so a row's bits depend neither on other rows nor on the cuts of its prompt.
+#pragma once
+#include "common.h"
+
+namespace quire {
+
+// Row b has the tokens [starts[b], starts[b + 1]), and entry rows[b] of a state, whose entries are `step` elements apart.
+struct StateRows {
+  const int64_t* rows;
+  const int* starts;
+  long count, step;
+};
+
+inline Floats read16(const float* p) { return load(p); }
+inline Floats read16(const bf16* p) { return widen(p); }
+inline float read1(const float* p) { return *p; }
+inline float read1(const bf16* p) {
+  const uint32_t bits = (uint32_t)*p << 16;
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Calls f(T()) with the type of activations.
+template <class F>
+inline void with_type(int is_bf16, const F& f) {
+  is_bf16 ? f(bf16()) : f(float());
+}
+
+// Calls f(b, first tile, last tile) for all rows that have tokens, in parallel, with enough parts of each row for all threads.
+template <class F>
+inline void each_part(const StateRows& in, long tiles, const F& f) {
+  const long parts = std::min(tiles, std::max(1L, (4L * omp_get_max_threads() + in.count - 1) / std::max(1L, in.count)));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (long b = 0; b < in.count; b++)
+    for (long part = 0; part < parts; part++)
+      if (in.starts[b + 1] > in.starts[b]) f(b, tiles * part / parts, tiles * (part + 1) / parts);
+}
+
+}  // namespace quire
