@@ -56,6 +56,7 @@ def layer_of(kind: str) -> Attention:
         "softcap": lambda: Attention(4, 2, 16, softcap=1.5),
         "sinks": lambda: Attention(4, 4, 16, sinks=sinks),
         "all": lambda: Attention(4, 1, 16, window=9, softcap=2.0, sinks=sinks, v_head_dim=8),
+        "latent": lambda: Attention(4, 1, 24, v_head_dim=16, latent=True),
     }[kind]()
 
 
@@ -68,6 +69,7 @@ KINDS = [
     "softcap",
     "sinks",
     "all",
+    "latent",
 ]
 
 
@@ -88,6 +90,8 @@ class Rows:
             torch.randn(n, layer.spec.num_kv_heads, layer.spec.v_head_dim, dtype=dtype)
             for n in lengths
         ]
+        if layer.spec.latent:
+            self.v = [k[..., : layer.spec.v_head_dim] for k in self.k]
         need = [-(-n // block_size) for n in lengths]
         blocks = list(range(1, sum(need) + 3))
         random.Random(seed).shuffle(blocks)

@@ -66,6 +66,7 @@ LACKING = {
     "softcap": (True, "softcap"),
     "sinks": (True, "sinks"),
     "non_causal": (True, "attention to later tokens"),
+    "latent": (True, "a cache without values (MLA)"),
 }
 
 
@@ -74,6 +75,12 @@ def test_every_need_can_be_lacking(name: str) -> None:
     assert NARROW.lacking(PLAIN) == []
     value, said = LACKING[name]
     assert ", ".join(NARROW.lacking(replace(PLAIN, **{name: value}))) == said
+
+
+def test_a_cache_without_values_is_not_quantized() -> None:
+    can = replace(NARROW, latent=True, kv_dtypes=frozenset({"auto", "bfloat16", "int8"}))
+    for name, lacks in (("auto", []), ("bfloat16", []), ("int8", ["KV cache of int8 without values (MLA)"])):  # fmt: skip
+        assert can.lacking(replace(PLAIN, latent=True, kv_dtype=name)) == lacks
 
 
 def test_the_first_usable_backend_is_chosen_and_logged(

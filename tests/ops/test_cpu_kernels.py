@@ -139,8 +139,8 @@ class Paged:
     """Rows of a batch over a scattered cache."""
 
     def __init__(
-        self, sizes: list[tuple[int, int]], heads: int, kv: int, D: int, E: int, block: int
-    ):
+        self, sizes: list[tuple[int, int]], heads: int, kv: int, D: int, E: int, block: int, latent: bool = False
+    ):  # fmt: skip
         rng = draw(D * block + heads)
         self.sizes, self.block, self.heads, self.kv = (
             sizes,
@@ -154,6 +154,8 @@ class Paged:
         count = most * len(sizes) + 1
         self.keys = torch.randn(count, kv, block, D, generator=rng).bfloat16()
         self.values = torch.randn(count, kv, block, E, generator=rng).bfloat16()
+        if latent:
+            self.values = self.keys[..., :E]
         for row, (_, length) in enumerate(sizes):  # no kernel may read what was never written
             blocks = self.table[row][torch.arange(length, most * block) // block].long()
             places = torch.arange(length, most * block) % block
@@ -239,6 +241,19 @@ def test_attention(kernels: bindings.Kernels, kind: str) -> None:
         r, a, b = chunk
         alone = paged.run(kernels, [chunk], window, cap, sinks)
         assert torch.equal(alone, whole[paged.starts[r] + a : paged.starts[r] + b]), chunk
+
+
+@pytest.mark.parametrize("sizes", [(16, 1, 576, 512, 64), (4, 1, 96, 64, 16), (2, 2, 64, 32, 16)])
+def test_values_that_are_the_first_features_of_their_keys(
+    kernels: bindings.Kernels, sizes: tuple[int, int, int, int, int]
+) -> None:
+    """MLA keeps keys only; the same bits as with a copy of the values."""
+    paged, both = Paged(MIXED, *sizes, latent=True), Paged(MIXED, *sizes)
+    both.keys, both.values = paged.keys, paged.values.contiguous()
+    rows = [(r, 0, new) for r, (new, _) in enumerate(MIXED)]
+    whole = paged.run(kernels, rows, 0, 0.0, False)
+    near(whole, both.definition(0, 0.0, False), 0.02)
+    assert torch.equal(whole, both.run(kernels, rows, 0, 0.0, False))
 
 
 def test_a_long_prompt_gets_the_bits_of_its_chunks(kernels: bindings.Kernels) -> None:

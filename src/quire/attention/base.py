@@ -18,7 +18,7 @@ from quire.attention.kv_quantization import Part, parts
 from quire.attention.names import BACKENDS
 from quire.errors import ConfigError
 from quire.forward_context import ForwardBatch
-from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.kvcache.specs import ELEMENTS, CacheSpec, WindowSpec
 from quire.logging import get_logger
 
 log = get_logger(__name__)
@@ -36,6 +36,7 @@ class AttentionSpec:
         sinks: [H], one score per head that enters the softmax without a value.
         cache: the tensors that the backend's `cache_parts` describes; None until they are allocated.
         causal: False: a token attends to all tokens of its row, also to later ones. The row's prompt must be one step.
+        latent: a value is the first v_head_dim features of its key, so the cache has keys only (MLA).
     """
 
     num_heads: int
@@ -48,10 +49,12 @@ class AttentionSpec:
     sinks: Tensor | None = None
     cache: Any = None
     causal: bool = True
+    latent: bool = False
 
     def cache_spec(self, dtype: str) -> CacheSpec:
         """The KV cache of this layer; dtype: name of the element type (kvcache/specs.py)."""
-        sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, dtype)
+        v_head_dim = 0 if self.latent else self.v_head_dim
+        sizes = (self.num_kv_heads, self.head_dim, v_head_dim, dtype)
         return CacheSpec(*sizes) if self.window is None else WindowSpec(*sizes, window=self.window)
 
 
@@ -78,6 +81,7 @@ class Needs:
     softcap: bool = False
     sinks: bool = False
     non_causal: bool = False
+    latent: bool = False
     block_size: int = 64
 
     @staticmethod
@@ -95,6 +99,7 @@ class Needs:
             softcap=any(spec.softcap is not None for spec in found),
             sinks=any(spec.sinks is not None for spec in found),
             non_causal=not all(spec.causal for spec in found),
+            latent=any(spec.latent for spec in found),
             block_size=block_size,
         )
 
@@ -105,6 +110,7 @@ FEATURES = {
     "softcap": "softcap",
     "sinks": "sinks",
     "non_causal": "attention to later tokens",
+    "latent": "a cache without values (MLA)",
 }
 """Fields of `Needs` and `Capabilities`, in words."""
 
@@ -123,6 +129,7 @@ class Capabilities:
     softcap: bool = False
     sinks: bool = False
     non_causal: bool = False
+    latent: bool = False
     graphs: bool = False
 
     def lacking(self, needs: Needs) -> list[str]:
@@ -134,6 +141,8 @@ class Capabilities:
             out.append(f"dtype {needs.dtype}")
         if needs.kv_dtype not in self.kv_dtypes:
             out.append(f"KV cache of {needs.kv_dtype}")
+        elif needs.latent and needs.kv_dtype in ELEMENTS and ELEMENTS[needs.kv_dtype].beside:
+            out.append(f"KV cache of {needs.kv_dtype} without values (MLA)")
         if self.head_dims is not None:
             out += [f"head size {d}" for d in sorted(needs.head_dims) if d not in self.head_dims]
         if self.block_sizes is not None and needs.block_size not in self.block_sizes:

@@ -40,12 +40,13 @@ class CpuAttention(AttentionBackend):
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"bfloat16"}),
         kv_dtypes=frozenset({"auto", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"}),
-        head_dims=range(STEP, 513, STEP),
+        head_dims=range(STEP, 577, STEP),
         block_sizes=range(TOKENS, 4097, TOKENS),
         differing_values=True,
         windows=True,
         softcap=True,
         sinks=True,
+        latent=True,
     )
 
     def __init__(self) -> None:
@@ -74,7 +75,8 @@ class CpuAttention(AttentionBackend):
         addresses, block_size = cache_addresses(spec.cache), spec.cache[0].shape[2]
         keys, values, key_scales, value_scales, kind = addresses
         self._write(k_TKD, (keys, key_scales), meta.slots_T, block_size, kind, True)
-        self._write(v_TKE, (values, value_scales), meta.slots_T, block_size, kind, False)
+        if not spec.latent:
+            self._write(v_TKE, (values, value_scales), meta.slots_T, block_size, kind, False)
         q_THD = _side_by_side(q_THD)
         sinks_H = None if spec.sinks is None else spec.sinks.float().contiguous()
         o_THE = torch.empty((len(q_THD), spec.num_heads, spec.v_head_dim), dtype=torch.bfloat16)

@@ -49,8 +49,13 @@ class Part(NamedTuple):
 
 
 def parts(spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[Part, ...]:
-    """Keys [blocks, K, block_size, D], values [blocks, K, block_size, E]; if quantized, then the scales of both."""
+    """Keys [blocks, K, block_size, D], values [blocks, K, block_size, E]; if quantized, then the scales of both.
+
+    Without values (MLA), keys only.
+    """
     dtype, shape = DTYPES[spec.dtype], (num_blocks, spec.num_kv_heads, block_size)
+    if not spec.v_head_dim:
+        return (Part((*shape, spec.head_dim), dtype),)
     found = (Part((*shape, spec.head_dim), dtype), Part((*shape, spec.v_head_dim), dtype))
     return (*found, *(Part(shape, torch.float32),) * 2) if dtype in MAX_CODE else found
 

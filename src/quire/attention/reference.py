@@ -89,6 +89,7 @@ class ReferenceAttention(AttentionBackend):
         softcap=True,
         sinks=True,
         non_causal=True,
+        latent=True,
     )
 
     def __init__(self, tile: int = TILE):
@@ -131,7 +132,8 @@ class ReferenceAttention(AttentionBackend):
             q_THD = kv_quantization.query(q_THD, spec.cache[0].dtype)
         else:
             _write(spec.cache[0], k_TKD, meta.slots_T)
-            _write(spec.cache[1], v_TKE, meta.slots_T)
+            if not spec.latent:
+                _write(spec.cache[1], v_TKE, meta.slots_T)
         for unit in meta.units:
             o_THE[unit.tokens] = attend(spec, unit, q_THD[unit.tokens], meta).to(o_THE.dtype)
         return o_THE
@@ -229,7 +231,8 @@ def _attend_unit(spec: AttentionSpec, unit: Unit, spans: list[Span], q: Tensor) 
         total += 1
     out = q_BKQGD.new_zeros(B, K, rows, G, E)
     for span in spans:
-        k_BKSD, v_BKSE = (_gather(spec.cache[i::2], span) for i in (0, 1))
+        k_BKSD = _gather(spec.cache[::2], span)
+        v_BKSE = k_BKSD[..., :E] if spec.latent else _gather(spec.cache[1::2], span)
         if span.unseen_BS is not None:  # 0 times unwritten memory may be NaN
             v_BKSE.masked_fill_(span.unseen_BS[:, None, :, None], 0.0)
         for queries, hidden_BQS in span.tiles:

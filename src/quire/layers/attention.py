@@ -23,7 +23,7 @@ class Attention(nn.Module):
     Args:
         scale: factor of q·k before the softmax; None: head_dim ** -0.5.
         v_head_dim: size of a value; None: head_dim.
-        window, softcap, sinks, causal: see `AttentionSpec`.
+        window, softcap, sinks, causal, latent: see `AttentionSpec`.
         layer_index: index of the layer in its model, for messages.
     """
 
@@ -43,6 +43,7 @@ class Attention(nn.Module):
         softcap: float | None = None,
         sinks: nn.Parameter | None = None,
         causal: bool = True,
+        latent: bool = False,
         layer_index: int = 0,
     ):
         super().__init__()
@@ -54,12 +55,17 @@ class Attention(nn.Module):
             raise ValueError("a layer with a window must be causal")
         scale = head_dim**-0.5 if scale is None else scale
         sizes = (num_heads, num_kv_heads, head_dim, v_head_dim or head_dim)
-        self.spec = AttentionSpec(*sizes, scale, window, softcap, sinks, causal=causal)
+        self.spec = AttentionSpec(
+            *sizes, scale, window, softcap, sinks, causal=causal, latent=latent
+        )
         self.sinks = sinks  # a weight of this module; loading may replace it until `bind`
         self.layer_index = layer_index
 
     def bind(self, backend: AttentionBackend, cache: Any, kv_group: int = 0) -> None:
         """Compute with this backend and cache from now on."""
+        if self.spec.latent:
+            (keys,) = cache
+            cache = (keys, keys[..., : self.spec.v_head_dim])
         self.spec = replace(self.spec, cache=cache, sinks=self.sinks)
         self.backend, self.kv_group = backend, kv_group
 

@@ -90,16 +90,16 @@ def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
     heads = model_size(config, "num_attention_heads", 1)
     hidden = model_size(config, "hidden_size", heads)
     layers = model_size(config, "num_hidden_layers", 1)
+    if latent := config.get("kv_lora_rank"):
+        return [CacheSpec(1, latent + (config.get("qk_rope_head_dim") or 0), 0, dtype)] * layers
     kv_heads = model_size(config, "num_key_value_heads", heads)
     dim = model_size(config, "head_dim", max(hidden // heads, 1))
-    key_dim = (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0) or dim
-    value_dim = config.get("v_head_dim") or dim
-    full = CacheSpec(kv_heads, key_dim, value_dim, dtype)
+    full = CacheSpec(kv_heads, dim, config.get("v_head_dim") or dim, dtype)
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
     if not window or not kinds:
         return [full] * layers
-    narrow = WindowSpec(kv_heads, key_dim, value_dim, dtype, window)
+    narrow = WindowSpec(kv_heads, dim, full.v_head_dim, dtype, window)
     return [narrow if kind == "sliding_attention" else full for kind in kinds]
 
 

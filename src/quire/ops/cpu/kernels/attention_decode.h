@@ -147,7 +147,9 @@ inline void values_of_few_split(const DecodeQueries& f, const Tokens& tokens, lo
 }
 
 // Whether values are used unpacked: then each query has two rows of weights.
-inline bool takes_unpacked_values(const DecodeQueries& f, const Paged& cache) { return cache.kind == KV_BF16 && 2 * f.count <= 16; }
+inline bool takes_unpacked_values(const DecodeQueries& f, const Paged& cache) {
+  return cache.kind == KV_BF16 && cache.value_step() == cache.E && 2 * f.count <= 16;
+}
 
 inline void begin_few(const DecodeQueries& f, const Paged& cache, Shape& shape) {
   const long D = cache.D;

@@ -48,7 +48,7 @@ void scores_direct(const bf16* q, const Tokens& tokens, long t, float* scores) {
 // sums [N, E], columns [e, e + 32 * PANELS), += weights [N, from..width] * values; `fresh`: instead of adding.
 template <int N, int PANELS>
 void values_direct(const bf16* weights, const Tokens& tokens, long start, long from, long width, long e, bool fresh, float* sums) {
-  const long E = tokens.cache.E;
+  const long E = tokens.cache.E, step = tokens.cache.value_step();
   Floats c[N][2 * PANELS];
 #pragma GCC unroll 12
   for (int n = 0; n < N; n++)
@@ -56,15 +56,15 @@ void values_direct(const bf16* weights, const Tokens& tokens, long start, long f
     for (int i = 0; i < 2 * PANELS; i++) c[n][i] = fresh ? floats(0.f) : load(sums + n * E + e + i * 16);
   for (long t = from; t < width; t += 16) {
     const long count = tokens.end - start - t;
-    const bf16* values = (const bf16*)tokens.cache.values + tokens.slot(start + t) * E + e;
-    Prefetch ahead = e ? Prefetch{nullptr} : tokens.ahead(tokens.cache.values, start + t, E * 2);
-    for (long i = 0; i < 16; i += 2, values += 2 * E) {
-      ahead.issue(E / 16);
+    const bf16* values = (const bf16*)tokens.cache.values + tokens.slot(start + t) * step + e;
+    Prefetch ahead = e ? Prefetch{nullptr} : tokens.ahead(tokens.cache.values, start + t, step * 2);
+    for (long i = 0; i < 16; i += 2, values += 2 * step) {
+      ahead.issue(step / 16);
 #pragma GCC unroll 4
       for (int panel = 0; panel < PANELS; panel++) {
         const bf16* at = values + panel * 32;
         Ints early, late;
-        interleave(i < count ? at : nullptr, i + 1 < count ? at + E : nullptr, early, late);
+        interleave(i < count ? at : nullptr, i + 1 < count ? at + step : nullptr, early, late);
 #pragma GCC unroll 12
         for (int n = 0; n < N; n++) {
           const bf16* pair = weights + n * TILE + t + i;

@@ -2,6 +2,7 @@
 //
 // Cache: keys [blocks, heads, block_size, D], values [blocks, heads, block_size, E]; a quantized one also has the scales of both,
 // [blocks, heads, block_size]; a block holds a multiple of 16 tokens. Codes are converted to bf16 exactly; their scales are returned.
+// If keys and values are at one address (MLA), a bf16 value is the first E elements of its key.
 #pragma once
 #include "kv_codec.h"
 #include "gemm_kernel.h"
@@ -17,6 +18,7 @@ struct Paged {
   const float *key_scales, *value_scales;  // of a quantized cache
   const int* table;                        // [rows, table_step]: blocks of each row
   long kind, table_step, heads, block_size, D, E;
+  long value_step() const { return keys == values ? D : E; }  // elements from a value to the next
 };
 
 // A prefetch of some lines at a time: a burst would fill the core's 16 fill buffers, and its own loads would wait for one.
@@ -73,12 +75,12 @@ inline void pack_keys(C, const uint8_t* from, long D, bf16* to, Prefetch ahead) 
 }
 
 // 16 values, `columns` of their E -> 8 lines (of pairs of tokens) of each panel of 32; tokens from `count` on are zeros.
-inline void pack_values(const bf16* from, long E, long columns, long count, bf16* to, long panel_step, Prefetch ahead) {
-  for (long pair = 0; pair < 8; pair++, ahead.issue(E / 16))
+inline void pack_values(const bf16* from, long step, long columns, long count, bf16* to, long panel_step, Prefetch ahead) {
+  for (long pair = 0; pair < 8; pair++, ahead.issue(step / 16))
     for (long e = 0; e < columns / 32; e++) {
-      const bf16* at = from + 2 * pair * E + e * 32;
+      const bf16* at = from + 2 * pair * step + e * 32;
       bf16* line = to + e * panel_step + pair * 32;
-      interleave(2 * pair < count ? at : nullptr, 2 * pair + 1 < count ? at + E : nullptr, line, line + HALF);
+      interleave(2 * pair < count ? at : nullptr, 2 * pair + 1 < count ? at + step : nullptr, line, line + HALF);
     }
 }
 template <class C>
@@ -141,13 +143,13 @@ inline void pack_32_keys(const Tokens& tokens, long t, bf16* to, float* key_scal
 // from `end` on are zeros.
 inline void pack_32_values(const Tokens& tokens, long t, long e, long columns, bf16* to, long panel_step) {
   const Paged& cache = tokens.cache;
-  const long E = cache.E, size = E * tokens.bytes();
+  const long step = cache.value_step(), size = step * tokens.bytes();
   for (long half = 0; half < 2; half++, t += 16, to += 8 * 32) {
     const long count = std::max<long>(0, std::min<long>(16, tokens.end - t));
     const char* from = (const char*)cache.values + tokens.slot(t) * size + e * tokens.bytes();
     const Prefetch ahead = e ? Prefetch{nullptr} : tokens.ahead(cache.values, t, size);
-    if (cache.kind == KV_BF16) pack_values((const bf16*)from, E, columns, count, to, panel_step, ahead);
-    with_code(cache.kind, [&](auto code) { pack_values(code, (const uint8_t*)from, E, columns, count, to, panel_step, ahead); });
+    if (cache.kind == KV_BF16) pack_values((const bf16*)from, step, columns, count, to, panel_step, ahead);
+    with_code(cache.kind, [&](auto code) { pack_values(code, (const uint8_t*)from, step, columns, count, to, panel_step, ahead); });
   }
 }
 

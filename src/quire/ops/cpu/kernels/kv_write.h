@@ -4,7 +4,7 @@
 
 namespace quire {
 
-constexpr long MAX_D = 512;
+constexpr long MAX_D = 576;
 constexpr float NOTHING = 1e-30f;  // a vector without a larger element is stored as zeros
 
 // One vector of D: its codes, and its scale.
