@@ -64,7 +64,8 @@ def test_a_library_of_another_layout_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert KERNELS is not None
-    wrong = broken(structs.CLayer, len(structs.CLayer._fields_) - 5)["missing"]
+    window = [name for name, _ in structs.CLayer._fields_].index("window")
+    wrong = broken(structs.CLayer, window)["missing"]
     monkeypatch.setattr(structs, "MIRRORS", (structs.CWeight, wrong))
     with pytest.raises(build.CannotBuild, match=r"Layer\.window is 8 bytes at .*absent in str"):
         bindings.Kernels(KERNELS.isa)

@@ -1,6 +1,6 @@
 """The structs that Python fills and the CPU kernels read: ctypes mirrors of the C++ ones, compared when a library loads.
 
-Knows names, types and the order of fields. Does not know what they mean: kernels/layer.h, step.h and sampling.h say so.
+Knows names, types and the order of fields. Does not know what they mean: kernels/layer.h, experts.h, step.h and sampling.h say so.
 A field that is added on one side alone, or in another place, refuses the library.
 """
 
@@ -16,14 +16,24 @@ def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
-"""Numbers of the activations of gated layers (`Activation` in kernels/common.h); 0: not gated."""
+ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "clamped_swiglu": 4, "relu2": 5}
+"""Numbers of the activations of gated layers, and of relu2 (`Activation` in kernels/common.h); 0: none."""
 
 
 class CWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(c_void_p, "data scale sum zero order bias"),
         *_all(c_int64, "outs ins group"),
+    ]
+
+
+class CExperts(ctypes.Structure):
+    """`references` keeps references to what it points to."""
+
+    references: Any
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(c_void_p, "gate_up down"),
+        *_all(c_int64, "count chosen hidden act"),
     ]
 
 
@@ -77,7 +87,15 @@ class CRows(ctypes.Structure):
     ]
 
 
-MIRRORS: tuple[type[ctypes.Structure], ...] = (CWeight, CLayer, CStep, CModel, CRowParams, CRows)
+MIRRORS: tuple[type[ctypes.Structure], ...] = (
+    CWeight,
+    CExperts,
+    CLayer,
+    CStep,
+    CModel,
+    CRowParams,
+    CRows,
+)
 
 Layout = dict[str, tuple[int, int]]
 """By field: offset and size in bytes; by "": those of the whole struct."""

@@ -48,8 +48,9 @@ inline Floats tanh_of(Floats x) {  // 1 - 2 / (e^2x + 1)
   return one - floats(2.f) / (exp2_of(x * floats(2 * LOG2E)) + one);
 }
 
-// The activations of gated layers; structs.py has their numbers, too.
-enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH };
+// The activations of gated layers, and the square of ReLU, which has no gate; structs.py has their numbers, too.
+enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU, RELU_SQUARED };
+inline bool is_gated(int act) { return act != NO_ACTIVATION && act != RELU_SQUARED; }
 
 // x / (1 + e^-y): silu for y = x.
 inline Floats times_sigmoid(Floats x, Floats y) { return x * inverse(exp2_of(y * floats(-LOG2E)) + floats(1.f)); }
@@ -72,7 +73,19 @@ inline Floats activated(Floats x, int act) {
 }
 
 // activation(gate) * other, rounded where ops/reference.py would write a tensor.
-inline Floats gated(Floats gate, Floats other, int act) { return rounded(activated(gate, act)) * other; }
+inline Floats gated(Floats gate, Floats other, int act) {
+  if (act == CLAMPED_SWIGLU) {  // gpt-oss; min and max give their second argument if one is NaN
+    gate = min(floats(7.f), gate), other = rounded(min(floats(7.f), max(floats(-7.f), other)) + floats(1.f));
+    return rounded(times_sigmoid(gate, rounded(gate * floats(1.702f)))) * other;
+  }
+  return rounded(activated(gate, act)) * other;
+}
+
+inline Floats ungated(Floats x, int act) {
+  if (act != RELU_SQUARED) return x;
+  x = max(floats(0.f), rounded(x));
+  return x * x;
+}
 
 // Memory of one thread, which lives as long as the thread and only grows; new memory is zeroed.
 template <class T>

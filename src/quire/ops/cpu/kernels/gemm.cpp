@@ -7,9 +7,9 @@
 // y = (sum - ZERO_BYTE * sum of w) * scale of x * scale of w.
 //
 // Threads share the panels. Rows are processed in blocks whose x stays in the L2 cache while the panels stream through.
-#include "quantize_activations.h"
-#include "exports.h"
 #include "gemm_many_rows.h"
+#include "layer.h"
+#include "quantize_activations.h"
 
 namespace quire {
 
@@ -124,30 +124,49 @@ void some_rows(const Job<F>& job, long panel0, long panel1, const typename F::Va
   }
 }
 
+// Panels [panel0, panel1) by the calling thread alone.
+template <Kind KIND, class F>
+void panels_alone(const Job<F>& job, long panel0, long panel1) {
+  static thread_local Scratch<typename F::Value> keep;
+  const long padded = (job.rows + 31) / 32 * 32;
+  if (straight(job)) {
+    const long parts = (job.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    for (long i = 0; i < parts; i++) {
+      const long m = job.rows * i / parts;
+      few_rows<KIND>(job, m, job.rows * (i + 1) / parts - m, panel0, panel1);
+    }
+  } else if (job.rows >= AMX_MIN_ROWS) {
+    many_rows<KIND>(job, {0, job.rows, panel0, panel1});
+  } else {
+    auto* x = keep.at_least(padded * job.ins);
+    for (long m = 0; m < padded; m += 32) gather_rows(job, m, x + m * job.ins);
+    some_rows<KIND>(job, panel0, panel1, x);
+  }
+  end_products();
+}
+
 template <Kind KIND, class F>
 void linear(const Job<F>& job) {
   static thread_local Scratch<typename F::Value> shared;  // of the calling thread: two engines may run at once
   const long panels = job.outs / 32, padded = (job.rows + 31) / 32 * 32;
-  auto* x = !straight(job) && job.rows < AMX_MIN_ROWS ? shared.at_least(padded * job.ins) : nullptr;
+  const bool some = !straight(job) && job.rows < AMX_MIN_ROWS;
+  auto* x = some ? shared.at_least(padded * job.ins) : nullptr;
 #pragma omp parallel
   {
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
     const long panel0 = panels * t / team, panel1 = panels * (t + 1) / team;
-    if (straight(job)) {
-      const long parts = (job.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-      for (long i = 0; i < parts; i++) {
-        const long m = job.rows * i / parts;
-        few_rows<KIND>(job, m, job.rows * (i + 1) / parts - m, panel0, panel1);
-      }
-    } else if (job.rows >= AMX_MIN_ROWS) {
-      many_rows<KIND>(job, share(job, t, team));
-    } else {
+    if (some) {
       for (long m = padded / 32 * t / team; m < padded / 32 * (t + 1) / team; m++)
         gather_rows(job, m * 32, x + m * 32 * job.ins);
 #pragma omp barrier
       some_rows<KIND>(job, panel0, panel1, x);
+      end_products();
+    } else if (job.rows >= AMX_MIN_ROWS && !straight(job)) {
+      many_rows<KIND>(job, share(job, t, team));
+      end_products();
+    } else {
+      panels_alone<KIND>(job, panel0, panel1);
     }
-    end_products();
   }
 }
 
@@ -185,22 +204,46 @@ void multiply_panel(const Job<F>& job, long first, long rows, long panel, typena
   }
 }
 
+// Panels [panel0, panel1) by the calling thread alone.
+template <Kind KIND, class F>
+void panels_alone(const Job<F>& job, long panel0, long panel1) {
+  alignas(64) typename F::Sum sums[ROWS * TURNS * 32];
+  long block = std::max<long>(48, (640 << 10) / (job.steps() * 64) / ROWS * ROWS);
+  if (job.rows <= block * 5 / 4) block = job.rows;
+  for (long m = 0; m < job.rows; m += block)
+    for (long panel = panel0; panel < panel1; panel++) multiply_panel<KIND>(job, m, std::min(block, job.rows - m), panel, sums);
+}
+
 template <Kind KIND, class F>
 void linear(const Job<F>& job) {
   const long panels = job.outs / 32;
-  long block = std::max<long>(48, (640 << 10) / (job.steps() * 64) / ROWS * ROWS);
-  if (job.rows <= block * 5 / 4) block = job.rows;
 #pragma omp parallel
   {
-    alignas(64) typename F::Sum sums[ROWS * TURNS * 32];
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
-    for (long m = 0; m < job.rows; m += block)
-      for (long panel = panels * t / team; panel < panels * (t + 1) / team; panel++)
-        multiply_panel<KIND>(job, m, std::min(block, job.rows - m), panel, sums);
+    panels_alone<KIND>(job, panels * t / team, panels * (t + 1) / team);
   }
 }
 
 #endif
+
+void Weight::panels_bf16(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const {
+  Job<Bf16> job{x, x_row, (const bf16*)data, bias, y, y_row, rows, outs, ins, nullptr, nullptr, nullptr};
+  job.act = act;
+  is_gated(act) ? panels_alone<GATED>(job, panel0, panel1) : panels_alone<PLAIN>(job, panel0, panel1);
+}
+
+void Weight::panels_int8(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const {
+  static thread_local Scratch<uint8_t> keep;
+  static thread_local Scratch<float> keep_scales;
+  Job<Int8> job{nullptr, ins, (const int8_t*)data, bias, y, y_row, rows, outs, ins, nullptr, scale, sum, x, x_row, act};
+  if (rows < AMX_MIN_ROWS) {
+    uint8_t* bytes = keep.at_least(rows * ins + 64);
+    float* scales = keep_scales.at_least(rows);
+    rows_to_bytes(x, x_row, rows, bytes, ins, 64, ins, scales);
+    job.x = bytes, job.x_scale = scales, job.raw = nullptr;
+  }
+  is_gated(act) ? panels_alone<GATED>(job, panel0, panel1) : panels_alone<PLAIN>(job, panel0, panel1);
+}
 
 }  // namespace quire
 
@@ -211,7 +254,7 @@ EXPORT void quire_linear(const bf16* x, long x_row, const bf16* w, const bf16* b
                          long outs, long ins, int act) {
   Job<Bf16> job{x, x_row, w, bias, y, y_row, rows, outs, ins, nullptr, nullptr, nullptr};
   job.act = act;
-  act ? linear<GATED>(job) : linear<PLAIN>(job);
+  is_gated(act) ? linear<GATED>(job) : linear<PLAIN>(job);
 }
 
 // The same with int8 weights; ins is a multiple of 64.
@@ -228,5 +271,5 @@ EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const 
       rows_to_bytes(x + r * x_row, x_row, std::min(4L, rows - r), bytes + r * ins, ins, 64, ins, scales + r);
     job.x = bytes, job.x_scale = scales, job.raw = nullptr;
   }
-  act ? linear<GATED>(job) : linear<PLAIN>(job);
+  is_gated(act) ? linear<GATED>(job) : linear<PLAIN>(job);
 }

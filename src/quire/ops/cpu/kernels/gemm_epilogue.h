@@ -18,7 +18,7 @@ struct Job {
   const int32_t* w_sum;            // int8: 128 times the sum of each row of w, [N]
   const bf16* raw = nullptr;       // int8: x before quantization, if that is still to be done
   long raw_row = 0;
-  int act = NO_ACTIVATION;         // of a gated layer
+  int act = NO_ACTIVATION;
 
   long steps() const { return ins / F::K; }
 };
@@ -65,7 +65,10 @@ struct Finish {
   // A row's sums, 16 and 16, to outputs: 32 values of y, or in `left` 16 of a gated panel.
   void values(long row, const Sum* sums, const Sum* later, Floats& left, Floats& right) const {
     left = early.value(sums, x_scale, row), right = late.value(later, x_scale, row);
-    if (KIND == GATED) left = gated(rounded(left), rounded(right), act);
+    if (KIND == GATED)
+      left = gated(rounded(left), rounded(right), act);
+    else
+      left = ungated(left, act), right = ungated(right, act);
   }
   void rows(long first, long count, const Sum* sums, const Sum* later, long step) const {
     bf16* to = y + first * y_row;

@@ -6,7 +6,7 @@
 // Each group of a row of x is quantized to signed bytes with a scale of its own. Sums of a group are exact integers; groups are
 // added in order, with the same float instructions in every path, so a row's bits do not depend on the other rows.
 #include "quantize_activations.h"
-#include "exports.h"
+#include "layer.h"
 #include "int4_dot.h"
 #include "norm_rope_act.h"
 
@@ -26,7 +26,7 @@ struct Job4 {
   const bf16* bias;  // [N], or null
   bf16* y;
   long y_row, rows, outs, ins, group, groups;
-  int act;  // of a gated layer
+  int act;
 
   const uint8_t* panel(long p) const { return w + p * ins * 16; }
   // Prefetches the scales of 32 outputs, as far ahead as weights are prefetched.
@@ -59,7 +59,7 @@ inline void finish(const Job4& job, long row, long panel, const float* total) {
   if (GATED)
     store(y, gated(rounded(left), rounded(right), job.act));
   else
-    store(y, left, right);
+    store(y, ungated(left, job.act), ungated(right, job.act));
 }
 
 // N rows by TILES x 16 outputs of a panel; total: [N][32].
@@ -256,29 +256,49 @@ void by_tiles(const Job4& job, long panel0, long panel1, const int8_t* x, int de
 
 #endif
 
+#ifdef QUIRE_AMX
+
+// How many inputs a tile takes at once.
+inline int deep_of(const Job4& job) { return job.group % 64 ? 32 : 64; }
+inline long tiles_of(const Job4& job) { return job.rows >= TILE_MAX_ROWS ? (job.rows + 31) / 32 : 0; }  // of gathered rows
+
+#else
+
+inline long tiles_of(const Job4&) { return 0; }
+
+#endif
+
+// Panels [panel0, panel1) by the calling thread alone; x: gathered rows, if there are tiles of them.
+template <bool GATED>
+void panels_alone(const Job4& job, long panel0, long panel1, [[maybe_unused]] const int8_t* x) {
+#ifdef QUIRE_AMX
+  if (tiles_of(job)) return by_tiles<GATED>(job, panel0, panel1, x, deep_of(job));
+  if (job.rows > 16) return by_few_tiles<GATED, true>(job, panel0, panel1, deep_of(job));
+  if (job.rows >= TILE_MIN_ROWS) return by_few_tiles<GATED, false>(job, panel0, panel1, deep_of(job));
+#endif
+  by_registers<GATED>(job, panel0, panel1);
+}
+
+inline void gather_tiles([[maybe_unused]] const Job4& job, [[maybe_unused]] long first, [[maybe_unused]] long end,
+                         [[maybe_unused]] int8_t* x) {
+#ifdef QUIRE_AMX
+  for (long i = first; i < end; i++) gather(job, i * 32, deep_of(job), x + i * 32 * job.ins);
+#endif
+}
+
 template <bool GATED>
 void multiply(const Job4& job) {
-  const long panels = job.outs / 32;
-#ifdef QUIRE_AMX
   static thread_local Scratch<int8_t> keep;  // of the calling thread
-  const long tiles = (job.rows + 31) / 32;
-  const int deep = job.group % 64 ? 32 : 64;
-  int8_t* x = job.rows >= TILE_MAX_ROWS ? keep.at_least(tiles * 32 * job.ins) : nullptr;
-#endif
+  const long panels = job.outs / 32, tiles = tiles_of(job);
+  int8_t* x = tiles ? keep.at_least(tiles * 32 * job.ins) : nullptr;
 #pragma omp parallel
   {
     const long t = omp_get_thread_num(), team = omp_get_num_threads();
-    const long panel0 = panels * t / team, panel1 = panels * (t + 1) / team;
-#ifdef QUIRE_AMX
-    if (x) {
-      for (long i = tiles * t / team; i < tiles * (t + 1) / team; i++) gather(job, i * 32, deep, x + i * 32 * job.ins);
+    if (tiles) {
+      gather_tiles(job, tiles * t / team, tiles * (t + 1) / team, x);
 #pragma omp barrier
-      by_tiles<GATED>(job, panel0, panel1, x, deep);
-    } else if (job.rows >= TILE_MIN_ROWS) {
-      job.rows > 16 ? by_few_tiles<GATED, true>(job, panel0, panel1, deep) : by_few_tiles<GATED, false>(job, panel0, panel1, deep);
-    } else
-#endif
-      by_registers<GATED>(job, panel0, panel1);
+    }
+    panels_alone<GATED>(job, panels * t / team, panels * (t + 1) / team, x);
   }
 }
 
@@ -302,7 +322,55 @@ inline void groups_to_bytes(const bf16* x, int8_t* to, long group, float* scale,
   for (int i = 0; i < N; i++) sum[i * next] = sum_of(to_floats(added[i]));
 }
 
+// The rows of x, quantized, in memory of the calling thread.
+struct Bytes {
+  Scratch<int8_t> bytes;
+  Scratch<Word> words;
+  Scratch<float> scales;
+  Scratch<bf16> ordered;
+
+  void reserve(long rows, const Weight& w) {
+    bytes.at_least(rows * w.ins);
+    if (!WORDS_ARE_BYTES) words.at_least(rows * w.ins / 4);
+    scales.at_least(2 * rows * (w.ins / w.group));
+  }
+  Job4 job(const Weight& w, bf16* y, long y_row, long rows, int act) const {
+    const long groups = w.ins / w.group;
+    const Word* all = WORDS_ARE_BYTES ? (const Word*)bytes.data : words.data;
+    return {bytes.data, all, scales.data, scales.data + rows * groups, (const uint8_t*)w.data, w.scale, w.zero, w.bias,
+            y, y_row, rows, w.outs, w.ins, w.group, groups, act};
+  }
+  // `keep`: of the thread that quantizes this row.
+  void quantize(const Weight& w, const bf16* from, long r, long rows, Scratch<bf16>& keep) const {
+    const long ins = w.ins, group = w.group;
+    if (w.order) {
+      bf16* ordered = keep.at_least(ins);
+      for (long k = 0; k < ins; k++) ordered[k] = from[w.order[k]];
+      from = ordered;
+    }
+    int8_t* to = bytes.data + r * ins;
+    float *scale = scales.data + r, *sum = scale + rows * (ins / group);
+    each_four(ins / group, [&](long g, auto n) {
+      groups_to_bytes<n>(from + g * group, to + g * group, group, scale + g * rows, sum + g * rows, rows);
+    });
+    if (WORDS_ARE_BYTES) return;
+    for (long k = 0; k < ins / 4; k++) words.data[r * (ins / 4) + k] = word_of(to + k * 4);
+  }
+};
+
 }  // namespace
+
+void Weight::panels_int4(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const {
+  static thread_local Bytes keep;
+  static thread_local Scratch<int8_t> keep_tiles;
+  keep.reserve(rows, *this);
+  for (long r = 0; r < rows; r++) keep.quantize(*this, x + r * x_row, r, rows, keep.ordered);
+  const Job4 job = keep.job(*this, y, y_row, rows, act);
+  const long tiles = tiles_of(job);
+  int8_t* gathered = tiles ? keep_tiles.at_least(tiles * 32 * ins) : nullptr;
+  gather_tiles(job, 0, tiles, gathered);
+  is_gated(act) ? panels_alone<true>(job, panel0, panel1, gathered) : panels_alone<false>(job, panel0, panel1, gathered);
+}
 
 }  // namespace quire
 
@@ -312,28 +380,15 @@ using namespace quire;
 EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const float* w_scale, const uint8_t* w_zero,
                               const int32_t* order, const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins,
                               long group, int act) {
-  static thread_local Scratch<int8_t> keep_bytes;
-  static thread_local Scratch<Word> keep_words;
-  static thread_local Scratch<float> keep_scales;  // of the calling thread
-  const long groups = ins / group;
-  int8_t* bytes = keep_bytes.at_least(rows * ins);
-  Word* words = WORDS_ARE_BYTES ? (Word*)bytes : keep_words.at_least(rows * ins / 4);
-  float *scales = keep_scales.at_least(2 * rows * groups), *sums = scales + rows * groups;
+  static thread_local Bytes shared;  // of the calling thread
+  const Weight weight{w, w_scale, nullptr, w_zero, order, bias, outs, ins, group};
+  shared.reserve(rows, weight);
+  const Bytes& bytes = shared;  // in the team, `shared` is each thread's own
 #pragma omp parallel for if (rows > 1 && rows * ins >= 8192) schedule(static)
   for (long r = 0; r < rows; r++) {
-    static thread_local Scratch<bf16> keep_row;
-    const bf16* from = x + r * x_row;
-    if (order) {
-      bf16* ordered = keep_row.at_least(ins);
-      for (long k = 0; k < ins; k++) ordered[k] = from[order[k]];
-      from = ordered;
-    }
-    each_four(groups, [&](long g, auto n) {
-      groups_to_bytes<n>(from + g * group, bytes + r * ins + g * group, group, scales + g * rows + r, sums + g * rows + r, rows);
-    });
-    if (WORDS_ARE_BYTES) continue;
-    for (long k = 0; k < ins / 4; k++) words[r * (ins / 4) + k] = word_of(bytes + r * ins + k * 4);
+    static thread_local Scratch<bf16> keep;
+    bytes.quantize(weight, x + r * x_row, r, rows, keep);
   }
-  const Job4 job{bytes, words, scales, sums, w, w_scale, w_zero, bias, y, y_row, rows, outs, ins, group, groups, act};
-  act ? multiply<true>(job) : multiply<false>(job);
+  const Job4 job = bytes.job(weight, y, y_row, rows, act);
+  is_gated(act) ? multiply<true>(job) : multiply<false>(job);
 }

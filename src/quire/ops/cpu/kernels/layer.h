@@ -21,6 +21,17 @@ struct Weight {
     else
       quire_linear(x, x_row, (const bf16*)data, bias, y, y_row, rows, outs, ins, act);
   }
+
+  // Panels [panel0, panel1) of the same product, by the calling thread alone; of a gated weight an even number from an even one on.
+  void panels(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const {
+    (this->*(zero ? &Weight::panels_int4 : scale ? &Weight::panels_int8 : &Weight::panels_bf16))(x, x_row, y, y_row, rows, act, panel0, panel1);
+  }
+  long bits() const { return zero ? 4 : scale ? 8 : 16; }
+
+ private:
+  void panels_bf16(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
+  void panels_int8(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
+  void panels_int4(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
 };
 
 struct Layer {  // fixed once the model is loaded; a half without weights (qkv, gate_up) is not run

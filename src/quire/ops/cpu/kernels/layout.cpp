@@ -3,6 +3,7 @@
 
 #include <stddef.h>
 
+#include "experts.h"
 #include "step.h"
 
 using namespace quire;
@@ -13,6 +14,9 @@ using namespace quire;
 static const FieldLayout LAYOUTS[] = {
     WHOLE(Weight), FIELD(Weight, data), FIELD(Weight, scale), FIELD(Weight, sum), FIELD(Weight, zero), FIELD(Weight, order),
     FIELD(Weight, bias), FIELD(Weight, outs), FIELD(Weight, ins), FIELD(Weight, group),
+
+    WHOLE(Experts), FIELD(Experts, gate_up), FIELD(Experts, down), FIELD(Experts, count), FIELD(Experts, chosen),
+    FIELD(Experts, hidden), FIELD(Experts, act),
 
     WHOLE(Layer), FIELD(Layer, qkv), FIELD(Layer, o), FIELD(Layer, gate_up), FIELD(Layer, down), FIELD(Layer, first_norm),
     FIELD(Layer, second_norm), FIELD(Layer, q_norm), FIELD(Layer, k_norm), FIELD(Layer, keys), FIELD(Layer, values),

@@ -1,0 +1,16 @@
+// The routed experts of a mixture layer. ops/cpu/experts.py fills them in.
+#pragma once
+#include "layer.h"
+
+namespace quire {
+
+struct Experts {  // fixed once the model is loaded
+  const Weight *gate_up, *down;  // of each expert
+  int64_t count, chosen, hidden;  // chosen: experts of a token
+  int64_t act;
+};
+
+}  // namespace quire
+
+EXPORT void quire_experts(const quire::Experts* experts, const quire::bf16* x, long x_row, const int64_t* ids,
+                          const float* weights, quire::bf16* y, long tokens);

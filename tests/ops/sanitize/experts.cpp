@@ -1,0 +1,95 @@
+// Routed experts: against the product of each pair by itself, to the bit, for weights of every form.
+#include "experts.h"
+#include "harness.h"
+
+namespace {
+
+constexpr long HIDDEN = 128, INNER = 64, GROUP = 32;
+
+struct Mixture {
+  Random random{11};
+  std::vector<Guarded<bf16>> floats;
+  std::vector<Guarded<int8_t>> bytes;
+  std::vector<Guarded<float>> scales;
+  std::vector<Guarded<int32_t>> sums;
+  std::vector<Guarded<uint8_t>> nibbles;
+  std::vector<quire::Weight> gate_up, down;
+  quire::Experts experts{};
+
+  Mixture(long count, long chosen, int act) {
+    for (long i = 0; i < count; i++) {
+      const bool gated = quire::is_gated(act);
+      gate_up.push_back(weight(i % 3, gated ? 2 * INNER : INNER, HIDDEN, gated));
+      down.push_back(weight((i + 1) % 3, HIDDEN, INNER, false));
+    }
+    experts = {gate_up.data(), down.data(), count, chosen, HIDDEN, act};
+  }
+
+  quire::Weight weight(int form, long outs, long ins, bool gated) {
+    const bf16* bias = floats.emplace_back(random.bf16s(outs)).data;
+    if (form == 0) {
+      const auto w = random.bf16s(outs * ins, 0.1f);
+      bf16* packed = floats.emplace_back(outs * ins).data;
+      quire_pack(w, packed, outs, outs, ins, gated);
+      return {packed, nullptr, nullptr, nullptr, nullptr, bias, outs, ins, 0};
+    }
+    const long groups = form == 1 ? 1 : ins / GROUP;
+    float* scale = scales.emplace_back(outs * groups).data;
+    for (long o = 0; o < outs * groups; o++) scale[o] = (float)(1 + o % 7) / 1000;
+    if (form == 1) {
+      const auto w = random.bytes(outs * ins);
+      int8_t* packed = bytes.emplace_back(outs * ins).data;
+      int32_t* sum = sums.emplace_back(outs).data;
+      for (long o = 0; o < outs; o++) {
+        sum[o] = 0;
+        for (long k = 0; k < ins; k++) sum[o] += 128 * w[o * ins + k];
+      }
+      quire_pack_int8(w, packed, outs, outs, ins, gated);
+      return {packed, scale, sum, nullptr, nullptr, bias, outs, ins, 0};
+    }
+    const auto noise = [&](long size, long most) {
+      uint8_t* made = nibbles.emplace_back(size).data;
+      for (long i = 0; i < size; i++) made[i] = (uint8_t)random.below(most);
+      return made;
+    };
+    const uint8_t* w = noise(outs * ins / 2, 256);
+    return {w, scale, nullptr, noise(outs * groups, 16), nullptr, bias, outs, ins, GROUP};
+  }
+
+  void one(long e, const bf16* x, bf16* y) const {
+    Guarded<bf16> inner(INNER);
+    gate_up[e].multiply(x, HIDDEN, inner, INNER, 1, (int)experts.act);
+    down[e].multiply(inner, INNER, y, HIDDEN, 1);
+  }
+};
+
+}  // namespace
+
+CHECK(experts) {
+  for (int act = quire::SILU; act <= quire::RELU_SQUARED; act++)
+    for (long count : {1L, 5L})
+      for (long tokens : {1L, 2L, 9L, 40L, 600L}) {
+        const long chosen = std::min(count, 3L), apart = HIDDEN + 16;
+        Mixture mixture(count, chosen, act);
+        Random random((unsigned)tokens);
+        const auto x = random.bf16s((tokens - 1) * apart + HIDDEN);
+        const auto weights = random.floats(tokens * chosen);
+        Guarded<int64_t> ids(tokens * chosen);
+        for (long t = 0; t < tokens; t++)
+          for (long j = 0; j < chosen; j++) ids[t * chosen + j] = t == 1 && j == 0 ? count : (t * t + j) % count;
+        Guarded<bf16> y(tokens * HIDDEN), part(HIDDEN), want(HIDDEN);
+        quire_experts(&mixture.experts, x, apart, ids, weights, y, tokens);
+        const std::string name = named("experts", {act, count, tokens});
+        for (long t : {0L, tokens / 2, tokens - 1}) {
+          std::vector<float> sum(HIDDEN);
+          for (long j = 0; j < chosen; j++) {
+            const long e = ids[t * chosen + j];
+            if (e >= count) continue;
+            mixture.one(e, x + t * apart, part);
+            for (long d = 0; d < HIDDEN; d++) sum[d] += value_of(part[d]) * weights[t * chosen + j];
+          }
+          for (long d = 0; d < HIDDEN; d++) want[d] = bf16_of(sum[d]);
+          same(name, y + t * HIDDEN, want.data, HIDDEN);
+        }
+      }
+}
