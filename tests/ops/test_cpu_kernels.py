@@ -309,7 +309,7 @@ def test_row_ops(rows: int) -> None:
 
 
 @pytest.mark.usefixtures("bound")
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_activations(kernels: bindings.Kernels, act: str) -> None:
     """Each value is within a bit of bf16, from tail to tail; in a product's epilogue it has the same bits."""
     tanh = act == "gelu_pytorch_tanh"
