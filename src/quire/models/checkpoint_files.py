@@ -19,14 +19,16 @@ from quire.config.checkpoint_quantization import VALUES_PER_BYTE, stored_quantiz
 from quire.config.quantization import BYTES, HEAD_BYTES
 from quire.errors import ConfigError, ModelNotFound
 from quire.logging import get_logger
-from quire.models.location import gguf
+from quire.models.gguf.families import placed
+from quire.models.gguf.folder import only_model
+from quire.models.gguf.header import parts_of, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = get_logger(__name__)
 
-FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "dummy")
+FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "gguf", "dummy")
 ITEMSIZE = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -47,7 +49,7 @@ NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler",
 
 
 def weight_files(path: str, load_format: str = "auto") -> tuple[str, list[Path]]:
-    """("safetensors" or "pt", files). An index file, if there is one, says which files belong together.
+    """("safetensors", "pt" or "gguf", files). An index file, if there is one, says which files belong together.
 
     Raises:
         ModelNotFound: no weights in the directory, or a file that the index names is missing.
@@ -68,8 +70,8 @@ def weight_files(path: str, load_format: str = "auto") -> tuple[str, list[Path]]
                 break
         if files:
             return "pt", files
-    if any(root.glob("*.gguf")):
-        raise gguf(path)
+    if load_format in ("auto", "gguf") and (file := only_model(root)) is not None:
+        return "gguf", parts_of(file)
     kinds = {"safetensors": "*.safetensors", "pt": "*.bin, *.pt", "npcache": "*.bin, *.pt"}
     raise ModelNotFound(
         f"{path} has no weights ({kinds.get(load_format, '*.safetensors, *.bin, *.pt')}); pass --load-format dummy to"
@@ -270,6 +272,8 @@ def stored_tensors(
         if load_format != "dummy" or hf_config is None:
             raise
         return _forecast(hf_config)
+    if kind == "gguf":
+        return gguf_stored(files[0], hf_config or {})
     if kind != "safetensors":
         return sum(file.stat().st_size for file in files)
     return [

@@ -13,6 +13,8 @@ from typing import Any
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelNotFound, Unsupported
+from quire.models.gguf.folder import checkpoint_folder, is_gguf, only_model
+from quire.models.gguf.hub import choose, gguf_name
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 WANTED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
@@ -33,25 +35,21 @@ def find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
 
     Raises:
         ModelNotFound: it was not found; the message says where the search looked and what to do.
-        Unsupported: a GGUF file, or a URL.
+        Unsupported: a URL, or a GGUF file of an unknown architecture.
     """
     name = model.model
     directory = Path(name).expanduser()
     if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            if any(directory.glob("*.gguf")):
-                raise gguf(str(directory.absolute()))
-            raise ModelNotFound(
-                f"{directory.absolute()} has no config.json, so it is not a checkpoint"
-            )
-        return str(directory.absolute()), _nothing
+        return _directory(directory.absolute()), _nothing
     if (EMBEDDED / name / "config.json").is_file() and "/" not in name:
         return str(EMBEDDED / name), _nothing
     _refuse_url("model", name, LOCAL)
     if directory.is_file():
         if is_gguf(directory):
-            raise gguf(str(directory))
+            return checkpoint_folder(directory), _nothing
         raise ModelNotFound(f"{directory} is a file; pass the directory that contains it")
+    if (of_hub := gguf_name(name)) is not None:
+        return _gguf_from_hub(*of_hub, model, load), _nothing
     if _is_path(name):
         raise ModelNotFound(f"the directory {directory.absolute()} does not exist (model={name!r})")
     return _from_hub("model", model, load, LOCAL)
@@ -98,20 +96,18 @@ def no_tokenizer(folder: str, why: str) -> ModelNotFound:
     )
 
 
-def gguf(what: str) -> Unsupported:
-    return Unsupported(
-        f"{what} (GGUF weights)",
-        "serve the model's safetensors checkpoint (on the hub usually the name without -GGUF); --quantization int4 or"
-        " int8 makes it as small",
-    )
+def _directory(folder: Path) -> str:
+    """A checkpoint directory; a GGUF model in it counts if there are no other weights.
 
-
-def is_gguf(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(4) == b"GGUF" or file.suffix == ".gguf"
-    except OSError:
-        return file.suffix == ".gguf"
+    Raises:
+        ModelNotFound: it is none, or it has several GGUF models.
+    """
+    others = any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
+    if not others and (file := only_model(folder)) is not None:
+        return checkpoint_folder(file)
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{folder} has no config.json, so it is not a checkpoint")
+    return str(folder)
 
 
 def _nothing() -> None:
@@ -154,7 +150,7 @@ def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> 
         files = [file.rfilename for file in found.siblings or []]
         patterns = _patterns(files)
         if patterns == WANTED_FILES and any(file.endswith(".gguf") for file in files):
-            raise gguf(f"model={name}")
+            return _gguf_from_hub(name, "", model, load), _nothing
 
         def download(*ignored: str) -> str:
             ignore = [*load.ignore_patterns, *ignored]
@@ -177,8 +173,6 @@ def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> 
     try:
         return hub.snapshot_download(name, local_files_only=True, **about), _nothing
     except Exception:
-        if "gguf" in name.lower() or ":" in name:  # repository:quantization, as llama.cpp writes it
-            raise gguf(f"model={name}") from None
         cache = load.download_dir or hub.constants.HF_HUB_CACHE
         there = [p.name for p in EMBEDDED.glob("*") if (p / "config.json").is_file()]
         own = f", or {' or '.join(there)} (the embedded model)" if option == "model" else ""
@@ -186,6 +180,37 @@ def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> 
             f"{option} {name!r} was not found: no directory {Path(name).absolute()}, nothing in {cache},"
             f" and {reason}. {local[0].upper()}{local[1:]}{own}."
         ) from None
+
+
+def _gguf_from_hub(name: str, wanted: str, model: ModelConfig, load: LoadConfig) -> str:
+    """The directory of a GGUF model of the hub. Its metadata are in the file with its weights, which is downloaded first.
+
+    Raises:
+        ModelNotFound: there is no such file, or the hub cannot be reached and the cache does not have it.
+    """
+    import huggingface_hub as hub
+
+    about: dict[str, Any] = {"revision": model.revision, "cache_dir": load.download_dir, "token": model.hf_token}  # fmt: skip
+    try:
+        try:
+            api = hub.HfApi(token=model.hf_token)
+            found = api.model_info(name, revision=model.revision, timeout=10)
+            files = choose([file.rfilename for file in found.siblings or []], name, wanted)
+            folder = hub.snapshot_download(name, allow_patterns=files, **about)
+        except ModelNotFound:
+            raise
+        except Exception:
+            folder = hub.snapshot_download(name, local_files_only=True, **about)
+            there = [str(file.relative_to(folder)) for file in Path(folder).rglob("*.gguf")]
+            files = choose(there, name, wanted)
+    except ModelNotFound:
+        raise
+    except Exception as error:
+        raise ModelNotFound(
+            f"model {model.model!r} was not found: the hub cannot be reached, or it has no such repository"
+            f" ({_first_line(error)}); download the file, and pass its path"
+        ) from None
+    return checkpoint_folder(Path(folder) / files[0])
 
 
 def _weights(name: str, download: Fetch) -> None:

@@ -1,0 +1,224 @@
+"""What a GGUF file says about its model: config.json, and the checkpoint name of each tensor.
+
+Knows architectures.toml, and what a table cannot say: rope, windows, experts. Does not know torch or blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.errors import ConfigError, Unsupported
+from quire.models.gguf.header import GgufHeader, GgufTensor
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROPE = re.compile(r"^rope_(?:freqs|factors_(?:long|short))\.weight$")
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("architectures.toml").read_text("utf-8"))
+
+
+def family(header: GgufHeader) -> dict[str, Any]:
+    """The table of the header's architecture.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    families, name = table()["families"], header.architecture
+    if header.get("expert_count") and (experts := families.get(name, {}).get("experts")):
+        name = experts
+    if name not in families:
+        raise Unsupported(
+            f"{header.files[0]} (a GGUF file of the architecture {name or 'without a name'!r})",
+            f"serve the model's safetensors checkpoint; GGUF is read for {', '.join(families)}",
+        )
+    found: dict[str, Any] = families[name]
+    return found
+
+
+# ------------------------------------------------------------------------------------ config.json
+
+
+def config_of(header: GgufHeader) -> dict[str, Any]:
+    """The config.json of the model.
+
+    Raises:
+        Unsupported: of this architecture there is no table. ConfigError: a value is missing or of a wrong type.
+    """
+    about = family(header)
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    config: dict[str, Any] = {
+        "architectures": [about["architecture"]],
+        "model_type": about["model_type"],
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes or "blk.0.attn_qkv.bias" in shapes,
+        "dtype": _dtype(header),
+        **about.get("config", {}),
+    }
+    for key, name in {**table()["keys"], **about.get("keys", {})}.items():
+        if (value := header.get(key)) is not None:
+            config[name] = _scalar(header, key, value)
+    if (embeddings := shapes.get("token_embd.weight")) is None or len(embeddings) != 2:
+        raise ConfigError(f"{header.files[0]} has no table token_embd.weight")
+    config["vocab_size"] = embeddings[0]
+    try:
+        _complete(header, about, config)
+    except (KeyError, TypeError, ZeroDivisionError, OverflowError) as error:
+        raise ConfigError(f"{header.files[0]}: its metadata are not complete: {error!r}") from None
+    return config
+
+
+def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, Any]) -> None:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    layers = config["num_hidden_layers"] = int(config["num_hidden_layers"]) - int(
+        header.get("nextn_predict_layers", 0)
+    )
+    if not 0 < layers <= 4096:
+        raise ConfigError(f"{header.files[0]}: it claims {layers} layers")
+    config.setdefault("num_key_value_heads", heads)
+    size = config.setdefault("head_dim", hidden // heads)
+    rotated = header.get("rope.dimension_count") or size
+    if rotated != size:
+        config["partial_rotary_factor"] = rotated / size
+    if (every := about.get("full_every")) is not None and config.get("sliding_window"):
+        kinds = ("full_attention", "sliding_attention")
+        config["layer_types"] = [kinds[(i + 1) % every != 0] for i in range(layers)]
+    elif not config.get("sliding_window"):
+        config["sliding_window"] = None
+    else:
+        config["use_sliding_window"] = True
+    if (every := config.pop("no_rope_layer_interval", None)) is not None:
+        config["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(layers)]
+        config["no_rope_layer_interval"] = every
+    if (largest := about.get("query_scale_layers")) is not None:  # the 27B models scale otherwise
+        config["query_pre_attn_scalar"] = hidden // heads if layers == largest else size
+    rope = _rope(header)
+    if (theta := about.get("window_theta")) is not None:
+        windows = {"rope_type": "default", "rope_theta": theta}
+        rope = {"full_attention": rope, "sliding_attention": windows}
+    config["rope_parameters"] = rope
+    for key in ("bos", "eos"):
+        config[f"{key}_token_id"] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+
+
+def _scalar(header: GgufHeader, key: str, value: Any) -> Any:
+    """One value for all layers. Raises Unsupported: layers differ."""
+    if isinstance(value, list):
+        if len(set(map(str, value))) != 1:
+            what = f"{header.files[0]} (layers that differ in {key})"
+            raise Unsupported(what, "serve the model's safetensors checkpoint")
+        value = value[0]
+    if isinstance(value, str):
+        raise ConfigError(f"{header.files[0]}: {key} is {value[:80]!r}; it must be a number")
+    return value
+
+
+def _dtype(header: GgufHeader) -> str:
+    """That of the matrices, if they are floats; else bfloat16."""
+    kinds = {t.kind for t in header.tensors if len(t.shape) > 1}
+    return FLOATS[kinds.pop()] if len(kinds) == 1 and kinds <= FLOATS.keys() else "bfloat16"
+
+
+def _rope(header: GgufHeader) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(header.get("rope.freq_base", 10000.0)),
+    }
+    kind, factor = header.get("rope.scaling.type"), header.get("rope.scaling.factor")
+    trained = header.get("rope.scaling.original_context_length")
+    lists = {t.name: t for t in header.tensors if ROPE.match(t.name)}
+    if lists:
+        # Llama 3 stores the factors that its recipe gives, Phi 3 those of its config.json.
+        short = _numbers(lists.get("rope_factors_short.weight") or lists.get("rope_freqs.weight"))
+        long = _numbers(lists.get("rope_factors_long.weight")) or short
+        longest = header.get("context_length")
+        rope |= {"rope_type": "longrope", "short_factor": short or long, "long_factor": long}
+        rope["original_max_position_embeddings"] = trained or longest
+        if "rope_freqs.weight" in lists:
+            rope["attention_factor"] = 1.0
+        elif (attention := header.get("rope.scaling.attn_factor")) is not None:
+            rope["attention_factor"] = attention
+    elif kind in ("linear", "yarn") and factor:
+        rope |= {"rope_type": kind, "factor": factor}
+        if trained:
+            rope["original_max_position_embeddings"] = trained
+    elif kind not in (None, "none", "linear", "yarn", "longrope"):
+        raise Unsupported(
+            f"{header.files[0]} (rope.scaling.type={kind!r})",
+            "serve the model's safetensors checkpoint",
+        )
+    return rope
+
+
+def _numbers(tensor: GgufTensor | None) -> list[float]:
+    """The values of a small float tensor."""
+    if tensor is None:
+        return []
+    import struct
+
+    if tensor.kind != "F32" or tensor.nbytes > 1 << 16:
+        raise ConfigError(
+            f"{tensor.file}: {tensor.name} has {tensor.nbytes} bytes of {tensor.kind}"
+        )
+    with tensor.file.open("rb") as opened:
+        opened.seek(tensor.start)
+        return list(struct.unpack(f"<{tensor.nbytes // 4}f", opened.read(tensor.nbytes)))
+
+
+# ------------------------------------------------------------------------------------ tensors
+
+
+class Placed(NamedTuple):
+    """Where a tensor belongs in a checkpoint: its name, with * for the number of an expert in a stack of them.
+
+    `heads`: of a weight whose rows are in the order of interleaved rope, else 0. `minus_one`: it is stored with 1 added.
+    """
+
+    tensor: GgufTensor
+    name: str
+    heads: int = 0
+    minus_one: bool = False
+
+
+def placed(header: GgufHeader, config: Mapping[str, Any]) -> list[Placed]:
+    """Each tensor of the model, in the order of the files.
+
+    Raises:
+        Unsupported: a layer has a tensor of an unknown name.
+    """
+    about = family(header)
+    names = {**table()["tensors"], **about.get("tensors", {})}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    found = []
+    for tensor in header.tensors:
+        base, _, end = tensor.name.rpartition(".")
+        if base in TOP:
+            name = TOP[base]
+        elif match := re.match(r"^blk\.(\d+)\.(.+)$", base):
+            layer, base = int(match[1]), match[2]
+            if layer >= config["num_hidden_layers"]:
+                continue  # layers that predict further tokens
+            if base not in names:
+                what = f"{tensor.file} (a tensor {tensor.name} in a {header.architecture} model)"
+                raise Unsupported(what, "serve the model's safetensors checkpoint")
+            name = f"model.layers.{layer}.{names[base]}"
+        elif ROPE.match(tensor.name):
+            continue
+        else:
+            name, end = tensor.name, ""
+        found.append(
+            Placed(
+                tensor,
+                f"{name}.{end}".rstrip("."),
+                int(heads.get(base, 0)) if about.get("permuted") else 0,
+                bool(about.get("plus_one")) and base.endswith("norm"),
+            )
+        )
+    return found

@@ -1,0 +1,120 @@
+"""The tensors of a GGUF model under the names of a checkpoint: views of the mapped files, and floats made of their blocks.
+
+Knows what llama.cpp's converter changed: the order of q and k, norms with 1 added, stacked experts. Does not know what multiplies
+by blocks.
+
+Shape suffixes: O outputs, E experts, N bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError, Unsupported
+from quire.logging import get_logger
+from quire.models.gguf.families import Placed, placed
+from quire.models.gguf.folder import only_model
+from quire.models.gguf.header import TYPES, GgufHeader, GgufTensor, read_header
+
+log = get_logger(__name__)
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BLOCKS = {name: (elements, size) for name, elements, size in TYPES.values()}
+AT_ONCE = 1 << 22  # values that are float32 at a time
+
+
+def header_in(folder: str) -> GgufHeader:
+    """The header of the model in a directory. Raises: as `read_header`; ConfigError: there is none."""
+    if (file := only_model(Path(folder))) is None:
+        raise ConfigError(f"{folder} has no GGUF file")
+    return read_header(file)
+
+
+def gguf_tensors(
+    folder: str, config: Mapping[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) of all tensors; blocks become floats of `dtype`.
+
+    Raises:
+        ConfigError: the file is damaged. Unsupported: it has a tensor or a type that is not known.
+    """
+    header = header_in(folder)
+    files = {file: _mapped(file) for file in header.files}
+    kinds: Counter[str] = Counter()
+    for each in placed(header, config):
+        tensor = each.tensor
+        kinds[tensor.kind] += 1
+        bytes_N = files[tensor.file][tensor.start : tensor.start + tensor.nbytes]
+        yield from _in_place(each, _floats(tensor, bytes_N, dtype))
+    if blocks := {kind: count for kind, count in kinds.items() if kind not in PLAIN}:
+        log.info(
+            "GGUF blocks that became %s: %s", str(dtype).removeprefix("torch."),
+            ", ".join(f"{count} of {kind}" for kind, count in sorted(blocks.items())),
+        )  # fmt: skip
+
+
+def _mapped(file: Path) -> Tensor:
+    """The bytes of a file; written pages would be private."""
+    with file.open("rb") as opened:
+        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _in_place(each: Placed, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if each.heads:
+        tensor = rope_halves(tensor, each.heads)
+    if each.minus_one:
+        tensor = (tensor.float() - 1).to(tensor.dtype)
+    if "*" not in each.name:
+        yield each.name, tensor
+        return
+    for expert, part in enumerate(tensor):
+        yield each.name.replace("*", str(expert)), part
+
+
+def rope_halves(tensor_ON: Tensor, heads: int) -> Tensor:
+    """Rows of q or k in the order of rope over halves; the file has them in pairs of neighbours.
+
+    Raises:
+        ConfigError: the rows are not those of so many heads.
+    """
+    if len(tensor_ON) % (2 * heads):
+        raise ConfigError(f"{len(tensor_ON)} rows of queries or keys for {heads} heads")
+    pairs = tensor_ON.unflatten(0, (heads, -1, 2))
+    return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _floats(tensor: GgufTensor, bytes_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values, in their own dtype if they are floats, else in `dtype`."""
+    if (own := PLAIN.get(tensor.kind)) is not None:
+        if tensor.start % own.itemsize == 0:
+            return bytes_N.view(own).view(tensor.shape)
+        return bytes_N.clone().view(own).view(tensor.shape)
+    elements, size = BLOCKS[tensor.kind]
+    found = torch.empty(math.prod(tensor.shape), dtype=dtype)
+    each = max(1, AT_ONCE // elements)
+    for part, into in zip(bytes_N.split(each * size), found.split(each * elements), strict=True):
+        into.copy_(_dequantized(tensor, part.numpy()))
+    return found.view(tensor.shape)
+
+
+def _dequantized(tensor: GgufTensor, blocks: np.ndarray[Any, Any]) -> Tensor:
+    import gguf
+
+    kind = getattr(gguf.GGMLQuantizationType, tensor.kind)
+    try:
+        return torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+    except NotImplementedError:
+        raise Unsupported(
+            f"{tensor.file} (a tensor of the type {tensor.kind})",
+            "serve another quantization of the model",
+        ) from None
