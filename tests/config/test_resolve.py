@@ -338,7 +338,6 @@ REFUSED = [
     ({"config_format": "mistral"}, Unsupported, "config_format=mistral .*config.json"),
     ({"distributed_executor_backend": "ray"}, Unsupported, "distributed_executor_backend=ray .*uni"),
     ({"distributed_executor_backend": "x"}, ConfigError, "distributed_executor_backend='x': choose from uni, mp"),
-    ({"load_format": "gguf"}, Unsupported, "load_format=gguf .*safetensors"),
     ({"load_format": "bitsandbytes"}, Unsupported, "load_format=bitsandbytes"),
     ({"load_format": "runai_streamer"}, Unsupported, "load_format=runai_streamer"),
     ({"load_format": "zip"}, ConfigError, "load_format='zip': choose from auto"),

@@ -61,28 +61,17 @@ def test_a_fetched_snapshot_is_found_without_network(original, tmp_path: Path) -
 # ------------------------------------------------------------------------------------ what is none
 
 
-@pytest.fixture
-def gguf_folder(tmp_path: Path) -> Path:
-    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF\3\0\0\0")
-    (tmp_path / "renamed").write_bytes(b"GGUF\3\0\0\0")
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", ["{}", "{}/model-Q4_K_M.gguf", "{}/renamed"])
-def test_gguf_is_named(gguf_folder: Path, name: str) -> None:
-    """(It said of a file "pass the directory", and of the directory "it has no config.json".)"""
-    with pytest.raises(Unsupported, match=r"GGUF weights.*safetensors checkpoint"):
-        location.locate(ModelConfig(model=name.format(gguf_folder)), LoadConfig())
+def test_a_damaged_gguf_file_is_named(tmp_path: Path, name: str) -> None:
+    for file in ("model-Q4_K_M.gguf", "renamed"):
+        (tmp_path / file).write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
+        location.locate(ModelConfig(model=name.format(tmp_path)), LoadConfig())
 
 
-def test_gguf_beside_a_config_is_named(gguf_folder: Path) -> None:
-    with pytest.raises(Unsupported, match="GGUF weights"):
-        weight_files(str(gguf_folder))
-
-
-@pytest.mark.parametrize("name", ["some/Model-GGUF", "some/model:Q4_K_M"])
-def test_gguf_of_the_hub_is_named_without_network(tmp_path: Path, name: str) -> None:
-    with pytest.raises(Unsupported, match="GGUF weights"):
+@pytest.mark.parametrize("name", ["some/model:Q4_K_M", "some/model/file-Q8_0.gguf"])
+def test_gguf_of_the_hub_without_network(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelNotFound, match=f"'{name}' was not found.*pass its path"):
         location.locate(ModelConfig(model=name), LoadConfig(download_dir=str(tmp_path)))
 
 
@@ -120,14 +109,16 @@ class Hub:
 
     def __init__(self, folder: Path, files: list[str]):
         self.folder, self.files, self.ignored = folder, files, list[list[str]]()
+        self.allowed = list[list[str]]()
 
     def HfApi(self, token: str | None = None) -> Any:
         siblings = [SimpleNamespace(rfilename=name) for name in self.files]
         info = SimpleNamespace(siblings=siblings)
         return SimpleNamespace(model_info=lambda name, **about: info)
 
-    def snapshot_download(self, name: str, *, ignore_patterns: list[str], **about: Any) -> str:
-        self.ignored.append(ignore_patterns)
+    def snapshot_download(self, name: str, **about: Any) -> str:
+        self.ignored.append(about.get("ignore_patterns", []))
+        self.allowed.append(about.get("allow_patterns", []))
         return str(self.folder)
 
 
@@ -156,11 +147,13 @@ def test_weights_are_downloaded_after_the_checks(hub: Hub, original) -> None:
     assert ["*.safetensors" in each for each in hub.ignored] == [True, True, False]
 
 
-def test_gguf_of_the_hub_is_not_downloaded(hub: Hub) -> None:
-    hub.files = ["README.md", "model-Q4_K_M.gguf"]
-    with pytest.raises(Unsupported, match=r"model=some/model \(GGUF weights\)"):
-        location.locate(ModelConfig(model="some/model"), LoadConfig())
-    assert hub.ignored == []
+@pytest.mark.parametrize("name", ["some/model", "some/model:q4_0", "some/model/model-Q4_0.gguf"])
+def test_one_gguf_file_is_downloaded(hub: Hub, name: str) -> None:
+    hub.files = ["README.md", "model-Q8_0.gguf", "model-Q4_0.gguf"]
+    (hub.folder / "model-Q4_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"model-Q4_0.gguf is not a GGUF file: it has 4 bytes"):
+        location.locate(ModelConfig(model=name), LoadConfig())
+    assert hub.allowed == [["model-Q4_0.gguf"]]
 
 
 def test_a_download_that_breaks_can_be_continued(hub: Hub, monkeypatch) -> None:

@@ -132,7 +132,7 @@ PARSERS: dict[str, str] = {
 """Names of tool and reasoning parsers -> what to use instead, if anything."""
 
 LOAD_FORMATS = (
-    "bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "tensorizer", "sharded_state",
+    "bitsandbytes", "runai_streamer", "runai_streamer_sharded", "tensorizer", "sharded_state",
     "fastsafetensors", "instanttensor", "ipc_cache", "mistral", "modelexpress",
 )  # fmt: skip
 

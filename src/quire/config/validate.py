@@ -18,7 +18,7 @@ from quire.logging import get_logger
 
 logger = get_logger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "dummy", "hf")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "gguf", "dummy", "hf")
 
 
 def check(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.checkpoint_quantization import VALUES_PER_BYTE, stored_quantization
 from quire.config.quantization import BYTES, HEAD_BYTES
-from quire.errors import ConfigError, ModelNotFound
+from quire.errors import ConfigError, ModelNotFound, Unsupported
 from quire.logging import get_logger
-from quire.models.gguf.families import placed
+from quire.models.gguf.families import stored_in
 from quire.models.gguf.folder import only_model
-from quire.models.gguf.header import parts_of, read_header
+from quire.models.gguf.header import parts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -273,7 +273,7 @@ def stored_tensors(
             raise
         return _forecast(hf_config)
     if kind == "gguf":
-        return gguf_stored(files[0], hf_config or {})
+        return stored_in(files[0])
     if kind != "safetensors":
         return sum(file.stat().st_size for file in files)
     return [
@@ -304,12 +304,27 @@ def _forecast(config: Mapping[str, Any]) -> list[TensorHeader]:
 # ------------------------------------------------------------------------------------ tensors
 
 
-def tensors(path: str, load_format: str = "auto") -> Iterator[tuple[str, Tensor]]:
+def tensors(
+    path: str,
+    load_format: str = "auto",
+    hf_config: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every tensor, on the CPU; those of safetensors and pt are views of the mapped file.
+
+    `hf_config`, `dtype`: of the model, which GGUF files are read for; blocks become floats of this dtype.
 
     Raises: as `weight_files`; ConfigError: a file is damaged.
     """
     kind, files = weight_files(path, load_format)
+    if kind == "gguf":
+        if hf_config is None:
+            what = "a GGUF file through the Transformers backend"
+            raise Unsupported(what, "leave --model-impl out")
+        from quire.models.gguf.tensors import gguf_tensors
+
+        yield from gguf_tensors(path, hf_config, dtype)
+        return
     if load_format == "npcache":
         yield from _from_numpy(Path(path) / "np", files)
         return

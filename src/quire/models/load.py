@@ -219,7 +219,7 @@ def _tensors_of(
         return found, [], f"random weights (seed {seed})"
     kind, files = weight_files(spec.path, load_format)
     source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
-    return tensors(spec.path, load_format), files, source
+    return tensors(spec.path, load_format, spec.hf_config, spec.dtype), files, source
 
 
 def _counted(

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.errors import ModelNotFound, Unsupported
+from quire.errors import ModelNotFound, QuireError, Unsupported
 from quire.models.gguf.folder import checkpoint_folder, is_gguf, only_model
 from quire.models.gguf.hub import choose, gguf_name
 
@@ -159,7 +159,7 @@ def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> 
             )
 
         return download(*WEIGHT_FILES), lambda: _weights(name, download)
-    except Unsupported:
+    except QuireError:
         raise
     except GatedRepoError:
         raise ModelNotFound(
@@ -182,7 +182,7 @@ def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> 
         ) from None
 
 
-def _gguf_from_hub(name: str, wanted: str, model: ModelConfig, load: LoadConfig) -> str:
+def _gguf_from_hub(name: str, selection: str, model: ModelConfig, load: LoadConfig) -> str:
     """The directory of a GGUF model of the hub. Its metadata are in the file with its weights, which is downloaded first.
 
     Raises:
@@ -195,15 +195,15 @@ def _gguf_from_hub(name: str, wanted: str, model: ModelConfig, load: LoadConfig)
         try:
             api = hub.HfApi(token=model.hf_token)
             found = api.model_info(name, revision=model.revision, timeout=10)
-            files = choose([file.rfilename for file in found.siblings or []], name, wanted)
+            files = choose([file.rfilename for file in found.siblings or []], name, selection)
             folder = hub.snapshot_download(name, allow_patterns=files, **about)
-        except ModelNotFound:
+        except QuireError:
             raise
         except Exception:
             folder = hub.snapshot_download(name, local_files_only=True, **about)
             there = [str(file.relative_to(folder)) for file in Path(folder).rglob("*.gguf")]
-            files = choose(there, name, wanted)
-    except ModelNotFound:
+            files = choose(there, name, selection)
+    except QuireError:
         raise
     except Exception as error:
         raise ModelNotFound(

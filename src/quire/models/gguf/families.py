@@ -8,15 +8,17 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.errors import ConfigError, Unsupported
-from quire.models.gguf.header import GgufHeader, GgufTensor
+from quire.models.gguf.header import GgufHeader, GgufTensor, read_header
+from quire.models.registry import choose_impl
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE = re.compile(r"^rope_(?:freqs|factors_(?:long|short))\.weight$")
+SAFETENSORS = "serve the model's safetensors checkpoint"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -32,12 +34,13 @@ def family(header: GgufHeader) -> dict[str, Any]:
         Unsupported: there is none.
     """
     families, name = table()["families"], header.architecture
-    if header.get("expert_count") and (experts := families.get(name, {}).get("experts")):
-        name = experts
+    for key, also in (("expert_count", "experts"), ("attention.sliding_window", "window")):
+        if header.get(key) and also in families.get(name, {}):
+            name = families[name][also]
     if name not in families:
         raise Unsupported(
             f"{header.files[0]} (a GGUF file of the architecture {name or 'without a name'!r})",
-            f"serve the model's safetensors checkpoint; GGUF is read for {', '.join(families)}",
+            f"{SAFETENSORS}; GGUF is read for {', '.join(families)}",
         )
     found: dict[str, Any] = families[name]
     return found
@@ -70,8 +73,12 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     config["vocab_size"] = embeddings[0]
     try:
         _complete(header, about, config)
-    except (KeyError, TypeError, ZeroDivisionError, OverflowError) as error:
+        impl, why = choose_impl(about["architecture"], config)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{header.files[0]}: its metadata are not complete: {error!r}") from None
+    if impl != "native":
+        what = f"{header.files[0]} (a GGUF file of the architecture {header.architecture!r}: {why})"
+        raise Unsupported(what, SAFETENSORS)
     return config
 
 
@@ -113,7 +120,7 @@ def _scalar(header: GgufHeader, key: str, value: Any) -> Any:
     if isinstance(value, list):
         if len(set(map(str, value))) != 1:
             what = f"{header.files[0]} (layers that differ in {key})"
-            raise Unsupported(what, "serve the model's safetensors checkpoint")
+            raise Unsupported(what, SAFETENSORS)
         value = value[0]
     if isinstance(value, str):
         raise ConfigError(f"{header.files[0]}: {key} is {value[:80]!r}; it must be a number")
@@ -152,7 +159,7 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
     elif kind not in (None, "none", "linear", "yarn", "longrope"):
         raise Unsupported(
             f"{header.files[0]} (rope.scaling.type={kind!r})",
-            "serve the model's safetensors checkpoint",
+            SAFETENSORS,
         )
     return rope
 
@@ -175,7 +182,7 @@ def _numbers(tensor: GgufTensor | None) -> list[float]:
 # ------------------------------------------------------------------------------------ tensors
 
 
-class Placed(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor belongs in a checkpoint: its name, with * for the number of an expert in a stack of them.
 
     `heads`: of a weight whose rows are in the order of interleaved rope, else 0. `minus_one`: it is stored with 1 added.
@@ -187,7 +194,7 @@ class Placed(NamedTuple):
     minus_one: bool = False
 
 
-def placed(header: GgufHeader, config: Mapping[str, Any]) -> list[Placed]:
+def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorPlace]:
     """Each tensor of the model, in the order of the files.
 
     Raises:
@@ -207,14 +214,14 @@ def placed(header: GgufHeader, config: Mapping[str, Any]) -> list[Placed]:
                 continue  # layers that predict further tokens
             if base not in names:
                 what = f"{tensor.file} (a tensor {tensor.name} in a {header.architecture} model)"
-                raise Unsupported(what, "serve the model's safetensors checkpoint")
+                raise Unsupported(what, SAFETENSORS)
             name = f"model.layers.{layer}.{names[base]}"
         elif ROPE.match(tensor.name):
             continue
         else:
             name, end = tensor.name, ""
         found.append(
-            Placed(
+            TensorPlace(
                 tensor,
                 f"{name}.{end}".rstrip("."),
                 int(heads.get(base, 0)) if about.get("permuted") else 0,
@@ -222,3 +229,10 @@ def placed(header: GgufHeader, config: Mapping[str, Any]) -> list[Placed]:
             )
         )
     return found
+
+
+def stored_in(file: Path) -> list[tuple[str, str, Sequence[int]]]:
+    """Checkpoint name, type and shape of each tensor of a model."""
+    header = read_header(file)
+    found = tensor_places(header, config_of(header))
+    return [(each.name, each.tensor.kind, each.tensor.shape) for each in found]

@@ -45,8 +45,10 @@ def only_model(folder: Path) -> Path | None:
     models = [f for f in files if (part := SPLIT.match(f.name)) is None or int(part[2]) == 1]
     if len(models) > 1:
         names = ", ".join(f.name for f in models[:8])
-        raise ModelNotFound(f"{folder} has {len(models)} GGUF models ({names}): pass one of these files")
-    return (models or files or [None])[0]
+        raise ModelNotFound(
+            f"{folder} has {len(models)} GGUF models ({names}): pass one of these files"
+        )
+    return next(iter(models or files), None)
 
 
 def checkpoint_folder(file: Path) -> str:

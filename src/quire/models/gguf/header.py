@@ -200,7 +200,7 @@ class _HeaderReader:
         if type(alignment) is not int or not 1 <= alignment <= LARGEST_ALIGNMENT:
             raise self.wrong(f"general.alignment is {str(alignment)[:40]}")
         start = -(-self.at // alignment) * alignment
-        return GgufHeader((self.file,), metadata, tuple(self.placed(each, start) for each in found))
+        return GgufHeader((self.file,), metadata, tuple(self.place(each, start) for each in found))
 
     def tensor(self) -> GgufTensor:
         name, dims = self.string(), self.number("I")
@@ -216,7 +216,7 @@ class _HeaderReader:
             raise self.wrong(f"tensor {name[:80]!r} of type {label} has the shape {list(shape)}")
         return GgufTensor(name, label, shape, offset, count // elements * size, self.file)
 
-    def placed(self, tensor: GgufTensor, start: int) -> GgufTensor:
+    def place(self, tensor: GgufTensor, start: int) -> GgufTensor:
         """The tensor with its offset in the file."""
         at = start + tensor.start
         if at + tensor.nbytes > self.size:

@@ -1,6 +1,6 @@
 """GGUF models of the hub, as users of llama.cpp and Ollama name them. Knows names only.
 
-    owner/repository:Q4_K_M    owner/repository/file.gguf    hf.co/owner/repository:Q4_K_M    owner/repository (the default)
+owner/repository:Q4_K_M    owner/repository/file.gguf    hf.co/owner/repository:Q4_K_M    owner/repository (the default)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quire.errors import ModelNotFound
 from quire.models.gguf.header import SPLIT
 
 NAME = re.compile(
-    r"^(?:hf\.co/|huggingface\.co/)?([\w.-]+/[\w.-]+)(?::([\w.-]+)|/((?:[\w.-]+/)*[\w.-]+\.gguf))$"
+    r"^(?:hf\.co/|huggingface\.co/)?(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+)|/((?:[\w.-]+/)*[\w.-]+\.gguf))$"
 )
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 """Quantizations to take if the name has none, in this order."""
@@ -25,14 +25,14 @@ def gguf_name(name: str) -> tuple[str, str] | None:
     return match[1], match[2] or match[3]
 
 
-def choose(files: Sequence[str], repository: str, wanted: str) -> list[str]:
+def choose(files: Sequence[str], repository: str, selection: str) -> list[str]:
     """The files of a model among those of a repository: a file, or all parts of it.
 
     Raises:
         ModelNotFound: none fits; the message lists what there is.
     """
     models = [f for f in sorted(files) if f.endswith(".gguf") and "mmproj" not in f.lower()]
-    for each in [wanted] if wanted else [*PREFERRED, ""]:
+    for each in [selection] if selection else [*PREFERRED, ""]:
         if each.endswith(".gguf"):
             found = [f for f in models if f == each]
         else:
@@ -40,7 +40,11 @@ def choose(files: Sequence[str], repository: str, wanted: str) -> list[str]:
             found = [f for f in models if label.search(f)]
         if found:
             first, match = found[0], SPLIT.match(found[0])
-            return [first] if match is None else [f for f in models if f.startswith(match[1] + "-") and SPLIT.match(f)]
+            return (
+                [first]
+                if match is None
+                else [f for f in models if f.startswith(match[1] + "-") and SPLIT.match(f)]
+            )
     some = ", ".join(models[:12]) or "no GGUF files"
-    what = f" {wanted}" if wanted else ""
+    what = f" {selection}" if selection else ""
     raise ModelNotFound(f"{repository} has no GGUF file{what}; it has {some}")

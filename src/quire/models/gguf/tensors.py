@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
-from quire.models.gguf.families import Placed, placed
+from quire.models.gguf.families import TensorPlace, tensor_places
 from quire.models.gguf.folder import only_model
 from quire.models.gguf.header import TYPES, GgufHeader, GgufTensor, read_header
 
@@ -40,7 +40,7 @@ def header_in(folder: str) -> GgufHeader:
 
 
 def gguf_tensors(
-    folder: str, config: Mapping[str, Any], dtype: torch.dtype
+    folder: str, config: Mapping[str, Any], dtype: str
 ) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) of all tensors; blocks become floats of `dtype`.
 
@@ -50,14 +50,14 @@ def gguf_tensors(
     header = header_in(folder)
     files = {file: _mapped(file) for file in header.files}
     kinds: Counter[str] = Counter()
-    for each in placed(header, config):
+    for each in tensor_places(header, config):
         tensor = each.tensor
         kinds[tensor.kind] += 1
         bytes_N = files[tensor.file][tensor.start : tensor.start + tensor.nbytes]
-        yield from _in_place(each, _floats(tensor, bytes_N, dtype))
+        yield from _in_place(each, _floats(tensor, bytes_N, getattr(torch, dtype)))
     if blocks := {kind: count for kind, count in kinds.items() if kind not in PLAIN}:
         log.info(
-            "GGUF blocks that became %s: %s", str(dtype).removeprefix("torch."),
+            "GGUF blocks that became %s: %s", dtype,
             ", ".join(f"{count} of {kind}" for kind, count in sorted(blocks.items())),
         )  # fmt: skip
 
@@ -69,7 +69,7 @@ def _mapped(file: Path) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _in_place(each: Placed, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _in_place(each: TensorPlace, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if each.heads:
         tensor = rope_halves(tensor, each.heads)
     if each.minus_one:

@@ -46,7 +46,7 @@ class SplitRule(NamedTuple):
 def split_rules() -> dict[str, SplitRule]:
     """By `tokenizer.ggml.pre`."""
     text = Path(__file__).with_name("pre_tokenizers.toml").read_text("utf-8")
-    found = {}
+    found: dict[str, SplitRule] = {}
     for row in tomllib.loads(text)["rule"]:
         names, split = row.pop("names").split(), tuple(row.pop("split"))
         found |= dict.fromkeys(names, SplitRule(split, **row))
@@ -68,9 +68,7 @@ class GgufTokenizer:
         self.tokens: list[str] = self._list("tokens", str)
         self.kinds: list[int] = self._list("token_type", int, optional=True)
         if self.gemma:  # runs of spaces are spelled out
-            self.tokens = [
-                SPACE * len(t) if t and not t.strip(" ") else t for t in self.tokens
-            ]
+            self.tokens = [SPACE * len(t) if t and not t.strip(" ") else t for t in self.tokens]
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         self.rule = split_rules().get(str(self.get("pre", "default")))
         if self.model == "gpt2" and self.rule is None:
@@ -85,7 +83,9 @@ class GgufTokenizer:
         if wrong or not (found or optional):
             raise ConfigError(f"{self.file}: tokenizer.ggml.{key} is no list of {kind.__name__}")
         if key != "tokens" and found and key != "merges" and len(found) != len(self.tokens):
-            raise ConfigError(f"{self.file}: tokenizer.ggml.{key} has {len(found)} values for {len(self.tokens)} tokens")
+            raise ConfigError(
+                f"{self.file}: tokenizer.ggml.{key} has {len(found)} values for {len(self.tokens)} tokens"
+            )
         return list(found)
 
     def kind(self, i: int) -> int:
@@ -102,7 +102,11 @@ class GgufTokenizer:
     def tokenizer_json(self) -> dict[str, Any]:
         bytes_ = self.model == "gpt2"
         merges = self._byte_merges() if bytes_ else self._merges_by_score()
-        unknown = None if bytes_ else self.token_of("unknown_token_id") or self.token_of("padding_token_id")
+        unknown = (
+            None
+            if bytes_
+            else self.token_of("unknown_token_id") or self.token_of("padding_token_id")
+        )
         model = {
             "type": "BPE", "dropout": None, "unk_token": unknown[1] if unknown else None,
             "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": not bytes_,
@@ -147,7 +151,9 @@ class GgufTokenizer:
     def _byte_merges(self) -> list[list[str]]:
         pairs = [merge.split(" ") for merge in self._list("merges", str)]
         ids = self.ids  # a pair whose parts or result are no tokens would be refused
-        return [p for p in pairs if len(p) == 2 and p[0] in ids and p[1] in ids and p[0] + p[1] in ids]
+        return [
+            p for p in pairs if len(p) == 2 and p[0] in ids and p[1] in ids and p[0] + p[1] in ids
+        ]
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
         """SentencePiece merges the pair with the best score, so a token's score is the rank of all pairs that make it."""
@@ -183,12 +189,22 @@ class GgufTokenizer:
             {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
             for regex in (self.rule.split if self.rule else ())
         ]
-        to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        to_bytes = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
         return {"type": "Sequence", "pretokenizers": [*splits, to_bytes]}
 
     def _decoder(self, bytes_: bool) -> dict[str, Any]:
         if bytes_:
-            return {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+            return {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            }
         steps: list[dict[str, Any]] = [
             {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
             {"type": "ByteFallback"},
@@ -219,5 +235,7 @@ class GgufTokenizer:
             "type": "TemplateProcessing",
             "single": around("A", 0),
             "pair": [*around("A", 0), *around("B", 1)],
-            "special_tokens": {text: {"id": text, "ids": [i], "tokens": [text]} for i, text in tokens},
+            "special_tokens": {
+                text: {"id": text, "ids": [i], "tokens": [text]} for i, text in tokens
+            },
         }

@@ -1,0 +1,155 @@
+"""Writes GGUF files of tiny checkpoints, with the `gguf` package: its names and its quantization, not ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from safetensors import safe_open
+
+from quire.layers.rotary import ROPE_INIT_FUNCTIONS
+
+KINDS = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
+"""model_type -> general.architecture, where they differ."""
+PERMUTED = ("llama", "granite", "smollm3")
+PLUS_ONE = ("gemma2", "gemma3")
+K_BYTES = {Kind.Q2_K: 84, Kind.Q3_K: 110, Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
+HALVES = {
+    Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
+}  # fmt: skip
+"""Where a block has its float16 numbers. (The package decodes K-quants; it does not encode them.)"""
+
+
+def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Blocks of any bit pattern with small finite scales; [O, bytes]."""
+    draw = np.random.default_rng(seed)
+    size = K_BYTES[kind]
+    blocks = draw.integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        d = (draw.uniform(0.5, 1.5, blocks.shape[:2]) * 4e-5).astype(np.float16)
+        blocks[..., at : at + 2] = d[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name).float().numpy() for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def interleaved(w: np.ndarray, heads: int) -> np.ndarray:
+    """Rows as llama.cpp's converter stores those of q and k."""
+    return w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+
+class GgufCopy:
+    """A GGUF file of a checkpoint; `kind_of(name in GGUF)` gives each matrix its type, float32 by default."""
+
+    def __init__(self, folder: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.F32):
+        self.folder, self.kind_of = folder, kind_of
+        self.config = json.loads((folder / "config.json").read_text())
+        self.arch = KINDS.get(self.config["model_type"], self.config["model_type"].replace("_", ""))
+        number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch)
+        self.names = gguf.get_tensor_name_map(number, self.config["num_hidden_layers"])
+        self.floats: dict[str, np.ndarray] = {}
+        """What the written tensors mean, by GGUF name."""
+
+    def write(self, file: Path) -> Path:
+        self.fill(gguf.GGUFWriter(file, self.arch))
+        return file
+
+    def fill(self, writer: Any) -> None:
+        self._metadata(writer)
+        self._tokenizer(writer)
+        for name, values in self._tensors():
+            self._add(writer, name, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def _tensors(self) -> list[tuple[str, np.ndarray]]:
+        c, found = self.config, []
+        for name, values in tensors_of(self.folder).items():
+            base, _, end = name.rpartition(".")
+            mapped = self.names.get_name(base)
+            if mapped is None:
+                raise KeyError(name)
+            if self.arch in PERMUTED and base.endswith(("q_proj", "k_proj")):
+                values = interleaved(
+                    values, c["num_attention_heads" if "q_proj" in base else "num_key_value_heads"]
+                )
+            if self.arch in PLUS_ONE and base.endswith("norm"):
+                values = values + 1
+            found.append((f"{mapped}.{end}", values))
+        return found
+
+    def _add(self, writer: Any, name: str, values: np.ndarray) -> None:
+        kind = self.kind_of(name) if values.ndim > 1 else Kind.F32
+        if kind in K_BYTES:
+            stored = random_blocks(kind, values.shape, seed=len(self.floats))
+            self.floats[name] = gguf.quants.dequantize(stored, kind)
+        else:
+            stored = gguf.quants.quantize(values.astype(np.float32), kind)
+            self.floats[name] = gguf.quants.dequantize(stored, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
+
+    def _metadata(self, w: Any) -> None:
+        c = self.config
+        rope = c.get("rope_parameters") or {}
+        w.add_context_length(c["max_position_embeddings"])
+        w.add_embedding_length(c["hidden_size"])
+        w.add_block_count(c["num_hidden_layers"])
+        w.add_feed_forward_length(c["intermediate_size"])
+        w.add_head_count(c["num_attention_heads"])
+        w.add_head_count_kv(c["num_key_value_heads"])
+        if c.get("head_dim"):
+            w.add_key_length(c["head_dim"])
+        w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+        w.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+        if c.get("sliding_window") and self.arch in ("llama", "gemma2", "gemma3"):
+            w.add_sliding_window(c["sliding_window"])
+        if rope.get("rope_type") in ("linear", "yarn"):
+            w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+            w.add_rope_scaling_factor(rope["factor"])
+            if trained := rope.get("original_max_position_embeddings"):
+                w.add_rope_scaling_orig_ctx_len(trained)
+        if rope.get("rope_type") == "llama3":
+            plain = 1 / rope["rope_theta"] ** (np.arange(0, c["head_dim"], 2) / c["head_dim"])
+            made, _ = ROPE_INIT_FUNCTIONS["llama3"](c["head_dim"], rope, 0)
+            w.add_tensor("rope_freqs.weight", (plain / made.numpy()).astype(np.float32))
+
+    def _tokenizer(self, w: Any) -> None:
+        if not (self.folder / "tokenizer.json").is_file():
+            return
+        tokenizer = json.loads((self.folder / "tokenizer.json").read_text())
+        config = json.loads((self.folder / "tokenizer_config.json").read_text())
+        ids = dict(tokenizer["model"]["vocab"])
+        kinds = dict.fromkeys(ids, gguf.TokenType.NORMAL)
+        for token in tokenizer["added_tokens"]:
+            ids[token["content"]] = token["id"]
+            kinds[token["content"]] = (
+                gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
+            )
+        tokens = sorted(ids, key=lambda token: ids[token])
+        w.add_tokenizer_model("gpt2")
+        w.add_tokenizer_pre("default")
+        w.add_token_list(tokens)
+        w.add_token_types([kinds[token] for token in tokens])
+        w.add_token_merges(
+            [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
+        )
+        for name, add in (("bos", w.add_bos_token_id), ("eos", w.add_eos_token_id)):
+            if (token := config.get(f"{name}_token")) is not None:
+                add(ids[token if isinstance(token, str) else token["content"]])
+        if (template := config.get("chat_template")) or (
+            self.folder / "chat_template.jinja"
+        ).is_file():
+            w.add_chat_template(template or (self.folder / "chat_template.jinja").read_text())

@@ -1,0 +1,268 @@
+"""GGUF files against the checkpoints that they were made of: config, tokenizer, tensors, tokens; and damaged ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from quire.config.engine import EngineConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.engine.build import resolve_config
+from quire.errors import ModelNotFound, QuireError, Unsupported
+from quire.frontend.tokenizer import load as load_tokenizer
+from quire.models import location
+from quire.models.gguf import hub
+from quire.models.gguf.families import config_of
+from quire.models.gguf.header import GgufHeader, read_header
+from quire.models.gguf.tokenizer import GgufTokenizer
+from quire.models.load import build_model
+from quire.platforms.cpu import CpuPlatform
+from tests.models.cases import CASES, write
+from tests.models.gguf_files import GgufCopy
+from tests.models.harness import Runner
+from tests.tiny_llama import make_checkpoint
+
+TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
+PROMPT = [5, 7, 9, 11, 2, 3, 90, 100, 4]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    here = Path(os.environ.get("QUIRE_CACHE_ROOT", "~/.cache/quire")).expanduser()
+    root = tmp_path_factory.mktemp("cache")
+    if (here / "kernels").is_dir():  # compiled kernels stay
+        (root / "kernels").symlink_to(here / "kernels")
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(root))
+
+
+def build(path: Path, **options: Any) -> Any:
+    config = EngineConfig.from_keywords(
+        model=str(path), **{"dtype": "float32", "skip_tokenizer_init": True, **options}
+    )
+    return build_model(resolve_config(config).spec, CpuPlatform())
+
+
+GGUF_CASES = [
+    "llama", "llama tied", "llama of few keys", "llama one kv head", "linear", "yarn", "mistral",
+    "mistral window", "qwen2", "qwen2 tied", "qwen3", "qwen3 tied",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_a_float_file_gives_the_bits_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    case = next(each for each in CASES if each.name in (name, f"llama {name}"))
+    write(case, tmp_path / "st")
+    wanted = Runner(build(tmp_path / "st")).prefill(0, PROMPT)
+    file = GgufCopy(tmp_path / "st").write(tmp_path / "model.gguf")
+    assert torch.equal(Runner(build(file)).prefill(0, PROMPT), wanted)
+
+
+def test_rope_factors_in_a_tensor(tmp_path: Path) -> None:
+    """(llama.cpp computes those of Llama 3 when it converts; config.json's recipe is not in the file.)"""
+    write(next(c for c in CASES if c.name == "llama llama3"), tmp_path / "st")
+    wanted = Runner(build(tmp_path / "st")).prefill(0, PROMPT * 9)
+    file = GgufCopy(tmp_path / "st").write(tmp_path / "model.gguf")
+    assert (Runner(build(file)).prefill(0, PROMPT * 9) - wanted).abs().max() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model as a GGUF file."""
+    return GgufCopy(TINY, lambda name: Kind.BF16).write(
+        tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    )
+
+
+def test_the_whole_directory_comes_from_the_file(tiny: Path) -> None:
+    options = ModelConfig(model=str(tiny))
+    folder = Path(location.locate(options, LoadConfig()))
+    config, wanted = (json.loads((f / "config.json").read_text()) for f in (folder, TINY))
+    for key in (
+        "architectures",
+        "model_type",
+        "hidden_size",
+        "head_dim",
+        "vocab_size",
+        "dtype",
+        "tie_word_embeddings",
+    ):
+        assert config[key] == wanted[key], key
+    ours, theirs = load_tokenizer(str(folder)), load_tokenizer(str(TINY))
+    text = "<|im_start|>user\nWhat is twelve + 3?<|im_end|>\n<think> it's \u00e9\u4f60 </think>\n"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == text
+    assert (ours.eos_token_id, ours.special_ids) == (theirs.eos_token_id, theirs.special_ids)
+    talk = [{"role": "user", "content": "hi"}]
+    assert ours.apply_chat_template(talk) == theirs.apply_chat_template(talk)
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert sorted(ends) == [0, 2]
+    assert location.locate(options, LoadConfig()) == str(folder)
+
+
+def test_a_directory_and_parts(tiny: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny, tmp_path / "a.gguf")
+    (tmp_path / "mmproj-a.gguf").write_bytes(b"GGUF")
+    folder = location.locate(ModelConfig(model=str(tmp_path)), LoadConfig())
+    assert (Path(folder) / "a.gguf").is_symlink()
+    shutil.copy(tiny, tmp_path / "b.gguf")
+    with pytest.raises(ModelNotFound, match=r"2 GGUF models \(a.gguf, b.gguf\)"):
+        location.locate(ModelConfig(model=str(tmp_path)), LoadConfig())
+
+
+def test_split_files(tiny: Path, tmp_path: Path) -> None:
+    """Each part has a header of its own; the first has the metadata."""
+    from gguf import GGUFWriter
+
+    copy = GgufCopy(TINY, lambda name: Kind.BF16)
+    writer = GGUFWriter(tmp_path / "m.gguf", copy.arch, split_max_tensors=40)
+    copy.fill(writer)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) == 2
+    whole, split = build(tiny), build(parts[1])
+    assert torch.equal(Runner(whole).prefill(0, PROMPT), Runner(split).prefill(0, PROMPT))
+    parts[0].unlink()
+    with pytest.raises(ModelNotFound, match=r"1 are missing: m-00001-of-00002.gguf"):
+        location.locate(ModelConfig(model=str(parts[1])), LoadConfig())
+
+
+# ------------------------------------------------------------------------------------ SentencePiece
+
+WORDS = "the then other they hello he world or ld wor".split()
+
+
+def test_sentencepiece_merges_by_score(tmp_path: Path) -> None:
+    """Against the longest way round: merge the pair whose token has the best score, until there is none."""
+    space = "▁"
+    pieces = sorted(
+        {space + w[:n] for w in WORDS for n in range(len(w) + 1)}
+        | {w[:n] for w in WORDS for n in range(2, len(w) + 1)}
+    )
+    letters = sorted({c for w in WORDS for c in w} | {space})
+    pieces = [p for p in pieces if len(p) > 1]
+    random.Random(2).shuffle(pieces)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *letters, *pieces]
+    first = len(tokens) - len(pieces)
+    scores = [0.0] * first + [-float(i) for i in range(len(pieces))]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(letters) + len(pieces))]
+    meta = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # fmt: skip
+    header = GgufHeader((Path("x.gguf"),), {f"tokenizer.ggml.{k}": v for k, v in meta.items()}, ())
+    made = GgufTokenizer(header)
+    for name, text in (
+        ("tokenizer.json", made.tokenizer_json()),
+        ("tokenizer_config.json", made.tokenizer_config()),
+    ):
+        (tmp_path / name).write_text(json.dumps(text))
+    ours = load_tokenizer(str(tmp_path))
+
+    def merged(text: str) -> list[int]:
+        parts = list(space + text.replace(" ", space))
+        while True:
+            pairs = [
+                (-scores[tokens.index(a + b)], i)
+                for i, (a, b) in enumerate(pairwise(parts))
+                if a + b in tokens
+            ]
+            if not pairs:
+                return [tokens.index(p) for p in parts]
+            at = min(pairs)[1]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+    for text in ("the other world", "hello they then or", " two  spaces"):
+        known = "".join(c for c in text if c in {*letters, " "})
+        assert ours.encode(known) == [1, *merged(known)]
+        assert ours.decode(ours.encode(known), skip_special_tokens=True) == known
+    assert ours.encode("é", add_special_tokens=False)[-2:] == [3 + 0xC3, 3 + 0xA9]
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "st"
+    write(next(c for c in CASES if c.name == "qwen3"), folder)
+    copy = GgufCopy(folder)
+    copy.arch = "mamba"
+    with pytest.raises(Unsupported, match=r"architecture 'mamba'.*qwen3"):
+        location.locate(ModelConfig(model=str(copy.write(tmp_path / "m.gguf"))), LoadConfig())
+    for start, said in ((b"GGUF\0\0\0\3", "big-endian"), (b"GGUF\1\0\0\0", "version 1")):
+        (tmp_path / "m.gguf").write_bytes(start + bytes(32))
+        with pytest.raises(Unsupported, match=said):
+            read_header(tmp_path / "m.gguf")
+
+
+# ------------------------------------------------------------------------------------ the hub
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("a/b-GGUF:Q4_K_M", ("a/b-GGUF", "Q4_K_M")),
+        ("hf.co/a/b:q8_0", ("a/b", "q8_0")),
+        ("a/b/x-Q4_0.gguf", ("a/b", "x-Q4_0.gguf")),
+        ("a/b/Q8/x-00001-of-00002.gguf", ("a/b", "Q8/x-00001-of-00002.gguf")),
+        ("a/b", None),
+        ("/a/b.gguf", None),
+        ("./a/b.gguf", None),
+    ],
+)
+def test_names_of_the_hub(name: str, parts: tuple[str, str] | None) -> None:
+    assert hub.gguf_name(name) == parts
+
+
+def test_the_files_of_a_quantization() -> None:
+    files = ["README.md", "m-Q4_K_M.gguf", "m-IQ4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj-m-Q4_K_M.gguf"]  # fmt: skip
+    assert hub.choose(files, "a/b", "") == ["m-Q4_K_M.gguf"]
+    assert hub.choose(files, "a/b", "q4_k_m") == ["m-Q4_K_M.gguf"]
+    assert hub.choose(files, "a/b", "Q8_0") == files[3:5]
+    with pytest.raises(ModelNotFound, match=r"a/b has no GGUF file Q2_K; it has m-IQ4_K_M.gguf"):
+        hub.choose(files, "a/b", "Q2_K")
+
+
+# ------------------------------------------------------------------------------------ damaged files
+
+
+def test_mutated_headers(tmp_path: Path) -> None:
+    """Each is refused by name or means something; none costs memory beyond its own size."""
+    make_checkpoint(tmp_path)
+    whole = GgufCopy(tmp_path).write(tmp_path / "m.gguf").read_bytes()
+    file, draw = tmp_path / "x.gguf", random.Random(0)
+    lengths = [
+        at for at in range(len(whole) - 8) if struct.unpack_from("<Q", whole, at)[0] in range(1, 64)
+    ]
+    refused = silent = 0
+    file.write_bytes(whole)
+    read_header(file)
+    end = whole.index(b"blk.1.ffn_down.weight")
+    tracemalloc.start()
+    for turn in range(1000):
+        data = bytearray(whole)
+        if turn % 4 == 0:
+            data = data[: draw.randrange(len(data))]
+        elif turn % 4 == 1:
+            at = draw.choice([a for a in lengths if a < end])
+            struct.pack_into("<Q", data, at, draw.choice([0, 1 << 20, 1 << 40, (1 << 64) - 1]))
+        else:
+            for _ in range(draw.randint(1, 4)):
+                data[draw.randrange(end)] = draw.randrange(256)
+        file.write_bytes(data)
+        try:
+            header = read_header(file)
+            config_of(header)
+            GgufTokenizer(header).tokenizer_json()
+        except QuireError as error:
+            refused += str(file) in str(error)
+            silent += str(file) not in str(error)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (refused > 500, silent) == (True, 0)
+    assert peak < 20 * len(whole)
