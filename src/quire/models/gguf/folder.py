@@ -67,17 +67,17 @@ def checkpoint_folder(file: Path) -> str:
     header = read_header(file.absolute())
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        made = Path(tempfile.mkdtemp(prefix=".", dir=root))
+        unfinished = Path(tempfile.mkdtemp(prefix=".", dir=root))
     except OSError as why:
         raise ConfigError(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
     try:
-        _write(header, made)
-        os.rename(made, root / name)
+        _write(header, unfinished)
+        os.rename(unfinished, root / name)
     except OSError as why:  # another process has made it meanwhile
         if not (root / name / "config.json").is_file():
             raise ConfigError(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return str(root / name)
 
 
