@@ -72,7 +72,7 @@ IMPORTS_BY_NAME = {  # file: source of the names
     "quire/platforms/base.py": "a table of ours",
     "quire/ops/dispatch.py": "a table of ours",
     "quire/observe/tracing.py": "a table of ours",
-    "quire/models/load.py": "a table of ours, and plug-ins that are installed",
+    "quire/models/construction.py": "a table of ours, and plug-ins that are installed",
     "quire/config/serialize.py": "functions and classes that the user gave (hf_overrides, logits_processors)",
     "quire/worker/sampling/load_processors.py": "the user's --logits-processors",
     "quire/server/user_middleware.py": "the user's --middleware",

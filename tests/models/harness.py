@@ -18,6 +18,9 @@ from quire.attention.base import AttentionBackend
 from quire.attention.kv_quantization import Part
 from quire.attention.reference import ReferenceAttention
 from quire.forward_context import ForwardBatch, forward_context
+from quire.worker.row_states import RowStates
+
+MAX_ROWS = 64  # of models with recurrent states
 
 
 def make_batch(
@@ -88,13 +91,21 @@ class Runner:
             spec = layer.spec.cache_spec(str(dtype).removeprefix("torch."))
             parts = backend.cache_parts(spec, self.num_blocks, block_size)
             layer.bind(backend, tuple(spoiled(part) for part in parts))
+        self.states = RowStates(MAX_ROWS)
+        if hasattr(model, "state_layers"):
+            self.states.allocate(model.state_layers())
+        for tensor in self.states.tensors:
+            tensor.fill_(255)
 
     def add(self, row: int, tokens: Iterable[int]) -> None:
         self.tables[row], self.tokens[row], self.computed[row] = [], list(tokens), 0
+        self.states.clear(row)
 
     def share(self, row: int, donor: int, tokens: Iterable[int]) -> int:
         """As `add`, on the full blocks that `donor` has computed and the texts have in common; their tokens."""
         self.add(row, tokens)
+        if self.states.tensors:
+            return 0  # there is no checkpoint of the state
         ours, theirs = self.tokens[row][:-1], self.tokens[donor][: self.computed[donor]]
         same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         blocks = (min(len(ours), len(theirs)) if same is None else same) // self.block_size

@@ -80,7 +80,14 @@ def source(
     capturer: Capturer, sizes=(1, 2, 4), budget: CaptureBudget | None = None, tokens=(1,)
 ) -> GraphModelInput:
     return GraphModelInput(
-        Sum(), capturer, sizes, BLOCKS, LENGTH, tokens, budget or CaptureBudget(share=1.0)
+        Sum(),
+        capturer,
+        sizes,
+        BLOCKS,
+        LENGTH,
+        tokens,
+        budget or CaptureBudget(share=1.0),
+        null_row=77,
     )
 
 
@@ -188,8 +195,23 @@ def test_padding_does_not_affect_other_rows() -> None:
     static = graphs.captured[4, 1, ()][0].batch
     assert graphs.inner.rows[-1] == 4
     assert int(static.lengths_B[3]) == 1
+    assert int(static.rows_B[3]) == 77, "padding writes to the recurrent state of another row"
     for tensor in (static.token_ids_T, static.positions_T, *static.slots, *static.block_tables):
         assert not tensor[3].any()
+
+
+def test_while_a_step_is_captured_all_its_rows_are_padding() -> None:
+    seen: list[list[int]] = []
+
+    class Rows(Sum):
+        def forward(self, batch: ForwardBatch) -> Tensor:
+            seen.append(current_batch().rows_B.tolist())
+            return super().forward(batch)
+
+    graphs = source(Capturer(), sizes=(2,))
+    graphs.inner = Rows()
+    run(graphs, a_batch(random.Random(3), [1, 1]))
+    assert seen[0] == [77, 77]
 
 
 def test_all_sizes_share_their_memory() -> None:

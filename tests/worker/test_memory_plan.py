@@ -108,6 +108,47 @@ def test_remaining_memory_becomes_blocks() -> None:
     assert plan.kv == 3 * 64 * 16 * 41
 
 
+STATE = 64 * 1000
+
+
+def with_states(rows: int | None, room: int, specs=(FULL,) * 3, **cache: object):
+    asked = resolved(kv_cache_memory_bytes=room, max_num_seqs=rows, **cache)
+    asked = replace(asked, max_num_seqs=rows or 256)
+    return make_plan(asked, 1000, 1 << 40, 1 << 40, list(specs), state_bytes=STATE)
+
+
+def test_states_are_taken_from_the_cache_before_blocks() -> None:
+    block = 3 * 64 * 16
+    plan = with_states(4, 5 * STATE + 41 * block)
+    assert (plan.states, plan.num_blocks, plan.max_num_seqs) == (5 * STATE, 40, 4)
+    assert ("recurrent states", "312.50 KiB = 62.50 KiB for each of 4 + 1 rows") in plan.table()
+
+
+def test_states_that_do_not_fit_name_the_largest_max_num_seqs() -> None:
+    block = 3 * 64 * 16
+    for rows in (5, 100):
+        with pytest.raises(NotEnoughMemory, match=r"Set max_num_seqs=4 or less") as caught:
+            with_states(rows, 5 * STATE + 17 * block)  # one request of 256 tokens has 16 blocks
+        assert f"max_num_seqs={rows} requests need {size((rows + 1) * STATE)}" in str(caught.value)
+    assert with_states(4, 5 * STATE + 17 * block).num_blocks == 16
+    with pytest.raises(NotEnoughMemory, match="smaller model"):
+        with_states(1, STATE + 17 * block)
+
+
+def test_an_open_max_num_seqs_leaves_half_of_the_cache_to_keys_and_values() -> None:
+    assert with_states(None, 20 * STATE).max_num_seqs == 9
+    assert with_states(None, 2000 * STATE).max_num_seqs == 256
+
+
+def test_a_model_without_attention_has_blocks_that_cost_nothing() -> None:
+    plan = with_states(4, 5 * STATE, ())
+    assert (plan.kv, plan.num_blocks, plan.max_requests) == (0, 4 * 16, 4)
+    assert plan.layout.groups[0].layers == ()
+    assert ("KV cache", "none: no layer is attention") in plan.table()
+    with pytest.raises(NotEnoughMemory, match=r"Set max_num_seqs=3 or less"):
+        with_states(4, 5 * STATE - 1, ())
+
+
 def test_never_more_than_the_rows_can_use() -> None:
     plan = make_plan(resolved(), 1000, 1 << 30, 1 << 30, [FULL] * 3)
     assert plan.num_blocks == 4 * 256 // 16

@@ -1,8 +1,8 @@
 """`quire doctor MODEL [flags of serve]`: would it start here, how many requests would fit, and what would go wrong?
 
-Reads config.json, the small files beside it and the headers of the weights; loads neither weights nor torch (a tokenizer
-without tokenizer.json needs Transformers, which imports torch). For a
-hub id that is not in the local cache, it fetches only these. Exit status 0: it would start, 1: not, 2: usage error.
+Reads config.json, the small files beside it and the headers of the weights; loads neither weights nor torch (except
+for a model with recurrent states, which it constructs without weights, and for a tokenizer without tokenizer.json, which
+needs Transformers). For a hub id that is not in the local cache, it fetches only these. Exit status 0: it would start, 1: not, 2: usage error.
 Knows how the engine and the frontend decide before they are built. `doctor_checks.py` has the single checks.
 """
 
@@ -35,10 +35,10 @@ from quire.startup_timer import table
 from quire.worker.memory_plan import (
     ITEMSIZE,
     MemoryPlan,
+    forecast_specs,
     forecast_weights,
     make_plan,
     size,
-    specs_of,
 )
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
@@ -121,16 +121,18 @@ def _weights(report: DoctorReport, resolved: Resolved) -> list[TensorHeader] | i
 
 def _plan(report: DoctorReport, resolved: Resolved, found: list[TensorHeader] | int) -> MemoryPlan:
     """The memory plan; if it does not fit, the plan with the longest context that does."""
-    about, specs = report.facts, specs_of(resolved.hf_config, resolved.kv_dtype)
+    about, (specs, states) = report.facts, forecast_specs(resolved)
     loaded = as_loaded(found, resolved.hf_config)
     weights = in_memory(loaded, ITEMSIZE[resolved.dtype], resolved.quantization)
     try:
         forecast_weights(resolved.spec, resolved.device, about.available_bytes, found)
-        return make_plan(resolved, weights, about.total_bytes, about.available_bytes, specs)
+        return make_plan(
+            resolved, weights, about.total_bytes, about.available_bytes, specs, (), states
+        )
     except NotEnoughMemory as why:
         report.findings.append(DoctorFinding("error", str(why)))
     shorter = replace(resolved, auto_max_model_len=True)
-    return make_plan(shorter, weights, about.total_bytes, about.available_bytes, specs)
+    return make_plan(shorter, weights, about.total_bytes, about.available_bytes, specs, (), states)
 
 
 # The report as text

@@ -226,7 +226,7 @@ def build_scheduler(
         hasher=Hasher(resolved.block_size, element_format=resolved.kv_dtype),
     )
     limits = SchedulerLimits(
-        max_rows=resolved.max_num_seqs,
+        max_rows=info.max_num_seqs,
         max_step_tokens=resolved.max_num_batched_tokens,
         max_length=info.max_model_len,
         chunked=resolved.chunked_prefill,

@@ -57,7 +57,12 @@ def max_blocks(
 
 
 def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> CacheLayout:
-    """Group layers 0 .. len(specs) - 1. A window of at least max_model_len tokens counts as full attention."""
+    """Group layers 0 .. len(specs) - 1. A window of at least max_model_len tokens counts as full attention.
+
+    A model without attention gets one group without layers: its blocks count tokens and cost no memory.
+    """
+    if not specs:
+        return CacheLayout((CacheGroup(CacheSpec(0, 0, 0, "int8"), ()),), block_size, 0)
     effective = [_effective(spec, max_model_len) for spec in specs]
     kinds: dict[int, list[int]] = {}  # window, or 0 -> layers
     for layer, spec in enumerate(effective):

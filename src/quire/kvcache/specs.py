@@ -1,17 +1,19 @@
-"""CacheSpec: what one layer keeps in the KV cache for a request, and when it may drop it.
+"""CacheSpec and StateSpec: what one layer keeps for a request, and when it may drop it.
 
 Knows sizes and windows. Does not know tensors, blocks in use, or models. Each layer gives its spec
-(`Attention.cache_spec()`); `layout.py` makes groups and block sizes from the specs of a model.
+(`AttentionSpec.cache_spec`, `StateLayer.state_spec`); `layout.py` makes groups and block sizes from the cache specs of a
+model.
 
     full attention      every token, as long as the request runs
     sliding window      the last `window` tokens; older blocks are released
-    recurrent state     one state of fixed size for each request, whatever its length (designed, not yet built:
-                        see docs/design/recurrent-state.md)
+    recurrent state     one state of fixed size for each request, whatever its length; it is not in blocks
+                        (docs/design/recurrent-state.md)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +79,30 @@ class CacheGroup:
     """Layer indices over all models."""
     shapes: tuple[CacheSpec, ...] = ()
     """The spec of each layer; empty: `spec` is that of all."""
+
+
+STATE_ALIGNMENT = 64
+"""Each part of a state starts at a multiple of so many bytes, so that a kernel can use aligned loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The recurrent state of one request in one layer: tensors of fixed shapes, for example recurrence and convolution.
+
+    shapes: without the dimension of the rows. dtypes: of each tensor, one of ELEMENTS that is a float format.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Bytes of each tensor for one request, padded to the alignment."""
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        sizes = (prod(shape) * ELEMENTS[dtype].itemsize for shape, dtype in pairs)
+        return tuple(-(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT for size in sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes for one request in one layer."""
+        return sum(self.part_bytes)

@@ -20,6 +20,7 @@ from quire.layers.decoder_layer import Layers
 from quire.layers.embedding import Embedding, Head
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.rotary import LayerRotaries
+from quire.layers.state import StateLayer
 from quire.models.hf_config import TextConfig
 
 if TYPE_CHECKING:
@@ -111,6 +112,10 @@ class LanguageModel(nn.Module):
         """In the order in which they run; empty if the model keeps caches of its own."""
         raise NotImplementedError
 
+    def state_layers(self) -> list[StateLayer]:
+        """The layers with a recurrent state, in the order in which they run."""
+        return []
+
     def forget(self, rows: list[int]) -> None:
         """Free what is kept for rows that requests leave or enter."""
 
@@ -179,6 +184,10 @@ class CausalLM(LanguageModel):
     def attention_layers(self) -> list[Attention]:
         """In the order in which they run."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def state_layers(self) -> list[StateLayer]:
+        """In the order in which they run."""
+        return [module for module in self.modules() if isinstance(module, StateLayer)]
 
     @property
     def vocab_size(self) -> int:

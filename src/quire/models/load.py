@@ -12,16 +12,14 @@ add to these names. Does not know file formats (`checkpoint_files.py`), or the l
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +34,9 @@ from quire.logging import get_logger
 from quire.models import registry
 from quire.models.base import CausalLM, LanguageModel
 from quire.models.checkpoint_files import on_disk, stored_tensors, tensors, weight_files
+from quire.models.construction import construct, construction
 from quire.models.dummy_weights import random_tensors
-from quire.models.hf_config import WRAPPED, TextConfig
+from quire.models.hf_config import WRAPPED
 from quire.models.offload import Offload
 from quire.models.progress import LoadProgress
 from quire.models.transformers.modes import check_weights
@@ -143,8 +142,8 @@ def _native(
 ) -> LanguageModel:
     began = time.perf_counter()
     target = registry.MODELS[spec.architecture]
+    model = construct(spec)
     with construction(getattr(torch, spec.dtype)):
-        model: CausalLM = _model_class(target)(TextConfig(spec.hf_config), spec.max_model_len)
         _set_formats(model, spec, is_accelerator(platform))
     _drop_wide_windows(model, spec.max_model_len)
     with separate_blocks():
@@ -245,26 +244,6 @@ def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:
     for layer in model.attention_layers():
         if layer.spec.window is not None and layer.spec.window >= max_model_len:
             layer.spec = replace(layer.spec, window=None)
-
-
-def _model_class(target: str) -> Any:
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model class {target} cannot be loaded: {error}") from error
-
-
-@contextmanager
-def construction(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, parameters are created in `dtype` on "meta": they have shapes, and no memory."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # ------------------------------------------------------------------------------------ fill

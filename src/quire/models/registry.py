@@ -20,6 +20,13 @@ MODELS: dict[str, str] = {
 }
 """Architecture of config.json -> "module:Class"."""
 
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+LAYER_TYPES: dict[str, frozenset[str]] = {}
+"""Architecture -> the entries of `layer_types` in config.json that its class has besides ATTENTION_TYPES.
+
+A class whose layers have recurrent states is listed even if its config.json has no `layer_types`.
+"""
+
 NATIVE = ("quire", "vllm", "native")
 IMPLS = ("auto", *NATIVE, "transformers")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -54,19 +61,28 @@ def choose_impl(
     return "transformers", lacking
 
 
+def has_states(architecture: str, hf_config: Mapping[str, Any], model_impl: str) -> bool:
+    """Whether the model is native and its layers may have recurrent states."""
+    return (
+        architecture in LAYER_TYPES
+        and choose_impl(architecture, hf_config, model_impl)[0] == "native"
+    )
+
+
 def _lacking(architecture: str, config: Mapping[str, Any]) -> str:
     """Why the native model cannot run this checkpoint; empty: it can."""
     if architecture not in MODELS:
         return f"{architecture} has no native model"
     if not MODELS[architecture].startswith("quire."):
         return ""  # a registered model checks its own config
+    layer_types = LAYER_TYPES.get(architecture, frozenset())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_type = [value for value in rope.values() if isinstance(value, Mapping)]
     for each in by_type or [rope]:
         kind = each.get("rope_type") or each.get("type") or "default"
         if kind not in (*ROPE_TYPES, "su", "mrope"):
             return f"rope type {kind!r} has no native implementation"
-    odd = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    odd = set(config.get("layer_types") or ()) - ATTENTION_TYPES - layer_types
     if odd:
         return f"layers of type {', '.join(sorted(odd))} have no native implementation"
     if config.get("hidden_act", "silu") not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):

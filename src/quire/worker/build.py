@@ -7,7 +7,7 @@ plugs them in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +26,7 @@ from quire.worker.memory_plan import (
     layer_specs,
     make_plan,
     plan_memory,
+    state_bytes_of,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from quire.worker.input_batch import InputBatchBuilder
     from quire.worker.model_input import ModelInput
     from quire.worker.request_rows import RequestRows
+    from quire.worker.row_states import RowStates
     from quire.worker.sampling.logits_processors import Processor
     from quire.worker.sampling.sampler_ops import SamplerOps
     from quire.worker.worker import Worker
@@ -50,6 +52,7 @@ class WorkerInfo(msgspec.Struct):
     specs: list[tuple[int, int, int, str, int]]
     num_blocks: int
     max_model_len: int
+    max_num_seqs: int
     model_impl: str
     prefix_caching: bool
     stages: list[tuple[str, float]]
@@ -101,9 +104,9 @@ def build_worker(
     """
     stages = StartupStages(report)
     load_plugins()
+    bind_to_cores(computing=resolved.device == "cpu")
     with stages("planning memory"):
         forecast = plan_memory(resolved, others)
-    bind_to_cores(computing=resolved.device == "cpu")
     with stages("importing torch"):
         from quire.attention.base import load_backend
         from quire.native.step import make_native_step
@@ -111,6 +114,7 @@ def build_worker(
         from quire.quantization.apply import weight_bytes
         from quire.worker.module_hooks import ModuleHooks
         from quire.worker.page_prefault import KVPagePrefaulter
+        from quire.worker.row_states import RowStates
         from quire.worker.sampling.load_processors import load_processors
         from quire.worker.sampling.sampler import Sampler
         from quire.worker.sleep import WorkerSleep
@@ -126,9 +130,12 @@ def build_worker(
     with stages("allocating the KV cache"):
         specs = layer_specs(resolved, models)
         weights = sum(weight_bytes(model) for model in models)
-        plan = make_plan(resolved, weights, forecast.total, forecast.available, specs, others)
+        sizes = weights, forecast.total, forecast.available
+        plan = make_plan(resolved, *sizes, specs, others, state_bytes_of(models))
         log.info("memory plan\n%s", table(plan.table()))
-        storages = allocate_kv_cache(resolved, platform, models, plan)
+        resolved = replace(resolved, max_num_seqs=plan.max_num_seqs)
+        states = RowStates(resolved.max_num_seqs)
+        storages = allocate_kv_cache(resolved, platform, models, plan, states)
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
     rows, options, model = batcher.rows, resolved.config.model, models[0]
@@ -143,28 +150,36 @@ def build_worker(
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)
     worker = Worker(
-        platform, model, parts.model_input, sampler, [*parts.hooks, pages], rows, batcher,
+        platform, model, parts.model_input, sampler, [states, *parts.hooks, pages], rows, batcher,
         models=models,
         fast_step=make_native_step(rows, sampler) if "native" in platform.kernels else None,
     )  # fmt: skip
-    info = WorkerInfo(
-        specs=[_flat(spec) for spec in specs],
-        num_blocks=plan.num_blocks,
-        max_model_len=plan.max_model_len,
-        model_impl=model.description,
-        prefix_caching=model.supports_prefix_caching
-        and all(layer.spec.causal for layer in model.attention_layers()),
-        stages=stages.done,
-    )
+    info = describe(model, specs, plan, stages)
     worker.functions["info"] = lambda: msgspec.to_builtins(info)
     WorkerSleep(
-        worker, storages, platform.device,
+        worker, storages, states, platform.device,
         load=lambda: build_models(resolved, platform, others),
-        allocate=lambda models: allocate_kv_cache(resolved, platform, models, plan),
+        allocate=lambda models: allocate_kv_cache(resolved, platform, models, plan, states),
         on_cache_reset=pages.begin,
     )  # fmt: skip
     ModuleHooks(worker)
     return worker
+
+
+def describe(
+    model: LanguageModel, specs: Sequence[CacheSpec], plan: MemoryPlan, stages: StartupStages
+) -> WorkerInfo:
+    return WorkerInfo(
+        specs=[_flat(spec) for spec in specs],
+        num_blocks=plan.num_blocks,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        model_impl=model.description,
+        prefix_caching=model.supports_prefix_caching
+        and not plan.state_bytes
+        and all(layer.spec.causal for layer in model.attention_layers()),
+        stages=stages.done,
+    )
 
 
 def build_models(
@@ -200,13 +215,13 @@ def plan_on(
     """Repeat the plan with the device's own numbers: the forecast does not know what else uses the device's memory."""
     from quire.platforms.base import Memory
 
-    specs = forecast_specs(resolved, others)
+    specs, states = forecast_specs(resolved, others)
     # A row needs its tokens and, for each group, two block tables: a permanent one, and one for the running step.
     groups = len(forecast.layout.groups)
     blocks = -(-forecast.max_model_len // resolved.block_size) + 1
     tables = 4 * resolved.max_num_seqs * (forecast.max_model_len + 2 * groups * blocks)
     now = platform.plannable(Memory(forecast.total, forecast.available), tables)
-    return make_plan(resolved, forecast.weights, now.total, now.available, specs, others)
+    return make_plan(resolved, forecast.weights, now.total, now.available, specs, others, states)
 
 
 def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> InputBatchBuilder:
@@ -246,23 +261,34 @@ def build_model_input(
 
     model_input, capturer = TokenModelInput(model), platform.graph_capturer()
     layers = model.attention_layers()
-    capturable = model.capturable and layers and layers[0].backend.can.graphs
+    capturable = model.capturable and (layers or model.state_layers())
+    capturable = capturable and all(layer.backend.can.graphs for layer in layers[:1])
     if capturer is None or not capturable or resolved.config.parallel.enforce_eager:
         return model_input
     max_blocks = -(-(plan.max_model_len + 1) // resolved.block_size)
     requested = {int(size) for size in resolved.config.parallel.cudagraph_capture_sizes}
     sizes = [size for size in requested if size <= resolved.max_num_seqs]
     sizes = sizes or default_sizes(resolved.max_num_seqs)
-    return GraphModelInput(model_input, capturer, sizes, max_blocks, plan.max_model_len)
+    return GraphModelInput(
+        model_input, capturer, sizes, max_blocks, plan.max_model_len, null_row=resolved.max_num_seqs
+    )
 
 
 def allocate_kv_cache(
-    resolved: Resolved, platform: Any, models: Sequence[LanguageModel], plan: MemoryPlan
+    resolved: Resolved,
+    platform: Any,
+    models: Sequence[LanguageModel],
+    plan: MemoryPlan,
+    states: RowStates,
 ) -> Any:
-    """Choose a backend that supports every layer, and give each layer its part of the cache. Returns the storages."""
+    """Choose a backend that supports every layer, and give each layer its part of the cache, or of the states.
+
+    Returns the storages of the cache.
+    """
     from quire.attention.base import Needs, choose_backend
     from quire.worker.kv_cache import allocate_cache, cached_layers
 
+    states.allocate([layer for model in models for layer in model.state_layers()], platform.device)
     layers = cached_layers(models)
     if not layers:
         return []

@@ -5,8 +5,8 @@ Knows which steps can be replayed, padding, static tensors and when to capture. 
 device captures: that is a `GraphCapturer`, which the platform provides.
 
 Every row of such a step has the same number of new tokens (1, or 1 + draft tokens). The step is padded to the next
-captured number of rows. A padding row has one token in slot 0 of the null block; it is computed like any other row
-and its output is not read. All other steps run without a graph.
+captured number of rows. A padding row has one token in slot 0 of the null block, and the recurrent state of the null
+row; it is computed like any other row and its output is not read. All other steps run without a graph.
 
 Nothing is captured before it is needed, so a server answers from the start. A size is captured while serving, when a
 step first needs it, but capture takes at most a share of the time (`CaptureBudget`). Until then a step uses the next
@@ -98,12 +98,12 @@ def extras_of(batch: ForwardBatch) -> tuple[Extra, ...]:
 class StaticInputs:
     """Tensors that captured steps read: they keep their address; each step copies its batch into them."""
 
-    def __init__(self, batch: ForwardBatch):
-        self.batch = batch
+    def __init__(self, batch: ForwardBatch, null_row: int):
+        self.batch, self.null_row = batch, null_row
 
     @staticmethod
     def allocate(
-        size: int, tokens: int, like: ForwardBatch, max_blocks: int, max_length: int
+        size: int, tokens: int, like: ForwardBatch, max_blocks: int, max_length: int, null_row: int
     ) -> StaticInputs:
         """Allocate for `size` rows of `tokens` new tokens and contexts of `max_length`."""
         device = like.token_ids_T.device
@@ -116,7 +116,7 @@ class StaticInputs:
             ForwardBatch(
                 token_ids_T=new(num_tokens),
                 positions_T=new(num_tokens),
-                rows_B=new(size),
+                rows_B=new(size).fill_(null_row),
                 query_start_B1=torch.arange(
                     0, num_tokens + 1, tokens, dtype=torch.int32, device=device
                 ),
@@ -134,7 +134,8 @@ class StaticInputs:
                     )
                     for name, dtype, shape in extras_of(like)
                 },
-            )
+            ),
+            null_row,
         )
 
     def view(self, size: int) -> StaticInputs:
@@ -157,7 +158,8 @@ class StaticInputs:
                     name: tensor[: tokens if first_letter(name) == "T" else size]
                     for name, tensor in all_of.extras.items()
                 },
-            )
+            ),
+            self.null_row,
         )
 
     def clear(self) -> None:
@@ -166,6 +168,7 @@ class StaticInputs:
         tensors = (static.token_ids_T, static.positions_T, *static.slots, *static.block_tables)
         for tensor in (*tensors, *static.extras.values()):
             tensor.zero_()
+        static.rows_B.fill_(self.null_row)
         static.lengths_B.fill_(static.max_query)
 
     def copy_from(self, batch: ForwardBatch) -> None:
@@ -185,6 +188,7 @@ class StaticInputs:
         if rows < static.num_rows:
             for tensor in (static.token_ids_T, static.positions_T, *static.slots):
                 tensor[tokens:] = 0
+            static.rows_B[rows:] = self.null_row
             static.lengths_B[rows:] = static.max_query
             for table in static.block_tables:
                 table[rows:] = 0
@@ -197,6 +201,7 @@ class GraphModelInput:
         inner: the model input that is captured, and that runs the other steps.
         sizes: numbers of rows to capture; tokens: numbers of new tokens per row.
         max_blocks: blocks of the longest row; max_length: its tokens.
+        null_row: the row of padding, beyond those of requests; None: the largest of `sizes`.
     """
 
     def __init__(
@@ -208,7 +213,9 @@ class GraphModelInput:
         max_length: int,
         tokens: Sequence[int] = (1,),
         budget: CaptureBudget | None = None,
+        null_row: int | None = None,
     ):
+        self.null_row = max(sizes) if null_row is None else null_row
         self.inner, self.capturer, self.budget = inner, capturer, budget or CaptureBudget()
         self.sizes, self.tokens = sorted(sizes), frozenset(tokens)
         self.max_blocks, self.max_length = max_blocks, max_length
@@ -281,7 +288,9 @@ class GraphModelInput:
         size, tokens, extras = key
         began = time.monotonic()
         if (tokens, extras) not in self.largest:
-            limits = (self.sizes[-1], tokens, batch, self.max_blocks, self.max_length)
+            limits = (
+                self.sizes[-1], tokens, batch, self.max_blocks, self.max_length, self.null_row,
+            )  # fmt: skip
             self.largest[tokens, extras] = StaticInputs.allocate(*limits)
         static = self.largest[tokens, extras].view(size)
         static.clear()

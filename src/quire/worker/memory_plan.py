@@ -17,11 +17,13 @@ from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.models.checkpoint_files import TensorHeader, as_loaded, in_memory, stored_tensors
+from quire.models.registry import has_states
 from quire.models.transformers.modes import check_own_cache
 from quire.platforms.detect import facts
 
 logger = get_logger(__name__)
 GIB = 1 << 30
+FREE_BLOCKS = 1 << 16  # of a cache whose blocks cost no memory
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -39,6 +41,12 @@ class MemoryPlan:
     max_model_len: int
     max_num_seqs: int
     max_step_tokens: int
+    state_bytes: int = 0  # of one request's recurrent states
+
+    @property
+    def states(self) -> int:
+        """Bytes of the recurrent states: of each row, and of the null row."""
+        return (self.max_num_seqs + 1) * self.state_bytes
 
     @property
     def kv(self) -> int:
@@ -55,7 +63,8 @@ class MemoryPlan:
         return self.layout.tokens_in(self.num_blocks, self.max_model_len, self.max_step_tokens)
 
     def table(self) -> list[tuple[str, str]]:
-        return [
+        kv_of = self.layout.groups[0]
+        rows = [
             ("memory", f"{size(self.available)} available of {size(self.total)}"),
             ("used at most", f"{size(int(self.available * self.share))} ({self.share:.0%})"),
             ("weights", size(self.weights)),
@@ -63,7 +72,9 @@ class MemoryPlan:
             (
                 "KV cache",
                 f"{size(self.kv)} = {self.num_blocks} blocks of {self.layout.block_size},"
-                f" in {self.layout.groups[0].spec.dtype}",
+                f" in {kv_of.spec.dtype}"
+                if kv_of.layers
+                else "none: no layer is attention",
             ),
             ("tokens that fit", f"{self.num_tokens:,}"),
             (
@@ -72,6 +83,10 @@ class MemoryPlan:
                 f" (max_num_seqs={self.max_num_seqs})",
             ),
         ]
+        if self.state_bytes:
+            about = f"{size(self.states)} = {size(self.state_bytes)} for each of {self.max_num_seqs} + 1 rows"
+            rows.insert(4, ("recurrent states", about))
+        return rows
 
 
 def size(num_bytes: int) -> str:
@@ -146,13 +161,15 @@ def make_plan(
     available: int,
     specs: Sequence[CacheSpec],
     others: Sequence[ModelSpec] = (),
+    state_bytes: int = 0,
 ) -> MemoryPlan:
     """Choose the number of blocks, and with `auto` also the longest context.
 
-    `weights`, `specs`: of all models. `others`: the models beside the main one; one model computes at a time.
+    `weights`, `specs`, `state_bytes` (of one request): of all models. `others`: the models beside the main one; one model computes at a time.
 
     Raises:
-        NotEnoughMemory: weights and activations leave too little for one request of max_model_len.
+        NotEnoughMemory: weights and activations leave too little for one request of max_model_len, or for the states of
+            max_num_seqs requests.
     """
     cache = resolved.config.cache
     kv_layout = layout(specs, resolved.block_size, resolved.max_model_len)
@@ -169,35 +186,73 @@ def make_plan(
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
         max_step_tokens=min(resolved.max_num_batched_tokens, resolved.max_model_len),
+        state_bytes=state_bytes,
     )
     if cache.num_gpu_blocks_override is not None:
         return _with_blocks(plan, cache.num_gpu_blocks_override, resolved)
     room = cache.kv_cache_memory_bytes
     if room is None:
         room = int(available * plan.share) - weights - plan.activations
-    blocks = room // kv_layout.bytes_per_block - 1
+    if state_bytes:
+        plan = _with_states(plan, room, resolved)
+        room -= plan.states
     # More blocks than max_num_seqs full-length requests need can never be used.
     blocks_per_request = kv_layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
-    plan = _with_blocks(plan, min(blocks, resolved.max_num_seqs * blocks_per_request), resolved)
+    blocks = plan.max_num_seqs * blocks_per_request
+    if kv_layout.bytes_per_block:
+        blocks = min(blocks, room // kv_layout.bytes_per_block - 1)
+    else:
+        blocks = min(blocks, max(FREE_BLOCKS, blocks_per_request))
+    plan = _with_blocks(plan, blocks, resolved)
     if cache.kv_cache_memory_bytes is not None:
         _check_requested(plan, cache.kv_cache_memory_bytes)
     return plan
 
 
+def _with_states(plan: MemoryPlan, room: int, resolved: Resolved) -> MemoryPlan:
+    """Check that `room` bytes hold the states of max_num_seqs requests, and the KV cache of one request.
+
+    A max_num_seqs that the user left open is lowered until the states take at most half of the room.
+
+    Raises:
+        NotEnoughMemory: they do not fit; the message names the largest max_num_seqs that does.
+    """
+    rows, blocks = plan.max_num_seqs, 1
+    if not resolved.auto_max_model_len:
+        blocks = plan.layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
+    need = (blocks + 1) * plan.layout.bytes_per_block
+    fits = (room - need) // plan.state_bytes - 1
+    if resolved.config.scheduler.max_num_seqs is None and fits >= 1:
+        rows = min(rows, fits, max(room // 2 // plan.state_bytes - 1, 1))
+        if rows < plan.max_num_seqs:
+            logger.info(
+                "max_num_seqs is %d, not %d: the recurrent states of a request take %s",
+                rows, plan.max_num_seqs, size(plan.state_bytes),
+            )  # fmt: skip
+    if rows > fits and (fits >= 1 or need <= room):
+        remedy = "Use a smaller model, or raise gpu_memory_utilization"
+        raise NotEnoughMemory(
+            f"Not enough memory: the recurrent states of max_num_seqs={rows} requests need"
+            f" {size((rows + 1) * plan.state_bytes)} beside {size(need)} for the KV cache of one request, and"
+            f" {size(room)} is left. {f'Set max_num_seqs={fits} or less' if fits >= 1 else remedy}."
+        )
+    return replace(plan, max_num_seqs=rows)
+
+
 def _check_requested(plan: MemoryPlan, requested: int) -> None:
     """Raises NotEnoughMemory: the machine cannot hold weights and a KV cache of kv_cache_memory_bytes."""
     most = plan.total - plan.weights - plan.activations
-    if plan.kv > most:
+    if plan.kv + plan.states > most:
         raise NotEnoughMemory(
             f"kv_cache_memory_bytes={requested}: beside {size(plan.weights)} of weights and {size(plan.activations)} of"
-            f" activations, a KV cache of {size(plan.kv)} does not fit into the machine's {size(plan.total)}."
+            f" activations, a KV cache of {size(plan.kv + plan.states)} does not fit into the machine's {size(plan.total)}."
             f" Use at most {max(most, 0)}, or leave it out."
         )
     if requested > plan.total:
         logger.warning_once(
             "kv_cache_memory_bytes=%d is more than the machine's %s: the KV cache takes %s, which max_num_seqs=%d"
             " requests of max_model_len=%d can use",
-            requested, size(plan.total), size(plan.kv), plan.max_num_seqs, plan.max_model_len,
+            requested, size(plan.total), size(plan.kv + plan.states), plan.max_num_seqs, plan.max_model_len,
         )  # fmt: skip
 
 
@@ -276,14 +331,29 @@ def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryP
         0, forecast_weights(resolved.spec, resolved.device, available + offloaded) - offloaded
     )
     weights += sum(forecast_weights(spec, resolved.device, available - weights) for spec in others)
-    specs = forecast_specs(resolved, others)
-    return make_plan(resolved, weights, machine.total_bytes, available, specs, others)
+    specs, states = forecast_specs(resolved, others)
+    return make_plan(resolved, weights, machine.total_bytes, available, specs, others, states)
 
 
-def forecast_specs(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> list[CacheSpec]:
-    """The cache specs of all models, forecast from their config.json."""
-    models = (resolved.spec, *others)
-    return [each for spec in models for each in specs_of(spec.hf_config, resolved.kv_dtype)]
+def forecast_specs(
+    resolved: Resolved, others: Sequence[ModelSpec] = ()
+) -> tuple[list[CacheSpec], int]:
+    """The cache specs of all models, and the bytes of one request's states.
+
+    From config.json alone for models that only have attention; others are constructed, without weights.
+    """
+    specs: list[CacheSpec] = []
+    states = 0
+    for spec in (resolved.spec, *others):
+        if has_states(spec.architecture, spec.hf_config, spec.options.model_impl):
+            from quire.models.construction import construct
+
+            model = construct(spec)
+            specs += layer_specs(resolved, [model])
+            states += state_bytes_of([model])
+        else:
+            specs += specs_of(spec.hf_config, resolved.kv_dtype)
+    return specs, states
 
 
 def layer_specs(resolved: Resolved, models: Sequence[Any]) -> list[CacheSpec]:
@@ -293,8 +363,14 @@ def layer_specs(resolved: Resolved, models: Sequence[Any]) -> list[CacheSpec]:
         Unsupported: such a model is configured with another cache format.
     """
     dtype = resolved.kv_dtype
-    layers = [model.attention_layers() for model in models]
-    if not all(layers):
+    if any(model.per_request for model in models):
         check_own_cache(resolved.dtype, dtype, resolved.architecture)
-    specs = [layer.spec.cache_spec(dtype) for group in layers for layer in group]
-    return specs or specs_of(resolved.hf_config, dtype)
+    specs = [layer.spec.cache_spec(dtype) for model in models for layer in model.attention_layers()]
+    if specs or not models[0].per_request:
+        return specs
+    return specs_of(resolved.hf_config, dtype)
+
+
+def state_bytes_of(models: Sequence[Any]) -> int:
+    """Bytes of one request's recurrent states, in all layers of the models."""
+    return sum(layer.state_spec().num_bytes for model in models for layer in model.state_layers())

@@ -26,6 +26,7 @@ from quire.models.base import LanguageModel
 from quire.platforms.memory import give_back
 from quire.quantization.apply import move
 from quire.worker.kv_cache import cached_layers
+from quire.worker.row_states import RowStates
 from quire.worker.worker import Worker
 
 log = get_logger(__name__)
@@ -40,9 +41,10 @@ class WorkerSleep:
 
     Args:
         storages: the cache, as `allocate_cache` returned it.
+        states: the recurrent states.
         device: where weights and cache are while the worker is awake.
         load: loads the models again.
-        allocate: gives models their cache.
+        allocate: gives models their cache, and their states.
         on_cache_reset: called with the cache when it is empty again, and with [] when it is freed.
     """
 
@@ -50,6 +52,7 @@ class WorkerSleep:
         self,
         worker: Worker,
         storages: Storages,
+        states: RowStates,
         device: torch.device,
         *,
         load: Callable[[], list[LanguageModel]],
@@ -57,6 +60,7 @@ class WorkerSleep:
         on_cache_reset: Callable[[Storages], None],
     ):
         self.worker, self.storages, self.device = worker, storages, device
+        self.states = states
         self.load, self.allocate, self.on_cache_reset = load, allocate, on_cache_reset
         self.in_place = device.type == "cpu"
         self.missing_parts: set[str] = set()
@@ -72,7 +76,7 @@ class WorkerSleep:
         if worker.forget is not None:
             worker.forget(list(range(worker.rows.max_rows)))
         self.on_cache_reset([])
-        for parts in self.storages:
+        for parts in (*self.storages, self.states.tensors):
             for part in parts:
                 give_back(part)
         movable = all(isinstance(m, nn.Module) and m.movable for m in worker.models)
@@ -108,6 +112,7 @@ class WorkerSleep:
         self.storages, self.has_cache = [], False
         for layer in cached_layers([m for m in self.worker.models if m is not ABSENT]):
             layer.drop_cache()
+        self.states.drop()
         self.worker.unfuse(SLEEP)  # nothing keeps addresses of the cache or the weights
 
     def _move(self, device: torch.device) -> None:

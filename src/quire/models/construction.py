@@ -1,0 +1,48 @@
+"""Constructs a native model on "meta": the shapes of its weights, and what its layers keep for a request, without memory.
+
+Knows the registry. Does not know weights or files.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from quire.config.engine import ModelSpec
+from quire.errors import ConfigError
+from quire.models import registry
+from quire.models.base import CausalLM
+from quire.models.hf_config import TextConfig
+
+
+def construct(spec: ModelSpec) -> CausalLM:
+    """The native model of `spec` on "meta", without weights."""
+    with construction(getattr(torch, spec.dtype)):
+        model: CausalLM = _model_class(registry.MODELS[spec.architecture])(
+            TextConfig(spec.hf_config), spec.max_model_len
+        )
+    return model
+
+
+def _model_class(target: str) -> Any:
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model class {target} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def construction(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, parameters are created in `dtype` on "meta": they have shapes, and no memory."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
