@@ -54,6 +54,20 @@ def rope(name: str, rope_type: str, config: dict[str, Any] | None = None, **more
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED}
+MOE = {
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+SHARED = {
+    "n_routed_experts": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+}
 CASES = [
     Case("llama", "llama"),
     Case("llama tied", "llama", {"tie_word_embeddings": True}),
@@ -110,6 +124,47 @@ CASES = [
             "use_sliding_window": True,
             "sliding_window": 6,
             "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    Case("mixtral", "mixtral", MOE),
+    Case("mixtral window", "mixtral", {**MOE, "sliding_window": 7, "num_experts_per_tok": 1}),
+    Case(
+        "qwen2 moe", "qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "head_dim": None}
+    ),
+    Case(
+        "qwen2 moe renormalized",
+        "qwen2_moe",
+        {**MOE, "shared_expert_intermediate_size": 24, "norm_topk_prob": True, "head_dim": None},
+    ),
+    Case("qwen3 moe", "qwen3_moe", {**MOE, "norm_topk_prob": True}),
+    Case(
+        "qwen3 moe, some dense",
+        "qwen3_moe",
+        {**MOE, "num_hidden_layers": 3, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    Case("qwen3 moe, one dense", "qwen3_moe", {**MOE, "mlp_only_layers": [0]}),
+    Case("olmoe", "olmoe", {**MOE, "head_dim": None}),
+    Case(
+        "olmoe clipped",
+        "olmoe",
+        {**MOE, "head_dim": None, "clip_qkv": 0.5, "norm_topk_prob": True},
+    ),
+    Case("minimax m2", "minimax_m2", MOE),
+    Case("minimax m2 partial rope", "minimax_m2", {**MOE, "rotary_dim": 8}),
+    Case("glm4 moe", "glm4_moe", {**MOE, **SHARED}),
+    Case(
+        "glm4 moe in groups",
+        "glm4_moe",
+        {
+            **MOE,
+            **SHARED,
+            "n_routed_experts": 12,
+            "n_group": 3,
+            "topk_group": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
         },
     ),
 ]

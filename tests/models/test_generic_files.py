@@ -67,7 +67,7 @@ def test_a_loaded_checkpoint_equals_transformers(arch: Arch, tmp_path) -> None:
     theirs = make_model(arch)
     save(theirs, tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    ours = build(tmp_path)
+    ours = build(tmp_path, model_impl="transformers")
     assert isinstance(ours, TransformersModel)
     assert ours.mode == arch.mode
     assert ours.vocab_size == VOCAB

@@ -7,7 +7,7 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head size or featu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -172,6 +172,9 @@ class DecoderLayer(nn.Module):
         norms: the names of the norms in checkpoints, in the order of `LayerNorms`; None: no norm there.
         norm: makes them; None: RMS norms.
     """
+
+    checkpoint_names: Mapping[str, str] = {}
+    """See `named_layers` (layers/weight_slots.py)."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from quire.layers.linear import Linear
 from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot, set_parameter
 from quire.layers.weights import UNQUANTIZED, WeightRef
 from quire.ops.experts import ExpertWeights, Routing, experts, route
-from quire.ops.reference import rms_norm
+from quire.ops.reference import rms_norm, sigmoid
 
 PROJ = ("gate_proj", "up_proj", "down_proj")
 W123 = ("w1", "w3", "w2")
@@ -203,5 +203,6 @@ class MoE(nn.Module):
             return y_TD
         shared_TD = self.shared(x_TD)
         if self.shared_gate is not None:
-            shared_TD = self.shared_gate(x_TD).sigmoid() * shared_TD
+            gate_T1 = sigmoid(self.shared_gate(x_TD)).to(x_TD.dtype)
+            shared_TD = gate_T1 * shared_TD
         return y_TD + shared_TD

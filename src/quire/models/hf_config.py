@@ -9,6 +9,7 @@ for each kind of layer, `dtype`); text models alone or inside a wrapper for imag
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -164,25 +165,14 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "": {
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 2048,
-    },
-    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
-    "qwen3": {
-        "sliding_window": 4096,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-        "head_dim": 128,
-    },
-}
-"""By model_type ("" for all): the defaults of absent keys, as in Transformers' config classes."""
+DEFAULTS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("config_defaults.toml").read_text(encoding="utf-8")
+)
+"""By model_type ("all" for all): the defaults of absent keys."""
+
+
+EXPERT_COUNTS = ("num_local_experts", "n_routed_experts")
+"""Other names of `num_experts`."""
 
 
 class TextConfig:
@@ -194,11 +184,13 @@ class TextConfig:
 
     def __init__(self, config: Mapping[str, Any]):
         kind = str(config.get("model_type", ""))
-        values = {**DEFAULTS[""], **DEFAULTS.get(_family(kind), {}), **config}
+        values = {**DEFAULTS["all"], **DEFAULTS.get(_family(kind), {}), **config}
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = values.get("num_attention_heads")
         if values.get("head_dim") is None and values.get("hidden_size"):
             values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+        experts = (values.get(key) for key in ("num_experts", *EXPERT_COUNTS))
+        values["num_experts"] = next((count for count in experts if count is not None), None)
         values["dtype"] = str(values.get("dtype") or values.get("torch_dtype") or "float32")
         values["rope_parameters"] = rope_parameters(values)
         self.values = values
@@ -276,6 +268,8 @@ def _one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[
     rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     if config.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    elif config.get("rotary_dim") and config.get("head_dim"):  # MiniMax M2
+        rope.setdefault("partial_rotary_factor", config["rotary_dim"] / config["head_dim"])
     # Phi-3 writes the original length beside the parameters, and there that value counts.
     trained = config.get("original_max_position_embeddings")
     longest = config.get("max_position_embeddings")

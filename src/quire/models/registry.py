@@ -17,6 +17,12 @@ MODELS: dict[str, str] = {
     "MistralForCausalLM": "quire.models.llama:Mistral",
     "Qwen2ForCausalLM": "quire.models.llama:Qwen2",
     "Qwen3ForCausalLM": "quire.models.llama:Qwen3",
+    "MixtralForCausalLM": "quire.models.mixtures:Mixtral",
+    "Qwen2MoeForCausalLM": "quire.models.mixtures:Qwen2Moe",
+    "Qwen3MoeForCausalLM": "quire.models.mixtures:Qwen3Moe",
+    "OlmoeForCausalLM": "quire.models.mixtures:Olmoe",
+    "MiniMaxM2ForCausalLM": "quire.models.mixtures:MiniMaxM2",
+    "Glm4MoeForCausalLM": "quire.models.mixtures:Glm4Moe",
 }
 """Architecture of config.json -> "module:Class"."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.ops.dispatch import op
+from quire.ops.reference import sigmoid
 
 
 class Routing(NamedTuple):
@@ -54,14 +55,14 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tenso
     if how.score == "softmax":
         s_TE = s_TE.softmax(-1)
     elif how.score == "sigmoid":
-        s_TE = s_TE.sigmoid()
+        s_TE = sigmoid(s_TE)
     choice_TE = s_TE if bias_E is None else s_TE + bias_E
     if how.groups > how.top_groups:
         choice_TE = _of_the_best_groups(choice_TE, how)
     ids_TK = _best(choice_TE, how.k)
     w_TK = s_TE.gather(-1, ids_TK)
     if how.score == "logits":
-        w_TK = w_TK.softmax(-1) if how.renormalize else w_TK.sigmoid()
+        w_TK = w_TK.softmax(-1) if how.renormalize else sigmoid(w_TK)
     elif how.renormalize:
         w_TK = w_TK / (w_TK.sum(-1, keepdim=True) + how.eps)
     w_TK = w_TK * how.scale

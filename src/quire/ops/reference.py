@@ -24,12 +24,22 @@ def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Ten
     """x times weight transposed, plus bias.
 
     In float32 on the CPU it pads to 16 rows: MKL sums in another order for fewer rows, and in one order from 16 on
-    (measured; with several threads only in the mode that `platforms/cpu.py` sets).
+    (measured; with several threads only in the mode that `platforms/cpu.py` sets). It also pads a single output to two.
     """
     rows = x_TD.shape[0]
-    if rows >= MIN_ROWS or x_TD.dtype != torch.float32 or x_TD.is_cuda:
+    if x_TD.dtype != torch.float32 or x_TD.is_cuda:
+        return F.linear(x_TD, weight_ND, bias_N)
+    if len(weight_ND) == 1 and bias_N is None:
+        return linear.reference(x_TD, F.pad(weight_ND, (0, 0, 0, 1)))[:, :1]
+    if rows >= MIN_ROWS:
         return F.linear(x_TD, weight_ND, bias_N)
     return F.linear(F.pad(x_TD, (0, 0, 0, MIN_ROWS - rows)), weight_ND, bias_N)[:rows]
+
+
+def sigmoid(x_TD: Tensor) -> Tensor:
+    """sigmoid, in float32, with the same bits for a row alone: `Tensor.sigmoid` computes the end of a tensor otherwise."""
+    x_TD = x_TD.float()
+    return torch.stack((x_TD, torch.zeros_like(x_TD)), -1).softmax(-1)[..., 0]
 
 
 @op
