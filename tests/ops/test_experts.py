@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.layers.moe import Experts
 from quire.layers.weights import PreparedWeight
+from quire.ops import experts as definitions
 from quire.ops.cpu import bindings, build, isa
+from quire.ops.cpu import experts as cpu_experts
 from quire.ops.cpu.structs import ACTIVATIONS, CExperts, CWeight
+from quire.ops.experts import Routing
+from quire.quantization.apply import pack_weights, quantize_weights
 from quire.quantization.bf16_packed import PackedBf16Weight
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
@@ -178,3 +184,58 @@ def test_experts_of_other_places_add_nothing(kernels: bindings.Kernels) -> None:
     found = mixture(x_TD, ids_Tk, weights_Tk)
     assert not found[1].any()
     assert torch.equal(found, mixture.by_linears(x_TD, ids_Tk, weights_Tk))
+
+
+# -- the ops ---------------------------------------------------------------------------------------
+ROUTINGS = [
+    Routing(3), Routing(1, renormalize=False), Routing(4, eps=1e-3, scale=2.5, rounds=True),
+    Routing(2, "sigmoid", eps=1e-20, scale=1.5), Routing(EXPERTS, "logits"), Routing(1, "logits", renormalize=False),
+    Routing(3, "sigmoid", groups=4, top_groups=2), Routing(3, groups=4, top_groups=2, group_score="max", renormalize=False),
+    Routing(2, jitter=0.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ROUTINGS, ids=str)
+def test_choice_of_experts(
+    kernels: bindings.Kernels, how: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_experts, "best", lambda: kernels)
+    count = 20 if how.groups > 1 else EXPERTS
+    rng = torch.Generator().manual_seed(how.k)
+    for tokens, dtype in itertools.product((1, 40), (torch.bfloat16, torch.float32)):
+        wide_TE = torch.randn(tokens, count + 3, generator=rng).to(dtype)
+        wide_TE[0] = 0  # ties
+        for bias_E in (None, torch.randn(count, generator=rng)):
+            given = wide_TE[:, :count], bias_E, how
+            ids_TK, weights_TK = definitions.route.implementations["native"](*given)
+            want_TK, exact_TK = definitions.route.reference(*given)
+            assert torch.equal(ids_TK, want_TK)
+            share = 1 / 200 if how.rounds and dtype == torch.bfloat16 else 1e-5
+            assert ((weights_TK - exact_TK).abs() <= share * exact_TK.abs()).all()
+            alone = definitions.route.implementations["native"](wide_TE[-1:, :count], bias_E, how)
+            assert torch.equal(alone[1], weights_TK[-1:])
+
+
+@pytest.mark.parametrize("method", ["bf16", "int8", "int4", "int4_g32"])
+@pytest.mark.parametrize("act", ["silu", "relu2", "clamped_swiglu"])
+def test_a_layer_equals_its_definition(method: str, act: str) -> None:
+    """Online quantization and packing reach the experts, and the kernels multiply what the definition does."""
+    if bindings.best() is None:
+        pytest.skip("the native kernels do not run on this CPU")
+    torch.manual_seed(7)
+    layer = Experts(HIDDEN, 128, EXPERTS, act=act, bias=act == "clamped_swiglu").bfloat16()
+    for ref in layer.weights():
+        ref.dtype = torch.bfloat16
+        for name, tensor in ref.parameters().items():
+            scale = 1.0 if name.endswith("bias") else ref.num_in**-0.5
+            tensor.data = (torch.randn(tensor.shape) * scale).bfloat16()
+    plain = layer(*routed(9)).float()
+    refs = list(layer.weights())
+    count = pack_weights(refs) if method == "bf16" else quantize_weights(refs, method)
+    assert count == 2 * EXPERTS
+    want = definitions.experts.reference(*routed(9), layer.of)
+    found = definitions.experts.implementations["native"](*routed(9), layer.of)
+    assert layer.of.prepared is not None
+    assert torch.equal(found, want)
+    share = {"bf16": 0.02, "int8": 0.05}.get(method, 0.3)
+    assert float((found.float() - plain).abs().max()) < share * float(plain.abs().max())

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.cpu.bindings import Kernels
-from quire.ops.cpu.structs import ACTIVATIONS
+from quire.ops.cpu.structs import ACTIVATIONS, CWeight
 from quire.ops.reference import act_and_mul, linear
 
 PANEL = 32
@@ -289,6 +289,14 @@ class WeightRef:
             return self.prepared.multiply(x_TI, self.bias)
         y_TO = linear(x_TI, self.weight, self.bias)
         return act_and_mul(y_TO, self.act) if self.gated else y_TO
+
+    def kernel_weight(self) -> CWeight | None:
+        """For the kernels; None if they do not multiply this weight, or its last panel is not full."""
+        prepared, bias_O = self.prepared, self.bias
+        if prepared is None or prepared.kernels is None or prepared.outs % PANEL:
+            return None
+        bias = None if bias_O is None else bias_O.data_ptr()
+        return CWeight(**prepared.kernel_args(), bias=bias, outs=prepared.outs, ins=prepared.ins)
 
     @property
     def outputs(self) -> list[int]:

@@ -16,10 +16,8 @@ from torch import nn
 
 from quire.attention.cpu import CpuAttention, cache_addresses
 from quire.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
-from quire.layers.linear import Linear
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.weights import PANEL
-from quire.ops.cpu.structs import CLayer, CWeight
+from quire.ops.cpu.structs import CLayer
 
 
 def native_layer(layer: nn.Module, pairs: int) -> CLayer:
@@ -67,7 +65,7 @@ def _fill_attention(layer: DecoderLayer, norm: RMSNorm, native: CLayer) -> None:
         return
     if not all(each is None or norm_fits(each) for each in (q_norm, k_norm)):
         return
-    qkv, o = _weight(attention.qkv), _weight(attention.o_proj)
+    qkv, o = attention.qkv.ref.kernel_weight(), attention.o_proj.ref.kernel_weight()
     if qkv is None or o is None:
         return
     native.qkv, native.o, native.first_norm = qkv, o, norm.weight.data_ptr()
@@ -89,18 +87,9 @@ def _fill_mlp(layer: DecoderLayer, norm: RMSNorm, native: CLayer) -> None:
     mlp = layer.mlp
     if type(mlp) is not GatedMLP:
         return
-    gate_up, down = _weight(mlp.gate_up), _weight(mlp.down_proj)
+    gate_up, down = mlp.gate_up.ref.kernel_weight(), mlp.down_proj.ref.kernel_weight()
     if gate_up is None or down is None:
         return
     native.gate_up, native.down, native.second_norm = gate_up, down, norm.weight.data_ptr()
     prepared = mlp.gate_up.ref.prepared
     native.act = 0 if prepared is None else prepared.kernel_act
-
-
-def _weight(linear: Linear) -> CWeight | None:
-    """The C description of the weight; None if the kernels do not multiply it, or its last panel is not full."""
-    prepared, bias_O = linear.ref.prepared, linear.ref.bias
-    if prepared is None or prepared.kernels is None or prepared.outs % PANEL:
-        return None
-    bias = None if bias_O is None else bias_O.data_ptr()
-    return CWeight(**prepared.kernel_args(), bias=bias, outs=prepared.outs, ins=prepared.ins)

@@ -1,6 +1,6 @@
 """The structs that Python fills and the CPU kernels read: ctypes mirrors of the C++ ones, compared when a library loads.
 
-Knows names, types and the order of fields. Does not know what they mean: kernels/layer.h, experts.h, step.h and sampling.h say so.
+Knows names, types and the order of fields. Does not know what they mean: kernels/layer.h, route.h, experts.h, step.h and sampling.h say so.
 A field that is added on one side alone, or in another place, refuses the library.
 """
 
@@ -24,6 +24,13 @@ class CWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(c_void_p, "data scale sum zero order bias"),
         *_all(c_int64, "outs ins group"),
+    ]
+
+
+class CRouting(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(c_int64, "k score renormalize rounds groups top_groups top2"),
+        *_all(c_float, "eps scale"),
     ]
 
 
@@ -89,6 +96,7 @@ class CRows(ctypes.Structure):
 
 MIRRORS: tuple[type[ctypes.Structure], ...] = (
     CWeight,
+    CRouting,
     CExperts,
     CLayer,
     CStep,

@@ -4,6 +4,7 @@
 #include <stddef.h>
 
 #include "experts.h"
+#include "route.h"
 #include "step.h"
 
 using namespace quire;
@@ -14,6 +15,9 @@ using namespace quire;
 static const FieldLayout LAYOUTS[] = {
     WHOLE(Weight), FIELD(Weight, data), FIELD(Weight, scale), FIELD(Weight, sum), FIELD(Weight, zero), FIELD(Weight, order),
     FIELD(Weight, bias), FIELD(Weight, outs), FIELD(Weight, ins), FIELD(Weight, group),
+
+    WHOLE(Routing), FIELD(Routing, k), FIELD(Routing, score), FIELD(Routing, renormalize), FIELD(Routing, rounds),
+    FIELD(Routing, groups), FIELD(Routing, top_groups), FIELD(Routing, top2), FIELD(Routing, eps), FIELD(Routing, scale),
 
     WHOLE(Experts), FIELD(Experts, gate_up), FIELD(Experts, down), FIELD(Experts, count), FIELD(Experts, chosen),
     FIELD(Experts, hidden), FIELD(Experts, act),

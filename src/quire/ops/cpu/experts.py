@@ -1,0 +1,94 @@
+"""Mixture layers by the CPU kernels: the choice of experts, and their sum in one call. Else the definition runs.
+
+Knows the C structs of kernels/route.h and experts.h. Does not know how a weight is stored: it describes itself.
+
+Shape suffixes: as in `ops/experts.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.ops import experts as definitions
+from quire.ops.cpu.bindings import best
+from quire.ops.cpu.structs import ACTIVATIONS, CExperts, CRouting, CWeight
+from quire.ops.experts import ExpertWeights, Routing
+
+SCORES = ("softmax", "sigmoid", "logits")
+"""`Score` in kernels/route.h."""
+
+
+@functools.lru_cache
+def native_routing(how: Routing) -> CRouting | None:
+    """None: the kernels do not choose like this."""
+    if how.jitter:
+        return None
+    return CRouting(
+        how.k, SCORES.index(how.score), how.renormalize, how.rounds, how.groups, how.top_groups,
+        how.group_score == "top2", how.eps, how.scale,
+    )  # fmt: skip
+
+
+@definitions.route.on("native")
+def _route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
+    kernels, native = best(), native_routing(how)
+    # In another dtype, weights would be rounded in another way.
+    if kernels is None or native is None or (how.rounds and logits_TE.dtype != torch.bfloat16):
+        return definitions.route.reference(logits_TE, bias_E, how)
+    tokens, count = logits_TE.shape
+    logits_TE = logits_TE.float().contiguous()
+    ids_TK = torch.empty(tokens, how.k, dtype=torch.int64)
+    weights_TK = torch.empty(tokens, how.k)
+    kernels.route(
+        logits_TE.data_ptr(), None if bias_E is None else bias_E.data_ptr(), ctypes.addressof(native), tokens, count,
+        ids_TK.data_ptr(), weights_TK.data_ptr(),
+    )  # fmt: skip
+    return ids_TK, weights_TK
+
+
+def native_experts(of: ExpertWeights, chosen: int) -> CExperts | None:
+    """The struct of a layer's experts, kept in `of.prepared`; None: the kernels do not multiply some weight.
+
+    Args:
+        chosen: experts of a token.
+    """
+    first: Any = of.gate_up[0]
+    prepared = getattr(first, "prepared", None)
+    if prepared is None:
+        return None
+    if of.prepared is not None and of.prepared.references[0] is prepared:
+        found: CExperts = of.prepared
+        found.chosen = chosen
+        return found
+    refs: list[Any] = [*of.gate_up, *of.down]
+    weights = [ref.kernel_weight() for ref in refs]
+    if any(weight is None for weight in weights):
+        return None
+    count = len(of.down)
+    gate_up, down = (CWeight * count)(*weights[:count]), (CWeight * count)(*weights[count:])
+    found = CExperts(
+        ctypes.addressof(gate_up), ctypes.addressof(down), count, chosen, weights[0].ins, ACTIVATIONS[of.act]
+    )  # fmt: skip
+    found.references = prepared, gate_up, down
+    of.prepared = found
+    return found
+
+
+@definitions.experts.on("native")
+def _experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights) -> Tensor:
+    kernels, fits = best(), x_TD.dtype == torch.bfloat16 and x_TD.stride(-1) == 1
+    native = native_experts(of, ids_TK.shape[1]) if kernels is not None and fits else None
+    if kernels is None or native is None or not len(x_TD):
+        return definitions.experts.reference(x_TD, ids_TK, weights_TK, of)
+    y_TD = torch.empty(x_TD.shape, dtype=torch.bfloat16)
+    ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
+    kernels.experts(
+        ctypes.addressof(native), x_TD.data_ptr(), x_TD.stride(0), ids_TK.data_ptr(), weights_TK.data_ptr(),
+        y_TD.data_ptr(), len(x_TD),
+    )  # fmt: skip
+    return y_TD
