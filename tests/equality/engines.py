@@ -56,6 +56,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     },
+    "cwm": {
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "mamba": {"state_size": 8, "expand": 2},
 }  # fmt: skip

@@ -21,7 +21,7 @@ COMPANY: dict[str, dict[str, Any]] = {
     "two at a time": {"max_num_seqs": 2},
     "chunked": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
 }
-KINDS = ["qwen3", "mistral", "gemma3_text"]  # plain; with windows; through the generic backend
+KINDS = ["qwen3", "mistral", "cwm"]  # plain; with windows; through the generic backend
 
 
 @cache

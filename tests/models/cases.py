@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
+    "pad_token_id": 0,
 }
 TRAINED = {"original_max_position_embeddings": 64}
 FACTORS = {
@@ -53,6 +54,22 @@ def rope(name: str, rope_type: str, config: dict[str, Any] | None = None, **more
     return Case(f"llama {name}", "llama", {"rope_parameters": parameters, **(config or {})})
 
 
+THREE = {
+    "num_hidden_layers": 3,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, **TRAINED}
+GEMMA2 = {
+    **THREE,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 1.5,
+}
+BOTH_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED}
 MOE = {
     "num_experts": 6,
@@ -167,6 +184,95 @@ CASES = [
             "norm_topk_prob": False,
         },
     ),
+    Case("smollm3", "smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    Case("seed_oss", "seed_oss", {"attention_bias": True, "attention_out_bias": True}),
+    Case(
+        "granite",
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 0.5,
+        },
+    ),
+    Case(
+        "ministral3",
+        "ministral3",
+        {
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.6,
+            }
+        },
+    ),
+    Case("phi3", "phi3", {"sliding_window": 7, "head_dim": None}),
+    Case(
+        "phi3 longrope",
+        "phi3",
+        {
+            "head_dim": None,
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": FACTORS["short_factor"][:6],
+                "long_factor": FACTORS["long_factor"][:6],
+                **TRAINED,
+            },
+            **TRAINED,
+        },
+    ),
+    Case("gemma", "gemma", {"hidden_act": "gelu"}),
+    Case("gemma2", "gemma2", GEMMA2),
+    Case(
+        "gemma2 old spelling", "gemma2", {"sliding_window": 5}, {"layer_types": None, "dtype": None}
+    ),
+    Case(
+        "gemma3",
+        "gemma3_text",
+        {**GEMMA2, "attn_logit_softcapping": None, "rope_parameters": BOTH_ROPES},
+    ),
+    Case(
+        "gemma3 old spelling",
+        "gemma3_text",
+        {
+            **THREE,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": BOTH_ROPES,
+        },
+        {
+            "layer_types": None,
+            "rope_parameters": None,
+            "sliding_window_pattern": 3,
+            "rope_theta": 5000.0,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+    ),
+    Case("glm", "glm"),
+    Case("glm4", "glm4"),
+    Case("olmo2", "olmo2", {"attention_bias": True, "head_dim": None}),
+    Case("olmo3", "olmo3", {**THREE, "rope_parameters": {"full_attention": YARN}}),
+    Case(
+        "olmo3 old spelling",
+        "olmo3",
+        {
+            **THREE,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+        {"rope_parameters": None, "rope_theta": 5000.0, "rope_scaling": YARN},
+    ),
+    Case("exaone4", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    Case("exaone4 windows", "exaone4", THREE),
+    Case("cohere", "cohere", {"logit_scale": 1.5, "head_dim": None, "use_qk_norm": True}),
+    Case("cohere2", "cohere2", {**THREE, "logit_scale": 1.5, "head_dim": None}),
 ]
 """`keys left out` are covered by `file`: None there takes the key out of config.json."""
 

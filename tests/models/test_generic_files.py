@@ -79,7 +79,7 @@ def test_old_weight_files_are_read(tmp_path) -> None:
     save(theirs, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
-    check(theirs, build(tmp_path))
+    check(theirs, build(tmp_path, model_impl="transformers"))
 
 
 def test_weights_that_are_missing_are_named(tmp_path) -> None:
@@ -88,14 +88,18 @@ def test_weights_that_are_missing_are_named(tmp_path) -> None:
     del kept["model.layers.1.mlp.up_proj.weight"]
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks weights.*layers\.1\.mlp\.up_proj"):
-        build(tmp_path)
+        build(tmp_path, model_impl="transformers")
 
 
 def test_random_weights_need_no_files_and_follow_the_seed(tmp_path) -> None:
     save(make_model(BY_LABEL["gemma2"]), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     one, same, other = (
-        dict(build(tmp_path, load_format="dummy", seed=seed).named_parameters())
+        dict(
+            build(
+                tmp_path, model_impl="transformers", load_format="dummy", seed=seed
+            ).named_parameters()
+        )
         for seed in (1, 1, 2)
     )
     assert all(torch.equal(one[name], same[name]) for name in one)

@@ -83,6 +83,14 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_index": 130,
         },
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "text_config": {**TEXT, "sliding_window": 5, "num_hidden_layers": 3},
+            "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+            "image_token_id": 130,
+        },
+    ),
     "internvl": (
         "Qwen2",
         {

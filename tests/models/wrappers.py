@@ -105,7 +105,7 @@ WRAPPERS = [
     Wrapper(
         "gemma3",
         "Gemma3ForConditionalGeneration",
-        "paged",
+        "native `Gemma3`",
         lambda: {
             "text_config": {**TEXT, "sliding_window": 5},
             "vision_config": {"model_type": "siglip_vision_model", **SIGLIP},

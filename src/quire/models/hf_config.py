@@ -9,13 +9,13 @@ for each kind of layer, `dtype`); text models alone or inside a wrapper for imag
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quire.config.resolve import overridden
 from quire.errors import ConfigError, ModelNotFound
+from quire.models.registry import FAMILIES
 
 
 def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
@@ -97,21 +97,7 @@ def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 NESTS = ("text_config", "language_config", "llm_config", "thinker_config")
 
-TEXT_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_vl_text": "Qwen2ForCausalLM",
-    "qwen2_5_vl_text": "Qwen2ForCausalLM",
-    "qwen2_5_omni_text": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_vl_text": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-}
+TEXT_ARCHITECTURES: dict[str, str] = FAMILIES["nested"]
 """model_type of a nested text model -> the architecture of the same model without a wrapper."""
 
 WRAPPED = "quire_wrapper"
@@ -165,10 +151,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-DEFAULTS: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("config_defaults.toml").read_text(encoding="utf-8")
-)
-"""By model_type ("all" for all): the defaults of absent keys."""
+DEFAULTS: dict[str, dict[str, Any]] = FAMILIES["defaults"]
+"""By model_type ("all" for all): the values of absent keys."""
 
 
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts")
@@ -191,6 +175,13 @@ class TextConfig:
             values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
         experts = (values.get(key) for key in ("num_experts", *EXPERT_COUNTS))
         values["num_experts"] = next((count for count in experts if count is not None), None)
+        pattern = values.get("sliding_window_pattern")
+        if values.get("layer_types") is None and pattern:
+            period = pattern if isinstance(pattern, int) else len(pattern)
+            kinds = ["full_attention", *["sliding_attention"] * (period - 1)]
+            layers = range(1, values["num_hidden_layers"] + 1)
+            values["layer_types"] = [kinds[min(i % period, 1)] for i in layers]
+        values["hidden_act"] = values.get("hidden_activation") or values["hidden_act"]
         values["dtype"] = str(values.get("dtype") or values.get("torch_dtype") or "float32")
         values["rope_parameters"] = rope_parameters(values)
         self.values = values
@@ -223,13 +214,13 @@ class TextConfig:
             )
         return dict(parameters[kind])
 
-    def uses_window(self, layer: int) -> bool:
-        """Whether this layer sees only `sliding_window` tokens, by `layer_types`, else by Qwen's rule."""
-        if not self.get("sliding_window"):
-            return False
+    def window(self, layer: int) -> int | None:
+        """The window of this layer, by `layer_types`, else by Qwen's rule; None: it sees all tokens."""
+        window = self.get("sliding_window")
         if types := self.get("layer_types"):
-            return bool(types[layer] == "sliding_attention")
-        return bool(self.get("use_sliding_window")) and layer >= self.get("max_window_layers", 0)
+            return window if types[layer] == "sliding_attention" else None
+        above = layer >= self.get("max_window_layers", 0)
+        return window if self.get("use_sliding_window") and above else None
 
 
 class MissingField(ConfigError, AttributeError):
@@ -252,12 +243,17 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     types = set(config.get("layer_types") or ())
     types |= {"full_attention", "sliding_attention", "chunked_attention"}
+    base = config.get("rope_local_base_freq") or config.get("rope_theta")
+    by_type = {"sliding_attention": {**config, "rope_theta": base}}
     if parameters and set(parameters) <= types:
         return {
-            kind: _one_rope(config, value or {})
+            kind: _one_rope(by_type.get(kind, config), value or {})
             for kind, value in parameters.items()
             if value is not None
         }
+    if config.get("windows_unscaled"):
+        windowed = _one_rope(by_type["sliding_attention"], {})
+        return {"full_attention": _one_rope(config, parameters), "sliding_attention": windowed}
     return _one_rope(config, parameters)
 
 

@@ -1,29 +1,21 @@
 """Registry of native models, and the choice between them and the Transformers backend. Does not import torch.
 
-To add a model: a class in `models/`, a line in MODELS, a case in `tests/models/cases.py`. From outside the
+To add a model: a class in `models/`, a line in `families.toml`, a case in `tests/models/cases.py`. From outside the
 package: `register("MyForCausalLM", "my_package.module:MyModel")`.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
 
-MODELS: dict[str, str] = {
-    "LlamaForCausalLM": "quire.models.llama:Llama",
-    "LLaMAForCausalLM": "quire.models.llama:Llama",
-    "MistralForCausalLM": "quire.models.llama:Mistral",
-    "Qwen2ForCausalLM": "quire.models.llama:Qwen2",
-    "Qwen3ForCausalLM": "quire.models.llama:Qwen3",
-    "MixtralForCausalLM": "quire.models.mixtures:Mixtral",
-    "Qwen2MoeForCausalLM": "quire.models.mixtures:Qwen2Moe",
-    "Qwen3MoeForCausalLM": "quire.models.mixtures:Qwen3Moe",
-    "OlmoeForCausalLM": "quire.models.mixtures:Olmoe",
-    "MiniMaxM2ForCausalLM": "quire.models.mixtures:MiniMaxM2",
-    "Glm4MoeForCausalLM": "quire.models.mixtures:Glm4Moe",
-}
+FAMILIES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+
+MODELS = {name: f"quire.models.{target}" for name, target in FAMILIES["architectures"].items()}
 """Architecture of config.json -> "module:Class"."""
 
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -91,6 +83,9 @@ def _lacking(architecture: str, config: Mapping[str, Any]) -> str:
     odd = set(config.get("layer_types") or ()) - ATTENTION_TYPES - layer_types
     if odd:
         return f"layers of type {', '.join(sorted(odd))} have no native implementation"
-    if config.get("hidden_act", "silu") not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):
-        return f"activation {config['hidden_act']!r} has no native implementation"
+    act = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if act not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):
+        return f"activation {act!r} has no native implementation"
+    if config.get("use_bidirectional_attention") in (True, "all"):
+        return "attention to later tokens has no native implementation"
     return ""
