@@ -70,6 +70,25 @@ BOTH_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "num_hidden_layers": 3,
+}
+YARN_MLA = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "mscale": 0.8, **TRAINED}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED}
 MOE = {
     "num_experts": 6,
@@ -273,6 +292,15 @@ CASES = [
     Case("exaone4 windows", "exaone4", THREE),
     Case("cohere", "cohere", {"logit_scale": 1.5, "head_dim": None, "use_qk_norm": True}),
     Case("cohere2", "cohere2", {**THREE, "logit_scale": 1.5, "head_dim": None}),
+    Case("deepseek v2", "deepseek_v2", {**MLA, "topk_method": "group_limited_greedy"}),
+    Case("deepseek v2 lite", "deepseek_v2", {**MLA, "q_lora_rank": None, "topk_method": "greedy"}),
+    Case("deepseek v3", "deepseek_v3", {**MLA, "attention_bias": True}),
+    Case(
+        "deepseek v3 yarn",
+        "deepseek_v3",
+        {**MLA, "rope_interleave": False, "rope_parameters": {**YARN_MLA, "mscale_all_dim": 1.3}},
+    ),
+    Case("glm4 moe lite", "glm4_moe_lite", MLA),
 ]
 """`keys left out` are covered by `file`: None there takes the key out of config.json."""
 

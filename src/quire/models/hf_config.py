@@ -171,6 +171,8 @@ class TextConfig:
         values = {**DEFAULTS["all"], **DEFAULTS.get(_family(kind), {}), **config}
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = values.get("num_attention_heads")
+        if values.get("kv_lora_rank"):  # latent attention rotates these features of a head
+            values["head_dim"] = values["qk_rope_head_dim"]
         if values.get("head_dim") is None and values.get("hidden_size"):
             values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
         experts = (values.get(key) for key in ("num_experts", *EXPERT_COUNTS))
