@@ -71,7 +71,7 @@ class Qwen2Moe(Mixture):
         return i not in cfg.get("mlp_only_layers", ()) and (i + 1) % cfg.decoder_sparse_step == 0
 
     def attention(self, i: int) -> nn.Module:
-        window = self.cfg.sliding_window if self.cfg.uses_window(i) else None
+        window = self.cfg.window(i)
         return SelfAttention(self.cfg, i, qkv_bias=self.cfg.qkv_bias, window=window)
 
     def routing(self) -> Routing:
