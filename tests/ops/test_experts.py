@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.layers.mla import LatentProjections
 from quire.layers.moe import Experts
 from quire.layers.weights import PreparedWeight
 from quire.ops import experts as definitions
 from quire.ops.cpu import bindings, build, isa
 from quire.ops.cpu import experts as cpu_experts
 from quire.ops.cpu.structs import ACTIVATIONS, CExperts, CWeight
-from quire.ops.experts import Routing
+from quire.ops.experts import HeadWeights, Routing
 from quire.quantization.apply import pack_weights, quantize_weights
 from quire.quantization.bf16_packed import PackedBf16Weight
 from quire.quantization.int4 import Int4Weight
@@ -239,3 +240,31 @@ def test_a_layer_equals_its_definition(method: str, act: str) -> None:
     assert torch.equal(found, want)
     share = {"bf16": 0.02, "int8": 0.05}.get(method, 0.3)
     assert float((found.float() - plain).abs().max()) < share * float(plain.abs().max())
+
+
+@pytest.mark.parametrize("method", [None, "int8"])
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_each_head_is_multiplied_by_its_own_weight(
+    kernels: bindings.Kernels, method: str | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_experts, "best", lambda: kernels)
+    monkeypatch.setattr("quire.quantization.apply.best", lambda: kernels)
+    monkeypatch.setattr("quire.quantization.apply.kernels_for", lambda dtype: kernels)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = LatentProjections(heads=5, latent=128, nope=64, value=96)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    rng = torch.Generator().manual_seed(tokens)
+    for ref in layer.weights():
+        ref.weight.copy_(torch.randn(ref.weight.shape, generator=rng) * 0.1)
+    if method is None:
+        pack_weights(layer.weights())
+    else:
+        quantize_weights(layer.weights(), method)
+    for of, ins in ((HeadWeights(layer.keys), 64), (HeadWeights(layer.values), 128)):
+        wide_THI = torch.randn(tokens, 5, ins + 32, generator=rng).bfloat16()
+        x_THI = wide_THI[..., :ins]  # as a part of each query
+        assert cpu_experts.native_heads(of) is not None
+        y_THO = definitions.per_head.implementations["native"](x_THI, of)
+        assert torch.equal(y_THO, definitions.per_head.reference(x_THI, of))

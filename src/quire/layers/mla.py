@@ -25,6 +25,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles
 from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot
 from quire.layers.weights import WeightRef
+from quire.ops.experts import HeadWeights, per_head
 from quire.ops.reference import rotate
 
 NORM_EPS = 1e-6
@@ -65,6 +66,7 @@ class LatentProjections(Layer):
         super().__init__()
         self.keys = [WeightRef(self, nope, latent, prefix=f"key_{h}_") for h in range(heads)]
         self.values = [WeightRef(self, latent, value, prefix=f"value_{h}_") for h in range(heads)]
+        self._of_keys, self._of_values = HeadWeights(self.keys), HeadWeights(self.values)
 
     def weights(self) -> Iterable[WeightRef]:
         return (*self.keys, *self.values)
@@ -79,15 +81,11 @@ class LatentProjections(Layer):
 
     def absorb(self, q_THN: Tensor) -> Tensor:
         """Queries as vectors that are multiplied by the latent vector: q_THR."""
-        return _products(self.keys, q_THN)
+        return per_head(q_THN, self._of_keys)
 
     def expand(self, o_THR: Tensor) -> Tensor:
         """Weighted sums of latent vectors as sums of values: o_THE."""
-        return _products(self.values, o_THR)
-
-
-def _products(refs: Sequence[WeightRef], x_THI: Tensor) -> Tensor:
-    return torch.stack([ref.multiply(x_THI[:, h]) for h, ref in enumerate(refs)], 1)
+        return per_head(o_THR, self._of_values)
 
 
 class LatentAttention(nn.Module):

@@ -1,4 +1,5 @@
-"""Mixture layers in plain torch: the choice of experts, and their sum. The definition that tests compare kernels with.
+"""Mixture layers in plain torch: the choice of experts, and their sum; products by head. The definition that tests compare kernels
+with.
 
 Knows arithmetic. Does not know layers, or how weights are stored. A token's result does not depend on the other tokens.
 
@@ -142,3 +143,17 @@ def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights)
     for place in range(ids_TK.shape[1]):
         sum_TD += y_TKD[:, place] * weights_TK[:, place, None]
     return sum_TD.to(x_TD.dtype)
+
+
+@dataclass(eq=False, slots=True)
+class HeadWeights:
+    """A weight for each head; `prepared`: as of `ExpertWeights`."""
+
+    weights: Sequence[Multiplies]
+    prepared: Any = None
+
+
+@op
+def per_head(x_THI: Tensor, of: HeadWeights) -> Tensor:
+    """y_THO: each head's features times the head's own weight transposed."""
+    return torch.stack([ref.multiply(x_THI[:, h]) for h, ref in enumerate(of.weights)], 1)

@@ -93,3 +93,20 @@ CHECK(experts) {
         }
       }
 }
+
+CHECK(per_head) {
+  constexpr long HEADS = 5, WIDE = HIDDEN + 32;
+  Mixture mixture(HEADS, 1, quire::SILU);
+  for (long tokens : {1L, 3L, 40L}) {
+    Random random((unsigned)tokens);
+    const auto x = random.bf16s(tokens * HEADS * WIDE);
+    const long inner = mixture.gate_up[0].outs;
+    Guarded<bf16> y(tokens * HEADS * inner), want(inner);
+    quire_per_head(mixture.gate_up.data(), HEADS, x, HEADS * WIDE, WIDE, y, HEADS * inner, inner, tokens);
+    for (long t = 0; t < tokens; t++)
+      for (long h = 0; h < HEADS; h++) {
+        mixture.gate_up[h].multiply(x + (t * HEADS + h) * WIDE, HIDDEN, want, inner, 1);
+        same(named("per_head", {tokens, t, h}), y + (t * HEADS + h) * inner, want.data, inner);
+      }
+  }
+}

@@ -1,4 +1,5 @@
-"""Mixture layers by the CPU kernels: the choice of experts, and their sum in one call. Else the definition runs.
+"""Mixture layers by the CPU kernels: the choice of experts, and their sum in one call; and products of heads with weights of
+their own. Else the definition runs.
 
 Knows the C structs of kernels/route.h and experts.h. Does not know how a weight is stored: it describes itself.
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from quire.ops import experts as definitions
 from quire.ops.cpu.bindings import best
 from quire.ops.cpu.structs import ACTIVATIONS, CExperts, CRouting, CWeight
-from quire.ops.experts import ExpertWeights, Routing
+from quire.ops.experts import ExpertWeights, HeadWeights, Routing
 
 SCORES = ("softmax", "sigmoid", "logits")
 """`Score` in kernels/route.h."""
@@ -92,3 +93,32 @@ def _experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights
         y_TD.data_ptr(), len(x_TD),
     )  # fmt: skip
     return y_TD
+
+
+@definitions.per_head.on("native")
+def _per_head(x_THI: Tensor, of: HeadWeights) -> Tensor:
+    kernels, weights = best(), native_heads(of)
+    if kernels is None or weights is None or x_THI.dtype != torch.bfloat16 or x_THI.stride(2) != 1:
+        return definitions.per_head.reference(x_THI, of)
+    tokens, heads, _ = x_THI.shape
+    y_THO = torch.empty((tokens, heads, weights[0].outs), dtype=torch.bfloat16)
+    kernels.per_head(
+        ctypes.addressof(weights), heads, x_THI.data_ptr(), x_THI.stride(0), x_THI.stride(1), y_THO.data_ptr(),
+        y_THO.stride(0), y_THO.stride(1), tokens,
+    )  # fmt: skip
+    return y_THO
+
+
+def native_heads(of: HeadWeights) -> Any:
+    """The structs of all heads, kept in `of.prepared`; None: the kernels do not multiply some weight."""
+    first: Any = of.weights[0]
+    prepared = getattr(first, "prepared", None)
+    if prepared is None:
+        return None
+    if of.prepared is None or of.prepared[0] is not prepared:
+        refs: list[Any] = [*of.weights]
+        weights = [ref.kernel_weight() for ref in refs]
+        if any(weight is None for weight in weights):
+            return None
+        of.prepared = prepared, (CWeight * len(weights))(*weights)
+    return of.prepared[1]

@@ -116,3 +116,15 @@ EXPORT void quire_experts(const Experts* experts, const bf16* x, long x_row, con
         add(e, outer, place + r * e.chosen, weights + r * e.chosen, y + r * hidden, hidden / 16 * t / team * 16, hidden / 16 * (t + 1) / team * 16);
   }
 }
+
+// y of each head: the head's x times its own weight. x: [tokens, heads, ins], with x_row and x_head elements from one to the next.
+EXPORT void quire_per_head(const Weight* weights, long heads, const bf16* x, long x_row, long x_head, bf16* y, long y_row, long y_head,
+                           long tokens) {
+  static thread_local Scratch<int64_t> keep;  // of the calling thread
+  int64_t* first = keep.at_least(heads + 1);
+  for (long h = 0; h <= heads; h++) first[h] = h * tokens;
+#pragma omp parallel
+  deal(weights, first, heads, omp_get_thread_num(), omp_get_num_threads(), [&](long h, long panel0, long panel1) {
+    weights[h].panels(x + h * x_head, x_row, y + h * y_head, y_row, tokens, NO_ACTIVATION, panel0, panel1);
+  });
+}

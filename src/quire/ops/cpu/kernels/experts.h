@@ -14,3 +14,5 @@ struct Experts {  // fixed once the model is loaded
 
 EXPORT void quire_experts(const quire::Experts* experts, const quire::bf16* x, long x_row, const int64_t* ids,
                           const float* weights, quire::bf16* y, long tokens);
+EXPORT void quire_per_head(const quire::Weight* weights, long heads, const quire::bf16* x, long x_row, long x_head, quire::bf16* y,
+                           long y_row, long y_head, long tokens);
