@@ -104,6 +104,12 @@ SHARED = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 1.7,
 }
+OSS = {
+    "sliding_window": 6,
+    "intermediate_size": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+OSS_ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "truncate": False, **TRAINED}
 CASES = [
     Case("llama", "llama"),
     Case("llama tied", "llama", {"tie_word_embeddings": True}),
@@ -187,6 +193,48 @@ CASES = [
     ),
     Case("minimax m2", "minimax_m2", MOE),
     Case("minimax m2 partial rope", "minimax_m2", {**MOE, "rotary_dim": 8}),
+    Case("phimoe", "phimoe", {**MOE, "num_experts_per_tok": 2, "head_dim": None}),
+    Case(
+        "phimoe with longrope",
+        "phimoe",
+        {
+            **MOE,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.3,
+            "sliding_window": 7,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "head_dim": None,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                **TRAINED,
+                "short_mscale": 1.3,
+                "long_mscale": 1.1,
+                "factor": 4.0,
+                **{key: factors[:6] for key, factors in FACTORS.items()},
+            },
+        },
+    ),
+    Case(
+        "granite moe",
+        "granitemoe",
+        {
+            **MOE,
+            "head_dim": None,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 0.6,
+        },
+    ),
+    Case("gpt-oss", "gpt_oss", {**MOE, **OSS, "rope_parameters": OSS_ROPE}),
+    Case(
+        "gpt-oss without yarn",
+        "gpt_oss",
+        {**MOE, **OSS, "num_local_experts": 5},
+        {"layer_types": None},
+    ),
     Case("glm4 moe", "glm4_moe", {**MOE, **SHARED}),
     Case(
         "glm4 moe in groups",

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend, AttentionSpec, QKNormRope
 from quire.forward_context import current_batch
+from quire.layers.weight_slots import Layer
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Causal attention of this step's tokens over the contexts of their rows.
 
     Args:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from quire.attention.base import QKNormRope
@@ -44,6 +45,7 @@ class SelfAttention(nn.Module):
         layer: which layer of the model.
         head_dim, kv_heads: of this layer, if not those of `cfg`.
         window, scale, softcap: see `Attention`.
+        sinks: whether each head has a sink (see `AttentionSpec`).
         qk_norm: a norm of each head's query and key before the rotation.
         full_qk_norm: one norm of all heads' queries, and one of all keys, instead.
         norm: makes these norms; None: RMS norms.
@@ -51,6 +53,8 @@ class SelfAttention(nn.Module):
         interleaved: rotates pairs of adjacent features, instead of pairs half a head apart.
         rope: whether this layer applies rotary positions.
     """
+
+    checkpoint_names: Mapping[str, str] = {"attn": ""}
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class SelfAttention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         query_scale: QueryScale | None = None,
         interleaved: bool = False,
         rope: bool = True,
@@ -87,7 +92,8 @@ class SelfAttention(nn.Module):
             self.q_norm, self.k_norm = make(q_size), make(k_size)
         self.query_scale, self.interleaved, self.rope = query_scale, interleaved, rope
         self.attn = Attention(
-            self.heads, self.kv_heads, self.size, scale=scale, window=window, softcap=softcap, layer_index=layer
+            self.heads, self.kv_heads, self.size, scale=scale, window=window, softcap=softcap, layer_index=layer,
+            sinks=nn.Parameter(torch.empty(self.heads), requires_grad=False) if sinks else None,
         )  # fmt: skip
 
     def forward(self, x_TD: Tensor, angles: Angles) -> Tensor:

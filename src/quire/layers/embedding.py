@@ -52,10 +52,11 @@ class Head(Layer):
         tied: Embedding | None = None,
         scale: float = 1.0,
         softcap: float | None = None,
+        bias: bool = False,
     ):
         super().__init__()
         self.scale, self.softcap = scale, softcap
-        self.ref = _HeadRef(self if tied is None else tied, size, num_words)
+        self.ref = _HeadRef(self if tied is None else tied, size, num_words, bias=bias)
 
     def weights(self) -> Iterable[WeightRef]:
         return (self.ref,)

@@ -48,18 +48,23 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """x minus its mean, scaled to unit variance, times weight, in float32.
+    """x minus its mean, scaled to unit variance, times weight, plus bias if it has one, in float32.
 
     With several sizes, the weight has these dimensions, and the norm is over the last.
     """
 
+    bias: Tensor | None
     random_mean = 1.0
 
-    def __init__(self, *sizes: int, eps: float):
+    def __init__(self, *sizes: int, eps: float, bias: bool = False):
         super().__init__()
         self.eps = eps
         self.new("weight", *sizes)
+        self.register_parameter("bias", None)
+        if bias:
+            self.new("bias", *sizes)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=self.eps) * self.weight.float()
+        y_TD = y_TD if self.bias is None else y_TD + self.bias.float()
         return y_TD.to(x_TD.dtype)

@@ -232,11 +232,12 @@ def _longrope(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]
     """Each pair's frequency divided by its own factor; one set of factors for short texts, one for long."""
     trained = _required(p, "original_max_position_embeddings")
     factor = p.get("factor") or p["max_position_embeddings"] / trained
-    which = "long_factor" if max_length > trained else "short_factor"
+    length = "long" if max_length > trained else "short"
+    which = f"{length}_factor"
     factors_P = torch.tensor(_required(p, which), dtype=torch.float32)
     if factors_P.shape != (size // 2,):
         raise ConfigError(f"rope: {which} has {len(factors_P)} factors for {size // 2} pairs")
-    attention_factor = p.get("attention_factor")
+    attention_factor = p.get(f"{length}_mscale", p.get("attention_factor"))  # Phi-3.5-MoE has both
     if attention_factor is None:
         attention_factor = (
             1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))

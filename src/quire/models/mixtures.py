@@ -10,8 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from quire.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from quire.layers.embedding import Embedding, Head
 from quire.layers.moe import W123, Experts, MoE, Router
+from quire.layers.norm import LayerNorm, Norm
 from quire.models.base import CausalLM
+from quire.models.hf_config import TextConfig
+from quire.models.llama import Granite
 from quire.ops.experts import Routing
 
 
@@ -161,3 +165,40 @@ class Glm4Moe(Mixture):
         router = self.router(correction="gate.e_score_correction_bias", float32=True)
         width = cfg.moe_intermediate_size * (cfg.n_shared_experts or 0)
         return MoE(router, self.experts(), GatedMLP(cfg, width=width) if width else None)
+
+
+class PhiMoe(Mixture):
+    """Phi-3.5-MoE: norms, projections and head with biases, and the sparsemixer router."""
+
+    def norm(self, size: int) -> Norm:
+        return LayerNorm(size, eps=self.cfg.rms_norm_eps, bias=True)
+
+    def head(self, cfg: TextConfig, tied: Embedding | None) -> Head:
+        return Head(cfg.vocab_size, cfg.hidden_size, tied=tied, bias=cfg.lm_head_bias)
+
+    def attention(self, i: int) -> nn.Module:
+        cfg, bias = self.cfg, self.cfg.attention_bias
+        return SelfAttention(cfg, i, qkv_bias=bias, o_bias=bias, window=cfg.get("sliding_window"))
+
+    def routing(self) -> Routing:
+        return Routing(self.cfg.num_experts_per_tok, jitter=self.cfg.router_jitter_noise)
+
+
+class GraniteMoe(Mixture, Granite):
+    """Granite 3 MoE: one tensor for all experts, and the multipliers of Granite."""
+
+    def decoder_layer(self, i: int, mlp: nn.Module) -> nn.Module:
+        cfg, bias = self.cfg, self.cfg.attention_bias
+        scale = cfg.attention_multiplier
+        attention = SelfAttention(cfg, i, qkv_bias=bias, o_bias=bias, scale=scale)
+        layer = DecoderLayer(cfg, attention, mlp, residual_scale=cfg.residual_multiplier)
+        layer.checkpoint_names = {"mlp": self.block}
+        return layer
+
+    def routing(self) -> Routing:
+        return Routing(self.cfg.num_experts_per_tok, "logits", rounds=True)
+
+    def mixture(self) -> nn.Module:
+        stacked = ("input_linear.weight", "output_linear.weight")
+        experts = self.experts(stacked=stacked, by_expert=False)
+        return MoE(self.router(), experts, checkpoint_names={"gate": "router.layer"})

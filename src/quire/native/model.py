@@ -60,6 +60,6 @@ def _head(head: Head) -> CWeight | None:
     prepared = head.ref.prepared
     if type(head) is not Head or prepared is None or prepared.kernels is None:
         return None
-    if head.scale != 1.0 or head.softcap is not None:
+    if head.scale != 1.0 or head.softcap is not None or head.ref.bias is not None:
         return None
     return CWeight(**prepared.kernel_args(), outs=prepared.padded, ins=prepared.ins)
