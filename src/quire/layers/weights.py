@@ -9,6 +9,7 @@ Shape suffixes: T tokens, I inputs, O outputs, W width of the result: O, or half
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ PANEL = 32
 class StoredTensor(NamedTuple):
     """One tensor of a checkpoint format.
 
-    `dim`: the dimension of the outputs. One element holds `pack_factor` outputs; each part of the weight starts a new
+    `dim`: the dimension of the outputs. One element holds `pack_factor` outputs, maybe not a whole number; each part of the weight starts a new
     element. `per_part`: each part has one such tensor, whatever its number of outputs; the parameter concatenates them.
     `optional`: a checkpoint may lack it; the parameter then stays on "meta".
     """
@@ -35,7 +36,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int = 0
-    pack_factor: int = 1
+    pack_factor: int | Fraction = 1
     per_part: bool = False
     optional: bool = False
 

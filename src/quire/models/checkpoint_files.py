@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.checkpoint_quantization import VALUES_PER_BYTE, stored_quantization
 from quire.config.quantization import BYTES, HEAD_BYTES
+from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, ModelNotFound, Unsupported
 from quire.logging import get_logger
 from quire.models.gguf.families import stored_in
@@ -250,7 +250,7 @@ def as_loaded(
     stored = stored_quantization(hf_config)
     if stored is None or not stored.is_decoded or isinstance(tensors, int):
         return tensors
-    per = max(VALUES_PER_BYTE.get(layout.reader, 1) for layout in stored.layouts())
+    per = max(8 // layout.bits for layout in stored.layouts() if layout.kind == "decoded")
     return [
         (name, "BF16", (*shape[:-1], shape[-1] * per))
         if kind in ("U8", "F8_E4M3") and len(shape) > 1 and "scale" not in name

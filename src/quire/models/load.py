@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from quire.config.checkpoint_quantization import stored_quantization
 from quire.config.engine import ModelSpec
 from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE
+from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.weight_slots import Layer, Slot, WeightSlot, slots_of
 from quire.layers.weights import UNQUANTIZED, WeightRef, weights_of
