@@ -344,7 +344,7 @@ def _nothing(name: str, tensor: Tensor) -> bool:
 
 def _of_the_decoder(name: str, num_layers: int) -> bool:
     """Whether the decoder would compute something else without it. (Not of layers that config.json cuts off.)"""
-    if layer := re.match(r"model\.layers\.(\d+)\.", name):
+    if layer := re.match(r"(?:model|backbone)\.layers\.(\d+)\.", name):
         return int(layer[1]) < num_layers
     return name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
 
@@ -360,8 +360,9 @@ def _resolve_tied_head(
     table = heads.get("lm_head.weight")
     if table is None:
         return
-    embeddings = "model.embed_tokens.weight"
-    if embeddings in slots and embeddings not in filled:
+    table_layer = model.model.embed_tokens
+    embeddings = next(name for name, slot in slots.items() if slot.layer is table_layer)
+    if embeddings not in filled:
         slots[embeddings].fill(table, device, "lm_head.weight")
         filled.add(embeddings)
         return

@@ -55,7 +55,7 @@ def _fill_attention(layer: DecoderLayer, norm: RMSNorm, native: CLayer) -> None:
     attention = layer.self_attn
     if type(attention) is not SelfAttention or attention.interleaved:
         return
-    if attention.full_qk_norm or attention.query_scale is not None:
+    if attention.full_qk_norm or attention.query_scale is not None or attention.output_gate:
         return
     attn, q_norm, k_norm = attention.attn, attention.q_norm, attention.k_norm
     spec = attn.spec
