@@ -280,8 +280,18 @@ class ParallelLayer(nn.Module):
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
+        return self.mlp_half(*self.attention_half(x_TD, residual_TD, angles))
+
+    def attention_half(
+        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        """The MLP's input, and the sum with attention."""
         x_TD, residual_TD = normed_sum(self.input_layernorm, x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD + self.self_attn(x_TD, angles)
+        return x_TD, residual_TD + self.self_attn(x_TD, angles)
+
+    def mlp_half(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The MLP alone."""
+        return self.mlp(x_TD), residual_TD
 
 
 def normed_sum(

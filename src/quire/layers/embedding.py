@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.layers.weight_slots import Layer
 from quire.layers.weights import PreparedWeight, WeightRef
-from quire.ops.reference import embedding
+from quire.ops.reference import embedding, scale_logits
 
 
 class Embedding(Layer):
@@ -64,9 +64,9 @@ class Head(Layer):
     def forward(self, x_SD: Tensor) -> Tensor:
         """logits_SV"""
         y_SV = self.ref.multiply(x_SD)
-        if self.scale != 1.0:
-            y_SV = y_SV * self.scale
-        return y_SV if self.softcap is None else (y_SV / self.softcap).tanh() * self.softcap
+        if self.scale == 1.0 and self.softcap is None:
+            return y_SV
+        return scale_logits(y_SV, self.scale, self.softcap)
 
 
 class _HeadRef(WeightRef):

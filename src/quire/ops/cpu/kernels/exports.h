@@ -30,12 +30,13 @@ EXPORT void quire_attention(const quire::bf16* q, long q_step, quire::bf16* o, c
 EXPORT void quire_write_cache(const quire::bf16* from, long step, void* cache, float* scales, const int64_t* slots,
                               long tokens, long heads, long D, long block_size, long kind, int key);
 
-EXPORT void quire_rms_norm(const quire::bf16* x, long step, const quire::bf16* w, quire::bf16* y, long y_step, long rows,
-                           long heads, long D, float eps, int plus_one);
-EXPORT void quire_add_rms_norm(quire::bf16* x, quire::bf16* residual, const quire::bf16* w, long rows, long D, float eps,
-                               int plus_one);
+EXPORT void quire_norm(const quire::bf16* x, long step, const quire::bf16* w, quire::bf16* y, long y_step, long rows,
+                       long heads, long D, float eps, int kind);
+EXPORT void quire_add_norm(quire::bf16* x, quire::bf16* residual, const quire::bf16* w, long rows, long D, float eps,
+                           int kind);
+EXPORT void quire_scale(quire::bf16* x, long step, long rows, long width, float scale, float softcap);
 EXPORT void quire_rotate(const quire::bf16* x, long step, const float* cos, const float* sin, quire::bf16* y, long y_step,
-                         long rows, long heads, long D, long P);
+                         long rows, long heads, long D, long P, int interleaved);
 EXPORT void quire_act_and_mul(const quire::bf16* x, quire::bf16* y, long rows, long I, int act);
 
 EXPORT void quire_masked_argmax(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,
