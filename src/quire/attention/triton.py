@@ -16,7 +16,14 @@ from torch import Tensor
 from quire.attention import kv_quantization
 from quire.attention.base import AttentionBackend, AttentionSpec, Capabilities, QKNormRope
 from quire.forward_context import ForwardBatch
-from quire.ops.triton.attention import PagedAttentionStep, Scores, Sizes, attend, sizes_for
+from quire.ops.triton.attention import (
+    PagedAttentionStep,
+    Scores,
+    Sizes,
+    attend,
+    latent_group,
+    sizes_for,
+)
 from quire.ops.triton.kv_write import write
 from quire.ops.triton.launch import INTERPRETED
 from quire.ops.triton.qk_norm_rope_kv import Norms, prepare
@@ -32,13 +39,14 @@ class TritonAttention(AttentionBackend):
     can = Capabilities(
         devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        head_dims=range(8, 257),
+        head_dims=(*range(8, 257), 320, 576),
         block_sizes=(16, 32, 64, 128),
         kv_dtypes=frozenset({"auto", *kv_quantization.DTYPES}),
         differing_values=True,
         windows=True,
         softcap=True,
         sinks=True,
+        latent=True,
         graphs=True,
     )
 
@@ -89,6 +97,8 @@ class TritonAttention(AttentionBackend):
     ) -> Tensor:
         """o_THE from the cache, which has this step's tokens already."""
         heads_each = spec.num_heads // spec.num_kv_heads
+        if spec.latent:
+            heads_each = latent_group(spec.num_heads)
         sizes = self.sizes or sizes_for(heads_each, spec.head_dim, q_THD.element_size())
         scores = Scores(spec.scale, spec.window or 0, spec.softcap or 0.0, spec.sinks)
         q_THD = kv_quantization.query(q_THD, spec.cache[0].dtype).to(q_THD.dtype)

@@ -65,8 +65,7 @@ class Attention(Layer):
     def bind(self, backend: AttentionBackend, cache: Any, kv_group: int = 0) -> None:
         """Compute with this backend and cache from now on."""
         if self.spec.latent:
-            (keys,) = cache
-            cache = (keys, keys[..., : self.spec.v_head_dim])
+            cache = (cache[0], cache[0][..., : self.spec.v_head_dim])
         self.spec = replace(self.spec, cache=cache, sinks=self.sinks)
         self.backend, self.kv_group = backend, kv_group
 

@@ -114,6 +114,20 @@ def launch_attention(dtype: torch.dtype, kept: torch.dtype, size: int = 128) -> 
     attention.attend(q, tuple(parts), step, scores, sizes, torch.zeros(4, 32), splits=1)
 
 
+def launch_latent(heads: int) -> None:
+    """DeepSeek's attention: keys of 576 features, whose first 512 are the values."""
+    keys = torch.zeros(9, 1, 16, 576, dtype=BF16)
+    cache = (keys, keys[..., :512])
+    new = torch.zeros(4, 1, 576, dtype=BF16)
+    kv_write.write(cache, new, new[..., :512], torch.zeros(4, dtype=torch.int64))
+    ints, long = torch.arange(5, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+    step = attention.PagedAttentionStep(ints.repeat(4, 8), ints, ints[:4], 4, None, 4, long, 8192)
+    sizes = attention.sizes_for(attention.latent_group(heads), 576, 2)
+    attention.attend(
+        torch.zeros(4, heads, 576, dtype=BF16), cache, step, attention.Scores(0.1), sizes
+    )
+
+
 def launch_sampling(rows: int = 4) -> None:
     logits, keys = torch.zeros(rows, 151_936), torch.zeros(2, rows, dtype=torch.int32)
     longs, doubles = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.float64)
@@ -227,6 +241,8 @@ LAUNCHES = {
     "attention fp8": lambda: launch_attention(BF16, torch.float8_e4m3fn),
     "attention int8": lambda: launch_attention(BF16, torch.int8),
     "attention float32": lambda: launch_attention(torch.float32, torch.float32),
+    "latent attention of 16 heads": lambda: launch_latent(16),
+    "latent attention of 128 heads": lambda: launch_latent(128),
     "fp8 products by row": lambda: launch_products(0),
     "fp8 products by block": lambda: launch_products(128),
     "int8 products": launch_int8,

@@ -72,6 +72,12 @@ def test_groups_and_head_sizes_that_are_no_power_of_two(heads: tuple[int, int, i
         assert worst(rows, work, rows.step(work)) < 2e-6
 
 
+def test_heads_of_a_latent_cache_are_divided_over_programs() -> None:
+    rows = rows_of(Attention(40, 1, 144, v_head_dim=128, latent=True), [3, 37])
+    for work in ([(0, 2), (1, 33)], [(1, 4), (0, 1)]):
+        assert worst(rows, work, rows.step(work)) < 2e-6
+
+
 @needs_row_invariance
 @pytest.mark.parametrize("kind", ["plain", "long window"])
 def test_same_bits_alone_batched_and_chunked(kind: str) -> None:

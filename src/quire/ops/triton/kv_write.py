@@ -48,7 +48,7 @@ def put(
 def write_kernel(
     k_ptr, v_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, heads, size_k, size_v,
     stride_kt, stride_kh, stride_vt, stride_vh, block_size, less,
-    TOP: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    LATENT: tl.constexpr, TOP: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -58,13 +58,20 @@ def write_kernel(
         e = tl.arange(0, E)
         line = ((slot // block_size) * heads + head) * block_size + slot % block_size
         mask_k = (head < heads)[:, None] & (d < size_k)[None, :]
-        mask_v = (head < heads)[:, None] & (e < size_v)[None, :]
         k_at = k_ptr + token * stride_kt + head[:, None] * stride_kh + d[None, :]
-        v_at = v_ptr + token * stride_vt + head[:, None] * stride_vh + e[None, :]
         k = tl.load(k_at, mask=mask_k, other=0.0)
-        v = tl.load(v_at, mask=mask_v, other=0.0)
         put(keys_ptr, k_scale_ptr, k, line, d, size_k, mask_k, TOP, WHOLE, less)
-        put(values_ptr, v_scale_ptr, v, line, e, size_v, mask_v, TOP, WHOLE, 1.0)
+        if not LATENT:
+            mask_v = (head < heads)[:, None] & (e < size_v)[None, :]
+            v_at = v_ptr + token * stride_vt + head[:, None] * stride_vh + e[None, :]
+            v = tl.load(v_at, mask=mask_v, other=0.0)
+            put(values_ptr, v_scale_ptr, v, line, e, size_v, mask_v, TOP, WHOLE, 1.0)
+
+
+def is_latent(cache: tuple[Tensor, ...]) -> bool:
+    """Whether the values are the first features of the keys (MLA)."""
+    keys, values = cache[:2]
+    return values.shape[3] < keys.shape[3] and values.data_ptr() == keys.data_ptr()
 
 
 def write(
@@ -79,7 +86,7 @@ def write(
 
     Args:
         cache: keys [blocks, K, block_size, D], values [blocks, K, block_size, E]; if quantized, then the scales of both
-            [blocks, K, block_size].
+            [blocks, K, block_size]. Of a latent cache, only keys are written.
         top: the largest code of the cache's dtype; 0: the cache is not quantized.
         less: a factor on the keys' scales, for keys after the Hadamard transform (attention/kv_quantization.py).
     """
@@ -93,6 +100,6 @@ def write(
     write_kernel[(tokens,)](
         k, v, keys, values, k_scale, v_scale, slots_T, heads, size_k, size_v,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.shape[2], less,
-        TOP=top, WHOLE=keys.dtype == torch.int8, HEADS=pow2(heads), D=pow2(size_k), E=pow2(size_v),
+        LATENT=is_latent(cache), TOP=top, WHOLE=keys.dtype == torch.int8, HEADS=pow2(heads), D=pow2(size_k), E=pow2(size_v),
         **EXACT,
     )  # fmt: skip
