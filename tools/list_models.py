@@ -18,6 +18,7 @@ from quire.models.registry import MODELS
 from quire.models.transformers.modes import PER_REQUEST_TYPES, UNSUPPORTED_TYPES, choose_mode
 from tests.models.archs import ARCHS, PAGED, PER_REQUEST
 from tests.models.cases import CASES
+from tests.models.recurrent_cases import CASES as RECURRENT_CASES
 from tests.models.wrappers import WRAPPERS
 from tools import starting_models
 from tools.generated_tables import DOCS, main
@@ -34,11 +35,12 @@ def class_of(kind: str) -> str:
 def native() -> Iterator[str]:
     yield "| architecture | code | variations tested |"
     yield "|---|---|---|"
+    cases = (*CASES, *RECURRENT_CASES)
     for architecture, target in MODELS.items():
         module = target.partition(":")[0].removeprefix("quire.").replace(".", "/")
-        kinds = {case.kind for case in CASES}
+        kinds = {case.kind for case in cases}
         kind = next((k for k in kinds if class_of(k).lower() == architecture.lower()), "")
-        count = sum(case.kind == kind for case in CASES)
+        count = sum(case.kind == kind for case in cases)
         yield f"| `{architecture}` | `{module}.py` | {count} |"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ def build(folder: Path, **asked: Any) -> nn.Module:
     return build_model(resolve_config(config).spec, CpuPlatform())
 
 
-def texts(seed: int = 3) -> list[list[int]]:
+def texts(seed: int = 3, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     draw = random.Random(seed)
-    return [[draw.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
+    return [[draw.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
 @torch.inference_mode()

@@ -296,9 +296,20 @@ def test_row_ops(rows: int) -> None:
     x = torch.randn(rows, 256, generator=rng).bfloat16()
     weight = torch.randn(256, generator=rng).bfloat16()
     for plus_one in (False, True):
-        norm = reference.rms_norm
-        args = (x, weight, 1e-5, plus_one)
-        near(norm.implementations["native"](*args), norm.reference(*args).double())
+        for factor in (weight, None) if not plus_one else (weight,):
+            norm = reference.rms_norm
+            args = (x, factor, 1e-5, plus_one)
+            near(norm.implementations["native"](*args), norm.reference(*args).double())
+    centered = reference.layer_norm
+    shifted = x + 3
+    near(
+        centered.implementations["native"](shifted, weight, 1e-5),
+        centered.reference(shifted, weight, 1e-5).double(),
+    )
+    for softcap in (None, 2.0):
+        capped, wide = reference.scale_logits, x[:, :250]
+        want = capped.reference(wide, 0.7, softcap)
+        near(capped.implementations["native"](x.clone()[:, :250], 0.7, softcap), want.double())
     other = torch.randn(rows, 256, generator=rng).bfloat16()
     normed, total = reference.add_rms_norm.reference(x, other, weight, 1e-5)
     mine, sum_ = reference.add_rms_norm.implementations["native"](
@@ -333,14 +344,16 @@ def test_activations(kernels: bindings.Kernels, act: str) -> None:
 
 @pytest.mark.usefixtures("bound")
 @pytest.mark.parametrize("part", [32, 64])
-def test_rotate(part: int) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotate(part: int, interleaved: bool) -> None:
     rng = draw(part)
     qkv = torch.randn(9, 6 * 64, generator=rng).bfloat16()
     x = qkv[:, 64:256].unflatten(-1, (3, 64))  # heads that lie in a wider row
     angles = torch.randn(9, part // 2, generator=rng)
     rotate = reference.rotate
-    got = rotate.implementations["native"](x, angles.cos(), angles.sin())
-    near(got, rotate.reference(x, angles.cos(), angles.sin()).double())
+    args = (x, angles.cos(), angles.sin(), interleaved)
+    got = rotate.implementations["native"](*args)
+    near(got, rotate.reference(*args).double())
     assert torch.equal(got[..., part:], x[..., part:])
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quire.config.checkpoint_quantization import stored_quantization
+from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError
 from quire.layers.linear import Linear
 from quire.models.checkpoint_files import as_loaded, in_memory, stored_tensors

@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 
-from quire.config.checkpoint_quantization import (
-    METHODS,
-    CheckpointQuantization,
-    stored_quantization,
-)
+from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.config.quantization import LATER, ONLINE, SAME, fitting, online_schemes
+from quire.config.quantization_config import METHODS, stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.quantization import apply, decoded
-from tests.quantization.writers import FORMS, compressed, gptq_config
+from tests.quantization.writers import (
+    FORMS,
+    auto_round,
+    compressed,
+    gptq_config,
+    modelopt,
+    torchao_config,
+)
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 FP8 = {"quant_method": "fp8"}
@@ -52,6 +56,8 @@ def test_every_name_has_one_meaning() -> None:
         ("fp8", FP8, None),
         ("int8", FP8, "int8"),
         ("int4", FP8, "int4"),
+        ("bitsandbytes", None, "int4_g64"),
+        ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True}, None),
         ("awq_marlin", {"quant_method": "awq", "bits": 4}, None),
         ("compressed-tensors", compressed("int-quantized", **INT8), None),
     ],
@@ -65,19 +71,23 @@ def test_methods_that_quantize_while_loading(
 @pytest.mark.parametrize(
     ("asked", "says", "error", "match"),
     [
-        ("bitsandbytes", None, Unsupported, "quantization=bitsandbytes .*int8, int4, .*gptq, awq"),
+        ("quark", None, Unsupported, "quantization=quark .*int8, int4, .*gptq, awq"),
+        ("hqq", None, ConfigError, "quantization=hqq: the checkpoint is not quantized"),
         ("int5", None, ConfigError, "quantization='int5' is unknown"),
         ("gptq", None, ConfigError, "quantization=gptq: the checkpoint is not quantized"),
         ("int8", GPTQ, ConfigError, r"quantization=int8: .*already quantized \(gptq\); leave the flag out"),
         ("awq", GPTQ, ConfigError, "quantization=awq: .*config.json says gptq"),
-        (None, {"quant_method": "torchao"}, Unsupported, "a checkpoint quantized with torchao"),
+        (None, {"quant_method": "quark"}, Unsupported, "a checkpoint quantized with quark"),
         (None, {"quant_method": "gptq"}, ConfigError, "quantization_config of gptq: KeyError.'bits'"),
-        (None, {**GPTQ, "bits": 3}, Unsupported, "a GPTQ checkpoint with bits=3"),
+        (None, {**GPTQ, "bits": 5}, Unsupported, "a GPTQ checkpoint with bits=5"),
         (None, {**GPTQ, "checkpoint_format": "marlin"}, Unsupported, "checkpoint_format=marlin"),
         (None, {"quant_method": "awq", "bits": 4, "version": "gemv"}, Unsupported, "version=gemv"),
         (None, compressed("marlin-24"), Unsupported, "format=marlin-24"),
         (None, compressed("int-quantized", **{**INT8, "symmetric": False}), Unsupported, "symmetric=False"),
-        (None, compressed("pack-quantized", **{**INT8, "num_bits": 3}), Unsupported, "num_bits=3"),
+        (None, compressed("pack-quantized", **{**INT8, "num_bits": 9}), Unsupported, "num_bits=9"),
+        (None, torchao_config("Int4WeightOnlyConfig"), Unsupported, "a TorchAO checkpoint with Int4WeightOnlyConfig"),
+        (None, auto_round("auto_round:llm_compressor"), Unsupported, "packing_format=auto_round:llm_compressor"),
+        (None, modelopt("W4A8_AWQ"), Unsupported, "a ModelOpt checkpoint with quant_algo=W4A8_AWQ"),
         (None, {**compressed("dense"), "config_groups": {}}, ConfigError, "has no config_groups"),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ A writer takes float weights [O, I] as numpy and gives (tensors by their last na
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,12 +55,14 @@ def meaning(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, groups: np.ndarr
 
 
 def words(values: np.ndarray, bits: int) -> np.ndarray:
-    """Along the last dimension, lowest field first; what is missing of the last word is zero."""
-    per = 32 // bits
-    out = np.zeros((*values.shape[:-1], -(-values.shape[-1] // per)), np.uint32)
+    """Along the last dimension, lowest field first; a field may cross words, and what the last word lacks is zero."""
+    out = np.zeros((*values.shape[:-1], -(-values.shape[-1] * bits // 32) + 1), np.uint64)
     for index in range(values.shape[-1]):
-        out[..., index // per] |= values[..., index].astype(np.uint32) << (bits * (index % per))
-    return out.view(np.int32)
+        word, shift = divmod(bits * index, 32)
+        field = values[..., index].astype(np.uint64) << np.uint64(shift)
+        out[..., word] |= field & np.uint64(0xFFFFFFFF)
+        out[..., word + 1] |= field >> np.uint64(32)
+    return out[..., :-1].astype(np.uint32).view(np.int32)
 
 
 def tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
@@ -198,6 +201,85 @@ def block_floats(w: np.ndarray, name: str, *, form: str) -> Written:
     return {**found, "weight_scale": stored}, means.astype(np.float32)
 
 
+NF4 = np.sort(np.random.default_rng(4).uniform(-1, 1, 16)).astype(np.float32)
+"""Any code book will do: files contain their own."""
+
+
+def bnb_4bit(w: np.ndarray, name: str, *, nested: bool = False, block: int = 64) -> Written:
+    flat = w.reshape(-1, block)
+    absmax = np.abs(flat).max(1)
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": list(w.shape)}
+    found = {"weight.quant_map": tensor(NF4.copy())}
+    if nested:
+        book, offset, size = np.linspace(-1, 1, 256).astype(np.float32), absmax.mean(), 32
+        state |= {
+            "nested_blocksize": size,
+            "nested_offset": float(offset),
+            "nested_dtype": "float32",
+        }
+        top = np.abs(absmax - offset).reshape(-1, size).max(1)
+        code = np.abs((absmax - offset) / top.repeat(size) - book[:, None]).argmin(0)
+        absmax = (book[code] * top.repeat(size) + np.float32(float(offset))).astype(np.float32)
+        found |= {"weight.nested_absmax": tensor(top), "weight.nested_quant_map": tensor(book)}
+        found["weight.absmax"] = tensor(code, torch.uint8)
+    else:
+        found["weight.absmax"] = tensor(absmax)
+    code = np.abs((flat / absmax[:, None])[..., None] - NF4).argmin(-1).astype(np.uint8)
+    pairs = code.reshape(-1, 2)
+    found["weight"] = tensor((pairs[:, 0] << 4 | pairs[:, 1])[:, None])
+    says = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    found["weight.quant_state.bitsandbytes__nf4"] = tensor(says.copy())
+    return found, (NF4[code] * absmax[:, None]).reshape(w.shape)
+
+
+def bnb_int8(w: np.ndarray, name: str) -> Written:
+    top = np.abs(w).max(1)
+    q = np.round(w / top[:, None] * 127).astype(np.int8)
+    found = {"weight": tensor(q), "SCB": tensor(top), "weight_format": torch.tensor(0).byte()}
+    return found, q.astype(np.float32) * (top / 127)[:, None]
+
+
+def hqq(w: np.ndarray, name: str, *, bits: int = 4, group: int = 64, axis: int = 1) -> Written:
+    grouped = w.reshape(-1, group) if axis == 1 else w.reshape(group, -1)
+    low, high = grouped.min(axis, keepdims=True), grouped.max(axis, keepdims=True)
+    scale = (high - low) / ((1 << bits) - 1)
+    zero = -low / scale + np.float32(0.25)
+    q = np.clip(np.round(grouped / scale + zero), 0, (1 << bits) - 1).astype(np.int64)
+    per = 10 if bits == 3 else 8 // bits
+    padded = np.concatenate([q, np.zeros((-len(q) % per, q.shape[1]), np.int64)])
+    packed = np.zeros((len(padded) // per, q.shape[1]), np.int64)
+    for part in np.split(padded, per):
+        packed = packed << bits | part
+    found = {"W_q": tensor(packed, torch.int32 if bits == 3 else torch.uint8)}
+    found |= {"scale": tensor(scale), "zero": tensor(zero), "shape": torch.tensor(w.shape)}
+    for told in ("nbits", "axis", "group_size", "packing", "view_as_float", "stores_quant_config"):
+        found[told] = torch.tensor(1, dtype=torch.int32)
+    return found, ((q.astype(np.float32) - zero) * scale).reshape(w.shape)
+
+
+def torchao(w: np.ndarray, name: str, *, form: str, group: int = 32) -> Written:
+    if form == "float8":
+        found, means = float8(w, name, strategy="channel")
+    elif form == "int8":
+        found, means = ct_int8(w, name)
+        found["zero_point"] = torch.zeros(len(w), 1, dtype=torch.int8)
+    else:
+        groups = neighbours(w.shape[1], group)
+        q, scale, zero = round_groups(w, groups, 4, symmetric=False)
+        means = meaning(q, scale, zero, groups)
+        found = {"weight": tensor(q - 8, torch.int8), "zero_point": tensor(zero - 8, torch.int8)}
+        found["weight_scale"] = tensor(scale)
+    own = {"weight": "qdata", "weight_scale": "scale"}
+    return {f"_weight_{own.get(part, part)}": each for part, each in found.items()}, means
+
+
+def torchao_config(called: str, **data: Any) -> dict[str, Any]:
+    layer = {"_type": called, "_version": 2, "_data": data}
+    by_name = {"_default": layer, PLAIN: None}
+    quantizes = {"_type": "FqnToConfig", "_data": {"fqn_to_config": by_name}}
+    return {"quant_method": "torchao", "quant_type": {"default": quantizes}}
+
+
 def compressed(form: str, *, ignore: bool = True, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": None}
     return {
@@ -241,6 +323,17 @@ INT = {"type": "int", "symmetric": True, "num_bits": 8, "strategy": "channel"}
 FLOAT = {**INT, "type": "float"}
 FOUR = {**INT, "num_bits": 4, "strategy": "group", "group_size": 32}
 WIDE = {"bits": 4, "group": -1}
+
+
+def auto_round(packing_format: str = "auto_round") -> dict[str, Any]:
+    return {
+        "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int",
+        "packing_format": packing_format, "extra_config": {PLAIN: {"bits": 16, "data_type": "fp"}},
+    }  # fmt: skip
+
+
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": [PLAIN]}
+HQQ = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head", PLAIN]}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": [PLAIN]}
 FORMS = [
     Form("gptq", gptq_config(), gptq),
@@ -255,6 +348,7 @@ FORMS = [
         {"version": 2, "symmetric": False, "order": "layer"},
     ),
     Form("gptq 2 bits", gptq_config(bits=2), gptq, {"bits": 2}),
+    Form("gptq 3 bits", gptq_config(bits=3, sym=False), gptq, {"bits": 3, "symmetric": False}),
     Form("gptq 8 bits", gptq_config(bits=8), gptq, {"bits": 8}, "requantized"),
     Form(
         "gptq 8 bits one group", gptq_config(bits=8, group_size=-1), gptq, {"bits": 8, "group": -1}, "int8"
@@ -272,6 +366,18 @@ FORMS = [
     Form("ct int4 channel", compressed("pack-quantized", **{**INT, "num_bits": 4}), ct_packed, {"strategy": "channel", "group": -1}),
     Form("ct int4 ordered", compressed("pack-quantized", **FOUR, actorder="group"), ct_packed, {"order": True}),
     Form("ct packed int8", compressed("pack-quantized", **{**INT, "strategy": "group", "group_size": 32}), ct_packed, {"bits": 8}, "requantized"),
+    Form("ct packed 6 bits", compressed("pack-quantized", **{**INT, "num_bits": 6, "symmetric": False}), ct_packed, {"bits": 6, "group": -1, "symmetric": False}, "int8"),
+    Form("bnb nf4", BNB, bnb_4bit, becomes="plain"),
+    Form("bnb nf4 nested", BNB, bnb_4bit, {"nested": True}, "plain"),
+    Form("bnb int8", {**BNB, "load_in_4bit": False, "load_in_8bit": True}, bnb_int8, becomes="int8"),
+    Form("hqq", HQQ, hqq, becomes="plain"),
+    Form("hqq 3 bits by outputs", HQQ, hqq, {"bits": 3, "axis": 0}, "plain"),
+    Form("torchao int8", torchao_config("Int8DynamicActivationInt8WeightConfig", granularity={"_type": "PerRow"}), torchao, {"form": "int8"}, "int8"),
+    Form("torchao float8", torchao_config("Float8WeightOnlyConfig", granularity=[{"_type": "PerRow"}]), torchao, {"form": "float8"}, "requantized"),
+    Form("torchao intx", torchao_config("IntxWeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {"group_size": 32}}, weight_dtype={"_data": "int4"}), torchao, {"form": "intx"}),
+    Form("auto-round", auto_round(), gptq, {"version": 2, "symmetric": False}),
+    Form("auto-round gptq", auto_round(packing_format="auto_round:auto_gptq"), gptq, {"symmetric": False}),
+    Form("auto-round awq", auto_round(packing_format="auto_round:auto_awq"), awq),
     Form("fp8", FP8, float8, {"static": True}, "requantized"),
     Form("fp8 blocks", {**FP8, "weight_block_size": [32, 32]}, float8, {"strategy": "block", "scale_name": "weight_scale_inv"}, "requantized"),
     Form("fbgemm", {**FP8, "quant_method": "fbgemm_fp8"}, float8, {"strategy": "channel"}, "requantized"),

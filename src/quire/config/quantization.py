@@ -5,7 +5,8 @@ Knows names and numbers. Does not know torch, tensors or arithmetic: `quantizati
 
 from __future__ import annotations
 
-from quire.config.checkpoint_quantization import METHODS, SAME_METHODS, CheckpointQuantization
+from quire.config.checkpoint_quantization import CheckpointQuantization
+from quire.config.quantization_config import METHODS, SAME_METHODS
 from quire.errors import ConfigError, Unsupported
 
 ONLINE = {
@@ -47,10 +48,13 @@ SAME = {
 }
 """vLLM's names -> Quire's names."""
 
+IN_FLIGHT = {"bitsandbytes": "int4_g64"}
+"""Methods of checkpoints that also quantize while loading -> what Quire does: the nearest that has kernels."""
+
 LATER = (
-    *("bitsandbytes", "gguf", "torchao", "quark", "auto-round", "inc", "nvfp4", "nvfp4_per_token", "hqq", "quanto", "eetq"),
-    *("aqlm", "spqr", "vptq", "bitnet", "higgs", "fp_quant", "experts_int8", "moe_wna16", "humming", "deepseek_v4_fp8"),
-    *("online", "bitblas", "marlin", "gptq_marlin_24", "qqq", "rtn", "ptpc_fp8", "deepspeedfp", "tpu_int8", "ipex"),
+    *("gguf", "quark", "nvfp4", "nvfp4_per_token", "quanto", "eetq", "aqlm", "spqr", "vptq", "bitnet", "higgs", "fp_quant"),
+    *("experts_int8", "moe_wna16", "humming", "deepseek_v4_fp8", "online", "bitblas", "marlin", "gptq_marlin_24", "qqq"),
+    *("rtn", "ptpc_fp8", "deepspeedfp", "tpu_int8", "ipex"),
 )  # fmt: skip
 """Known methods that are not supported."""
 
@@ -86,6 +90,7 @@ def fitting(requested: str | None, stored: CheckpointQuantization | None) -> str
     name = quantization_method(requested)
     if name is None or (stored is not None and name == stored.method):
         return None
+    name = IN_FLIGHT.get(name, name)
     floats = stored is not None and all(layout.is_float for layout in stored.layouts())
     if name in ONLINE:
         if stored is None or floats:

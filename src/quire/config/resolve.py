@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from quire import env
 from quire.config.checkpoint_dtype import stored_dtype
-from quire.config.checkpoint_quantization import stored_quantization
 from quire.config.context_length import learned_positions, model_length
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.quantization import ONLINE, fitting, quantization_method
+from quire.config.quantization_config import stored_quantization
 from quire.config.validate import check
 from quire.errors import ConfigError
 from quire.logging import get_logger

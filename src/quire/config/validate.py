@@ -8,10 +8,10 @@ from typing import Any
 
 from quire.config import unsupported
 from quire.config.cache import KV_DTYPES
-from quire.config.checkpoint_quantization import stored_quantization
 from quire.config.engine import EngineConfig
 from quire.config.options import coerce, options
 from quire.config.quantization import quantization_method
+from quire.config.quantization_config import stored_quantization
 from quire.config.structured import structured_options
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger

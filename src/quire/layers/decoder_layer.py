@@ -50,6 +50,7 @@ class SelfAttention(nn.Module):
         full_qk_norm: one norm of all heads' queries, and one of all keys, instead.
         norm: makes these norms; None: RMS norms.
         query_scale: see `QueryScale`; not with `qk_norm`.
+        output_gate: `q_proj` gives each head's query and a gate; the output is multiplied by the gate's sigmoid.
         interleaved: rotates pairs of adjacent features, instead of pairs half a head apart.
         rope: whether this layer applies rotary positions.
     """
@@ -73,6 +74,7 @@ class SelfAttention(nn.Module):
         softcap: float | None = None,
         sinks: bool = False,
         query_scale: QueryScale | None = None,
+        output_gate: bool = False,
         interleaved: bool = False,
         rope: bool = True,
     ):
@@ -80,9 +82,12 @@ class SelfAttention(nn.Module):
         self.heads, self.size = cfg.num_attention_heads, head_dim or cfg.head_dim
         self.kv_heads = kv_heads or cfg.num_key_value_heads
         self.sizes = [n * self.size for n in (self.heads, self.kv_heads, self.kv_heads)]
+        self.output_gate = output_gate
+        if output_gate:
+            self.sizes[0] *= 2
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
         self.qkv = Linear(cfg.hidden_size, parts, bias=qkv_bias, packed="qkv_proj")
-        self.o_proj = Linear(self.sizes[0], cfg.hidden_size, bias=o_bias)
+        self.o_proj = Linear(self.heads * self.size, cfg.hidden_size, bias=o_bias)
         self.full_qk_norm = full_qk_norm
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
@@ -98,23 +103,31 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, angles: Angles) -> Tensor:
         q_THD, k_TKD, v_TKD = self.project(x_TD)
+        if not self.output_gate:
+            return self.o_proj(self.attend(q_THD, k_TKD, v_TKD, angles))
+        q_THD, gate_THD = q_THD.chunk(2, -1)
+        o_TD = self.attend(q_THD.contiguous(), k_TKD, v_TKD, angles)
+        return self.o_proj(o_TD * gate_THD.flatten(-2).sigmoid())
+
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, angles: Angles) -> Tensor:
+        """Norms of heads, rotation and attention; o_TD."""
         if self.rope and (how := self._norm_and_rope()) is not None:
             o_THD = self.attn.fused_rope(q_THD, k_TKD, v_TKD, how, angles)
             if o_THD is not None:
-                return self.o_proj(o_THD.flatten(-2))
+                return o_THD.flatten(-2)
         if not self.full_qk_norm and self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         if self.rope:
             q_THD = rotate(q_THD, *angles, self.interleaved)
             k_TKD = rotate(k_TKD, *angles, self.interleaved)
-        return self.o_proj(self.attn(q_THD, k_TKD, v_TKD).flatten(-2))
+        return self.attn(q_THD, k_TKD, v_TKD).flatten(-2)
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q_THD, k_TKD and v_TKD, before the norms of heads and the rotation."""
+        """q_THD (with the gates, if there are), k_TKD and v_TKD, before the norms of heads and the rotation."""
         q, k, v = self.qkv(x_TD).split(self.sizes, -1)
         if self.full_qk_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q_THD = q.unflatten(-1, (self.heads, self.size))
+        q_THD = q.unflatten(-1, (self.heads, -1))
         if self.query_scale is not None:
             scale_T = self.query_scale(current_batch().positions_T)
             q_THD = q_THD * scale_T.to(q.dtype)[:, None, None]
@@ -135,19 +148,32 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)); `width`: of the gate, if not the config's `intermediate_size`."""
+    """down(act(gate(x)) * up(x)).
+
+    Args:
+        width: of the gate, if not the config's `intermediate_size`.
+        names: of gate, up, both packed, and down in checkpoints.
+    """
 
     def __init__(
-        self, cfg: Any, *, bias: bool = False, act: str | None = None, width: int | None = None
+        self,
+        cfg: Any,
+        *,
+        bias: bool = False,
+        act: str | None = None,
+        width: int | None = None,
+        names: Sequence[str] = ("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     ):
         super().__init__()
+        gate, up, packed, down = names
+        self.checkpoint_names = {"down_proj": down}
         inner = width or cfg.intermediate_size
-        parts = {"gate_proj": inner, "up_proj": inner}
+        parts = {gate: inner, up: inner}
         act = act or cfg.hidden_act
         act = "silu" if act == "swish" else act
         if act not in ("silu", "gelu", "gelu_pytorch_tanh"):
             raise ConfigError(f"hidden_act={act!r} is not supported by the gated MLP")
-        self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed="gate_up_proj", act=act)
+        self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed=packed, act=act)
         self.down_proj = Linear(inner, cfg.hidden_size, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -226,6 +252,22 @@ class DecoderLayer(nn.Module):
         return y_TD if self.residual_scale == 1.0 else y_TD * self.residual_scale
 
 
+class MixerLayer(nn.Module):
+    """x + mixer(norm(x)), where the mixer is attention, a recurrent layer, or an MLP; see `DecoderLayer`."""
+
+    def __init__(self, mixer: nn.Module, norm: Norm):
+        super().__init__()
+        self.norm = norm
+        self.mixer = mixer
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = normed_sum(self.norm, x_TD, residual_TD)
+        attends = isinstance(self.mixer, SelfAttention)
+        return self.mixer(x_TD, angles) if attends else self.mixer(x_TD), residual_TD
+
+
 class ParallelLayer(nn.Module):
     """x + attention(norm(x)) + mlp(norm(x)); see `DecoderLayer`."""
 
@@ -238,8 +280,18 @@ class ParallelLayer(nn.Module):
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
+        return self.mlp_half(*self.attention_half(x_TD, residual_TD, angles))
+
+    def attention_half(
+        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        """The MLP's input, and the sum with attention."""
         x_TD, residual_TD = normed_sum(self.input_layernorm, x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD + self.self_attn(x_TD, angles)
+        return x_TD, residual_TD + self.self_attn(x_TD, angles)
+
+    def mlp_half(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The MLP alone."""
+        return self.mlp(x_TD), residual_TD
 
 
 def normed_sum(

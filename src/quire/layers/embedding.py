@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.layers.weight_slots import Layer
 from quire.layers.weights import PreparedWeight, WeightRef
-from quire.ops.reference import embedding
+from quire.ops.reference import embedding, scale_logits
 
 
 class Embedding(Layer):
@@ -25,11 +25,7 @@ class Embedding(Layer):
         self.packed: PreparedWeight | None = (
             None  # replaces `weight` if the LM head packed the table
         )
-        self.table: WeightRef | None = None  # for a table that no head shares, in blocks of a file
         self.new("weight", num_words, size)
-
-    def weights(self) -> Iterable[WeightRef]:
-        return () if self.table is None else (self.table,)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         packed = self.packed
@@ -60,7 +56,7 @@ class Head(Layer):
     ):
         super().__init__()
         self.scale, self.softcap = scale, softcap
-        self.ref = TableRef(self if tied is None else tied, size, num_words, bias=bias)
+        self.ref = _HeadRef(self if tied is None else tied, size, num_words, bias=bias)
 
     def weights(self) -> Iterable[WeightRef]:
         return (self.ref,)
@@ -68,13 +64,13 @@ class Head(Layer):
     def forward(self, x_SD: Tensor) -> Tensor:
         """logits_SV"""
         y_SV = self.ref.multiply(x_SD)
-        if self.scale != 1.0:
-            y_SV = y_SV * self.scale
-        return y_SV if self.softcap is None else (y_SV / self.softcap).tanh() * self.softcap
+        if self.scale == 1.0 and self.softcap is None:
+            return y_SV
+        return scale_logits(y_SV, self.scale, self.softcap)
 
 
-class TableRef(WeightRef):
-    """The weight of a head, or an embedding's own table. The table of an embedding stays, unless the prepared weight gives its rows as well."""
+class _HeadRef(WeightRef):
+    """The head's weight. The table of an embedding stays, unless the prepared weight gives its rows as well."""
 
     is_head = True
 

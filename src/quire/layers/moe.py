@@ -183,7 +183,7 @@ class MoE(nn.Module):
     def __init__(
         self,
         gate: nn.Module,
-        experts: Experts,
+        experts: nn.Module,
         shared: nn.Module | None = None,
         *,
         shared_gate: int = 0,

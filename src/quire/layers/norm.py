@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire.layers.weight_slots import Layer
-from quire.ops.reference import add_rms_norm, rms_norm
+from quire.ops.reference import add_rms_norm, layer_norm, rms_norm
 
 
 class Norm(Layer):
@@ -65,6 +64,4 @@ class LayerNorm(Norm):
             self.new("bias", *sizes)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        y_TD = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=self.eps) * self.weight.float()
-        y_TD = y_TD if self.bias is None else y_TD + self.bias.float()
-        return y_TD.to(x_TD.dtype)
+        return layer_norm(x_TD, self.weight, self.eps, self.bias)

@@ -9,6 +9,7 @@ Shape suffixes: T tokens, I inputs, O outputs, W width of the result: O, or half
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -27,31 +28,25 @@ PANEL = 32
 class StoredTensor(NamedTuple):
     """One tensor of a checkpoint format.
 
-    `dim`: the dimension of the outputs. One element holds `pack_factor` outputs; each part of the weight starts a new
+    `dim`: the dimension of the outputs. One element holds `pack_factor` outputs, maybe not a whole number; each part of the weight starts a new
     element. `per_part`: each part has one such tensor, whatever its number of outputs; the parameter concatenates them.
-    `optional`: a checkpoint may lack it; the parameter then stays on "meta". `widths`: bytes of an output, for each part; the
-    tensors then are flat.
+    `optional`: a checkpoint may lack it; the parameter then stays on "meta".
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int = 0
-    pack_factor: int = 1
+    pack_factor: int | Fraction = 1
     per_part: bool = False
     optional: bool = False
-    widths: tuple[int, ...] = ()
 
     def lengths(self, outputs: Sequence[int]) -> list[int]:
         """Length of each part's tensor along `dim`."""
-        if self.widths:
-            return [outs * width for outs, width in zip(outputs, self.widths, strict=True)]
         return [1 if self.per_part else -(-part // self.pack_factor) for part in outputs]
 
     def shape_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
         """Shape of the parameter that holds all parts."""
         total = sum(self.lengths(outputs))
-        if self.widths:
-            return (total,)
         if self.per_part:
             return (total, *self.shape)
         return (*self.shape[: self.dim], total, *self.shape[self.dim + 1 :])

@@ -8,8 +8,8 @@ Shape suffixes: T tokens of this step, S positions that need logits, D features,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ class Decoder(nn.Module):
 
     `norm`: the last norm. `embedding_scale`: see `Embedding`.
     """
+
+    checkpoint_names: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -135,6 +137,9 @@ class CausalLM(LanguageModel):
         max_length: the longest possible request, in tokens.
     """
 
+    decoder_names: ClassVar[Mapping[str, str]] = {}
+    """Names of the decoder's parts in checkpoints, where they differ; see `named_layers`."""
+
     def __init__(self, cfg: TextConfig, max_length: int = 0):
         super().__init__()
         self.cfg = cfg
@@ -143,7 +148,9 @@ class CausalLM(LanguageModel):
 
     def decoder(self, cfg: TextConfig, max_length: int) -> Decoder:
         norm, scale = self.norm(cfg.hidden_size), self.embedding_scale(cfg)
-        return Decoder(cfg, self.layer, max_length, norm=norm, embedding_scale=scale)
+        decoder = Decoder(cfg, self.layer, max_length, norm=norm, embedding_scale=scale)
+        decoder.checkpoint_names = self.decoder_names
+        return decoder
 
     def norm(self, size: int) -> Norm:
         """A norm of this family."""

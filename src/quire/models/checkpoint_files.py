@@ -11,17 +11,17 @@ import math
 import os
 import re
 import struct
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.checkpoint_quantization import BLOCKS, VALUES_PER_BYTE, stored_quantization
 from quire.config.quantization import BYTES, HEAD_BYTES
+from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, ModelNotFound, Unsupported
 from quire.logging import get_logger
 from quire.models.gguf.families import stored_in
 from quire.models.gguf.folder import only_model
-from quire.models.gguf.header import TYPES, parts_of
+from quire.models.gguf.header import parts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "gguf", "dummy")
-ITEMSIZE: dict[str, float] = {
+ITEMSIZE = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
-ITEMSIZE |= {name: size / elements for name, elements, size in TYPES.values() if elements > 1}
 FLOATS = ("F64", "F32", "F16", "BF16")
 TABLE = re.compile(r"embed|wte|wpe")  # lookup tables, which are not multiplied
 LONGEST_HEADER = 100 << 20
@@ -214,7 +213,7 @@ def on_disk(tensors: Iterable[TensorHeader] | int) -> int:
     """Bytes of these tensors in their files."""
     if isinstance(tensors, int):
         return tensors
-    return int(sum(math.prod(shape) * ITEMSIZE.get(kind, 2) for _, kind, shape in tensors))
+    return sum(math.prod(shape) * ITEMSIZE.get(kind, 2) for _, kind, shape in tensors)
 
 
 def in_memory(
@@ -230,9 +229,9 @@ def in_memory(
     total, heads, tables = 0.0, 0, 0
     for name, kind, shape in tensors:
         count, is_float = math.prod(shape), kind in FLOATS
-        if is_float and len(shape) == 2 and name.endswith("lm_head.weight"):
+        if len(shape) == 2 and name.endswith("lm_head.weight"):
             heads += count
-        elif is_float and len(shape) == 2 and TABLE.search(name):
+        elif len(shape) == 2 and TABLE.search(name):
             tables = max(tables, count)
             total += count * itemsize
         elif scheme is not None and is_float and len(shape) == 2:
@@ -249,16 +248,9 @@ def as_loaded(
 ) -> Iterable[TensorHeader] | int:
     """The tensors as a model gets them: floats in place of bytes that are decoded while they are read."""
     stored = stored_quantization(hf_config)
-    if stored is None or isinstance(tensors, int):
+    if stored is None or not stored.is_decoded or isinstance(tensors, int):
         return tensors
-    if stored.method == "gguf":
-        own_kinds = ("F32", "F16", *BLOCKS)
-        return [
-            (name, kind if kind in own_kinds else "BF16", shape) for name, kind, shape in tensors
-        ]
-    if not stored.is_decoded:
-        return tensors
-    per = max(VALUES_PER_BYTE.get(layout.reader, 1) for layout in stored.layouts())
+    per = max(8 // layout.bits for layout in stored.layouts() if layout.kind == "decoded")
     return [
         (name, "BF16", (*shape[:-1], shape[-1] * per))
         if kind in ("U8", "F8_E4M3") and len(shape) > 1 and "scale" not in name
@@ -317,12 +309,10 @@ def tensors(
     load_format: str = "auto",
     hf_config: Mapping[str, Any] | None = None,
     dtype: str = "float32",
-    blocks: Container[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every tensor, on the CPU; those of safetensors and pt are views of the mapped file.
 
-    `hf_config`, `dtype`: of the model, which a GGUF file is read for; its blocks become floats of this dtype, except those of
-    the tensors in `blocks`.
+    `hf_config`, `dtype`: of the model, which GGUF files are read for; blocks become floats of this dtype.
 
     Raises: as `weight_files`; ConfigError: a file is damaged.
     """
@@ -333,7 +323,7 @@ def tensors(
             raise Unsupported(what, "leave --model-impl out")
         from quire.models.gguf.tensors import gguf_tensors
 
-        yield from gguf_tensors(path, hf_config, dtype, blocks)
+        yield from gguf_tensors(path, hf_config, dtype)
         return
     if load_format == "npcache":
         yield from _from_numpy(Path(path) / "np", files)

@@ -153,10 +153,17 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 DEFAULTS: dict[str, dict[str, Any]] = FAMILIES["defaults"]
 """By model_type ("all" for all): the values of absent keys."""
+SPELLINGS: dict[str, str] = FAMILIES["spellings"]
+"""Key of some families' config.json -> the key of the others."""
 
 
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts")
 """Other names of `num_experts`."""
+
+
+LAYER_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+LAYER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Letters of `hybrid_override_pattern`, and old names of layers -> entries of `layer_types`."""
 
 
 class TextConfig:
@@ -169,6 +176,9 @@ class TextConfig:
     def __init__(self, config: Mapping[str, Any]):
         kind = str(config.get("model_type", ""))
         values = {**DEFAULTS["all"], **DEFAULTS.get(_family(kind), {}), **config}
+        for own, usual in SPELLINGS.items():
+            if config.get(own) is not None:
+                values[usual] = config[own]
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = values.get("num_attention_heads")
         if values.get("kv_lora_rank"):  # latent attention rotates these features of a head
@@ -216,6 +226,15 @@ class TextConfig:
             )
         return dict(parameters[kind])
 
+    def layer_type(self, layer: int) -> str:
+        """What `layer_types` says of a layer, or the pattern or the interval in its place."""
+        if types := self.get("layer_types"):
+            return LAYER_KINDS.get(types[layer], types[layer])
+        if pattern := self.get("hybrid_override_pattern"):
+            return LAYER_LETTERS[pattern[layer]]
+        whole = (layer + 1) % self.full_attention_interval == 0
+        return "full_attention" if whole else "linear_attention"
+
     def window(self, layer: int) -> int | None:
         """The window of this layer, by `layer_types`, else by Qwen's rule; None: it sees all tokens."""
         window = self.get("sliding_window")
@@ -231,9 +250,7 @@ class MissingField(ConfigError, AttributeError):
 
 def _family(kind: str) -> str:
     """qwen3_vl_text -> qwen3: a text model inside a wrapper has the defaults of its family."""
-    return {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}.get(
-        kind, kind
-    )
+    return str(FAMILIES["same_defaults"].get(kind, kind))
 
 
 ROPE_NAMES = {"su": "longrope", "mrope": "default"}

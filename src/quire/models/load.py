@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from quire.config.checkpoint_quantization import stored_quantization
 from quire.config.engine import ModelSpec
 from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE
+from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.layers.weight_slots import Layer, Slot, WeightSlot, slots_of
 from quire.layers.weights import UNQUANTIZED, WeightRef, weights_of
@@ -52,7 +52,6 @@ from quire.quantization.apply import (
 )
 from quire.quantization.checkpoint_format import kernels_for
 from quire.quantization.decoded import decoded
-from quire.quantization.gguf_blocks import block_names, set_block_formats
 from quire.startup_timer import Report, no_report
 
 if TYPE_CHECKING:
@@ -119,9 +118,6 @@ def _can_quantize(impl: str, spec: ModelSpec, platform: Platform) -> None:
     if is_accelerator(platform):
         _can_be_floats(spec, platform, remedy)
         return
-    stored = stored_quantization(spec.hf_config)
-    if stored is not None and stored.method == "gguf" and spec.quantization is None:
-        return  # without kernels, blocks become floats
     if kernels_for(getattr(torch, spec.dtype)) is None:
         why = f"there are kernels for bfloat16, not {spec.dtype}"
         if spec.dtype == "bfloat16":
@@ -222,8 +218,7 @@ def _tensors_of(
         return found, [], f"random weights (seed {seed})"
     kind, files = weight_files(spec.path, load_format)
     source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
-    found = tensors(spec.path, load_format, spec.hf_config, spec.dtype, block_names(model))
-    return found, files, source
+    return tensors(spec.path, load_format, spec.hf_config, spec.dtype), files, source
 
 
 def _counted(
@@ -238,13 +233,7 @@ def _counted(
 
 def _set_formats(model: nn.Module, spec: ModelSpec, accelerator: bool) -> None:
     """Prepare the layers for the tensors of a quantized checkpoint. The model is still on "meta"."""
-    stored = stored_quantization(spec.hf_config)
-    if stored is not None and stored.method == "gguf":
-        if not accelerator and spec.quantization is None:
-            found = stored_tensors(spec.path, spec.hf_config, spec.load.load_format)
-            kinds = {} if isinstance(found, int) else {name: kind for name, kind, _ in found}
-            set_block_formats(model, kinds)
-    elif stored is not None:
+    if (stored := stored_quantization(spec.hf_config)) is not None:
         count = set_formats(model, stored, spec.quantization, accelerator)
         about = stored.describe(accelerator, spec.quantization)
         log.info("%d weights are quantized: %s", count, about)
@@ -355,7 +344,7 @@ def _nothing(name: str, tensor: Tensor) -> bool:
 
 def _of_the_decoder(name: str, num_layers: int) -> bool:
     """Whether the decoder would compute something else without it. (Not of layers that config.json cuts off.)"""
-    if layer := re.match(r"model\.layers\.(\d+)\.", name):
+    if layer := re.match(r"(?:model|backbone)\.layers\.(\d+)\.", name):
         return int(layer[1]) < num_layers
     return name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
 
@@ -371,8 +360,9 @@ def _resolve_tied_head(
     table = heads.get("lm_head.weight")
     if table is None:
         return
-    embeddings = "model.embed_tokens.weight"
-    if embeddings in slots and embeddings not in filled:
+    table_layer = model.model.embed_tokens
+    embeddings = next(name for name, slot in slots.items() if slot.layer is table_layer)
+    if embeddings not in filled:
         slots[embeddings].fill(table, device, "lm_head.weight")
         filled.add(embeddings)
         return

@@ -19,7 +19,7 @@ MODELS = {name: f"quire.models.{target}" for name, target in FAMILIES["architect
 """Architecture of config.json -> "module:Class"."""
 
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
-LAYER_TYPES: dict[str, frozenset[str]] = {}
+LAYER_TYPES = {name: frozenset(types) for name, types in FAMILIES["layer_types"].items()}
 """Architecture -> the entries of `layer_types` in config.json that its class has besides ATTENTION_TYPES.
 
 A class whose layers have recurrent states is listed even if its config.json has no `layer_types`.

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.config.checkpoint_quantization import stored_quantization
 from quire.config.engine import Resolved
+from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.models.registry import choose_impl
 from quire.models.transformers.modes import (

@@ -10,21 +10,21 @@ Shape suffixes: T tokens, D features, P pairs of features.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quire.forward_context import current_batch
 from quire.layers.attention import Attention
-from quire.layers.norm import RMSNorm
+from quire.layers.decoder_layer import QueryScale
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.models.base import Decoder
-from quire.native.layer_halves import has_attention, has_mlp, native_layer, norm_fits
+from quire.native.layer_halves import has_attention, has_mlp, native_layer, native_norm
 from quire.ops.cpu.bindings import Kernels, best
-from quire.ops.cpu.structs import CLayer, CStep
+from quire.ops.cpu.structs import CLayer, CNorm, CStep
 
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 
@@ -54,15 +54,29 @@ def unfuse_model(model: object) -> None:
                 decoder.layers.fused = None
 
 
+class StepGroup(NamedTuple):
+    """Layers that share a block table, a rotary embedding and a scale of queries."""
+
+    kv_group: int
+    rotary: int  # among `LayerRotaries.kinds`
+    query_scale: QueryScale | None
+
+
+@cache
+def query_scales(scale: QueryScale, length: int) -> Tensor:
+    """The factors at the first positions, rounded as queries are."""
+    return scale(torch.arange(length)).bfloat16().float()
+
+
 class ForwardPass:
-    """What the layers of one forward pass share: C structs by KV group and rotary embedding, and angles by layer."""
+    """What the layers of one forward pass share: C structs by group, and angles by layer."""
 
     def __init__(
-        self, firsts: Sequence[tuple[Attention, int]], positions: Tensor, rotary: LayerRotaries
+        self, groups: Mapping[StepGroup, Attention], positions: Tensor, rotary: LayerRotaries
     ):
         self.positions, self.rotary = positions, rotary
         self.references: list[Any] = []
-        self.steps = (_P * len(firsts))(*(self._step(*first) for first in firsts))
+        self.steps = (_P * len(groups))(*(self._step(*each) for each in groups.items()))
 
     @cached_property
     def angles(self) -> list[Angles]:
@@ -70,23 +84,28 @@ class ForwardPass:
         angles: list[Angles] = self.rotary(self.positions)
         return angles
 
-    def _step(self, attend: Attention, kind: int) -> int:
+    def _step(self, group: StepGroup, attend: Attention) -> int:
         """The address of a struct. Its angles are a table by position, if that has all positions of the step."""
-        rotary: Any = self.rotary.kinds[kind]
+        rotary: Any = self.rotary.kinds[group.rotary]
         positions_T: Tensor | None = None
-        angles = rotary.table()
+        angles, scales, query_scale = rotary.table(), None, group.query_scale
         if self.positions.ndim == 1 and current_batch().max_length <= len(angles[0]):
             positions_T = self.positions
+            if query_scale is not None:
+                scales = query_scales(query_scale, len(angles[0]))
         else:
             angles = rotary(self.positions)
+            if query_scale is not None:
+                scales = query_scale(current_batch().positions_T).bfloat16().float()
         cos_TP, sin_TP = (part.float().contiguous() for part in angles)
         meta = attend.step_metadata()
         step = CStep(
-            cos_TP.data_ptr(), sin_TP.data_ptr(), None if positions_T is None else positions_T.data_ptr(),
+            cos_TP.data_ptr(), sin_TP.data_ptr(), None if scales is None else scales.data_ptr(),
+            None if positions_T is None else positions_T.data_ptr(),
             meta.slots_T.data_ptr(), meta.table_BN.data_ptr(), meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
             len(meta.slots_T), meta.rows, meta.table_BN.shape[1], cos_TP.shape[1],
         )  # fmt: skip
-        self.references += [step, cos_TP, sin_TP]
+        self.references += [step, cos_TP, sin_TP, scales]
         return ctypes.addressof(step)
 
 
@@ -97,9 +116,7 @@ Part = Callable[[ForwardPass, Tensor, Tensor | None], tuple[Tensor, Tensor | Non
 class NativeRun:
     """Consecutive halves of layers in one call, and the last norm if it is given. It overwrites x and the residual."""
 
-    def __init__(
-        self, kernels: Kernels, layers: Sequence[tuple[CLayer, int]], norm: RMSNorm | None
-    ):
+    def __init__(self, kernels: Kernels, layers: Sequence[tuple[CLayer, int]], norm: CNorm | None):
         self.kernels, self.norm, self.count = kernels, norm, len(layers)
         self.structs = [layer for layer, _ in layers]
         self.layers = (_P * self.count)(*(ctypes.addressof(layer) for layer in self.structs))
@@ -110,12 +127,10 @@ class NativeRun:
     ) -> tuple[Tensor, Tensor | None]:
         first = residual_TD is None
         residual_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
-        norm, eps = (
-            (None, 0.0) if self.norm is None else (self.norm.weight.data_ptr(), self.norm.eps)
-        )
+        norm = None if self.norm is None else ctypes.addressof(self.norm)
         self.kernels.layers(
             self.layers, self.groups, self.count, forward.steps, len(x_TD), x_TD.data_ptr(), residual_TD.data_ptr(),
-            first, norm, eps,
+            first, norm,
         )  # fmt: skip
         return x_TD, residual_TD
 
@@ -126,19 +141,16 @@ class FusedDecoder:
     def __init__(self, decoder: Decoder, native_layers: Sequence[CLayer], kernels: Kernels):
         self.layers, self.norm, self.kernels = decoder.layers, decoder.norm, kernels
         self.found: list[tuple[Any, CLayer]] = list(zip(decoder.layers, native_layers, strict=True))
-        attends: list[Any] = [
-            layer.self_attn.attn if has_attention(c) else None for layer, c in self.found
-        ]
-        keys = [
-            (-1, 0) if attend is None else (attend.kv_group, kind)
-            for attend, kind in zip(attends, decoder.rotary.kind_of_layer, strict=True)
-        ]
-        distinct = sorted({key for key in keys if key[0] >= 0})
-        # An attention and the kind of its rotary embedding, for each struct of a forward pass.
-        self.firsts: list[tuple[Attention, int]] = [
-            (attends[keys.index(key)], key[1]) for key in distinct
-        ]
-        self.groups = [distinct.index(key) if key in distinct else 0 for key in keys]
+        self.groups: dict[StepGroup, Attention] = {}  # one attention of each
+        self.group_of_layer = []
+        for (layer, native), rotary in zip(self.found, decoder.rotary.kind_of_layer, strict=True):
+            number = 0
+            if has_attention(native):
+                attention = layer.self_attn
+                group = StepGroup(attention.attn.kv_group, rotary, attention.query_scale)
+                self.groups.setdefault(group, attention.attn)
+                number = list(self.groups).index(group)
+            self.group_of_layer.append(number)
         self.parts: dict[frozenset[int], list[Part]] = {}
 
     @property
@@ -150,7 +162,7 @@ class FusedDecoder:
 
     def run(self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries) -> Tensor:
         """As `Layers.forward`; overwrites x."""
-        forward = ForwardPass(self.firsts, positions, rotary)
+        forward = ForwardPass(self.groups, positions, rotary)
         residual_TD: Tensor | None = None
         for part in self._parts(self.layers.recorded):
             x_TD, residual_TD = part(forward, x_TD, residual_TD)
@@ -166,7 +178,7 @@ class FusedDecoder:
         parts: list[Part] = []
         run: list[tuple[CLayer, int]] = []
 
-        def call(*modules: Part, norm: RMSNorm | None = None) -> None:
+        def call(*modules: Part, norm: CNorm | None = None) -> None:
             if run:
                 parts.append(NativeRun(self.kernels, list(run), norm))
                 run.clear()
@@ -179,13 +191,13 @@ class FusedDecoder:
                 half = layer.attention_half if has_mlp(native) else layer
                 call(_calling(half, number))
             if has_attention(native) or has_mlp(native):
-                run.append((native, self.groups[number]))
+                run.append((native, self.group_of_layer[number]))
             if has_attention(native) and not has_mlp(native):
                 call(_calling(layer.mlp_half, None))
         if len(self.layers) in recorded:
             call(self._recording(len(self.layers)))
-        if run and norm_fits(self.norm):
-            call(norm=self.norm)
+        if run and (norm := native_norm(self.norm)) is not None:
+            call(norm=norm)
         else:
             call(self._norm)
         return parts

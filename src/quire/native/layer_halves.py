@@ -1,38 +1,48 @@
 """What the CPU kernels support of a decoder layer: its attention half, its MLP half, or both.
 
-Knows the parts of a `DecoderLayer` with a bound KV cache, and fills in the C struct `Layer` (kernels/layer.h). A half
-that the kernels do not support has no weights there; it runs as modules.
+Knows the parts of a `DecoderLayer` or `ParallelLayer` with a bound KV cache, and fills in the C struct `Layer`
+(kernels/layer.h). A half that the kernels do not support has no weights there; it runs as modules.
 
-    attention half    input norm, QKV, QK-norm, RoPE, KV write, attention, output projection
-    MLP half          second norm, gate and up, activation, down
+    attention half    norm, QKV, QK-norm, scale of queries, RoPE, KV write, attention, output projection, norm, scale
+    MLP half          norm, gate and up, activation, down, norm, scale
 """
 
 from __future__ import annotations
-
-from typing import TypeGuard
 
 import torch
 from torch import nn
 
 from quire.attention.cpu import CpuAttention, cache_addresses
-from quire.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
-from quire.layers.norm import Norm, RMSNorm
-from quire.ops.cpu.structs import CLayer
+from quire.layers.decoder_layer import (
+    DecoderLayer,
+    GatedMLP,
+    LayerNorms,
+    ParallelLayer,
+    SelfAttention,
+)
+from quire.layers.norm import LayerNorm, Norm, RMSNorm
+from quire.ops.cpu.structs import LAYER_NORM, RMS, RMS_PLUS_ONE, CLayer, CNorm
+
+HALVES = ("forward", "attention_half", "mlp_half", "_output")
 
 
 def native_layer(layer: nn.Module, pairs: int) -> CLayer:
     """The struct of a layer; `pairs`: of features that its rotary embedding rotates."""
-    native = CLayer()
-    if type(layer) is not DecoderLayer or layer.residual_scale != 1.0:
+    native = CLayer(residual_scale=1.0)
+    if type(layer) is ParallelLayer:
+        norms, native.parallel = LayerNorms(layer.input_layernorm, None, None, None), True
+    elif isinstance(layer, DecoderLayer) and _inherits(layer, HALVES):
+        norms, native.residual_scale = layer.norms, layer.residual_scale
+    else:
         return native
-    first, second = layer.norms.attention_in, layer.norms.mlp_in
-    if not (norm_fits(first) and norm_fits(second)):
-        return native
-    native.eps, native.hidden = first.eps, len(first.weight)
-    if pairs % 16 == 0 and layer.norms.attention_out is None:
-        _fill_attention(layer, first, native)
-    if layer.norms.mlp_out is None and second.eps == first.eps:
-        _fill_mlp(layer, second, native)
+    native.hidden = next((len(norm.weight) for norm in norms if norm is not None), 0)
+    found = [native_norm(norm) for norm in norms]
+    if found[0] is not None and found[1] is not None and native.hidden:
+        native.attention_in, native.attention_out = found[:2]
+        _fill_attention(layer.self_attn, pairs, native)
+    if found[2] is not None and found[3] is not None and native.hidden:
+        native.mlp_in, native.mlp_out = found[2:]
+        _fill_mlp(layer.mlp, native)
     return native
 
 
@@ -44,34 +54,44 @@ def has_mlp(layer: CLayer) -> bool:
     return layer.gate_up.data is not None
 
 
-def norm_fits(norm: Norm | None) -> TypeGuard[RMSNorm]:
-    """Whether the kernels compute this norm."""
-    if type(norm) is not RMSNorm or norm.plus_one:
-        return False
-    return norm.weight.dtype == torch.bfloat16 and len(norm.weight) % 16 == 0
+def native_norm(norm: Norm | None) -> CNorm | None:
+    """The struct of a norm, or of no norm; None: the kernels do not compute it."""
+    if norm is None:
+        return CNorm()
+    if type(norm) is RMSNorm:
+        kind = RMS_PLUS_ONE if norm.plus_one else RMS
+    elif type(norm) is LayerNorm and norm.bias is None:
+        kind = LAYER_NORM
+    else:
+        return None
+    weight = norm.weight
+    if weight.dim() != 1 or weight.dtype != torch.bfloat16 or len(weight) % 16:
+        return None
+    return CNorm(weight.data_ptr(), kind, norm.eps)
 
 
-def _fill_attention(layer: DecoderLayer, norm: RMSNorm, native: CLayer) -> None:
-    attention = layer.self_attn
-    if type(attention) is not SelfAttention or attention.interleaved:
+def _inherits(layer: DecoderLayer, names: tuple[str, ...]) -> bool:
+    """Whether the layer has these methods of `DecoderLayer`, not its own."""
+    return all(getattr(type(layer), name) is getattr(DecoderLayer, name) for name in names)
+
+
+def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
+    if type(attention) is not SelfAttention or attention.output_gate:
         return
-    if attention.full_qk_norm or attention.query_scale is not None:
+    if attention.rope and (pairs % 16 or 2 * pairs > attention.size):
         return
-    attn, q_norm, k_norm = attention.attn, attention.q_norm, attention.k_norm
+    attn = attention.attn
     spec = attn.spec
     if not isinstance(attn.backend, CpuAttention) or spec.cache is None:
         return
-    if spec.v_head_dim != spec.head_dim:
+    if spec.v_head_dim != spec.head_dim or not spec.causal:
         return
-    if not all(each is None or norm_fits(each) for each in (q_norm, k_norm)):
-        return
+    q_norm, k_norm = native_norm(attention.q_norm), native_norm(attention.k_norm)
     qkv, o = attention.qkv.ref.kernel_weight(), attention.o_proj.ref.kernel_weight()
-    if qkv is None or o is None:
+    if qkv is None or o is None or q_norm is None or k_norm is None:
         return
-    native.qkv, native.o, native.first_norm = qkv, o, norm.weight.data_ptr()
-    if norm_fits(q_norm) and norm_fits(k_norm):
-        native.q_norm, native.k_norm = q_norm.weight.data_ptr(), k_norm.weight.data_ptr()
-        native.head_eps = q_norm.eps
+    native.qkv, native.o, native.q_norm, native.k_norm = qkv, o, q_norm, k_norm
+    native.flat_norms = attention.full_qk_norm
     *addresses, native.kind = cache_addresses(spec.cache)
     native.keys, native.values, native.key_scales, native.value_scales = addresses
     native.block_size = spec.cache[0].shape[2]
@@ -79,17 +99,15 @@ def _fill_attention(layer: DecoderLayer, norm: RMSNorm, native: CLayer) -> None:
         sinks_H = spec.sinks.float().contiguous()
         native.references, native.sinks = sinks_H, sinks_H.data_ptr()
     native.heads, native.kv_heads, native.D = attention.heads, attention.kv_heads, attention.size
-    native.turns, native.window = attention.rope, spec.window or 0
-    native.scale, native.softcap = spec.scale, spec.softcap or 0.0
+    native.turns, native.interleaved = attention.rope, attention.interleaved
+    native.window, native.scale, native.softcap = spec.window or 0, spec.scale, spec.softcap or 0.0
 
 
-def _fill_mlp(layer: DecoderLayer, norm: RMSNorm, native: CLayer) -> None:
-    mlp = layer.mlp
+def _fill_mlp(mlp: nn.Module, native: CLayer) -> None:
     if type(mlp) is not GatedMLP:
         return
     gate_up, down = mlp.gate_up.ref.kernel_weight(), mlp.down_proj.ref.kernel_weight()
-    if gate_up is None or down is None:
-        return
-    native.gate_up, native.down, native.second_norm = gate_up, down, norm.weight.data_ptr()
     prepared = mlp.gate_up.ref.prepared
-    native.act = 0 if prepared is None else prepared.kernel_act
+    if gate_up is None or down is None or prepared is None:
+        return
+    native.gate_up, native.down, native.act = gate_up, down, prepared.kernel_act

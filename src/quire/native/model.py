@@ -6,15 +6,16 @@ Knows native models whose decoder is fused (`native/fused_decoder.py`). Does not
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.layers.embedding import Embedding, Head
 from quire.models.base import CausalLM, Decoder
-from quire.native.fused_decoder import FusedDecoder
-from quire.ops.cpu.structs import CModel, CWeight
+from quire.native.fused_decoder import FusedDecoder, StepGroup, query_scales
+from quire.ops.cpu.structs import CGroup, CModel, CWeight
 from quire.quantization.bf16_packed import PackedBf16Weight
-from quire.quantization.gguf_blocks import BlocksWeight
 
 
 def native_model(model: object) -> CModel | None:
@@ -27,43 +28,50 @@ def native_model(model: object) -> CModel | None:
     ):
         return None
     decoder = model.model
-    if (rotary := decoder.rotary.shared) is None:
-        return None
     table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
     if table is None or head is None or not isinstance(fused, FusedDecoder):
         return None
-    if (run := fused.whole) is None:
+    if (run := fused.whole) is None or run.norm is None:
         return None
-    if [layer.kv_group for layer, _ in fused.firsts] != list(range(len(fused.firsts))):
-        return None  # the kernel takes the first block tables of a row; the others are of another model
-    cos_LP, sin_LP = (part.float().contiguous() for part in rotary.table())
+    tables = [_tables(decoder, group) for group in fused.groups]
+    groups = (CGroup * len(tables))(*(group for group, _ in tables))
+    scale = decoder.embed_tokens.scale
     found = CModel(
-        head, ctypes.addressof(run.layers), ctypes.addressof(run.groups), cos_LP.data_ptr(), sin_LP.data_ptr(),
-        decoder.norm.weight.data_ptr(), *table[:2],
-        run.count, len(fused.firsts), *cos_LP.shape, table[2], model.vocab_size, decoder.norm.eps,
+        head, run.norm, ctypes.addressof(run.layers), ctypes.addressof(run.groups), ctypes.addressof(groups), table[0],
+        run.count, len(groups), len(tables[0][1][0]), table[1], model.vocab_size,
+        1.0 if scale is None else float(torch.tensor(scale, dtype=torch.bfloat16)),
+        model.lm_head.scale, model.lm_head.softcap or 0.0,
     )  # fmt: skip
-    found.references = model, run, cos_LP, sin_LP
+    found.references = model, run, groups, tables
     return found
 
 
-def _table(embedding: Embedding) -> tuple[int, int | None, bool] | None:
-    """The table's address, that of the description of its blocks, and whether it is packed as an LM head; None if the
-    kernels do not support it."""
-    if type(embedding) is not Embedding or embedding.scale is not None:
+def _tables(decoder: Decoder, group: StepGroup) -> tuple[CGroup, list[Tensor]]:
+    """The struct of a group, and what it points to."""
+    rotary: Any = decoder.rotary.kinds[group.rotary]
+    tables = [part.float().contiguous() for part in rotary.table()]
+    length, pairs = tables[0].shape
+    if group.query_scale is not None:
+        tables.append(query_scales(group.query_scale, length))
+    addresses = [*(table.data_ptr() for table in tables), None][:3]
+    return CGroup(*addresses, pairs, group.kv_group), tables
+
+
+def _table(embedding: Embedding) -> tuple[int, bool] | None:
+    """The table's address, and whether it is packed; None if the kernels do not support it."""
+    if type(embedding) is not Embedding:
         return None
     weight = embedding.weight
     if (packed := embedding.packed) is not None:
-        if isinstance(packed, BlocksWeight):
-            return packed.data.data_ptr(), packed.blocks.data_ptr(), False
-        return (packed.address, None, True) if isinstance(packed, PackedBf16Weight) else None
+        return (packed.address, True) if isinstance(packed, PackedBf16Weight) else None
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
-    return (weight.data_ptr(), None, False) if fits else None
+    return (weight.data_ptr(), False) if fits else None
 
 
 def _head(head: Head) -> CWeight | None:
     prepared = head.ref.prepared
     if type(head) is not Head or prepared is None or prepared.kernels is None:
         return None
-    if head.scale != 1.0 or head.softcap is not None or head.ref.bias is not None:
+    if head.ref.bias is not None:
         return None
     return CWeight(**prepared.kernel_args(), outs=prepared.padded, ins=prepared.ins)

@@ -67,6 +67,26 @@ def add_rms_norm(
 
 
 @op
+def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float, bias_D: Tensor | None = None) -> Tensor:
+    """x minus its mean, scaled to unit variance over D, times weight, plus bias, in float32.
+
+    The weight may have more dimensions than one.
+    """
+    y_TD = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=eps) * weight_D.float()
+    y_TD = y_TD if bias_D is None else y_TD + bias_D.float()
+    return y_TD.to(x_TD.dtype)
+
+
+@op
+def scale_logits(logits_SV: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Logits times scale, then softcap * tanh(logits / softcap), in float32. Implementations may overwrite their input."""
+    if softcap is None:
+        return logits_SV * scale
+    y_SV = softcap * (logits_SV.float() * (scale / softcap)).tanh()
+    return y_SV.to(logits_SV.dtype)
+
+
+@op
 def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate pairs of features by their angles; cos and sin: float32, one value per pair.
 

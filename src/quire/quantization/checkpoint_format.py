@@ -16,7 +16,7 @@ from quire.config.checkpoint_quantization import WeightLayout
 from quire.layers.weights import CheckpointFormat, PreparedWeight, WeightRef
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels, best
-from quire.quantization.group_quant import in_order, scattered
+from quire.quantization.group_quant import dense, in_order, scattered
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
 from quire.quantization.wna16 import FewBitsWeight
@@ -67,8 +67,8 @@ class QuantizedFormat(CheckpointFormat):
             return FewBitsWeight(found, 4 if bits <= 4 else 8, ref.gated)
         if bits <= 4:
             return Int4Weight(found.finer(), ref.gated, kernels)
-        if found.scale_OG.shape[1] == 1 and bool((found.zero_OG == 128).all()):
-            q_OI = (q_OI.short() - 128).to(torch.int8)
+        if found.scale_OG.shape[1] == 1 and (bits < 8 or bool((found.zero_OG == 128).all())):
+            q_OI = (found.q_OI.short() - found.zero_OG.short()).to(torch.int8)
             return Int8Weight(q_OI, found.scale_OG[:, 0].contiguous(), ref.gated, kernels)
         return Int8Weight.of(found.dequantized(), ref.gated, kernels)
 
@@ -105,3 +105,13 @@ def optional_tensor(ref: WeightRef, name: str) -> Tensor | None:
 def by_output(each: Tensor, ref: WeightRef) -> Tensor:
     """One value per part -> one per output."""
     return each.flatten().repeat_interleave(torch.tensor(ref.outputs, device=each.device))
+
+
+def zero_points(words_NG: Tensor, ref: WeightRef, bits: int) -> Tensor:
+    """Zero points that are packed along the outputs -> [O, G]. Each part of the weight starts a new word."""
+    parts, at = [], 0
+    for width in ref.outputs:
+        rows = -(-width * bits // 32)
+        parts.append(dense(words_NG[at : at + rows].T, bits).T[:width])
+        at += rows
+    return torch.cat(parts)

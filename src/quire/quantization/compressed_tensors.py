@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints with integers: int8 with a scale per output or tensor; 4 or 8 bits packed, in groups.
+"""compressed-tensors checkpoints with integers: int8 with a scale per output or tensor; 1 to 8 bits packed, in groups.
 
 Knows their tensors. It ignores stored activation scales: dynamic scales per token are finer.
 
@@ -7,12 +7,19 @@ Shape suffixes: I inputs, O outputs, G groups.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
 from quire.layers.weights import Converted, StoredTensor, WeightRef
-from quire.quantization.checkpoint_format import QuantizedFormat, by_output, optional_tensor
-from quire.quantization.group_quant import fields
+from quire.quantization.checkpoint_format import (
+    QuantizedFormat,
+    by_output,
+    optional_tensor,
+    zero_points,
+)
+from quire.quantization.group_quant import dense
 from quire.quantization.int8 import Int8Codes, Int8Weight
 
 
@@ -40,7 +47,7 @@ class CompressedPackedFormat(QuantizedFormat):
     """
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        per = 32 // self.layout.bits
+        per = Fraction(32, self.layout.bits)
         groups = -(-num_in // self.layout.group) if self.layout.group > 0 else 1
         grouped = self.layout.strategy == "group"
         zeros = StoredTensor((-(-num_out // per), groups), torch.int32, pack_factor=per)
@@ -55,7 +62,7 @@ class CompressedPackedFormat(QuantizedFormat):
 
     def convert(self, ref: WeightRef) -> Converted:
         bits = self.layout.bits
-        q_OI = fields(ref.tensor("weight_packed"), bits).flatten(1)[:, : ref.num_in]
+        q_OI = dense(ref.tensor("weight_packed"), bits)[:, : ref.num_in]
         if self.layout.strategy == "group":
             scale_OG = ref.tensor("weight_scale")
         else:
@@ -68,15 +75,7 @@ class CompressedPackedFormat(QuantizedFormat):
         bits = self.layout.bits
         if self.layout.symmetric:
             return torch.full_like(scale_OG, 1 << (bits - 1), dtype=torch.uint8)
-        words = ref.tensor("weight_zero_point")
-        per = 32 // bits
-        parts, at = [], 0
-        for width in ref.outputs:  # each part starts a new word
-            rows = -(-width // per)
-            part = fields(words[at : at + rows], bits).permute(0, 2, 1).flatten(0, 1)
-            parts.append(part[:width])
-            at += rows
-        return torch.cat(parts)
+        return zero_points(ref.tensor("weight_zero_point"), ref, bits)
 
 
 def scales(strategy: str, num_out: int) -> StoredTensor:

@@ -1,7 +1,7 @@
-"""Reads the weights of formats that no kernel multiplies: decodes them, one by one, while the files are read.
+"""Reads the weights of formats that no kernel multiplies as they are stored: decodes them while the files are read.
 
-The model then gets them as a checkpoint of 16 bits would have them. Knows which tensors are parts of one weight, by
-their names. Does not know what they contain (block_floats.py), files or models.
+The model gets them as a checkpoint of 16 bits would have them, or as a format that has kernels. Knows which tensors are
+parts of one weight, by their names. Does not know what they contain (block_floats.py, ...), files or models.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.config.checkpoint_quantization import CheckpointQuantization, WeightLayout
 from quire.errors import ConfigError
 from quire.logging import get_logger
+from quire.quantization import bitsandbytes, hqq, torchao
 from quire.quantization.block_floats import mxfp4, mxfp4_experts, mxfp8, nvfp4, nvfp4_of_modelopt
 
 log = get_logger(__name__)
@@ -27,8 +28,9 @@ Parts = Mapping[str, Tensor]
 class Reader(NamedTuple):
     """Reads the weights of one format.
 
-    `pattern`: matches the names of their tensors: group 1 the layer, group 2 the part. `needs`: the parts that a weight
-    needs, by those found so far. `decode`: the parts, and the dtype of floats -> name -> tensor of the layer.
+    `pattern`: matches the names of their tensors: group 1 the layer, group 2 the part, or nothing: it is not used. `needs`:
+    the parts that a weight needs, by those found so far. `decode`: the parts, and the dtype of floats -> name -> tensor
+    of the layer.
     """
 
     pattern: re.Pattern[str]
@@ -36,10 +38,10 @@ class Reader(NamedTuple):
     decode: Callable[[Parts, WeightLayout, torch.dtype], Mapping[str, Tensor]]
 
 
-def _floats(separator: str, parts: str, decode: Callable[..., Tensor]) -> Reader:
+def _floats(separator: str, parts: str, decode: Callable[..., Tensor], unused: str = "-") -> Reader:
     """A reader of a fixed set of parts, which are one weight of floats."""
     named = tuple(parts.split())
-    pattern = re.compile(rf"(.+){separator}({'|'.join(map(re.escape, named))})")
+    pattern = re.compile(rf"(.+){separator}(?:({'|'.join(named)})|{unused})")
     name = "weight" if separator == r"\." else ""
     return Reader(
         pattern,
@@ -54,6 +56,23 @@ READERS: dict[str, Reader] = {
     "mxfp4": _floats(r"\.", "weight_packed weight_scale", mxfp4),
     "mxfp4-experts": _floats("_", "blocks scales", mxfp4_experts),
     "mxfp8": _floats(r"\.", "weight weight_scale", mxfp8),
+    "hqq": _floats(r"\.", "W_q scale zero shape", hqq.decode, hqq.UNUSED),
+    "bnb-4bit": Reader(
+        re.compile(r"(.+)\.(weight(?:\.\w+)?)(?:\.bitsandbytes__\w+)?"),
+        bitsandbytes.parts_of_4bit,
+        lambda found, _, dtype: {"weight": bitsandbytes.decode_4bit(found, dtype)},
+    ),
+    # Each tensor of these by itself:
+    "bnb-int8": Reader(
+        re.compile(r"(.+)\.(?:(SCB)|weight_format)"),
+        lambda found: found,
+        lambda found, *_: bitsandbytes.int8_scale(found),
+    ),
+    "torchao": Reader(
+        re.compile(r"(.+)\._weight_(qdata|scale|zero_point)"),
+        lambda found: found,
+        lambda found, layout, _: torchao.renamed(found, layout),
+    ),
 }
 """`WeightLayout.reader` (config/checkpoint_quantization.py) -> what reads the tensors."""
 
@@ -77,6 +96,8 @@ def decoded(
             yield name, tensor
             continue
         layer, part, layout = belongs
+        if part is None:
+            continue
         parts = waiting.setdefault(layer, {})
         parts[part] = tensor
         reader = READERS[layout.reader]
@@ -92,7 +113,7 @@ def decoded(
             f"the checkpoint lacks tensors of {len(waiting)} quantized weights: of {layer} it has only"
             f" {', '.join(sorted(parts))}"
         )
-    if count and after > before:
+    if stored is not None and stored.is_decoded and count:
         log.info(
             "decoded %d weights (%s) to %s, because no kernel multiplies them as they are stored: %.2f GiB in place of"
             " %.2f; --quantization int8 or int4 makes them smaller",
@@ -103,8 +124,8 @@ def decoded(
 
 def _weight_of(
     name: str, tensor: Tensor, stored: CheckpointQuantization
-) -> tuple[str, str, WeightLayout] | None:
-    """(layer, part, layout) of a tensor that a reader reads."""
+) -> tuple[str, str | None, WeightLayout] | None:
+    """(layer, part, layout) of a tensor that a reader reads; the part is None if nothing uses it."""
     for reader_name, reader in READERS.items():
         if (match := reader.pattern.fullmatch(name)) is None:
             continue

@@ -1,4 +1,4 @@
-"""GPTQ checkpoints: 2, 4 or 8 bits in groups, inputs packed into 32-bit words, the group of each input in `g_idx`.
+"""GPTQ checkpoints: 2, 3, 4 or 8 bits in groups, inputs packed into 32-bit words, the group of each input in `g_idx`.
 
 Knows their tensors. The first version of the format stores zero points less one, modulo 2 ** bits; the second stores
 them as they are.
@@ -8,33 +8,37 @@ Shape suffixes: I inputs, O outputs, G groups.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 
 from quire.layers.weights import Converted, StoredTensor, WeightRef
-from quire.quantization.checkpoint_format import QuantizedFormat, optional_tensor
-from quire.quantization.group_quant import fields
+from quire.quantization.checkpoint_format import QuantizedFormat, optional_tensor, zero_points
+from quire.quantization.group_quant import dense
 
 
 class GptqFormat(QuantizedFormat):
     """qweight [I / n, O], qzeros [G, O / n], scales [G, O], g_idx [I]; n fields of `bits` bits per word."""
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        per = 32 // self.layout.bits
+        per = Fraction(32, self.layout.bits)
         group = self.layout.group if self.layout.group > 0 else num_in
         groups = -(-num_in // group)
         return {
-            "qweight": StoredTensor((num_in // per, num_out), torch.int32, dim=1),
-            "qzeros": StoredTensor((groups, num_out // per), torch.int32, dim=1, pack_factor=per),
+            "qweight": StoredTensor((-(-num_in // per), num_out), torch.int32, dim=1),
+            "qzeros": StoredTensor(
+                (groups, -(-num_out // per)), torch.int32, dim=1, pack_factor=per
+            ),
             "scales": StoredTensor((groups, num_out), torch.float32, dim=1),
             "g_idx": StoredTensor((num_in,), torch.int32, per_part=True, optional=True),
         }
 
     def convert(self, ref: WeightRef) -> Converted:
         bits = self.layout.bits
-        q_OI = fields(ref.tensor("qweight"), bits).permute(1, 0, 2).flatten(1)
-        zero_GO = fields(ref.tensor("qzeros"), bits).flatten(1)
+        q_OI = dense(ref.tensor("qweight").T, bits)[:, : ref.num_in]
+        zero_OG = zero_points(ref.tensor("qzeros").T, ref, bits)
         if self.layout.shifted:
-            zero_GO = (zero_GO + 1) & ((1 << bits) - 1)
+            zero_OG = (zero_OG + 1) & ((1 << bits) - 1)
         scale_OG = ref.tensor("scales").T
         groups_PI = optional_tensor(ref, "g_idx")
-        return self.grouped(ref, q_OI, scale_OG, zero_GO.T, bits, groups_PI)
+        return self.grouped(ref, q_OI, scale_OG, zero_OG, bits, groups_PI)

@@ -87,6 +87,21 @@ def scattered(q_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, group_I: Tensor) 
     return (q_OI.float() - zero_OG.float()[:, group_I]) * scale_OG.float()[:, group_I]
 
 
+def dense(words: Tensor, bits: int) -> Tensor:
+    """int32 words [..., N] -> fields of `bits` bits, lowest first, uint8 [..., N * 32 // bits]; a field may begin in one word
+    and end in the next."""
+    if 8 % bits == 0:
+        return fields(words, bits).flatten(-2)
+    bytes_ = words.contiguous().view(torch.uint8)
+    each = (bytes_[..., None] >> torch.arange(8, device=words.device).byte() & 1).flatten(-2)
+    count = each.shape[-1] // bits
+    parts = each[..., : count * bits].unflatten(-1, (count, bits)).unbind(-1)
+    found = torch.zeros_like(parts[0])
+    for place, part in enumerate(parts):
+        found |= part << place
+    return found
+
+
 def fields(words: Tensor, bits: int) -> Tensor:
     """int32 words -> their fields of `bits` bits, lowest first, uint8, in a new last dimension.
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "harness.h"
 #include "layer.h"
+#include "norm_rope_act.h"
 
 struct SmallLayer {
   static constexpr long hidden = 64, heads = 4, kv = 2, D = 32, inner = 96, block = 16, width = (heads + 2 * kv) * D, P = D / 2;
@@ -14,14 +15,14 @@ struct SmallLayer {
     const auto made = [&](long outs, long ins, bool gated) {
       return weight(outs, outs, ins, gated, random.bf16s(outs * ins, 0.1f));
     };
-    const auto vector = [&](long size) { return memory.emplace_back(random.bf16s(size)).data; };
+    const auto norm = [&](long size) { return quire::Norm{memory.emplace_back(random.bf16s(size)).data, quire::RMS, 1e-6f}; };
     quire::Layer& l = layer;
     l.qkv = made(width, hidden, false), l.o = made(hidden, heads * D, false);
     l.gate_up = made(2 * inner, hidden, true), l.down = made(hidden, inner, false);
-    l.first_norm = vector(hidden), l.second_norm = vector(hidden), l.q_norm = vector(D), l.k_norm = vector(D);
+    l.attention_in = norm(hidden), l.mlp_in = norm(hidden), l.q_norm = norm(D), l.k_norm = norm(D);
     l.keys = keys.data, l.values = values.data;
     l.hidden = hidden, l.heads = heads, l.kv_heads = kv, l.D = D, l.turns = 1, l.block_size = block;
-    l.eps = l.head_eps = 1e-6f, l.scale = 0.2f;
+    l.act = quire::SILU, l.scale = 0.2f, l.residual_scale = 1;
   }
 
   // Packed, of `filled` rows of w and zeros behind them.

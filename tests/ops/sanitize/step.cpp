@@ -18,9 +18,11 @@ CHECK(step) {
     const auto table = random.bf16s(V * hidden);
     quire::Model m{};
     m.head = small.weight(padded, V, hidden, false, table);
-    m.layers = layers, m.groups = groups, m.cos = cos, m.sin = sin, m.norm = l.first_norm;
+    const quire::Group group{cos, sin, nullptr, P, 0};
+    m.layers = layers, m.group_of_layer = groups, m.groups = &group, m.norm = l.attention_in;
     m.table = packed ? (const bf16*)m.head.data : table.data;
-    m.count = 2, m.num_groups = 1, m.positions = L, m.pairs = P, m.packed = packed, m.vocab = V, m.eps = 1e-6f;
+    m.count = 2, m.num_groups = 1, m.positions = L, m.packed = packed, m.vocab = V;
+    m.embedding_scale = m.logit_scale = 1;
 
     Guarded<int32_t> tokens(R * L), blocks(R * M);
     Guarded<int64_t> computed(R), length(R);
@@ -62,14 +64,14 @@ CHECK(step) {
     }
     starts[B] = (int)t;
     l.keys = other_keys.data, l.values = other_values.data;
-    const quire::Step s{cos, sin, positions, slots, places, starts, lengths, T, B, 2, P};
+    const quire::Step s{cos, sin, nullptr, positions, slots, places, starts, lengths, T, B, 2, P};
     const quire::Step* steps[] = {&s};
     Guarded<bf16> residual(T * hidden);
-    quire_layers(layers, groups, 2, steps, T, x, residual, 1, m.norm, m.eps);
+    quire_layers(layers, groups, 2, steps, T, x, residual, 1, &m.norm);
     same("step's keys", keys.data, other_keys.data, keys.count);
     same("step's values", values.data, other_values.data, values.count);
     Guarded<bf16> logits(padded);
-    m.head.multiply(x.data + 21 * hidden, hidden, logits, padded, 1, false);
+    m.head.multiply(x.data + 21 * hidden, hidden, logits, padded, 1);
     const int64_t position = 22;
     Guarded<int64_t> token(1);
     Guarded<float> most(1);

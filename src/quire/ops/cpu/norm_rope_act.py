@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.ops import reference
-from quire.ops.cpu import masked_argmax, recurrent  # noqa: F401  (they register their kernels)
+from quire.ops.cpu import masked_argmax, recurrent, structs  # noqa: F401  (the first two register their kernels)
 from quire.ops.cpu.bindings import best
-from quire.ops.cpu.structs import ACTIVATIONS
 
 
 def _heads(x: Tensor) -> tuple[int, int, int] | None:
@@ -30,14 +29,27 @@ def _heads(x: Tensor) -> tuple[int, int, int] | None:
 
 @reference.rms_norm.on("native")
 def _rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
+    y = _norm(x_TD, weight_D, eps, structs.RMS_PLUS_ONE if plus_one else structs.RMS)
+    return reference.rms_norm.reference(x_TD, weight_D, eps, plus_one) if y is None else y
+
+
+@reference.layer_norm.on("native")
+def _layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float, bias_D: Tensor | None = None) -> Tensor:
+    fits = weight_D.dim() == 1 and bias_D is None
+    y = _norm(x_TD, weight_D, eps, structs.LAYER_NORM) if fits else None
+    return reference.layer_norm.reference(x_TD, weight_D, eps, bias_D) if y is None else y
+
+
+def _norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, kind: int) -> Tensor | None:
     kernels, layout, size = best(), _heads(x_TD), x_TD.shape[-1]
-    if kernels is None or layout is None or weight_D is None or size % 16:
-        return reference.rms_norm.reference(x_TD, weight_D, eps, plus_one)
+    if kernels is None or layout is None or size % 16:
+        return None
     rows, heads, step = layout
+    weight = None if weight_D is None else weight_D.data_ptr()
     y = torch.empty(x_TD.shape, dtype=torch.bfloat16)
-    kernels.rms_norm(
-        x_TD.data_ptr(), step, weight_D.data_ptr(), y.data_ptr(), heads * size, rows, heads, size, eps, plus_one
-    )  # fmt: skip
+    kernels.norm(
+        x_TD.data_ptr(), step, weight, y.data_ptr(), heads * size, rows, heads, size, eps, kind
+    )
     return y
 
 
@@ -49,8 +61,9 @@ def _add_rms_norm(
     plain = x_TD.is_contiguous() and residual_TD.is_contiguous() and x_TD.dim() == 2
     if kernels is None or x_TD.dtype != torch.bfloat16 or not plain or size % 16:
         return reference.add_rms_norm.reference(x_TD, residual_TD, weight_D, eps, plus_one)
-    kernels.add_rms_norm(
-        x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), len(x_TD), size, eps, plus_one
+    kind = structs.RMS_PLUS_ONE if plus_one else structs.RMS
+    kernels.add_norm(
+        x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), len(x_TD), size, eps, kind
     )
     return x_TD, residual_TD
 
@@ -58,16 +71,28 @@ def _add_rms_norm(
 @reference.rotate.on("native")
 def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
     kernels, layout, half = best(), _heads(x_THD), cos_TP.shape[1]
-    if kernels is None or layout is None or interleaved or half % 16 or x_THD.dim() != 3:
+    fits = x_THD.dim() == 3 and half % 16 == 0 and 2 * half <= x_THD.shape[2]
+    if kernels is None or layout is None or not fits:
         return reference.rotate.reference(x_THD, cos_TP, sin_TP, interleaved)
     rows, heads, step = layout
     size = x_THD.shape[2]
     cos_TP, sin_TP = cos_TP.contiguous(), sin_TP.contiguous()
     y = torch.empty(x_THD.shape, dtype=torch.bfloat16)
     kernels.rotate(
-        x_THD.data_ptr(), step, cos_TP.data_ptr(), sin_TP.data_ptr(), y.data_ptr(), heads * size, rows, heads, size, half
+        x_THD.data_ptr(), step, cos_TP.data_ptr(), sin_TP.data_ptr(), y.data_ptr(), heads * size, rows, heads, size, half,
+        interleaved,
     )  # fmt: skip
     return y
+
+
+@reference.scale_logits.on("native")
+def _scale_logits(logits_SV: Tensor, scale: float, softcap: float | None) -> Tensor:
+    kernels = best()
+    if kernels is None or logits_SV.dtype != torch.bfloat16 or logits_SV.stride(-1) != 1:
+        return reference.scale_logits.reference(logits_SV, scale, softcap)
+    rows, width = logits_SV.shape
+    kernels.scale(logits_SV.data_ptr(), logits_SV.stride(0), rows, width, scale, softcap or 0.0)
+    return logits_SV
 
 
 def _act_and_mul(x_TI2: Tensor, act: str) -> Tensor | None:
@@ -76,7 +101,7 @@ def _act_and_mul(x_TI2: Tensor, act: str) -> Tensor | None:
         return None
     y_TI = torch.empty((*x_TI2.shape[:-1], inner), dtype=torch.bfloat16)
     kernels.act_and_mul(
-        x_TI2.data_ptr(), y_TI.data_ptr(), y_TI.numel() // inner, inner, ACTIVATIONS[act]
+        x_TI2.data_ptr(), y_TI.data_ptr(), y_TI.numel() // inner, inner, structs.ACTIVATIONS[act]
     )
     return y_TI
 

@@ -20,9 +20,13 @@ ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "clamped_swiglu": 4
 """Numbers of the activations of gated layers, and of relu2 (`Activation` in kernels/common.h); 0: none."""
 
 
+RMS, RMS_PLUS_ONE, LAYER_NORM = 1, 2, 3
+"""Numbers of the norms (`NormKind` in kernels/norm_rope_act.h); 0: no norm."""
+
+
 class CWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *_all(c_void_p, "data scale sum zero order blocks bias"),
+        *_all(c_void_p, "data scale sum zero order bias"),
         *_all(c_int64, "outs ins group"),
     ]
 
@@ -44,22 +48,38 @@ class CExperts(ctypes.Structure):
     ]
 
 
+class CNorm(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        ("weight", c_void_p),
+        ("kind", c_int64),
+        ("eps", c_float),
+    ]
+
+
 class CLayer(ctypes.Structure):
     """`references` keeps references to what it points to, beside weights and cache."""
 
     references: Any
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "qkv o gate_up down"),
-        *_all(c_void_p, "first_norm second_norm q_norm k_norm keys values key_scales value_scales sinks"),
-        *_all(c_int64, "kind hidden heads kv_heads D turns block_size window act"),
-        *_all(c_float, "eps head_eps scale softcap"),
+        *_all(CNorm, "attention_in attention_out mlp_in mlp_out q_norm k_norm v_norm"),
+        *_all(c_void_p, "keys values key_scales value_scales sinks"),
+        *_all(c_int64, "kind hidden heads kv_heads D turns interleaved block_size window act flat_norms parallel"),
+        *_all(c_float, "scale softcap residual_scale"),
     ]  # fmt: skip
 
 
 class CStep(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *_all(c_void_p, "cos sin positions slots table starts lengths"),
+        *_all(c_void_p, "cos sin query_scale positions slots table starts lengths"),
         *_all(c_int64, "tokens rows table_step pairs"),
+    ]
+
+
+class CGroup(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(c_void_p, "cos sin query_scale"),
+        *_all(c_int64, "pairs blocks"),
     ]
 
 
@@ -69,9 +89,10 @@ class CModel(ctypes.Structure):
     references: tuple[Any, ...]
     _fields_: ClassVar[Sequence[Any]] = [
         ("head", CWeight),
-        *_all(c_void_p, "layers groups cos sin norm table blocks"),
-        *_all(c_int64, "count num_groups positions pairs packed vocab"),
-        ("eps", c_float),
+        ("norm", CNorm),
+        *_all(c_void_p, "layers group_of_layer groups table"),
+        *_all(c_int64, "count num_groups positions packed vocab"),
+        *_all(c_float, "embedding_scale logit_scale softcap"),
     ]
 
 
@@ -98,8 +119,10 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
     CWeight,
     CRouting,
     CExperts,
+    CNorm,
     CLayer,
     CStep,
+    CGroup,
     CModel,
     CRowParams,
     CRows,

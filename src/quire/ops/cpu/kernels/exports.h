@@ -15,9 +15,6 @@ EXPORT void quire_linear_int8(const quire::bf16* x, long x_row, const int8_t* w,
 EXPORT void quire_linear_int4(const quire::bf16* x, long x_row, const uint8_t* w, const float* w_scale,
                               const uint8_t* w_zero, const int32_t* order, const quire::bf16* bias, quire::bf16* y,
                               long y_row, long rows, long outs, long ins, long group, int act);
-EXPORT void quire_linear_blocks(const quire::bf16* x, long x_row, const uint8_t* w, const int64_t* blocks,
-                                const quire::bf16* bias, quire::bf16* y, long y_row, long rows, long outs, long ins, int act);
-EXPORT void quire_block_rows(const uint8_t* w, const int64_t* blocks, const int64_t* ids, quire::bf16* y, long rows, long ins);
 EXPORT void quire_quantize_rows(const quire::bf16* w, long outs, long ins, int8_t* q, float* scale);
 EXPORT void quire_quantize_groups(const quire::bf16* w, long outs, long ins, long group, uint8_t* q, float* scale,
                                   uint8_t* zero);
@@ -33,12 +30,13 @@ EXPORT void quire_attention(const quire::bf16* q, long q_step, quire::bf16* o, c
 EXPORT void quire_write_cache(const quire::bf16* from, long step, void* cache, float* scales, const int64_t* slots,
                               long tokens, long heads, long D, long block_size, long kind, int key);
 
-EXPORT void quire_rms_norm(const quire::bf16* x, long step, const quire::bf16* w, quire::bf16* y, long y_step, long rows,
-                           long heads, long D, float eps, int plus_one);
-EXPORT void quire_add_rms_norm(quire::bf16* x, quire::bf16* residual, const quire::bf16* w, long rows, long D, float eps,
-                               int plus_one);
+EXPORT void quire_norm(const quire::bf16* x, long step, const quire::bf16* w, quire::bf16* y, long y_step, long rows,
+                       long heads, long D, float eps, int kind);
+EXPORT void quire_add_norm(quire::bf16* x, quire::bf16* residual, const quire::bf16* w, long rows, long D, float eps,
+                           int kind);
+EXPORT void quire_scale(quire::bf16* x, long step, long rows, long width, float scale, float softcap);
 EXPORT void quire_rotate(const quire::bf16* x, long step, const float* cos, const float* sin, quire::bf16* y, long y_step,
-                         long rows, long heads, long D, long P);
+                         long rows, long heads, long D, long P, int interleaved);
 EXPORT void quire_act_and_mul(const quire::bf16* x, quire::bf16* y, long rows, long I, int act);
 
 EXPORT void quire_masked_argmax(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,

@@ -1,10 +1,13 @@
 // Decoder layers in one call, or halves of them: the same functions in the same order as layer by layer from Python, so the same bits,
 // without the host's time between them (13 calls a layer cost more than a small model's arithmetic).
 //
-//   x, residual = norm(x + residual), x + residual
+//   x, residual = norm(x + residual), x + residual;  the sum itself where a layer has no norm
 //   q, k, v = qkv(x);  QK-norm and RoPE;  k, v to the cache (one pass over all three);  attention
-//   x, residual = norm(o(attention) + residual), ...
-//   x = down(activation(gate(x)) * up(x))
+//   x = residual_scale * norm(o(attention))
+//   x, residual = norm(x + residual), ...
+//   x = residual_scale * norm(down(activation(gate(x)) * up(x)))
+//
+// A parallel layer adds attention to the residual and keeps its input as that of the MLP.
 #include "layer.h"
 
 #include "kv_write.h"
@@ -16,11 +19,11 @@ namespace quire {
 template <int N>  // heads from h on, all of queries, keys or values
 inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, long t, long h) {
   const long D = l.D, turning = l.heads + l.kv_heads;
-  const bf16* weight = h < l.heads ? l.q_norm : h < turning ? l.k_norm : nullptr;
-  const bool turns = l.turns && h < turning;
+  const Norm& norm = h < l.heads ? l.q_norm : h < turning ? l.k_norm : l.v_norm;
+  const bool turns = l.turns && h < turning, norms_heads = norm.kind && !(l.flat_norms && h < turning);
   bf16* x = qkv + (t * (turning + l.kv_heads) + h) * D;
   alignas(64) bf16 between[N * MAX_D];
-  if (weight) norms<N>(x, D, weight, between, D, D, l.head_eps, false);
+  if (norms_heads) norms<N>(x, D, norm.weight, between, D, D, norm.eps, (int)norm.kind);
   for (int i = 0; i < N; i++, h++, x += D) {
     bf16* to = x;
     if (h >= l.heads && l.kind == KV_BF16) {
@@ -28,13 +31,23 @@ inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, long t, long
       const long at = (block * l.kv_heads + head) * l.block_size + s.slots[t] % l.block_size;
       to = (bf16*)(h < turning ? l.keys : l.values) + at * D;
     }
-    const bf16* from = weight ? between + i * D : x;
+    const bf16* from = norms_heads ? between + i * D : x;
     const long line = (s.positions ? s.positions[t] : t) * s.pairs;
     if (turns)
-      rotate(from, s.cos + line, s.sin + line, to, D, s.pairs);
+      rotate(from, s.cos + line, s.sin + line, to, D, s.pairs, l.interleaved);
     else if (from != to)
       memcpy(to, from, D * sizeof(bf16));
   }
+}
+
+// What comes before the heads are apart: norms over all of them, and the scale of queries.
+inline void prepare_flat(const Layer& l, const Step& s, bf16* q, long t) {
+  const long wide = l.heads * l.D;
+  const auto normed = [&](const Norm& norm, bf16* x, long size) { norms<1>(x, 0, norm.weight, x, 0, size, norm.eps, (int)norm.kind); };
+  if (l.flat_norms) normed(l.q_norm, q, wide), normed(l.k_norm, q + wide, l.kv_heads * l.D);
+  if (!s.query_scale) return;
+  const Floats scale = floats(s.query_scale[s.positions ? s.positions[t] : t]);
+  for (long i = 0; i < wide; i += 16) store(q + i, widen(q + i) * scale);
 }
 
 static void prepare(const Layer& l, const Step& s, bf16* qkv) {
@@ -43,6 +56,7 @@ static void prepare(const Layer& l, const Step& s, bf16* qkv) {
   const Cached values{l.values, l.value_scales, l.kv_heads, l.D, l.block_size, l.kind, false};
 #pragma omp parallel for if (s.tokens > 1) schedule(static)
   for (long t = 0; t < s.tokens; t++) {
+    prepare_flat(l, s, qkv + t * all * l.D, t);
     const auto some = [&](long first, long count) {
       each_four(count, [&](long h, auto n) { prepare_heads<n>(l, s, qkv, t, first + h); });
     };
@@ -53,32 +67,43 @@ static void prepare(const Layer& l, const Step& s, bf16* qkv) {
   }
 }
 
+static void output(const Layer& l, const Norm& norm, bf16* x, long T) {
+  norm.in_place(x, l.hidden, T, 1, l.hidden);
+  if (l.residual_scale != 1) quire_scale(x, l.hidden, T, l.hidden, l.residual_scale, 0);
+}
+
 // The first half of a layer. `first`: the residual holds nothing yet.
 static void attention_half(const Layer& l, const Step& s, bf16* x, bf16* residual, bool first) {
-  static thread_local Scratch<bf16> keep_qkv, keep_o;  // of the calling thread
+  static thread_local Scratch<bf16> keep_qkv, keep_o, keep_y;  // of the calling thread
   const long T = s.tokens, D = l.D, width = (l.heads + 2 * l.kv_heads) * D;
   bf16* qkv = keep_qkv.at_least(T * width);
   bf16* o = keep_o.at_least(T * l.heads * D);
   if (first) {
     memcpy(residual, x, T * l.hidden * sizeof(bf16));
-    quire_rms_norm(x, l.hidden, l.first_norm, x, l.hidden, T, 1, l.hidden, l.eps, 0);
+    l.attention_in.in_place(x, l.hidden, T, 1, l.hidden);
   } else {
-    quire_add_rms_norm(x, residual, l.first_norm, T, l.hidden, l.eps, 0);
+    l.attention_in.add(x, residual, T, l.hidden);
   }
   l.qkv.multiply(x, l.hidden, qkv, width, T);
   prepare(l, s, qkv);
   quire_attention(qkv, width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
                   s.lengths, l.sinks, s.rows, l.heads, l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
-  l.o.multiply(o, l.heads * D, x, l.hidden, T);
+  bf16* y = l.parallel ? keep_y.at_least(T * l.hidden) : x;
+  l.o.multiply(o, l.heads * D, y, l.hidden, T);
+  if (l.parallel)
+    Norm{}.add(y, residual, T, l.hidden);
+  else
+    output(l, l.attention_out, y, T);
 }
 
 static void mlp_half(const Layer& l, long T, bf16* x, bf16* residual) {
   static thread_local Scratch<bf16> keep_inner;  // of the calling thread
   const long inner = l.down.ins;
   bf16* gated = keep_inner.at_least(T * inner);
-  quire_add_rms_norm(x, residual, l.second_norm, T, l.hidden, l.eps, 0);
+  if (!l.parallel) l.mlp_in.add(x, residual, T, l.hidden);
   l.gate_up.multiply(x, l.hidden, gated, inner, T, l.act);
   l.down.multiply(gated, inner, x, l.hidden, T);
+  if (!l.parallel) output(l, l.mlp_out, x, T);
 }
 
 }  // namespace quire
@@ -88,11 +113,11 @@ using namespace quire;
 // Layers, or halves of them, one after the other, each with the step of its group; the norm behind them unless it is null.
 // x and residual: [tokens, hidden], written over. `first`: the residual holds nothing yet.
 EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long count, const Step* const* steps, long tokens,
-                         bf16* x, bf16* residual, int first, const bf16* norm, float eps) {
+                         bf16* x, bf16* residual, int first, const Norm* norm) {
   for (long i = 0; i < count; i++) {
     const Layer& l = *layers[i];
     if (l.qkv.data) attention_half(l, *steps[groups[i]], x, residual, first && i == 0);
     if (l.gate_up.data) mlp_half(l, tokens, x, residual);
   }
-  if (norm) quire_add_rms_norm(x, residual, norm, tokens, layers[0]->hidden, eps, 0);
+  if (norm) norm->add(x, residual, tokens, layers[0]->hidden);
 }

@@ -10,14 +10,11 @@ struct Weight {
   const int32_t* sum;    // int8
   const uint8_t* zero;   // int4: not null
   const int32_t* order;  // int4; may be null
-  const int64_t* blocks; // blocks of GGUF files: not null (gemm_blocks.cpp)
   const bf16* bias;
   int64_t outs, ins, group;
 
   void multiply(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act = NO_ACTIVATION) const {
-    if (blocks)
-      quire_linear_blocks(x, x_row, (const uint8_t*)data, blocks, bias, y, y_row, rows, outs, ins, act);
-    else if (zero)
+    if (zero)
       quire_linear_int4(x, x_row, (const uint8_t*)data, scale, zero, order, bias, y, y_row, rows, outs, ins, group, act);
     else if (scale)
       quire_linear_int8(x, x_row, (const int8_t*)data, scale, sum, bias, y, y_row, rows, outs, ins, act);
@@ -27,30 +24,46 @@ struct Weight {
 
   // Panels [panel0, panel1) of the same product, by the calling thread alone; of a gated weight an even number from an even one on.
   void panels(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const {
-    (this->*(blocks ? &Weight::panels_blocks : zero ? &Weight::panels_int4 : scale ? &Weight::panels_int8 : &Weight::panels_bf16))(x, x_row, y, y_row, rows, act, panel0, panel1);
+    (this->*(zero ? &Weight::panels_int4 : scale ? &Weight::panels_int8 : &Weight::panels_bf16))(x, x_row, y, y_row, rows, act, panel0, panel1);
   }
-  long bits() const { return zero || blocks ? 4 : scale ? 8 : 16; }
+  long bits() const { return zero ? 4 : scale ? 8 : 16; }
 
  private:
   void panels_bf16(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
   void panels_int8(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
-  void panels_blocks(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
   void panels_int4(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
+};
+
+struct Norm {
+  const bf16* weight;  // null: all ones
+  int64_t kind;        // NormKind
+  float eps;
+
+  // Of `heads` vectors of D in each of `rows` lines, `step` elements apart.
+  void in_place(bf16* x, long step, long rows, long heads, long D) const {
+    if (kind) quire_norm(x, step, weight, x, step, rows, heads, D, eps, (int)kind);
+  }
+  // x, residual = norm(x + residual), x + residual.
+  void add(bf16* x, bf16* residual, long rows, long D) const {
+    quire_add_norm(x, residual, weight, rows, D, eps, (int)kind);
+  }
 };
 
 struct Layer {  // fixed once the model is loaded; a half without weights (qkv, gate_up) is not run
   Weight qkv, o, gate_up, down;
-  const bf16 *first_norm, *second_norm, *q_norm, *k_norm;  // the last two may be null
+  Norm attention_in, attention_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
   void *keys, *values;
   float *key_scales, *value_scales;  // of a quantized cache
   const float* sinks;
-  int64_t kind, hidden, heads, kv_heads, D, turns, block_size, window, act;
-  float eps, head_eps, scale, softcap;
+  int64_t kind, hidden, heads, kv_heads, D, turns, interleaved, block_size, window, act;
+  int64_t flat_norms;  // q_norm and k_norm are over all heads at once
+  int64_t parallel;    // the MLP's input is the attention's
+  float scale, softcap, residual_scale;
 };
 
 struct Step {  // shared by the layers of a group
-  const float *cos, *sin;
-  const int64_t *positions, *slots;  // positions: lines of cos and sin; null: a token's number
+  const float *cos, *sin, *query_scale;  // query_scale may be null
+  const int64_t *positions, *slots;      // positions: lines of these three; null: a token's number
   const int *table, *starts, *lengths;
   int64_t tokens, rows, table_step, pairs;
 };
@@ -58,4 +71,4 @@ struct Step {  // shared by the layers of a group
 }  // namespace quire
 
 EXPORT void quire_layers(const quire::Layer* const* layers, const int64_t* groups, long count, const quire::Step* const* steps,
-                         long tokens, quire::bf16* x, quire::bf16* residual, int first, const quire::bf16* norm, float eps);
+                         long tokens, quire::bf16* x, quire::bf16* residual, int first, const quire::Norm* norm);

@@ -1,4 +1,4 @@
-// Operations by row: RMSNorm, RoPE, activations.
+// Operations by row: norms, RoPE, activations, scales.
 //
 // Rounding is that of ops/reference.py: to bf16 wherever it would write a tensor.
 #include "common.h"
@@ -13,34 +13,55 @@ constexpr long SERIAL_MAX_ROWS = 16;  // up to this many rows one thread is fast
 
 using namespace quire;
 
-// RMSNorm of `heads` vectors of D in each of `rows` lines of x, `step` elements apart. y may be x.
-EXPORT void quire_rms_norm(const bf16* x, long step, const bf16* w, bf16* y, long y_step, long rows, long heads, long D,
-                           float eps, int plus_one) {
+// A norm of `heads` vectors of D in each of `rows` lines of x, `step` elements apart. y may be x; w may be null.
+EXPORT void quire_norm(const bf16* x, long step, const bf16* w, bf16* y, long y_step, long rows, long heads, long D,
+                       float eps, int kind) {
 #pragma omp parallel for if (rows * heads >= SERIAL_MAX_ROWS) schedule(static)
   for (long r = 0; r < rows; r++)
     each_four(heads, [&](long h, auto n) {
-      norms<n>(x + r * step + h * D, D, w, y + r * y_step + h * D, D, D, eps, plus_one);
+      norms<n>(x + r * step + h * D, D, w, y + r * y_step + h * D, D, D, eps, kind);
     });
 }
 
-// residual += x; x = norm(residual).
-EXPORT void quire_add_rms_norm(bf16* x, bf16* residual, const bf16* w, long rows, long D, float eps, int plus_one) {
+// residual += x; x = norm(residual), the sum itself for NO_NORM.
+EXPORT void quire_add_norm(bf16* x, bf16* residual, const bf16* w, long rows, long D, float eps, int kind) {
 #pragma omp parallel for if (rows >= SERIAL_MAX_ROWS) schedule(static)
   for (long first = 0; first < rows; first += 4)
     each_four(std::min(4L, rows - first), [&](long r, auto n) {
       bf16 *a = x + (first + r) * D, *b = residual + (first + r) * D;
       for (long d = 0; d < n * D; d += 16) store(b + d, widen(a + d) + widen(b + d));
-      norms<n>(b, D, w, a, D, D, eps, plus_one);
+      if (kind == NO_NORM)
+        memcpy(a, b, n * D * sizeof(bf16));
+      else
+        norms<n>(b, D, w, a, D, D, eps, kind);
     });
 }
 
-// Rotates the first 2 * P features of each head: pairs (i, i + P). cos and sin: [rows, P]. y may be x.
+// Rotates the first 2 * P features of each head. cos and sin: [rows, P]. y may be x.
 EXPORT void quire_rotate(const bf16* x, long step, const float* cos, const float* sin, bf16* y, long y_step, long rows,
-                         long heads, long D, long P) {
+                         long heads, long D, long P, int interleaved) {
 #pragma omp parallel for if (rows * heads >= SERIAL_MAX_ROWS) schedule(static)
   for (long r = 0; r < rows; r++)
     for (long h = 0; h < heads; h++)
-      rotate(x + r * step + h * D, cos + r * P, sin + r * P, y + r * y_step + h * D, D, P);
+      rotate(x + r * step + h * D, cos + r * P, sin + r * P, y + r * y_step + h * D, D, P, interleaved);
+}
+
+// x *= scale, then x = softcap * tanh(x / softcap) unless that is 0, rounded once; rows are `step` elements apart.
+EXPORT void quire_scale(bf16* x, long step, long rows, long width, float scale, float softcap) {
+  constexpr long PART = 4096;
+  const Floats into = floats(softcap != 0 ? scale / softcap : scale);
+  const auto scaled = [&](Floats v) { return softcap != 0 ? floats(softcap) * tanh_of(v * into) : v * into; };
+#pragma omp parallel for collapse(2) if (rows * width >= SERIAL_MAX_ROWS * 2048) schedule(static)
+  for (long r = 0; r < rows; r++)
+    for (long first = 0; first < width; first += PART) {
+      bf16 *at = x + r * step + first, *end = x + r * step + std::min(width, first + PART);
+      for (; end - at >= 16; at += 16) store(at, scaled(widen(at)));
+      if (at == end) continue;
+      bf16 last[16] = {};
+      memcpy(last, at, (char*)end - (char*)at);
+      store(last, scaled(widen(last)));
+      memcpy(at, last, (char*)end - (char*)at);
+    }
 }
 
 // y[rows, I] = activation(x[:, :I]) * x[:, I:].

@@ -1,4 +1,4 @@
-// RMSNorm and RoPE of one vector, for norm_rope_act.cpp and for the heads of a layer.
+// Norms and RoPE of one vector, for norm_rope_act.cpp and for the heads of a layer.
 #pragma once
 #include <type_traits>
 
@@ -6,29 +6,47 @@
 
 namespace quire {
 
+enum NormKind { NO_NORM, RMS, RMS_PLUS_ONE, LAYER_NORM };  // structs.py has their numbers, too
+
 // y = x / rms(x) * w, of N vectors interleaved: one alone waits for its sum, its root and its division. D is a multiple of 16; y may
-// be x.
-template <int N>
-inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_step, long D, float eps, bool plus_one) {
-  Floats squares[N], factor[N];
+// be x; w may be null. A layer norm subtracts the mean first.
+template <int N, bool CENTERED>
+inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_step, long D, float eps, int kind) {
+  Floats mean[N], squares[N], factor[N];
 #pragma GCC unroll 4
-  for (int i = 0; i < N; i++) squares[i] = floats(0.f);
+  for (int i = 0; i < N; i++) mean[i] = squares[i] = floats(0.f);
+  if (CENTERED) {
+    for (long d = 0; d < D; d += 16)
+#pragma GCC unroll 4
+      for (int i = 0; i < N; i++) mean[i] = mean[i] + widen(x + i * x_step + d);
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) mean[i] = floats(sum_of(mean[i]) / (float)D);
+  }
+  const auto at = [&](int i, long d) {
+    const Floats v = widen(x + i * x_step + d);
+    return CENTERED ? v - mean[i] : v;
+  };
   for (long d = 0; d < D; d += 16)
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
-      const Floats v = widen(x + i * x_step + d);
+      const Floats v = at(i, d);
       squares[i] = fma(v, v, squares[i]);
     }
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) factor[i] = floats(1.f / sqrtf(sum_of(squares[i]) / (float)D + eps));
   for (long d = 0; d < D; d += 16) {
-    const Floats weight = plus_one ? floats(1.f) + widen(w + d) : widen(w + d);
+    const Floats weight = w ? widen(w + d) : floats(1.f), factors = kind == RMS_PLUS_ONE ? floats(1.f) + weight : weight;
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
-      const Floats v = widen(x + i * x_step + d) * factor[i];
-      store(y + i * y_step + d, (plus_one ? v : rounded(v)) * weight);
+      const Floats v = at(i, d) * factor[i];
+      store(y + i * y_step + d, (kind == RMS ? rounded(v) : v) * factors);
     }
   }
+}
+template <int N>
+inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_step, long D, float eps, int kind) {
+  const auto run = kind == LAYER_NORM ? norms<N, true> : norms<N, false>;
+  run(x, x_step, w, y, y_step, D, eps, kind);
 }
 
 // Calls f(first, N as a type) for all of `count`, four at a time.
@@ -40,10 +58,18 @@ inline void each_four(long count, const F& f) {
   if (i < count) f(i, std::integral_constant<int, 1>{});
 }
 
-// Rotates the first 2 * P features: pairs (i, i + P). y may be x.
-inline void rotate(const bf16* x, const float* cos, const float* sin, bf16* y, long D, long P) {
+// Rotates the first 2 * P features: pairs (i, i + P), or (2 i, 2 i + 1) if interleaved. y may be x.
+inline void rotate(const bf16* x, const float* cos, const float* sin, bf16* y, long D, long P, bool interleaved) {
   for (long i = 0; i < P; i += 16) {
-    const Floats a = widen(x + i), b = widen(x + P + i), c = load(cos + i), s = load(sin + i);
+    const Floats c = load(cos + i), s = load(sin + i);
+    if (interleaved) {  // a pair is a word
+      const Ints pairs = load((const int32_t*)(x + 2 * i));
+      const Floats a = as_floats(pairs << 16), b = as_floats(pairs & (int32_t)0xffff0000);
+      const Ints early = as_ints(rounded(fnma(b, s, a * c))), late = as_ints(rounded(fma(b, c, a * s)));
+      store((int32_t*)(y + 2 * i), logical_right(early, 16) | late);
+      continue;
+    }
+    const Floats a = widen(x + i), b = widen(x + P + i);
     store(y + i, fnma(b, s, a * c));
     store(y + P + i, fma(b, c, a * s));
   }

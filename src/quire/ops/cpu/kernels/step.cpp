@@ -44,25 +44,26 @@ void place(const Model& m, const Rows& r, const Work& w, const Size& size, Place
     const long row = w.row[b], start = r.num_computed_tokens[row], end = start + w.tokens[b];
     starts[b] = (int)t, lengths[b] = (int)end;
     for (long g = 0; g < m.num_groups; g++) {
-      const int32_t* blocks = r.blocks[g] + row * r.blocks_step;
+      const int32_t* blocks = r.blocks[m.groups[g].blocks] + row * r.blocks_step;
       memcpy(tables + (g * B + b) * width, blocks, width * sizeof(int32_t));
       for (long i = start; i < end; i++) slots[g * T + t + i - start] = blocks[i / block_size] * block_size + i % block_size;
     }
     for (long i = start; i < end; i++, t++) ids[t] = r.tokens[row * r.tokens_step + i], positions[t] = i;
   }
   starts[B] = (int)t;
-  for (long g = 0; g < m.num_groups; g++)
-    steps[g] = {m.cos, m.sin, positions, slots + g * T, tables + g * B * width, starts, lengths, T, B, width, m.pairs};
+  for (long g = 0; g < m.num_groups; g++) {
+    const Group& of = m.groups[g];
+    steps[g] = {of.cos, of.sin, of.query_scale, positions, slots + g * T, tables + g * B * width, starts, lengths, T, B, width, of.pairs};
+  }
 }
 
 void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
   const long hidden = m.layers[0]->hidden;
-  if (m.blocks)
-    quire_block_rows((const uint8_t*)m.table, m.blocks, ids, x, T, hidden);
-  else if (m.packed)
+  if (m.packed)
     quire_unpack_rows(m.table, ids, x, T, hidden);
   else
     for (long t = 0; t < T; t++) memcpy(x + t * hidden, m.table + ids[t] * hidden, hidden * sizeof(bf16));
+  if (m.embedding_scale != 1) quire_scale(x, hidden, T, hidden, m.embedding_scale, 0);
 }
 
 // Advances the rows. Returns how many draw; p.last: the last token of each, p.who: its work item.
@@ -88,6 +89,7 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, const
   }
   bf16* logits = p.logits.at_least(S * width);
   m.head.multiply(from, hidden, logits, width, S);
+  if (m.logit_scale != 1 || m.softcap != 0) quire_scale(logits, width, S, width, m.logit_scale, m.softcap);
   float* most = p.whole.at_least(S);
   RowParams* params = p.params.at_least(S);
   int64_t *lengths = p.lengths64.at_least(S), *tokens = p.tokens.at_least(S);
@@ -126,7 +128,7 @@ EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_
   bf16* x = p.x.at_least(size.tokens * m.layers[0]->hidden);
   embed(m, p.ids.data, size.tokens, x);
   bf16* residual = p.residual.at_least(size.tokens * m.layers[0]->hidden);
-  quire_layers(m.layers, m.groups, m.count, all, size.tokens, x, residual, 1, m.norm, m.eps);
+  quire_layers(m.layers, m.group_of_layer, m.count, all, size.tokens, x, residual, 1, &m.norm);
   std::fill(drawn, drawn + B, -1);
   std::fill(whole, whole + B, 0.f);
   if (const long S = advance(*rows, w, p)) draw(m, *rows, w, S, p, x, size.tokens, drawn, whole);

@@ -5,15 +5,20 @@
 
 namespace quire {
 
+struct Group {  // layers with one block table, one rotary embedding and one scale of queries
+  const float *cos, *sin, *query_scale;  // of each position; cos and sin: [positions, pairs]
+  int64_t pairs, blocks;                 // blocks: the block table's number
+};
+
 struct Model {  // fixed once it is loaded
   Weight head;
+  Norm norm;
   const Layer* const* layers;
-  const int64_t* groups;    // of each layer
-  const float *cos, *sin;   // of each position: [positions, pairs]
-  const bf16 *norm, *table; // table: the embeddings, [vocab, hidden], or packed
-  const int64_t* blocks;    // of a table in blocks of GGUF files, else null
-  int64_t count, num_groups, positions, pairs, packed, vocab;
-  float eps;
+  const int64_t* group_of_layer;
+  const Group* groups;
+  const bf16* table;  // the embeddings, [vocab, hidden], or packed
+  int64_t count, num_groups, positions, packed, vocab;
+  float embedding_scale, logit_scale, softcap;
 };
 
 struct Rows {  // the state of each row, by its number; a step advances tokens and counts

@@ -1,0 +1,300 @@
+"""Recurrent layers: gated delta net, Mamba-2, Mamba-1 and gated short convolution.
+
+Knows projections, convolutions and gates, and the names of their tensors. Does not know how a recurrence is computed
+(`ops/recurrent.py`), or where states are allocated (`layers/state.py`).
+
+Decays, skips and convolutions are never quantized; decays and skips are float32.
+
+Shape suffixes: T tokens, D features, C channels, J taps of a convolution, H key heads, K size of a key, G value heads, V
+size of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.forward_context import current_batch
+from quire.kvcache.specs import StateSpec
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.state import StateLayer
+from quire.layers.weight_slots import Layer, set_parameter
+from quire.ops.recurrent import (
+    Gates,
+    StateRows,
+    causal_conv,
+    gated_rms_norm,
+    linear_recurrence,
+    recurrence_shape,
+    scan_shape,
+    selective_scan,
+    silu,
+    softplus,
+)
+from quire.ops.reference import rms_norm
+
+
+def step_rows() -> StateRows:
+    """The rows of this step."""
+    batch = current_batch()
+    return StateRows(batch.rows_B, batch.query_start_B1)
+
+
+class CausalConv(Layer):
+    """Depthwise convolution over the tokens of a row: y_t of x_(t-J+1) .. x_t; with `activate`, silu of it."""
+
+    weight: Tensor
+
+    def __init__(self, channels: int, taps: int, *, bias: bool = False, activate: bool = True):
+        super().__init__()
+        self.channels, self.taps, self.activate = channels, taps, activate
+        self.new("weight", channels, taps)
+        if bias:
+            self.new("bias", channels)
+        self.dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        return self.taps - 1, self.channels
+
+    def forward(self, x_TC: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+        bias_C = self._parameters.get("bias")
+        return causal_conv(x_TC, self.weight, bias_C, state, rows, self.activate)
+
+
+class GatedNorm(Layer):
+    """RMS norm of groups of `group` features, with a gate; see `ops.recurrent.gated_rms_norm`."""
+
+    weight: Tensor
+    random_mean = 1.0
+
+    def __init__(
+        self, features: int, eps: float, *, group: int | None = None, gate_first: bool = False
+    ):
+        super().__init__()
+        self.eps, self.group, self.gate_first = eps, group or features, gate_first
+        self.new("weight", features)
+
+    def forward(self, x_TD: Tensor, gate_TD: Tensor) -> Tensor:
+        return gated_rms_norm(x_TD, gate_TD, self.weight, self.eps, self.group, self.gate_first)
+
+
+class RecurrentLayer(StateLayer):
+    """A layer whose state is that of a recurrence, in float32, and that of its convolution `conv1d`."""
+
+    conv1d: CausalConv
+    recurrence_shape: tuple[int, ...]
+    A_log: Tensor
+    D: Tensor
+    dt_bias: Tensor
+
+    def state_spec(self) -> StateSpec:
+        return StateSpec(
+            (self.recurrence_shape, self.conv1d.state_shape), ("float32", self.conv1d.dtype)
+        )
+
+    def new_float(self, name: str, *shape: int) -> None:
+        """Register an empty parameter of float32."""
+        set_parameter(self, name, torch.empty(*shape, dtype=torch.float32))
+
+
+class GatedDeltaNet(RecurrentLayer):
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464) of Qwen3-Next and Qwen 3.5.
+
+    `interleaved`: the checkpoint stores its projections as `in_proj_qkvz` and `in_proj_ba`, whose rows are in the order
+    of the key heads: each with its query, key, values and gates, as Qwen3-Next has them.
+    """
+
+    def __init__(self, cfg: Any, *, interleaved: bool = False):
+        super().__init__()
+        self.key_heads, self.K = cfg.linear_num_key_heads, cfg.linear_key_head_dim
+        self.heads, self.V = cfg.linear_num_value_heads, cfg.linear_value_head_dim
+        keys, values = self.key_heads * self.K, self.heads * self.V
+        self.sizes, hidden = [keys, keys, values], cfg.hidden_size
+        self.interleaved = interleaved
+        if interleaved:
+            self.in_proj_qkvz = Linear(hidden, 2 * keys + 2 * values)
+            self.in_proj_ba = Linear(hidden, 2 * self.heads)
+        else:
+            parts = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}
+            self.in_proj = Linear(hidden, parts, packed="in_proj_qkvz")
+            gates = {"in_proj_b": self.heads, "in_proj_a": self.heads}
+            self.in_gates = Linear(hidden, gates, packed="in_proj_ba")
+        self.conv1d = CausalConv(2 * keys + values, cfg.linear_conv_kernel_dim)
+        self.recurrence_shape = recurrence_shape(self.heads, self.K, self.V)
+        self.new_float("dt_bias", self.heads)
+        self.new_float("A_log", self.heads)
+        self.norm = GatedNorm(self.V, cfg.rms_norm_eps)
+        self.out_proj = Linear(values, hidden)
+
+    def forward(self, x_TD: Tensor, angles: object = None) -> Tensor:
+        rows, (state, conv_state) = step_rows(), self.state
+        qkv_TC, z_TD, b_TG, a_TG = self._project(x_TD)
+        q, k, v = self.conv1d(qkv_TC, conv_state, rows).split(self.sizes, -1)
+        q_THK = q.unflatten(-1, (self.key_heads, self.K))
+        k_THK = k.unflatten(-1, (self.key_heads, self.K))
+        v_TGV = v.unflatten(-1, (self.heads, self.V))
+        gates = Gates(self.dt_bias, self.A_log)
+        o_TGV = linear_recurrence(q_THK, k_THK, v_TGV, a_TG, b_TG, gates, state, rows)
+        return self.out_proj(self.norm(o_TGV.flatten(1), z_TD))
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values side by side; output gates; write gates; inputs of the decays."""
+        if not self.interleaved:
+            qkv_TC, z_TD = self.in_proj(x_TD).split((sum(self.sizes), self.sizes[2]), -1)
+            b_TG, a_TG = self.in_gates(x_TD).chunk(2, -1)
+            return qkv_TC, z_TD, b_TG, a_TG
+        each = self.heads // self.key_heads
+        by_head = self.in_proj_qkvz(x_TD).unflatten(-1, (self.key_heads, -1))
+        *qkv, z = by_head.split((self.K, self.K, each * self.V, each * self.V), -1)
+        b, a = self.in_proj_ba(x_TD).unflatten(-1, (self.key_heads, -1)).chunk(2, -1)
+        return torch.cat([x.flatten(1) for x in qkv], -1), z.flatten(1), b.flatten(1), a.flatten(1)
+
+
+class Mamba2Sizes(NamedTuple):
+    """The sizes of a Mamba-2 layer: value heads, their size, groups of heads with one B and C, states, taps."""
+
+    heads: int
+    head_size: int
+    groups: int
+    states: int
+    taps: int
+
+
+class Mamba2Mixer(RecurrentLayer):
+    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060).
+
+    Args:
+        bias, conv_bias, out_bias: of the projections (out: of the last one, if it differs), and of the convolution.
+        limits: of the step size after softplus, as config.json has them: None, or the second maybe a name of infinity.
+        norm: whether there is a gated norm; without it the output is multiplied by silu(gate).
+        gate_first: the gate multiplies before the norm.
+        scales: factors of the products z, x, B, C, dt.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        sizes: Mamba2Sizes,
+        eps: float,
+        *,
+        bias: bool = False,
+        conv_bias: bool = True,
+        out_bias: bool | None = None,
+        limits: Sequence[Any] | None = None,
+        norm: bool = True,
+        gate_first: bool = True,
+        scales: Sequence[float] | None = None,
+    ):
+        super().__init__()
+        low, high = limits or (0.0, None)
+        self.limits = low, high if isinstance(high, int | float) else float("inf")
+        self.sizes = sizes
+        inner, shared = sizes.heads * sizes.head_size, sizes.groups * sizes.states
+        self.inner, self.shared, self.channels = inner, shared, inner + 2 * shared
+        self.in_proj = Linear(hidden, inner + self.channels + sizes.heads, bias=bias)
+        self.conv1d = CausalConv(self.channels, sizes.taps, bias=conv_bias)
+        self.recurrence_shape = recurrence_shape(sizes.heads, sizes.states, sizes.head_size)
+        for name in ("dt_bias", "A_log", "D"):
+            self.new_float(name, sizes.heads)
+        group = inner // sizes.groups
+        self.norm = GatedNorm(inner, eps, group=group, gate_first=gate_first) if norm else None
+        self.out_proj = Linear(inner, hidden, bias=bias if out_bias is None else out_bias)
+        self.scales = scales
+
+    def forward(self, x_TD: Tensor, angles: object = None) -> Tensor:
+        rows, (state, conv_state), sizes = step_rows(), self.state, self.sizes
+        y = self.in_proj(x_TD)
+        if self.scales is not None:
+            y = y * self._scale(y)
+        z_TD, xbc_TC, dt_TG = y.split((self.inner, self.channels, sizes.heads), -1)
+        xbc_TC = self.conv1d(xbc_TC, conv_state, rows)
+        x, b, c = xbc_TC.split((self.inner, self.shared, self.shared), -1)
+        x_TGV = x.unflatten(-1, (sizes.heads, sizes.head_size))
+        b_THK, c_THK = (part.unflatten(-1, (sizes.groups, sizes.states)) for part in (b, c))
+        gates = Gates(self.dt_bias, self.A_log, self.D, *self.limits)
+        y_TGV = linear_recurrence(c_THK, b_THK, x_TGV, dt_TG, None, gates, state, rows)
+        y_TD = y_TGV.flatten(1)
+        if self.norm is not None:
+            return self.out_proj(self.norm(y_TD, z_TD))
+        return self.out_proj((y_TD * silu(z_TD.float())).to(x_TD.dtype))
+
+    def _scale(self, like: Tensor) -> Tensor:
+        sizes = (self.inner, self.inner, self.shared, self.shared, self.sizes.heads)
+        values = [like.new_full((n,), s) for n, s in zip(sizes, self.scales or (), strict=True)]
+        return torch.cat(values)
+
+
+class MambaMixer(RecurrentLayer):
+    """Mamba-1 (Gu and Dao 2023, arXiv 2312.00752).
+
+    Args:
+        norm_eps: of RMS norms of the step, B and C; None: no norms.
+        norm_names: the checkpoint names of these norms; None: they have no weights.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        states: int,
+        rank: int,
+        taps: int,
+        *,
+        bias: bool = False,
+        conv_bias: bool = True,
+        norm_eps: float | None = None,
+        norm_names: Sequence[str] | None = None,
+    ):
+        super().__init__()
+        self.inner, self.parts, self.norm_eps = inner, (rank, states, states), norm_eps
+        self.in_proj = Linear(hidden, 2 * inner, bias=bias)
+        self.conv1d = CausalConv(inner, taps, bias=conv_bias)
+        self.x_proj = Linear(inner, sum(self.parts))
+        self.dt_proj = Linear(rank, inner, bias=True)
+        self.recurrence_shape = scan_shape(inner, states)
+        self.new_float("A_log", inner, states)
+        self.new_float("D", inner)
+        self.norms: list[RMSNorm] = []
+        if norm_eps is not None and norm_names is not None:
+            self.norms = [RMSNorm(size, norm_eps) for size in self.parts]
+            for name, norm in zip(norm_names, self.norms, strict=True):
+                self.register_module(name, norm)
+        self.out_proj = Linear(inner, hidden, bias=bias)
+
+    def forward(self, x_TD: Tensor, angles: object = None) -> Tensor:
+        rows, (state, conv_state) = step_rows(), self.state
+        x_TC, z_TC = self.in_proj(x_TD).split(self.inner, -1)
+        x_TC = self.conv1d(x_TC, conv_state, rows)
+        dt, b_TN, c_TN = self._normed(self.x_proj(x_TC).split(self.parts, -1))
+        step_TC = softplus(self.dt_proj(dt.contiguous()).float())
+        y_TC = selective_scan(x_TC, step_TC, self.A_log, b_TN, c_TN, self.D, state, rows)
+        return self.out_proj((y_TC * silu(z_TC.float())).to(x_TD.dtype))
+
+    def _normed(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.norms:
+            return [norm(x) for norm, x in zip(self.norms, parts, strict=True)]
+        if self.norm_eps is None:
+            return parts
+        return [rms_norm(x, None, self.norm_eps) for x in parts]
+
+
+class ShortConv(StateLayer):
+    """Gated short convolution of LFM2: out(C * conv(B * x)), where B, C, x are products of the input."""
+
+    def __init__(self, hidden: int, taps: int, *, bias: bool = False):
+        super().__init__()
+        self.in_proj = Linear(hidden, 3 * hidden, bias=bias)
+        self.conv = CausalConv(hidden, taps, bias=bias, activate=False)
+        self.out_proj = Linear(hidden, hidden, bias=bias)
+
+    def state_spec(self) -> StateSpec:
+        return StateSpec((self.conv.state_shape,), (self.conv.dtype,))
+
+    def forward(self, x_TD: Tensor, angles: object = None) -> Tensor:
+        b_TD, c_TD, x_TD = self.in_proj(x_TD).chunk(3, -1)
+        return self.out_proj(c_TD * self.conv(b_TD * x_TD, self.state[0], step_rows()))

@@ -1,0 +1,33 @@
+"""Models with recurrent layers against Transformers, and against themselves, however their prompts are cut.
+
+Transformers computes each prompt in one pass: some of its models are wrong when they continue one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.cases import Case, write
+from tests.models.harness import Runner
+from tests.models.recurrent_cases import CASES
+from tests.models.test_native import CLOSE, build, in_pieces, plain, texts
+
+LENGTHS = (37, 1, 2, 3)  # some are shorter than a convolution
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name.replace(" ", "-")) for c in CASES])
+def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
+    theirs, prompts = write(case, tmp_path), texts(lengths=LENGTHS)
+    ours = build(tmp_path, model_impl="quire")
+    wanted = [plain(theirs, text) for text in prompts]
+    assert wanted[0].std() > 0.1, "logits without a range prove nothing"
+    whole = [Runner(ours).prefill(0, text) for text in prompts]
+    for got, want in zip(whole, wanted, strict=True):
+        assert (got - want).abs().max() < CLOSE * max(1.0, float(want.abs().max()))
+    for most in (2, 13):
+        pieces = in_pieces(Runner(ours, num_tokens=512, seed=most), prompts, seed=most, most=most)
+        for got, alone in zip(pieces, whole, strict=True):
+            assert torch.equal(got, alone)
