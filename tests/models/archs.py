@@ -385,6 +385,6 @@ def randomise(model: Any) -> None:
         else:
             tensor.add_(torch.randn_like(tensor) * 0.1)
     for name, tensor in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "layer_scalar")):
             tensor.add_(torch.randn_like(tensor) * 0.1)
     model.tie_weights()

@@ -110,6 +110,16 @@ OSS = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }
 OSS_ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "truncate": False, **TRAINED}
+GEMMA4 = {
+    "num_hidden_layers": 3,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 1.5,
+}
 CASES = [
     Case("llama", "llama"),
     Case("llama tied", "llama", {"tie_word_embeddings": True}),
@@ -319,6 +329,29 @@ CASES = [
             "rope_local_base_freq": 100.0,
             "rope_scaling": {"rope_type": "linear", "factor": 4.0},
         },
+    ),
+    Case(
+        "gemma4",
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
+    Case(
+        "gemma4 values from keys",
+        "gemma4_text",
+        {**GEMMA4, "attention_k_eq_v": True},
+        {"per_layer_config": None, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    ),
+    Case(
+        "gemma4 moe",
+        "gemma4_text",
+        {**GEMMA4, **MOE, "enable_moe_block": True, "top_k_experts": 2},
     ),
     Case("glm", "glm"),
     Case("glm4", "glm4"),

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quire.config.engine import EngineConfig
 from quire.engine.build import resolve_config
+from quire.errors import ConfigError
 from quire.models.base import CausalLM
 from quire.models.load import build_model
 from quire.platforms.cpu import CpuPlatform
@@ -76,8 +78,33 @@ def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
             assert torch.equal(got, alone)
 
 
+def test_unused_keys_of_sharing_layers_are_ignored(tmp_path: Path) -> None:
+    """Published checkpoints of Gemma 4 have them."""
+    write(next(case for case in CASES if case.name == "gemma4"), tmp_path)
+    extra = {f"model.layers.{i}.self_attn.k_norm.weight": torch.ones(16) for i in (4, 5)}
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({**stored, **extra}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert len(build(tmp_path).attention_layers()) == 3
+    wrong = {"model.layers.2.self_attn.v_norm.weight": torch.ones(16)}
+    save_file({**stored, **wrong}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers\.2\.self_attn\.v_norm"):
+        build(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama llama3", "mistral window", "qwen2 tied", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama llama3",
+        "mistral window",
+        "qwen2 tied",
+        "qwen3",
+        "gemma2",
+        "gemma4",
+        "olmo3",
+        "cohere2",
+    ],
+)
 def test_in_16_bits_as_near_the_truth_as_transformers(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -200,7 +200,7 @@ WRAPPERS = [
     Wrapper(
         "gemma4",
         "Gemma4ForConditionalGeneration",
-        "paged",
+        "native `Gemma4`",
         lambda: {
             "text_config": {
                 **TEXT,

@@ -169,9 +169,17 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, spec: AttentionSpec, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, meta: Any
+        self,
+        spec: AttentionSpec,
+        q_THD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKE: Tensor | None,
+        meta: Any,
     ) -> Tensor:
-        """Write k and v to their slots in `spec.cache`; return o_THE for this step's tokens."""
+        """Write k and v to their slots in `spec.cache`; return o_THE for this step's tokens.
+
+        None: another layer has written them, to the same cache.
+        """
         ...
 
 

@@ -68,14 +68,15 @@ class CpuAttention(AttentionBackend):
         self,
         spec: AttentionSpec,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKE: Tensor,
+        k_TKD: Tensor | None,
+        v_TKE: Tensor | None,
         meta: CpuStepMetadata,
     ) -> Tensor:
         addresses, block_size = cache_addresses(spec.cache), spec.cache[0].shape[2]
         keys, values, key_scales, value_scales, kind = addresses
-        self._write(k_TKD, (keys, key_scales), meta.slots_T, block_size, kind, True)
-        if not spec.latent:
+        if k_TKD is not None:
+            self._write(k_TKD, (keys, key_scales), meta.slots_T, block_size, kind, True)
+        if v_TKE is not None and not spec.latent:
             self._write(v_TKE, (values, value_scales), meta.slots_T, block_size, kind, False)
         q_THD = _side_by_side(q_THD)
         sinks_H = None if spec.sinks is None else spec.sinks.float().contiguous()

@@ -70,10 +70,12 @@ class FlashAttention(AttentionBackend):
         return {"slots_T": batch.slots[kv_group], "given": arguments}
 
     def attend(
-        self, spec: AttentionSpec, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: dict[str, Any]
-    ) -> Tensor:
+        self, spec: AttentionSpec, q_THD: Tensor, k_TKD: Tensor | None, v_TKD: Tensor | None, meta: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         keys, values = spec.cache
         for cache, new in ((keys, k_TKD), (values, v_TKD)):
+            if new is None:
+                continue
             cache.view(-1, *cache.shape[2:])[meta["slots_T"]] = new.to(cache.dtype)
         run = "flash_attn_with_kvcache" if self.version == 3 else "flash_attn_varlen_func"
         o_THD: Tensor = getattr(self.module, run)(

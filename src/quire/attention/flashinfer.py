@@ -69,12 +69,13 @@ class FlashInfer(AttentionBackend):
         self,
         spec: AttentionSpec,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         meta: FlashInferStepMetadata,
     ) -> Tensor:
         keys, values = spec.cache
-        write(spec.cache, k_TKD, v_TKD, meta.slots_T)
+        if k_TKD is not None and v_TKD is not None:
+            write(spec.cache, k_TKD, v_TKD, meta.slots_T)
         wrapper = self._wrapper(spec, q_THD, keys, meta)
         o_THD: Tensor = wrapper.run(q_THD.contiguous(), (keys, values))
         return o_THD

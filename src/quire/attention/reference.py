@@ -120,20 +120,23 @@ class ReferenceAttention(AttentionBackend):
         self,
         spec: AttentionSpec,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKE: Tensor,
+        k_TKD: Tensor | None,
+        v_TKE: Tensor | None,
         meta: ReferenceStepMetadata,
     ) -> Tensor:
         """Write k and v to the batch's slots; return o_THE in q's dtype, zeros for padding tokens."""
         o_THE = q_THD.new_zeros(q_THD.shape[0], spec.num_heads, spec.v_head_dim)
         attend = self._attend_fused if torch_sdpa.supports(spec, q_THD) else self._attend_tiles
-        if kv_quantization.is_quantized(spec.cache):
-            kv_quantization.write(spec.cache, k_TKD, v_TKE, meta.slots_T)
+        is_quantized = kv_quantization.is_quantized(spec.cache)
+        if k_TKD is not None and v_TKE is not None:
+            if is_quantized:
+                kv_quantization.write(spec.cache, k_TKD, v_TKE, meta.slots_T)
+            else:
+                _write(spec.cache[0], k_TKD, meta.slots_T)
+                if not spec.latent:
+                    _write(spec.cache[1], v_TKE, meta.slots_T)
+        if is_quantized:
             q_THD = kv_quantization.query(q_THD, spec.cache[0].dtype)
-        else:
-            _write(spec.cache[0], k_TKD, meta.slots_T)
-            if not spec.latent:
-                _write(spec.cache[1], v_TKE, meta.slots_T)
         for unit in meta.units:
             o_THE[unit.tokens] = attend(spec, unit, q_THD[unit.tokens], meta).to(o_THE.dtype)
         return o_THE

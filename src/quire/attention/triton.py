@@ -60,11 +60,13 @@ class TritonAttention(AttentionBackend):
         self,
         spec: AttentionSpec,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKE: Tensor,
+        k_TKD: Tensor | None,
+        v_TKE: Tensor | None,
         meta: TritonStepMetadata,
     ) -> Tensor:
         """Write k and v to the batch's slots; return o_THE in q's dtype."""
+        if k_TKD is None or v_TKE is None:
+            return self.read(spec, q_THD, meta)
         dtype = spec.cache[0].dtype
         top, less = kv_quantization.MAX_CODE.get(dtype, 0.0), 1.0
         if dtype == torch.int8:

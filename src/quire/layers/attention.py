@@ -25,6 +25,7 @@ class Attention(Layer):
         scale: factor of q·k before the softmax; None: head_dim ** -0.5.
         v_head_dim: size of a value; None: head_dim.
         window, softcap, sinks, causal, latent: see `AttentionSpec`.
+        shared: an earlier layer, whose keys and values this one attends to: it has none of its own.
         layer_index: index of the layer in its model, for messages.
     """
 
@@ -45,6 +46,7 @@ class Attention(Layer):
         sinks: nn.Parameter | None = None,
         causal: bool = True,
         latent: bool = False,
+        shared: Attention | None = None,
         layer_index: int = 0,
     ):
         super().__init__()
@@ -61,6 +63,10 @@ class Attention(Layer):
         )
         self.sinks = sinks  # a weight of this module; loading may replace it until `bind`
         self.layer_index = layer_index
+        self.has_cache = shared is None
+        self.sharers: list[Attention] = []  # layers that attend to the keys and values of this one
+        if shared is not None:
+            shared.sharers.append(self)
 
     def bind(self, backend: AttentionBackend, cache: Any, kv_group: int = 0) -> None:
         """Compute with this backend and cache from now on."""
@@ -68,13 +74,19 @@ class Attention(Layer):
             cache = (cache[0], cache[0][..., : self.spec.v_head_dim])
         self.spec = replace(self.spec, cache=cache, sinks=self.sinks)
         self.backend, self.kv_group = backend, kv_group
+        for sharer in self.sharers:
+            sharer.bind(backend, cache, kv_group)
 
     def drop_cache(self) -> None:
         """Forget the cache, so that its memory can be freed; `bind` gives the layer another one."""
         self.spec = replace(self.spec, cache=None)
+        for sharer in self.sharers:
+            sharer.drop_cache()
 
-    def forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor) -> Tensor:
-        """Write k and v to the cache, then attend; returns o_THE.
+    def forward(
+        self, q_THD: Tensor, k_TKD: Tensor | None = None, v_TKE: Tensor | None = None
+    ) -> Tensor:
+        """Write k and v to the cache, if given, then attend; returns o_THE.
 
         Raises:
             RuntimeError: no forward pass is running, or the worker gave this layer no backend.

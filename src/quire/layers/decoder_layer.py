@@ -44,7 +44,7 @@ class SelfAttention(nn.Module):
         cfg: the model's `TextConfig`.
         layer: which layer of the model.
         head_dim, kv_heads: of this layer, if not those of `cfg`.
-        window, scale, softcap: see `Attention`.
+        window, scale, softcap, shared: see `Attention`; with `shared`, a subclass must not project keys and values.
         sinks: whether each head has a sink (see `AttentionSpec`).
         qk_norm: a norm of each head's query and key before the rotation.
         full_qk_norm: one norm of all heads' queries, and one of all keys, instead.
@@ -75,6 +75,7 @@ class SelfAttention(nn.Module):
         sinks: bool = False,
         query_scale: QueryScale | None = None,
         output_gate: bool = False,
+        shared: Attention | None = None,
         interleaved: bool = False,
         rope: bool = True,
     ):
@@ -97,7 +98,8 @@ class SelfAttention(nn.Module):
             self.q_norm, self.k_norm = make(q_size), make(k_size)
         self.query_scale, self.interleaved, self.rope = query_scale, interleaved, rope
         self.attn = Attention(
-            self.heads, self.kv_heads, self.size, scale=scale, window=window, softcap=softcap, layer_index=layer,
+            self.heads, self.kv_heads, self.size, scale=scale, window=window, softcap=softcap, shared=shared,
+            layer_index=layer,
             sinks=nn.Parameter(torch.empty(self.heads), requires_grad=False) if sinks else None,
         )  # fmt: skip
 

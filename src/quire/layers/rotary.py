@@ -120,14 +120,21 @@ class LayerRotaries(nn.Module):
     """The rotary embeddings of a decoder's layers. Layers with equal parameters share one.
 
     Args:
-        parameters: of each layer, in order; head_dim, max_length: see `Rotary`.
+        head_dim: of all layers, or of each; parameters: of each layer, in order; max_length: see `Rotary`.
     """
 
-    def __init__(self, head_dim: int, parameters: Sequence[Parameters], max_length: int = 0):
+    def __init__(
+        self,
+        head_dim: int | Sequence[int],
+        parameters: Sequence[Parameters],
+        max_length: int = 0,
+    ):
         super().__init__()
-        distinct = [p for i, p in enumerate(parameters) if p not in parameters[:i]]
-        self.kinds = nn.ModuleList(Rotary(head_dim, p, max_length) for p in distinct)
-        self.kind_of_layer = [distinct.index(p) for p in parameters]
+        sizes = [head_dim] * len(parameters) if isinstance(head_dim, int) else head_dim
+        layers = list(zip(sizes, parameters, strict=True))
+        distinct = [layer for i, layer in enumerate(layers) if layer not in layers[:i]]
+        self.kinds = nn.ModuleList(Rotary(*layer, max_length) for layer in distinct)
+        self.kind_of_layer = [distinct.index(layer) for layer in layers]
 
     @property
     def shared(self) -> Rotary | None:

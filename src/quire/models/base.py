@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Decoder(nn.Module):
     """Turns embeddings and positions into hidden states. `layer(i)` makes layer i; see `Layers` for its call.
 
-    `norm`: the last norm. `embedding_scale`: see `Embedding`.
+    `norm`: the last norm. `embedding_scale`: see `Embedding`. `head_dim`: of each layer, if they differ.
     """
 
     checkpoint_names: Mapping[str, str] = {}
@@ -43,13 +43,14 @@ class Decoder(nn.Module):
         *,
         norm: Norm,
         embedding_scale: float | None = None,
+        head_dim: Sequence[int] | None = None,
     ):
         super().__init__()
         self.embed_tokens = Embedding(cfg.vocab_size, cfg.hidden_size, scale=embedding_scale)
         self.layers = Layers(layer(i) for i in range(cfg.num_hidden_layers))
         self.norm = norm
         ropes = [cfg.rope(i) for i in range(cfg.num_hidden_layers)]
-        self.rotary = LayerRotaries(cfg.head_dim, ropes, max_length)
+        self.rotary = LayerRotaries(head_dim or cfg.head_dim, ropes, max_length)
 
     def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
         return self.layers(embeddings_TD, positions, self.rotary, self.norm)
@@ -160,6 +161,10 @@ class CausalLM(LanguageModel):
         """Factor of the embeddings; None: 1."""
         return None
 
+    def ignores(self, name: str) -> bool:
+        """Whether checkpoints have this tensor, and Transformers does not use it either."""
+        return False
+
     def head(self, cfg: TextConfig, tied: Embedding | None) -> Head:
         """The LM head; `tied`: the embedding whose table it uses."""
         return Head(cfg.vocab_size, cfg.hidden_size, tied=tied)
@@ -189,11 +194,12 @@ class CausalLM(LanguageModel):
         return self.lm_head(hidden_SD)
 
     def attention_layers(self) -> list[Attention]:
-        """In the order in which they run."""
-        return [module for module in self.modules() if isinstance(module, Attention)]
+        """Those that have a cache, in the order in which they run."""
+        found = [module for module in self.modules() if isinstance(module, Attention)]
+        return [attention for attention in found if attention.has_cache]
 
     def state_layers(self) -> list[StateLayer]:
-        """In the order in which they run."""
+        """Those that have a cache, in the order in which they run."""
         return [module for module in self.modules() if isinstance(module, StateLayer)]
 
     @property

@@ -283,7 +283,7 @@ def fill(
                     on_loaded(ref)
         elif name == "lm_head.weight":
             heads[name] = tensor
-        elif not UNUSED.search(name) and not _nothing(name, tensor):
+        elif not (UNUSED.search(name) or _nothing(name, tensor) or model.ignores(name)):
             (unexpected if _of_the_decoder(name, len(model.model.layers)) else unused).append(
                 called
             )
@@ -332,7 +332,8 @@ def _own_name(called: str, slots: Mapping[str, Slot]) -> str:
     if called in slots:
         return called
     name = WRAPPERS.sub("", called)
-    if name.startswith(("layers.", "embed_tokens.", "norm.")):  # saved without an LM head
+    # Saved without an LM head.
+    if name.startswith(("layers.", "embed_tokens.", "norm.")) or f"model.{name}" in slots:
         name = f"model.{name}"
     return name
 

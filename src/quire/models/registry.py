@@ -22,7 +22,8 @@ ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 LAYER_TYPES = {name: frozenset(types) for name, types in FAMILIES["layer_types"].items()}
 """Architecture -> the entries of `layer_types` in config.json that its class has besides ATTENTION_TYPES.
 
-A class whose layers have recurrent states is listed even if its config.json has no `layer_types`.
+A class whose layers have recurrent states is listed even if its config.json has no `layer_types`; so is one whose KV cache
+config.json does not show plainly. The memory plan constructs it, without weights.
 """
 
 NATIVE = ("quire", "vllm", "native")
@@ -60,7 +61,7 @@ def choose_impl(
 
 
 def has_states(architecture: str, hf_config: Mapping[str, Any], model_impl: str) -> bool:
-    """Whether the model is native and its layers may have recurrent states."""
+    """Whether the model is native, and only its layers show which states and KV cache it has."""
     return (
         architecture in LAYER_TYPES
         and choose_impl(architecture, hf_config, model_impl)[0] == "native"
