@@ -70,7 +70,7 @@ SPREAD = {"gemma3_text": 0.03}  # of the embedding, which it multiplies
 
 def make_checkpoint(kind: str, folder: Path, **more: Any) -> str:
     """A model that does not repeat itself, and whose norms and biases are not ones and zeros."""
-    settings = {**BASE, **KINDS[kind], **more}
+    settings = {**BASE, **KINDS.get(kind, {}), **more}
     if kind in ("gpt2", "mamba"):
         settings = {key: value for key, value in settings.items() if key != "num_attention_heads"}
     torch.manual_seed(len(kind))

@@ -93,6 +93,43 @@ def test_both_ways_draw_the_same(kind: str, quantization: str | None, tmp_path: 
     assert count.by_parts == 0
 
 
+WINDOWS = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_hidden_layers": 3,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {**WINDOWS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0},
+    "gemma3_text": WINDOWS,  # two rotary tables
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    },
+    "cohere2": {**WINDOWS, "logit_scale": 0.5},
+    "exaone4": WINDOWS,
+    "phi3": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_dense_families_run_in_the_native_step(kind: str, tmp_path: Path) -> None:
+    path = make_checkpoint(
+        kind, tmp_path, **{"intermediate_size": 128, "head_dim": 32, **FAMILIES[kind]}
+    )
+    with engine(path, dtype="bfloat16", max_num_batched_tokens=50) as one:
+        worker = worker_of(one)
+        count = Counted(worker)
+        found = one.tokens(prompts(4), wishes(PLAIN, 4))
+        assert (count.fast > 10, count.by_parts) == (True, 0)
+        worker.unfuse("test")
+        worker.fast_step = None
+        one.client.call("reset_prefix_cache")
+        assert one.tokens(prompts(4), wishes(PLAIN, 4)) == found
+        assert count.by_parts > 10
+
+
 def test_a_row_with_special_sampling_leaves_the_native_step(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     kinds = [(30, wish) for wish in PLAIN] + [(3, wish) for wish in PARTICULAR]
