@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from quire.layers.rotary import ROPE_INIT_FUNCTIONS
 
+TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
 KINDS = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "smollm3")
@@ -58,10 +59,13 @@ class GgufCopy:
         self.arch = KINDS.get(self.config["model_type"], self.config["model_type"].replace("_", ""))
         number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch)
         self.names = gguf.get_tensor_name_map(number, self.config["num_hidden_layers"])
+        self.head: Kind | None = None
         self.floats: dict[str, np.ndarray] = {}
         """What the written tensors mean, by GGUF name."""
 
-    def write(self, file: Path) -> Path:
+    def write(self, file: Path, head: Kind | None = None) -> Path:
+        """`head`: the type of a head beside a tied table."""
+        self.head = head
         self.fill(gguf.GGUFWriter(file, self.arch))
         return file
 
@@ -89,10 +93,13 @@ class GgufCopy:
             if self.arch in PLUS_ONE and base.endswith("norm"):
                 values = values + 1
             found.append((f"{mapped}.{end}", values))
+            if mapped == "token_embd" and self.head is not None:
+                found.append(("output.weight", -values))
         return found
 
     def _add(self, writer: Any, name: str, values: np.ndarray) -> None:
         kind = self.kind_of(name) if values.ndim > 1 else Kind.F32
+        kind = self.head if self.head is not None and name == "output.weight" else kind
         if kind in K_BYTES:
             stored = random_blocks(kind, values.shape, seed=len(self.floats))
             self.floats[name] = gguf.quants.dequantize(stored, kind)
@@ -153,3 +160,15 @@ class GgufCopy:
             self.folder / "chat_template.jinja"
         ).is_file():
             w.add_chat_template(template or (self.folder / "chat_template.jinja").read_text())
+
+
+def mixed(name: str) -> Kind:
+    """Types by part, as llama.cpp mixes them in Q4_K_M and Q5_K_M; of inputs that are no multiple of 256, Q8_0 and Q4_0."""
+    kinds = {
+        "attn_v": Kind.Q6_K,
+        "attn_output": Kind.Q5_K,
+        "ffn_down": Kind.Q8_0,
+        "token_embd": Kind.Q6_K,
+    }
+    part = name.split(".")[-2]
+    return kinds.get(part, Kind.Q4_0 if name.startswith("blk.2.") else Kind.Q4_K)

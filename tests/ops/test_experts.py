@@ -21,6 +21,7 @@ from quire.ops.cpu.structs import ACTIVATIONS, CExperts, CWeight
 from quire.ops.experts import HeadWeights, Routing
 from quire.quantization.apply import pack_weights, quantize_weights
 from quire.quantization.bf16_packed import PackedBf16Weight
+from quire.quantization.gguf_blocks import BlockRows, BlocksWeight
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
 
@@ -30,7 +31,15 @@ FORMS: dict[str, Make] = {
     "bf16": lambda weight, gated, kernels: PackedBf16Weight(kernels, weight, gated),  # type: ignore[arg-type]
     "int8": Int8Weight.of,
     "int4": lambda weight, gated, kernels: Int4Weight.of(weight, gated, kernels, group=32),
+    "Q4_0": lambda weight, gated, kernels: BlocksWeight([_blocks(weight)], gated, kernels),
 }
+
+
+def _blocks(weight_OI: Tensor) -> BlockRows:
+    import gguf
+
+    blocks = gguf.quants.quantize(weight_OI.float().numpy(), gguf.GGMLQuantizationType.Q4_0)
+    return BlockRows("Q4_0", torch.from_numpy(blocks))
 
 
 @pytest.fixture(params=[each.name for each in isa.usable()])
@@ -107,7 +116,7 @@ def routed(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return x_TD, ids_Tk.contiguous(), weights_Tk.contiguous()
 
 
-@pytest.mark.parametrize("forms", [["bf16"], ["int8"], ["int4"], ["bf16", "int8", "int4"]], ids="-".join)  # fmt: skip
+@pytest.mark.parametrize("forms", [["bf16"], ["int8"], ["int4"], ["Q4_0"], ["bf16", "int8", "int4", "Q4_0"]], ids="-".join)  # fmt: skip
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_kernels_have_the_bits_of_linears(
     kernels: bindings.Kernels, forms: list[str], tokens: int

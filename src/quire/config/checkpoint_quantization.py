@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+BLOCKS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Types of GGUF tensors that the CPU kernels multiply (`quantization/gguf_blocks.py`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:

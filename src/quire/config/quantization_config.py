@@ -314,6 +314,7 @@ def _modelopt(description: Mapping[str, Any]) -> CheckpointQuantization:
 
 
 READERS = {
+    "gguf": lambda description: CheckpointQuantization("gguf", ()),
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,

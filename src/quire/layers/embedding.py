@@ -25,7 +25,11 @@ class Embedding(Layer):
         self.packed: PreparedWeight | None = (
             None  # replaces `weight` if the LM head packed the table
         )
+        self.table: WeightRef | None = None  # for a table that no head shares, in blocks of a file
         self.new("weight", num_words, size)
+
+    def weights(self) -> Iterable[WeightRef]:
+        return () if self.table is None else (self.table,)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         packed = self.packed
@@ -56,7 +60,7 @@ class Head(Layer):
     ):
         super().__init__()
         self.scale, self.softcap = scale, softcap
-        self.ref = _HeadRef(self if tied is None else tied, size, num_words, bias=bias)
+        self.ref = TableRef(self if tied is None else tied, size, num_words, bias=bias)
 
     def weights(self) -> Iterable[WeightRef]:
         return (self.ref,)
@@ -69,8 +73,8 @@ class Head(Layer):
         return scale_logits(y_SV, self.scale, self.softcap)
 
 
-class _HeadRef(WeightRef):
-    """The head's weight. The table of an embedding stays, unless the prepared weight gives its rows as well."""
+class TableRef(WeightRef):
+    """The weight of a head, or an embedding's own table. The table of an embedding stays, unless the prepared weight gives its rows as well."""
 
     is_head = True
 

@@ -30,7 +30,8 @@ class StoredTensor(NamedTuple):
 
     `dim`: the dimension of the outputs. One element holds `pack_factor` outputs, maybe not a whole number; each part of the weight starts a new
     element. `per_part`: each part has one such tensor, whatever its number of outputs; the parameter concatenates them.
-    `optional`: a checkpoint may lack it; the parameter then stays on "meta".
+    `optional`: a checkpoint may lack it; the parameter then stays on "meta". `widths`: bytes of an output, for each part; the
+    tensors then are flat.
     """
 
     shape: tuple[int, ...]
@@ -39,14 +40,19 @@ class StoredTensor(NamedTuple):
     pack_factor: int | Fraction = 1
     per_part: bool = False
     optional: bool = False
+    widths: tuple[int, ...] = ()
 
     def lengths(self, outputs: Sequence[int]) -> list[int]:
         """Length of each part's tensor along `dim`."""
+        if self.widths:
+            return [outs * width for outs, width in zip(outputs, self.widths, strict=True)]
         return [1 if self.per_part else -(-part // self.pack_factor) for part in outputs]
 
     def shape_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
         """Shape of the parameter that holds all parts."""
         total = sum(self.lengths(outputs))
+        if self.widths:
+            return (total,)
         if self.per_part:
             return (total, *self.shape)
         return (*self.shape[: self.dim], total, *self.shape[self.dim + 1 :])

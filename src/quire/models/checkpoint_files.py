@@ -11,17 +11,18 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.config.checkpoint_quantization import BLOCKS
 from quire.config.quantization import BYTES, HEAD_BYTES
 from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, ModelNotFound, Unsupported
 from quire.logging import get_logger
 from quire.models.gguf.families import stored_in
 from quire.models.gguf.folder import only_model
-from quire.models.gguf.header import parts_of
+from quire.models.gguf.header import TYPES, parts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "gguf", "dummy")
-ITEMSIZE = {
+ITEMSIZE: dict[str, float] = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
+ITEMSIZE |= {name: size / elements for name, elements, size in TYPES.values() if elements > 1}
 FLOATS = ("F64", "F32", "F16", "BF16")
 TABLE = re.compile(r"embed|wte|wpe")  # lookup tables, which are not multiplied
 LONGEST_HEADER = 100 << 20
@@ -213,7 +215,7 @@ def on_disk(tensors: Iterable[TensorHeader] | int) -> int:
     """Bytes of these tensors in their files."""
     if isinstance(tensors, int):
         return tensors
-    return sum(math.prod(shape) * ITEMSIZE.get(kind, 2) for _, kind, shape in tensors)
+    return int(sum(math.prod(shape) * ITEMSIZE.get(kind, 2) for _, kind, shape in tensors))
 
 
 def in_memory(
@@ -229,9 +231,9 @@ def in_memory(
     total, heads, tables = 0.0, 0, 0
     for name, kind, shape in tensors:
         count, is_float = math.prod(shape), kind in FLOATS
-        if len(shape) == 2 and name.endswith("lm_head.weight"):
+        if is_float and len(shape) == 2 and name.endswith("lm_head.weight"):
             heads += count
-        elif len(shape) == 2 and TABLE.search(name):
+        elif is_float and len(shape) == 2 and TABLE.search(name):
             tables = max(tables, count)
             total += count * itemsize
         elif scheme is not None and is_float and len(shape) == 2:
@@ -248,7 +250,14 @@ def as_loaded(
 ) -> Iterable[TensorHeader] | int:
     """The tensors as a model gets them: floats in place of bytes that are decoded while they are read."""
     stored = stored_quantization(hf_config)
-    if stored is None or not stored.is_decoded or isinstance(tensors, int):
+    if stored is None or isinstance(tensors, int):
+        return tensors
+    if stored.method == "gguf":
+        own_kinds = ("F32", "F16", *BLOCKS)
+        return [
+            (name, kind if kind in own_kinds else "BF16", shape) for name, kind, shape in tensors
+        ]
+    if not stored.is_decoded:
         return tensors
     per = max(8 // layout.bits for layout in stored.layouts() if layout.kind == "decoded")
     return [
@@ -309,10 +318,12 @@ def tensors(
     load_format: str = "auto",
     hf_config: Mapping[str, Any] | None = None,
     dtype: str = "float32",
+    blocks: Container[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every tensor, on the CPU; those of safetensors and pt are views of the mapped file.
 
-    `hf_config`, `dtype`: of the model, which GGUF files are read for; blocks become floats of this dtype.
+    `hf_config`, `dtype`: of the model, which a GGUF file is read for; its blocks become floats of this dtype, except those of
+    the tensors in `blocks`.
 
     Raises: as `weight_files`; ConfigError: a file is damaged.
     """
@@ -323,7 +334,7 @@ def tensors(
             raise Unsupported(what, "leave --model-impl out")
         from quire.models.gguf.tensors import gguf_tensors
 
-        yield from gguf_tensors(path, hf_config, dtype)
+        yield from gguf_tensors(path, hf_config, dtype, blocks)
         return
     if load_format == "npcache":
         yield from _from_numpy(Path(path) / "np", files)

@@ -52,6 +52,7 @@ from quire.quantization.apply import (
 )
 from quire.quantization.checkpoint_format import kernels_for
 from quire.quantization.decoded import decoded
+from quire.quantization.gguf_blocks import block_names, set_block_formats
 from quire.startup_timer import Report, no_report
 
 if TYPE_CHECKING:
@@ -118,6 +119,9 @@ def _can_quantize(impl: str, spec: ModelSpec, platform: Platform) -> None:
     if is_accelerator(platform):
         _can_be_floats(spec, platform, remedy)
         return
+    stored = stored_quantization(spec.hf_config)
+    if stored is not None and stored.method == "gguf" and spec.quantization is None:
+        return  # without kernels, blocks become floats
     if kernels_for(getattr(torch, spec.dtype)) is None:
         why = f"there are kernels for bfloat16, not {spec.dtype}"
         if spec.dtype == "bfloat16":
@@ -218,7 +222,8 @@ def _tensors_of(
         return found, [], f"random weights (seed {seed})"
     kind, files = weight_files(spec.path, load_format)
     source = f"{len(files)} {load_format if load_format == 'npcache' else kind} file(s)"
-    return tensors(spec.path, load_format, spec.hf_config, spec.dtype), files, source
+    found = tensors(spec.path, load_format, spec.hf_config, spec.dtype, block_names(model))
+    return found, files, source
 
 
 def _counted(
@@ -233,7 +238,13 @@ def _counted(
 
 def _set_formats(model: nn.Module, spec: ModelSpec, accelerator: bool) -> None:
     """Prepare the layers for the tensors of a quantized checkpoint. The model is still on "meta"."""
-    if (stored := stored_quantization(spec.hf_config)) is not None:
+    stored = stored_quantization(spec.hf_config)
+    if stored is not None and stored.method == "gguf":
+        if not accelerator and spec.quantization is None:
+            found = stored_tensors(spec.path, spec.hf_config, spec.load.load_format)
+            kinds = {} if isinstance(found, int) else {name: kind for name, kind, _ in found}
+            set_block_formats(model, kinds)
+    elif stored is not None:
         count = set_formats(model, stored, spec.quantization, accelerator)
         about = stored.describe(accelerator, spec.quantization)
         log.info("%d weights are quantized: %s", count, about)

@@ -16,6 +16,7 @@ from quire.models.base import CausalLM, Decoder
 from quire.native.fused_decoder import FusedDecoder, StepGroup, query_scales
 from quire.ops.cpu.structs import CGroup, CModel, CWeight
 from quire.quantization.bf16_packed import PackedBf16Weight
+from quire.quantization.gguf_blocks import BlocksWeight
 
 
 def native_model(model: object) -> CModel | None:
@@ -37,8 +38,8 @@ def native_model(model: object) -> CModel | None:
     groups = (CGroup * len(tables))(*(group for group, _ in tables))
     scale = decoder.embed_tokens.scale
     found = CModel(
-        head, run.norm, ctypes.addressof(run.layers), ctypes.addressof(run.groups), ctypes.addressof(groups), table[0],
-        run.count, len(groups), len(tables[0][1][0]), table[1], model.vocab_size,
+        head, run.norm, ctypes.addressof(run.layers), ctypes.addressof(run.groups), ctypes.addressof(groups), *table[:2],
+        run.count, len(groups), len(tables[0][1][0]), table[2], model.vocab_size,
         1.0 if scale is None else float(torch.tensor(scale, dtype=torch.bfloat16)),
         model.lm_head.scale, model.lm_head.softcap or 0.0,
     )  # fmt: skip
@@ -57,15 +58,18 @@ def _tables(decoder: Decoder, group: StepGroup) -> tuple[CGroup, list[Tensor]]:
     return CGroup(*addresses, pairs, group.kv_group), tables
 
 
-def _table(embedding: Embedding) -> tuple[int, bool] | None:
-    """The table's address, and whether it is packed; None if the kernels do not support it."""
+def _table(embedding: Embedding) -> tuple[int, int | None, bool] | None:
+    """The table's address, that of the description of its blocks, and whether it is packed as an LM head; None if the
+    kernels do not support it."""
     if type(embedding) is not Embedding:
         return None
     weight = embedding.weight
     if (packed := embedding.packed) is not None:
-        return (packed.address, True) if isinstance(packed, PackedBf16Weight) else None
+        if isinstance(packed, BlocksWeight):
+            return packed.data.data_ptr(), packed.blocks.data_ptr(), False
+        return (packed.address, None, True) if isinstance(packed, PackedBf16Weight) else None
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
-    return (weight.data_ptr(), False) if fits else None
+    return (weight.data_ptr(), None, False) if fits else None
 
 
 def _head(head: Head) -> CWeight | None:

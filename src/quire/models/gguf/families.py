@@ -65,6 +65,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "dtype": _dtype(header),
         **about.get("config", {}),
     }
+    if any(tensor.kind not in FLOATS for tensor in header.tensors):
+        config["quantization_config"] = {"quant_method": "gguf"}
     for key, name in {**table()["keys"], **about.get("keys", {})}.items():
         if (value := header.get(key)) is not None:
             config[name] = _scalar(header, key, value)

@@ -70,6 +70,7 @@ def checkpoint_folder(file: Path) -> str:
         unfinished = Path(tempfile.mkdtemp(prefix=".", dir=root))
     except OSError as why:
         raise ConfigError(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
+    _forget_gone(root)
     try:
         _write(header, unfinished)
         os.rename(unfinished, root / name)
@@ -79,6 +80,13 @@ def checkpoint_folder(file: Path) -> str:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return str(root / name)
+
+
+def _forget_gone(root: Path) -> None:
+    """Delete the directories of files that no longer exist."""
+    for folder in root.glob("[!.]*"):
+        if any(not link.exists() for link in folder.glob("*.gguf")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(header: GgufHeader, folder: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +40,32 @@ def header_in(folder: str) -> GgufHeader:
 
 
 def gguf_tensors(
-    folder: str, config: Mapping[str, Any], dtype: str
+    folder: str, config: Mapping[str, Any], dtype: str, blocks: Container[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) of all tensors; blocks become floats of `dtype`.
+    """(checkpoint name, tensor) of all tensors: bytes of those named in `blocks`, floats of `dtype` of other blocks.
 
     Raises:
         ConfigError: the file is damaged. Unsupported: it has a tensor or a type that is not known.
     """
     header = header_in(folder)
     files = {file: _mapped(file) for file in header.files}
-    kinds: Counter[str] = Counter()
+    num_stored, num_converted = Counter[str](), Counter[str]()
     for each in tensor_places(header, config):
         tensor = each.tensor
-        kinds[tensor.kind] += 1
         bytes_N = files[tensor.file][tensor.start : tensor.start + tensor.nbytes]
+        if each.name.replace("*", "0") in blocks:
+            num_stored[tensor.kind] += 1
+            rows = bytes_N.view(*tensor.shape[:-1], -1)
+            yield from ((name, part.flatten()) for name, part in _in_place(each, rows))
+            continue
+        num_converted[tensor.kind] += tensor.kind not in PLAIN
         yield from _in_place(each, _floats(tensor, bytes_N, getattr(torch, dtype)))
-    if blocks := {kind: count for kind, count in kinds.items() if kind not in PLAIN}:
-        log.info(
-            "GGUF blocks that became %s: %s", dtype,
-            ", ".join(f"{count} of {kind}" for kind, count in sorted(blocks.items())),
-        )  # fmt: skip
+    for counts, fate in (
+        (num_stored, "multiplied as they are stored"),
+        (num_converted, f"made {dtype}"),
+    ):
+        if some := [f"{count} of {kind}" for kind, count in sorted(counts.items()) if count]:
+            log.info("blocks of the GGUF file that are %s: %s", fate, ", ".join(some))
 
 
 def _mapped(file: Path) -> Tensor:

@@ -26,7 +26,7 @@ RMS, RMS_PLUS_ONE, LAYER_NORM = 1, 2, 3
 
 class CWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *_all(c_void_p, "data scale sum zero order bias"),
+        *_all(c_void_p, "data scale sum zero order blocks bias"),
         *_all(c_int64, "outs ins group"),
     ]
 
@@ -90,7 +90,7 @@ class CModel(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         ("head", CWeight),
         ("norm", CNorm),
-        *_all(c_void_p, "layers group_of_layer groups table"),
+        *_all(c_void_p, "layers group_of_layer groups table blocks"),
         *_all(c_int64, "count num_groups positions packed vocab"),
         *_all(c_float, "embedding_scale logit_scale softcap"),
     ]

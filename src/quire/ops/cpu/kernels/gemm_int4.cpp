@@ -381,7 +381,7 @@ EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const
                               const int32_t* order, const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins,
                               long group, int act) {
   static thread_local Bytes shared;  // of the calling thread
-  const Weight weight{w, w_scale, nullptr, w_zero, order, bias, outs, ins, group};
+  const Weight weight{w, w_scale, nullptr, w_zero, order, nullptr, bias, outs, ins, group};
   shared.reserve(rows, weight);
   const Bytes& bytes = shared;  // in the team, `shared` is each thread's own
 #pragma omp parallel for if (rows > 1 && rows * ins >= 8192) schedule(static)

@@ -10,11 +10,14 @@ struct Weight {
   const int32_t* sum;    // int8
   const uint8_t* zero;   // int4: not null
   const int32_t* order;  // int4; may be null
+  const int64_t* blocks; // blocks of GGUF files: not null (gemm_blocks.cpp)
   const bf16* bias;
   int64_t outs, ins, group;
 
   void multiply(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act = NO_ACTIVATION) const {
-    if (zero)
+    if (blocks)
+      quire_linear_blocks(x, x_row, (const uint8_t*)data, blocks, bias, y, y_row, rows, outs, ins, act);
+    else if (zero)
       quire_linear_int4(x, x_row, (const uint8_t*)data, scale, zero, order, bias, y, y_row, rows, outs, ins, group, act);
     else if (scale)
       quire_linear_int8(x, x_row, (const int8_t*)data, scale, sum, bias, y, y_row, rows, outs, ins, act);
@@ -24,13 +27,14 @@ struct Weight {
 
   // Panels [panel0, panel1) of the same product, by the calling thread alone; of a gated weight an even number from an even one on.
   void panels(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const {
-    (this->*(zero ? &Weight::panels_int4 : scale ? &Weight::panels_int8 : &Weight::panels_bf16))(x, x_row, y, y_row, rows, act, panel0, panel1);
+    (this->*(blocks ? &Weight::panels_blocks : zero ? &Weight::panels_int4 : scale ? &Weight::panels_int8 : &Weight::panels_bf16))(x, x_row, y, y_row, rows, act, panel0, panel1);
   }
-  long bits() const { return zero ? 4 : scale ? 8 : 16; }
+  long bits() const { return zero || blocks ? 4 : scale ? 8 : 16; }
 
  private:
   void panels_bf16(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
   void panels_int8(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
+  void panels_blocks(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
   void panels_int4(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
 };
 

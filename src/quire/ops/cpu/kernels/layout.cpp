@@ -14,7 +14,7 @@ using namespace quire;
 
 static const FieldLayout LAYOUTS[] = {
     WHOLE(Weight), FIELD(Weight, data), FIELD(Weight, scale), FIELD(Weight, sum), FIELD(Weight, zero), FIELD(Weight, order),
-    FIELD(Weight, bias), FIELD(Weight, outs), FIELD(Weight, ins), FIELD(Weight, group),
+    FIELD(Weight, blocks), FIELD(Weight, bias), FIELD(Weight, outs), FIELD(Weight, ins), FIELD(Weight, group),
 
     WHOLE(Routing), FIELD(Routing, k), FIELD(Routing, score), FIELD(Routing, renormalize), FIELD(Routing, rounds),
     FIELD(Routing, groups), FIELD(Routing, top_groups), FIELD(Routing, top2), FIELD(Routing, eps), FIELD(Routing, scale),
@@ -38,7 +38,7 @@ static const FieldLayout LAYOUTS[] = {
     WHOLE(Group), FIELD(Group, cos), FIELD(Group, sin), FIELD(Group, query_scale), FIELD(Group, pairs), FIELD(Group, blocks),
 
     WHOLE(Model), FIELD(Model, head), FIELD(Model, norm), FIELD(Model, layers), FIELD(Model, group_of_layer), FIELD(Model, groups),
-    FIELD(Model, table), FIELD(Model, count), FIELD(Model, num_groups), FIELD(Model, positions), FIELD(Model, packed),
+    FIELD(Model, table), FIELD(Model, blocks), FIELD(Model, count), FIELD(Model, num_groups), FIELD(Model, positions), FIELD(Model, packed),
     FIELD(Model, vocab), FIELD(Model, embedding_scale), FIELD(Model, logit_scale), FIELD(Model, softcap),
 
     WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, num_computed_tokens), FIELD(Rows, length), FIELD(Rows, blocks),

@@ -59,7 +59,9 @@ void place(const Model& m, const Rows& r, const Work& w, const Size& size, Place
 
 void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
   const long hidden = m.layers[0]->hidden;
-  if (m.packed)
+  if (m.blocks)
+    quire_block_rows((const uint8_t*)m.table, m.blocks, ids, x, T, hidden);
+  else if (m.packed)
     quire_unpack_rows(m.table, ids, x, T, hidden);
   else
     for (long t = 0; t < T; t++) memcpy(x + t * hidden, m.table + ids[t] * hidden, hidden * sizeof(bf16));

@@ -16,7 +16,8 @@ struct Model {  // fixed once it is loaded
   const Layer* const* layers;
   const int64_t* group_of_layer;
   const Group* groups;
-  const bf16* table;  // the embeddings, [vocab, hidden], or packed
+  const bf16* table;      // the embeddings, [vocab, hidden], or packed
+  const int64_t* blocks;  // of a table in blocks of GGUF files, else null
   int64_t count, num_groups, positions, packed, vocab;
   float embedding_scale, logit_scale, softcap;
 };

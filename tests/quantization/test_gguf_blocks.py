@@ -1,0 +1,91 @@
+"""GGUF's blocks: every build of the kernels equals the definition in plain torch, and the weights are those of `gguf`."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint_quantization import BLOCKS
+from quire.models.gguf.header import TYPES
+from quire.ops.cpu import isa
+from quire.quantization.gguf_blocks import FORMS, BlockRows, BlocksWeight
+from tests.models.gguf_files import K_BYTES, random_blocks
+from tests.quantization.test_int4 import activations, kernels_of
+
+BUILDS = [each.name for each in isa.usable()]
+ROWS = (1, 2, 3, 5, 17, 50)
+
+
+def stored(kind: str, outs: int, ins: int) -> BlockRows:
+    number = gguf.GGMLQuantizationType[kind]
+    if number in K_BYTES:
+        rows = random_blocks(number, (outs, ins), seed=outs)
+    else:
+        draw = np.random.default_rng(outs)
+        rows = gguf.quants.quantize(draw.standard_normal((outs, ins), dtype=np.float32), number)
+    return BlockRows(kind, torch.from_numpy(rows))
+
+
+def dequantized(*parts: BlockRows) -> Tensor:
+    number = gguf.GGMLQuantizationType
+    found = [gguf.quants.dequantize(part.rows_ON.numpy(), number[part.kind]) for part in parts]
+    return torch.from_numpy(np.concatenate(found))
+
+
+def test_the_forms_are_those_of_the_file() -> None:
+    assert tuple(FORMS) == BLOCKS
+    sizes = {name: (elements, size) for name, elements, size in TYPES.values()}
+    assert {name: (form.block, form.size) for name, form in FORMS.items()} == {
+        name: sizes[name] for name in FORMS
+    }
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_stored_numbers_mean_what_gguf_says(kind: str) -> None:
+    """In bits; and the rows that the kernels look up are these, rounded to bfloat16."""
+    part = stored(kind, 70, 512)
+    form, codes = part.form, part.form.codes(part.rows_ON)
+    scale, minimum = codes.numbers(512 // form.group)
+    w = scale.repeat_interleave(form.group, 1) * (codes.q_OI.float() - form.zero)
+    if minimum is not None:
+        w = w - minimum.repeat_interleave(form.group, 1)
+    assert torch.equal(w, dequantized(part))
+    for name in BUILDS:
+        ids = torch.tensor([69, 0, 31, 32, 5])
+        weight = BlocksWeight([part], False, kernels_of(name))
+        assert weight.rows is not None
+        assert torch.equal(weight.rows(ids), w[ids].bfloat16())
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("kind", FORMS)
+def test_kernels_equal_the_definition(kind: str, name: str) -> None:
+    """With parts of one type and of two; gated, and with a last panel that is not full; a row's bits in any company."""
+    kernels = kernels_of(name)
+    one, two, odd = stored(kind, 64, 512), stored("Q6_K", 64, 512), stored(kind, 45, 512)
+    both = BlockRows(kind, torch.cat([one.rows_ON, stored(kind, 64, 512).rows_ON.flip(0)]))
+    for turn, (parts, gated) in enumerate(
+        [([one, two], False), ([one, two], True), ([both], True), ([odd], False)]
+    ):
+        outs = sum(len(part.rows_ON) for part in parts)
+        mine, plain = BlocksWeight(parts, gated, kernels), BlocksWeight(parts, gated, None)
+        bias = torch.randn(outs, generator=torch.Generator().manual_seed(5)).bfloat16()
+        for rows in ROWS[turn % 2 :: 2]:
+            x = activations(rows, 512)
+            got, want = mine.multiply(x, bias), plain.multiply(x, bias)
+            off = (got.float() - want.float()).abs()
+            assert float(off.max()) <= 0.008 * float(want.float().abs().max())
+            assert float((off > 0).float().mean()) < 0.1
+            for row in {0, rows // 2, rows - 1}:
+                assert torch.equal(mine.multiply(x[row : row + 1].clone(), bias)[0], got[row])
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_definition_is_near_the_product(kind: str) -> None:
+    part, x = stored(kind, 64, 512), activations(50, 512).float()
+    want = x @ dequantized(part).T
+    got = BlocksWeight([part], False, None).multiply(x)
+    assert float((got - want).norm() / want.norm()) < 0.01
