@@ -232,11 +232,11 @@ WRAPPERS = [
 ]
 
 
-def make_wrapper(wrapper: Wrapper, seed: int = 0) -> Any:
-    """The whole wrapper, towers included, random everywhere, float32, in eval mode."""
+def make_wrapper(wrapper: Wrapper, seed: int = 0, config: Any = None) -> Any:
+    """The whole wrapper, towers included, random everywhere, float32, in eval mode; `config`: another than the row's."""
     import transformers
 
-    config = transformers.CONFIG_MAPPING[wrapper.kind](**wrapper.config())
+    config = transformers.CONFIG_MAPPING[wrapper.kind](**(config or wrapper.config()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, wrapper.architecture)._from_config(
