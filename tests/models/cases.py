@@ -104,6 +104,16 @@ SHARED = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 1.7,
 }
+LLAMA4 = {
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 3,
+    "no_rope_layers": [1, 0, 1],
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 40,
+    "interleave_moe_layer_step": 2,
+    "floor_scale": 8,
+    "attn_scale": 0.7,
+}
 OSS = {
     "sliding_window": 6,
     "intermediate_size": 32,
@@ -203,6 +213,20 @@ CASES = [
     ),
     Case("minimax m2", "minimax_m2", MOE),
     Case("minimax m2 partial rope", "minimax_m2", {**MOE, "rotary_dim": 8}),
+    Case("llama4", "llama4_text", {**MOE, **LLAMA4}),
+    Case(
+        "llama4 top two",
+        "llama4_text",
+        {
+            **MOE,
+            **LLAMA4,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "moe_layers": [1],
+            "attn_temperature_tuning": False,
+        },
+    ),
     Case("phimoe", "phimoe", {**MOE, "num_experts_per_tok": 2, "head_dim": None}),
     Case(
         "phimoe with longrope",

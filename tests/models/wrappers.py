@@ -115,7 +115,7 @@ WRAPPERS = [
     Wrapper(
         "llama4",
         "Llama4ForConditionalGeneration",
-        "paged",
+        "native `Llama4`",
         lambda: {
             "text_config": {
                 **TEXT,
