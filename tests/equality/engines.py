@@ -56,6 +56,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     },
+    "gemma4_text": {
+        "sliding_window": 24,
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "num_kv_shared_layers": 3,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16,
+        "tie_word_embeddings": False,
+    },
     "cwm": {
         "sliding_window": 24,
         "num_hidden_layers": 4,
@@ -65,7 +76,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "mamba": {"state_size": 8, "expand": 2},
 }  # fmt: skip
-SPREAD = {"gemma3_text": 0.03}  # of the embedding, which it multiplies
+SPREAD = {"gemma3_text": 0.03, "gemma4_text": 0.03}  # of the embedding, which it multiplies
 
 
 def make_checkpoint(kind: str, folder: Path, **more: Any) -> str:

@@ -67,11 +67,11 @@ def test_no_setting_changes_a_token(kind: str, setting: str, checkpoint: Checkpo
 
 @pytest.mark.parametrize(
     ("depth", "kind"),
-    [(1, "qwen3"), (1, "gemma3_text"), *((2, kind) for kind in ("qwen3", "mistral", "cwm", "mamba"))],
+    [(1, "qwen3"), (1, "gemma4_text"), *((2, kind) for kind in ("qwen3", "mistral", "cwm", "mamba"))],
 )  # fmt: skip
 def test_preemption_changes_no_token(kind: str, depth: int, checkpoint: Checkpoint) -> None:
     path = checkpoint(kind)
-    blocks = {"gemma3_text": 36, "cwm": 36}.get(kind, 14)
+    blocks = {"gemma4_text": 36, "cwm": 36}.get(kind, 14)
     tight = {"block_size": 16, "num_gpu_blocks_override": blocks, "max_model_len": 128}
     with engine(path, depth, **tight) as one:
         same(one.tokens(prompts(6), greedy(COUNT)), reference(path))

@@ -72,7 +72,7 @@ def test_only_near_ties_differ(
     record_property("requests that differ from themselves alone", f"{len(found)} of 6")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma4_text"])
 def test_the_same_batch_gives_the_same_text(kind: str, checkpoint: Callable[[str], str]) -> None:
     path = checkpoint(kind)
     runs = []
