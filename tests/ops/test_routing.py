@@ -120,7 +120,7 @@ def test_as_transformers(name: str, options: Any, keywords: Any, config: Any, k:
         wanted_TE = torch.zeros(TOKENS, EXPERTS).scatter_(1, found[2], found[1])
     assert (
         torch.zeros(TOKENS, EXPERTS).scatter_(1, ids_TK, weights_TK).sub(wanted_TE).abs().max()
-        < 1e-6
+        < 3e-6
     )
     assert all(len(set(ids)) == k for ids in ids_TK.tolist())
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from quire.layers.linear import Linear
 from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot, set_parameter
 from quire.layers.weights import UNQUANTIZED, WeightRef
-from quire.ops.experts import ExpertWeights, Routing, experts, route
-from quire.ops.reference import rms_norm, sigmoid
+from quire.ops.experts import ExpertWeights, Routing, add_shared, experts, route
+from quire.ops.reference import rms_norm
 
 PROJ = ("gate_proj", "up_proj", "down_proj")
 W123 = ("w1", "w3", "w2")
@@ -201,8 +201,5 @@ class MoE(nn.Module):
         y_TD: Tensor = self.experts(x_TD, *self.gate(x_TD))
         if self.shared is None:
             return y_TD
-        shared_TD = self.shared(x_TD)
-        if self.shared_gate is not None:
-            gate_T1 = sigmoid(self.shared_gate(x_TD)).to(x_TD.dtype)
-            shared_TD = gate_T1 * shared_TD
-        return y_TD + shared_TD
+        gate_T1 = None if self.shared_gate is None else self.shared_gate(x_TD)
+        return add_shared(y_TD, self.shared(x_TD), gate_T1)

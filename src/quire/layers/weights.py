@@ -297,13 +297,15 @@ class WeightRef:
         y_TO = linear(x_TI, self.weight, self.bias)
         return act_and_mul(y_TO, self.act) if self.gated else y_TO
 
-    def kernel_weight(self) -> CWeight | None:
-        """For the kernels; None if they do not multiply this weight, or its last panel is not full."""
+    def kernel_weight(self, padded: bool = False) -> CWeight | None:
+        """For the kernels; None if they do not multiply this weight, or its last panel is not full and not `padded`."""
         prepared, bias_O = self.prepared, self.bias
-        if prepared is None or prepared.kernels is None or prepared.outs % PANEL:
+        if prepared is None or prepared.kernels is None:
+            return None
+        if prepared.outs % PANEL and not padded:
             return None
         bias = None if bias_O is None else bias_O.data_ptr()
-        return CWeight(**prepared.kernel_args(), bias=bias, outs=prepared.outs, ins=prepared.ins)
+        return CWeight(**prepared.kernel_args(), bias=bias, outs=prepared.padded, ins=prepared.ins)
 
     @property
     def outputs(self) -> list[int]:

@@ -4,10 +4,12 @@ Knows the parts of a `DecoderLayer` or `ParallelLayer` with a bound KV cache, an
 (kernels/layer.h). A half that the kernels do not support has no weights there; it runs as modules.
 
     attention half    norm, QKV, QK-norm, scale of queries, RoPE, KV write, attention, output projection, norm, scale
-    MLP half          norm, gate and up, activation, down, norm, scale
+    MLP half          norm, gate and up, activation, down, norm, scale; or norm, a mixture (`mixture_half.py`), norm, scale
 """
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from quire.layers.decoder_layer import (
     SelfAttention,
 )
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
+from quire.native.mixture_half import native_mixture
 from quire.ops.cpu.structs import LAYER_NORM, RMS, RMS_PLUS_ONE, CLayer, CNorm
 
 HALVES = ("forward", "attention_half", "mlp_half", "_output")
@@ -51,7 +54,7 @@ def has_attention(layer: CLayer) -> bool:
 
 
 def has_mlp(layer: CLayer) -> bool:
-    return layer.gate_up.data is not None
+    return layer.gate_up.data is not None or layer.mixture is not None
 
 
 def native_norm(norm: Norm | None) -> CNorm | None:
@@ -104,6 +107,8 @@ def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
 
 
 def _fill_mlp(mlp: nn.Module, native: CLayer) -> None:
+    if (mixture := native_mixture(mlp)) is not None:
+        native.mixture_references, native.mixture = mixture, ctypes.addressof(mixture)
     if type(mlp) is not GatedMLP:
         return
     gate_up, down = mlp.gate_up.ref.kernel_weight(), mlp.down_proj.ref.kernel_weight()

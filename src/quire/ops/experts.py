@@ -157,3 +157,11 @@ class HeadWeights:
 def per_head(x_THI: Tensor, of: HeadWeights) -> Tensor:
     """y_THO: each head's features times the head's own weight transposed."""
     return torch.stack([ref.multiply(x_THI[:, h]) for h, ref in enumerate(of.weights)], 1)
+
+
+@op
+def add_shared(y_TD: Tensor, shared_TD: Tensor, gate_T1: Tensor | None) -> Tensor:
+    """y plus a shared expert's output, times the sigmoid of the gate. Implementations may overwrite y."""
+    if gate_T1 is not None:
+        shared_TD = sigmoid(gate_T1).to(shared_TD.dtype) * shared_TD
+    return y_TD + shared_TD

@@ -122,3 +122,15 @@ def native_heads(of: HeadWeights) -> Any:
             return None
         of.prepared = prepared, (CWeight * len(weights))(*weights)
     return of.prepared[1]
+
+
+@definitions.add_shared.on("native")
+def _add_shared(y_TD: Tensor, shared_TD: Tensor, gate_T1: Tensor | None) -> Tensor:
+    kernels, tokens, size = best(), *y_TD.shape
+    given = [y_TD, shared_TD] if gate_T1 is None else [y_TD, shared_TD, gate_T1]
+    fits = all(each.dtype == torch.bfloat16 for each in given) and size % 16 == 0
+    if kernels is None or not fits or not (y_TD.is_contiguous() and shared_TD.is_contiguous()):
+        return definitions.add_shared.reference(y_TD, shared_TD, gate_T1)
+    gate, step = (None, 0) if gate_T1 is None else (gate_T1.data_ptr(), gate_T1.stride(0))
+    kernels.add_shared(y_TD.data_ptr(), shared_TD.data_ptr(), gate, step, tokens, size)
+    return y_TD

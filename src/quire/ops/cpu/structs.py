@@ -56,14 +56,28 @@ class CNorm(ctypes.Structure):
     ]
 
 
-class CLayer(ctypes.Structure):
-    """`references` keeps references to what it points to, beside weights and cache."""
+class CMixture(ctypes.Structure):
+    """`references` keeps references to what it points to."""
 
     references: Any
     _fields_: ClassVar[Sequence[Any]] = [
+        *_all(CWeight, "router shared_gate_up shared_down shared_gate"),
+        ("correction", c_void_p),
+        ("routing", CRouting),
+        ("experts", CExperts),
+        ("shared_act", c_int64),
+    ]
+
+
+class CLayer(ctypes.Structure):
+    """`references` and `mixture_references` keep references to what it points to, beside weights and cache."""
+
+    references: Any
+    mixture_references: Any
+    _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "qkv o gate_up down"),
         *_all(CNorm, "attention_in attention_out mlp_in mlp_out q_norm k_norm v_norm"),
-        *_all(c_void_p, "keys values key_scales value_scales sinks"),
+        *_all(c_void_p, "keys values key_scales value_scales sinks mixture"),
         *_all(c_int64, "kind hidden heads kv_heads D turns interleaved block_size window act flat_norms parallel"),
         *_all(c_float, "scale softcap residual_scale"),
     ]  # fmt: skip
@@ -119,6 +133,7 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
     CWeight,
     CRouting,
     CExperts,
+    CMixture,
     CNorm,
     CLayer,
     CStep,

@@ -11,6 +11,7 @@
 #include "layer.h"
 
 #include "kv_write.h"
+#include "mixture.h"
 #include "norm_rope_act.h"
 
 namespace quire {
@@ -96,13 +97,18 @@ static void attention_half(const Layer& l, const Step& s, bf16* x, bf16* residua
     output(l, l.attention_out, y, T);
 }
 
-static void mlp_half(const Layer& l, long T, bf16* x, bf16* residual) {
+static void mlp(const Layer& l, long T, bf16* x) {
   static thread_local Scratch<bf16> keep_inner;  // of the calling thread
   const long inner = l.down.ins;
+  if (l.mixture) return compute(*l.mixture, x, T);
   bf16* gated = keep_inner.at_least(T * inner);
-  if (!l.parallel) l.mlp_in.add(x, residual, T, l.hidden);
   l.gate_up.multiply(x, l.hidden, gated, inner, T, l.act);
   l.down.multiply(gated, inner, x, l.hidden, T);
+}
+
+static void mlp_half(const Layer& l, long T, bf16* x, bf16* residual) {
+  if (!l.parallel) l.mlp_in.add(x, residual, T, l.hidden);
+  mlp(l, T, x);
   if (!l.parallel) output(l, l.mlp_out, x, T);
 }
 
@@ -117,7 +123,7 @@ EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long
   for (long i = 0; i < count; i++) {
     const Layer& l = *layers[i];
     if (l.qkv.data) attention_half(l, *steps[groups[i]], x, residual, first && i == 0);
-    if (l.gate_up.data) mlp_half(l, tokens, x, residual);
+    if (l.gate_up.data || l.mixture) mlp_half(l, tokens, x, residual);
   }
   if (norm) norm->add(x, residual, tokens, layers[0]->hidden);
 }

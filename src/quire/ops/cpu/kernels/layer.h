@@ -53,12 +53,15 @@ struct Norm {
   }
 };
 
-struct Layer {  // fixed once the model is loaded; a half without weights (qkv, gate_up) is not run
+struct Mixture;
+
+struct Layer {  // fixed once the model is loaded; a half without weights (qkv; gate_up or mixture) is not run
   Weight qkv, o, gate_up, down;
   Norm attention_in, attention_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
   void *keys, *values;
   float *key_scales, *value_scales;  // of a quantized cache
   const float* sinks;
+  const Mixture* mixture;  // the MLP, in place of gate_up and down; may be null
   int64_t kind, hidden, heads, kv_heads, D, turns, interleaved, block_size, window, act;
   int64_t flat_norms;  // q_norm and k_norm are over all heads at once
   int64_t parallel;    // the MLP's input is the attention's

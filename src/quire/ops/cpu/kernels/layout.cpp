@@ -3,8 +3,7 @@
 
 #include <stddef.h>
 
-#include "experts.h"
-#include "route.h"
+#include "mixture.h"
 #include "step.h"
 
 using namespace quire;
@@ -24,10 +23,13 @@ static const FieldLayout LAYOUTS[] = {
 
     WHOLE(Norm), FIELD(Norm, weight), FIELD(Norm, kind), FIELD(Norm, eps),
 
+    WHOLE(Mixture), FIELD(Mixture, router), FIELD(Mixture, shared_gate_up), FIELD(Mixture, shared_down), FIELD(Mixture, shared_gate),
+    FIELD(Mixture, correction), FIELD(Mixture, routing), FIELD(Mixture, experts), FIELD(Mixture, shared_act),
+
     WHOLE(Layer), FIELD(Layer, qkv), FIELD(Layer, o), FIELD(Layer, gate_up), FIELD(Layer, down), FIELD(Layer, attention_in),
     FIELD(Layer, attention_out), FIELD(Layer, mlp_in), FIELD(Layer, mlp_out), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
     FIELD(Layer, v_norm), FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales), FIELD(Layer, value_scales),
-    FIELD(Layer, sinks), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
+    FIELD(Layer, sinks), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
     FIELD(Layer, turns), FIELD(Layer, interleaved), FIELD(Layer, block_size), FIELD(Layer, window), FIELD(Layer, act),
     FIELD(Layer, flat_norms), FIELD(Layer, parallel), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
 

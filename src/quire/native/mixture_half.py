@@ -1,0 +1,45 @@
+"""What the CPU kernels support of a mixture layer: a router in the model's dtype, experts, and maybe a shared expert.
+
+Knows the parts of an `MoE`, and fills in the C struct `Mixture` (kernels/mixture.h).
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quire.layers.decoder_layer import GatedMLP
+from quire.layers.moe import Experts, MoE, Router
+from quire.ops.cpu.experts import native_experts, native_routing
+from quire.ops.cpu.structs import CMixture, CWeight
+
+
+def native_mixture(mlp: nn.Module) -> CMixture | None:
+    """The struct; None: the kernels do not compute some part of it."""
+    if type(mlp) is not MoE or type(mlp.gate) is not Router or type(mlp.experts) is not Experts:
+        return None
+    gate, shared = mlp.gate, mlp.shared
+    router, routing = gate.ref.kernel_weight(padded=True), native_routing(gate.how)
+    experts = None if mlp.experts.on_input else native_experts(mlp.experts.of, gate.how.k)
+    if router is None or routing is None or experts is None:
+        return None
+    native = CMixture(router=router, routing=routing, experts=experts)
+    native.references = mlp, experts, routing
+    if gate.correction is not None:
+        native.correction = gate.get_parameter("correction_E").data_ptr()
+    return native if shared is None or _fill_shared(mlp, shared, native) else None
+
+
+def _fill_shared(mlp: MoE, shared: nn.Module, native: CMixture) -> bool:
+    """Whether the kernels compute the shared expert."""
+    if type(shared) is not GatedMLP:
+        return False
+    gate_up, down = shared.gate_up.ref.kernel_weight(), shared.down_proj.ref.kernel_weight()
+    share: CWeight | None = CWeight()
+    if mlp.shared_gate is not None:
+        share = mlp.shared_gate.ref.kernel_weight(padded=True)
+    prepared = shared.gate_up.ref.prepared
+    if gate_up is None or down is None or share is None or prepared is None:
+        return False
+    native.shared_gate_up, native.shared_down, native.shared_gate = gate_up, down, share
+    native.shared_act = prepared.kernel_act
+    return True

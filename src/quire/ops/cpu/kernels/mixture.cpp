@@ -1,0 +1,55 @@
+// A mixture layer in one call: the functions that its modules call, in their order, so the same bits.
+#include "mixture.h"
+
+namespace quire {
+
+constexpr long SERIAL_MAX_ROWS = 16;  // up to this many rows one thread is faster than starting a team
+
+void compute(const Mixture& m, bf16* x, long tokens) {
+  static thread_local Scratch<bf16> keep_logits, keep_inner, keep_shared, keep_gate;
+  static thread_local Scratch<float> keep_floats, keep_weights;
+  static thread_local Scratch<int64_t> keep_ids;  // of the calling thread
+  const long padded = m.router.outs, count = m.experts.count, chosen = m.experts.chosen, hidden = m.experts.hidden;
+  bf16* logits = keep_logits.at_least(tokens * padded);
+  float *floats = keep_floats.at_least(tokens * count), *weights = keep_weights.at_least(tokens * chosen);
+  int64_t* ids = keep_ids.at_least(tokens * chosen);
+  m.router.multiply(x, hidden, logits, padded, tokens);
+  for (long t = 0; t < tokens; t++)
+    for (long i = 0; i < count; i++) {
+      const uint32_t bits = (uint32_t)logits[t * padded + i] << 16;
+      memcpy(floats + t * count + i, &bits, sizeof(bits));
+    }
+  quire_route(floats, m.correction, &m.routing, tokens, count, ids, weights);
+  bf16 *shared = nullptr, *gate = nullptr;
+  const long inner = m.shared_down.ins, gate_row = m.shared_gate.outs;
+  if (m.shared_down.data) {
+    bf16* gated = keep_inner.at_least(tokens * inner);
+    shared = keep_shared.at_least(tokens * hidden);
+    m.shared_gate_up.multiply(x, hidden, gated, inner, tokens, (int)m.shared_act);
+    m.shared_down.multiply(gated, inner, shared, hidden, tokens);
+  }
+  if (m.shared_gate.data) {
+    gate = keep_gate.at_least(tokens * gate_row);
+    m.shared_gate.multiply(x, hidden, gate, gate_row, tokens);
+  }
+  quire_experts(&m.experts, x, hidden, ids, weights, x, tokens);
+  if (shared) quire_add_shared(x, shared, gate, gate_row, tokens, hidden);
+}
+
+}  // namespace quire
+
+using namespace quire;
+
+// y += sigmoid(gate) * shared, or y += shared if gate is null; gate: one value in a line of gate_row.
+EXPORT void quire_add_shared(bf16* y, const bf16* shared, const bf16* gate, long gate_row, long rows, long D) {
+#pragma omp parallel for if (rows >= SERIAL_MAX_ROWS) schedule(static)
+  for (long r = 0; r < rows; r++) {
+    alignas(64) bf16 one[16];
+    if (gate) std::fill(one, one + 16, gate[r * gate_row]);
+    const Floats share = gate ? rounded(times_sigmoid(floats(1.f), widen(one))) : floats(1.f);
+    for (long d = 0; d < D; d += 16) {
+      const Floats x = widen(shared + r * D + d);
+      store(y + r * D + d, widen(y + r * D + d) + (gate ? rounded(share * x) : x));
+    }
+  }
+}
