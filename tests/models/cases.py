@@ -285,6 +285,8 @@ CASES = [
             "norm_topk_prob": False,
         },
     ),
+    Case("ernie4_5", "ernie4_5", {"tie_word_embeddings": False}),
+    Case("ernie4_5 biases", "ernie4_5", {"use_bias": True}),
     Case("smollm3", "smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
     Case("seed_oss", "seed_oss", {"attention_bias": True, "attention_out_bias": True}),
     Case(

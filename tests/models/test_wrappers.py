@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.models.hf_config import read_config
+from quire.models.hf_config import TextConfig, read_config
 from tests.models.archs import randomise
 from tests.models.cases import BASE, save
 from tests.models.harness import Runner
@@ -100,6 +100,22 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+def test_sizes_that_a_wrapper_leaves_out(tmp_path: Path) -> None:
+    """Gemma 3's published config.json."""
+    inner = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    rope = {"factor": 8.0, "rope_type": "linear"}
+    text = {**inner, "model_type": "gemma3_text", "sliding_window": 1024, "rope_scaling": rope}
+    names = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    (tmp_path / "config.json").write_text(json.dumps({**names, "text_config": text}))
+    found = read_config(str(tmp_path))
+    assert (found["num_attention_heads"], found["head_dim"]) == (8, 256)
+    assert (found["vocab_size"], found["max_position_embeddings"]) == (262208, 131072)
+    cfg = TextConfig(found)
+    assert [cfg.window(i) for i in range(4, 7)] == [1024, None, 1024]
+    assert (cfg.rope(5)["rope_theta"], cfg.rope(5)["factor"]) == (1e6, 8.0)
+    assert (cfg.rope(4)["rope_theta"], cfg.rope(4)["rope_type"]) == (1e4, "default")
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])

@@ -148,7 +148,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         [alone] if alone else wrapper or list(inner.get("architectures") or [])
     )
     merged[WRAPPED] = wrapper[0] if wrapper else str(outer.get("model_type", ""))
-    return merged
+    defaults = DEFAULTS.get(_family(str(inner.get("model_type"))), {})
+    return {**{key: defaults[key] for key in SIZES if key in defaults}, **merged}
 
 
 DEFAULTS: dict[str, dict[str, Any]] = FAMILIES["defaults"]
@@ -160,6 +161,12 @@ SPELLINGS: dict[str, str] = FAMILIES["spellings"]
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts")
 """Other names of `num_experts`."""
 
+
+SIZES = (
+    *("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "max_position_embeddings",
+)
+"""Keys that published wrappers leave out of their text model's config (Gemma 3)."""
 
 LAYER_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 LAYER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}

@@ -33,6 +33,15 @@ class SeedOss(CausalLM):
         return DecoderLayer(cfg, attention, GatedMLP(cfg, bias=cfg.mlp_bias))
 
 
+class Ernie(CausalLM):
+    """ERNIE 4.5, dense: adjacent features are rotated in pairs."""
+
+    def layer(self, i: int) -> nn.Module:
+        cfg, bias = self.cfg, self.cfg.use_bias
+        attention = SelfAttention(cfg, i, qkv_bias=bias, o_bias=bias, interleaved=True)
+        return DecoderLayer(cfg, attention, GatedMLP(cfg, bias=bias))
+
+
 class SmolLM3(CausalLM):
     """No positions in every fourth layer."""
 
