@@ -126,3 +126,14 @@ CASES += [
     case("lfm2", "lfm2 biases", LFM2, conv_bias=True, block_auto_adjust_ff_dim=False, conv_L_cache=4),
     case("lfm2_moe", "lfm2 moe", LFM2, **EXPERTS, num_dense_layers=1, routed_scaling_factor=1.4),
 ]  # fmt: skip
+GEMMA = {
+    "head_dim": None,
+    "num_hidden_layers": 3,
+    "attention_window_size": 8,
+    "intermediate_size": 96,
+}
+CASES += [
+    case("recurrent_gemma", "recurrent gemma", GEMMA),
+    case("recurrent_gemma", "recurrent gemma wide", GEMMA, lru_width=80, num_key_value_heads=4, hidden_size=64, attention_bias=True, logits_soft_cap=3.0),
+    case("rwkv", "rwkv", ALONE, rescale_every=2, num_hidden_layers=3),
+]  # fmt: skip

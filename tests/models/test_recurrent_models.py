@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire import LLM, SamplingParams
 from tests.models.cases import Case, write
 from tests.models.harness import Runner
 from tests.models.recurrent_cases import CASES
@@ -31,3 +32,21 @@ def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
         pieces = in_pieces(Runner(ours, num_tokens=512, seed=most), prompts, seed=most, most=most)
         for got, alone in zip(pieces, whole, strict=True):
             assert torch.equal(got, alone)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "rwkv", "recurrent gemma"])
+def test_the_engine_generates_as_transformers(name: str, tmp_path: Path) -> None:
+    """Prompts side by side, with fewer rows than prompts and chunks of few tokens."""
+    theirs = write(next(case for case in CASES if case.name == name), tmp_path)
+    prompts, count = texts(lengths=(37, 2, 5, 21)), 6
+    wanted = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(plain(theirs, tokens)[-1].argmax()))
+        wanted.append(tokens[len(prompt) :])
+    how = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64, "dtype": "float32"}
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, **how)
+    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    assert [list(each.outputs[0].token_ids) for each in found] == wanted

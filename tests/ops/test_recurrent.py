@@ -96,6 +96,15 @@ def problems(dtype: torch.dtype, odd: bool) -> Iterator[tuple[str, Problem]]:
         recurrent.selective_scan, [x, draw(channels).abs(), b, c], scan_shape(channels, 6), torch.float32,
         lambda run, x, state, rows: run(x[0], x[1], a, x[2], x[3], skip, state, rows),
     )  # fmt: skip
+    yield "decaying sum", Problem(
+        recurrent.decaying_sum, [draw(channels), draw(channels).sigmoid()], (channels,), torch.float32,
+        lambda run, x, state, rows: run(*x, state, rows),
+    )  # fmt: skip
+    decay, first = torch.randn(channels), torch.randn(channels)
+    yield "RWKV", Problem(
+        recurrent.wkv, [30 * draw(channels), draw(channels)], (3, channels), torch.float32,
+        lambda run, x, state, rows: run(*x, decay, first, state, rows),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -124,7 +133,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_cpu_kernels_equal_the_definitions(kernels: str, dtype: torch.dtype) -> None:
     share = 2e-6 if dtype == torch.float32 else 5e-3
     for name, problem in problems(dtype, odd=False):
-        run = problem.op.implementations["native"]
+        run = problem.op.implementations.get("native", problem.op.reference)
         want, want_after = problem.run(problem.op.reference, WHOLE)
         whole, after = problem.run(run, WHOLE)
         cut, after_cuts = problem.run(run, CUT)

@@ -1,7 +1,7 @@
 """Ops of recurrent layers in plain torch: the definitions. Each reads and writes one state for each row.
 
 Every recurrence runs token by token in float32, in every step: its bits depend neither on how a prompt was cut into
-steps nor on the other rows (decision 54). A state continues from what is at the row's index; rows are stride(0) apart.
+steps nor on the other rows (decision 58). A state continues from what is at the row's index; rows are stride(0) apart.
 
 Nonlinear functions are made of exp and log1p alone: torch computes others (silu, softplus) with other bits at the end of
 a tensor than in its middle.
@@ -208,3 +208,38 @@ def gated_rms_norm(
     y = x.to(gate_TD.dtype) * weight.view(-1, size)
     y = y.flatten(-2)
     return y if gate_first else (y.float() * gate).to(gate_TD.dtype)
+
+
+@op
+def decaying_sum(x_TC: Tensor, decay_TC: Tensor, state_RC: Tensor, rows: StateRows) -> Tensor:
+    """y_t = decay_t * y_(t-1) + x_t for each channel, in float32; the state is the last y."""
+    y_TC, s_BC = torch.empty_like(x_TC), state_RC[rows.rows_B]
+    for inside, tokens in _by_token(rows):
+        s_BC[inside] = y_TC[tokens] = decay_TC[tokens] * s_BC[inside] + x_TC[tokens]
+    _put(state_RC, s_BC, rows)
+    return y_TC
+
+
+@op
+def wkv(
+    k_TC: Tensor, v_TC: Tensor, decay_C: Tensor, first_C: Tensor, state_R3C: Tensor, rows: StateRows
+) -> Tensor:
+    """RWKV-4 (Peng et al. 2023, arXiv 2305.13048): the mean of all values so far, weighed by e^key, older ones less.
+
+    A weight decays by e^(-e^decay) a token; the newest one is multiplied by e^first. float32. The state is the sum of
+    the weighed values, that of the weights, and the exponent that both have been divided by.
+    """
+    y_TC, s_B3C = torch.empty_like(k_TC), state_R3C[rows.rows_B]
+    for inside, tokens in _by_token(rows):
+        total, weights, top = s_B3C[inside].unbind(1)
+        top = top.masked_fill(weights == 0, -1e30)  # of a row that starts
+        k, v = k_TC[tokens], v_TC[tokens]
+        most = torch.maximum(top, k + first_C)
+        old, new = torch.exp(top - most), torch.exp(k + first_C - most)
+        y_TC[tokens] = (old * total + new * v) / (old * weights + new)
+        top = top - torch.exp(decay_C)
+        most = torch.maximum(top, k)
+        old, new = torch.exp(top - most), torch.exp(k - most)
+        s_B3C[inside] = torch.stack((old * total + new * v, old * weights + new, most), 1)
+    _put(state_R3C, s_B3C, rows)
+    return y_TC
