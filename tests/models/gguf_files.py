@@ -15,7 +15,9 @@ from safetensors import safe_open
 from quire.layers.rotary import ROPE_INIT_FUNCTIONS
 
 TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
-KINDS = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
+KINDS = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "seed_oss": "seed_oss",
+}  # fmt: skip
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "smollm3")
 PLUS_ONE = ("gemma2", "gemma3")
@@ -111,6 +113,7 @@ class GgufCopy:
     def _metadata(self, w: Any) -> None:
         c = self.config
         rope = c.get("rope_parameters") or {}
+        rope = rope.get("full_attention", rope)
         w.add_context_length(c["max_position_embeddings"])
         w.add_embedding_length(c["hidden_size"])
         w.add_block_count(c["num_hidden_layers"])
@@ -121,8 +124,18 @@ class GgufCopy:
             w.add_key_length(c["head_dim"])
         w.add_layer_norm_rms_eps(c["rms_norm_eps"])
         w.add_rope_freq_base(rope.get("rope_theta", 10000.0))
-        if c.get("sliding_window") and self.arch in ("llama", "gemma2", "gemma3"):
+        if c.get("sliding_window") and self.arch in ("llama", "gemma2", "gemma3", "phi3"):
             w.add_sliding_window(c["sliding_window"])
+        for key, add in {
+            "attn_logit_softcapping": w.add_attn_logit_softcapping,
+            "final_logit_softcapping": w.add_final_logit_softcapping,
+            "attention_multiplier": w.add_attention_scale,
+            "embedding_multiplier": w.add_embedding_scale,
+            "residual_multiplier": w.add_residual_scale,
+            "logits_scaling": w.add_logit_scale,
+        }.items():
+            if c.get(key):
+                add(c[key])
         if rope.get("rope_type") in ("linear", "yarn"):
             w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
             w.add_rope_scaling_factor(rope["factor"])

@@ -33,7 +33,7 @@ from quire.ops.cpu.bindings import best
 from quire.platforms.cpu import CpuPlatform
 from quire.quantization.apply import prepared_weights, weight_bytes
 from quire.quantization.gguf_blocks import BlocksWeight
-from tests.models.cases import CASES, write
+from tests.models.cases import BASE, BOTH_ROPES, CASES, GEMMA2, Case, write
 from tests.models.gguf_files import TINY, GgufCopy, mixed
 from tests.models.harness import Runner
 from tests.tiny_llama import make_checkpoint
@@ -51,12 +51,36 @@ def build(path: Path, **options: Any) -> Any:
 GGUF_CASES = [
     "llama", "llama tied", "llama of few keys", "llama one kv head", "linear", "yarn", "mistral",
     "mistral window", "qwen2", "qwen2 tied", "qwen3", "qwen3 tied",
+    "phi3", "granite", "olmo2", "glm4",
 ]  # fmt: skip
+IMPLIED = [  # values that the files of these families do not contain
+    Case("gemma2", "gemma2", {**GEMMA2, "query_pre_attn_scalar": BASE["head_dim"]}),
+    Case(
+        "gemma3",
+        "gemma3_text",
+        {
+            "num_hidden_layers": 6,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": BASE["head_dim"],
+            "rope_parameters": {
+                **BOTH_ROPES,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    Case("smollm3", "smollm3", {"num_hidden_layers": 4}),
+    Case("seed_oss", "seed_oss", {"attention_bias": True}),
+]
+GGUF_MODELS = [
+    *(c for c in CASES if {c.name, c.name.removeprefix("llama ")} & {*GGUF_CASES}),
+    *IMPLIED,
+]
 
 
-@pytest.mark.parametrize("name", GGUF_CASES)
-def test_a_float_file_gives_the_bits_of_its_checkpoint(name: str, tmp_path: Path) -> None:
-    case = next(each for each in CASES if each.name in (name, f"llama {name}"))
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name.replace(" ", "-")) for c in GGUF_MODELS]
+)
+def test_a_float_file_gives_the_bits_of_its_checkpoint(case: Case, tmp_path: Path) -> None:
     write(case, tmp_path / "st")
     wanted = Runner(build(tmp_path / "st")).prefill(0, PROMPT)
     file = GgufCopy(tmp_path / "st").write(tmp_path / "model.gguf")
