@@ -12,8 +12,9 @@ from tiny_llama import make_checkpoint
 
 from quire.cli.doctor import main
 from quire.errors import ConfigError
-from quire.models.checkpoint_files import header, weight_files
+from quire.models.checkpoint_files import weight_files
 from quire.models.hf_config import read_config
+from quire.models.safetensors_header import header
 
 
 @pytest.fixture
@@ -87,7 +88,8 @@ GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         (GOOD | {"dtype": 7}, "dtype of x"),
         (GOOD | {"data_offsets": [0]}, "data_offsets of x"),
         (GOOD | {"data_offsets": [-8, 16]}, "data_offsets of x"),
-        (GOOD | {"data_offsets": [0, 10**9]}, "truncated"),
+        (GOOD | {"data_offsets": [0, 10**9]}, "does not have the 1000000000 bytes at offset 0"),
+        (GOOD | {"data_offsets": [10**9, 10**9 + 16]}, "truncated"),
         (GOOD | {"data_offsets": [16, 0]}, "data_offsets of x are 16 and 0, in the wrong order"),
         ([], "is not a complete safetensors file"),
     ],
@@ -102,8 +104,9 @@ def test_a_lying_header_is_one_sentence(folder: Path, entry, says: str, capsys):
 
 @pytest.mark.parametrize("offsets", [[0, 16], [8, 24], [15, 31], [4, 12]])
 def test_tensors_that_share_bytes_are_refused(folder: Path, offsets: list[int]):
-    entries = {"x": GOOD, "y": GOOD | {"data_offsets": offsets}}
-    with pytest.raises(ConfigError, match=r"the data of [xy] overlaps that of [xy]"):
+    shape = [(offsets[1] - offsets[0]) // 4]
+    entries = {"x": GOOD, "y": GOOD | {"data_offsets": offsets, "shape": shape}}
+    with pytest.raises(ConfigError, match=r"the data of [xy] at offset \d+ overlaps that of [xy]"):
         header(safetensors(folder, json.dumps(entries)))
 
 

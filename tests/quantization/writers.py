@@ -142,8 +142,9 @@ def ct_int8(w: np.ndarray, name: str, *, strategy: str = "channel") -> Written:
 
 def float8(
     w: np.ndarray, name: str, *, strategy: str = "tensor", block: int = 32, scale_name: str = "weight_scale",
-    static: bool = False,
+    static: bool = False, exponents: bool = False,
 ) -> Written:  # fmt: skip
+    """`exponents`: scales are powers of two."""
     blocks = {"tensor": w.shape, "channel": (1, w.shape[1]), "block": (block, block)}[strategy]
     rows, columns = (-(-size // part) for size, part in zip(w.shape, blocks, strict=True))
     q, means = torch.zeros(w.shape, dtype=torch.float8_e4m3fn), np.zeros_like(w)
@@ -152,9 +153,12 @@ def float8(
         for c in range(columns):
             at = np.s_[r * blocks[0] : (r + 1) * blocks[0], c * blocks[1] : (c + 1) * blocks[1]]
             scale[r, c] = np.abs(w[at]).max() / 448
+            if exponents:
+                scale[r, c] = np.exp2(np.ceil(np.log2(scale[r, c])))
             q[at] = tensor(w[at] / scale[r, c], torch.float8_e4m3fn)
             means[at] = q[at].float().numpy() * scale[r, c]
     stored = tensor(scale.reshape(()) if strategy == "tensor" else scale)
+    stored = stored.to(torch.float8_e8m0fnu) if exponents else stored
     found = {"weight": q, scale_name: stored}
     if static:
         found["input_scale"] = torch.tensor(0.02)
@@ -380,6 +384,7 @@ FORMS = [
     Form("auto-round awq", auto_round(packing_format="auto_round:auto_awq"), awq),
     Form("fp8", FP8, float8, {"static": True}, "requantized"),
     Form("fp8 blocks", {**FP8, "weight_block_size": [32, 32]}, float8, {"strategy": "block", "scale_name": "weight_scale_inv"}, "requantized"),
+    Form("fp8 blocks e8m0", {**FP8, "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}, float8, {"strategy": "block", "scale_name": "weight_scale_inv", "exponents": True}, "requantized"),
     Form("fbgemm", {**FP8, "quant_method": "fbgemm_fp8"}, float8, {"strategy": "channel"}, "requantized"),
     Form("ct float8", compressed("float-quantized", **FLOAT), float8, {"strategy": "channel"}, "requantized"),
     Form("ct float8 tensor", compressed("float-quantized", **{**FLOAT, "strategy": "tensor"}), float8, {"static": True}, "requantized"),

@@ -19,8 +19,9 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelNotFound, QuireError
 from quire.frontend import startup
 from quire.frontend.startup import load_tokenizer
-from quire.models.checkpoint_files import TensorHeader, header, weight_files
+from quire.models.checkpoint_files import TensorHeader, weight_files
 from quire.models.registry import choose_impl
+from quire.models.safetensors_header import header
 from quire.models.supported import own_cache
 from quire.platforms.detect import PlatformFacts
 from quire.worker.memory_plan import ITEMSIZE, MemoryPlan, size

@@ -17,8 +17,8 @@ from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.jinja_sandbox import compile_template
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.logging import get_logger
-from quire.models.checkpoint_files import check_fetched
 from quire.models.location import check_vocabulary, no_tokenizer
+from quire.models.safetensors_header import check_fetched
 from quire.models.supported import check_model
 from quire.startup_timer import Report, no_report
 

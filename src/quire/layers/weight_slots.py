@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from quire.layers.weights import WeightRef
 
 
+EXPONENT = torch.float8_e8m0fnu
+"""Powers of two, the scales of some fp8 checkpoints."""
+
+
 class WeightSlot(NamedTuple):
     """The destination of one checkpoint tensor: a whole parameter, or `length` of dimension `dim` from `start`.
 
@@ -171,8 +175,9 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is a float that converts to other floats; 8-bit floats have no meaning without their scales."""
-    return tensor.is_floating_point() and tensor.itemsize > 1
+    """Whether it is a float that converts to other floats; 8-bit floats, but powers of two, have no meaning without their
+    scales."""
+    return tensor.is_floating_point() and (tensor.itemsize > 1 or tensor.dtype == EXPONENT)
 
 
 def _name(tensor: Tensor) -> str:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import struct
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from quire.logging import get_logger
 from quire.models.gguf.families import stored_in
 from quire.models.gguf.folder import only_model
 from quire.models.gguf.header import TYPES, parts_of
+from quire.models.safetensors_header import BITS, header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,18 +30,11 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "gguf", "dummy")
-ITEMSIZE: dict[str, float] = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
-}
+ITEMSIZE = {name: bits / 8 for name, bits in BITS.items()}
 ITEMSIZE |= {name: size / elements for name, elements, size in TYPES.values() if elements > 1}
 FLOATS = ("F64", "F32", "F16", "BF16")
 TABLE = re.compile(r"embed|wte|wpe")  # lookup tables, which are not multiplied
-LONGEST_HEADER = 100 << 20
 PICKLES = ("*.bin", "*.pt", "*.pth")
-LFS = b"version https://git-lfs.github.com"
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 AGAIN = "the download is not complete; download the checkpoint again"
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "adapter_model")
@@ -125,80 +118,8 @@ def _single_safetensors(root: Path) -> list[Path]:
 # ------------------------------------------------------------------------------------ sizes
 
 
-def check_fetched(file: Path) -> None:
-    """Raises ConfigError: the file is a Git LFS pointer, as `git clone` without git-lfs leaves it."""
-    with file.open("rb") as opened:
-        if opened.read(len(LFS)) == LFS:
-            raise ConfigError(
-                f"{file} is a Git LFS pointer, not the file: run `git lfs pull` in its directory"
-            )
-
-
-def header(file: Path) -> dict[str, dict[str, Any]]:
-    """Name -> {"dtype", "shape", "data_offsets"} of a safetensors file.
-
-    Raises:
-        ConfigError: the file is damaged, for instance cut short by an unfinished download.
-    """
-    size = file.stat().st_size
-    check_fetched(file)
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > min(size, LONGEST_HEADER):
-                raise ValueError("its header is longer than the file")
-            found = json.loads(opened.read(length))
-        found.pop("__metadata__", None)
-        for name, tensor in found.items():
-            _check_entry(name, tensor)
-        _check_overlaps(found)
-        last = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
-    except RecursionError:
-        raise ConfigError(
-            f"{file} is not a complete safetensors file: its header is nested too deeply"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(f"{file} is not a complete safetensors file: {error}") from None
-    if 8 + length + last > size:
-        raise ConfigError(
-            f"{file} is truncated: {size} bytes of {8 + length + last}; download it again"
-        )
-    return dict(found)
-
-
-def _check_entry(name: str, tensor: dict[str, Any]) -> None:
-    """Raises ValueError, KeyError, TypeError: the header's entry for a tensor is malformed."""
-    shape, offsets = tensor["shape"], tensor["data_offsets"]
-    if not isinstance(tensor["dtype"], str):
-        raise ValueError(f"the dtype of {name} is {tensor['dtype']!r}")
-    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
-        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(
-                f"the {what} of {name} is {str(numbers)[:200]}; they must be whole numbers"
-            )
-    if len(offsets) != 2:
-        raise ValueError(
-            f"the data_offsets of {name} are {len(offsets)} numbers; there must be two"
-        )
-
-
-def _check_overlaps(found: dict[str, dict[str, Any]]) -> None:
-    """Raises ValueError: tensors share bytes, or a tensor ends before it begins."""
-    end, before = 0, ""
-    for name, tensor in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = tensor["data_offsets"]
-        if stop < start:
-            raise ValueError(
-                f"the data_offsets of {name} are {start} and {stop}, in the wrong order"
-            )
-        if start < end and stop > start:
-            raise ValueError(f"the data of {name} overlaps that of {before}")
-        if stop > start:
-            end, before = stop, name
-
-
 TensorHeader = tuple[str, str, Sequence[int]]
-"""Name, element format (as in ITEMSIZE) and shape of a tensor in a file."""
+"""Name, element format (as in safetensors_header.BITS) and shape of a tensor in a file."""
 
 
 def weight_bytes(
