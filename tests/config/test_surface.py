@@ -73,7 +73,7 @@ NEWER = """
 --cpu-distributed-timeout-seconds --data-parallel-supervisor-port --dcp-q-replicate --dp-supervisor-probe-failure-threshold
 --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s --dp-sync-interval --ec-manager-config --elastic-ep-max-dp-size
 --enable-batch-sharded-sampling --enable-cumem-allocator --enable-flashinfer-autotune --enable-hc-sp
---enable-mamba-shared-prefix-checkpoint --enable-moe-shared-loras --enable-nccl-comm-suspend --enable-shm-tensor-arena
+--enable-moe-shared-loras --enable-nccl-comm-suspend --enable-shm-tensor-arena
 --enable-trace-replay --fingerprint-value --grpc-port --jit-monitor-mode --jit-monitor-verbose --kda-decode-backend
 --long-prefill-token-threshold-adaptive --mamba-ssu-algorithm --max-lora-cls-labels --max-num-scheduled-tokens
 --mm-device-do-normalize --mm-encoder-fp8-scale-save-margin --mm-encoder-fp8-scale-save-path --mm-hasher-algorithm
@@ -82,7 +82,7 @@ NEWER = """
 --no-enable-mamba-shared-prefix-checkpoint --no-enable-moe-shared-loras --no-enable-nccl-comm-suspend --no-enable-shm-tensor-arena
 --no-enable-trace-replay --no-jit-monitor-verbose --no-long-prefill-token-threshold-adaptive --no-mm-device-do-normalize
 --no-sleep-mode-offload-cudagraph --no-swa-bounded-replay --no-use-fp64-gumbel --no-use-replayssm
---per-request-spec-decode-metrics --prefill-schedule-interval --prefix-cache-retention-interval --prefix-match-unit
+--per-request-spec-decode-metrics --prefill-schedule-interval --prefix-match-unit
 --replayssm-buffer-len --safetensors-prefetch-block-size --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names
 --sparse-indexer-topk-backend --swa-bounded-replay --use-fp64-gumbel --use-replayssm --video-pruning-method
 """

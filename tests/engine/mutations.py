@@ -22,6 +22,8 @@ TRIALS = 4000
 SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/plan_builder.py"
 MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/block_pool.py", "kvcache/block_hash.py"
 HELD = "scheduler/held_blocks.py"
+CHECKPOINTS, STATES = "features/state_checkpoints/gate.py", "worker/state_hook.py"
+KEPT = "kvcache/checkpoints.py"
 QUEUES, FAIR = "scheduler/waiting_queue.py", "features/fair_share/fair_queue.py"
 
 # name -> (file, function or method, pattern in its syntax tree, replacement). Both are Python, so that formatting does
@@ -107,6 +109,14 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
         HASHING, "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.element_format}:{named}"',
     ),
     "the hash ignores the parent": (HASHING, "Hasher.extend", "hashes[-1] if hashes else root", "root"),
+    "a state is not cleared": (STATES, "StateHook.enter", "self.states.clear(ANY)", "pass"),
+    "a state is not restored": (STATES, "StateHook.before", "self.states.load(ANY, ANY)", "pass"),
+    "a state is restored from a later boundary": (MANAGER, "KVManager.match", "self._longest_prefix(cached_blocks, usable)", "self._longest_prefix(cached_blocks, count - 1)"),
+    "a state is restored from another boundary": (CHECKPOINTS, "CheckpointGate.usable", "request.hashes[n - 1]", "request.hashes[n - size]"),
+    "a checkpoint is named by the block after it": (CHECKPOINTS, "CheckpointGate._hash", "request.hashes[number - 1]", "request.hashes[min(number, len(request.hashes) - 1)]"),
+    "a checkpoint of a failed request is kept": (CHECKPOINTS, "CheckpointGate.leave", 'request.finish == "error"', "False"),
+    "checkpoints outlive the cache": (MANAGER, "KVManager.reset", "limit.reset()", "pass"),
+    "an evicted checkpoint is found": (KEPT, "CheckpointPool.add", "(self.ends or self.junctions).popitem(last=False)", "next(iter((self.ends or self.junctions).items()))"),
 }  # fmt: skip
 
 

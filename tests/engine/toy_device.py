@@ -1,5 +1,7 @@
 """A toy device: rows, a memory of blocks, and a next token that depends on the last seven tokens and the adapter.
 
+A stateful device also has a recurrent state for each row: a hash of all tokens so far.
+
 It runs plans in order and as late as possible, and compares every read of its memory with the expected value. It shares
 no code with the worker.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,6 +20,7 @@ from quire.kvcache.specs import CacheGroup, WindowSpec
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.tensor_data import TensorData
+from quire.worker.state_hook import StateHook
 
 VOCAB = 97
 POISON = "poison"
@@ -45,9 +48,9 @@ class ToyRow:
     pools: bool = False  # it draws no tokens; its output is a tensor
 
 
-def histories(sequence: list[int]) -> list[int]:
+def histories(sequence: list[int], value: int = 1) -> list[int]:
     """For each position, a hash of all tokens up to it: KV depends on what comes before."""
-    value, out = 1, []
+    out = []
     for token in sequence:
         value = (value * 1_000_003 + token + 1) % 2_305_843_009_213_693_951
         out.append(value)
@@ -61,6 +64,30 @@ def pooled(prompt: list[int]) -> TensorData:
 
 class StepFailed(Exception):
     """The device could not run a step at all."""
+
+
+class ToyStates:
+    """The recurrent states of rows, and their checkpoints, by place."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, object] = defaultdict(lambda: 1)
+        self.checkpoints: dict[int, object] = {}
+        self.loads = 0
+
+    def clear(self, row: int) -> None:
+        self.rows[row] = 1
+
+    def load(self, row: int, slot: int) -> None:
+        self.loads += 1
+        self.rows[row] = self.checkpoints[slot]
+
+    def save(self, row: int, slot: int) -> None:
+        self.checkpoints[slot] = self.rows[row]
+
+    def lose(self) -> None:
+        """The memory is freed and allocated again."""
+        self.rows.update(dict.fromkeys(self.rows, "lost"))
+        self.checkpoints = dict.fromkeys(self.checkpoints, "lost")
 
 
 class ToyDevice:
@@ -90,6 +117,8 @@ class ToyDevice:
         self.forcing = 0.0  # probability of forced tokens after a draw
         self.num_forced = 0
         self.fate = random.Random(0)
+        self.states: ToyStates | None = None
+        self.hook: StateHook | None = None
         self.drew: dict[
             int, list[tuple[int, int, ToyRow, int]]
         ] = {}  # by step: item, row, life, place
@@ -139,6 +168,10 @@ class ToyDevice:
         while self.queue:
             self._run(msgspec.msgpack.decode(self.queue.popleft(), type=StepPlan))
 
+    def add_states(self) -> None:
+        self.states = ToyStates()
+        self.hook = StateHook(self.states)
+
     # -- one step -------------------------------------------------------------------------------
     def _run(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
@@ -146,6 +179,8 @@ class ToyDevice:
         for new in plan.entered:
             self._enter(new, plan.step)
         fails = self.rng.random() < self.failing_steps
+        if self.hook is not None:
+            fails |= not self._prepare_states(plan)
         work = []
         for item in plan.work:
             row = self.rows[item.row]
@@ -157,8 +192,12 @@ class ToyDevice:
             start, end = row.num_computed_tokens, row.num_computed_tokens + item.num_tokens
             assert start < end <= len(sequence), f"row {item.row}: no such tokens"
             row.spoilt |= self._fails(row) or fails
+            if self.states is not None:
+                self._advance_state(item.row, sequence, start, end)
             self._write(row, sequence, start, end)  # all rows write before any reads
             work.append((item, row, sequence, start, end))
+        if self.hook is not None and not fails:
+            self.hook.after(plan)
         tokens, errors, drew = [], {}, []
         for index, (item, row, sequence, start, end) in enumerate(work):
             row.spoilt |= self._read(row, sequence, start, end)
@@ -175,6 +214,26 @@ class ToyDevice:
             if row.pools and end == len(sequence):
                 result.tensors[index] = pooled(sequence)
         self.done[plan.step] = StepFailed() if fails else decode_up(encode(result))
+
+    def _prepare_states(self, plan: StepPlan) -> bool:
+        """Whether every checkpoint that the plan loads was saved."""
+        for new in plan.entered:
+            self.hook.enter(new)
+        try:
+            self.hook.before(plan, None)
+        except RuntimeError:
+            return False
+        return True
+
+    def _advance_state(self, number: int, sequence: list[int], start: int, end: int) -> None:
+        """Add the tokens to the row's state; it must be that of all tokens before them."""
+        row, found = self.rows[number], self.states.rows[number]
+        row.spoilt |= found == POISON
+        if not row.spoilt:
+            expected = 1 if start == 0 else (row.kin, histories(sequence[:start])[-1])
+            assert found == expected, f"{row.id} continues from a wrong state"
+        history = histories(sequence[:end])[-1]
+        self.states.rows[number] = POISON if row.spoilt else (row.kin, history)
 
     def _enter(self, new: EnteredRow, step: int) -> None:
         assert new.row not in self.rows, f"row {new.row} is taken"

@@ -15,8 +15,10 @@ from toy_device import VOCAB, ToyDevice, next_token, pooled
 from quire.engine.core import EngineCore
 from quire.engine.sleep import SleepController
 from quire.features.fair_share.fair_queue import FairQueue
+from quire.features.state_checkpoints.gate import CheckpointGate
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
+from quire.kvcache.checkpoints import CheckpointPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 from quire.protocol.output import EngineOutput
@@ -254,6 +256,13 @@ def draw_groups(rng: random.Random) -> list[CacheGroup]:
     return [CacheGroup(spec, (i,)) for i, spec in enumerate(kinds)]
 
 
+def draw_checkpoints(rng: random.Random, size: int) -> CheckpointGate:
+    boundary = size * rng.choice([1, 1, 2, 3])
+    interval = boundary * rng.choice([0, 0, 1, 2])
+    pool = CheckpointPool(rng.choice([1, 2, 5, 50]))
+    return CheckpointGate(pool, size, boundary, interval, rng.random() < 0.8)
+
+
 def draw_setting(seed: int) -> Setting:
     rng = random.Random(seed)
     size = rng.choice([1, 2, 4, 16])
@@ -293,6 +302,15 @@ def draw_setting(seed: int) -> Setting:
         gates += [FirstBiteGate(rng.choice([2, 5, 99])), piece]
     kv = KVManager(pool, groups, size, caching=rng.random() < 0.9, hasher=RememberingHasher(size))
     device = ToyDevice(groups, num_blocks, size, drafts, rng)
+    states = random.Random(~seed ^ 3)
+    if not drafts and states.random() < 0.5:
+        device.add_states()
+        if kv.caching and limits.chunked:
+            checkpoints = draw_checkpoints(states, size)
+            gates.insert(0, checkpoints)
+            kv.limits = [checkpoints]
+        else:
+            kv.caching = False
     faulty = rng.random() < 0.15
     device.failing_steps = 0.02 if faulty and rng.random() < 0.5 else 0.0
     # Its own generator, so that older seeds keep their workloads.
@@ -405,10 +423,11 @@ def moves(s: Setting, check: Check) -> None:
     core, scheduler = s.core, s.scheduler
     planned, busy = scheduler.steps, bool(core.in_flight)
     check.take(core.receive(block=False))
-    held = dict(s.holding.left)
+    held = [(r, left, s.holding.blocks[r]) for r, left in s.holding.left.items()]
     check.take(core.step())
-    for request, left in held.items():
-        assert s.holding.left.get(request, 0) < left, "a gate that holds blocks back is not asked"
+    for request, left, blocks in held:
+        if s.holding.blocks.get(request) is blocks:  # else the request ran meanwhile
+            assert s.holding.left[request] < left, "a gate that holds blocks back is not asked"
     stuck = not (busy or scheduler.steps > planned or scheduler.held_blocks)
     if stuck and (scheduler.running or any(s.late.ready(r) for r in scheduler.waiting)):
         raise AssertionError("there is work, and nothing moves")
@@ -445,6 +464,8 @@ def nap(s: Setting, rest: SleepController, check: Check) -> None:
     check.take(s.core.outbox)
     s.core.outbox.clear()
     s.device.memory = [None] * len(s.device.memory)
+    if s.device.states is not None:
+        s.device.states.lose()
     rest.wake_up()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.engine.build import resolve_config
-from quire.errors import NotEnoughMemory
+from quire.errors import ConfigError, NotEnoughMemory
 from quire.models.load import build_model
 from quire.platforms.base import platform_of
 from quire.protocol.request import EngineRequest
@@ -124,20 +124,20 @@ def test_a_nan_stays_in_its_row(model):
     path, expected = model
     texts = prompts(6, seed=3)
     with engine(path, 1, max_num_seqs=3) as run:
-        worker, states = worker_of(run), worker_of(run).hooks[0]
-        enter = states.enter
+        hook = worker_of(run).hooks[0]
+        enter = hook.enter
 
         def spoil(new):
             enter(new)
             if new.tokens == texts[1]:
-                states.storage[new.row] = 255
+                hook.states.storage[new.row] = 255
 
-        states.enter = spoil
+        hook.enter = spoil
         for index, text in enumerate(texts):
             run.client.submit(EngineRequest(f"n{index}", text, greedy(COUNT)))
         got = {f"n{index}": [] for index in range(6)}
         errors = {}
-        while worker and len(errors) < 6:
+        while len(errors) < 6:
             for output in run.client.outputs():
                 got[output.id] += output.tokens
                 if output.finish:
@@ -158,15 +158,112 @@ def test_tokens_are_the_same_after_sleep(model, level):
 
 def test_the_plan_counts_the_states_of_every_row(model):
     path, _ = model
-    with engine(path, max_num_seqs=3, kv_cache_memory_bytes=8 << 20) as run:
-        states = worker_of(run).hooks[0]
-        layers = worker_of(run).model.state_layers()
-        assert states.storage.shape == (4, len(layers) * (64 * 4 + 2 * 64 * 2))
+    with engine(path, max_num_seqs=3, kv_cache_memory_bytes=1 << 20) as run:
+        states = worker_of(run).hooks[0].states
+        each = len(states.layers) * (64 * 4 + 2 * 64 * 2)
+        assert states.storage.shape == (4 + states.num_checkpoints, each)
+        assert states.num_checkpoints == ((1 << 20) - 4 * each) // 8 // each
         assert states.storage.data_ptr() % 64 == 0
     with (
         pytest.raises(NotEnoughMemory, match="Set max_num_seqs="),
         engine(path, max_num_seqs=90, kv_cache_memory_bytes=80 << 10, max_model_len=16),
     ):
+        pass
+
+
+HEAD = list(range(3, 40))
+TURNS = [
+    [*HEAD, *range(50, 61)],
+    [*HEAD, *range(90, 99)],
+    [*HEAD, *range(50, 61)],
+    [*HEAD, *range(70, 79)],
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "hits"),
+    [
+        # the second prompt finds blocks of the first, and no state; the third the end of the first; the fourth the junction
+        ({}, [0, 0, 44, 36]),
+        ({"prefix_cache_retention_interval": 16}, [0, 32, 44, 36]),
+        ({"mamba_cache_mode": "all"}, [0, 36, 44, 36]),
+        ({"enable_mamba_shared_prefix_checkpoint": False, "prefix_cache_retention_interval": 0}, [0, 0, 44, 0]),
+        ({"mamba_block_size": 12}, [0, 36, 36, 36]),
+        ({"mamba_cache_mode": "none"}, [0] * 4),
+        ({"enable_prefix_caching": False}, [0] * 4),
+        ({"enable_chunked_prefill": False}, [0] * 4),
+    ],
+)  # fmt: skip
+def test_a_prefix_is_cached_up_to_its_last_checkpoint(model, settings, hits):
+    """A hit gives the same bits as a miss, since the recurrence is computed token by token."""
+    path, _ = model
+    settings = {"block_size": 4, "mamba_block_size": 4, **settings}
+    if not any(hits):
+        del settings["mamba_block_size"]
+    expected = from_scratch(path, TURNS, 4)
+    with engine(path, 2, **settings) as run:
+        found = []
+        for prompt, tokens in zip(TURNS, expected, strict=True):
+            outputs = run.run([prompt], greedy(4))[0]
+            assert [token for output in outputs for token in output.tokens] == tokens
+            found.append(outputs[0].num_cached_tokens)
+        assert found == hits
+        counts = run.client.core.counts
+        if any(hits):
+            assert counts["prefix_state_hits"] == sum(hits)
+            assert counts["prefix_kv_hits"] == 0 + 36 + 44 + 36
+
+
+def test_a_checkpoint_is_found_again_after_others_were_evicted(model):
+    """Two checkpoints: that of the junction stays, the ends of prompts come and go."""
+    path, _ = model
+    expected = from_scratch(path, TURNS, 4)
+    with engine(
+        path,
+        1,
+        block_size=4,
+        mamba_block_size=4,
+        prefix_cache_retention_interval=0,
+        num_gpu_blocks_override=64,
+    ) as run:
+        gate = run.client.core.scheduler.kv.limits[0]
+        gate.pool.size = 2
+        gate.pool.reset()
+        for _ in range(2):
+            for prompt, tokens in zip(TURNS, expected, strict=True):
+                outputs = run.run([prompt], greedy(4))[0]
+                assert [token for output in outputs for token in output.tokens] == tokens
+        assert outputs[0].num_cached_tokens == 36
+        assert (len(gate.pool.ends), len(gate.pool.junctions)) == (1, 1)
+        assert run.client.call("reset_prefix_cache", False)
+        assert len(gate.pool) == 0
+        assert run.run([TURNS[0]], greedy(4))[0][0].num_cached_tokens == 0
+
+
+def test_preemption_continues_from_a_checkpoint(model):
+    path, expected = model
+    with engine(
+        path,
+        2,
+        block_size=4,
+        mamba_block_size=4,
+        num_gpu_blocks_override=24,
+        max_num_batched_tokens=32,
+    ) as run:
+        assert run.tokens(prompts(6, seed=3), greedy(COUNT)) == expected
+        assert run.stats()["preemptions"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"mamba_block_size": 10}, "mamba_block_size=10 is not a multiple of block_size=4: set it to 12"),
+        ({"mamba_block_size": 8, "enable_prefix_caching": False}, "leave mamba_block_size out"),
+        ({"mamba_block_size": 8, "mamba_cache_mode": "none"}, "leave mamba_block_size out"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(model, settings, says):
+    with pytest.raises(ConfigError, match=says), engine(model[0], block_size=4, **settings):
         pass
 
 

@@ -113,7 +113,8 @@ STATE = 64 * 1000
 
 def with_states(rows: int | None, room: int, specs=(FULL,) * 3, **cache: object):
     asked = resolved(kv_cache_memory_bytes=room, max_num_seqs=rows, **cache)
-    asked = replace(asked, max_num_seqs=rows or 256)
+    caching = cache.get("enable_prefix_caching") is not False
+    asked = replace(asked, max_num_seqs=rows or 256, prefix_caching=caching)
     return make_plan(asked, 1000, 1 << 40, 1 << 40, list(specs), state_bytes=STATE)
 
 
@@ -121,7 +122,10 @@ def test_states_are_taken_from_the_cache_before_blocks() -> None:
     block = 3 * 64 * 16
     plan = with_states(4, 5 * STATE + 41 * block)
     assert (plan.states, plan.num_blocks, plan.max_num_seqs) == (5 * STATE, 40, 4)
-    assert ("recurrent states", "312.50 KiB = 62.50 KiB for each of 4 + 1 rows") in plan.table()
+    assert (
+        "recurrent states",
+        "312.50 KiB = 62.50 KiB for each of 4 + 1 rows and 0 checkpoints (no prefix caching)",
+    ) in plan.table()
 
 
 def test_states_that_do_not_fit_name_the_largest_max_num_seqs() -> None:
@@ -133,6 +137,17 @@ def test_states_that_do_not_fit_name_the_largest_max_num_seqs() -> None:
     assert with_states(4, 5 * STATE + 17 * block).num_blocks == 16
     with pytest.raises(NotEnoughMemory, match="smaller model"):
         with_states(1, STATE + 17 * block)
+
+
+def test_an_eighth_of_the_cache_keeps_checkpoints_for_prefix_caching() -> None:
+    left = 24 * STATE + 100
+    plan = with_states(4, 5 * STATE + left)
+    assert plan.num_checkpoints == 3
+    assert plan.states == (5 + 3) * STATE
+    few = with_states(4, 5 * STATE + left, [replace(FULL, num_kv_heads=30)] * 3)
+    assert few.num_blocks == (left - 3 * STATE) // (3 * 15 * 64 * 16) - 1
+    for off in ({"mamba_cache_mode": "none"}, {"enable_prefix_caching": False}):
+        assert with_states(4, 5 * STATE + left, **off).num_checkpoints == 0
 
 
 def test_an_open_max_num_seqs_leaves_half_of_the_cache_to_keys_and_values() -> None:

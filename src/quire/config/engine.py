@@ -17,6 +17,9 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
 from quire.config.structured import StructuredConfig
 
+CHECKPOINT_TOKENS = 64
+"""The fewest tokens between two checkpoints of recurrent states, unless mamba_block_size says otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
@@ -119,6 +122,28 @@ class Resolved:
             options=self.config.model,
             load=self.config.load,
         )
+
+    @property
+    def caches_states(self) -> bool:
+        """Whether a model with recurrent states may cache prefixes: a step must be able to end within a prompt."""
+        chosen = self.config.cache.mamba_cache_mode != "none"
+        return chosen and self.prefix_caching and self.chunked_prefill
+
+    @property
+    def checkpoint_boundary(self) -> int:
+        """Recurrent states are copied at multiples of so many tokens."""
+        chosen = self.config.cache.mamba_block_size
+        return chosen or -(-CHECKPOINT_TOKENS // self.block_size) * self.block_size
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """And within a prompt at multiples of so many tokens; 0: only at its end, and where prompts part."""
+        cache, boundary = self.config.cache, self.checkpoint_boundary
+        if cache.mamba_cache_mode == "all":
+            return boundary
+        if (chosen := cache.prefix_cache_retention_interval) is None:
+            return max(self.max_num_batched_tokens // boundary, 1) * boundary
+        return -(-chosen // boundary) * boundary
 
     @property
     def kv_dtype(self) -> str:

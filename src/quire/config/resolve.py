@@ -91,8 +91,25 @@ def resolve(
         attention_backend=_attention(config, facts),
         quantization=fitting(config.model.quantization, stored_quantization(hf_config)),
     )
+    _check_checkpoints(resolved)
     _log(resolved, facts)
     return resolved
+
+
+def _check_checkpoints(resolved: Resolved) -> None:
+    """Raises ConfigError: mamba_block_size does not fit the blocks, or prefix caching is off."""
+    if (chosen := resolved.config.cache.mamba_block_size) is None:
+        return
+    if chosen % resolved.block_size:
+        raise ConfigError(
+            f"mamba_block_size={chosen} is not a multiple of block_size={resolved.block_size}: set it to"
+            f" {-(-chosen // resolved.block_size) * resolved.block_size}, or leave it out"
+        )
+    if not resolved.caches_states:
+        raise ConfigError(
+            f"mamba_block_size={chosen} says where prefix caching copies recurrent states, and that is off: enable"
+            " prefix caching and chunked prefill, or leave mamba_block_size out"
+        )
 
 
 def overridden(hf_config: Mapping[str, Any], overrides: Any) -> dict[str, Any]:

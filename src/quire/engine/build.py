@@ -29,12 +29,14 @@ from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.process_client import ProcessClient
 from quire.engine.supervisor import EngineSupervisor
 from quire.features.fair_share.fair_queue import FairQueue
+from quire.features.state_checkpoints.gate import CheckpointGate
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.gate import GrammarGate
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_metrics import ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.checkpoints import CheckpointPool
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
 from quire.models.checkpoint_files import stored_tensors
@@ -147,6 +149,8 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
         scheduler, executor, resolved.depth, token_bounds=buckets(ITERATION, 0, custom)
     )
     gate.wake = lambda: core.inbox.put(None)
+    for other in scheduler.gates:
+        other.counts = core.counts
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)
     if isinstance(scheduler.waiting, FairQueue):
@@ -218,12 +222,14 @@ def build_scheduler(
 ) -> Scheduler:
     options = resolved.config.scheduler
     caching = resolved.prefix_caching and info.prefix_caching
+    checkpoints = build_checkpoints(resolved, info) if caching else []
     kv = KVManager(
         build_pool(resolved, info.num_blocks + 1, len(kv_layout.groups)),
         kv_layout.groups,
         resolved.block_size,
         caching=caching,
         hasher=Hasher(resolved.block_size, element_format=resolved.kv_dtype),
+        limits=checkpoints,
     )
     limits = SchedulerLimits(
         max_rows=info.max_num_seqs,
@@ -239,7 +245,16 @@ def build_scheduler(
     waiting = None
     if (path := resolved.config.server.api_key_file) is not None:
         waiting = FairQueue({key.name: key.weight for key in read_keys(path)})
-    return Scheduler(kv, limits, gates, waiting=waiting)
+    return Scheduler(kv, limits, [*gates, *checkpoints], waiting=waiting)
+
+
+def build_checkpoints(resolved: Resolved, info: WorkerInfo) -> list[CheckpointGate]:
+    """What lets a model with recurrent states share prefixes; nothing for other models."""
+    if not info.num_checkpoints:
+        return []
+    places = resolved.block_size, resolved.checkpoint_boundary, resolved.checkpoint_interval
+    junctions = resolved.config.cache.enable_mamba_shared_prefix_checkpoint
+    return [CheckpointGate(CheckpointPool(info.num_checkpoints), *places, junctions)]
 
 
 def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPool:

@@ -14,7 +14,7 @@ A request's block lists have the same length in all groups, so one number, `capa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
@@ -37,6 +37,18 @@ class CachedRequest(Protocol):
     num_cached_blocks: int
 
 
+class PrefixLimit(Protocol):
+    """What a request needs to continue after a cached prefix, besides its blocks."""
+
+    def usable(self, request: Any, num_found: int, num_blocks: int) -> int:
+        """How many of the first `num_blocks` blocks can be used. `num_found`: all blocks of the request in the cache."""
+        ...
+
+    def reset(self) -> None:
+        """The cached blocks lose their content."""
+        ...
+
+
 # by group: blocks that already contain a prefix (null: outside the window)
 Prefix = list[list[int]]
 
@@ -52,7 +64,9 @@ class KVManager:
         *,
         caching: bool = True,
         hasher: Hasher | None = None,
+        limits: Sequence[PrefixLimit] = (),
     ):
+        self.limits = limits
         self.pool, self.groups, self.block_size, self.caching = (
             pool,
             list(groups),
@@ -89,7 +103,9 @@ class KVManager:
         max_blocks = (len(request.tokens) - 1) // self.block_size
         hashes = request.hashes[:max_blocks]
         cached_blocks = [self._cached_blocks(g, hashes) for g in range(len(self.groups))]
-        count = self._longest_prefix(cached_blocks, max_blocks)
+        count = found = self._longest_prefix(cached_blocks, max_blocks)
+        while count and (usable := self._usable(request, found, count)) < count:
+            count = self._longest_prefix(cached_blocks, usable)
         if not count:
             return 0, nothing
         blocks = [column[:count] for column in cached_blocks]
@@ -97,6 +113,10 @@ class KVManager:
             first = spec.first_needed(count * self.block_size) // self.block_size
             blocks[g][:first] = [NULL_BLOCK] * first
         return count * self.block_size, blocks
+
+    def _usable(self, request: CachedRequest, num_found: int, num_blocks: int) -> int:
+        limits = (limit.usable(request, num_found, num_blocks) for limit in self.limits)
+        return min(limits, default=num_blocks)
 
     def _cached_blocks(self, group: int, hashes: list[bytes]) -> list[int]:
         """The block of each hash, or the null block. For a group without a window the list ends at the first gap."""
@@ -209,6 +229,8 @@ class KVManager:
 
     def reset(self) -> bool:
         """Forget all content that no request uses now. False if some is in use (and stays)."""
+        for limit in self.limits:
+            limit.reset()
         if len(self.pool.free) == self.pool.usable:
             self.pool.forget_all()
             return True

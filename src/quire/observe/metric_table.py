@@ -118,6 +118,8 @@ COUNTS: dict[str, tuple[str, str]] = {
     "flops": ("vllm:estimated_flops_per_gpu", "Floating-point operations of all steps, estimated."),
     "read_bytes": ("vllm:estimated_read_bytes_per_gpu", "Bytes of weights and KV that steps read, estimated."),
     "write_bytes": ("vllm:estimated_write_bytes_per_gpu", "Bytes of KV that steps wrote, estimated."),
+    "prefix_kv_hits": ("quire:prefix_cache_kv_hits", "Prompt tokens whose KV blocks were cached; a model with recurrent states can use only those before a copy of its states."),
+    "prefix_state_hits": ("quire:prefix_cache_state_hits", "Prompt tokens before the last cached copy of the recurrent states: those that were not computed."),
     "recorder_stops": ("quire:flight_recorder_stops", "1: the flight recorder has stopped after a write error."),
 }  # fmt: skip
 """Counters that the engine computes at each scrape, by their names in EngineStats.counts."""

@@ -35,7 +35,9 @@ class StatsLog:
         generation = rate(now.generation_tokens, before.generation_tokens, seconds)
         self.prompt, self.generation = prompt, generation
         queries = now.prefix_queries
-        hits = 100.0 * now.prefix_hits / queries if queries else 0.0
+        hits, states = 100.0 * now.prefix_hits / queries if queries else 0.0, ""
+        if (blocks := now.counts.get("prefix_kv_hits", 0)) > now.prefix_hits:
+            states = f" (KV blocks {100 * blocks / queries:.1f}%, recurrent states {hits:.1f}%)"
         deferred = f"Deferred: {now.deferred} reqs, " if now.deferred else ""
         preemptions = f"Preemptions: {now.preemptions}, " if now.preemptions else ""
         line = (
@@ -43,6 +45,7 @@ class StatsLog:
             f"Avg generation throughput: {generation:.1f} tokens/s, "
             f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, {deferred}{preemptions}"
             f"{self.device} KV cache usage: {100 * now.kv_usage:.1f}%, Prefix cache hit rate: {hits:.1f}%"
+            f"{states}"
         )
         idle = not (prompt or generation or now.running or now.waiting)
         if not write:

@@ -55,6 +55,7 @@ class WorkerInfo(msgspec.Struct):
     max_num_seqs: int
     model_impl: str
     prefix_caching: bool
+    num_checkpoints: int  # of recurrent states
     stages: list[tuple[str, float]]
 
     def layer_specs(self) -> list[CacheSpec]:
@@ -118,6 +119,7 @@ def build_worker(
         from quire.worker.sampling.load_processors import load_processors
         from quire.worker.sampling.sampler import Sampler
         from quire.worker.sleep import WorkerSleep
+        from quire.worker.state_hook import StateHook
         from quire.worker.worker import Worker
 
         platform = platform_of(resolved.device)
@@ -134,7 +136,7 @@ def build_worker(
         plan = make_plan(resolved, *sizes, specs, others, state_bytes_of(models))
         log.info("memory plan\n%s", table(plan.table()))
         resolved = replace(resolved, max_num_seqs=plan.max_num_seqs)
-        states = RowStates(resolved.max_num_seqs)
+        states = RowStates(resolved.max_num_seqs, plan.num_checkpoints)
         storages = allocate_kv_cache(resolved, platform, models, plan, states)
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
@@ -150,7 +152,7 @@ def build_worker(
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)
     worker = Worker(
-        platform, model, parts.model_input, sampler, [states, *parts.hooks, pages], rows, batcher,
+        platform, model, parts.model_input, sampler, [StateHook(states), *parts.hooks, pages], rows, batcher,
         models=models,
         fast_step=make_native_step(rows, sampler) if "native" in platform.kernels else None,
     )  # fmt: skip
@@ -176,8 +178,9 @@ def describe(
         max_num_seqs=plan.max_num_seqs,
         model_impl=model.description,
         prefix_caching=model.supports_prefix_caching
-        and not plan.state_bytes
+        and (plan.num_checkpoints > 0 or not plan.state_bytes)
         and all(layer.spec.causal for layer in model.attention_layers()),
+        num_checkpoints=plan.num_checkpoints,
         stages=stages.done,
     )
 

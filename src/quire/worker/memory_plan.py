@@ -23,6 +23,7 @@ from quire.platforms.detect import facts
 
 logger = get_logger(__name__)
 GIB = 1 << 30
+CHECKPOINT_SHARE = 8  # one part in so many of the cache
 FREE_BLOCKS = 1 << 16  # of a cache whose blocks cost no memory
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -42,11 +43,12 @@ class MemoryPlan:
     max_num_seqs: int
     max_step_tokens: int
     state_bytes: int = 0  # of one request's recurrent states
+    num_checkpoints: int = 0  # of these, for prefix caching
 
     @property
     def states(self) -> int:
-        """Bytes of the recurrent states: of each row, and of the null row."""
-        return (self.max_num_seqs + 1) * self.state_bytes
+        """Bytes of the recurrent states: of each row, of the null row, and of the checkpoints."""
+        return (self.max_num_seqs + 1 + self.num_checkpoints) * self.state_bytes
 
     @property
     def kv(self) -> int:
@@ -84,7 +86,12 @@ class MemoryPlan:
             ),
         ]
         if self.state_bytes:
-            about = f"{size(self.states)} = {size(self.state_bytes)} for each of {self.max_num_seqs} + 1 rows"
+            about = (
+                f"{size(self.states)} = {size(self.state_bytes)} for each of {self.max_num_seqs} + 1 rows and"
+                f" {self.num_checkpoints} checkpoints"
+                + " (no prefix caching)"
+                * (not self.num_checkpoints)
+            )
             rows.insert(4, ("recurrent states", about))
         return rows
 
@@ -189,12 +196,17 @@ def make_plan(
         state_bytes=state_bytes,
     )
     if cache.num_gpu_blocks_override is not None:
+        kv = cache.num_gpu_blocks_override * kv_layout.bytes_per_block
+        plan = _with_checkpoints(plan, max(kv // CHECKPOINT_SHARE, state_bytes), resolved)
         return _with_blocks(plan, cache.num_gpu_blocks_override, resolved)
     room = cache.kv_cache_memory_bytes
     if room is None:
         room = int(available * plan.share) - weights - plan.activations
     if state_bytes:
         plan = _with_states(plan, room, resolved)
+        left = room - plan.states
+        share = min(left // CHECKPOINT_SHARE, left - _one_request(plan, resolved))
+        plan = _with_checkpoints(plan, share, resolved)
         room -= plan.states
     # More blocks than max_num_seqs full-length requests need can never be used.
     blocks_per_request = kv_layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
@@ -217,10 +229,7 @@ def _with_states(plan: MemoryPlan, room: int, resolved: Resolved) -> MemoryPlan:
     Raises:
         NotEnoughMemory: they do not fit; the message names the largest max_num_seqs that does.
     """
-    rows, blocks = plan.max_num_seqs, 1
-    if not resolved.auto_max_model_len:
-        blocks = plan.layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
-    need = (blocks + 1) * plan.layout.bytes_per_block
+    rows, need = plan.max_num_seqs, _one_request(plan, resolved)
     fits = (room - need) // plan.state_bytes - 1
     if resolved.config.scheduler.max_num_seqs is None and fits >= 1:
         rows = min(rows, fits, max(room // 2 // plan.state_bytes - 1, 1))
@@ -237,6 +246,21 @@ def _with_states(plan: MemoryPlan, room: int, resolved: Resolved) -> MemoryPlan:
             f" {size(room)} is left. {f'Set max_num_seqs={fits} or less' if fits >= 1 else remedy}."
         )
     return replace(plan, max_num_seqs=rows)
+
+
+def _one_request(plan: MemoryPlan, resolved: Resolved) -> int:
+    """Bytes of the KV cache of one request of max_model_len; with `auto`, of the shortest one."""
+    blocks = 1
+    if not resolved.auto_max_model_len:
+        blocks = plan.layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
+    return (blocks + 1) * plan.layout.bytes_per_block
+
+
+def _with_checkpoints(plan: MemoryPlan, share: int, resolved: Resolved) -> MemoryPlan:
+    """Use `share` bytes for checkpoints of the states, if prefixes are cached."""
+    if not (plan.state_bytes and resolved.caches_states):
+        return plan
+    return replace(plan, num_checkpoints=max(share // plan.state_bytes, 0))
 
 
 def _check_requested(plan: MemoryPlan, requested: int) -> None:

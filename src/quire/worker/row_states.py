@@ -1,4 +1,4 @@
-"""RowStates: the recurrent states of all rows as one tensor, and the hook that clears a row's state.
+"""RowStates: the recurrent states of all rows, and checkpoints of states, as one tensor.
 
 Knows layers with a state, rows and bytes. Does not know how a layer computes. The state of a row is one run of bytes, so
 that clearing or copying it is one operation, whatever the number of layers:
@@ -6,9 +6,7 @@ that clearing or copying it is one operation, whatever the number of layers:
     row 0           | layer 0: recurrence, convolution | layer 1: recurrence, convolution | ...
     row 1           | ...
     row max_rows    the null row: padding of captured steps writes there
-
-A state is cleared when a request takes the row, so no state of an earlier request, not even a NaN, reaches it; nor does
-the half-written state of a step that failed, since the requests of that step end.
+    checkpoint 0    | ...
 """
 
 from __future__ import annotations
@@ -20,21 +18,17 @@ from torch import Tensor
 
 from quire.layers.state import StateLayer
 from quire.platforms.memory import lazy_zeros
-from quire.protocol.plan import EnteredRow, StepPlan
-from quire.worker.hooks import Hook
 
 
-class RowStates(Hook):
-    """The states of up to `max_rows` requests, in the layers of `allocate`.
+class RowStates:
+    """The states of up to `max_rows` requests and copies of `num_checkpoints` of them, in the layers of `allocate`.
 
     Attributes:
-        storage: [max_rows + 1, bytes of one request's state], uint8; None while it is not allocated.
+        storage: [max_rows + 1 + num_checkpoints, bytes of one request's state], uint8; None while it is not allocated.
     """
 
-    name = "states"
-
-    def __init__(self, max_rows: int):
-        self.max_rows = max_rows
+    def __init__(self, max_rows: int, num_checkpoints: int = 0):
+        self.max_rows, self.num_checkpoints = max_rows, num_checkpoints
         self.storage: Tensor | None = None
         self.layers: list[StateLayer] = []
 
@@ -45,7 +39,8 @@ class RowStates(Hook):
         num_bytes = sum(spec.num_bytes for spec in specs)
         if not num_bytes:
             return
-        self.storage = lazy_zeros((self.max_rows + 1, num_bytes), torch.uint8, device)
+        entries = self.max_rows + 1 + self.num_checkpoints
+        self.storage = lazy_zeros((entries, num_bytes), torch.uint8, device)
         start = 0
         for layer, spec in zip(layers, specs, strict=True):
             parts = []
@@ -73,8 +68,12 @@ class RowStates(Hook):
         if self.storage is not None:
             self.storage[row].zero_()
 
-    def enter(self, new: EnteredRow) -> None:
-        self.clear(new.row)
+    def load(self, row: int, slot: int) -> None:
+        """Let the row continue from a checkpoint."""
+        if self.storage is not None:
+            self.storage[row].copy_(self.storage[self.max_rows + 1 + slot])
 
-    def accepts_fast_step(self, plan: StepPlan) -> bool:
-        return True  # it acts before the step, whichever way that runs
+    def save(self, row: int, slot: int) -> None:
+        """Make the row's state the checkpoint in this slot."""
+        if self.storage is not None:
+            self.storage[self.max_rows + 1 + slot].copy_(self.storage[row])

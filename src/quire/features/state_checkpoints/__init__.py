@@ -1,0 +1,1 @@
+"""Prefix caching of models with recurrent states."""
