@@ -268,11 +268,11 @@ def test_doctor_reports_a_port_in_use(ask):
     assert status == 0  # it may be free by then
 
 
-MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom"}
 FALCON = {"architectures": ["FalconForCausalLM"], "model_type": "falcon"}
 
 
-@pytest.mark.parametrize("config", [MAMBA, FALCON])
+@pytest.mark.parametrize("config", [BLOOM, FALCON])
 def test_doctor_lists_features_missing_with_a_per_request_cache(ask, config):
     flags = ("--max-model-len", "8K")
     status, text = ask(*flags, config=config)

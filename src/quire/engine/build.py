@@ -149,8 +149,8 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
         scheduler, executor, resolved.depth, token_bounds=buckets(ITERATION, 0, custom)
     )
     gate.wake = lambda: core.inbox.put(None)
-    for other in scheduler.gates:
-        other.counts = core.counts
+    for limit in scheduler.kv.limits:
+        limit.counts = core.counts
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)
     if isinstance(scheduler.waiting, FairQueue):

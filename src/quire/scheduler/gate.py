@@ -21,8 +21,6 @@ class Gate:
     """Base class: it blocks nothing. A feature overrides the methods that it needs. No torch here."""
 
     name = "gate"
-    counts: dict[str, float]
-    """The engine's counters (`EngineStats.counts`), by name in `observe/metric_table.py`; a gate may add its own."""
 
     def ready(self, request: Request) -> bool:
         """May the scheduler consider this waiting request? False: skip it. May start work that the request needs."""
