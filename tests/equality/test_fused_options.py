@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.cpu import CpuAttention
+from quire.layers.chunked_attention import ChunkedAttention
 from quire.layers.decoder_layer import (
     POST_NORM,
     SANDWICH,
@@ -201,5 +202,30 @@ def test_what_the_kernels_do_not_know_stays_a_module() -> None:
     assert halves() == (False, True)
     layer.self_attn.q_norm = layer.self_attn.k_norm = LayerNorm(4, 64, eps=1e-5)
     assert halves() == (False, True)
+    layer.self_attn.q_norm = layer.self_attn.k_norm = None
     layer.__class__ = OtherLayer
+    assert halves() == (True, False)
+    layer.self_attn.attn.__class__ = ChunkedAttention
     assert halves() == (False, False)
+
+
+class FinishedLayer(DecoderLayer):
+    """A layer that does more behind its halves."""
+
+    def finish(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return x_TD * 0.5, residual_TD * 0.5
+
+
+def test_a_layer_that_does_more_keeps_its_fused_halves() -> None:
+    runner = made("plain", {})
+    before = logits(runner)
+    layers: Any = runner.model.model.layers
+    for layer in layers:
+        layer.__class__ = FinishedLayer
+    plain = logits(runner)
+    fuse_model(runner.model)
+    assert len(layers.fused._parts(frozenset())) == 2 * len(layers) + 1
+    assert native_model(runner.model) is None
+    fused = logits(runner)
+    assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
+    assert not torch.equal(before[0], plain[0])

@@ -235,7 +235,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        return self.mlp_half(*self.attention_half(x_TD, residual_TD, angles))
+        return self.finish(*self.mlp_half(*self.attention_half(x_TD, residual_TD, angles)))
 
     def attention_half(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
@@ -248,6 +248,10 @@ class DecoderLayer(nn.Module):
         """The MLP and its norms."""
         x_TD, residual_TD = normed_sum(self.norms.mlp_in, x_TD, residual_TD)
         return self._output(self.norms.mlp_out, self.mlp(x_TD)), residual_TD
+
+    def finish(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """What a family adds behind both halves."""
+        return x_TD, residual_TD
 
     def _output(self, norm: Norm | None, y_TD: Tensor) -> Tensor:
         y_TD = y_TD if norm is None else norm(y_TD)

@@ -95,10 +95,7 @@ class Gemma4Layer(DecoderLayer, Layer):
             self.per_layer_projection = Linear(size, cfg.hidden_size)
             self.post_per_layer_input_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
-    def forward(
-        self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
-    ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = super().forward(x_TD, residual_TD, angles)
+    def finish(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         if self.has_branch:
             residual_TD = residual_TD + x_TD
             own_TP = current_batch().extras[PER_LAYER][:, self.index]

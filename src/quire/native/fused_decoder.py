@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from quire.forward_context import current_batch
 from quire.layers.attention import Attention
-from quire.layers.decoder_layer import QueryScale
+from quire.layers.decoder_layer import DecoderLayer, QueryScale
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.models.base import Decoder
-from quire.native.layer_halves import has_attention, has_mlp, native_layer, native_norm
+from quire.native.layer_halves import has_attention, has_mlp, inherits, native_layer, native_norm
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CLayer, CNorm, CStep
 
@@ -194,6 +194,9 @@ class FusedDecoder:
                 run.append((native, self.group_of_layer[number]))
             if has_attention(native) and not has_mlp(native):
                 call(_calling(layer.mlp_half, None))
+            fused = has_attention(native) or has_mlp(native)
+            if fused and isinstance(layer, DecoderLayer) and not inherits(layer, "finish"):
+                call(_calling(layer.finish, None))
         if len(self.layers) in recorded:
             call(self._recording(len(self.layers)))
         if run and (norm := native_norm(self.norm)) is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from quire.attention.cpu import CpuAttention, cache_addresses
+from quire.layers.attention import Attention
 from quire.layers.decoder_layer import (
     DecoderLayer,
     GatedMLP,
@@ -26,24 +27,24 @@ from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.native.mixture_half import native_mixture
 from quire.ops.cpu.structs import LAYER_NORM, RMS, RMS_PLUS_ONE, CLayer, CNorm
 
-HALVES = ("forward", "attention_half", "mlp_half", "_output")
-
 
 def native_layer(layer: nn.Module, pairs: int) -> CLayer:
     """The struct of a layer; `pairs`: of features that its rotary embedding rotates."""
     native = CLayer(residual_scale=1.0)
     if type(layer) is ParallelLayer:
         norms, native.parallel = LayerNorms(layer.input_layernorm, None, None, None), True
-    elif isinstance(layer, DecoderLayer) and _inherits(layer, HALVES):
+    elif isinstance(layer, DecoderLayer) and inherits(layer, "forward", "_output"):
         norms, native.residual_scale = layer.norms, layer.residual_scale
     else:
         return native
     native.hidden = next((len(norm.weight) for norm in norms if norm is not None), 0)
     found = [native_norm(norm) for norm in norms]
-    if found[0] is not None and found[1] is not None and native.hidden:
+    if not native.hidden:
+        return native
+    if found[0] is not None and found[1] is not None and inherits(layer, "attention_half"):
         native.attention_in, native.attention_out = found[:2]
         _fill_attention(layer.self_attn, pairs, native)
-    if found[2] is not None and found[3] is not None and native.hidden:
+    if found[2] is not None and found[3] is not None and inherits(layer, "mlp_half"):
         native.mlp_in, native.mlp_out = found[2:]
         _fill_mlp(layer.mlp, native)
     return native
@@ -73,9 +74,10 @@ def native_norm(norm: Norm | None) -> CNorm | None:
     return CNorm(weight.data_ptr(), kind, norm.eps)
 
 
-def _inherits(layer: DecoderLayer, names: tuple[str, ...]) -> bool:
-    """Whether the layer has these methods of `DecoderLayer`, not its own."""
-    return all(getattr(type(layer), name) is getattr(DecoderLayer, name) for name in names)
+def inherits(layer: DecoderLayer | ParallelLayer, *names: str) -> bool:
+    """Whether the layer has these methods of its class here, not others."""
+    base = DecoderLayer if isinstance(layer, DecoderLayer) else ParallelLayer
+    return all(getattr(type(layer), name) is getattr(base, name) for name in names)
 
 
 def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
@@ -85,7 +87,9 @@ def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
         return
     attn = attention.attn
     spec = attn.spec
-    if not isinstance(attn.backend, CpuAttention) or spec.cache is None:
+    if type(attn) is not Attention or not isinstance(attn.backend, CpuAttention):
+        return
+    if spec.cache is None:
         return
     if spec.v_head_dim != spec.head_dim or not spec.causal:
         return
