@@ -29,6 +29,8 @@ inline LeafI add_shorts(LeafI a, LeafI b) { return (LeafI)_mm512_add_epi16((__m5
 constexpr int BLOCK_ROWS = 4, BLOCK_PARTS = 1;
 inline LeafI pair_dots(LeafI w, LeafI x) { return (LeafI)_mm256_maddubs_epi16((__m256i)w, (__m256i)x); }
 inline LeafI add_shorts(LeafI a, LeafI b) { return (LeafI)_mm256_add_epi16((__m256i)a, (__m256i)b); }
+inline LeafI size_of_bytes(LeafI w) { return (LeafI)_mm256_abs_epi8((__m256i)w); }
+inline LeafI with_sign(LeafI x, LeafI w) { return (LeafI)_mm256_sign_epi8((__m256i)x, (__m256i)w); }
 #else
 constexpr int BLOCK_ROWS = 2, BLOCK_PARTS = 1;
 #endif
@@ -56,13 +58,23 @@ inline Pair<V> dots_of_lines(Pair<V> sums, const Pair<V>* w, const Pair<V>* x, i
 }
 #endif
 
+// Signed bytes: |w| times x with the sign of w.
+#if defined(__AVX512F__)
+inline Ints dots_of_bytes(Ints sums, Ints w, Ints x) { return dots_of_shorts(sums, w, x); }
+#else
+inline LeafI dots_of_bytes(LeafI sums, LeafI w, LeafI x) {
+  return sums + multiply_shorts(pair_dots(size_of_bytes(w), with_sign(x, w)), ones(sums));
+}
+inline Ints dots_of_bytes(Ints sums, Ints w, Ints x) { return {dots_of_bytes(sums.lo, w.lo, x.lo), dots_of_bytes(sums.hi, w.hi, x.hi)}; }
+#endif
+
 // 4 bits: up to 4 lines of 2 * 15 * 127; 6 bits: 2 lines of 2 * 63 * 127.
 template <int BITS>
 constexpr int LINES_AT_ONCE = BITS == 4 ? 4 : BITS == 8 ? 1 : 2;
 template <int BITS>
 inline Ints add_dots(Ints sums, const Ints* w, const int32_t* x) {
   constexpr int LINES = LINES_AT_ONCE<BITS>;
-  if constexpr (BITS == 8) return dots_of_shorts(sums, w[0], ints(x[0]));
+  if constexpr (BITS == 8) return dots_of_bytes(sums, w[0], ints(x[0]));
   Ints same[LINES];
 #pragma GCC unroll 4
   for (int i = 0; i < LINES; i++) same[i] = ints(x[i]);

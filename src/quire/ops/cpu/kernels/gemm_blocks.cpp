@@ -70,33 +70,30 @@ inline void unpack_scales(const uint8_t* w, Record<F>& to) {
   }
 }
 
+// Line i of a chunk of 32 inputs: four inputs of 16 outputs, or of the 16 further ones.
+template <class F>
+inline Ints line_of(const uint8_t* chunk, int i, int part, bool moved) {
+  if constexpr (F::BITS == 8) {
+    const Ints line = load((const int32_t*)(chunk + part * 512 + i * 64));
+    return moved ? line ^ ints((int32_t)0x80808080) : line;
+  } else {
+    constexpr int MORE = F::BITS - 4, EACH = MORE ? 4 / MORE : 1, MASK = ((1 << MORE) - 1) * 0x01010101;  // EACH: lines whose bits a line holds
+    const Ints low = logical_right(load((const int32_t*)(chunk + i * 64)), part * 4) & 0x0f0f0f0f;
+    if constexpr (MORE == 0) return low;
+    const Ints high = load((const int32_t*)(chunk + 512 + i / EACH * 64));
+    return low | ((logical_right(high, (i % EACH * 2 + part) * MORE) & MASK) << 4);
+  }
+}
+
 template <class F>
 inline void unpack(const uint8_t* w, Record<F>& to, bool moved) {
-  for (long at = 0; at < F::HEADER; at += LINE) fetch(w + FETCH_AHEAD + at);
-  unpack_scales(w, to);
-  w += F::HEADER;
   uint8_t* bytes = to.bytes;
   for (int c = 0; c < F::CHUNKS; c++, w += F::CHUNK, bytes += 1024) {
     for (long at = 0; at < F::CHUNK; at += LINE) fetch(w + FETCH_AHEAD + at);
-    if constexpr (F::BITS == 8) {
-      const Ints change = ints(moved ? (int32_t)0x80808080 : 0);
-      for (int i = 0; i < 1024; i += 64) store((int32_t*)(bytes + i), load((const int32_t*)(w + i)) ^ change);
-    } else {
-      constexpr int MORE = F::BITS - 4, MASK = ((1 << MORE) - 1) * 0x01010101;
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) {
-        const Ints line = load((const int32_t*)(w + i * 64));
-        Ints left = line & 0x0f0f0f0f, right = logical_right(line, 4) & 0x0f0f0f0f;
-        if constexpr (MORE > 0) {
-          constexpr int EACH = 4 / MORE;  // lines whose bits one line holds
-          const Ints high = load((const int32_t*)(w + 512 + i / EACH * 64));
-          const int at = i % EACH * 2 * MORE;
-          left = left | ((logical_right(high, at) & MASK) << 4), right = right | ((logical_right(high, at + MORE) & MASK) << 4);
-        }
-        store((int32_t*)(bytes + i * 64), left);
-        store((int32_t*)(bytes + 512 + i * 64), right);
-      }
-    }
+    for (int i = 0; i < 8; i++)
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; part++) store((int32_t*)(bytes + part * 512 + i * 64), line_of<F>(w, i, part, moved));
   }
 }
 
@@ -125,11 +122,15 @@ struct Group {
   }
 };
 
-// N rows by 32 outputs and a record, whose first input is `first`; total: [N][32].
-template <class F, int N>
-__attribute__((noinline)) void record_of_rows(const Activations& x, const Record<F>& w, long first, long row, float* total) {
-  constexpr int LINES = F::GROUP / 4, AT_ONCE = LINES_AT_ONCE<F::BITS>, PARTS = N * 2 > 24 ? 1 : BLOCK_PARTS;
-  for (int c = 0; c < F::CHUNKS; c++)
+// N rows by 32 outputs and a record, whose first input is `first`; total: [N][32]. With PACKED, lines are unpacked as they are used:
+// for few rows. `packed`: behind the header.
+template <class F, int N, bool PACKED>
+__attribute__((noinline)) void record_of_rows(const Activations& x, const Record<F>& w, const uint8_t* packed, long first, long row,
+                                              float* total) {
+  constexpr int LINES = F::GROUP / 4, AT_ONCE = LINES_AT_ONCE<F::BITS>, PARTS = PACKED && N == 1 ? 2 : BLOCK_PARTS;
+  for (int c = 0; c < F::CHUNKS; c++) {
+    const uint8_t* chunk = packed + c * F::CHUNK;
+    for (long at = 0; PACKED && at < F::CHUNK; at += LINE) fetch(chunk + FETCH_AHEAD + at);
     for (int half = 0; half < 32 / F::GROUP; half++) {
       const long input = first + c * 32;
       const int8_t* from = x.bytes + row * x.ins + input + half * 16;
@@ -149,7 +150,9 @@ __attribute__((noinline)) void record_of_rows(const Activations& x, const Record
 #pragma GCC unroll 2
           for (int t = 0; t < PARTS; t++)
 #pragma GCC unroll 4
-            for (int j = 0; j < AT_ONCE; j++) line[t][j] = load((const int32_t*)(lines + t * 512 + (i + j) * 64));
+            for (int j = 0; j < AT_ONCE; j++)
+              line[t][j] = PACKED ? line_of<F>(chunk, half * 4 + i + j, t0 + t, BYTES_ARE_MOVED)
+                                  : load((const int32_t*)(lines + t * 512 + (i + j) * 64));
 #pragma GCC unroll 16
           for (int m = 0; m < N; m++) {
             int32_t words[AT_ONCE];
@@ -168,13 +171,14 @@ __attribute__((noinline)) void record_of_rows(const Activations& x, const Record
         }
       }
     }
+  }
 }
 
 template <class F>
 inline void record_of_rows(int rows, const Activations& x, const Record<F>& w, long first, long row, float* total) {
   switch (rows) {
 #define CASE(n) \
-  case n: return record_of_rows<F, n>(x, w, first, row, total);
+  case n: return record_of_rows<F, n, false>(x, w, nullptr, first, row, total);
     CASE(1) CASE(2)
 #if defined(__AVX2__)
     CASE(3) CASE(4)
@@ -189,9 +193,23 @@ inline void record_of_rows(int rows, const Activations& x, const Record<F>& w, l
   }
 }
 
+constexpr long PACKED_ROWS = BLOCK_ROWS < 4 ? BLOCK_ROWS : 4;  // the most rows for which lines are unpacked as they are used
+
+template <class F>
+inline void packed_of_rows(int rows, const Activations& x, const Record<F>& w, const uint8_t* packed, long first, long row, float* total) {
+  switch (rows) {
+    case 1: return record_of_rows<F, 1, true>(x, w, packed, first, row, total);
+    case 2: return record_of_rows<F, 2, true>(x, w, packed, first, row, total);
+#if defined(__AVX2__)
+    case 3: return record_of_rows<F, 3, true>(x, w, packed, first, row, total);
+    case 4: return record_of_rows<F, 4, true>(x, w, packed, first, row, total);
+#endif
+  }
+}
+
 #ifdef QUIRE_AMX
 
-constexpr long BLOCK_TILE_ROWS = 4;  // rows, from which on tiles are faster
+constexpr long BLOCK_TILE_ROWS = 5;  // rows, from which on tiles are faster
 
 // Up to 16 rows, or up to 32 with LOWER, by tiles: the same integers as in registers, followed by the same float instructions.
 template <class F, bool LOWER>
@@ -228,7 +246,13 @@ void panel_of_rows(const Activations& x, const uint8_t* w, long first, long rows
 #endif
   const long parts = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   for (long k = 0; k < x.ins; k += F::BLOCK, w += F::RECORD) {
-    unpack<F>(w, record, BYTES_ARE_MOVED && !tiles);
+    for (long at = 0; at < F::HEADER; at += LINE) fetch(w + FETCH_AHEAD + at);
+    unpack_scales(w, record);
+    if (!tiles && rows <= PACKED_ROWS) {
+      packed_of_rows<F>((int)rows, x, record, w + F::HEADER, k, first, total);
+      continue;
+    }
+    unpack<F>(w + F::HEADER, record, BYTES_ARE_MOVED && !tiles);
 #ifdef QUIRE_AMX
     for (long m = 0; tiles && m < rows; m += 32) {
       const long count = std::min(32L, rows - m);
@@ -331,7 +355,7 @@ struct ActivationMemory {
   Scratch<float> scales;
 
   Activations reserve(long rows, long ins) {
-    bytes.at_least((rows + 31) / 32 * 32 * ins);
+    bytes.at_least((rows + 32) * ins);
     const float* scale = scales.at_least(4 * rows * (ins / 32));
     return {bytes.data, scale, scale + rows * (ins / 32), scale + 2 * rows * (ins / 32), rows, ins};
   }
@@ -386,7 +410,8 @@ EXPORT void quire_block_rows(const uint8_t* w, const int64_t* blocks, const int6
       const long out = ids[r] % 32;
       const uint8_t* from = w + part.offset + ids[r] / 32 * part.stride;
       for (long k = 0; k < ins; k += F::BLOCK, from += F::RECORD) {
-        unpack<F>(from, record, false);
+        unpack_scales(from, record);
+        unpack<F>(from + F::HEADER, record, false);
         for (int i = 0; i < F::BLOCK; i++) {
           const uint8_t byte = record.bytes[i / 32 * 1024 + out / 16 * 512 + i % 32 / 4 * 64 + out % 16 * 4 + i % 4];
           const float q = (F::BITS == 8 ? (float)(int8_t)byte : (float)byte) - F::zero(false);

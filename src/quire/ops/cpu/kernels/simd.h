@@ -193,8 +193,13 @@ struct Lanes<LeafF> {
 template <>
 struct Lanes<LeafI> {
   static LeafI load(const int32_t* p) { return read<LeafI>(p); }
+#if defined(__AVX2__)  // gcc 12 widens bytes one by one
+  static LeafI widen(const uint8_t* p) { return (LeafI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+  static LeafI widen(const int8_t* p) { return (LeafI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+#else
   static LeafI widen(const uint8_t* p) { return __builtin_convertvector(read<LeafB>(p), LeafI); }
   static LeafI widen(const int8_t* p) { return __builtin_convertvector(read<LeafC>(p), LeafI); }
+#endif
   static LeafI widen(const uint16_t* p) { return __builtin_convertvector(read<LeafS>(p), LeafI); }
   static LeafI same(int32_t x) { return LeafI{} + x; }
 };
