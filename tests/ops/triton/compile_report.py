@@ -25,6 +25,7 @@ from triton.runtime import driver, jit
 sys.path.insert(0, str(Path(__file__).parents[3]))  # the first entry is this script's own folder
 
 from benchmarks.gpu import fp8_gemm_tma
+from quire.ops.recurrent import Gates, StateRows, recurrence_shape, scan_shape
 from quire.ops.triton import (
     attention,
     fp8_gemm,
@@ -32,6 +33,7 @@ from quire.ops.triton import (
     int8_gemm,
     kv_write,
     qk_norm_rope_kv,
+    recurrent,
     sampling,
     wna16_gemm,
 )
@@ -128,6 +130,32 @@ def launch_latent(heads: int) -> None:
     )
 
 
+def launch_recurrent(tokens: int = 4) -> None:
+    """The delta nets of Qwen 3.5, a layer of Mamba-2 and one of Mamba-1, RecurrentGemma's and RWKV's recurrences."""
+    ints = torch.arange(tokens + 1, dtype=torch.int32)
+    of = StateRows(torch.zeros(tokens, dtype=torch.int64), ints)
+    x, one = torch.zeros(tokens, 8192, dtype=BF16), torch.zeros(8192)
+    q, v = x[:, :2048].unflatten(1, (16, 128)), x[:, :4096].unflatten(1, (32, 128))
+    recurrent.causal_conv(
+        x, torch.zeros(8192, 4, dtype=BF16), None, torch.zeros(3, 3, 8192, dtype=BF16), of, True
+    )
+    recurrent.causal_conv(
+        x[:, :2048], torch.zeros(2048, 3, dtype=BF16), x[0, :2048], torch.zeros(3, 2, 2048, dtype=BF16), of, False
+    )  # fmt: skip
+    gates, state = Gates(one[:32], one[:32]), torch.zeros(3, *recurrence_shape(32, 128, 128))
+    recurrent.linear_recurrence(q, q, v, x[:, :32], x[:, 32:64], gates, state, of)
+    gates = gates._replace(skip_G=one[:32])
+    recurrent.linear_recurrence(q[:, :8], q[:, 8:], v, x[:, :32], None, gates, state, of)
+    steps, states = torch.zeros(tokens, 8192), torch.zeros(3, *scan_shape(8192, 16))
+    recurrent.selective_scan(
+        x, steps, torch.zeros(8192, 16), x[:, :16], x[:, 16:32], one, states, of
+    )
+    for first in (False, True):
+        recurrent.gated_rms_norm(steps[:, :4096], x[:, 4096:], x[0, :128], 1e-6, 128, first)
+    recurrent.decaying_sum(steps, steps, torch.zeros(3, 8192), of)
+    recurrent.wkv(steps, steps, one, one, torch.zeros(3, 3, 8192), of)
+
+
 def launch_sampling(rows: int = 4) -> None:
     logits, keys = torch.zeros(rows, 151_936), torch.zeros(2, rows, dtype=torch.int32)
     longs, doubles = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.float64)
@@ -142,6 +170,7 @@ def launch_other_steps() -> None:
     """Of kernels that were compiled: one token, sixteen, odd numbers; tables and lists of other lengths."""
     for tokens in (1, 2, 16):
         launch_rows(tokens)
+        launch_recurrent(tokens)
         launch_products(0, tokens)
         launch_products(128, tokens)
         launch_int8(tokens)
@@ -250,13 +279,14 @@ LAUNCHES = {
     "4 bits in groups of 32": lambda: launch_few_bits(4, 32),
     "8 bits in groups of 2048": lambda: launch_few_bits(8, 2048),
     "sampling": launch_sampling,
+    "recurrent layers": launch_recurrent,
     "batch": launch_batch,
 }
 
 
 def main(capability: int) -> None:
     driver.set_active(Target(capability))
-    rows.runs_on = lambda x: True
+    rows.runs_on = recurrent.runs_on = lambda x: True
     run, what, seen = jit.JITFunction.run, "", set[str]()
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
