@@ -39,7 +39,7 @@ class TritonAttention(AttentionBackend):
     can = Capabilities(
         devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        head_dims=(*range(8, 257), 320, 576),
+        head_dims=(*range(8, 257), 320, 512, 576),
         block_sizes=(16, 32, 64, 128),
         kv_dtypes=frozenset({"auto", *kv_quantization.DTYPES}),
         differing_values=True,

@@ -65,7 +65,7 @@ def test_float16_is_near(kind: str, block_size: int) -> None:
         assert worst(rows, work, rows.step(work)) < 4e-3
 
 
-@pytest.mark.parametrize("heads", [(7, 1, 24), (9, 3, 80)])
+@pytest.mark.parametrize("heads", [(7, 1, 24), (9, 3, 80), (4, 2, 512)])
 def test_groups_and_head_sizes_that_are_no_power_of_two(heads: tuple[int, int, int]) -> None:
     rows = rows_of(Attention(*heads), [5, 40])
     for work in ([(0, 4), (1, 33)], [(1, 7), (0, 1)]):
