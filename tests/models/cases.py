@@ -374,6 +374,7 @@ CASES = [
         {**GEMMA4, "attention_k_eq_v": True},
         {"per_layer_config": None, "global_head_dim": 32, "num_global_key_value_heads": 1},
     ),
+    Case("gemma4 unified", "gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True}),
     Case(
         "gemma4 moe",
         "gemma4_text",
