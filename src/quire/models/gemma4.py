@@ -150,7 +150,9 @@ class Gemma4Decoder(Decoder):
         projected = self.per_layer_model_projection(embeddings_TD) * self.factor
         context_TLP = self.per_layer_projection_norm(projected.unflatten(-1, self.shape))
         batch.extras[PER_LAYER] = (context_TLP + own.unflatten(-1, self.shape)) * 0.5**0.5
-        return super().forward(embeddings_TD, positions)
+        hidden_TD = super().forward(embeddings_TD, positions)
+        del batch.extras[PER_LAYER]
+        return hidden_TD
 
 
 class Gemma4(Gemma2):
