@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from quire.layers.rotary import ROPE_INIT_FUNCTIONS
 
 TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
 KINDS = {
-    "llama": "llama", "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "seed_oss": "seed_oss",
+    "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
 }  # fmt: skip
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "smollm3")
-PLUS_ONE = ("gemma2", "gemma3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3")
 K_BYTES = {Kind.Q2_K: 84, Kind.Q3_K: 110, Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 HALVES = {
     Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
@@ -37,6 +39,34 @@ def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np.ndarr
         d = (draw.uniform(0.5, 1.5, blocks.shape[:2]) * 4e-5).astype(np.float16)
         blocks[..., at : at + 2] = d[..., None].view(np.uint8)
     return blocks.reshape(shape[0], -1)
+
+
+QWEN = ("qwen2", "qwen3", "qwen2moe", "qwen3moe")
+EXPERT = re.compile(r"(?<=experts)\.(\d+)(?=\.)")
+
+
+def in_order(item: tuple[str, Any]) -> tuple[str, int]:
+    """By name, experts by number."""
+    number = EXPERT.search(item[0])
+    return EXPERT.sub("", item[0]), int(number[1]) if number else 0
+
+
+def unstacked(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The experts of gpt-oss as llama.cpp has them: gate and up apart, outputs before inputs."""
+    parts = {}
+    for name, values in found.items():
+        base, _, last = name.rpartition(".")
+        if not base.endswith("experts") or "proj" not in last:
+            parts[name] = values
+            continue
+        end = "bias" if last.endswith("_bias") else "weight"
+        values = values if end == "bias" else values.swapaxes(1, 2)
+        if last.startswith("down"):
+            parts[f"{base}.down_proj.{end}"] = values
+        else:
+            parts[f"{base}.gate_proj.{end}"] = values[:, 0::2]
+            parts[f"{base}.up_proj.{end}"] = values[:, 1::2]
+    return parts
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
@@ -58,7 +88,7 @@ class GgufCopy:
     def __init__(self, folder: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.F32):
         self.folder, self.kind_of = folder, kind_of
         self.config = json.loads((folder / "config.json").read_text())
-        self.arch = KINDS.get(self.config["model_type"], self.config["model_type"].replace("_", ""))
+        self.arch = KINDS.get(self.config["model_type"], self.config["model_type"])
         number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch)
         self.names = gguf.get_tensor_name_map(number, self.config["num_hidden_layers"])
         self.head: Kind | None = None
@@ -82,22 +112,31 @@ class GgufCopy:
         writer.close()
 
     def _tensors(self) -> list[tuple[str, np.ndarray]]:
-        c, found = self.config, []
-        for name, values in tensors_of(self.folder).items():
+        c, found, stacks = self.config, [], dict[str, list[np.ndarray]]()
+        for name, values in sorted(unstacked(tensors_of(self.folder)).items(), key=in_order):
             base, _, end = name.rpartition(".")
-            mapped = self.names.get_name(base)
-            if mapped is None:
-                raise KeyError(name)
+            if EXPERT.search(base):
+                stacks.setdefault(EXPERT.sub("", name), []).append(values)
+                continue
             if self.arch in PERMUTED and base.endswith(("q_proj", "k_proj")):
                 values = interleaved(
                     values, c["num_attention_heads" if "q_proj" in base else "num_key_value_heads"]
                 )
             if self.arch in PLUS_ONE and base.endswith("norm"):
                 values = values + 1
-            found.append((f"{mapped}.{end}", values))
-            if mapped == "token_embd" and self.head is not None:
-                found.append(("output.weight", -values))
+            found.append((name, values))
+        found += [(name, np.stack(stack)) for name, stack in stacks.items()]
+        found = [(self._name(name), values) for name, values in found]
+        if self.head is not None:
+            found.append(("output.weight", -dict(found)["token_embd.weight"]))
         return found
+
+    def _name(self, name: str) -> str:
+        if name.endswith("sinks"):
+            name += ".weight"
+        if (mapped := self.names.get_name(name, try_suffixes=(".weight", ".bias"))) is None:
+            raise KeyError(name)
+        return mapped
 
     def _add(self, writer: Any, name: str, values: np.ndarray) -> None:
         kind = self.kind_of(name) if values.ndim > 1 else Kind.F32
@@ -122,20 +161,36 @@ class GgufCopy:
         w.add_head_count_kv(c["num_key_value_heads"])
         if c.get("head_dim"):
             w.add_key_length(c["head_dim"])
-        w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+        if c.get("rms_norm_eps"):
+            w.add_layer_norm_rms_eps(c["rms_norm_eps"])
         w.add_rope_freq_base(rope.get("rope_theta", 10000.0))
-        if c.get("sliding_window") and self.arch in ("llama", "gemma2", "gemma3", "phi3"):
+        if c.get("sliding_window") and self.arch not in QWEN:
             w.add_sliding_window(c["sliding_window"])
-        for key, add in {
-            "attn_logit_softcapping": w.add_attn_logit_softcapping,
-            "final_logit_softcapping": w.add_final_logit_softcapping,
-            "attention_multiplier": w.add_attention_scale,
-            "embedding_multiplier": w.add_embedding_scale,
-            "residual_multiplier": w.add_residual_scale,
-            "logits_scaling": w.add_logit_scale,
-        }.items():
-            if c.get(key):
+        for key, add in (
+            ("attention_multiplier", w.add_attention_scale), ("embedding_multiplier", w.add_embedding_scale),
+            ("residual_multiplier", w.add_residual_scale), ("logits_scaling", w.add_logit_scale),
+            ("logit_scale", w.add_logit_scale), ("layer_norm_eps", w.add_layer_norm_eps),
+            ("attn_logit_softcapping", w.add_attn_logit_softcapping), ("final_logit_softcapping", w.add_final_logit_softcapping),
+            ("num_experts", w.add_expert_count), ("num_local_experts", w.add_expert_count),
+            ("num_experts_per_tok", w.add_expert_used_count),
+            ("shared_expert_intermediate_size", w.add_expert_shared_feed_forward_length),
+        ):  # fmt: skip
+            if c.get(key) is not None:
                 add(c[key])
+        if self.arch in (*QWEN, "gpt-oss") and c.get("num_experts_per_tok"):
+            w.add_expert_feed_forward_length(
+                c.get("moe_intermediate_size") if self.arch != "gpt-oss" else c["intermediate_size"]
+            )
+        if (part := rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))) != 1.0:
+            w.add_rope_dimension_count(
+                int(part * (c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]))
+            )
+        if rope.get("rope_type") == "longrope":
+            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            for which in ("long", "short"):
+                w.add_tensor(
+                    f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32)
+                )
         if rope.get("rope_type") in ("linear", "yarn"):
             w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
             w.add_rope_scaling_factor(rope["factor"])

@@ -34,7 +34,5 @@ class GptOss(Mixture):
                 raise Unsupported(
                     f"{key}={cfg.get(key)} of {self.__class__.__name__}", f"only {known} is known"
                 )
-        experts = self.experts(
-            act="clamped_swiglu", bias=True, by_expert=False, transposed=True, interleaved=True
-        )
+        experts = self.experts(act="clamped_swiglu", bias=True, transposed=True, interleaved=True)
         return MoE(self.router(bias=True), experts, checkpoint_names={"gate": "router"})

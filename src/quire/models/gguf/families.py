@@ -62,6 +62,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "model_type": about["model_type"],
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes or "blk.0.attn_qkv.bias" in shapes,
+        "attention_out_bias": "blk.0.attn_output.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_down.bias" in shapes,
         "dtype": _dtype(header),
         **about.get("config", {}),
     }
@@ -96,9 +98,11 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
     rotated = header.get("rope.dimension_count") or size
     if rotated != size:
         config["partial_rotary_factor"] = rotated / size
-    if (every := about.get("full_every")) is not None and config.get("sliding_window"):
+    every = header.get("attention.sliding_window_pattern", about.get("full_every"))
+    if every and config.get("sliding_window"):
+        windows = every if isinstance(every, list) else [(i + 1) % every for i in range(layers)]
         kinds = ("full_attention", "sliding_attention")
-        config["layer_types"] = [kinds[(i + 1) % every != 0] for i in range(layers)]
+        config["layer_types"] = [kinds[bool(window)] for window in windows][:layers]
     elif not config.get("sliding_window"):
         config["sliding_window"] = None
     else:
@@ -108,8 +112,8 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
         config["no_rope_layer_interval"] = every
     if (largest := about.get("query_scale_layers")) is not None:  # the 27B models scale otherwise
         config["query_pre_attn_scalar"] = hidden // heads if layers == largest else size
-    rope = _rope(header)
-    if (theta := about.get("window_theta")) is not None:
+    rope = {**_rope(header), **about.get("rope", {})}
+    if (theta := header.get("rope.freq_base_swa", about.get("window_theta"))) is not None:
         windows = {"rope_type": "default", "rope_theta": theta}
         rope = {"full_attention": rope, "sliding_attention": windows}
     config["rope_parameters"] = rope
@@ -225,7 +229,7 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorP
         found.append(
             TensorPlace(
                 tensor,
-                f"{name}.{end}".rstrip("."),
+                name[:-1] if name.endswith(".") else f"{name}.{end}".rstrip("."),
                 int(heads.get(base, 0)) if about.get("permuted") else 0,
                 bool(about.get("plus_one")) and base.endswith("norm"),
             )
