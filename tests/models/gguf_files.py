@@ -114,7 +114,7 @@ class GgufCopy:
     def _tensors(self) -> list[tuple[str, np.ndarray]]:
         c, found, stacks = self.config, [], dict[str, list[np.ndarray]]()
         for name, values in sorted(unstacked(tensors_of(self.folder)).items(), key=in_order):
-            base, _, end = name.rpartition(".")
+            base = name.rpartition(".")[0]
             if EXPERT.search(base):
                 stacks.setdefault(EXPERT.sub("", name), []).append(values)
                 continue

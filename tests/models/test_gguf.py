@@ -23,6 +23,7 @@ from quire.config.model import ModelConfig
 from quire.engine.build import resolve_config
 from quire.errors import ModelNotFound, QuireError, Unsupported
 from quire.frontend.tokenizer import load as load_tokenizer
+from quire.layers.weights import weights_of
 from quire.models import location
 from quire.models.gguf import hub
 from quire.models.gguf.families import config_of, tensor_places
@@ -338,3 +339,20 @@ def test_other_types_become_floats(tmp_path: Path) -> None:
         ]
         one, two = (runner.prefill(0, PROMPT) for runner in got)
         assert torch.equal(one, two)
+
+
+@pytest.mark.skipif(best() is None, reason="no kernels")
+def test_experts_stay_in_their_blocks(tmp_path: Path) -> None:
+    """A file stacks the experts of a layer in one tensor; each becomes a weight of its own."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32}
+    write(Case("mixture", "qwen3_moe", {**MOE, **sizes}), tmp_path / "st")
+    kinds = {"ffn_gate_inp": Kind.F32, "ffn_down_exps": Kind.Q8_0}
+    copy = GgufCopy(tmp_path / "st", lambda name: kinds.get(name.split(".")[-2], Kind.Q4_0))
+    file = copy.write(tmp_path / "m.gguf")
+    model, floats = build(file, dtype="bfloat16"), build(file)
+    kept = [type(ref.prepared) for ref in weights_of(model) if not ref.exact]
+    assert set(kept) == {BlocksWeight}
+    assert len(kept) > 2 * 2 * 6
+    got = Runner(model, dtype=torch.bfloat16).prefill(0, PROMPT * 3)
+    want = Runner(floats).prefill(0, PROMPT * 3)
+    assert (got - want).norm() / want.norm() < 0.1
