@@ -101,8 +101,10 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
     every = header.get("attention.sliding_window_pattern", about.get("full_every"))
     if every and config.get("sliding_window"):
         windows = every if isinstance(every, list) else [(i + 1) % every for i in range(layers)]
+        if len(windows) < layers:
+            raise ConfigError(f"{header.files[0]}: its sliding_window_pattern is too short")
         kinds = ("full_attention", "sliding_attention")
-        config["layer_types"] = [kinds[bool(window)] for window in windows][:layers]
+        config["layer_types"] = [kinds[bool(window)] for window in windows[:layers]]
     elif not config.get("sliding_window"):
         config["sliding_window"] = None
     else:
@@ -114,8 +116,8 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
         config["query_pre_attn_scalar"] = hidden // heads if layers == largest else size
     rope = {**_rope(header), **about.get("rope", {})}
     if (theta := header.get("rope.freq_base_swa", about.get("window_theta"))) is not None:
-        windows = {"rope_type": "default", "rope_theta": theta}
-        rope = {"full_attention": rope, "sliding_attention": windows}
+        of_windows = {"rope_type": "default", "rope_theta": theta}
+        rope = {"full_attention": rope, "sliding_attention": of_windows}
     config["rope_parameters"] = rope
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
