@@ -137,3 +137,22 @@ CASES += [
     case("recurrent_gemma", "recurrent gemma wide", GEMMA, lru_width=80, num_key_value_heads=4, hidden_size=64, attention_bias=True, logits_soft_cap=3.0),
     case("rwkv", "rwkv", ALONE, rescale_every=2, num_hidden_layers=3),
 ]  # fmt: skip
+ZAMBA = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid"],
+    "head_dim": None,
+    "attention_head_dim": 24,
+    "num_key_value_heads": None,
+    "mamba_d_state": 16,
+    "n_mamba_heads": 6,
+    "mamba_ngroups": 2,
+    "chunk_size": 8,
+    "time_step_min": 1e-9,
+    "adapter_rank": 8,
+    "num_mem_blocks": 2,
+    "tie_word_embeddings": False,
+}
+CASES += [
+    case("zamba2", "zamba2", ZAMBA, use_mem_rope=True, use_shared_attention_adapter=True),
+    case("zamba2", "zamba2 plain", ZAMBA, num_mem_blocks=1, add_bias_linear=True),
+]

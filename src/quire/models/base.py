@@ -147,9 +147,11 @@ class CausalLM(LanguageModel):
         self.model: Decoder = self.decoder(cfg, max_length or cfg.max_position_embeddings)
         self.lm_head = self.head(cfg, self.model.embed_tokens if cfg.tie_word_embeddings else None)
 
+    decoder_class: type[Decoder] = Decoder
+
     def decoder(self, cfg: TextConfig, max_length: int) -> Decoder:
         norm, scale = self.norm(cfg.hidden_size), self.embedding_scale(cfg)
-        decoder = Decoder(cfg, self.layer, max_length, norm=norm, embedding_scale=scale)
+        decoder = self.decoder_class(cfg, self.layer, max_length, norm=norm, embedding_scale=scale)
         decoder.checkpoint_names = self.decoder_names
         return decoder
 
