@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quire.layers.decoder_layer import DecoderLayer
 from quire.native.fused_decoder import NativeRun
+from quire.native.layer_halves import has_attention, has_mlp
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
 
@@ -48,6 +49,30 @@ def test_fused_layers_produce_the_same_tokens(
             assert (decoder is not None and decoder.whole is not None) == fused
             found.append((one.tokens(prompts(6), greedy(32)), one.tokens(prompts(6), drawn)))
     assert found[0] == found[1]
+
+
+GEMMA_4: dict[str, dict[str, Any]] = {
+    "shared keys and values": {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16},
+    "keys as values": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+}
+
+
+@pytest.mark.parametrize("case", GEMMA_4)
+def test_gemma_4_keeps_both_halves_fused(case: str, tmp_path: Path) -> None:
+    path = make_checkpoint(
+        "gemma4_text", tmp_path,
+        **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "sliding_window": 24, **GEMMA_4[case]},
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+        intermediate_size=128, head_dim=32, global_head_dim=64, vocab_size_per_layer_input=211,
+    )  # fmt: skip
+    with engine(path, dtype="bfloat16", max_num_batched_tokens=50) as one:
+        worker = by_parts(one)
+        layers = worker.model.model.layers
+        assert all(has_attention(layer) and has_mlp(layer) for _, layer in layers.fused.found)
+        found = one.tokens(prompts(4), greedy(12))
+        worker.unfuse("test")
+        one.client.call("reset_prefix_cache")
+        assert one.tokens(prompts(4), greedy(12)) == found
 
 
 class Mixture(nn.Module):

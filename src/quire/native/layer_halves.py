@@ -24,6 +24,7 @@ from quire.layers.decoder_layer import (
     SelfAttention,
 )
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
+from quire.models.gemma4 import Gemma4Attention
 from quire.native.mixture_half import native_mixture
 from quire.ops.cpu.structs import LAYER_NORM, RMS, RMS_PLUS_ONE, CLayer, CNorm
 
@@ -81,7 +82,9 @@ def inherits(layer: DecoderLayer | ParallelLayer, *names: str) -> bool:
 
 
 def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
-    if type(attention) is not SelfAttention or attention.output_gate:
+    if not isinstance(attention, SelfAttention) or attention.output_gate:
+        return
+    if type(attention) not in (SelfAttention, Gemma4Attention):
         return
     if attention.rope and (pairs % 16 or 2 * pairs > attention.size):
         return
@@ -93,12 +96,16 @@ def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
         return
     if spec.v_head_dim != spec.head_dim or not spec.causal:
         return
+    if len(attention.sizes) == 2 and spec.cache[0].dtype != torch.bfloat16:
+        return  # keys are quantized in place, and values are read there
     q_norm, k_norm = native_norm(attention.q_norm), native_norm(attention.k_norm)
     qkv, o = attention.qkv.ref.kernel_weight(), attention.o_proj.ref.kernel_weight()
     if qkv is None or o is None or q_norm is None or k_norm is None:
         return
     native.qkv, native.o, native.q_norm, native.k_norm = qkv, o, q_norm, k_norm
-    native.flat_norms = attention.full_qk_norm
+    native.flat_norms, native.kv_parts = attention.full_qk_norm, len(attention.sizes) - 1
+    if isinstance(attention, Gemma4Attention) and native.kv_parts:
+        native.v_norm = CNorm(None, RMS, attention.eps)
     *addresses, native.kind = cache_addresses(spec.cache)
     native.keys, native.values, native.key_scales, native.value_scales = addresses
     native.block_size = spec.cache[0].shape[2]

@@ -111,6 +111,13 @@ CHECK(layer_options) {
     near("layer's options", y.data, sums, 1e-6);  // finite
     found.push_back(std::move(y));
   }
+  for (long parts : {1L, 0L}) {  // keys are values, too; keys and values of another layer
+    l.kv_parts = parts, l.flat_norms = 0, l.q_norm = l.k_norm = quire::Norm{nullptr, quire::RMS, 1e-6f};
+    l.qkv.outs = (SmallLayer::heads + parts * SmallLayer::kv) * SmallLayer::D;
+    Guarded<bf16> y(T * hidden), residual(T * hidden);
+    memcpy(y.data, x.data, T * hidden * sizeof(bf16));
+    quire_layers(one, none, 1, only, T, y, residual, 1, &l.mlp_in);
+  }
   comparisons++;
   if (!memcmp(found[0].data, found[1].data, T * hidden * sizeof(bf16))) failures++, fprintf(stderr, "parallel changes nothing\n");
 }

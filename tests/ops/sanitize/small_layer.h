@@ -21,7 +21,7 @@ struct SmallLayer {
     l.gate_up = made(2 * inner, hidden, true), l.down = made(hidden, inner, false);
     l.attention_in = norm(hidden), l.mlp_in = norm(hidden), l.q_norm = norm(D), l.k_norm = norm(D);
     l.keys = keys.data, l.values = values.data;
-    l.hidden = hidden, l.heads = heads, l.kv_heads = kv, l.D = D, l.turns = 1, l.block_size = block;
+    l.hidden = hidden, l.heads = heads, l.kv_heads = kv, l.kv_parts = 2, l.D = D, l.turns = 1, l.block_size = block;
     l.act = quire::SILU, l.scale = 0.2f, l.residual_scale = 1;
   }
 

@@ -19,10 +19,10 @@ namespace quire {
 // Between qkv and attention: QK-norm and RoPE of queries and keys; keys and values go to the cache, quantized from the result in qkv.
 template <int N>  // heads from h on, all of queries, keys or values
 inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, long t, long h) {
-  const long D = l.D, turning = l.heads + l.kv_heads;
+  const long D = l.D, turning = l.heads + l.kv_heads, source = l.kv_parts == 1 && h >= turning ? h - l.kv_heads : h;
   const Norm& norm = h < l.heads ? l.q_norm : h < turning ? l.k_norm : l.v_norm;
   const bool turns = l.turns && h < turning, norms_heads = norm.kind && !(l.flat_norms && h < turning);
-  bf16* x = qkv + (t * (turning + l.kv_heads) + h) * D;
+  bf16* x = qkv + (t * (l.heads + l.kv_parts * l.kv_heads) + source) * D;
   alignas(64) bf16 between[N * MAX_D];
   if (norms_heads) norms<N>(x, D, norm.weight, between, D, D, norm.eps, (int)norm.kind);
   for (int i = 0; i < N; i++, h++, x += D) {
@@ -52,7 +52,7 @@ inline void prepare_flat(const Layer& l, const Step& s, bf16* q, long t) {
 }
 
 static void prepare(const Layer& l, const Step& s, bf16* qkv) {
-  const long turning = l.heads + l.kv_heads, all = turning + l.kv_heads;
+  const long turning = l.heads + l.kv_heads, all = l.heads + l.kv_parts * l.kv_heads;
   const Cached keys{l.keys, l.key_scales, l.kv_heads, l.D, l.block_size, l.kind, true};
   const Cached values{l.values, l.value_scales, l.kv_heads, l.D, l.block_size, l.kind, false};
 #pragma omp parallel for if (s.tokens > 1) schedule(static)
@@ -61,7 +61,9 @@ static void prepare(const Layer& l, const Step& s, bf16* qkv) {
     const auto some = [&](long first, long count) {
       each_four(count, [&](long h, auto n) { prepare_heads<n>(l, s, qkv, t, first + h); });
     };
-    some(0, l.heads), some(l.heads, l.kv_heads), some(turning, l.kv_heads);
+    some(0, l.heads);
+    if (!l.kv_parts) continue;
+    some(l.heads, l.kv_heads), some(turning, l.kv_heads);
     if (l.kind == KV_BF16) continue;
     keys.write(s.slots[t], qkv + (t * all + l.heads) * l.D);
     values.write(s.slots[t], qkv + (t * all + turning) * l.D);
@@ -76,7 +78,7 @@ static void output(const Layer& l, const Norm& norm, bf16* x, long T) {
 // The first half of a layer. `first`: the residual holds nothing yet.
 static void attention_half(const Layer& l, const Step& s, bf16* x, bf16* residual, bool first) {
   static thread_local Scratch<bf16> keep_qkv, keep_o, keep_y;  // of the calling thread
-  const long T = s.tokens, D = l.D, width = (l.heads + 2 * l.kv_heads) * D;
+  const long T = s.tokens, D = l.D, width = (l.heads + l.kv_parts * l.kv_heads) * D;
   bf16* qkv = keep_qkv.at_least(T * width);
   bf16* o = keep_o.at_least(T * l.heads * D);
   if (first) {

@@ -63,6 +63,7 @@ struct Layer {  // fixed once the model is loaded; a half without weights (qkv; 
   const float* sinks;
   const Mixture* mixture;  // the MLP, in place of gate_up and down; may be null
   int64_t kind, hidden, heads, kv_heads, D, turns, interleaved, block_size, window, act;
+  int64_t kv_parts;    // 2: keys and values; 1: keys, which are values before norm and rotation; 0: those of another layer
   int64_t flat_norms;  // q_norm and k_norm are over all heads at once
   int64_t parallel;    // the MLP's input is the attention's
   float scale, softcap, residual_scale;

@@ -31,7 +31,7 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Layer, v_norm), FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales), FIELD(Layer, value_scales),
     FIELD(Layer, sinks), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
     FIELD(Layer, turns), FIELD(Layer, interleaved), FIELD(Layer, block_size), FIELD(Layer, window), FIELD(Layer, act),
-    FIELD(Layer, flat_norms), FIELD(Layer, parallel), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
+    FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, parallel), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
 
     WHOLE(Step), FIELD(Step, cos), FIELD(Step, sin), FIELD(Step, query_scale), FIELD(Step, positions), FIELD(Step, slots),
     FIELD(Step, table), FIELD(Step, starts), FIELD(Step, lengths), FIELD(Step, tokens), FIELD(Step, rows), FIELD(Step, table_step),
