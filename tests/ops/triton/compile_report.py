@@ -25,9 +25,11 @@ from triton.runtime import driver, jit
 sys.path.insert(0, str(Path(__file__).parents[3]))  # the first entry is this script's own folder
 
 from benchmarks.gpu import fp8_gemm_tma
+from quire.layers.moe import Experts
 from quire.ops.recurrent import Gates, StateRows, recurrence_shape, scan_shape
 from quire.ops.triton import (
     attention,
+    experts,
     fp8_gemm,
     gather_inputs,
     int8_gemm,
@@ -261,6 +263,16 @@ def launch_few_bits(bits: int, group: int, few: int = 1) -> None:
     wna16_gemm.widened(*given, step, ins, BF16)
 
 
+def launch_experts() -> None:
+    """Of Qwen3-30B-A3B, and of gpt-oss: a biased, clamped activation."""
+    for act, biased in (("silu", False), ("clamped_swiglu", True)):
+        with torch.device("meta"):
+            layer = Experts(2048, 768, 128, act=act, bias=biased).to(BF16)
+            for tokens in (1, 64, 2048):
+                x, weights = torch.zeros(tokens, 2048, dtype=BF16), torch.zeros(tokens, 8)
+                experts.experts(x, torch.zeros(tokens, 8, dtype=torch.int64), weights, layer.of)
+
+
 LAUNCHES = {
     "rows": launch_rows,
     "attention bfloat16": lambda: launch_attention(BF16, BF16),
@@ -278,6 +290,7 @@ LAUNCHES = {
     "4 bits in groups of 128": lambda: launch_few_bits(4, 128),
     "4 bits in groups of 32": lambda: launch_few_bits(4, 32),
     "8 bits in groups of 2048": lambda: launch_few_bits(8, 2048),
+    "experts": launch_experts,
     "sampling": launch_sampling,
     "recurrent layers": launch_recurrent,
     "batch": launch_batch,
@@ -286,7 +299,7 @@ LAUNCHES = {
 
 def main(capability: int) -> None:
     driver.set_active(Target(capability))
-    rows.runs_on = recurrent.runs_on = lambda x: True
+    rows.runs_on = recurrent.runs_on = experts.runs_on = lambda x: True
     run, what, seen = jit.JITFunction.run, "", set[str]()
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

@@ -1,0 +1,78 @@
+"""Routed experts by a grouped GEMM: equal to the definition, whatever rows are together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.triton.kernel_device import DEVICE, DTYPES, needs_row_invariance
+from torch import Tensor
+
+from quire.layers.moe import Experts
+from quire.ops import experts as definitions
+from quire.ops.triton import experts as kernels
+
+HIDDEN, INNER, EXPERTS, CHOSEN = 48, 40, 5, 2
+
+
+def layer(dtype: torch.dtype, act: str, biased: bool) -> Experts:
+    torch.manual_seed(len(act))
+    made = Experts(HIDDEN, INNER, EXPERTS, act=act, bias=biased).to(DEVICE, dtype)
+    for parameter in made.parameters():
+        parameter.data.normal_(std=0.2)
+    return made
+
+
+def routed(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(tokens)
+    weights_TK, ids_TK = torch.rand(tokens, EXPERTS, device=DEVICE).topk(CHOSEN)
+    return torch.randn(tokens, HIDDEN, device=DEVICE).to(dtype), ids_TK, weights_TK
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "clamped_swiglu", "relu2"])
+def test_the_definition(act: str, dtype: torch.dtype) -> None:
+    made = layer(dtype, act, act != "silu")
+    for tokens in (1, 20):
+        x_TD, ids_TK, weights_TK = routed(tokens, dtype)
+        x_TD *= 3  # some values beyond the limit of the clamped activation
+        ids_TK[0, 1] = -1  # an expert of another place
+        want = definitions.experts.reference(x_TD, ids_TK, weights_TK, made.of)
+        found = kernels.experts(x_TD, ids_TK, weights_TK, made.of)
+        assert made.of.prepared is not None
+        share = 1e-5 if dtype == torch.float32 else 4e-3
+        assert float((found - want).abs().max()) < share * float(want.abs().max())
+
+
+@needs_row_invariance
+def test_a_row_does_not_depend_on_other_rows() -> None:
+    made = layer(torch.float32, "silu", False)
+    x_TD, ids_TK, weights_TK = routed(21, torch.float32)
+    together = kernels.experts(x_TD, ids_TK, weights_TK, made.of)
+    for t in (0, 20):
+        at = slice(t, t + 1)
+        alone = kernels.experts(x_TD[at], ids_TK[at], weights_TK[at], made.of)
+        assert torch.equal(alone[0], together[t])
+
+
+@pytest.mark.parametrize("m", [16, 32])
+def test_places_of_pairs(m: int) -> None:
+    """Each pair has one place, in a block of its expert, in order; shapes do not depend on the choice."""
+    ids_TK = torch.randint(-1, EXPERTS + 1, (30, CHOSEN), device=DEVICE)
+    for ids in (ids_TK, torch.full_like(ids_TK, 3), torch.full_like(ids_TK, -1)):
+        places, expert_B = kernels.align(ids, EXPERTS, m)
+        assert len(places) == m * len(expert_B) == -(-(60 + EXPERTS * (m - 1)) // m) * m
+        found = []
+        for block, expert in zip(places.view(-1, m).tolist(), expert_B.tolist(), strict=True):
+            pairs = [pair for pair in block if pair < 60]
+            assert expert < EXPERTS or not pairs
+            assert all(ids.flatten()[pair] == expert for pair in pairs)
+            found += pairs
+        wanted = [p for p, e in enumerate(ids.flatten().tolist()) if 0 <= e < EXPERTS]
+        assert found == sorted(wanted, key=lambda p: int(ids.flatten()[p]))
+
+
+def test_quantized_weights_take_the_definition() -> None:
+    made = layer(torch.float32, "silu", False)
+    ref = made.of.gate_up[0]
+    ref.prepared = object()  # type: ignore[attr-defined]
+    assert kernels.addresses(made.of) is None
