@@ -99,7 +99,7 @@ def test_unused_keys_of_sharing_layers_are_ignored(tmp_path: Path) -> None:
         "mistral window",
         "qwen2 tied",
         "qwen3",
-        "glm4",
+        "olmo3",
         "gemma4",
     ],
 )
