@@ -129,7 +129,7 @@ WRAPPERS = [
     Wrapper(
         "qwen3_vl_moe",
         "Qwen3VLMoeForConditionalGeneration",
-        "paged",
+        "native `Qwen3Moe`",
         lambda: {
             "text_config": {
                 **TEXT,

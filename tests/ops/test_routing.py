@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.layers.moe import Router, ScaledRouter
 from quire.ops.experts import ExpertWeights, Routing, experts, route
 
@@ -144,6 +145,14 @@ def test_the_lower_number_wins_a_tie() -> None:
         ids = route(logits, None, Routing(4, score))[0].tolist()
         assert ids == [[0, 1, 2, 3], [150, 0, 1, 2], [0, 1, 2, 3]]
     assert route(logits, None, Routing(2, jitter=0.01))[0].tolist() == [[0, 1], [150, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "how", [Routing(0), Routing(7), Routing(3, groups=3), Routing(1, groups=4)]
+)
+def test_impossible_choices_are_refused(how: Routing) -> None:
+    with pytest.raises(ConfigError, match=rf"cannot have {how.k} of 6 experts"):
+        Router(HIDDEN, 6, how)
 
 
 class Times:

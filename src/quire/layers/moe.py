@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from quire.errors import ConfigError
 from quire.layers.linear import Linear
 from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot, set_parameter
 from quire.layers.weights import UNQUANTIZED, WeightRef
@@ -48,6 +49,12 @@ class Router(Layer):
         float32: bool = False,
     ):
         super().__init__()
+        groups = max(how.groups, 1)
+        if not 0 < how.k <= num_experts // groups * how.top_groups or num_experts % groups:
+            raise ConfigError(
+                f"config.json: a token cannot have {how.k} of {num_experts} experts, from {how.top_groups} of {groups} groups:"
+                " check num_experts_per_tok, topk_group and n_group"
+            )
         self.how, self.correction = how, correction
         dtype = torch.float32 if float32 else None
         self.ref = WeightRef(self, num_in, num_experts, bias=bias, exact=True, dtype=dtype)
@@ -192,10 +199,9 @@ class MoE(nn.Module):
         super().__init__()
         self.gate, self.experts, self.shared = gate, experts, shared
         self.shared_gate = Linear(shared_gate, 1, exact=True) if shared_gate else None
-        called = {"shared": "shared_expert" if shared_gate else "shared_experts"}
-        self.checkpoint_names = {
-            **called, "shared_gate": "shared_expert_gate", **(checkpoint_names or {})
-        }  # fmt: skip
+        shared_name = "shared_expert" if shared_gate else "shared_experts"
+        names = {"shared": shared_name, "shared_gate": "shared_expert_gate"}
+        self.checkpoint_names = {**names, **(checkpoint_names or {})}
 
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD: Tensor = self.experts(x_TD, *self.gate(x_TD))
