@@ -29,6 +29,7 @@ def case(kind: str, name: str = "", base: dict[str, Any] | None = None, **config
 CASES = [
     case("qwen3_5_text", "qwen3_5", NET),
     case("qwen3_5_text", "qwen3_5 one head", NET, linear_num_value_heads=2, attention_bias=True),
+    case("qwen3_5_text", "qwen3_5 tiled", NET, hidden_size=64, intermediate_size=96, head_dim=32, linear_key_head_dim=32),
     case("qwen3_5_text", "qwen3_5 odd", NET, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=20),
 ]  # fmt: skip
 
@@ -50,7 +51,10 @@ EXPERTS = {
 }
 GRANITE = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "shared_intermediate_size": 48,
+    "shared_intermediate_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "embedding_multiplier": 2.0,
     "logits_scaling": 0.7,
     "residual_multiplier": 0.6,
