@@ -111,7 +111,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "the hash ignores the parent": (HASHING, "Hasher.extend", "hashes[-1] if hashes else root", "root"),
     "a state is not cleared": (STATES, "StateHook.enter", "self.states.clear(ANY)", "pass"),
     "a state is not restored": (STATES, "StateHook.before", "self.states.load(ANY, ANY)", "pass"),
-    "a state is restored from a later boundary": (MANAGER, "KVManager.match", "self._longest_prefix(cached_blocks, usable)", "self._longest_prefix(cached_blocks, count - 1)"),
+    "a prefix goes beyond the last checkpoint": (MANAGER, "KVManager.match", "count and (usable := self._usable(request, found, count)) < count", "False"),
     "a state is restored from another boundary": (CHECKPOINTS, "CheckpointGate.usable", "request.hashes[n - 1]", "request.hashes[n - size]"),
     "a checkpoint is named by the block after it": (CHECKPOINTS, "CheckpointGate._hash", "request.hashes[number - 1]", "request.hashes[min(number, len(request.hashes) - 1)]"),
     "a checkpoint of a failed request is kept": (CHECKPOINTS, "CheckpointGate.leave", 'request.finish == "error"', "False"),

@@ -5,6 +5,7 @@ The reference computes each token from scratch: the whole text in one pass, from
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.models.harness import Runner
 from tests.models.state_models import MODELS, Memory, register, to_memory
 
 COUNT = 8
+HYBRID = pytest.mark.parametrize("model", ["MemoryForCausalLM"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -82,6 +84,7 @@ def test_a_preempted_request_starts_again_from_zeros(model):
         assert run.stats()["preemptions"]
 
 
+@HYBRID
 def test_the_state_of_an_aborted_prompt_does_not_reach_the_next_request(model):
     path, expected = model
     texts = prompts(6, seed=3)
@@ -97,6 +100,7 @@ def test_the_state_of_an_aborted_prompt_does_not_reach_the_next_request(model):
         assert run.tokens(texts[:1], greedy(COUNT)) == expected[:1]
 
 
+@HYBRID
 def test_a_failed_step_leaves_no_half_updated_state(model, monkeypatch):
     """Its requests end; those after it start from zeros, in the same rows."""
     path, expected = model
@@ -119,6 +123,7 @@ def test_a_failed_step_leaves_no_half_updated_state(model, monkeypatch):
         assert run.tokens(prompts(6, seed=3), greedy(COUNT)) == expected
 
 
+@HYBRID
 def test_a_nan_stays_in_its_row(model):
     """It fails its request, not the requests beside it or after it in the row."""
     path, expected = model
@@ -156,6 +161,7 @@ def test_tokens_are_the_same_after_sleep(model, level):
         assert run.tokens(prompts(6, seed=3), greedy(COUNT)) == expected
 
 
+@HYBRID
 def test_the_plan_counts_the_states_of_every_row(model):
     path, _ = model
     with engine(path, max_num_seqs=3, kv_cache_memory_bytes=1 << 20) as run:
@@ -180,6 +186,11 @@ TURNS = [
 ]
 
 
+@cache
+def turns(path: str) -> list[list[int]]:
+    return from_scratch(path, TURNS, 4)
+
+
 @pytest.mark.parametrize(
     ("settings", "hits"),
     [
@@ -200,7 +211,7 @@ def test_a_prefix_is_cached_up_to_its_last_checkpoint(model, settings, hits):
     settings = {"block_size": 4, "mamba_block_size": 4, **settings}
     if not any(hits):
         del settings["mamba_block_size"]
-    expected = from_scratch(path, TURNS, 4)
+    expected = turns(path)
     with engine(path, 2, **settings) as run:
         found = []
         for prompt, tokens in zip(TURNS, expected, strict=True):
@@ -214,10 +225,11 @@ def test_a_prefix_is_cached_up_to_its_last_checkpoint(model, settings, hits):
             assert counts["prefix_kv_hits"] == 0 + 36 + 44 + 36
 
 
+@HYBRID
 def test_a_checkpoint_is_found_again_after_others_were_evicted(model):
     """Two checkpoints: that of the junction stays, the ends of prompts come and go."""
     path, _ = model
-    expected = from_scratch(path, TURNS, 4)
+    expected = turns(path)
     with engine(
         path,
         1,
@@ -240,6 +252,7 @@ def test_a_checkpoint_is_found_again_after_others_were_evicted(model):
         assert run.run([TURNS[0]], greedy(4))[0][0].num_cached_tokens == 0
 
 
+@HYBRID
 def test_preemption_continues_from_a_checkpoint(model):
     path, expected = model
     with engine(
@@ -254,6 +267,7 @@ def test_preemption_continues_from_a_checkpoint(model):
         assert run.stats()["preemptions"]
 
 
+@HYBRID
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -267,7 +281,7 @@ def test_settings_that_contradict_each_other_are_refused(model, settings, says):
         pass
 
 
-def test_a_worker_moves_its_states_with_its_model(model):
+def test_a_worker_moves_its_states_with_its_model():
     """A device drops them in sleep, and allocates others."""
     states, layers = RowStates(2), [Memory(16), Memory(8)]
     states.allocate(layers)
