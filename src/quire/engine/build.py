@@ -173,6 +173,8 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
             info.num_blocks, info.max_model_len,
             min(resolved.max_num_batched_tokens, info.max_model_len),
         ),
+        max_num_seqs=info.max_num_seqs,
+        state_bytes=info.state_bytes,
     )  # fmt: skip
     return core, ready
 

@@ -378,5 +378,6 @@ def cache_info(cache_config: Any, ready: EngineReady, resolved: Resolved) -> dic
         "cache_dtype": resolved.kv_dtype,
         "enable_prefix_caching": resolved.prefix_caching,
         "kv_cache_size_tokens": ready.num_tokens,
+        "recurrent_state_bytes": ready.state_bytes,
         "kv_cache_max_concurrency": round(ready.num_tokens / max(1, ready.max_model_len), 2),
     }

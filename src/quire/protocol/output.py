@@ -97,6 +97,8 @@ class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="re
     pid: int = 0
     version: str = ""
     num_tokens: int = 0  # capacity of the KV cache, for requests of max_model_len tokens
+    max_num_seqs: int = 0
+    state_bytes: int = 0  # recurrent states of all rows, and their checkpoints
 
 
 class StartupStatus(Struct, array_like=True, gc=False, frozen=True, tag="startup"):

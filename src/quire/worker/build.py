@@ -55,7 +55,8 @@ class WorkerInfo(msgspec.Struct):
     max_num_seqs: int
     model_impl: str
     prefix_caching: bool
-    num_checkpoints: int  # of recurrent states
+    state_bytes: int  # recurrent states of all rows, and their checkpoints
+    num_checkpoints: int
     stages: list[tuple[str, float]]
 
     def layer_specs(self) -> list[CacheSpec]:
@@ -180,6 +181,7 @@ def describe(
         prefix_caching=model.supports_prefix_caching
         and (plan.num_checkpoints > 0 or not plan.state_bytes)
         and all(layer.spec.causal for layer in model.attention_layers()),
+        state_bytes=plan.states,
         num_checkpoints=plan.num_checkpoints,
         stages=stages.done,
     )

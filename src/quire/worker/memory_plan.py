@@ -257,10 +257,12 @@ def _one_request(plan: MemoryPlan, resolved: Resolved) -> int:
 
 
 def _with_checkpoints(plan: MemoryPlan, share: int, resolved: Resolved) -> MemoryPlan:
-    """Use `share` bytes for checkpoints of the states, if prefixes are cached."""
+    """Use `share` bytes for checkpoints of the states, if prefixes are cached: no more than the blocks can name."""
     if not (plan.state_bytes and resolved.caches_states):
         return plan
-    return replace(plan, num_checkpoints=max(share // plan.state_bytes, 0))
+    blocks = plan.max_num_seqs * plan.layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
+    most = blocks * resolved.block_size // resolved.checkpoint_boundary
+    return replace(plan, num_checkpoints=max(min(share // plan.state_bytes, most), 0))
 
 
 def _check_requested(plan: MemoryPlan, requested: int) -> None:

@@ -13,8 +13,6 @@ It ends a step's tokens of a request there (`allow`), and tells the worker's hoo
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import msgspec
 
 from quire.kvcache.checkpoints import CheckpointPool
@@ -51,9 +49,10 @@ class CheckpointGate(Gate):
         self.interval, self.keeps_junctions = interval, junctions
         self.counts: dict[str, float] = {}
         self._rows: dict[int, Request] = {}
-        self._ends: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
-        self._found: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens in blocks
-        self._saved: WeakKeyDictionary[Request, list[bytes]] = WeakKeyDictionary()
+        # Of requests that run, or wait and have been considered:
+        self._ends: dict[Request, int] = {}  # the last boundary of the prompt
+        self._found: dict[Request, int] = {}  # tokens in cached blocks
+        self._saved: dict[Request, list[bytes]] = {}
 
     # -- as a PrefixLimit
     def usable(self, request: Request, num_found: int, num_blocks: int) -> int:
@@ -104,6 +103,11 @@ class CheckpointGate(Gate):
         for hash in self._saved.pop(request, ()):
             if request.finish == "error":
                 self.pool.forget(hash)
+        self.gave_up(request)
+
+    def gave_up(self, request: Request) -> None:
+        self._ends.pop(request, None)
+        self._found.pop(request, None)
 
     def extra(self, plan: StepPlan) -> bytes | None:
         """Which checkpoints rows start from, and which the plan's step makes. They can be found from now on."""

@@ -208,7 +208,7 @@ class ServerProcess:
         await self._connected(engine)
         if state.phase is not ServerPhase.LOADING:
             return  # stop signal while it loaded
-        state.metrics.rows.set(client.resolved.max_num_seqs)
+        state.metrics.rows.set(client.ready.max_num_seqs)
         for name, seconds in client.ready.startup:
             state.metrics.startup.labels(name).set(seconds)
         engine.front.formats.log_choices()
