@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-BLOCKS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+BLOCKS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1")
 """Types of GGUF tensors that the CPU kernels multiply (`quantization/gguf_blocks.py`)."""
 
 

@@ -1,6 +1,6 @@
 """GGUF's blocks of 4, 5, 6 and 8 bits on the CPU: the stored integers, repacked; activations dynamically int8.
 
-Knows one weight, and the bits of Q4_0, Q8_0, Q4_K, Q5_K and Q6_K. Batch-invariant, as int4: integers sum exactly within a group,
+Knows one weight, and the bits of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K. Batch-invariant, as int4: integers sum exactly within a group,
 groups are added in order.
 
     y = bias + sum over groups of  scale_x * (scale_w * (sum (x_q * q) - zero * sum x_q) - minimum_w * sum x_q)
@@ -42,7 +42,7 @@ AT_ONCE = 1 << 20  # weights that are unpacked at a time
 
 class BlockCodes(NamedTuple):
     """Some rows of a weight. `q_OI`: uint8, or int8 of Q8_0. `d_OB`, `dmin_OB`: float16; `factor_OG`, `least_OG`: integers
-    that they are multiplied by."""
+    that they are multiplied by, if a block has several groups."""
 
     q_OI: Tensor
     d_OB: Tensor
@@ -55,10 +55,10 @@ class BlockCodes(NamedTuple):
         scale_OG = self.d_OB.float().repeat_interleave(groups // self.d_OB.shape[1], 1)
         if self.factor_OG is not None:
             scale_OG = scale_OG * self.factor_OG
-        if self.dmin_OB is None or self.least_OG is None:
+        if self.dmin_OB is None:
             return scale_OG, None
         dmin_OG = self.dmin_OB.float().repeat_interleave(groups // self.dmin_OB.shape[1], 1)
-        return scale_OG, dmin_OG * self.least_OG
+        return scale_OG, dmin_OG if self.least_OG is None else dmin_OG * self.least_OG
 
 
 class BlockForm(NamedTuple):
@@ -78,10 +78,14 @@ class BlockForm(NamedTuple):
         """Bytes of a block of 32 outputs in a panel."""
         groups = self.block // self.group
         header = 64 + (groups * 32 if groups > 1 else 0)
-        return header * (2 if self.number in (2, 3) else 1) + self.block * self.bits * 4
+        return header * (2 if self.number in WITH_MINIMA else 1) + self.block * self.bits * 4
 
     def codes(self, rows_ON: Tensor) -> BlockCodes:
         return self.read(rows_ON.view(len(rows_ON), -1, self.size))
+
+
+WITH_MINIMA = (2, 3, 5, 7)
+"""Numbers of forms that store minima."""
 
 
 def _halves(blocks_OBN: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +100,28 @@ def _float16(blocks_OBN: Tensor, at: int) -> Tensor:
 def _q4_0(blocks_OBN: Tensor) -> BlockCodes:
     low, high = _halves(blocks_OBN[..., 2:])
     return BlockCodes(torch.cat([low, high], -1).flatten(1), _float16(blocks_OBN, 0))
+
+
+def _q4_1(blocks_OBN: Tensor) -> BlockCodes:
+    low, high = _halves(blocks_OBN[..., 4:])
+    q = torch.cat([low, high], -1).flatten(1)
+    return BlockCodes(q, _float16(blocks_OBN, 0), dmin_OB=-_float16(blocks_OBN, 2))
+
+
+def _five_bits(blocks_OBN: Tensor, at: int) -> Tensor:
+    """32 bits of the fifth place, lowest first, then the halves of 16 bytes."""
+    low, high = _halves(blocks_OBN[..., at + 4 :])
+    fifth = blocks_OBN[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return (torch.cat([low, high], -1) | fifth.flatten(-2) << 4).flatten(1)
+
+
+def _q5_0(blocks_OBN: Tensor) -> BlockCodes:
+    return BlockCodes(_five_bits(blocks_OBN, 2), _float16(blocks_OBN, 0))
+
+
+def _q5_1(blocks_OBN: Tensor) -> BlockCodes:
+    minima = -_float16(blocks_OBN, 2)
+    return BlockCodes(_five_bits(blocks_OBN, 4), _float16(blocks_OBN, 0), dmin_OB=minima)
 
 
 def _q8_0(blocks_OBN: Tensor) -> BlockCodes:
@@ -151,6 +177,9 @@ FORMS = {
     "Q4_K": BlockForm(2, 4, 256, 144, 32, 0, _q4_k),
     "Q5_K": BlockForm(3, 5, 256, 176, 32, 0, _q5_k),
     "Q6_K": BlockForm(4, 6, 256, 210, 16, 32, _q6_k),
+    "Q4_1": BlockForm(5, 4, 32, 20, 32, 0, _q4_1),
+    "Q5_0": BlockForm(6, 5, 32, 22, 32, 16, _q5_0),
+    "Q5_1": BlockForm(7, 5, 32, 24, 32, 0, _q5_1),
 }
 """Type of a tensor -> the form that the kernels multiply."""
 

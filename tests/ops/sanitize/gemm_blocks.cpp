@@ -12,7 +12,7 @@ struct Shape {
   long header() const { return (minima ? 2 : 1) * (64 + factors()); }
   long record() const { return header() + block * bits * 4; }
 };
-constexpr Shape SHAPES[] = {{0, 4, 32, 32, false, 8}, {1, 8, 32, 32, false, 0}, {2, 4, 32, 256, true, 0}, {3, 5, 32, 256, true, 0}, {4, 6, 16, 256, false, 32}};
+constexpr Shape SHAPES[] = {{0, 4, 32, 32, false, 8}, {1, 8, 32, 32, false, 0}, {2, 4, 32, 256, true, 0}, {3, 5, 32, 256, true, 0}, {4, 6, 16, 256, false, 32}, {5, 4, 32, 32, true, 0}, {6, 5, 32, 32, false, 16}, {7, 5, 32, 32, true, 0}};
 
 float half_of(const uint8_t* p) {
   const int bits = p[0] | p[1] << 8, exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -47,6 +47,7 @@ struct Weights {  // one part
   float minimum(long o, long k) const {
     if (!shape.minima) return 0;
     const uint8_t* at = record(o, k);
+    if (shape.groups() == 1) return half_of(at + 64 + o % 32 * 2);
     return half_of(at + 64 + o % 32 * 2) * at[128 + shape.factors() + k % shape.block / shape.group * 32 + o % 32];
   }
 };

@@ -37,6 +37,9 @@ using Q8_0 = Form<8, 32, 32, false, 0>;
 using Q4_K = Form<4, 32, 256, true, 0>;
 using Q5_K = Form<5, 32, 256, true, 0>;
 using Q6_K = Form<6, 16, 256, false, 32>;
+using Q4_1 = Form<4, 32, 32, true, 0>;
+using Q5_0 = Form<5, 32, 32, false, 16>;
+using Q5_1 = Form<5, 32, 32, true, 0>;
 
 // A record, unpacked: of each 32 inputs 8 lines of 16 outputs, then those of 16 further outputs.
 template <class F>
@@ -62,10 +65,11 @@ inline void unpack_scales(const uint8_t* w, Record<F>& to) {
     const Floats minimum = F::MINIMA ? from_half((const uint16_t*)(w + 64) + t) : scale;
     for (int g = 0; g < F::GROUPS; g++) {
       const uint8_t* at = factors + g * 32 + t;
-      Floats factor = floats(1.f);
+      Floats factor = floats(1.f), least = factor;
       if (F::GROUPS > 1) factor = to_floats(F::MINIMA ? widen(at) : widen((const int8_t*)at));
+      if (F::GROUPS > 1 && F::MINIMA) least = to_floats(widen(at + F::FACTORS));
       store(to.scale + g * 32 + t, scale * factor);
-      if (F::MINIMA) store(to.minimum + g * 32 + t, minimum * to_floats(widen(at + F::FACTORS)));
+      if (F::MINIMA) store(to.minimum + g * 32 + t, minimum * least);
     }
   }
 }
@@ -283,6 +287,9 @@ inline void with_form(long form, Call call) {  // numbers of gguf_blocks.py
     case 2: return call(Q4_K{});
     case 3: return call(Q5_K{});
     case 4: return call(Q6_K{});
+    case 5: return call(Q4_1{});
+    case 6: return call(Q5_0{});
+    case 7: return call(Q5_1{});
   }
 }
 
