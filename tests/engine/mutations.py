@@ -114,7 +114,6 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a prefix goes beyond the last checkpoint": (MANAGER, "KVManager.match", "count and (usable := self._usable(request, found, count)) < count", "False"),
     "a state is restored from another boundary": (CHECKPOINTS, "CheckpointGate.extra", "self._hash(self._rows[new.row], new.num_computed_tokens)", "[*self.pool.junctions, *self.pool.ends][-1]"),
     "a checkpoint is named by the block after it": (CHECKPOINTS, "CheckpointGate._hash", "request.hashes[number - 1]", "request.hashes[min(number, len(request.hashes) - 1)]"),
-    "a checkpoint of a failed request is kept": (CHECKPOINTS, "CheckpointGate.leave", 'request.finish == "error"', "False"),
     "checkpoints outlive the cache": (MANAGER, "KVManager.reset", "limit.reset()", "pass"),
     "an evicted checkpoint is found": (KEPT, "CheckpointPool.add", "(self.ends or self.junctions).popitem(last=False)", "next(iter((self.ends or self.junctions).items()))"),
 }  # fmt: skip

@@ -8,10 +8,10 @@ from toy_device import ToyStates
 
 from quire.features.state_checkpoints.gate import CheckpointGate
 from quire.kvcache.checkpoints import CheckpointPool
-from quire.protocol.plan import StepPlan
+from quire.protocol.plan import StepPlan, WorkItem
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler.request import Request
+from quire.scheduler.request import NO_ROW, Request
 from quire.worker.state_hook import NAME, StateHook, StateMoves
 
 
@@ -62,6 +62,21 @@ def test_a_step_ends_where_a_checkpoint_is_needed() -> None:
     assert gate.usable(request, 7, 7) == 4
     assert cuts(gate, request, start=16, budget=9) == [25, 32, 40, 45]
     assert cuts(CheckpointGate(CheckpointPool(9), 4, 8), a_request(7, 1)) == [7]
+
+
+def test_the_checkpoints_of_a_request_that_failed_are_forgotten() -> None:
+    """Another request with the same tokens may have published its blocks, so it could find them."""
+    for finish, kept in (("error", 0), ("stop", 1), (None, 1)):
+        gate, request = CheckpointGate(CheckpointPool(9), 4, 8), a_request(13, 3)
+        assert gate.allow(request, 0, 13) == 8
+        request.row = 0
+        gate.enter(request)
+        request.num_computed_tokens = 8
+        assert gate.extra(StepPlan(1, [], [WorkItem(0, 8)], [])) is not None
+        assert len(gate.pool) == 1
+        request.row, request.finish = NO_ROW, finish
+        gate.leave(request)
+        assert len(gate.pool) == kept
 
 
 def test_a_step_that_needs_the_save_of_a_failed_step_fails() -> None:
