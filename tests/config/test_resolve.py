@@ -142,12 +142,13 @@ def test_the_compute_dtype_is_resolved(settle, stored, native, asked, dtype):
     )
 
 
-def test_models_that_overflow_in_float16(settle):
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text"])
+def test_models_that_overflow_in_float16(settle, kind):
     facts = replace(CPU, dtypes=("float16", "float32"))
-    gemma = {"model_type": "gemma2", "dtype": "float16"}
+    gemma = {"model_type": kind, "dtype": "float16"}
     assert settle(gemma, facts).dtype == "bfloat16"
     with pytest.raises(
-        ConfigError, match="gemma2 models overflow in float16; use --dtype bfloat16"
+        ConfigError, match=f"{kind} models overflow in float16; use --dtype bfloat16"
     ):
         settle(gemma, facts, dtype="half")
 

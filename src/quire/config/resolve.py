@@ -24,8 +24,8 @@ logger = get_logger(__name__)
 
 DTYPES = {"half": "float16", "float": "float32"}
 
-NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "plamo2", "glm4")
-"""Model types whose activations exceed the range of float16."""
+NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "plamo2", "glm4")
+"""Model types whose activations exceed the range of float16; a text model inside a wrapper has `_text` behind the name."""
 
 
 class PlatformDefaults(Protocol):
@@ -147,7 +147,7 @@ def _dtype(
     config: EngineConfig, path: str, hf_config: Mapping[str, Any], facts: PlatformDefaults
 ) -> str:
     stored = stored_dtype(path, hf_config)
-    fragile = hf_config.get("model_type") in NOT_IN_FLOAT16
+    fragile = str(hf_config.get("model_type")).removesuffix("_text") in NOT_IN_FLOAT16
     requested = config.model.dtype
     dtype = DTYPES.get(requested, requested)
     if dtype == "auto":
