@@ -66,18 +66,24 @@ def test_the_engine_generates_as_transformers(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["qwen3_5 tiled", "granite 4 h", "lfm2"])
 def test_in_bf16_the_engine_equals_itself(name: str, tmp_path: Path) -> None:
-    """The same log-probabilities alone and whole, and beside others in chunks of few tokens. (For sizes with kernels: plain
-    torch multiplies other numbers of rows with other bits.)"""
+    """The same log-probabilities alone and whole, and beside others in chunks of few tokens, and after a hit of
+    the prefix cache. (For sizes with kernels: plain torch multiplies other numbers of rows with other bits.)"""
     write(next(case for case in CASES if case.name == name), tmp_path)
     prompts = [{"prompt_token_ids": prompt} for prompt in texts(lengths=(37, 2, 5, 21))]
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2)
 
-    def run(**how: Any) -> list[Any]:
-        llm = LLM(
-            str(tmp_path), skip_tokenizer_init=True, max_model_len=64, dtype="bfloat16", **how
-        )
-        found = llm.generate(prompts, params)
-        return [[*each.outputs[0].token_ids, *each.outputs[0].logprobs] for each in found]
+    def started(**how: Any) -> LLM:
+        how = {"skip_tokenizer_init": True, "max_model_len": 64, "dtype": "bfloat16", **how}
+        return LLM(str(tmp_path), **how)
 
-    alone = run(max_num_seqs=1)
-    assert run(max_num_seqs=3, max_num_batched_tokens=8) == alone
+    def run(llm: LLM) -> tuple[list[Any], int]:
+        found = llm.generate(prompts, params)
+        values = [[*each.outputs[0].token_ids, *each.outputs[0].logprobs] for each in found]
+        return values, sum(each.num_cached_tokens or 0 for each in found)
+
+    alone, _ = run(started(max_num_seqs=1, enable_prefix_caching=False))
+    caching = started(max_num_seqs=3, max_num_batched_tokens=8, block_size=32, mamba_block_size=32)
+    assert run(caching) == (alone, 0)
+    again, cached = run(caching)
+    assert cached > 0, "no state at the end of a block was found"
+    assert again == alone
