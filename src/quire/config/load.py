@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "gguf", "sharded_state", "dummy", "hf")
+
+SAME_LOAD_FORMATS = {
+    "fastsafetensors": "safetensors",
+    "runai_streamer": "safetensors",
+    "runai_streamer_sharded": "sharded_state",
+    "bitsandbytes": "auto",
+}
+"""vLLM's other readers of the same files -> Quire's format. Quire maps files: it needs no reader that is faster."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadConfig:
     """Files of the checkpoint."""
 
     load_format: str = "auto"
-    """auto (also: hf), safetensors, pt, npcache or dummy (random weights)."""
+    """auto (also: hf), safetensors (fastsafetensors, runai_streamer), sharded_state, pt, npcache, gguf or dummy (random
+    weights). bitsandbytes: as --quantization bitsandbytes."""
     download_dir: str | None = None
     """Directory for files downloaded from the hub; unset: the hub's cache."""
     model_loader_extra_config: dict[str, Any] = field(default_factory=dict)

@@ -72,6 +72,8 @@ def resolve(
     length, auto = _length(config, hf_config)
     chunked = config.scheduler.enable_chunked_prefill is not False
     rows, tokens = _step(config, facts, length, chunked)
+    in_flight = "bitsandbytes" if config.load.load_format == "bitsandbytes" else None
+    requested = config.model.quantization or in_flight
     resolved = Resolved(
         config=config,
         path=path,
@@ -89,7 +91,7 @@ def resolve(
         depth=_depth(config, facts),
         executor=config.parallel.distributed_executor_backend or "uni",
         attention_backend=_attention(config, facts),
-        quantization=fitting(config.model.quantization, stored_quantization(hf_config)),
+        quantization=fitting(requested, stored_quantization(hf_config)),
     )
     _check_checkpoints(resolved)
     _log(resolved, facts)

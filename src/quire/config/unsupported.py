@@ -131,10 +131,15 @@ PARSERS: dict[str, str] = {
 }  # fmt: skip
 """Names of tool and reasoning parsers -> what to use instead, if anything."""
 
-LOAD_FORMATS = (
-    "bitsandbytes", "runai_streamer", "runai_streamer_sharded", "tensorizer", "sharded_state",
-    "fastsafetensors", "instanttensor", "ipc_cache", "mistral", "modelexpress",
-)  # fmt: skip
+LOAD_FORMATS: dict[str, str] = {
+    "tensorizer": "serve the checkpoint that was serialized: safetensors are mapped, so they load without a copy",
+    "mistral": "serve the Hugging Face files of the same repository (config.json, model*.safetensors, tokenizer.json)",
+    **dict.fromkeys(
+        ("instanttensor", "ipc_cache", "modelexpress"),
+        "use auto: files are mapped, and a second start finds them in the page cache",
+    ),
+}
+"""Load formats -> what to do instead."""
 
 SETTINGS: dict[tuple[str, str, object], str] = {
     ("parallel", "enable_expert_parallel", True): "a server uses one device; leave the flag out",

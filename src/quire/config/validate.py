@@ -9,6 +9,7 @@ from typing import Any
 from quire.config import unsupported
 from quire.config.cache import KV_DTYPES
 from quire.config.engine import EngineConfig
+from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
 from quire.config.options import coerce, options
 from quire.config.quantization import quantization_method
 from quire.config.quantization_config import stored_quantization
@@ -17,8 +18,6 @@ from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 
 logger = get_logger(__name__)
-
-LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "gguf", "dummy", "hf")
 
 
 def check(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
@@ -41,7 +40,7 @@ def check_options(config: EngineConfig) -> None:
     for option in options().values():
         coerce(option, getattr(getattr(config, option.section), option.name))
     _check_supported(config)
-    if (name := config.load.load_format) not in LOAD_FORMATS:
+    if (name := config.load.load_format) not in (*LOAD_FORMATS, *SAME_LOAD_FORMATS):
         raise ConfigError(f"load_format={name!r}: choose from {', '.join(LOAD_FORMATS)}")
     if (executor := config.parallel.distributed_executor_backend) not in (None, "uni", "mp"):
         raise ConfigError(f"distributed_executor_backend={executor!r}: choose from uni, mp")
@@ -73,7 +72,7 @@ def _check_supported(config: EngineConfig) -> None:
             value = "" if unsupported_value is True else f"={unsupported_value}"
             raise Unsupported(f"{name}{value}", remedy)
     if (name := config.load.load_format) in unsupported.LOAD_FORMATS:
-        raise Unsupported(f"load_format={name}", f"choose from {', '.join(LOAD_FORMATS)}")
+        raise Unsupported(f"load_format={name}", unsupported.LOAD_FORMATS[name])
     if (name := config.cache.kv_cache_dtype) not in ("auto", *KV_DTYPES):
         raise Unsupported(f"kv_cache_dtype={name}", f"choose from auto, {', '.join(KV_DTYPES)}")
 
@@ -86,7 +85,7 @@ def _warn_of_ignored(config: EngineConfig) -> None:
         (f"prefix_caching_hash_algo={algorithm}", "blocks are found by blake2b with a key of this server"): algorithm != "blake2b",
         (f"swap_space={swap:g}", "preempted requests are recomputed"): swap not in (0, 4),
         ("preemption_mode=swap", "preempted requests are recomputed"): config.scheduler.preemption_mode == "swap",
-        ("model_loader_extra_config", f"load_format={form} has no options"): config.load.model_loader_extra_config,
+        ("model_loader_extra_config", f"load_format={form} maps the files, and has no options"): config.load.model_loader_extra_config,
     }  # fmt: skip
     for (name, why), is_given in ignored.items():
         if is_given:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config.checkpoint_quantization import BLOCKS
+from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
 from quire.config.quantization import BYTES, HEAD_BYTES
 from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, ModelNotFound, Unsupported
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "gguf", "dummy")
 ITEMSIZE = {name: bits / 8 for name, bits in BITS.items()}
 ITEMSIZE |= {name: size / elements for name, elements, size in TYPES.values() if elements > 1}
 FLOATS = ("F64", "F32", "F16", "BF16")
 TABLE = re.compile(r"embed|wte|wpe")  # lookup tables, which are not multiplied
+RANK = "model-rank-{}-part-*.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 AGAIN = "the download is not complete; download the checkpoint again"
@@ -50,9 +51,12 @@ def weight_files(path: str, load_format: str = "auto") -> tuple[str, list[Path]]
         ModelNotFound: no weights in the directory, or a file that the index names is missing.
         ConfigError: load_format is unknown.
     """
-    if load_format not in FORMATS:
-        raise ConfigError(f"load_format={load_format!r}: choose from {', '.join(FORMATS)}")
+    load_format = SAME_LOAD_FORMATS.get(load_format, load_format)
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format={load_format!r}: choose from {', '.join(LOAD_FORMATS)}")
     root = Path(path)
+    if load_format == "sharded_state" and (files := _of_one_rank(root)):
+        return "safetensors", files
     if load_format in ("auto", "hf", "safetensors", "dummy"):
         files = _indexed(root, "model.safetensors.index.json") or _single_safetensors(root)
         if files:
@@ -67,11 +71,26 @@ def weight_files(path: str, load_format: str = "auto") -> tuple[str, list[Path]]
             return "pt", files
     if load_format in ("auto", "gguf") and (file := only_model(root)) is not None:
         return "gguf", parts_of(file)
-    kinds = {"safetensors": "*.safetensors", "pt": "*.bin, *.pt", "npcache": "*.bin, *.pt"}
+    kinds = {
+        "sharded_state": RANK.format(0),
+        "safetensors": "*.safetensors",
+        "pt": "*.bin, *.pt",
+        "npcache": "*.bin, *.pt",
+    }
     raise ModelNotFound(
         f"{path} has no weights ({kinds.get(load_format, '*.safetensors, *.bin, *.pt')}); pass --load-format dummy to"
         " use random weights"
     )
+
+
+def _of_one_rank(root: Path) -> list[Path]:
+    """The files of `save_sharded_state` with one rank: the model's tensors, maybe joined, in parts of a limited size."""
+    if any(root.glob(RANK.format(1))):
+        raise Unsupported(
+            f"load_format=sharded_state with {root}, whose weights are split over several ranks",
+            "write it with one rank, or serve the checkpoint that it was made from",
+        )
+    return sorted(root.glob(RANK.format(0)))
 
 
 def _indexed(root: Path, index: str) -> list[Path]:

@@ -5,6 +5,8 @@ Knows paths, the hub's client, and names that are no checkpoint for Quire. Does 
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 NO_TOKENIZER_FILES = [*WEIGHT_FILES, "*.gguf", "*.npz"]
 VOCABULARIES = ("tokenizer.json", "*.model", "*.model.v*", "vocab.*", "*.tiktoken", "tekken.json", "*.spm", "*.bpe", "tokenization*.py")  # fmt: skip
 """Files with the tokens of a tokenizer, or with code that makes them."""
+
+OBJECT_STORES = ("s3://", "gs://", "az://")
 
 LOCAL = "pass a directory with config.json and weights"
 LOCAL_TOKENIZER = "pass a directory with tokenizer.json"
@@ -43,6 +47,8 @@ def find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
         return _directory(directory.absolute()), _nothing
     if (EMBEDDED / name / "config.json").is_file() and "/" not in name:
         return str(EMBEDDED / name), _nothing
+    if name.startswith(OBJECT_STORES):
+        return _from_object_store(name, load)
     _refuse_url("model", name, LOCAL)
     if directory.is_file():
         if is_gguf(directory):
@@ -127,6 +133,42 @@ def _refuse_url(option: str, name: str, local: str) -> None:
     if name.startswith(hub) and len(parts) > 1:
         remedy = f"pass {parts[0]}/{parts[1]}"
     raise Unsupported(f"{option}={name} (a URL)", remedy)
+
+
+# ------------------------------------------------------------------------------------ object stores
+
+
+def _from_object_store(url: str, load: LoadConfig) -> tuple[str, Fetch]:
+    """Download a checkpoint by the library of Run:ai's model streamer: first all but the weights.
+
+    Raises:
+        Unsupported: the library is not installed. ModelNotFound: the download failed, or has no config.json.
+    """
+    if importlib.util.find_spec("runai_model_streamer") is None:
+        raise Unsupported(
+            f"model={url} without runai_model_streamer",
+            "install the extra `runai`, or download it, and pass the directory",
+        )
+    import runai_model_streamer
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    folder = Path(load.download_dir or HF_HUB_CACHE) / "object-store" / name
+
+    def pull(*patterns: str) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            runai_model_streamer.pull_files(
+                url, str(folder), allow_pattern=list(patterns), ignore_pattern=load.ignore_patterns
+            )
+        except Exception as error:  # the library's clients have their own classes
+            reason = _first_line(error)
+            raise ModelNotFound(f"{url} could not be downloaded ({reason})") from None
+
+    pull(*WANTED_FILES)
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{url} has no config.json, so it is not a checkpoint")
+    return str(folder), lambda: pull("*.safetensors")
 
 
 # ------------------------------------------------------------------------------------ the hub
