@@ -18,7 +18,7 @@ from quire.layers.rotary import ROPE_INIT_FUNCTIONS
 TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
 KINDS = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
+    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
 }  # fmt: skip
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "smollm3")
@@ -132,6 +132,7 @@ class GgufCopy:
         return found
 
     def _name(self, name: str) -> str:
+        name = name.replace("correction_bias", "correction.bias")
         if name.endswith("sinks"):
             name += ".weight"
         if (mapped := self.names.get_name(name, try_suffixes=(".weight", ".bias"))) is None:
@@ -174,10 +175,14 @@ class GgufCopy:
             ("num_experts", w.add_expert_count), ("num_local_experts", w.add_expert_count),
             ("num_experts_per_tok", w.add_expert_used_count),
             ("shared_expert_intermediate_size", w.add_expert_shared_feed_forward_length),
+            ("n_routed_experts", w.add_expert_count), ("n_shared_experts", w.add_expert_shared_count),
+            ("first_k_dense_replace", w.add_leading_dense_block_count), ("n_group", w.add_expert_group_count),
+            ("topk_group", w.add_expert_group_used_count), ("routed_scaling_factor", w.add_expert_weights_scale),
+            ("norm_topk_prob", w.add_expert_weights_norm),
         ):  # fmt: skip
             if c.get(key) is not None:
                 add(c[key])
-        if self.arch in (*QWEN, "gpt-oss") and c.get("num_experts_per_tok"):
+        if self.arch in (*QWEN, "gpt-oss", "glm4moe") and c.get("num_experts_per_tok"):
             w.add_expert_feed_forward_length(
                 c.get("moe_intermediate_size") if self.arch != "gpt-oss" else c["intermediate_size"]
             )

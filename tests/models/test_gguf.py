@@ -52,7 +52,8 @@ def build(path: Path, **options: Any) -> Any:
 GGUF_CASES = [
     "llama", "llama tied", "llama of few keys", "llama one kv head", "linear", "yarn", "mistral",
     "mistral window", "qwen2", "qwen2 tied", "qwen3", "qwen3 tied",
-    "phi3", "phi3 longrope", "granite", "olmo2", "glm4", "mixtral", "qwen2 moe", "qwen3 moe", "olmoe",
+    "phi3", "phi3 longrope", "granite", "olmo2", "glm4", "mixtral", "qwen2 moe", "qwen3 moe", "olmoe", "glm4 moe",
+    "glm4 moe in groups",
 ]  # fmt: skip
 IMPLIED = [  # values that the files of these families do not contain
     Case("gemma2", "gemma2", {**GEMMA2, "query_pre_attn_scalar": BASE["head_dim"]}),

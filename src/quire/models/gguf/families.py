@@ -64,6 +64,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in shapes or "blk.0.attn_qkv.bias" in shapes,
         "attention_out_bias": "blk.0.attn_output.bias" in shapes,
         "mlp_bias": "blk.0.ffn_down.bias" in shapes,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
         "dtype": _dtype(header),
         **about.get("config", {}),
     }
