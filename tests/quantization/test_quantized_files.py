@@ -54,7 +54,7 @@ def answer(path: Path, **asked: Any) -> Tensor:
 # ------------------------------------------------------------------------------------ what tools leave
 
 
-def test_unused_tensors_are_skipped(made: Callable[[str], Path]) -> None:
+def test_unused_tensors_are_skipped(made: Callable[[str], Path], caplog: Any) -> None:
     """Biases of zeros for layers without one, scales of a cache, scales of activations."""
     path = made("ct int8")
     want = answer(path)
@@ -64,6 +64,10 @@ def test_unused_tensors_are_skipped(made: Callable[[str], Path]) -> None:
         found[f"{at}.mlp.down_proj.bias"] = torch.zeros(64)
         found[f"{at}.self_attn.k_scale"] = torch.tensor(0.1)
         found[f"{at}.self_attn.v_proj.output_scale"] = torch.tensor(0.1)
+        found[f"{at}.self_attn.v_proj.v_scale"] = torch.tensor(0.1)
+        found[f"{at}.self_attn.kv_scale"] = torch.tensor(0.1)
+        found[f"{at}.self_attn.qkv_proj.k_scale"] = torch.ones(2)
+        found[f"{at}.mlp.experts.0.w1.input_scale"] = torch.tensor(0.1)
         found[f"{at}.self_attn.q_proj.input_scale"] = torch.tensor([0.1])
         found[f"{at}.mlp.up_proj.input_zero_point"] = torch.zeros(1)
 
@@ -71,7 +75,11 @@ def test_unused_tensors_are_skipped(made: Callable[[str], Path]) -> None:
         found["model.layers.0.mlp.down_proj.bias"][3] = 1
 
     change(path, add)
-    assert torch.equal(answer(path), want)
+    with caplog.at_level(logging.INFO):
+        assert torch.equal(answer(path), want)
+    assert (
+        "8 scales of activations or keys and values are not used: they are dynamic" in caplog.text
+    )
     change(path, spoil)
     with pytest.raises(ConfigError, match=r"does not use: model\.layers\.0\.mlp\.down_proj\.bias"):
         build(path)

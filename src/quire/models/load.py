@@ -68,7 +68,7 @@ WRAPPERS = re.compile(
 UNUSED = re.compile(
     r"\.(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias"
     r"|(?:[qkv]|kv|prob_output)_(?:scale|zero_point)"
-    r"|(?:\w+_proj|lm_head)\.(?:(?:input|output)_(?:global_)?(?:scale|zero_point)|weight_shape))$"
+    r"|(?:input|output)_(?:global_)?(?:scale|zero_point)|weight_shape|(?:activation|input)_scale_ub)$"
 )
 """Tensors that are recomputed (rotary buffers, masks), and scales of caches and activations, which are not used."""
 
@@ -282,6 +282,7 @@ def fill(
     heads: dict[str, Tensor] = {}  # the LM head of a checkpoint whose config.json ties it
     unexpected: list[str] = []
     unused: list[str] = []
+    scales = 0
     complete = _CompleteWeights()
     for called, tensor in found:
         name = _own_name(called, slots)
@@ -294,10 +295,16 @@ def fill(
                     on_loaded(ref)
         elif name == "lm_head.weight":
             heads[name] = tensor
-        elif not (UNUSED.search(name) or _nothing(name, tensor) or model.ignores(name)):
+        elif UNUSED.search(name):
+            scales += name.endswith(("_scale", "_zero_point"))
+        elif not (_nothing(name, tensor) or model.ignores(name)):
             (unexpected if _of_the_decoder(name, len(model.model.layers)) else unused).append(
                 called
             )
+    if scales:
+        log.info(
+            "%d scales of activations or keys and values are not used: they are dynamic", scales
+        )
     _resolve_tied_head(model, slots, filled, heads, device)
     if missing := _missing(slots, filled):
         raise ConfigError(
