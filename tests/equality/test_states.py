@@ -19,6 +19,7 @@ from quire.errors import ConfigError, NotEnoughMemory
 from quire.models.load import build_model
 from quire.platforms.base import platform_of
 from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
 from quire.worker.graphs import GraphModelInput
 from quire.worker.model_input import TokenModelInput
 from quire.worker.row_states import RowStates
@@ -229,6 +230,18 @@ def test_a_prefix_is_cached_up_to_its_last_checkpoint(model, settings, hits):
         if any(hits):
             assert counts["prefix_state_hits"] == sum(hits)
             assert counts["prefix_kv_hits"] == 0 + 36 + 44 + 36
+
+
+@HYBRID
+def test_a_hit_gives_the_bits_of_a_miss(model):
+    path, _ = model
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=0, logprobs=5)
+    found = []
+    for settings in ({"mamba_block_size": 4}, {"enable_prefix_caching": False}):
+        with engine(path, 2, block_size=4, **settings) as run:
+            outputs = [run.run([prompt], params)[0] for prompt in TURNS]
+        found.append([[output.logprobs for output in each] for each in outputs])
+    assert found[0] == found[1]
 
 
 @HYBRID

@@ -183,6 +183,14 @@ def test_refusals_name_the_limit_that_was_reached():
         assert line in state.metrics.render().decode()
 
 
+def test_the_line_says_where_cached_tokens_fell_for_lack_of_a_state() -> None:
+    stats = EngineStats(prefix_queries=200, prefix_hits=20, counts={"prefix_kv_hits": 100.0})
+    line = StatsLog(lambda: stats).tick(1.0)
+    assert line.endswith("hit rate: 10.0% (KV blocks 50.0%, recurrent states 10.0%)")
+    stats.prefix_hits = 100
+    assert StatsLog(lambda: stats).tick(1.0).endswith("hit rate: 50.0%")
+
+
 def test_waiting_requests_are_counted_by_reason():
     metrics = ServerMetrics("toy")
     metrics.attach(lambda: EngineStats(waiting=5, deferred=2), 10, {})
