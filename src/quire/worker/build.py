@@ -152,8 +152,9 @@ def build_worker(
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)
+    hooks = [StateHook(states)] if states.layers else []
     worker = Worker(
-        platform, model, parts.model_input, sampler, [StateHook(states), *parts.hooks, pages], rows, batcher,
+        platform, model, parts.model_input, sampler, [*hooks, *parts.hooks, pages], rows, batcher,
         models=models,
         fast_step=make_native_step(rows, sampler) if "native" in platform.kernels else None,
     )  # fmt: skip
