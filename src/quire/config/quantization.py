@@ -52,7 +52,7 @@ IN_FLIGHT = {"bitsandbytes": "int4_g64"}
 """Methods of checkpoints that also quantize while loading -> what Quire does: the nearest that has kernels."""
 
 LATER = (
-    *("gguf", "quark", "nvfp4", "nvfp4_per_token", "quanto", "eetq", "aqlm", "spqr", "vptq", "bitnet", "higgs", "fp_quant"),
+    *("quark", "nvfp4", "nvfp4_per_token", "quanto", "eetq", "aqlm", "spqr", "vptq", "bitnet", "higgs", "fp_quant"),
     *("experts_int8", "moe_wna16", "humming", "deepseek_v4_fp8", "online", "bitblas", "marlin", "gptq_marlin_24", "qqq"),
     *("rtn", "ptpc_fp8", "deepspeedfp", "tpu_int8", "ipex"),
 )  # fmt: skip
