@@ -88,7 +88,7 @@ def of_transformers(path: str, tokens: list[int]) -> dict[int, Tensor]:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(
     ("kind", "more", "mode"),
-    [("llama", {}, None), ("llama", {"model_impl": "transformers"}, "paged"), ("gpt2", {}, "paged"), ("mamba", {}, "per request")],
+    [("llama", {}, None), ("llama", {"model_impl": "transformers"}, "paged"), ("gpt2", {}, "paged"), ("mamba", {}, None), ("mamba", {"model_impl": "transformers"}, "per request")],
 )  # fmt: skip
 def test_hidden_states_equal_transformers(
     kind: str, more: dict[str, Any], mode: str | None, depth: int, tmp_path: Path

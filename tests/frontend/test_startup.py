@@ -33,7 +33,7 @@ CONFIG = {
     "vocab_size": 300,
 }
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom"}
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}
 
 
@@ -68,7 +68,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[QuireError], str]] = [
     (arch("BltForCausalLM", "blt"), {}, Unsupported, "reads bytes through its own encoder"),
     (GPT2, {"quantization": "int8"}, Unsupported, "quantized weights of GPT2LMHeadModel, which runs through Transformers"),
     ({**GPT2, **AWQ}, {}, Unsupported, "quantized weights of GPT2LMHeadModel"),
-    (MAMBA, {"kv_cache_dtype": "int8"}, Unsupported, "kv_cache_dtype=int8 for MambaForCausalLM"),
+    (BLOOM, {"kv_cache_dtype": "int8"}, Unsupported, "kv_cache_dtype=int8 for BloomForCausalLM"),
     ({}, {"attention_backend": "FLASHINFER"}, ConfigError,
      "attention_backend=FLASHINFER: this backend does not run on cpu; choose from CPU_ATTN, TORCH_SDPA"),
     ({}, {"attention_backend": "fast"}, ConfigError, "attention_backend=FAST: unknown; choose from CPU_ATTN, TORCH_SDPA"),
@@ -92,7 +92,7 @@ def test_unsupported_checkpoints_are_refused(resolved, config, options, error, s
         ({}, {}),
         ({}, {"attention_backend": "cpu_attn", "chat_template": "{{ messages }}"}),
         (GPT2, {}),
-        (MAMBA, {}),
+        (BLOOM, {}),
         (AWQ, {}),
         (arch("BartForCausalLM", "bart"), {}),
         (arch("GPT2LMHeadModel", "gpt2"), {}),

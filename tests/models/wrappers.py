@@ -145,7 +145,7 @@ WRAPPERS = [
     Wrapper(
         "qwen3_5",
         "Qwen3_5ForConditionalGeneration",
-        "per request",
+        "native; through Transformers per request",
         lambda: {
             "text_config": {
                 **TEXT,

@@ -68,7 +68,8 @@ def test_every_layout_is_loaded_without_conversion(
     checkpoint, dense, means = quantized(plain, tmp_path, form)
     ours = check(checkpoint, dense, means, caplog)
     qkv = ours.get_submodule("model.layers.0.self_attn.qkv").ref.prepared
-    assert len(qkv.scale.flatten().unique()) >= 3
+    if "e8m0" not in form.name:  # powers of two, which random weights share
+        assert len(qkv.scale.flatten().unique()) >= 3
 
 
 def test_parts_that_end_inside_a_block(tmp_path: Path, caplog) -> None:
@@ -142,8 +143,8 @@ def test_each_weight_is_quantized_when_complete(
     """Whatever the order of tensors: a card need not hold the model before it is small."""
     read, waiting = load.tensors, []
 
-    def watched(path: str, load_format: str) -> Any:
-        found = sorted(read(path, load_format), key=lambda item: item[0][::-1])
+    def watched(*asked: Any) -> Any:
+        found = sorted(read(*asked), key=lambda item: item[0][::-1])
         yield from found
         ending.append(True)
 
