@@ -292,8 +292,10 @@ class Running:
     def _answer(self) -> dict[str, Any]:
         late = threading.Timer(PATIENCE_S, self.signal, [signal.SIGKILL])
         late.start()
-        line = self.process.stdout.readline()
-        late.cancel()
+        try:
+            line = self.process.stdout.readline()
+        finally:  # else it keeps this process, which a signal may end, for PATIENCE_S
+            late.cancel()
         if not line:
             self.said.seek(0)
             raise StartupError(f"{self.name} ended: {last_words(self.said.read())}")
