@@ -127,7 +127,7 @@ def page(result: dict[str, Any]) -> str:
         " off; tokens/s counts the generated ones. Read: memory bandwidth between the turns. The floor is the time at the better of"
         " the speeds probed before and after a turn, with the weights and keys and values of that engine's formats and nothing else"
         " to do. Equal tokens: to where an answer first parts from that of the first engine of its group; random weights part soon."
-        " First turn: its tokens/s, with memory that nobody has touched yet.",
+        " First turn: its tokens/s, with memory that is written for the first time.",
         "",
         table(result),
         "",

@@ -1,6 +1,6 @@
 """StateLayer: a layer with a recurrent state of fixed size for each request (Mamba, delta nets, short convolutions).
 
-Knows the shapes of its state. Does not know who allocates, clears or copies states: the worker does
+Knows the shapes of its state. The worker allocates, clears and copies states
 (`worker/row_states.py`). A layer finds the state of a row at the row's index, and always continues from it: a request
 that starts, or starts again, finds zeros there.
 
