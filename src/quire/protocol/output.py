@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
+from quire.protocol.pooling_info import PoolingInfo
 from quire.protocol.tensor_data import TensorData
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
@@ -99,6 +100,7 @@ class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="re
     num_tokens: int = 0  # capacity of the KV cache, for requests of max_model_len tokens
     max_num_seqs: int = 0
     state_bytes: int = 0  # recurrent states of all rows, and their checkpoints
+    pooling: PoolingInfo | None = None  # None: the model generates tokens
 
 
 class StartupStatus(Struct, array_like=True, gc=False, frozen=True, tag="startup"):
