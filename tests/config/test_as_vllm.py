@@ -221,7 +221,7 @@ def test_a_program_parses_the_servers_flags():
     assert words_to_config(*words) == parse(words)
     assert words_to_config("--model", "m", "--of-the-program", "2").model.model == "m"
     with pytest.raises(Unsupported):
-        words_to_config("--enable-lora")
+        words_to_config("--grpc")
 
 
 SERVE = """

@@ -185,8 +185,8 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert config.scheduler.max_num_seqs == 2
     assert not config.parallel.enforce_eager
     assert parse([f"--config={path}", "--served-model-name", "x"]).model.served_model_name == ["x"]
-    wrong = yaml(tmp_path, "seed: one\nenable-lora: true\n", "wrong.yaml")
-    assert parse(["--config", wrong, "--seed", "3", "--no-enable-lora"]).model.seed == 3
+    wrong = yaml(tmp_path, "seed: one\ngrpc: true\n", "wrong.yaml")
+    assert parse(["--config", wrong, "--seed", "3", "--no-grpc"]).model.seed == 3
 
 
 def test_an_empty_config_file_sets_nothing(tmp_path):
@@ -203,7 +203,7 @@ def test_an_empty_config_file_sets_nothing(tmp_path):
         ("host: \x07\n", "server.yaml: unacceptable character"),
         ("# one\nseed: one\n", "server.yaml, line 2: seed='one'"),
         ("max-num-seqs: 1.5\n", "server.yaml, line 1: max_num_seqs=1.5: must be a whole number"),
-        ("seed: 1\nenable-lora: true\n", "server.yaml, line 2: --enable-lora (LoRA) is not supported yet"),
+        ("seed: 1\ngrpc: true\n", "server.yaml, line 2: --grpc (gRPC, rendering servers and scale-out) is not supported yet"),
         ("enforce-eager: 7\n", "server.yaml, line 1: enforce_eager=7: must be true or false"),
     ],
     ids=lambda text: text.splitlines()[0],

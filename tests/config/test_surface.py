@@ -21,7 +21,7 @@ cpu_offload_gb=0 seed=3 tokenizer=t tokenizer_mode=slow tokenizer_mode=auto max_
 load_format=hf load_format=npcache load_format=pt load_format=safetensors download_dir=/d revision=r code_revision=r tokenizer_revision=r config_format=hf
 quantization=awq scheduling_policy=priority num_scheduler_steps=1 preemption_mode=recompute preemption_mode=swap runner=generate
 model_impl=transformers model_impl=vllm generation_config=vllm chat_template=t chat_template_content_format=openai hf_token=secret
-attention_backend=TORCH_SDPA attention_backend=XFORMERS distributed_executor_backend=mp distributed_executor_backend=uni
+max_loras=4 max_lora_rank=64 max_cpu_loras=2 lora_dtype=float16 attention_backend=TORCH_SDPA attention_backend=XFORMERS distributed_executor_backend=mp distributed_executor_backend=uni
 tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 long_prefill_token_threshold=7 max_num_queued_reqs=3
 max_num_queued_tokens=99 host=h port=1 uds=/s root_path=/r ssl_keyfile=k ssl_certfile=c ssl_ca_certs=a ssl_cert_reqs=1 ssl_ciphers=x
 api_server_count=2 shutdown_timeout=5 tool_call_parser=hermes reasoning_parser=qwen3 tool_parser_plugin=/p.py response_role=r sse_keep_alive_interval=5 uvicorn_log_level=info
@@ -30,11 +30,11 @@ disable_access_log_for_endpoints=/health,/metrics max_log_len=9 log_level=DEBUG 
 """
 SWITCHES = """
 enable_prefix_caching enable_chunked_prefill enforce_eager trust_remote_code skip_tokenizer_init disable_log_stats enable_log_requests
-enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_force_include_usage enable_request_id_headers
+enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_force_include_usage enable_request_id_headers enable_lora fully_sharded_loras
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
 disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
 """
-LISTS = "cudagraph_capture_sizes collect_detailed_traces served_model_name api_key allowed_hosts allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware"
+LISTS = "cudagraph_capture_sizes collect_detailed_traces served_model_name api_key allowed_hosts allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware lora_target_modules"
 OBJECTS = (
     "hf_overrides override_generation_config model_loader_extra_config default_chat_template_kwargs"
     " custom_histogram_buckets structured_outputs_config"
@@ -42,7 +42,7 @@ OBJECTS = (
 
 # Features of later work: a value that asks for one is refused, naming it
 REFUSED = """
-enable_lora lora_modules=a=b enable_prompt_adapter speculative_config={"method":"ngram"} speculative_model=m num_speculative_tokens=3
+enable_prompt_adapter default_mm_loras={"audio":"d"} enable_tower_connector_lora enable_moe_shared_loras enable_mixed_moe_lora_format speculative_config={"method":"ngram"} speculative_model=m num_speculative_tokens=3
 spec_method=ngram spec_model=m spec_tokens=3 ngram_prompt_lookup_max=4 ngram_prompt_lookup_min=1 speculative_draft_tensor_parallel_size=1
 speculative_max_model_len=9 speculative_disable_by_batch_size=3 limit_mm_per_prompt={"image":4} limit_mm_per_prompt=image=4,video=1
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
@@ -53,7 +53,7 @@ worker_extension_cls=a.b tool_server=demo disable_sliding_window data_parallel_r
 """
 # Nothing to tune here: taken, with a warning that says why
 WARNED = """
-max_loras=4 max_lora_rank=64 max_cpu_loras=2 lora_dtype=float16 lora_extra_vocab_size=512 mm_processor_cache_gb=8
+lora_extra_vocab_size=512 specialize_active_lora max_lora_cls_labels=3 mm_processor_cache_gb=8
 mm_processor_cache_type=shm allowed_media_domains=a.b allowed_local_media_path=/m compilation_config={"level":3}
 optimization_level=3 performance_mode=throughput max_cudagraph_capture_size=8 cuda_graph_sizes=8
 max_seq_len_to_capture=100 use_v2_block_manager disable_async_output_proc scheduler_delay_factor=0.5 multi_step_stream_outputs
@@ -258,16 +258,16 @@ KEYWORDS = {
         "runner": "generate", "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2,
         "enable_expert_parallel": True, "quantization": "awq", "logits_processors": ["a:B"], "logprobs_mode": "raw_logits",
         "override_generation_config": {"top_p": 0.5}, "hf_token": True, "kv_cache_memory_bytes": 1 << 30,
-        "async_scheduling": True, "generation_config": "vllm", "structured_outputs_config": {"backend": "auto"},
+        "enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "async_scheduling": True, "generation_config": "vllm", "structured_outputs_config": {"backend": "auto"},
     },
     "warned": {
         "disable_log_requests": True, "tokenizer_pool_size": 2, "tokenizer_pool_type": "thread", "lora_extra_vocab_size": 9,
-        "max_lora_rank": 64, "max_loras": 4, "mm_processor_cache_gb": 2, "mm_processor_cache_type": "shm",
+        "mm_processor_cache_gb": 2, "mm_processor_cache_type": "shm",
         "allowed_media_domains": ["a.b"], "task": "embed", "compilation_config": 3, "disable_custom_all_reduce": True,
         "guided_decoding_backend": "xgrammar", "use_v2_block_manager": True, "max_seq_len_to_capture": 9, "otlp_traces_endpoint": "http://c:4318",
     },
     "refused": {
-        "enable_lora": True, "lora_modules": {"a": "/path"}, "speculative_config": {"method": "ngram"},
+        "default_mm_loras": {"audio": "/path"}, "speculative_config": {"method": "ngram"},
         "speculative_model": "m", "num_speculative_tokens": 3, "limit_mm_per_prompt": {"image": 2},
         "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
         "pooler_config": {"a": 1}, "kv_offloading_size": 4.0,

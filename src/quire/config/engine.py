@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.config.cache import KV_DTYPES, CacheConfig
 from quire.config.load import LoadConfig
+from quire.config.lora import LoraConfig
 from quire.config.model import ModelConfig
 from quire.config.observe import ObserveConfig
 from quire.config.parallel import ParallelConfig
@@ -32,6 +33,7 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     @classmethod

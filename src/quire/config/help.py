@@ -78,7 +78,7 @@ def _first_screen(prog: str) -> str:
         "  --config FILE                 read flags from a YAML file; the command line wins\n"
         "  --help=all                    every flag, with vLLM's other flags and old names\n"
         "  --help=WORD                   flags with WORD in their name\n"
-        f"  --help=SECTION                one of {', '.join(sections())}\n"
+        f"  --help=SECTION                {', '.join(sections())}\n"
     )
     return "\n".join(parts)
 

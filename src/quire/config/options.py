@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 
 from quire.config.engine import EngineConfig
+from quire.config.lora import lora_modules
 from quire.config.ranges import AtLeast1, in_words
 from quire.errors import ConfigError
 
@@ -160,6 +161,8 @@ def _coerce(option: Option, value: Any) -> Any:
             value = BOOLEANS.get(str(value).lower(), value)
         case "int" if isinstance(value, str) and (option.name, value) != ("max_model_len", "auto"):
             value = human_int(value)
+        case "list" if option.name == "lora_modules":
+            return lora_modules(value)
         case "list":
             value = (
                 [value] if isinstance(value, str) or not hasattr(value, "__iter__") else [*value]

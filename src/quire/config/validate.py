@@ -46,6 +46,23 @@ def check_options(config: EngineConfig) -> None:
         raise ConfigError(f"distributed_executor_backend={executor!r}: choose from uni, mp")
     quantization_method(config.model.quantization)
     _check_structured(config.structured.structured_outputs_config)
+    _check_lora(config)
+
+
+def _check_lora(config: EngineConfig) -> None:
+    lora, names = config.lora, config.model.served_names
+    if lora.lora_modules and not lora.enable_lora:
+        raise ConfigError("lora_modules names adapters, but enable_lora is off; add --enable-lora")
+    if lora.capacity < lora.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras={lora.max_cpu_loras} is less than max_loras={lora.max_loras}, but the adapters of a step are"
+            f" all loaded; use --max-cpu-loras {lora.max_loras} or more"
+        )
+    for one in lora.lora_modules:
+        if one["name"] in names:
+            raise ConfigError(
+                f"lora_modules: {one['name']!r} is a name of the model; give the adapter another name"
+            )
 
 
 def _check_structured(options: Mapping[str, Any]) -> None:
@@ -84,6 +101,7 @@ def _warn_of_ignored(config: EngineConfig) -> None:
     ignored = {
         (f"prefix_caching_hash_algo={algorithm}", "blocks are found by blake2b with a key of this server"): algorithm != "blake2b",
         (f"swap_space={swap:g}", "preempted requests are recomputed"): swap not in (0, 4),
+        ("fully_sharded_loras", "one device has all of both matrices"): config.lora.fully_sharded_loras,
         ("preemption_mode=swap", "preempted requests are recomputed"): config.scheduler.preemption_mode == "swap",
         ("model_loader_extra_config", f"load_format={form} maps the files, and has no options"): config.load.model_loader_extra_config,
     }  # fmt: skip
