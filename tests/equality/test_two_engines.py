@@ -23,7 +23,7 @@ ROWS = [1, 40, 100]  # ways that the kernels take; more is the same as with one 
 def weight(scheme: str, rng: torch.Generator, kernels: bindings.Kernels) -> PreparedWeight:
     outs_OI = torch.randn(96, 1024, generator=rng).bfloat16()
     if scheme == "bfloat16":
-        return PackedBf16Weight(kernels, outs_OI)
+        return PackedBf16Weight.of(kernels, outs_OI)
     return {"int8": Int8Weight, "int4": Int4Weight}[scheme].of(outs_OI, False, kernels)
 
 

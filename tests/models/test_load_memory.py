@@ -15,8 +15,11 @@ from torch import nn
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
 from quire.layers.weights import weights_of
+from quire.models.construction import construction
+from quire.ops.cpu.bindings import best
 from quire.platforms import memory
 from quire.quantization import apply, int8
+from quire.quantization.bf16_packed import PackedBf16Weight
 
 PAGES = 64
 FIXED_NOREPLACE = 0x100000  # of Linux: there, or nowhere
@@ -84,6 +87,20 @@ def test_a_reused_address_is_not_released(mapped, tmp_path, monkeypatch):
     memory.release_file_pages([path], [])
     assert ctypes.string_at(place, size) == b"\7" * size
     libc.munmap(ctypes.c_void_p(place), ctypes.c_size_t(size))
+
+
+@pytest.mark.skipif(best() is None, reason="no kernels")
+@pytest.mark.parametrize("parts", [{"q": 32, "k": 48}, {"q": 40, "k": 56}])
+def test_pieces_are_packed_as_the_whole_weight(parts: dict[str, int]):
+    """Also such that begin within a panel, and a last panel that is not full."""
+    kernels, loaded = best(), {name: torch.randn(n, 64).bfloat16() for name, n in parts.items()}
+    with torch.device("meta"), construction(torch.bfloat16):
+        layer = Linear(64, parts)
+    for name, slot in layer.slots("layer").items():
+        slot.fill(loaded[name.split(".")[-2]], torch.device("cpu"), name)
+    assert apply.pack_weights(layer.weights()) == 1
+    want = PackedBf16Weight.of(kernels, torch.cat(list(loaded.values())))
+    assert torch.equal(layer.ref.prepared.data, want.data)
 
 
 def test_joined_weights_are_contiguous():

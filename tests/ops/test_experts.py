@@ -28,7 +28,7 @@ from quire.quantization.int8 import Int8Weight
 HIDDEN, INNER, EXPERTS, CHOSEN = 128, 96, 7, 3
 Make = Callable[[Tensor, bool, bindings.Kernels | None], PreparedWeight]
 FORMS: dict[str, Make] = {
-    "bf16": lambda weight, gated, kernels: PackedBf16Weight(kernels, weight, gated),  # type: ignore[arg-type]
+    "bf16": lambda weight, gated, kernels: PackedBf16Weight.of(kernels, weight, gated),  # type: ignore[arg-type]
     "int8": Int8Weight.of,
     "int4": lambda weight, gated, kernels: Int4Weight.of(weight, gated, kernels, group=32),
     "Q4_0": lambda weight, gated, kernels: BlocksWeight([_blocks(weight)], gated, kernels),

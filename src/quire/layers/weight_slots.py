@@ -81,8 +81,11 @@ class WeightSlot(NamedTuple):
         if self.dim is None:
             set_parameter(self.layer, self.name, tensor.to(device=device, dtype=into.dtype))
             return
-        if into.is_meta:
-            set_parameter(self.layer, self.name, torch.empty_like(into, device=device))
+        if (
+            into.is_meta
+        ):  # (empty_like of a tensor on "meta" imports torch's decompositions, for a second)
+            empty = torch.empty(into.shape, dtype=into.dtype, device=device)
+            set_parameter(self.layer, self.name, empty)
             into = self.layer.get_parameter(self.name)
         into.data.narrow(self.dim, self.start, self.length).copy_(tensor)
 

@@ -275,6 +275,20 @@ class WeightRef:
             self._set_layout(UNQUANTIZED)
             set_parameter(self.layer, self.prefix + "weight", found.to(self.dtype))
 
+    def pieces(self, name: str) -> list[tuple[int, Tensor]]:
+        """The loaded tensor `name` as the files have it: (where a piece begins along dimension 0, the piece).
+
+        The weight forgets them: what converts it keeps them as long as it needs them.
+        """
+        into, key = self.tensor(name), self.prefix + name
+        found = self.layer.deferred.get(key, ())
+        usable = all(slot.dim == 0 and piece.dtype == into.dtype for slot, piece in found)
+        if not found or not usable or sum(len(piece) for _, piece in found) != len(into):
+            self.layer.join({key})
+            return [(0, self.tensor(name))]
+        del self.layer.deferred[key]
+        return [(slot.start, piece) for slot, piece in found]
+
     def join(self) -> None:
         """Store the deferred tensors of this weight."""
         self.layer.join({self.prefix + name for name in (*self.layout, "bias")})

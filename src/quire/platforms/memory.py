@@ -14,6 +14,7 @@ and gives nothing back.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -33,10 +34,14 @@ CACHE_LINE = 64  # bytes
 POPULATE_WRITE = 23  # madvise, since Linux 5.14: allocate pages as if written to
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def madvise(start: int, end: int, advice: int) -> None:
     """Advise the kernel about the pages [start, end). Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice):
+    if _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -44,6 +49,14 @@ def prefault(start: int, end: int) -> None:
     """Allocate the pages that hold [start, end). Raises OSError: an older kernel, or no memory is left."""
     page = mmap.PAGESIZE
     madvise(start // page * page, -(-end // page) * page, POPULATE_WRITE)
+
+
+def read_ahead(tensor: Tensor) -> None:
+    """Let the system read a tensor of a mapped file, while this process goes on."""
+    page, start = mmap.PAGESIZE, tensor.data_ptr()
+    with suppress(OSError, AttributeError):  # a system without this
+        size = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        madvise(start // page * page, start + (size + 1) * tensor.itemsize, mmap.MADV_WILLNEED)
 
 
 # ------------------------------------------------------------------------------------ lazy zeros

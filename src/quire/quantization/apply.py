@@ -17,7 +17,7 @@ from quire.layers.weight_slots import named_layers
 from quire.layers.weights import PreparedWeight, WeightRef, weight_tensors, weights_of
 from quire.ops.cpu.bindings import best
 from quire.quantization.awq import AwqFormat
-from quire.quantization.bf16_packed import PackedBf16Weight
+from quire.quantization.bf16_packed import Packing
 from quire.quantization.checkpoint_format import Make, QuantizedFormat, kernels_for
 from quire.quantization.compressed_tensors import CompressedInt8Format, CompressedPackedFormat
 from quire.quantization.fp8 import Float8Weight
@@ -113,17 +113,13 @@ def quantize_weights(refs: Iterable[WeightRef], method: str, accelerator: bool =
 
 
 def pack_weights(refs: Iterable[WeightRef]) -> int:
-    """Pack the bfloat16 weights that the CPU kernels take; return how many. At most one weight exists twice."""
+    """Pack the bfloat16 weights that the CPU kernels take; return how many. Few megabytes exist twice at a time."""
     kernels = best()
     if kernels is None:
         return 0
-    count = 0
-    for ref in refs:
-        if ref.prepared is None:
-            ref.join()
-            if PackedBf16Weight.takes(ref.weight, ref.gated):
-                ref.install(PackedBf16Weight(kernels, ref.weight, ref.gated))
-                count += 1
+    packing = Packing(kernels)
+    count = sum(packing.add(ref) for ref in refs if ref.prepared is None)
+    packing.finish()
     return count
 
 

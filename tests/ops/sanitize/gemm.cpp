@@ -38,6 +38,13 @@ void check_bf16(const Shape& s, bool gated, bool with_bias) {
   const auto bias = random.bf16s(s.outs);
   Guarded<bf16> packed(s.outs * s.ins), y(s.rows * width), alone(width);
   quire_pack(w, packed, s.outs, s.filled, s.ins, gated);
+  // In two parts, as one of several weights.
+  Guarded<bf16> again(s.outs * s.ins);
+  const int64_t cut = s.filled / 32 * 16, step = s.ins * (int64_t)sizeof(bf16), to = (int64_t)again.data;
+  const int64_t parts[] = {(int64_t)w.data,  step, cut, to, 0, cut, s.outs, s.ins, gated, (int64_t)(w.data + cut * s.ins), step, s.filled - cut, to,
+                           cut, s.outs - cut, s.outs, s.ins, gated};
+  quire_pack_weights(parts, 2);
+  same(named("pack_weights", {s.outs, s.filled, s.ins, gated}), again.data, packed.data, s.outs * s.ins);
   quire_linear(x, apart, packed, with_bias ? bias.data : nullptr, y, width, s.rows, s.outs, s.ins, gated);
   const std::string name = named("linear", {s.rows, s.outs, s.filled, s.ins, gated, with_bias});
   if (!gated) {

@@ -22,6 +22,7 @@ EXPORT void quire_quantize_rows(const quire::bf16* w, long outs, long ins, int8_
 EXPORT void quire_quantize_groups(const quire::bf16* w, long outs, long ins, long group, uint8_t* q, float* scale,
                                   uint8_t* zero);
 EXPORT void quire_pack(const quire::bf16* w, quire::bf16* packed, long outs, long filled, long ins, int gated);
+EXPORT void quire_pack_weights(const int64_t* parts, long count);
 EXPORT void quire_unpack_rows(const quire::bf16* packed, const int64_t* ids, quire::bf16* y, long rows, long ins);
 EXPORT void quire_pack_int8(const int8_t* w, int8_t* packed, long outs, long filled, long ins, int gated);
 
