@@ -10,13 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+ADAPTERS = "adapters_T"
+"""The extra tensor of a batch with the number of each token's adapter; -1: none."""
 
 
 def _none() -> np.ndarray:
@@ -54,6 +58,13 @@ class ForwardBatch:
     embeddings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
+
+    def of_tokens(self, at: slice | Tensor) -> ForwardBatch:
+        """A batch with some of the tokens, for modules that read extra tensors by token."""
+        if not self.extras:
+            return self
+        named = self.extras.items()
+        return replace(self, extras={n: t[at] if n[-1] == "T" else t for n, t in named})
 
 
 class _Thread(threading.local):
@@ -93,3 +104,9 @@ def current_batch() -> ForwardBatch:
     if batch is None:
         raise RuntimeError("no forward pass is running")
     return batch
+
+
+def current_adapters() -> Tensor | None:
+    """numbers_T: the adapters of the tokens that the running forward pass computes; None: no token has one."""
+    batch = _running.batch
+    return None if batch is None else batch.extras.get(ADAPTERS)

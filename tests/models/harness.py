@@ -114,6 +114,10 @@ class Runner:
         self.computed[row] = blocks * self.block_size
         return self.computed[row]
 
+    def extras(self, chunks: Sequence[tuple[int, int, Sequence[int]]]) -> dict[str, Tensor]:
+        """What features add to the batch of a step."""
+        return {}
+
     def leave(self, row: int) -> None:
         self.free += self.tables.pop(row)[self.shared.pop(row, 0) :]
         del self.tokens[row], self.computed[row]
@@ -134,6 +138,7 @@ class Runner:
             chunks.append((row, first, tokens))
             self.computed[row] += n
         batch = make_batch(chunks, [self.tables[row] for row, _ in work], self.block_size)
+        batch.extras.update(self.extras(chunks))
         with forward_context(batch):
             hidden_TD = self.model(self.model.embed(batch.token_ids_T), batch.positions_T)
             logits_TV = self.model.logits(hidden_TD).float()

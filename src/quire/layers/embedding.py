@@ -9,8 +9,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from quire.forward_context import current_adapters
 from quire.layers.weight_slots import Layer
 from quire.layers.weights import PreparedWeight, WeightRef
+from quire.ops.lora import LoraTable, lora_lookup
 from quire.ops.reference import embedding, scale_logits
 
 
@@ -18,10 +20,14 @@ class Embedding(Layer):
     """Table lookup; `scale` is rounded to the table's dtype and multiplies the result (Gemma)."""
 
     weight: Tensor
+    bias = None
+    lora: LoraTable | None = None
+    """As of a `WeightRef`."""
 
     def __init__(self, num_words: int, size: int, *, scale: float | None = None):
         super().__init__()
         self.scale = scale
+        self.num_in, self.num_out = num_words, size
         self.packed: PreparedWeight | None = (
             None  # replaces `weight` if the LM head packed the table
         )
@@ -37,6 +43,8 @@ class Embedding(Layer):
             x_TD = embedding(ids_T, self.weight)
         else:
             x_TD = packed.rows(ids_T)
+        if self.lora is not None and (numbers_T := current_adapters()) is not None:
+            x_TD = lora_lookup(ids_T, x_TD, numbers_T, self.lora)
         return x_TD if self.scale is None else x_TD * x_TD.new_tensor(self.scale)
 
 

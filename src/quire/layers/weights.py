@@ -8,6 +8,7 @@ Shape suffixes: T tokens, I inputs, O outputs, W width of the result: O, or half
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quire.forward_context import current_adapters
 from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.cpu.bindings import Kernels
-from quire.ops.cpu.structs import ACTIVATIONS, CWeight
+from quire.ops.cpu.structs import ACTIVATIONS, HALVES, CWeight
+from quire.ops.lora import LoraTable, lora
 from quire.ops.reference import act_and_mul, linear
 
 PANEL = 32
@@ -84,6 +87,9 @@ class PreparedWeight:
     act = "silu"
     """The activation, if it is gated; `WeightRef.install` sets it."""
 
+    halves = False
+    """Whether the kernels' layout is that of a gated weight, but not the product; see `before_activation`."""
+
     rows: Callable[[Tensor], Tensor] | None = None
     """ids_T -> rows of the weight, [T, I]; None if they cannot be read from this form."""
 
@@ -94,6 +100,8 @@ class PreparedWeight:
     @property
     def kernel_act(self) -> int:
         """The kernels' number of the activation; 0: not gated."""
+        if self.halves:
+            return HALVES
         return ACTIVATIONS[self.act] if self.gated else 0
 
     @staticmethod
@@ -112,6 +120,14 @@ class PreparedWeight:
         bias_O = self.pad_bias(bias_O)
         self.run(self.kernels, x_TI, None if bias_O is None else bias_O.data_ptr(), y_TW)
         return y_TW if self.gated or self.padded == self.outs else y_TW[:, : self.outs]
+
+    def before_activation(self) -> PreparedWeight:
+        """The same weight, whose product has no activation: a gated one gives both halves."""
+        if not self.gated:
+            return self
+        found = copy.copy(self)
+        found.gated, found.halves = False, True
+        return found
 
     def pad_bias(self, bias_O: Tensor | None) -> Tensor | None:
         """The bias, padded to whole panels."""
@@ -194,6 +210,8 @@ class WeightRef:
 
     is_head = False
     """Whether it computes logits: that allows less error than other weights."""
+    lora: LoraTable | None = None
+    """The factors of the loaded adapters."""
 
     def __init__(
         self,
@@ -306,10 +324,20 @@ class WeightRef:
 
     def multiply(self, x_TI: Tensor) -> Tensor:
         """y_TW: x times the weight transposed, plus bias; if gated, the gated product."""
+        if self.lora is not None and (numbers_T := current_adapters()) is not None:
+            y_TO = lora(x_TI, self._before_activation(x_TI), numbers_T, self.lora)
+            return act_and_mul(y_TO, self.act) if self.gated else y_TO
         if self.prepared is not None:
             return self.prepared.multiply(x_TI, self.bias)
         y_TO = linear(x_TI, self.weight, self.bias)
         return act_and_mul(y_TO, self.act) if self.gated else y_TO
+
+    def _before_activation(self, x_TI: Tensor) -> Tensor:
+        """y_TO: the product; if gated, of both halves."""
+        prepared = self.prepared
+        if prepared is None:
+            return linear(x_TI, self.weight, self.bias)
+        return prepared.before_activation().multiply(x_TI, self.bias)
 
     def kernel_weight(self, padded: bool = False) -> CWeight | None:
         """For the kernels; None if they do not multiply this weight, or its last panel is not full and not `padded`."""

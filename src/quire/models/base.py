@@ -18,6 +18,7 @@ from quire.errors import Unsupported
 from quire.layers.attention import Attention
 from quire.layers.decoder_layer import Layers
 from quire.layers.embedding import Embedding, Head
+from quire.layers.lora import AdapterTable, Place, places_of
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.rotary import LayerRotaries
 from quire.layers.state import StateLayer
@@ -64,6 +65,8 @@ class LanguageModel(nn.Module):
 
     capturable = True
     """Whether its steps may be captured in graphs."""
+    adapters: AdapterTable | None = None
+    """The loaded LoRA adapters; None: the server takes none."""
     movable = True
     """Whether its weights may be moved to another device and back."""
 
@@ -118,6 +121,10 @@ class LanguageModel(nn.Module):
     def state_layers(self) -> list[StateLayer]:
         """The layers with a recurrent state, in the order in which they run."""
         return []
+
+    def adapter_places(self) -> dict[str, Place]:
+        """By module name in checkpoints: the weights to which LoRA adapters may be applied."""
+        return places_of(self)
 
     def forget(self, rows: list[int]) -> None:
         """Free what is kept for rows that requests leave or enter."""

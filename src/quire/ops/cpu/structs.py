@@ -19,6 +19,9 @@ def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
 ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "clamped_swiglu": 4, "relu2": 5}
 """Numbers of the activations of gated layers, and of relu2 (`Activation` in kernels/common.h); 0: none."""
 
+HALVES = 6
+"""The number for both halves of a gated layer's product, without an activation."""
+
 
 RMS, RMS_PLUS_ONE, LAYER_NORM = 1, 2, 3
 """Numbers of the norms (`NormKind` in kernels/norm_rope_act.h); 0: no norm."""
@@ -66,6 +69,20 @@ class CMixture(ctypes.Structure):
         ("routing", CRouting),
         ("experts", CExperts),
         ("shared_act", c_int64),
+    ]
+
+
+class CLoraPart(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(c_int64, "start outs first rank at"),
+        ("scale", c_float),
+    ]
+
+
+class CLora(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(c_void_p, "a b gain offset parts"),
+        *_all(c_int64, "count rank ins is_bf16"),
     ]
 
 

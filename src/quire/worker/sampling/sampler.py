@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.forward_context import ForwardBatch
+from quire.forward_context import ForwardBatch, forward_context
 from quire.logging import get_logger
 from quire.ops import masked_argmax
 from quire.protocol.plan import EnteredRow, StepPlan
@@ -158,7 +158,8 @@ class Sampler:
             rows_S, lengths_S = batch.rows_S, batch.lengths_S
             whole = batch.num_tokens == len(drawing)
             hidden_SD = hidden_TD if whole else hidden_TD[batch.sample_at_S]
-            logits_SV = self.model.logits(hidden_SD)
+            with forward_context(batch.of_tokens(batch.sample_at_S)):
+                logits_SV = self.model.logits(hidden_SD)
             self._sample(logits_SV, rows_S, lengths_S, sampled)
         if self.invalid:
             for index, item in enumerate(plan.work):
@@ -303,7 +304,9 @@ class Sampler:
             parts: list[ScoredTokens] = []
             for chunk in range(0, here, PROMPT_CHUNK):
                 end = min(chunk + PROMPT_CHUNK, here)
-                logits = self.model.logits(hidden_TD[first + chunk : first + end])
+                at = slice(first + chunk, first + end)
+                with forward_context(batch.of_tokens(at)):
+                    logits = self.model.logits(hidden_TD[at])
                 chosen = next_ids[chunk:end]
                 best = self.prompt_logprobs[item.row]
                 parts.append(self.ops.score(logits, chosen, best, None, self.normalise))

@@ -1,0 +1,295 @@
+"""LoRA adapters of a model: their weights by module name, packed for the model's own weights, and which are loaded.
+
+Knows the names of a model's weights and the rows' adapters. Does not know files or requests.
+
+Shape suffixes: T tokens, R rank, I inputs, O outputs, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.errors import ValidationError
+from quire.forward_context import ADAPTERS, ForwardBatch
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import Linear
+from quire.layers.moe import Router
+from quire.layers.weight_slots import named_layers
+from quire.layers.weights import WeightRef
+from quire.ops.lora import LoraFactors, LoraTable, NewPart
+
+if TYPE_CHECKING:
+    from quire.protocol.plan import StepPlan
+
+ROWS_AT_ONCE = 256  # of a weight, while it is decoded
+
+
+@dataclass
+class LoraWeights:
+    """What an adapter has for one module of a checkpoint, as its file stores it.
+
+    Attributes:
+        a_RI, b_OR: None if only a bias was trained. Of an embedding: [R, V] and [D, R].
+        scale: factor of the product.
+        bias_O: added to the output, already times the scale (`lora_bias`).
+        base_bias_O: replaces the module's bias.
+        magnitude_O: of DoRA.
+    """
+
+    a_RI: Tensor | None
+    b_OR: Tensor | None
+    scale: float = 1.0
+    bias_O: Tensor | None = None
+    base_bias_O: Tensor | None = None
+    magnitude_O: Tensor | None = None
+    is_embedding: bool = False
+
+
+class Target(Protocol):
+    """A weight that adapters may change; `WeightRef` is one."""
+
+    lora: LoraTable | None
+    num_in: int
+    num_out: int
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class Place(NamedTuple):
+    """Where a module of a checkpoint is in a model: outputs [start, start + outs) of a weight.
+
+    `rows`: gives the weight's rows [first, last) as floats [O, I]; None: of a table. `native`: whether the CPU kernels of fused layers apply adapters there.
+    """
+
+    target: Target
+    start: int
+    outs: int
+    rows: Callable[[int, int], Tensor] | None
+    native: bool = True
+
+
+def places_of(model: nn.Module) -> dict[str, Place]:
+    """By module name in checkpoints: where adapters may be applied in a native model."""
+    found: dict[str, Place] = {}
+    for path, layer in named_layers(model):
+        if isinstance(layer, Embedding):
+            found[path] = Place(layer, 0, layer.num_out, None, False)
+        if not isinstance(layer, Linear | Head | Router):
+            continue
+        (ref,) = layer.weights()
+        native, start = isinstance(layer, Linear), 0
+        rows = _rows_of(ref)
+        if ref.parts and ref.packed:
+            packed = f"{path.rpartition('.')[0]}.{ref.packed}"
+            found[packed] = Place(ref, 0, ref.num_out, rows, native)
+        for name, outs in zip(ref.checkpoint_names(path), ref.outputs, strict=True):
+            found[name] = Place(ref, start, outs, rows, native)
+            start += outs
+    return found
+
+
+def lora_targets(model: Any) -> dict[str, tuple[int, int]]:
+    """By module name in checkpoints, inputs and outputs of what adapters may change; of an embedding, words and features."""
+    places: Mapping[str, Place] = model.adapter_places()
+    return {name: (place.target.num_in, place.outs) for name, place in places.items()}
+
+
+def _rows_of(ref: WeightRef) -> Callable[[int, int], Tensor]:
+    def rows(first: int, last: int) -> Tensor:
+        prepared = ref.prepared
+        if prepared is None:
+            return ref.weight[first:last].float()
+        if prepared.rows is not None and not ref.gated:
+            return prepared.rows(torch.arange(first, last)).float()
+        # Each input alone gives a column.
+        plain = prepared.before_activation() if ref.gated else prepared
+        one_hot_II = torch.eye(ref.num_in, dtype=ref.dtype, device=ref.tensors()[0].tensor.device)
+        columns = [
+            plain.multiply(some)[:, first:last].float() for some in one_hot_II.split(ROWS_AT_ONCE)
+        ]
+        return torch.cat(columns).T
+
+    return rows
+
+
+class AdapterTable:
+    """The loaded adapters of a model, and which rows use them. It attaches itself to the model's weights.
+
+    Args:
+        capacity: how many adapters are loaded at most.
+        max_rows: of the worker.
+
+    Attributes:
+        number_of_row: by the worker's row, the number of its adapter; -1: none.
+    """
+
+    def __init__(self, model: Any, capacity: int, max_rows: int):
+        self.places: Mapping[str, Place] = model.adapter_places()
+        self.dtype = model.dtype
+        self.loaded: list[AdapterWeights | None] = [None] * capacity
+        self.number_of_row = np.full(max_rows, -1, np.int64)
+        for place in self.places.values():
+            if place.target.lora is None:
+                place.target.lora = LoraTable(capacity)
+        model.adapters = self
+
+    def prepare(
+        self, modules: Mapping[str, LoraWeights], dtype: torch.dtype | None = None
+    ) -> AdapterWeights:
+        """Pack an adapter; `dtype`: of A and B, None: the model's. It may run in another thread than the model.
+
+        Raises:
+            ValidationError: modules that the model does not have, or tensors of another shape.
+        """
+        return AdapterWeights(self.places, modules, dtype or self.dtype)
+
+    def add(self, number: int, weights: AdapterWeights) -> None:
+        """Load an adapter, between steps."""
+        self.remove(number)
+        for target, factors in weights.factors:
+            if target.lora is not None:
+                target.lora.set(number, factors)
+        self.loaded[number] = weights
+
+    def remove(self, number: int) -> None:
+        """Unload an adapter, between steps. No row may use it."""
+        weights, self.loaded[number] = self.loaded[number], None
+        for target, _ in () if weights is None else weights.factors:
+            if target.lora is not None:
+                target.lora.set(number, None)
+
+    def put(self, plan: StepPlan, batch: ForwardBatch) -> None:
+        """Add the tokens' adapters to a batch, if a row has one."""
+        numbers_B = self._numbers(plan)
+        if (numbers_B < 0).all():
+            return
+        numbers_T = np.full(len(batch.token_ids_T), -1, np.int64)
+        numbers_T[: batch.num_tokens] = np.repeat(numbers_B, batch.query_lens)
+        batch.extras[ADAPTERS] = torch.from_numpy(numbers_T).to(batch.token_ids_T.device)
+
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """Whether no row has an adapter."""
+        return bool((self._numbers(plan) < 0).all())
+
+    def _numbers(self, plan: StepPlan) -> np.ndarray:
+        return self.number_of_row[[item.row for item in plan.work]]
+
+
+class AdapterWeights:
+    """One adapter, packed for a model's weights. `AdapterTable.prepare` makes it.
+
+    Attributes:
+        rank: the largest of its modules.
+        num_bytes: of its tensors in memory.
+        fits_layers, fits_fast_step: whether fused layers and the fast path can apply it.
+    """
+
+    def __init__(
+        self, places: Mapping[str, Place], modules: Mapping[str, LoraWeights], dtype: torch.dtype
+    ):
+        if unknown := sorted(set(modules) - set(places)):
+            raise ValidationError(
+                f"the adapter has weights for modules that the model does not have: {_listed(unknown)}; "
+                f"it was trained for another model, or for modules that take no adapter here"
+            )
+        by_target: dict[int, list[tuple[str, Place, LoraWeights]]] = {}
+        for name, weights in modules.items():
+            place = places[name]
+            _check(name, place, weights)
+            by_target.setdefault(id(place.target), []).append((name, place, weights))
+        self.factors: list[tuple[Target, LoraFactors]] = []
+        for group in by_target.values():
+            self.factors.append((group[0][1].target, _factors(group, dtype)))
+        ranks = [len(each.a_RI) for each in modules.values() if each.a_RI is not None]
+        self.rank = max(ranks, default=0)
+        self.num_bytes = sum(t.nbytes for _, each in self.factors for t in each.tensors())
+        used = [places[name] for name in modules]
+        inside = [each.native for each in used if not isinstance(each.target, Embedding)]
+        self.fits_layers = all(inside) and all(each.struct is not None for _, each in self.factors)
+        self.fits_fast_step = self.fits_layers and all(each.native for each in used)
+
+
+def _check(name: str, place: Place, weights: LoraWeights) -> None:
+    """Raises ValidationError: a tensor has a shape that does not fit the model."""
+    is_table = isinstance(place.target, Embedding)
+    if is_table != weights.is_embedding:
+        kind = "an embedding table" if is_table else "a linear layer"
+        raise ValidationError(
+            f"the adapter's factors of {name} do not fit: it is {kind} in the model"
+        )
+    num_in, outs = place.target.num_in, place.outs
+    a_RI, b_OR = weights.a_RI, weights.b_OR
+    if is_table and (weights.magnitude_O is not None or a_RI is None):
+        raise ValidationError(
+            f"the adapter uses DoRA for {name}, an embedding table: train it without"
+        )
+    if (a_RI is None) != (b_OR is None):
+        raise ValidationError(f"the adapter has only one of the two factors of {name}")
+    rank = 0 if a_RI is None else len(a_RI)
+    vectors = (weights.bias_O, weights.base_bias_O, weights.magnitude_O)
+    expected = [(a_RI, [rank, num_in], "A"), (b_OR, [outs, rank], "B")]
+    expected += [(each, [outs], "bias or magnitude") for each in vectors]
+    for tensor, want, kind in expected:
+        if tensor is not None and list(tensor.shape) != want:
+            raise ValidationError(
+                f"the adapter's {kind} of {name} has shape {list(tensor.shape)}; this model needs {want}: "
+                "the adapter was trained for another model"
+            )
+
+
+def _factors(group: list[tuple[str, Place, LoraWeights]], dtype: torch.dtype) -> LoraFactors:
+    """The factors of all modules that are parts of one weight."""
+    target = group[0][1].target
+    gain_O, offset_O = torch.ones(target.num_out), torch.zeros(target.num_out)
+    parts = []
+    for name, place, each in group:
+        here = slice(place.start, place.start + place.outs)
+        parts.append(NewPart(place.start, place.outs, each.scale, each.a_RI, each.b_OR))
+        if each.magnitude_O is not None:
+            gain_O[here] = each.magnitude_O.float() / _row_norms(place, each)
+        offset_O[here] = _offset(place, each, gain_O[here])
+        if not bool((gain_O[here] + offset_O[here]).isfinite().all()):
+            raise ValidationError(f"the adapter's bias or magnitude of {name} is not finite")
+    return LoraFactors(
+        target.num_in, target.num_out, sorted(parts, key=lambda part: part.start), dtype,
+        gain_O if bool((gain_O != 1).any()) else None,
+        offset_O if bool((offset_O != 0).any()) else None,
+    )  # fmt: skip
+
+
+def _offset(place: Place, each: LoraWeights, gain_O: Tensor) -> Tensor:
+    """DoRA scales W x + s B A x + bias of B, without the base's bias: the output is gain * (W x + base bias + s B A x) + offset."""
+    base_O = torch.zeros(place.outs)
+    if (bias_O := place.target.bias) is not None:
+        base_O = bias_O.detach().float().cpu()[place.start : place.start + place.outs]
+    bias_O = torch.zeros(place.outs) if each.bias_O is None else each.bias_O.float()
+    final_O = base_O if each.base_bias_O is None else each.base_bias_O.float()
+    return gain_O * (bias_O - base_O) + final_O
+
+
+def _row_norms(place: Place, each: LoraWeights) -> Tensor:
+    """Of W + s B A."""
+    if place.rows is None:
+        raise TypeError("a table has no rows of outputs")
+    weight_OI = place.rows(place.start, place.start + place.outs)
+    if each.a_RI is None or each.b_OR is None:
+        return weight_OI.norm(dim=1)
+    norms = []
+    for rows, b_OR in zip(
+        weight_OI.split(ROWS_AT_ONCE), each.b_OR.float().split(ROWS_AT_ONCE), strict=True
+    ):
+        norms.append((rows.cpu() + each.scale * (b_OR @ each.a_RI.float())).norm(dim=1))
+    return torch.cat(norms)
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
