@@ -56,7 +56,7 @@ def test_every_name_has_one_meaning() -> None:
         ("fp8", FP8, None),
         ("int8", FP8, "int8"),
         ("int4", FP8, "int4"),
-        ("bitsandbytes", None, "int4_g64"),
+        ("bitsandbytes", None, "nf4"),
         ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True}, None),
         ("awq_marlin", {"quant_method": "awq", "bits": 4}, None),
         ("compressed-tensors", compressed("int-quantized", **INT8), None),

@@ -22,7 +22,6 @@ from quire.engine.build import resolve_without_weights
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
 from quire.models.checkpoint_files import (
     TensorHeader,
-    as_loaded,
     in_memory,
     on_disk,
     stored_tensors,
@@ -37,6 +36,7 @@ from quire.worker.memory_plan import (
     MemoryPlan,
     forecast_specs,
     forecast_weights,
+    loaded_tensors,
     make_plan,
     size,
 )
@@ -122,7 +122,7 @@ def _weights(report: DoctorReport, resolved: Resolved) -> list[TensorHeader] | i
 def _plan(report: DoctorReport, resolved: Resolved, found: list[TensorHeader] | int) -> MemoryPlan:
     """The memory plan; if it does not fit, the plan with the longest context that does."""
     about, (specs, states) = report.facts, forecast_specs(resolved)
-    loaded = as_loaded(found, resolved.hf_config)
+    loaded = loaded_tensors(found, resolved.spec, resolved.device)
     weights = in_memory(loaded, ITEMSIZE[resolved.dtype], resolved.quantization)
     try:
         forecast_weights(resolved.spec, resolved.device, about.available_bytes, found)

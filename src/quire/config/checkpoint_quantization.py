@@ -12,6 +12,9 @@ from dataclasses import dataclass
 BLOCKS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1")
 """Types of GGUF tensors that the CPU kernels multiply (`quantization/gguf_blocks.py`)."""
 
+CODED = {"mxfp4": 0.5 + 5 / 32, "mxfp4-experts": 0.5 + 5 / 32, "bnb-4bit": 0.5 + 5 / 64}
+"""Readers of weights whose codes the CPU kernels multiply -> bytes of a weight (`quantization/codebooks.py`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
@@ -44,9 +47,9 @@ class WeightLayout:
         one = "output channel" if self.strategy in ("group", "channel") else self.strategy
         per = f"groups of {self.group}" if self.group > 0 else f"one scale per {one}"
         if self.kind == "decoded":
-            return f"{self.reader}, decoded to floats" + (
-                f", quantized to {online}" if online else ""
-            )
+            kept = not accelerator and self.reader in CODED
+            made = f", quantized to {online}" if online else ", then codes of 4 bits again" * kept
+            return f"{self.reader}, decoded to floats{made}"
         if self.kind == "float" and online not in (None, "fp8"):
             return f"8-bit floats with {per}, quantized to {online}"
         if self.kind == "float" and accelerator:

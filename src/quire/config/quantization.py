@@ -14,6 +14,7 @@ ONLINE = {
     "int4": "4 bits, one scale and zero point per group of 128; activations 8 bits, one scale per group; the head is int8",
     "int4_g64": "as int4 with groups of 64: more exact, slower for many tokens",
     "int4_g32": "as int4 with groups of 32",
+    "nf4": "4 bits, NF4 of bitsandbytes: one scale per block of 64; activations 8 bits, one scale per block; the head is int8",
     "fp8": "int8, because CPUs have no 8-bit float arithmetic",
 }
 """Methods applied while loading, to weights of 16 or 32 bits (or to an fp8 checkpoint). This table: on a CPU."""
@@ -23,6 +24,7 @@ ON_ACCELERATOR = {
     "int4": "4 bits, one scale and zero point per group of 128; activations and the head are not quantized",
     "int4_g64": "as int4 with groups of 64",
     "int4_g32": "as int4 with groups of 32",
+    "nf4": "as int4_g64",
     "fp8": "8-bit floats, one scale per output channel; activations 8-bit floats, one scale per token; the head is not quantized",
 }
 """The same methods on an accelerator."""
@@ -32,6 +34,7 @@ BYTES = {
     "int4": 0.5 + 5 / 128,
     "int4_g64": 0.5 + 5 / 64,
     "int4_g32": 0.5 + 5 / 32,
+    "nf4": 0.5 + 5 / 64,
     "fp8": 1.0,
 }
 """Bytes for each weight of a linear layer, including its part of the group's scale and zero point."""
@@ -48,8 +51,8 @@ SAME = {
 }
 """vLLM's names -> Quire's names."""
 
-IN_FLIGHT = {"bitsandbytes": "int4_g64"}
-"""Methods of checkpoints that also quantize while loading -> what Quire does: the nearest that has kernels."""
+IN_FLIGHT = {"bitsandbytes": "nf4"}
+"""Methods of checkpoints that also quantize while loading -> what Quire does."""
 
 LATER = (
     *("quark", "nvfp4", "nvfp4_per_token", "quanto", "eetq", "aqlm", "spqr", "vptq", "bitnet", "higgs", "fp_quant"),

@@ -149,7 +149,7 @@ class Experts(Layer):
         return self.refs
 
     def slots(self, path: str) -> dict[str, Slot]:
-        if any(ref.format is not UNQUANTIZED for ref in self.refs):
+        if any(not (ref.format is UNQUANTIZED or ref.format.gives_floats) for ref in self.refs):
             return super().slots(path)
         found = super().slots(path) if self.by_expert else {}
         parent, half = path.rpartition(".")[0], len(self.refs) // 2

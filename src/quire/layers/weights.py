@@ -64,6 +64,9 @@ class StoredTensor(NamedTuple):
 class CheckpointFormat:
     """How a checkpoint stores a weight. The base: as one tensor in the model's dtype."""
 
+    gives_floats = False
+    """Whether the tensors are those of an unquantized checkpoint, but `convert` quantizes them."""
+
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         """Name -> tensor; the name is the parameter's and the last component of the checkpoint's."""
         return {"weight": StoredTensor((num_out, num_in), dtype)}

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.checkpoint_quantization import BLOCKS
+from quire.config.checkpoint_quantization import BLOCKS, CODED
 from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
 from quire.config.quantization import BYTES, HEAD_BYTES
 from quire.config.quantization_config import stored_quantization
@@ -32,6 +32,7 @@ log = get_logger(__name__)
 
 ITEMSIZE = {name: bits / 8 for name, bits in BITS.items()}
 ITEMSIZE |= {name: size / elements for name, elements, size in TYPES.values() if elements > 1}
+ITEMSIZE |= CODED
 FLOATS = ("F64", "F32", "F16", "BF16")
 TABLE = re.compile(r"embed|wte|wpe")  # lookup tables, which are not multiplied
 RANK = "model-rank-{}-part-*.safetensors"
@@ -186,9 +187,12 @@ def in_memory(
 
 
 def as_loaded(
-    tensors: Iterable[TensorHeader] | int, hf_config: Mapping[str, Any]
+    tensors: Iterable[TensorHeader] | int, hf_config: Mapping[str, Any], keeps_codes: bool = False
 ) -> Iterable[TensorHeader] | int:
-    """The tensors as a model gets them: floats in place of bytes that are decoded while they are read."""
+    """The tensors as a model gets them: floats in place of bytes that are decoded while they are read.
+
+    keeps_codes: weights of 4 bits keep their codes where the CPU kernels multiply these.
+    """
     stored = stored_quantization(hf_config)
     if stored is None or isinstance(tensors, int):
         return tensors
@@ -199,9 +203,12 @@ def as_loaded(
         ]
     if not stored.is_decoded:
         return tensors
-    per = max(8 // layout.bits for layout in stored.layouts() if layout.kind == "decoded")
+    decoded = [layout for layout in stored.layouts() if layout.kind == "decoded"]
+    per = max(8 // layout.bits for layout in decoded)
+    coded = keeps_codes and all(layout.reader in CODED for layout in decoded)
+    becomes = decoded[0].reader if coded else "BF16"
     return [
-        (name, "BF16", (*shape[:-1], shape[-1] * per))
+        (name, becomes, (*shape[:-1], shape[-1] * per))
         if kind in ("U8", "F8_E4M3") and len(shape) > 1 and "scale" not in name
         else (name, kind, shape)
         for name, kind, shape in tensors

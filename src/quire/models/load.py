@@ -183,8 +183,9 @@ def _with_weights(
     quantized = stored_quantization(spec.hf_config)
     found = decoded(found, quantized, getattr(torch, spec.dtype))
     # Quantize each weight as it is loaded where its floats would take memory: the 16-bit model need not fit.
-    on_loaded = None
-    if method and (accelerator or (quantized is not None and quantized.is_decoded)):
+    decodes = quantized is not None and quantized.is_decoded
+    on_loaded: Callable[[WeightRef], object] | None = WeightRef.convert if decodes else None
+    if method and (accelerator or decodes):
         on_loaded = partial(quantize_weight, method=method, accelerator=accelerator)
     fill(model, found, platform.device, wrapped=wrapped, offloaded=offloaded, on_loaded=on_loaded)
     for module in model.modules():  # move buffers; weights are already on the device
@@ -337,7 +338,7 @@ class _CompleteWeights:
         """Count this slot's tensor; the weights that it completes."""
         for each in slot.targets():
             ref = each.ref
-            if ref is None or ref.format is not UNQUANTIZED:
+            if ref is None or not (ref.format is UNQUANTIZED or ref.format.gives_floats):
                 continue
             numbers = sum(p.numel() for p in ref.parameters().values())
             self.num_missing[ref] = self.num_missing.get(ref, numbers) - math.prod(each.shape())

@@ -19,6 +19,7 @@ from quire.ops.cpu.bindings import best
 from quire.quantization.awq import AwqFormat
 from quire.quantization.bf16_packed import Packing
 from quire.quantization.checkpoint_format import Make, QuantizedFormat, kernels_for
+from quire.quantization.codebooks import BOOKS, READ, CodedFormat
 from quire.quantization.compressed_tensors import CompressedInt8Format, CompressedPackedFormat
 from quire.quantization.fp8 import Float8Weight
 from quire.quantization.fp8_checkpoint import Fp8Format, RequantizedFp8Format
@@ -32,6 +33,7 @@ ONLINE: dict[str, Make] = {
     "int4": Int4Weight.of,
     "int4_g64": partial(Int4Weight.of, group=64),
     "int4_g32": partial(Int4Weight.of, group=32),
+    "nf4": BOOKS["nf4"].of,
     "fp8": Int8Weight.of,
 }
 """`--quantization` -> what quantizes a weight of 16 or 32 bits, on the CPU."""
@@ -42,6 +44,7 @@ ON_ACCELERATOR: dict[str, Make] = {
     "int4": FewBitsWeight.int4,
     "int4_g64": partial(FewBitsWeight.int4, group=64),
     "int4_g32": partial(FewBitsWeight.int4, group=32),
+    "nf4": partial(FewBitsWeight.int4, group=64),
 }
 """The same on an accelerator. The LM head stays as it is: e4m3 has too few mantissa bits for logits."""
 
@@ -78,6 +81,10 @@ def set_formats(
             layouts = [stored.layout_of(name) for name in names]
             if all(each is None or each.kind == "decoded" for each in layouts):  # arrive as floats
                 count += layouts[0] is not None
+                kernels = None if accelerator or online else kernels_for(ref.dtype)
+                readers = {each.reader if each is not None else "" for each in layouts}
+                if kernels is not None and len(readers) == 1 and (reader := readers.pop()) in READ:
+                    ref.use(CodedFormat(reader, kernels))
                 continue
             layout = layouts[0]
             if layout is None or any(each != layout for each in layouts):

@@ -26,14 +26,14 @@ def parts_of_4bit(found: Mapping[str, Tensor]) -> list[str]:
     return names
 
 
-def decode_4bit(found: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """[O, I]"""
+def decode_4bit(found: Mapping[str, Tensor]) -> Tensor:
+    """[O, I], float32: the codes can be found again."""
     state = json.loads(bytes(found["weight.quant_state"].view(torch.uint8).tolist()))
     absmax, size = found["weight.absmax"], int(state["blocksize"])
     if absmax.dtype == torch.uint8:
         nested = _mapped(absmax, found["weight.nested_quant_map"])
         per = int(state["nested_blocksize"])
-        absmax = _scaled(nested, found["weight.nested_absmax"], per, torch.float32)
+        absmax = _scaled(nested, found["weight.nested_absmax"], per)
         absmax = absmax + float(state["nested_offset"])
     bytes_ = found["weight"].flatten()
     if (count := math.prod(state["shape"])) != 2 * len(bytes_):
@@ -45,7 +45,7 @@ def decode_4bit(found: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         codes = torch.stack([part >> 4, part & 15], 1).flatten()
         first = 2 * start // size
         scale = absmax[first : first + -(-len(codes) // size)]
-        parts.append(_scaled(_mapped(codes, found["weight.quant_map"]), scale, size, dtype))
+        parts.append(_scaled(_mapped(codes, found["weight.quant_map"]), scale, size))
     return torch.cat(parts).view(state["shape"])
 
 
@@ -53,12 +53,12 @@ def _mapped(codes: Tensor, values: Tensor) -> Tensor:
     return values.float().index_select(0, codes.int())
 
 
-def _scaled(values: Tensor, scale: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+def _scaled(values: Tensor, scale: Tensor, size: int) -> Tensor:
     whole = len(values) // size * size
     if -(-len(values) // size) != len(scale):
         raise ValueError(f"{len(values)} values in blocks of {size} have {len(scale)} scales")
     main = (values[:whole].view(-1, size) * scale[: whole // size, None]).flatten()
-    return torch.cat([main, values[whole:] * scale[-1]]).to(dtype)
+    return torch.cat([main, values[whole:] * scale[-1]])
 
 
 def int8_scale(found: Mapping[str, Tensor]) -> dict[str, Tensor]:

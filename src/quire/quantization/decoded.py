@@ -60,7 +60,7 @@ READERS: dict[str, Reader] = {
     "bnb-4bit": Reader(
         re.compile(r"(.+)\.(weight(?:\.\w+)?)(?:\.bitsandbytes__\w+)?"),
         bitsandbytes.parts_of_4bit,
-        lambda found, _, dtype: {"weight": bitsandbytes.decode_4bit(found, dtype)},
+        lambda found, *_: {"weight": bitsandbytes.decode_4bit(found)},
     ),
     # Each tensor of these by itself:
     "bnb-int8": Reader(
@@ -115,10 +115,8 @@ def decoded(
         )
     if stored is not None and stored.is_decoded and count:
         log.info(
-            "decoded %d weights (%s) to %s, because no kernel multiplies them as they are stored: %.2f GiB in place of"
-            " %.2f; --quantization int8 or int4 makes them smaller",
-            *(count, ", ".join(sorted(names)), str(dtype).removeprefix("torch.")),
-            *(after / 2**30, before / 2**30),
+            "decoded %d weights (%s) of %.2f GiB to floats of %.2f GiB; --quantization int8 or int4 makes them smaller",
+            *(count, ", ".join(sorted(names)), before / 2**30, after / 2**30),
         )
 
 

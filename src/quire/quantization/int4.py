@@ -68,14 +68,19 @@ def group_for(weight_OI: Tensor, most: int) -> int:
 
 
 class Int4Weight(PreparedWeight):
-    """Multiplied by the kernels where they run and activations are bf16, else in plain torch with the same integers."""
+    """Multiplied by the kernels where they run and activations are bf16, else in plain torch with the same integers.
 
-    def __init__(self, grouped: Grouped, gated: bool, kernels: Kernels | None):
+    `codes`: the integer that each of the 16 stands for, up to 255 (codebooks.py); None: itself.
+    """
+
+    def __init__(
+        self, grouped: Grouped, gated: bool, kernels: Kernels | None, codes: Tensor | None = None
+    ):
         outs, ins = grouped.q_OI.shape
         if not self.fits(outs, ins, gated, STEP) or grouped.group % STEP:
             kernels = None
         super().__init__(outs, ins, gated, kernels)
-        self.group, self.order_I = grouped.group, grouped.order_I
+        self.group, self.order_I, self.codes = grouped.group, grouped.order_I, codes
         if kernels is None:
             self.q_OI, self.scale_OG, self.zero_OG = grouped.q_OI, grouped.scale_OG, grouped.zero_OG
             return
@@ -95,27 +100,29 @@ class Int4Weight(PreparedWeight):
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear_int4(
             x_TI.data_ptr(), x_TI.stride(0), self.data.data_ptr(), self.scale_PGO.data_ptr(), self.zero_PGO.data_ptr(),
-            None if self.order_I is None else self.order_I.data_ptr(), bias, y_TW.data_ptr(), y_TW.shape[1], len(x_TI),
+            *addresses(codes=self.codes, order=self.order_I).values(), bias, y_TW.data_ptr(), y_TW.shape[1], len(x_TI),
             self.padded, self.ins, self.group, self.kernel_act,
         )  # fmt: skip
 
     def reference(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """The definition."""
-        group = self.group
+        group, q_OI = self.group, self.q_OI if self.codes is None else self.codes[self.q_OI.int()]
         x_TI = x_TI if self.order_I is None else x_TI[:, self.order_I.long()]
         y_TO = torch.zeros(len(x_TI), self.outs)
         for g in range(self.ins // group):
             at = slice(g * group, (g + 1) * group)
             x_TS, scale_T = quantize(x_TI[:, at])
             x_TS = x_TS.double()
-            sums = x_TS @ self.q_OI[:, at].double().T
+            sums = x_TS @ q_OI[:, at].double().T
             sums -= x_TS.sum(1, keepdim=True) * self.zero_OG[:, g].double()
             y_TO += sums.float() * (scale_T[:, None] * self.scale_OG[:, g])
         return self.rounded(y_TO, bias_O, x_TI.dtype)
 
     def kernel_args(self) -> dict[str, Any]:
         scale, zero = self.scale_PGO, self.zero_PGO
-        found = addresses(data=self.data, scale=scale, zero=zero, order=self.order_I)
+        found = addresses(
+            data=self.data, scale=scale, zero=zero, codes=self.codes, order=self.order_I
+        )
         return {**found, "group": self.group}
 
     def _panels(self, q_OI: Tensor) -> Tensor:

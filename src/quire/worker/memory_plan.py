@@ -136,6 +136,14 @@ def activation_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
     return int(step + logits)
 
 
+def loaded_tensors(
+    found: Iterable[TensorHeader] | int, spec: ModelSpec, device: str
+) -> Iterable[TensorHeader] | int:
+    """The tensors as a model gets them, before `--quantization`."""
+    keeps_codes = device == "cpu" and spec.dtype == "bfloat16" and spec.quantization is None
+    return as_loaded(found, spec.hf_config, keeps_codes)
+
+
 def forecast_weights(
     spec: ModelSpec, device: str, available: int, found: Iterable[TensorHeader] | int | None = None
 ) -> int:
@@ -147,7 +155,7 @@ def forecast_weights(
     """
     if found is None:
         found = stored_tensors(spec.path, spec.hf_config, spec.load.load_format)
-    loaded = as_loaded(found, spec.hf_config)
+    loaded = loaded_tensors(found, spec, device)
     loading = in_memory(loaded, ITEMSIZE[spec.dtype])
     if spec.quantization is None:
         return loading

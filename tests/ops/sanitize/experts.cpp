@@ -31,7 +31,7 @@ struct Mixture {
       const auto w = random.bf16s(outs * ins, 0.1f);
       bf16* packed = floats.emplace_back(outs * ins).data;
       quire_pack(w, packed, outs, outs, ins, gated);
-      return {packed, nullptr, nullptr, nullptr, nullptr, nullptr, bias, outs, ins, 0};
+      return {packed, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, bias, outs, ins, 0};
     }
     const long groups = form == 1 ? 1 : ins / GROUP;
     float* scale = scales.emplace_back(outs * groups).data;
@@ -45,7 +45,7 @@ struct Mixture {
         for (long k = 0; k < ins; k++) sum[o] += 128 * w[o * ins + k];
       }
       quire_pack_int8(w, packed, outs, outs, ins, gated);
-      return {packed, scale, sum, nullptr, nullptr, nullptr, bias, outs, ins, 0};
+      return {packed, scale, sum, nullptr, nullptr, nullptr, nullptr, bias, outs, ins, 0};
     }
     const auto noise = [&](long size, long most) {
       uint8_t* made = nibbles.emplace_back(size).data;
@@ -53,7 +53,7 @@ struct Mixture {
       return made;
     };
     const uint8_t* w = noise(outs * ins / 2, 256);
-    return {w, scale, nullptr, noise(outs * groups, 16), nullptr, nullptr, bias, outs, ins, GROUP};
+    return {w, scale, nullptr, noise(outs * groups, 16), nullptr, nullptr, nullptr, bias, outs, ins, GROUP};
   }
 
   void one(long e, const bf16* x, bf16* y) const {

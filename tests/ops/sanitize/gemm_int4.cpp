@@ -3,7 +3,7 @@
 
 namespace {
 
-void check(long rows, long outs, long ins, long group, bool gated, bool ordered, bool with_bias) {
+void check(long rows, long outs, long ins, long group, bool gated, bool ordered, bool with_bias, bool coded) {
   Random random((unsigned)(rows + outs + ins + group));
   const long groups = ins / group, width = gated ? outs / 2 : outs;
   const auto x = random.bf16s(rows * ins), bias = random.bf16s(outs);
@@ -30,9 +30,14 @@ void check(long rows, long outs, long ins, long group, bool gated, bool ordered,
       zeros[(panel * groups + g) * 32 + lane] = (uint8_t)((o + 3 * g) % 16);
     }
   }
+  const std::vector<int> table = {128, 1, 255, 9, 77, 200, 14, 129, 60, 3, 254, 100, 31, 90, 170, 5};
+  Guarded<uint8_t> codes(16);
+  for (int i = 0; i < 16; i++) codes[i] = (uint8_t)table[i];
+  if (coded)
+    for (long i = 0; i < outs * groups; i++) zeros[i] = 128;
   Guarded<bf16> y(rows * width), alone(width);
   const auto run = [&](const bf16* from, bf16* to, long count) {
-    quire_linear_int4(from, ins, packed, scales, zeros, ordered ? order.data : nullptr, with_bias ? bias.data : nullptr, to,
+    quire_linear_int4(from, ins, packed, scales, zeros, coded ? codes.data : nullptr, ordered ? order.data : nullptr, with_bias ? bias.data : nullptr, to,
                       width, count, outs, ins, group, gated);
   };
   run(x, y, rows);
@@ -47,7 +52,7 @@ void check(long rows, long outs, long ins, long group, bool gated, bool ordered,
         for (long k = g * group; k < (g + 1) * group; k++) top = std::max(top, fabsf(value_of(x[r * ins + order[k]])));
         long exact = 0;
         for (long k = g * group; k < (g + 1) * group; k++)
-          exact += (long)nearbyintf(value_of(x[r * ins + order[k]]) * (127.f / top)) * (w[o * ins + k] - zeros[at + g * 32]);
+          exact += (long)nearbyintf(value_of(x[r * ins + order[k]]) * (127.f / top)) * ((coded ? table[w[o * ins + k]] : w[o * ins + k]) - zeros[at + g * 32]);
         sums[o] += (double)exact * (top / 127.f) * scales[at + g * 32];
       }
     }
@@ -56,7 +61,7 @@ void check(long rows, long outs, long ins, long group, bool gated, bool ordered,
       want.push_back(gated ? (double)rounded_of(gate / (1 + exp(-gate))) * rounded_of(sums[width + i]) : sums[i]);
     }
   }
-  const std::string name = named("int4", {rows, outs, ins, group, gated, ordered, with_bias});
+  const std::string name = named("int4", {rows, outs, ins, group, gated, ordered, with_bias, coded});
   near(name, y.data, want, 0.01);
   for (long r : {0L, rows / 2, rows - 1}) {
     run(x + r * ins, alone, 1);
@@ -71,7 +76,7 @@ CHECK(linear_int4) {
   for (long rows : {1L, 2L, 5L, 13L, 16L, 17L, 23L, 24L, 33L, 70L})
     for (long group : {32L, 64L, 96L}) {
       turn++;
-      check(rows, 64, 3 * group, group, turn % 2, turn % 3 == 0, turn % 4 == 0);
+      check(rows, 64, 3 * group, group, turn % 2, turn % 3 == 0, turn % 4 == 0, turn % 5 < 2);
     }
-  check(3, 96, 640, 640, false, false, true);
+  check(3, 96, 640, 640, false, false, true, false);
 }

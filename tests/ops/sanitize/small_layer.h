@@ -29,6 +29,6 @@ struct SmallLayer {
   quire::Weight weight(long outs, long filled, long ins, bool gated, const bf16* w) {
     memory.emplace_back(outs * ins);
     quire_pack(w, memory.back(), outs, filled, ins, gated);
-    return quire::Weight{memory.back().data, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, outs, ins, 0};
+    return quire::Weight{memory.back().data, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, outs, ins, 0};
   }
 };

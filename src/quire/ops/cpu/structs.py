@@ -29,7 +29,7 @@ RMS, RMS_PLUS_ONE, LAYER_NORM = 1, 2, 3
 
 class CWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *_all(c_void_p, "data scale sum zero order blocks bias"),
+        *_all(c_void_p, "data scale sum zero codes order blocks bias"),
         *_all(c_int64, "outs ins group"),
     ]
 

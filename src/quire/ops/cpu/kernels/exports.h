@@ -13,8 +13,8 @@ EXPORT void quire_linear_int8(const quire::bf16* x, long x_row, const int8_t* w,
                               const int32_t* w_sum, const quire::bf16* bias, quire::bf16* y, long y_row, long rows,
                               long outs, long ins, int act);
 EXPORT void quire_linear_int4(const quire::bf16* x, long x_row, const uint8_t* w, const float* w_scale,
-                              const uint8_t* w_zero, const int32_t* order, const quire::bf16* bias, quire::bf16* y,
-                              long y_row, long rows, long outs, long ins, long group, int act);
+                              const uint8_t* w_zero, const uint8_t* codes, const int32_t* order, const quire::bf16* bias,
+                              quire::bf16* y, long y_row, long rows, long outs, long ins, long group, int act);
 EXPORT void quire_linear_blocks(const quire::bf16* x, long x_row, const uint8_t* w, const int64_t* blocks,
                                 const quire::bf16* bias, quire::bf16* y, long y_row, long rows, long outs, long ins, int act);
 EXPORT void quire_block_rows(const uint8_t* w, const int64_t* blocks, const int64_t* ids, quire::bf16* y, long rows, long ins);

@@ -1,4 +1,5 @@
-// y[M, N] = x[M, K] * w[N, K]^T with int4 weights in groups of inputs, each with a scale and a zero point.
+// y[M, N] = x[M, K] * w[N, K]^T with int4 weights in groups of inputs, each with a scale and a zero point. Codes of 4 bits may stand
+// for other bytes: a table has them.
 //
 // Packed layout: [N / 32] panels of K / 4 lines (int4_dot.h); scales and zero points [N / 32][K / group][32]. A panel of a gated
 // weight has 16 outputs of either half.
@@ -27,8 +28,14 @@ struct Job4 {
   bf16* y;
   long y_row, rows, outs, ins, group, groups;
   int act;
+  const uint8_t* codes;  // 16 bytes, or null: a nibble is its own value
 
   const uint8_t* panel(long p) const { return w + p * ins * 16; }
+  Ints table() const {
+    int32_t words[16];
+    for (int i = 0; i < 16; i++) memcpy(words + i, codes + i % 4 * 4, 4);
+    return load(words);
+  }
   // Prefetches the scales of 32 outputs, as far ahead as weights are prefetched.
   void fetch_scales(long at) const {
     at = (at + PREFETCH_BYTES / (group * 16)) * 32;
@@ -63,9 +70,10 @@ inline void finish(const Job4& job, long row, long panel, const float* total) {
 }
 
 // N rows by TILES x 16 outputs of a panel; total: [N][32].
-template <int N, int FIRST, int TILES>
+template <int N, int FIRST, int TILES, bool CODED>
 __attribute__((noinline)) void panel_of_rows(const Job4& job, long row, long panel, float* total) {
   const uint8_t* w = job.panel(panel);
+  const Ints table = CODED ? job.table() : Ints{};
   const long lines = job.group / 4, step = job.ins / 4;
   const Word* x = job.words + row * step;
   for (long g = 0; g < job.groups; g++) {
@@ -79,7 +87,7 @@ __attribute__((noinline)) void panel_of_rows(const Job4& job, long row, long pan
       const Ints line = load((const int32_t*)w);
       Part parts[TILES];
 #pragma GCC unroll 2
-      for (int t = 0; t < TILES; t++) parts[t] = part_of(line, FIRST + t);
+      for (int t = 0; t < TILES; t++) parts[t] = part_of<CODED>(line, FIRST + t, table);
 #pragma GCC unroll 16
       for (int m = 0; m < N; m++)
 #pragma GCC unroll 2
@@ -96,21 +104,21 @@ __attribute__((noinline)) void panel_of_rows(const Job4& job, long row, long pan
   }
 }
 
-template <int N>
+template <int N, bool CODED>
 inline void panel_of_rows(const Job4& job, long row, long panel, float* total) {
   memset(total, 0, N * 32 * sizeof(float));
   if constexpr (N * 2 * (16 / LEAF) <= NIBBLE_SUMS) {
-    panel_of_rows<N, 0, 2>(job, row, panel, total);
+    panel_of_rows<N, 0, 2, CODED>(job, row, panel, total);
   } else {
-    panel_of_rows<N, 0, 1>(job, row, panel, total);
-    panel_of_rows<N, 1, 1>(job, row, panel, total);
+    panel_of_rows<N, 0, 1, CODED>(job, row, panel, total);
+    panel_of_rows<N, 1, 1, CODED>(job, row, panel, total);
   }
 }
 
 inline void panel_of_rows(int rows, const Job4& job, long row, long panel, float* total) {
   switch (rows) {
 #define CASE(n) \
-  case n: return panel_of_rows<n>(job, row, panel, total);
+  case n: return job.codes ? panel_of_rows<n, true>(job, row, panel, total) : panel_of_rows<n, false>(job, row, panel, total);
     CASE(1) CASE(2)
 #if !defined(__x86_64__) || defined(__AVX2__)
     CASE(3) CASE(4)
@@ -146,15 +154,18 @@ constexpr long TILE_MIN_ROWS = 4, TILE_MAX_ROWS = 33;  // rows, from which on ti
 
 // Lines of a group as bytes of 16 and 16 outputs, with zero points subtracted.
 struct Parting {
-  Ints left, right;
-  explicit Parting(const uint8_t* zero) : left(four(zero)), right(four(zero + 16)) {}
+  Ints left, right, table;
+  bool coded;
+  Parting(const Job4& job, const uint8_t* zero)
+      : left(four(zero)), right(four(zero + 16)), table(job.codes ? job.table() : ints(0)), coded(job.codes) {}
+  Ints part(Ints line, int part) const { return coded ? part_of<true>(line, part, table) : part_of(line, part); }
   static Ints four(const uint8_t* p) { return widen(p) * ints(0x01010101); }
   void lines(const uint8_t* w, int count, int8_t* to, int8_t* other) const {
     for (int i = 0; i < count; i++, w += LINE) {
       const Ints line = load((const int32_t*)w);
       fetch(w + PREFETCH_BYTES);
-      store((int32_t*)(to + i * LINE), bytes_minus(part_of(line, 0), left));
-      store((int32_t*)(other + i * LINE), bytes_minus(part_of(line, 1), right));
+      store((int32_t*)(to + i * LINE), bytes_minus(part(line, 0), left));
+      store((int32_t*)(other + i * LINE), bytes_minus(part(line, 1), right));
     }
   }
 };
@@ -182,7 +193,7 @@ void by_few_tiles(const Job4& job, long panel0, long panel1, int deep) {
   alignas(64) float total[MAX_ROWS * 32];
   const long rows = job.rows, pieces = job.group / deep;
   const auto part = [&](const uint8_t* w, const uint8_t* zero, int8_t(*to)[16 * 64]) {
-    Parting(zero).lines(w, deep / 4, to[0], to[1]);
+    Parting(job, zero).lines(w, deep / 4, to[0], to[1]);
   };
   configure_nibbles(deep, (int)std::min(16L, rows), LOWER ? (int)rows - 16 : 16);
   for (long panel = panel0; panel < panel1; panel++) {
@@ -240,7 +251,7 @@ void by_tiles(const Job4& job, long panel0, long panel1, const int8_t* x, int de
         for (long k = k0; k < k1; k += deep) {
           const uint8_t* zero = job.w_zero + (panel * job.groups + k / job.group) * 32;
           int8_t* to = bytes + (k - k0) * 32;
-          Parting(zero).lines(job.panel(panel) + k * 16, deep / 4, to, to + 16 * deep);
+          Parting(job, zero).lines(job.panel(panel) + k * 16, deep / 4, to, to + 16 * deep);
         }
         for (long m = m0; m < m1; m += 32)
           for (long k = k0, g = k0 / job.group; k < k1; k += job.group, g++) {
@@ -338,7 +349,7 @@ struct Bytes {
     const long groups = w.ins / w.group;
     const Word* all = WORDS_ARE_BYTES ? (const Word*)bytes.data : words.data;
     return {bytes.data, all, scales.data, scales.data + rows * groups, (const uint8_t*)w.data, w.scale, w.zero, w.bias,
-            y, y_row, rows, w.outs, w.ins, w.group, groups, act};
+            y, y_row, rows, w.outs, w.ins, w.group, groups, act, w.codes};
   }
   // `keep`: of the thread that quantizes this row.
   void quantize(const Weight& w, const bf16* from, long r, long rows, Scratch<bf16>& keep) const {
@@ -376,12 +387,12 @@ void Weight::panels_int4(const bf16* x, long x_row, bf16* y, long y_row, long ro
 
 using namespace quire;
 
-// ins and group are multiples of 32; `order`: the input at each place, or null.
+// ins and group are multiples of 32; `codes`: the byte of each nibble, or null; `order`: the input at each place, or null.
 EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const float* w_scale, const uint8_t* w_zero,
-                              const int32_t* order, const bf16* bias, bf16* y, long y_row, long rows, long outs, long ins,
-                              long group, int act) {
+                              const uint8_t* codes, const int32_t* order, const bf16* bias, bf16* y, long y_row, long rows,
+                              long outs, long ins, long group, int act) {
   static thread_local Bytes shared;  // of the calling thread
-  const Weight weight{w, w_scale, nullptr, w_zero, order, nullptr, bias, outs, ins, group};
+  const Weight weight{w, w_scale, nullptr, w_zero, codes, order, nullptr, bias, outs, ins, group};
   shared.reserve(rows, weight);
   const Bytes& bytes = shared;  // in the team, `shared` is each thread's own
 #pragma omp parallel for if (rows > 1 && rows * ins >= 8192) schedule(static)

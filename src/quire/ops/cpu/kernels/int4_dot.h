@@ -2,7 +2,7 @@
 // use instructions of one machine.
 //
 // A line is 64 bytes: for each of 16 outputs four inputs, in the low half of each byte; the high halves are the same inputs of
-// 16 further outputs. `part_of(line, 0)` and `(line, 1)` are the two. Activations are words of four inputs, as `Word`.
+// 16 further outputs. `part_of(line, 0)` and `(line, 1)` are the two: the nibbles, or with a table what it has for them. Activations are words of four inputs, as `Word`.
 #pragma once
 #include "amx.h"
 #include "common.h"
@@ -29,7 +29,11 @@ inline Word word_of(const int8_t* x) {
   memcpy(&word, x, 4);
   return word;
 }
-inline Part part_of(Ints line, int part) { return (part ? logical_right(line, 4) : line) & 0x0f0f0f0f; }
+template <bool CODED = false>
+inline Part part_of(Ints line, int part, Ints table = Ints{}) {
+  const Ints nibbles = (part ? logical_right(line, 4) : line) & 0x0f0f0f0f;
+  return CODED ? bytes_at(table, nibbles) : nibbles;
+}
 inline Ints meet(Ints sums, const Part& w, Word x) {
   return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)ints(x));
 }
@@ -47,7 +51,12 @@ inline Word word_of(const int8_t* x) {
   const auto shorts = [](int a, int b) { return (int32_t)(((uint32_t)b << 16) | ((uint32_t)a & 0xffff)); };
   return {shorts(x[0], x[2]), shorts(x[1], x[3])};
 }
-inline Part part_of(Ints line, int part) {
+template <bool CODED = false>
+inline Part part_of(Ints line, int part, Ints table = Ints{}) {
+  if (CODED) {
+    const Ints found = bytes_at(table, logical_right(line, part * 4) & 0x0f0f0f0f);
+    return {found & 0x00ff00ff, logical_right(found, 8) & 0x00ff00ff};
+  }
   return {logical_right(line, part * 4) & 0x000f000f, logical_right(line, part * 4 + 8) & 0x000f000f};
 }
 inline Ints meet(Ints sums, const Part& w, const Word& x) {

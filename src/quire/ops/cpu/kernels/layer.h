@@ -9,6 +9,7 @@ struct Weight {
   const float* scale;    // null: bf16
   const int32_t* sum;    // int8
   const uint8_t* zero;   // int4: not null
+  const uint8_t* codes;  // int4: the byte of each nibble, 16; may be null
   const int32_t* order;  // int4; may be null
   const int64_t* blocks; // blocks of GGUF files: not null (gemm_blocks.cpp)
   const bf16* bias;
@@ -18,7 +19,7 @@ struct Weight {
     if (blocks)
       quire_linear_blocks(x, x_row, (const uint8_t*)data, blocks, bias, y, y_row, rows, outs, ins, act);
     else if (zero)
-      quire_linear_int4(x, x_row, (const uint8_t*)data, scale, zero, order, bias, y, y_row, rows, outs, ins, group, act);
+      quire_linear_int4(x, x_row, (const uint8_t*)data, scale, zero, codes, order, bias, y, y_row, rows, outs, ins, group, act);
     else if (scale)
       quire_linear_int8(x, x_row, (const int8_t*)data, scale, sum, bias, y, y_row, rows, outs, ins, act);
     else

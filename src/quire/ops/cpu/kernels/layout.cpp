@@ -12,7 +12,7 @@ using namespace quire;
 #define WHOLE(S) {#S, "", 0, (int64_t)sizeof(S)}
 
 static const FieldLayout LAYOUTS[] = {
-    WHOLE(Weight), FIELD(Weight, data), FIELD(Weight, scale), FIELD(Weight, sum), FIELD(Weight, zero), FIELD(Weight, order),
+    WHOLE(Weight), FIELD(Weight, data), FIELD(Weight, scale), FIELD(Weight, sum), FIELD(Weight, zero), FIELD(Weight, codes), FIELD(Weight, order),
     FIELD(Weight, blocks), FIELD(Weight, bias), FIELD(Weight, outs), FIELD(Weight, ins), FIELD(Weight, group),
 
     WHOLE(Routing), FIELD(Routing, k), FIELD(Routing, score), FIELD(Routing, renormalize), FIELD(Routing, rounds),

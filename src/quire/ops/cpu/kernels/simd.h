@@ -74,6 +74,8 @@ inline float max_of(LeafF x) { return _mm512_reduce_max_ps(x); }
 // Of each lane's four signed bytes, the first and third, and the second and fourth, as two numbers of 16 bits.
 inline LeafI low_bytes(LeafI x) { return (LeafI)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8); }
 inline LeafI high_bytes(LeafI x) { return (LeafI)_mm512_srai_epi16((__m512i)x, 8); }
+// The bytes of `table`, the same 16 in every 16, at these places.
+inline LeafI bytes_at(LeafI table, LeafI places) { return (LeafI)_mm512_shuffle_epi8((__m512i)table, (__m512i)places); }
 // Two products of 16 bits in each lane, added.
 inline LeafI multiply_shorts(LeafI a, LeafI b) { return (LeafI)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 
@@ -158,6 +160,18 @@ inline LeafF times_power(LeafF x, LeafF whole) { return x * (LeafF)((to_ints(who
 typedef int16_t LeafH __attribute__((vector_size(LEAF * 4)));
 inline LeafI low_bytes(LeafI x) { return (LeafI)((LeafH)((LeafH)x << 8) >> 8); }
 inline LeafI high_bytes(LeafI x) { return (LeafI)((LeafH)x >> 8); }
+inline LeafI bytes_at(LeafI table, LeafI places) {
+#if defined(__AVX2__)
+  return (LeafI)_mm256_shuffle_epi8((__m256i)table, (__m256i)places);
+#elif defined(__aarch64__)
+  return (LeafI)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)places);
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+  Bytes found;
+  for (int i = 0; i < 16; i++) found[i] = ((Bytes)table)[((Bytes)places)[i]];
+  return (LeafI)found;
+#endif
+}
 inline LeafI multiply_shorts(LeafI a, LeafI b) {
 #if defined(__AVX2__)
   return (LeafI)_mm256_madd_epi16((__m256i)a, (__m256i)b);
@@ -266,7 +280,7 @@ QUIRE_EACH_1(rounded) QUIRE_EACH_1(inverse) QUIRE_EACH_1(low_bytes) QUIRE_EACH_1
     return {name(a.lo, b.lo), name(a.hi, b.hi)};                                                               \
   }
 QUIRE_EACH_2(max) QUIRE_EACH_2(min) QUIRE_EACH_2(times_power) QUIRE_EACH_2(less) QUIRE_EACH_2(both)
-QUIRE_EACH_2(multiply_shorts) QUIRE_EACH_2(wrapping_plus) QUIRE_EACH_2(wrapping_times)
+QUIRE_EACH_2(multiply_shorts) QUIRE_EACH_2(bytes_at) QUIRE_EACH_2(wrapping_plus) QUIRE_EACH_2(wrapping_times)
 #undef QUIRE_EACH_2
 
 template <class V>
