@@ -13,11 +13,13 @@ import sys
 from collections.abc import Iterator
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BASE_CLASSES
 
 from quire.models.registry import MODELS
 from quire.models.transformers.modes import PER_REQUEST_TYPES, UNSUPPORTED_TYPES, choose_mode
 from tests.models.archs import ARCHS, PAGED, PER_REQUEST
 from tests.models.cases import CASES
+from tests.models.encoder_cases import ENCODERS
 from tests.models.recurrent_cases import CASES as RECURRENT_CASES
 from tests.models.wrappers import WRAPPERS
 from tools import starting_models
@@ -37,10 +39,24 @@ def native() -> Iterator[str]:
     yield "|---|---|---|"
     cases = (*CASES, *RECURRENT_CASES)
     for architecture, target in MODELS.items():
+        if not architecture.endswith("ForCausalLM"):
+            continue
         module = target.partition(":")[0].removeprefix("quire.").replace(".", "/")
         kinds = {case.kind for case in cases}
         kind = next((k for k in kinds if class_of(k).lower() == architecture.lower()), "")
         count = sum(case.kind == kind for case in cases)
+        yield f"| `{architecture}` | `{module}.py` | {count} |"
+
+
+def encoders() -> Iterator[str]:
+    yield "| architecture | code | variations tested |"
+    yield "|---|---|---|"
+    for architecture, target in MODELS.items():
+        if architecture.endswith("ForCausalLM"):
+            continue
+        module = target.partition(":")[0].removeprefix("quire.").replace(".", "/")
+        same = [name for name, other in MODELS.items() if other == target]
+        count = sum(BASE_CLASSES.get(case.kind) in same for case in ENCODERS)
         yield f"| `{architecture}` | `{module}.py` | {count} |"
 
 
@@ -80,6 +96,7 @@ def refused() -> Iterator[str]:
 TABLES = {
     "models to start with": starting_models.rows,
     "native": native,
+    "encoders": encoders,
     "paged": lambda: rows(PAGED),
     "per request": lambda: rows(PER_REQUEST),
     "wrappers": wrappers,

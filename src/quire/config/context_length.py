@@ -19,7 +19,13 @@ KEYS = (
 COUNTED = ("su", "longrope", "llama3", "mrope", "default", "proportional")
 """Types of rotary scaling with which the length in config.json already includes the scaling."""
 
-LEARNED = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "xglm", "codegen", "openai-gpt")
+AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet")
+"""Model types whose table of learned positions begins behind the row of padding."""
+
+LEARNED = (
+    *("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "xglm", "codegen", "openai-gpt"),
+    *("bert", "distilbert", *AFTER_PADDING),
+)
 """Model types with a table of learned positions: no position exists beyond its end."""
 
 WITHOUT_ANY = 2048
@@ -38,6 +44,10 @@ def model_length(config: Mapping[str, Any]) -> tuple[int, str]:
         return WITHOUT_ANY, ""
     key = min(lengths, key=lambda k: lengths[k])
     length = lengths[key]
+    if config.get("model_type") in AFTER_PADDING:
+        padding = config.get("pad_token_id")
+        unused = (padding if isinstance(padding, int) and padding >= 0 else 1) + 1
+        return max(length - unused, 1), f"{key}={length}, of which {unused} are for padding"
     rope = rope_scaling(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     factor = rope.get("factor")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionBackend, AttentionSpec, QKNormRope
 from quire.forward_context import current_batch
 from quire.layers.weight_slots import Layer
+from quire.ops.packed_attention import packed_attention
 
 
 class Attention(Layer):
@@ -127,3 +128,45 @@ class Attention(Layer):
     def extra_repr(self) -> str:
         spec = self.spec
         return f"heads={spec.num_heads}, kv_heads={spec.num_kv_heads}, head_dim={spec.head_dim}, window={spec.window}"
+
+
+class PackedAttention(Layer):
+    """Attention of each prompt's tokens to all of the prompt, without a cache; see `packed_attention` (ops/packed_attention.py).
+
+    Args:
+        scale: factor of q·k before the softmax; None: head_dim ** -0.5.
+        window: a token attends to itself, and to window - 1 tokens before it and after it; None: to all.
+    """
+
+    is_called = False  # see `Layer.is_called`
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.scale, self.window = head_dim**-0.5 if scale is None else scale, window
+
+    def bias_HL(self) -> Tensor | None:
+        """The bias of scores by head and distance; None: there is none."""
+        return None
+
+    def forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """o_THD"""
+        starts_B1 = current_batch().query_start_B1
+        return packed_attention(
+            q_THD, k_TKD, v_TKD, starts_B1, self.scale, self.window, self.bias_HL()
+        )
+
+    def fused_rope(self, *args: Any) -> Tensor | None:
+        """None: see `Attention.fused_rope`."""
+        return None
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, window={self.window}"

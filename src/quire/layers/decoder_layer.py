@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quire.attention.base import QKNormRope
 from quire.errors import ConfigError
 from quire.forward_context import current_batch
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, PackedAttention
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormFactory, RMSNorm
 from quire.layers.rotary import Angles, LayerRotaries
@@ -53,6 +53,9 @@ class SelfAttention(nn.Module):
         output_gate: `q_proj` gives each head's query and a gate; the output is multiplied by the gate's sigmoid.
         interleaved: rotates pairs of adjacent features, instead of pairs half a head apart.
         rope: whether this layer applies rotary positions.
+        causal: False: a token attends to later tokens too, and the layer has no KV cache; `window` then counts to both sides.
+            Without softcap, sinks and `shared`.
+        names: of queries, keys, values, all three packed, and the output projection in checkpoints.
     """
 
     checkpoint_names: Mapping[str, str] = {"attn": ""}
@@ -78,16 +81,19 @@ class SelfAttention(nn.Module):
         shared: Attention | None = None,
         interleaved: bool = False,
         rope: bool = True,
+        causal: bool = True,
+        names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     ):
         super().__init__()
+        self.checkpoint_names = {**self.checkpoint_names, "o_proj": names[4]}
         self.heads, self.size = cfg.num_attention_heads, head_dim or cfg.head_dim
         self.kv_heads = kv_heads or cfg.num_key_value_heads
         self.sizes = [n * self.size for n in (self.heads, self.kv_heads, self.kv_heads)]
         self.output_gate = output_gate
         if output_gate:
             self.sizes[0] *= 2
-        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        self.qkv = Linear(cfg.hidden_size, parts, bias=qkv_bias, packed="qkv_proj")
+        parts = dict(zip(names[:3], self.sizes, strict=True))
+        self.qkv = Linear(cfg.hidden_size, parts, bias=qkv_bias, packed=names[3])
         self.o_proj = Linear(self.heads * self.size, cfg.hidden_size, bias=o_bias)
         self.full_qk_norm = full_qk_norm
         self.q_norm: Norm | None = None
@@ -97,6 +103,11 @@ class SelfAttention(nn.Module):
             q_size, k_size = self.sizes[:2] if full_qk_norm else (self.size, self.size)
             self.q_norm, self.k_norm = make(q_size), make(k_size)
         self.query_scale, self.interleaved, self.rope = query_scale, interleaved, rope
+        self.attn: Any  # Attention or PackedAttention
+        if not causal:
+            sizes = (self.heads, self.kv_heads, self.size)
+            self.attn = PackedAttention(*sizes, scale=scale, window=window)
+            return
         self.attn = Attention(
             self.heads, self.kv_heads, self.size, scale=scale, window=window, softcap=softcap, shared=shared,
             layer_index=layer,
@@ -155,6 +166,7 @@ class GatedMLP(nn.Module):
     Args:
         width: of the gate, if not the config's `intermediate_size`.
         names: of gate, up, both packed, and down in checkpoints.
+        down_bias: whether `down` alone has a bias.
     """
 
     def __init__(
@@ -162,6 +174,7 @@ class GatedMLP(nn.Module):
         cfg: Any,
         *,
         bias: bool = False,
+        down_bias: bool = False,
         act: str | None = None,
         width: int | None = None,
         names: Sequence[str] = ("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
@@ -176,7 +189,7 @@ class GatedMLP(nn.Module):
         if act not in ("silu", "gelu", "gelu_pytorch_tanh"):
             raise ConfigError(f"hidden_act={act!r} is not supported by the gated MLP")
         self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed=packed, act=act)
-        self.down_proj = Linear(inner, cfg.hidden_size, bias=bias)
+        self.down_proj = Linear(inner, cfg.hidden_size, bias=bias or down_bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(self.gate_up(x_TD))

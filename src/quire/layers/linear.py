@@ -24,6 +24,7 @@ class Linear(Layer):
         packed: the name under which some checkpoints store all parts concatenated.
         exact: it is never quantized.
         act: the result is act(first half of the outputs) * second half; "silu", "gelu" or "gelu_pytorch_tanh".
+        after: the result is this activation of the outputs; one of `UNGATED` (ops/reference.py).
     """
 
     weight: Tensor
@@ -38,6 +39,7 @@ class Linear(Layer):
         bias: bool = False,
         packed: str | None = None,
         act: str | None = None,
+        after: str | None = None,
         exact: bool = False,
     ):
         super().__init__()
@@ -49,6 +51,7 @@ class Linear(Layer):
             packed=packed,
             gated=act is not None,
             act=act or "silu",
+            after=after,
             exact=exact,
         )
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from quire.forward_context import current_adapters
 from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.cpu.bindings import Kernels
-from quire.ops.cpu.structs import ACTIVATIONS, HALVES, CWeight
+from quire.ops.cpu.structs import ACTIVATIONS, HALVES, UNGATED_FROM, CWeight
 from quire.ops.lora import LoraTable, lora
-from quire.ops.reference import act_and_mul, linear
+from quire.ops.reference import act_and_mul, activate, linear
 
 PANEL = 32
 """Outputs that the CPU kernels compute at once."""
@@ -89,6 +89,8 @@ class PreparedWeight:
 
     act = "silu"
     """The activation, if it is gated; `WeightRef.install` sets it."""
+    after: str | None = None
+    """The activation of the outputs, if it is not gated; `WeightRef.install` sets it."""
 
     halves = False
     """Whether the kernels' layout is that of a gated weight, but not the product; see `before_activation`."""
@@ -102,10 +104,12 @@ class PreparedWeight:
 
     @property
     def kernel_act(self) -> int:
-        """The kernels' number of the activation; 0: not gated."""
+        """The kernels' number of the activation; 0: none."""
         if self.halves:
             return HALVES
-        return ACTIVATIONS[self.act] if self.gated else 0
+        if self.gated:
+            return ACTIVATIONS[self.act]
+        return 0 if self.after is None else UNGATED_FROM + ACTIVATIONS[self.after]
 
     @staticmethod
     def fits(outs: int, ins: int, gated: bool, step: int) -> bool:
@@ -126,10 +130,10 @@ class PreparedWeight:
 
     def before_activation(self) -> PreparedWeight:
         """The same weight, whose product has no activation: a gated one gives both halves."""
-        if not self.gated:
+        if not self.gated and self.after is None:
             return self
         found = copy.copy(self)
-        found.gated, found.halves = False, True
+        found.gated, found.halves, found.after = False, self.gated, None
         return found
 
     def pad_bias(self, bias_O: Tensor | None) -> Tensor | None:
@@ -152,7 +156,9 @@ class PreparedWeight:
         return self.activated(y_TO.to(dtype))
 
     def activated(self, y_TO: Tensor) -> Tensor:
-        return act_and_mul(y_TO, self.act) if self.gated else y_TO
+        if self.gated:
+            return act_and_mul(y_TO, self.act)
+        return y_TO if self.after is None else activate(y_TO, self.after)
 
     def move(self, device: torch.device) -> None:
         """Move the tensors to another device."""
@@ -201,7 +207,7 @@ class WeightRef:
         bias: whether there is a bias [O].
         packed: the name under which some checkpoints store all parts concatenated.
         gated: the product is act(first half of the outputs) * second half.
-        act: see `act_and_mul` (ops/reference.py).
+        act: see `act_and_mul` (ops/reference.py). after: see `activate`, of a weight that is not gated; None: no activation.
         prefix: begins the names of the parameters, for a layer with several weights.
         exact: it is never quantized.
         dtype: of the weight; None: the model's.
@@ -226,6 +232,7 @@ class WeightRef:
         packed: str | None = None,
         gated: bool = False,
         act: str = "silu",
+        after: str | None = None,
         prefix: str = "",
         exact: bool = False,
         dtype: torch.dtype | None = None,
@@ -234,7 +241,7 @@ class WeightRef:
         self.layer, self.num_in, self.prefix = layer, num_in, prefix
         self.parts = dict(num_out) if isinstance(num_out, Mapping) else {}
         self.num_out = sum(self.parts.values()) if isinstance(num_out, Mapping) else num_out
-        self.packed, self.gated, self.act = packed, gated, act
+        self.packed, self.gated, self.act, self.after = packed, gated, act, after
         self.dtype = dtype or torch.get_default_dtype()
         self.prepared: PreparedWeight | None = None
         self.layout: dict[str, StoredTensor] = {}
@@ -317,7 +324,7 @@ class WeightRef:
     # -- once it is loaded
     def install(self, prepared: PreparedWeight) -> None:
         """Multiply by `prepared`, and free the other tensors."""
-        self.prepared, prepared.act = prepared, self.act
+        self.prepared, prepared.act, prepared.after = prepared, self.act, self.after
         bias_O = prepared.pad_bias(self.bias)
         if bias_O is not None and bias_O is not self.bias:
             set_parameter(self.layer, self.prefix + "bias", bias_O)
@@ -329,11 +336,13 @@ class WeightRef:
         """y_TW: x times the weight transposed, plus bias; if gated, the gated product."""
         if self.lora is not None and (numbers_T := current_adapters()) is not None:
             y_TO = lora(x_TI, self._before_activation(x_TI), numbers_T, self.lora)
-            return act_and_mul(y_TO, self.act) if self.gated else y_TO
-        if self.prepared is not None:
+        elif self.prepared is not None:
             return self.prepared.multiply(x_TI, self.bias)
-        y_TO = linear(x_TI, self.weight, self.bias)
-        return act_and_mul(y_TO, self.act) if self.gated else y_TO
+        else:
+            y_TO = linear(x_TI, self.weight, self.bias)
+        if self.gated:
+            return act_and_mul(y_TO, self.act)
+        return y_TO if self.after is None else activate(y_TO, self.after)
 
     def _before_activation(self, x_TI: Tensor) -> Tensor:
         """y_TO: the product; if gated, of both halves."""

@@ -8,7 +8,7 @@ Shape suffixes: T tokens of this step, S positions that need logits, D features,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -94,6 +94,10 @@ class LanguageModel(nn.Module):
             positions: [T]; or [T, C], if the rotary embedding takes several components (M-RoPE).
         """
         raise NotImplementedError
+
+    def checkpoint_tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of this model that a tensor of a checkpoint holds, by their names here."""
+        yield name, tensor
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """Whether this plan may run in one native call, in which no module of the model is called."""

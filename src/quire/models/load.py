@@ -5,8 +5,7 @@ add to these names. Does not know file formats (`checkpoint_files.py`), or the l
 
     choose        native model or Transformers backend
     construct     on "meta": shapes and names, no memory
-    fill          tensor by tensor, from the mapped file; a whole tensor in the right dtype becomes the
-                  parameter itself, parts are copied side by side (q, k, v; gate, up)
+    fill          tensor by tensor, from the mapped file; a whole tensor becomes the parameter, parts are copied side by side
     check         no tensor is missing, and no tensor of the decoder is unused
 """
 
@@ -285,7 +284,8 @@ def fill(
     unused: list[str] = []
     scales = 0
     complete = _CompleteWeights()
-    for called, tensor in found:
+    named = (own for each in found for own in model.checkpoint_tensors(*each))
+    for called, tensor in named:
         name = _own_name(called, slots)
         if name in slots:
             slot = slots[name]

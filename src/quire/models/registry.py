@@ -28,6 +28,7 @@ config.json does not show plainly. The memory plan constructs it, without weight
 
 NATIVE = ("quire", "vllm", "native")
 IMPLS = ("auto", *NATIVE, "transformers")
+ENCODERS = ("quire.models.encoder:", "quire.models.mpnet:")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -85,7 +86,10 @@ def _lacking(architecture: str, config: Mapping[str, Any]) -> str:
     if odd:
         return f"layers of type {', '.join(sorted(odd))} have no native implementation"
     act = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if act not in ("silu", "swish", "gelu", "gelu_pytorch_tanh"):
+    acts: tuple[str, ...] = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+    if MODELS[architecture].startswith(ENCODERS):
+        acts = (*acts, "gelu_new", "gelu_fast", "relu")
+    if act not in acts:
         return f"activation {act!r} has no native implementation"
     if config.get("use_bidirectional_attention") in (True, "all"):
         return "attention to later tokens has no native implementation"

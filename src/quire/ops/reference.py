@@ -9,6 +9,8 @@ N outputs.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 from quire.ops.dispatch import op
 
 MIN_ROWS = 16
+PIECE = 1 << 15
 OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
 
 
@@ -133,6 +136,27 @@ def act_and_mul(x_TI2: Tensor, act: str) -> Tensor:
         gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
         return (up + 1) * (gate * (gate * OAI_ALPHA).sigmoid())
     return gelu_and_mul(x_TI2, act == "gelu_pytorch_tanh")
+
+
+UNGATED = ("gelu", "gelu_pytorch_tanh", "silu", "relu")
+"""The activations that `activate` knows."""
+
+
+@op
+def activate(x_TI: Tensor, act: str) -> Tensor:
+    """The activation of each value; act: one of `UNGATED`.
+
+    On the CPU it computes PIECE values at a time: torch computes the last few of a call, and of a thread's share of a larger
+    call, by another routine with other bits.
+    """
+    if act == "relu":
+        return x_TI.relu()
+    tanh = "tanh" if act == "gelu_pytorch_tanh" else "none"
+    run = F.silu if act == "silu" else functools.partial(F.gelu, approximate=tanh)
+    if x_TI.device.type != "cpu":
+        return run(x_TI)
+    flat = F.pad(x_TI.flatten(), (0, -x_TI.numel() % 64))
+    return torch.cat([run(part) for part in flat.split(PIECE)])[: x_TI.numel()].view_as(x_TI)
 
 
 @op

@@ -16,8 +16,17 @@ def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "clamped_swiglu": 4, "relu2": 5}
-"""Numbers of the activations of gated layers, and of relu2 (`Activation` in kernels/common.h); 0: none."""
+ACTIVATIONS = {
+    "silu": 1,
+    "gelu": 2,
+    "gelu_pytorch_tanh": 3,
+    "clamped_swiglu": 4,
+    "relu2": 5,
+    "relu": 7,
+}
+"""Numbers of the activations of gated layers, and of relu2 and relu (`Activation` in kernels/common.h); 0: none."""
+UNGATED_FROM = 16
+"""Added to the number of an activation without a gate."""
 
 HALVES = 6
 """The number for both halves of a gated layer's product, without an activation."""

@@ -48,9 +48,10 @@ inline Floats tanh_of(Floats x) {  // 1 - 2 / (e^2x + 1)
   return one - floats(2.f) / (exp2_of(x * floats(2 * LOG2E)) + one);
 }
 
-// The activations of gated layers, and the square of ReLU, which has no gate; structs.py has their numbers, too.
-enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU, RELU_SQUARED };
-inline bool is_gated(int act) { return act != NO_ACTIVATION && act != RELU_SQUARED; }
+// The activations of gated layers, and the square of ReLU, which has no gate; others without a gate are UNGATED + activation.
+// structs.py has their numbers, too.
+enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU, RELU_SQUARED, RELU = 7, UNGATED = 16 };
+inline bool is_gated(int act) { return act != NO_ACTIVATION && act != RELU_SQUARED && act < RELU; }
 
 // x / (1 + e^-y): silu for y = x.
 inline Floats times_sigmoid(Floats x, Floats y) { return x * inverse(exp2_of(y * floats(-LOG2E)) + floats(1.f)); }
@@ -82,9 +83,11 @@ inline Floats gated(Floats gate, Floats other, int act) {
 }
 
 inline Floats ungated(Floats x, int act) {
-  if (act != RELU_SQUARED) return x;
-  x = max(floats(0.f), rounded(x));
-  return x * x;
+  if (act == NO_ACTIVATION) return x;
+  x = rounded(x);
+  if (act > UNGATED && act != UNGATED + RELU) return activated(x, act - UNGATED);
+  x = max(floats(0.f), x);
+  return act == RELU_SQUARED ? x * x : x;
 }
 
 // Memory of one thread, which lives as long as the thread and only grows; new memory is zeroed.
