@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quire.frontend.prompts import TextPrompt as TextPrompt
     from quire.frontend.prompts import TokensPrompt as TokensPrompt
     from quire.plugins import ModelRegistry as ModelRegistry
+    from quire.protocol.lora_request import LoRARequest as LoRARequest
     from quire.protocol.sampling_params import BeamSearchParams as BeamSearchParams
     from quire.protocol.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.protocol.sampling_params import SamplingParams as SamplingParams
@@ -50,6 +51,7 @@ PUBLIC = {
     "Logprob": "quire.frontend.logprobs:Logprob",
     "EngineArgs": "quire.config.engine_args:EngineArgs",
     "AsyncEngineArgs": "quire.config.engine_args:AsyncEngineArgs",
+    "LoRARequest": "quire.protocol.lora_request:LoRARequest",
     "ModelRegistry": "quire.plugins:ModelRegistry",
     "install_as_vllm": "quire.compat.vllm_shim:install_as_vllm",
     "TextPrompt": "quire.frontend.prompts:TextPrompt",

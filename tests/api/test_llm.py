@@ -193,10 +193,9 @@ def test_other_names_are_no_attributes(llm: LLM):
     assert not hasattr(llm, "nonsense")
 
 
-def test_lora_and_media_are_refused(llm: LLM):
-    for given in ({"lora_request": object()}, {"mm_processor_kwargs": {"a": 1}}):
-        with pytest.raises(Unsupported):
-            llm.generate("x", GREEDY, **given)
+def test_media_are_refused(llm: LLM):
+    with pytest.raises(Unsupported):
+        llm.generate("x", GREEDY, mm_processor_kwargs={"a": 1})
     assert llm.generate("x", GREEDY, lora_request=[None], use_tqdm=False)
 
 

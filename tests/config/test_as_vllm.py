@@ -30,12 +30,14 @@ import sys
 from vllm import LLM, SamplingParams, AsyncLLMEngine, PoolingParams
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
 from vllm.lora.request import LoRARequest
+from vllm.multimodal import MultiModalRegistry
 from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import EngineArgs
 import vllm, vllm.version, vllm.utils, quire
 
 import importlib.metadata, importlib.util
 version = importlib.metadata.version("vllm")
+assert LoRARequest is quire.LoRARequest
 print(LLM is quire.LLM, SamplingParams is quire.SamplingParams, vllm.__version__ == version, version)
 print(vllm.version.__version__ == version, CompilationConfig(level=3).level, sys.argv[1:])
 assert importlib.util.find_spec("vllm") and vllm.__version_tuple__[:3] >= (0, 8, 3)
@@ -45,7 +47,7 @@ for broken in ("from vllm import Nonsense", "import vllm.nonsense", "from vllm.c
     except ImportError as why:
         print(why)
 try:
-    LoRARequest("a", 1, "/p")
+    MultiModalRegistry()
 except NotImplementedError as why:
     print(why)
 """
@@ -67,7 +69,7 @@ def agreed(said: str) -> None:
     assert lines[2].startswith("cannot import name 'Nonsense' from 'vllm' (")
     assert lines[3] == "vllm.nonsense: Quire replaces vllm here and has no such module"
     assert lines[4].startswith("cannot import name 'Nonsense' from 'vllm.config' (")
-    assert lines[5].startswith("LoRARequest (LoRA) is not supported yet: serve a checkpoint with")
+    assert lines[5].startswith("MultiModalRegistry (media input) is not supported yet: send text")
     assert len(lines) == 6
 
 

@@ -13,7 +13,7 @@ from quire.errors import Unsupported
 NOW = """
 LLM AsyncLLM AsyncLLMEngine LLMEngine SamplingParams BeamSearchParams StructuredOutputsParams RequestOutputKind RequestOutput
 CompletionOutput BeamSearchOutput BeamSearchSequence Logprob EngineArgs AsyncEngineArgs ModelRegistry install_as_vllm TextPrompt
-TokensPrompt EmbedsPrompt PromptType
+TokensPrompt EmbedsPrompt PromptType LoRARequest
 """
 LATER = """
 PoolingParams PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput ClassificationOutput

@@ -39,7 +39,7 @@ def accept(inputs: InputProcessor, prompt: Any = "the cat", **given: Any) -> Acc
     return inputs.accept(prompt, SamplingParams(**given), id="r", **options)
 
 
-OPTIONS = ("priority", "tokenization_kwargs", "lora_request", "is_subrequest")
+OPTIONS = ("priority", "tokenization_kwargs", "is_subrequest")
 
 
 # -- prompts ----------------------------------------------------------------------------------------
@@ -275,9 +275,7 @@ def test_arguments_are_not_modified(inputs: InputProcessor):
     assert params == SamplingParams(max_tokens=None, stop=["x"], logprobs=3)
 
 
-def test_lora_and_wrong_params_are_refused(inputs: InputProcessor):
-    with pytest.raises(Unsupported, match="lora_request"):
-        accept(inputs, lora_request=object())
+def test_wrong_params_are_refused(inputs: InputProcessor):
     with pytest.raises(ValidationError, match="sampling_params"):
         inputs.accept("x", {"n": 1}, id="r")  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="priority"):

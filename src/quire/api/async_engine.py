@@ -23,6 +23,7 @@ from quire.api.own_thread import in_own_thread
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, QuireError, ValidationError
+from quire.frontend.adapters import Steps
 from quire.frontend.input_processor import AcceptedRequest, TokenizeOptions
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import RequestOutput, error_of
@@ -115,15 +116,19 @@ class AsyncEngine:
 
     async def open(
         self, prompt: Any, params: SamplingParams | None, request_id: str, on_output: Callable[[], None],
-        *, prompt_text: str | None = None, **options: Any,
+        *, prompt_text: str | None = None, lora_request: Any = None, **options: Any,
     ) -> OutputStream:  # fmt: skip
         """Start a request. It runs until the stream is closed.
 
         Args:
             on_output: called in the loop when there may be a new output.
+            lora_request: a LoRARequest, or the name of a loaded adapter.
             options: as for `InputProcessor.accept`.
         """
         self._enter_loop()
+        if lora_request is not None:
+            options["adapter"] = await self.run(self.front.adapters.name_for(lora_request))
+            options["lora_request"] = lora_request
         accepted = await self._accept(prompt, params, id=request_id, **options)
         if prompt_text is not None:
             accepted.prompt = accepted.prompt or prompt_text
@@ -260,6 +265,20 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """The latest statistics; never waits."""
         return self.client.stats()
+
+    async def run(self, steps: Steps[Any]) -> Any:
+        """Make the calls of `frontend/adapters.py`, without blocking the loop."""
+        try:
+            wanted = next(steps)
+            while True:
+                try:
+                    result = await in_own_thread(wanted)
+                except Exception as error:
+                    wanted = steps.throw(error)
+                else:
+                    wanted = steps.send(result)
+        except StopIteration as done:
+            return done.value
 
     async def call(self, name: str, *args: Any) -> Any:
         """Call a named function of the engine, without blocking the loop."""

@@ -10,6 +10,7 @@ from typing import Any, Self
 from quire import env
 from quire.api.async_engine import AsyncEngine
 from quire.api.engine_facts import EngineFacts
+from quire.api.lora_calls import added
 from quire.api.metrics import engine_stats
 from quire.api.unsupported import UnsupportedMethods
 from quire.api.worker_call import worker_call
@@ -21,6 +22,7 @@ from quire.frontend.outputs import RequestOutput
 from quire.frontend.startup import start_engine
 from quire.frontend.tokenizer import Tokenizer
 from quire.observe.stats_log import StatsLog
+from quire.protocol.lora_request import LoRARequest
 from quire.protocol.sampling_params import SamplingParams
 
 
@@ -176,6 +178,22 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
 
     async def is_sleeping(self) -> bool:
         return bool(await self.call("is_sleeping"))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLM.add_lora`."""
+        return bool(await self.run(added(self.front.adapters, lora_request)))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """As `LLM.remove_lora`."""
+        return bool(await self.run(self.front.adapters.unload_id(lora_id)))
+
+    async def list_loras(self) -> set[int]:
+        """As `LLM.list_loras`."""
+        return set(await self.run(self.front.adapters.ids()))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """As `LLM.pin_lora`."""
+        return bool(await self.run(self.front.adapters.pin(lora_id)))
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
         """Wait until no request runs.

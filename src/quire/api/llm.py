@@ -15,9 +15,10 @@ from contextlib import suppress
 from typing import Any, Self, Unpack
 
 from quire.api.engine_facts import EngineFacts
+from quire.api.lora_calls import LoraCalls
 from quire.api.metrics import Metric, MetricsWatch
 from quire.api.progress import Progress, progress
-from quire.api.prompt_batch import BatchOptions, Params, accept_all, refuse_media_and_lora
+from quire.api.prompt_batch import BatchOptions, Params, accept_all, spread
 from quire.api.unsupported import UnsupportedMethods
 from quire.api.worker_call import worker_call
 from quire.config.engine import EngineConfig
@@ -25,6 +26,7 @@ from quire.config.from_keywords import engine_config
 from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient
 from quire.errors import InternalError, QuireError, ValidationError
+from quire.frontend.adapters import names_for
 from quire.frontend.beam_search import search_together
 from quire.frontend.chat import ChatOptions, conversations
 from quire.frontend.input_processor import AcceptedRequest
@@ -39,7 +41,7 @@ from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 log = get_logger(__name__)
 
 
-class LLM(EngineFacts, UnsupportedMethods):
+class LLM(EngineFacts, LoraCalls, UnsupportedMethods):
     """`LLM("quire-tiny").generate(["Once upon a time"], SamplingParams(max_tokens=20))`
 
     Args:
@@ -108,6 +110,7 @@ class LLM(EngineFacts, UnsupportedMethods):
             prompts: text, token ids, a dict (`prompt` or `prompt_token_ids`), or a list of these.
             sampling_params: one for all, or one for each; None: the model's defaults.
             use_tqdm: show progress; a callable makes the bar.
+            lora_request: a LoRARequest, or the name of a loaded adapter, one for all or one for each; None: the model itself.
             priority: lower runs sooner, one for all or one for each (scheduling_policy="priority").
             tokenization_kwargs: add_special_tokens, truncate_prompt_tokens.
 
@@ -177,13 +180,9 @@ class LLM(EngineFacts, UnsupportedMethods):
             return self._wait(ids, use_tqdm)
 
     def beam_search(
-        self,
-        prompts: Any,
-        params: BeamSearchParams,
-        lora_request: Any = None,
-        use_tqdm: Progress = False,
-        concurrency_limit: int | None = None,
-    ) -> list[BeamSearchOutput]:
+        self, prompts: Any, params: BeamSearchParams, lora_request: Any = None,
+        use_tqdm: Progress = False, concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:  # fmt: skip
         """For each prompt, the likeliest texts that a beam search with `params.beam_width` beams finds.
 
         Args:
@@ -192,14 +191,15 @@ class LLM(EngineFacts, UnsupportedMethods):
         Raises:
             ValidationError: as `generate`.
         """
-        refuse_media_and_lora(None, lora_request)
         given, found = read_prompts(prompts), []
+        adapters = names_for(self.front.adapters, spread("lora_request", lora_request, len(given)))
         at_once = concurrency_limit or len(given) or 1
         with progress(use_tqdm, len(given), "Beam search") as bar:
             for start in range(0, len(given), at_once):
                 began, some = time.monotonic(), given[start : start + at_once]
                 ids = map(str, self.request_counter)
-                for one in search_together(self.front.inputs, some, params, self.run_accepted, ids):
+                loras = adapters[start : start + at_once]
+                for one in search_together(self.front.inputs, some, params, self.run_accepted, ids, loras):  # fmt: skip
                     result = BeamSearchOutput(one.best(self.tokenizer))
                     self.watch.searched(began, len(one.prompt), result, params.max_tokens)
                     found.append(result)

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from quire.api.engine_facts import EngineFacts
+from quire.api.lora_calls import LoraCalls
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
+from quire.frontend.adapters import names_for
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_manager import RequestManager
 from quire.frontend.startup import start_engine
@@ -19,7 +21,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.sampling_params import SamplingParams
 
 
-class LLMEngine(EngineFacts):
+class LLMEngine(EngineFacts, LoraCalls):
     """An engine in this program; the caller drives its steps. Not thread-safe."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None = None):
@@ -60,8 +62,9 @@ class LLMEngine(EngineFacts):
         Raises:
             ValidationError: the request is invalid, or a running request has this id.
         """
+        (adapter,) = names_for(self.front.adapters, [lora_request])
         accepted = self.front.accept(
-            prompt, params, id=request_id, priority=priority, lora_request=lora_request,
+            prompt, params, id=request_id, priority=priority, lora_request=lora_request, adapter=adapter,
             tokenization_kwargs=tokenization_kwargs, arrived=arrival_time,
         )  # fmt: skip
         if prompt_text is not None:

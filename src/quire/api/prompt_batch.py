@@ -10,8 +10,8 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from quire.config.unsupported import LORA
 from quire.errors import Unsupported, ValidationError
+from quire.frontend.adapters import names_for
 from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.prompts import read_prompts
 from quire.frontend.request_manager import RequestManager
@@ -46,12 +46,15 @@ def accept_all(
 
     Raises:
         ValidationError: names the index of the prompt if there are several.
-        Unsupported: a LoRA, or multimedia options.
+        Unsupported: multimedia options.
     """
-    refuse_media_and_lora(mm_processor_kwargs, lora_request)
+    if mm_processor_kwargs:
+        raise Unsupported("mm_processor_kwargs", "the engine accepts text only")
     found = read_prompts(prompts)
     each = spread("sampling_params", params, len(found))
     order = spread("priority", 0 if priority is None else priority, len(found))
+    loras = spread("lora_request", lora_request, len(found))
+    adapters = names_for(front.adapters, loras)
     final: dict[int, SamplingParams] = {}
     accepted = []
     for number, prompt in enumerate(found):
@@ -65,7 +68,8 @@ def accept_all(
         try:
             one = front.accept(
                 prompt, final[id(each[number])], id=next(ids), priority=order[number],
-                tokenization_kwargs=tokenization_kwargs,
+                tokenization_kwargs=tokenization_kwargs, adapter=adapters[number],
+                lora_request=loras[number],
             )  # fmt: skip
         except ValidationError as error:
             if len(found) == 1:
@@ -75,14 +79,6 @@ def accept_all(
             ) from error
         accepted.append(one)
     return accepted
-
-
-def refuse_media_and_lora(media: Any, lora: Any) -> None:
-    """Raises Unsupported: a LoRA, or multimedia options."""
-    if lora is not None and (not isinstance(lora, (list, tuple)) or any(lora)):
-        raise Unsupported("lora_request", LORA[1])
-    if media:
-        raise Unsupported("mm_processor_kwargs", "the engine accepts text only")
 
 
 def spread(name: str, value: Any, count: int) -> Sequence[Any]:

@@ -35,7 +35,6 @@ METHODS: dict[str, Feature] = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), POOLING),
     **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), MEDIA),
     **dict.fromkeys(("start_profile", "stop_profile"), PROFILER),
-    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), LORA),
     **dict.fromkeys((*_WEIGHT_CALLS, "get_weight_version"), WEIGHTS),
     "scale_elastic_ep": DEVICES,
 }

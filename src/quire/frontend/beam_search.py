@@ -152,8 +152,9 @@ def entries_of(output: RequestOutput) -> Position:
 def search_together(
     inputs: InputProcessor, prompts: Sequence[Prompt], params: BeamSearchParams,
     run: Callable[[list[AcceptedRequest]], list[RequestOutput]], ids: Iterator[str],
+    adapters: Sequence[str | None],
 ) -> list[BeamSearch]:  # fmt: skip
-    """Search for all prompts, to the end; `run` computes one step of all their beams.
+    """Search for all prompts, each with its adapter, to the end; `run` computes one step of all their beams.
 
     Raises:
         ValidationError: a prompt is invalid.
@@ -166,9 +167,10 @@ def search_together(
     for _ in range(params.max_tokens):
         requests = [
             inputs.accept(
-                Prompt(None, beam.tokens, prompt.salt), step, id=f"beam-{next(ids)}", is_subrequest=True, arrived=arrived
+                Prompt(None, beam.tokens, prompt.salt), step, id=f"beam-{next(ids)}", is_subrequest=True,
+                arrived=arrived, adapter=adapter,
             )
-            for one, prompt in zip(searches, prompts, strict=True)
+            for one, prompt, adapter in zip(searches, prompts, adapters, strict=True)
             for beam in one.beams
         ]  # fmt: skip
         outputs = run(requests)

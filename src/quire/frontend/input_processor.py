@@ -18,8 +18,7 @@ import msgspec
 
 from quire import env
 from quire.config.structured import StructuredOutputsOptions
-from quire.config.unsupported import LORA
-from quire.errors import Unsupported, ValidationError
+from quire.errors import ValidationError
 from quire.features.structured.check_process import ConstraintChecker
 from quire.frontend.generation_config import GenerationDefaults
 from quire.frontend.parallel_sampling import child_id, fan_out, mix
@@ -50,6 +49,8 @@ class AcceptedRequest:
     arrived: float
     is_subrequest: bool = False
     """As `EngineRequest.is_subrequest`."""
+    lora_request: Any = None
+    """The adapter, as the caller named it."""
 
     def rename_children(self, number: int) -> None:
         """Give the children ids that the engine does not know yet; the user's `id` stays."""
@@ -146,6 +147,7 @@ class InputProcessor:
         id: str,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
         lora_request: Any = None,
         arrived: float | None = None,
         is_subrequest: bool = False,
@@ -153,12 +155,12 @@ class InputProcessor:
     ) -> AcceptedRequest:
         """Validate and complete one request. `is_subrequest`: a part of a larger request, exempt from max_logprobs.
 
+        `adapter`: the name of a loaded adapter (`adapters.py`); `lora_request`: what its outputs show for it.
+
         Raises:
             ValidationError: `parameter` names the wrong parameter; the message says how to correct it.
             Unsupported: a feature that Quire does not have yet.
         """
-        if lora_request is not None:
-            raise Unsupported("lora_request", LORA[1])
         arrived = (
             time.time() if arrived is None else read.number("arrival_time", arrived, 0.0, None)
         )
@@ -177,13 +179,13 @@ class InputProcessor:
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
             priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1), salt=tenant_salt(given.salt, tenant),
-            tenant=tenant, is_subrequest=is_subrequest,
+            tenant=tenant, is_subrequest=is_subrequest, adapter=adapter,
         )  # fmt: skip
         asked = params.settled(
             max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs
         )
         return AcceptedRequest(
-            id, given.text, tokens, asked, fan_out(request), arrived, is_subrequest
+            id, given.text, tokens, asked, fan_out(request), arrived, is_subrequest, lora_request
         )
 
     # -- the prompt -----------------------------------------------------------------------------

@@ -215,7 +215,8 @@ class OutputProcessor:
             outputs = [self._completion(child, child.index) for child in chosen]
         return RequestOutput(
             self.id, self.accepted.prompt, self.accepted.tokens, self._take_prompt_logprobs(),
-            outputs, self.finished, self.metrics, num_cached_tokens=self.num_cached_tokens,
+            outputs, self.finished, self.metrics, self.accepted.lora_request,
+            num_cached_tokens=self.num_cached_tokens,
         )  # fmt: skip
 
     def _completion(self, child: OutputState, index: int) -> CompletionOutput:
@@ -228,7 +229,7 @@ class OutputProcessor:
         logprobs = None if child.logprobs is None else self._logprobs(child.logprobs, start)
         return CompletionOutput(
             index, text, child.tokens[start:], child.cumulative, logprobs, child.finish,
-            child.stop_reason, None, child.error, child.error_kind,
+            child.stop_reason, self.accepted.lora_request, child.error, child.error_kind,
         )  # fmt: skip
 
     def _logprobs(self, found: list[Position | None] | PackedLogprobs, start: int) -> Positions:

@@ -20,6 +20,7 @@ from quire.config.structured import structured_options
 from quire.engine.client import EngineClient
 from quire.errors import ValidationError
 from quire.frontend import chat
+from quire.frontend.adapters import AdapterNames
 from quire.frontend.generation_config import generation_defaults
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor
 from quire.frontend.output_processor import OutputProcessor
@@ -55,6 +56,7 @@ class RequestManager:
             structured=structured_options(resolved.config.structured.structured_outputs_config),
             reasoning=lambda: self.formats.reasoning,
         )
+        self.adapters = AdapterNames(client)
         self.logs_requests = False
         """Log a line for each request; the server writes its own."""
         self.packs_logprobs = False

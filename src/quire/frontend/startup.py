@@ -17,7 +17,7 @@ from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.jinja_sandbox import compile_template
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.logging import get_logger
-from quire.models.location import check_vocabulary, no_tokenizer
+from quire.models.location import check_vocabulary, find_adapter, no_tokenizer
 from quire.models.safetensors_header import check_fetched
 from quire.models.supported import check_model
 from quire.startup_timer import Report, no_report
@@ -42,11 +42,19 @@ def check_chat_template(resolved: Resolved) -> None:
         compile_template(ChatTemplate.of_argument(template).source)
 
 
+def check_adapters(resolved: Resolved) -> None:
+    """Raises ModelNotFound: one of `lora_modules` is not there."""
+    config = resolved.config
+    for one in config.lora.lora_modules:
+        find_adapter(one["path"], config.load, config.model.hf_token)
+
+
 CHECKS: tuple[Callable[[Resolved], None], ...] = (
     check_model,
     check_backend,
     check_tokenizer,
     check_chat_template,
+    check_adapters,
 )
 """Each raises a QuireError that names what is wrong and what to do. `doctor` reports the errors of all of them."""
 

@@ -29,6 +29,8 @@ OBJECT_STORES = ("s3://", "gs://", "az://")
 
 LOCAL = "pass a directory with config.json and weights"
 LOCAL_TOKENIZER = "pass a directory with tokenizer.json"
+ADAPTER_CONFIG = "adapter_config.json"
+LOCAL_ADAPTER = f"pass a directory with {ADAPTER_CONFIG} and adapter_model.safetensors"
 
 Fetch = Callable[[], object]
 """Downloads the weights; does nothing for a local checkpoint."""
@@ -87,6 +89,28 @@ def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
     named = replace(model, model=name, revision=model.tokenizer_revision)
     load = replace(load, ignore_patterns=NO_TOKENIZER_FILES)
     return _from_hub("tokenizer", named, load, LOCAL_TOKENIZER)[0]
+
+
+def find_adapter(path: str, load: LoadConfig, token: str | bool | None = None) -> str:
+    """The absolute directory of a LoRA adapter: a directory, an embedded adapter, or a hub id, which is downloaded.
+
+    Raises:
+        ModelNotFound: there is no such directory or repository.
+        Unsupported: a URL.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder.absolute())
+    if "/" not in path and (EMBEDDED / path / ADAPTER_CONFIG).is_file():
+        return str(EMBEDDED / path)
+    _refuse_url("the adapter's path", path, LOCAL_ADAPTER)
+    if folder.is_file() or _is_path(path):
+        what = "is a file" if folder.is_file() else "does not exist"
+        raise ModelNotFound(f"no adapter in {path}: {folder.absolute()} {what}; {LOCAL_ADAPTER}")
+    adapter, few = ModelConfig(model=path, hf_token=token), replace(load, ignore_patterns=[])
+    found, fetch_weights = _from_hub("adapter", adapter, few, LOCAL_ADAPTER)
+    fetch_weights()
+    return found
 
 
 def check_vocabulary(folder: str) -> None:
