@@ -22,11 +22,22 @@ if TYPE_CHECKING:
     from quire.frontend.logprobs import Logprob as Logprob
     from quire.frontend.outputs import CompletionOutput as CompletionOutput
     from quire.frontend.outputs import RequestOutput as RequestOutput
+    from quire.frontend.pooling.outputs import ClassificationOutput as ClassificationOutput
+    from quire.frontend.pooling.outputs import (
+        ClassificationRequestOutput as ClassificationRequestOutput,
+    )
+    from quire.frontend.pooling.outputs import EmbeddingOutput as EmbeddingOutput
+    from quire.frontend.pooling.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from quire.frontend.pooling.outputs import PoolingOutput as PoolingOutput
+    from quire.frontend.pooling.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from quire.frontend.pooling.outputs import ScoringOutput as ScoringOutput
+    from quire.frontend.pooling.outputs import ScoringRequestOutput as ScoringRequestOutput
     from quire.frontend.prompts import PromptType as PromptType
     from quire.frontend.prompts import TextPrompt as TextPrompt
     from quire.frontend.prompts import TokensPrompt as TokensPrompt
     from quire.plugins import ModelRegistry as ModelRegistry
     from quire.protocol.lora_request import LoRARequest as LoRARequest
+    from quire.protocol.pooling_params import PoolingParams as PoolingParams
     from quire.protocol.sampling_params import BeamSearchParams as BeamSearchParams
     from quire.protocol.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.protocol.sampling_params import SamplingParams as SamplingParams
@@ -40,6 +51,20 @@ PUBLIC = {
     "AsyncLLM": "quire.api.async_llm:AsyncLLM",
     "LLMEngine": "quire.api.llm_engine:LLMEngine",
     "AsyncLLMEngine": "quire.api.async_llm:AsyncLLM",
+    "PoolingParams": "quire.protocol.pooling_params:PoolingParams",
+    **{
+        name: f"quire.frontend.pooling.outputs:{name}"
+        for name in (
+            "PoolingOutput",
+            "PoolingRequestOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
+            "ClassificationOutput",
+            "ClassificationRequestOutput",
+            "ScoringOutput",
+            "ScoringRequestOutput",
+        )
+    },
     "SamplingParams": "quire.protocol.sampling_params:SamplingParams",
     "BeamSearchParams": "quire.protocol.sampling_params:BeamSearchParams",
     "StructuredOutputsParams": "quire.protocol.sampling_params:StructuredOutputsParams",
@@ -58,21 +83,7 @@ PUBLIC = {
     "TokensPrompt": "quire.frontend.prompts:TokensPrompt",
     "EmbedsPrompt": "quire.frontend.prompts:EmbedsPrompt",
     "PromptType": "quire.frontend.prompts:PromptType",
-    **{
-        name: f"{LATER}:{name}"
-        for name in (
-            "PoolingParams",
-            "PoolingOutput",
-            "PoolingRequestOutput",
-            "EmbeddingOutput",
-            "EmbeddingRequestOutput",
-            "ClassificationOutput",
-            "ClassificationRequestOutput",
-            "ScoringOutput",
-            "ScoringRequestOutput",
-            "initialize_ray_cluster",
-        )
-    },
+    **{name: f"{LATER}:{name}" for name in ("initialize_ray_cluster",)},
 }
 """Public name -> "module:attribute"."""
 

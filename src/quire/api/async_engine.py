@@ -24,14 +24,14 @@ from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, QuireError, ValidationError
 from quire.frontend.adapters import Steps
-from quire.frontend.input_processor import AcceptedRequest, TokenizeOptions
-from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.outputs import RequestOutput, error_of
+from quire.frontend.input_processor import TokenizeOptions
+from quire.frontend.outputs import error_of
 from quire.frontend.prompts import Prompt, read_prompt
-from quire.frontend.request_manager import RequestManager
+from quire.frontend.request_manager import Accepted, Collector, RequestManager
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import get_logger
 from quire.protocol.output import EngineOutput, EngineStats
+from quire.protocol.request import RequestParams
 from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
@@ -48,15 +48,13 @@ async def in_thread(size: int, call: Callable[..., Any], *args: Any, **keywords:
 class OutputStream:
     """One request's outputs without an async iterator: the caller waits in its own way and calls `take`."""
 
-    def __init__(
-        self, engine: AsyncEngine, collector: OutputProcessor, on_output: Callable[[], None]
-    ):
+    def __init__(self, engine: AsyncEngine, collector: Collector, on_output: Callable[[], None]):
         self.engine, self.collector, self.on_output = engine, collector, on_output
         self.ended = False
         """No more output will come."""
 
-    def take(self) -> RequestOutput | None:
-        """The new output; None: there is none yet, or the stream has ended.
+    def take(self) -> Any:
+        """The new RequestOutput or PoolingRequestOutput; None: there is none yet, or the stream has ended.
 
         Raises:
             QuireError: the request failed.
@@ -115,7 +113,7 @@ class AsyncEngine:
         return found
 
     async def open(
-        self, prompt: Any, params: SamplingParams | None, request_id: str, on_output: Callable[[], None],
+        self, prompt: Any, params: RequestParams | None, request_id: str, on_output: Callable[[], None],
         *, prompt_text: str | None = None, lora_request: Any = None, **options: Any,
     ) -> OutputStream:  # fmt: skip
         """Start a request. It runs until the stream is closed.
@@ -142,22 +140,20 @@ class AsyncEngine:
             raise
         return stream
 
-    async def _accept(
-        self, prompt: Any, params: SamplingParams | None, **options: Any
-    ) -> AcceptedRequest:
+    async def _accept(self, prompt: Any, params: RequestParams | None, **options: Any) -> Accepted:
         if not options["id"]:
             raise ValidationError("request_id must be a text of your own", parameter="request_id")
         parsed = read_prompt(prompt)
-        takes_time = params is not None and params.structured_outputs is not None
+        takes_time = isinstance(params, SamplingParams) and params.structured_outputs is not None
         if not takes_time and not is_long(parsed):
             return self.front.accept(parsed, params, **options)
         size = len(parsed.text or "") if is_long(parsed) else 0
-        accepted: AcceptedRequest = await self.in_thread(
+        accepted: Accepted = await self.in_thread(
             size, self.front.accept, parsed, params, **options
         )
         return accepted
 
-    async def _send(self, accepted: AcceptedRequest, collector: OutputProcessor) -> None:
+    async def _send(self, accepted: Accepted, collector: Collector) -> None:
         """Send it to the engine. Lets other callbacks run between copies: encoding many of them takes time."""
         until = time.monotonic() + BREATH_S
         for child in accepted.children:
@@ -184,7 +180,7 @@ class AsyncEngine:
         for collector in self.front.abort(ids):
             self._notify(collector)
 
-    def _notify(self, collector: OutputProcessor) -> None:
+    def _notify(self, collector: Collector) -> None:
         if (stream := self._streams.get(collector.id)) is not None:
             stream.on_output()
 

@@ -18,12 +18,13 @@ from quire.config.engine import EngineConfig
 from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, Unsupported
-from quire.frontend.outputs import RequestOutput
+from quire.frontend.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.frontend.startup import start_engine
 from quire.frontend.tokenizer import Tokenizer
 from quire.observe.stats_log import StatsLog
 from quire.protocol.lora_request import LoRARequest
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.pooling_params import PoolingParams
+from quire.protocol.request import RequestParams
 
 
 class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
@@ -81,7 +82,7 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
     async def generate(
         self,
         prompt: Any,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: RequestParams | None = None,
         request_id: str = "",
         *,
         lora_request: Any = None,
@@ -93,7 +94,7 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
         prompt_text: str | None = None,
         arrival_time: float | None = None,
         tenant: str = "",
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[Any, None]:
         """One request's outputs as they arrive. Leaving the loop early aborts the request.
 
         Args:
@@ -124,6 +125,13 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
                 elif not stream.ended:
                     await new_output.wait()
                     new_output.clear()
+
+    async def encode(
+        self, prompt: Any, pooling_params: PoolingParams | None = None, request_id: str = "", **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:  # fmt: skip
+        """The output tensor of one prompt, of the task `pooling_params.task`. `options`, errors: as `generate`."""
+        async for output in self.generate(prompt, pooling_params or PoolingParams(), request_id, **options):  # fmt: skip
+            yield output
 
     # -- state ----------------------------------------------------------------------------------
     async def check_health(self) -> None:
@@ -222,7 +230,8 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
         return self.vllm_config
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        pooling = self.front.pooling
+        return ("generate",) if pooling is None else tuple(pooling.info.tasks)
 
     async def do_log_stats(self) -> None:
         """Write the statistics line now."""

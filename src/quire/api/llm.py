@@ -17,6 +17,7 @@ from typing import Any, Self, Unpack
 from quire.api.engine_facts import EngineFacts
 from quire.api.lora_calls import LoraCalls
 from quire.api.metrics import Metric, MetricsWatch
+from quire.api.pooling import PoolingMethods
 from quire.api.progress import Progress, progress
 from quire.api.prompt_batch import BatchOptions, Params, accept_all, spread
 from quire.api.unsupported import UnsupportedMethods
@@ -41,7 +42,7 @@ from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 log = get_logger(__name__)
 
 
-class LLM(EngineFacts, LoraCalls, UnsupportedMethods):
+class LLM(PoolingMethods, EngineFacts, LoraCalls, UnsupportedMethods):
     """`LLM("quire-tiny").generate(["Once upon a time"], SamplingParams(max_tokens=20))`
 
     Args:
@@ -95,7 +96,7 @@ class LLM(EngineFacts, LoraCalls, UnsupportedMethods):
         self.watch = MetricsWatch(client, self.config.model.model)
         self.request_counter = itertools.count()
         self._running = threading.RLock()  # its owner drives the engine, others wait
-        self._uncollected: dict[str, RequestOutput] = {}
+        self._uncollected: dict[str, Any] = {}
         self._asleep = False
         self._close = weakref.finalize(self, client.close)
 
@@ -191,6 +192,7 @@ class LLM(EngineFacts, LoraCalls, UnsupportedMethods):
         Raises:
             ValidationError: as `generate`.
         """
+        self.front.need_generation("LLM.beam_search")
         given, found = read_prompts(prompts), []
         adapters = names_for(self.front.adapters, spread("lora_request", lora_request, len(given)))
         at_once = concurrency_limit or len(given) or 1
@@ -216,6 +218,7 @@ class LLM(EngineFacts, LoraCalls, UnsupportedMethods):
         self, messages: Any, params: Params, *,
         tokenization_kwargs: Mapping[str, Any] | None = None, **options: Any,
     ) -> list[AcceptedRequest]:  # fmt: skip
+        self.front.need_generation("LLM.chat")
         how = ChatOptions.of_keywords(options)
         prompts = [Prompt(self.front.render(chat, how)) for chat in conversations(messages)]
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
@@ -265,16 +268,16 @@ class LLM(EngineFacts, LoraCalls, UnsupportedMethods):
                 raise error
         return [self._uncollected.pop(id) for id in ids]
 
-    def _turn(self) -> Iterator[RequestOutput]:
+    def _turn(self) -> Iterator[Any]:
         """Requests that finished in the engine's next outputs."""
         for collector in self.front.process_outputs(self.client.outputs()):
-            output = collector.take()
+            output: Any = collector.take()
             if output is None or not output.finished:
                 continue
             self._uncollected[output.request_id] = output
             if not collector.accepted.is_subrequest:
                 self.watch.finished(output, collector.params)
-            for one in output.outputs:
+            for one in output.parts:
                 if one.finish_reason == "error":
                     log.error("request %s failed: %s", output.request_id, one.error)
             yield output
@@ -299,7 +302,7 @@ class LLM(EngineFacts, LoraCalls, UnsupportedMethods):
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return ("generate",) if self.front.pooling is None else tuple(self.front.pooling.info.tasks)
 
     @property
     def chat_template(self) -> str | None:

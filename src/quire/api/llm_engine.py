@@ -14,7 +14,6 @@ from quire.api.lora_calls import LoraCalls
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.frontend.adapters import names_for
-from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_manager import RequestManager
 from quire.frontend.startup import start_engine
 from quire.frontend.tokenizer import Tokenizer
@@ -28,7 +27,7 @@ class LLMEngine(EngineFacts, LoraCalls):
         self.client, self.front = client, RequestManager(client, tokenizer=tokenizer)
         self.config = client.resolved.config
         self.front.logs_requests = self.config.observe.enable_log_requests
-        self._ended: list[RequestOutput] = []
+        self._ended: list[Any] = []
         self._close = weakref.finalize(self, client.close)
 
     @classmethod
@@ -72,7 +71,7 @@ class LLMEngine(EngineFacts, LoraCalls):
         self.front.submit(accepted)
         return request_id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Any]:
         """New outputs, of the kind that each request's `output_kind` selects; [] if no request runs."""
         found, self._ended = self._ended, []
         if not found and self.front.live:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.client import EngineClient
-from quire.frontend.outputs import BeamSearchOutput, RequestOutput
+from quire.frontend.outputs import AnyOutput, BeamSearchOutput
 from quire.observe.prometheus import ServerMetrics, cache_info
 from quire.observe.request_metrics import RequestTimer
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineStats
+from quire.protocol.request import RequestParams
 from quire.protocol.sampling_params import SamplingParams
 
 
@@ -83,17 +84,18 @@ class MetricsWatch:
             self._log = StatsLog(lambda: engine_stats(client), self.interval)
         self._last = time.monotonic()
 
-    def finished(self, output: RequestOutput, params: SamplingParams) -> None:
+    def finished(self, output: AnyOutput, params: RequestParams) -> None:
         metrics = output.metrics
         if metrics is None:
             return
+        generated = params if isinstance(params, SamplingParams) else None
         timer = RequestTimer(self.metrics, time.monotonic() - (time.time() - metrics.arrival_time))
         timer.end(
             prompt_tokens=len(output.prompt_token_ids),
             cached=output.num_cached_tokens or 0,
-            output_tokens=[len(one.token_ids) for one in output.outputs],
-            max_tokens=params.max_tokens,
-            n=params.n,
+            output_tokens=[] if generated is None else [len(one.token_ids) for one in output.parts],
+            max_tokens=None if generated is None else generated.max_tokens,
+            n=1 if generated is None else generated.n,
             times=metrics,
         )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
-from quire.frontend.outputs import RequestOutput
-
 Progress = bool | Callable[..., Any]
 
 
@@ -21,11 +19,11 @@ class ProgressBar:
         if self.bar is not None and count:
             self.bar.update(count)
 
-    def count(self, output: RequestOutput) -> None:
+    def count(self, output: Any) -> None:
         if self.bar is None:
             return
         self.input += len(output.prompt_token_ids)
-        self.output += sum(len(one.token_ids) for one in output.outputs)
+        self.output += sum(len(getattr(one, "token_ids", ())) for one in output.parts)
         elapsed = getattr(self.bar, "format_dict", {}).get("elapsed") or 0
         if elapsed and hasattr(self.bar, "set_postfix_str"):
             self.bar.set_postfix_str(

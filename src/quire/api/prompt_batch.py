@@ -66,7 +66,7 @@ def accept_all(
                 asked, output_kind=RequestOutputKind.FINAL_ONLY
             )
         try:
-            one = front.accept(
+            one = front.accept_generation(
                 prompt, final[id(each[number])], id=next(ids), priority=order[number],
                 tokenization_kwargs=tokenization_kwargs, adapter=adapters[number],
                 lora_request=loras[number],

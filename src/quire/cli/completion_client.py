@@ -235,7 +235,7 @@ class LocalClient:
         self.count += 1
         given = {**less, **self.sampling, "output_kind": RequestOutputKind.DELTA}
         params = self.front.inputs.defaults.params(**given)
-        accepted = self.front.accept(prompt, params, id=f"talk-{self.count}")
+        accepted = self.front.accept_generation(prompt, params, id=f"talk-{self.count}")
         collector = self.front.submit(accepted)
         try:
             while True:
@@ -244,7 +244,7 @@ class LocalClient:
                         continue
                     if (error := error_of(output)) is not None:
                         raise error
-                    yield "".join(one.text for one in output.outputs)
+                    yield "".join(one.text for one in output.parts)
                     if output.finished:
                         return
         finally:

@@ -51,6 +51,8 @@ class ModelConfig:
     """Model names that requests may use; responses and metrics show the first."""
     chat_template: str | None = None
     """Path of a Jinja chat template, or the template itself; unset: the tokenizer's template."""
+    default_prompt_name: str | None = None
+    """The prompt of a sentence-transformers model to put before texts that are embedded, for requests without `prompt_name`."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     """How message content is passed to the template: auto, string or openai."""
     generation_config: str = "auto"

@@ -32,7 +32,6 @@ _WEIGHT_CALLS = (
 )  # fmt: skip
 
 METHODS: dict[str, Feature] = {
-    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), POOLING),
     **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), MEDIA),
     **dict.fromkeys(("start_profile", "stop_profile"), PROFILER),
     **dict.fromkeys((*_WEIGHT_CALLS, "get_weight_version"), WEIGHTS),

@@ -202,7 +202,7 @@ class InputProcessor:
         text, tokens, limit = prompt.text, prompt.tokens, options.truncate
         checked = options.fits_model
         if not tokens and text is not None:
-            self._check_text(text, checked and limit is None)
+            self.check_text(text, checked and limit is None)
             tokens = self.need_tokenizer().encode(text, options.add_special_tokens)
         if limit is not None:
             most = self.max_model_len - 1 if limit == -1 else limit
@@ -226,7 +226,7 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def _check_text(self, text: str, fits: bool) -> None:
+    def check_text(self, text: str, fits: bool) -> None:
         """Refuse a long text before spending time and memory on tokenizing it.
 
         Raises:

@@ -5,8 +5,9 @@ Plain data. `error_of` returns the exception of a failed request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from quire.engine.client import ERRORS
 from quire.errors import QuireError
@@ -94,6 +95,11 @@ class RequestOutput:
     ec_transfer_params: dict[str, Any] | None = None
     prompt_token_id_logprobs: Any = None
 
+    @property
+    def parts(self) -> list[CompletionOutput]:
+        """What `error_of` reads."""
+        return self.outputs
+
     def add(self, newer: RequestOutput, aggregate: bool = True) -> None:
         """Merge a later output of the same request: append its deltas, or replace with `aggregate` False."""
         self.finished |= newer.finished
@@ -123,9 +129,24 @@ def _join(old: CompletionOutput, new: CompletionOutput) -> None:
     old.error, old.error_kind = new.error, new.error_kind
 
 
-def error_of(output: RequestOutput) -> QuireError | None:
+class AnyOutput(Protocol):
+    """The output of a request of either kind: generated tokens, or a tensor."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    finished: bool
+    metrics: RequestMetrics | None
+
+    @property
+    def num_cached_tokens(self) -> int | None: ...
+
+    @property
+    def parts(self) -> Sequence[Any]: ...
+
+
+def error_of(output: AnyOutput) -> QuireError | None:
     """The exception of a failed request; None if it has not failed."""
-    for one in output.outputs:
+    for one in output.parts:
         if one.finish_reason == "error":
             return ERRORS[one.error_kind](f"request {output.request_id}: {one.error or 'failed'}")
     return None

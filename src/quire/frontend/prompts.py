@@ -59,6 +59,12 @@ class Prompt:
     salt: str = ""
     is_checked: bool = False
     """The tokens fit the model (`InputProcessor.tokenize`)."""
+    second: str | None = None
+    """The second text of a pair, for pooling models that read pairs."""
+    second_text: int = 0
+    """Where the tokens of the second text begin; 0: there is none."""
+    pool_from: int = 0
+    """The first token that counts in the output of a pooling model."""
 
 
 def read_prompt(prompt: Any) -> Prompt:

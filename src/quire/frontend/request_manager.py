@@ -25,14 +25,20 @@ from quire.frontend.generation_config import generation_defaults
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
+from quire.frontend.pooling import inputs as pooling
+from quire.frontend.pooling.collector import PoolingCollector
 from quire.frontend.startup import load_tokenizer
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import get_logger
 from quire.protocol.output import EngineOutput, FinishReason
-from quire.protocol.request import EngineRequest
+from quire.protocol.pooling_params import PoolingParams
+from quire.protocol.request import EngineRequest, RequestParams
 from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
+
+Accepted = AcceptedRequest | pooling.AcceptedPooling
+Collector = OutputProcessor | PoolingCollector
 
 
 class RequestManager:
@@ -57,12 +63,17 @@ class RequestManager:
             reasoning=lambda: self.formats.reasoning,
         )
         self.adapters = AdapterNames(client)
+        self.pooling: pooling.PoolingInputs | None = None
+        """The inputs of a pooling model; None: the model generates."""
+        if ready.pooling is not None:
+            name = options.default_prompt_name
+            self.pooling = pooling.PoolingInputs(self.inputs, ready.pooling, name)
         self.logs_requests = False
         """Log a line for each request; the server writes its own."""
         self.packs_logprobs = False
         """Cumulative outputs carry PackedLogprobs: the server's responses may be large."""
-        self.live: dict[str, OutputProcessor] = {}
-        self._children: dict[str, tuple[OutputProcessor, int]] = {}
+        self.live: dict[str, Collector] = {}
+        self._children: dict[str, tuple[Collector, int]] = {}
         self._echoes: set[str] = set()
         """Children that ended here and whose finish the engine has not reported yet."""
 
@@ -96,11 +107,29 @@ class RequestManager:
         return self.inputs.need_tokenizer()
 
     # -- in -------------------------------------------------------------------------------------
-    def accept(
+    def accept(self, prompt: Any, params: RequestParams | None = None, **options: Any) -> Accepted:
+        """Validate a request; see `InputProcessor.accept` and `PoolingInputs.accept` for options and errors."""
+        if isinstance(params, PoolingParams):
+            return self.need_pooling("encode").accept(prompt, params, **options)
+        return self.accept_generation(prompt, params, **options)
+
+    def accept_generation(
         self, prompt: Any, params: SamplingParams | None = None, **options: Any
     ) -> AcceptedRequest:
-        """Validate a request; see `InputProcessor.accept` for options and errors."""
+        """Raises ValidationError: the model does not generate; and as `InputProcessor.accept`."""
+        self.need_generation("generate")
         return self.inputs.accept(prompt, params, **options)
+
+    def need_pooling(self, what: str) -> pooling.PoolingInputs:
+        """Raises ValidationError: `what` needs a pooling model."""
+        if self.pooling is None:
+            raise pooling.not_pooling(what)
+        return self.pooling
+
+    def need_generation(self, what: str) -> None:
+        """Raises ValidationError: `what` needs a model that generates; the message names what this model does."""
+        if self.pooling is not None:
+            raise pooling.not_generating(self.pooling.info, what)
 
     def render(self, messages: Sequence[Any], options: chat.ChatOptions | None = None) -> str:
         """Render a conversation as prompt text; see `chat.render` for errors."""
@@ -109,14 +138,14 @@ class RequestManager:
             options = dataclasses.replace(options, content_format=self.content_format)
         return chat.render(self.inputs.need_tokenizer("messages"), messages, options)
 
-    def submit(self, accepted: AcceptedRequest) -> OutputProcessor:
+    def submit(self, accepted: Accepted) -> Collector:
         """Register the request and send it to the engine. Raises: as `register` and `send`."""
         collector = self.register(accepted)
         for child in accepted.children:
             self.send(collector, child)
         return collector
 
-    def send(self, collector: OutputProcessor, child: EngineRequest) -> None:
+    def send(self, collector: Collector, child: EngineRequest) -> None:
         """Send one child of a registered request to the engine.
 
         Raises:
@@ -128,7 +157,7 @@ class RequestManager:
             self._forget(collector)
             raise
 
-    def register(self, accepted: AcceptedRequest) -> OutputProcessor:
+    def register(self, accepted: Accepted) -> Collector:
         """Create the collector of a request's outputs; `send` each of its children next.
 
         Raises:
@@ -146,17 +175,21 @@ class RequestManager:
             accepted.rename_children(number)
         if self.logs_requests:
             self._log(accepted)
-        collector = OutputProcessor(accepted, self.tokenizer, self.packs_logprobs)
+        collector: Collector
+        if isinstance(accepted, pooling.AcceptedPooling):
+            collector = PoolingCollector(accepted)
+        else:
+            collector = OutputProcessor(accepted, self.tokenizer, self.packs_logprobs)
         self.live[accepted.id] = collector
         for index, child in enumerate(accepted.children):
             self._children[child.id] = (collector, index)
         return collector
 
     # -- out ------------------------------------------------------------------------------------
-    def process_outputs(self, outputs: Iterable[EngineOutput]) -> list[OutputProcessor]:
+    def process_outputs(self, outputs: Iterable[EngineOutput]) -> list[Collector]:
         """Collect outputs; returns each changed request once. Forgets finished requests."""
         now = time.time()
-        changed: dict[str, OutputProcessor] = {}
+        changed: dict[str, Collector] = {}
         finished: dict[FinishReason, list[str]] = {}
         for output in outputs:
             place = self._children.get(output.id)
@@ -178,7 +211,7 @@ class RequestManager:
             self.client.abort(ids, reason)
         return list(changed.values())
 
-    def abort(self, ids: Iterable[str]) -> list[OutputProcessor]:
+    def abort(self, ids: Iterable[str]) -> list[Collector]:
         """Abort requests: each ends at once with finish_reason "abort". Ignores unknown ids."""
         found = [self.live[id] for id in ids if id in self.live]
         finished = [child for collector in found for child in collector.end("abort")]
@@ -189,7 +222,7 @@ class RequestManager:
             self.client.abort(finished)
         return found
 
-    def _log(self, accepted: AcceptedRequest) -> None:
+    def _log(self, accepted: Accepted) -> None:
         max_length = self.client.resolved.config.observe.max_log_len
         text = None if accepted.prompt is None else accepted.prompt[:max_length]
         log.info(
@@ -197,7 +230,7 @@ class RequestManager:
             accepted.id, text, accepted.tokens[:max_length], accepted.params,
         )  # fmt: skip
 
-    def _forget(self, collector: OutputProcessor) -> None:
+    def _forget(self, collector: Collector) -> None:
         self.live.pop(collector.id, None)
         for child in collector.children:
             self._children.pop(child.id, None)

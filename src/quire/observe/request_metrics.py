@@ -69,7 +69,7 @@ class RequestTimer:
         n: int,
         times: Any = None,
     ) -> RequestLatencies:
-        """`output_tokens`: token count of each completion. `times`: the frontend's RequestMetrics, if any."""
+        """`output_tokens`: token count of each completion; none for a request that generates no tokens. `times`: the frontend's RequestMetrics, if any."""
         self._tell_gaps()
         now = self.last or time.monotonic()
         queued = float(getattr(times, "queued", 0.0) or 0.0)
@@ -78,7 +78,7 @@ class RequestTimer:
         if self.first is None and latency:
             self.first = self.arrived + latency
             self.metrics.observe("vllm:time_to_first_token_seconds", latency)
-        total, observe = sum(output_tokens), self.metrics.observe
+        observe = self.metrics.observe
         latencies = self._latencies(now, queued)
         observe("vllm:e2e_request_latency_seconds", latencies.whole)
         observe("vllm:request_queue_time_seconds", queued)
@@ -96,8 +96,9 @@ class RequestTimer:
                 )
         observe("vllm:request_prompt_tokens", prompt_tokens)
         observe("vllm:request_prefill_kv_computed_tokens", max(0, prompt_tokens - cached))
-        observe("vllm:request_generation_tokens", total)
-        observe("vllm:request_max_num_generation_tokens", max(output_tokens, default=0))
+        if output_tokens:
+            observe("vllm:request_generation_tokens", sum(output_tokens))
+            observe("vllm:request_max_num_generation_tokens", max(output_tokens))
         if max_tokens is not None:
             observe("vllm:request_params_max_tokens", max_tokens)
         observe("vllm:request_params_n", n)

@@ -26,8 +26,14 @@ class PoolingInfo(Struct, omit_defaults=True, kw_only=True):
     """A pair of texts is tokenized as a pair, with the tokenizer's separators; False: the texts are concatenated."""
     prompts: dict[str, str] = {}
     """Texts that may be put before an input, by name."""
-    default_prompt: str = ""
-    """The name of the prompt for requests that choose none; "": no prompt."""
+    task_instructions: dict[str, str] = {}
+    """The same, from config.json."""
+    include_prompt: bool = True
+    """Whether the tokens of such a text count in the vector."""
+    do_lower_case: bool = False
+    """Texts are converted to lower case before they are tokenized."""
+    cached_tasks: list[str] = []
+    """The tasks whose requests may use the prefix cache."""
     chunked: bool = False
     """Texts beyond the model's length are embedded in pieces."""
     max_embed_len: int = 0

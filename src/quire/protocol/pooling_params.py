@@ -31,6 +31,8 @@ class PoolingParams(Struct, omit_defaults=True, kw_only=True, tag="pooling"):
     extra_kwargs: dict[str, Any] | None = None
     second_text: int = 0
     """Where the second text of a pair begins, in tokens; 0: there is no second text. Set by the frontend."""
+    pool_from: int = 0
+    """The first token that counts in the output. Set by the frontend."""
 
     def __post_init__(self) -> None:
         if self.dimensions is not None:
@@ -44,5 +46,5 @@ class PoolingParams(Struct, omit_defaults=True, kw_only=True, tag="pooling"):
             self.returned_token_ids = read.token_ids("returned_token_ids", self.returned_token_ids)
         if self.extra_kwargs is not None:
             self.extra_kwargs = read.small_data("extra_kwargs", self.extra_kwargs)
-        if self.second_text:
-            self.second_text = read.whole_number("second_text", self.second_text, 0)
+        for name in ("second_text", "pool_from"):
+            setattr(self, name, read.whole_number(name, getattr(self, name), 0))

@@ -1,0 +1,1 @@
+"""Requests whose output is a tensor: their inputs, their outputs, and scores of pairs of texts."""

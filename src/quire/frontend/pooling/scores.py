@@ -1,0 +1,207 @@
+"""Scores of pairs of texts: what the model reads of each pair, and the score from its outputs.
+
+    classify     a model with one label reads both texts at once (cross-encoder)
+    embed        the dot product of two vectors of length 1 (bi-encoder)
+    token_embed  sum over the query's tokens of the largest dot product with a token of the document (late interaction)
+
+Knows texts, templates and vectors. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.errors import Unsupported, ValidationError
+from quire.frontend.chat import ChatOptions
+from quire.frontend.pooling.inputs import ways
+from quire.frontend.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.frontend.pooling.tokenization import cut_text
+from quire.frontend.prompts import Prompt
+from quire.frontend.request_manager import RequestManager
+from quire.logging import get_logger
+from quire.protocol import validators as read
+from quire.protocol.pooling_info import PoolingInfo
+from quire.protocol.pooling_params import PoolingParams
+
+log = get_logger(__name__)
+
+Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]
+
+
+def score_task(info: PoolingInfo) -> str:
+    """The task whose outputs give a score. Raises ValidationError: the model has none."""
+    for task in info.tasks:
+        if task in ("embed", "token_embed") or (task == "classify" and info.num_labels == 1):
+            return task
+    raise ValidationError(
+        "scores need a model with vectors, or one with a single label; this one has"
+        f" {info.num_labels} labels ({ways(info.tasks)})"
+    )
+
+
+@dataclass(slots=True)
+class PairOptions:
+    """How to make prompts of pairs."""
+
+    instruction: str | None = None
+    template: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_tokens_per_query: int = 0
+    max_tokens_per_doc: int = 0
+
+
+def read_texts(name: str, given: Any) -> list[str]:
+    """One text or a list of texts, each a string or {content: [parts]}.
+
+    Raises:
+        ValidationError: something else, or an empty list.
+        Unsupported: media.
+    """
+    many = given if isinstance(given, (list, tuple)) else [given]
+    if not many:
+        raise ValidationError(f"{name} is empty: it needs at least one text", parameter=name)
+    return [_text(one, name) for one in many]
+
+
+def _text(given: Any, name: str) -> str:
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Mapping):
+        if isinstance(text := given.get("text"), str):
+            return text
+        parts = given.get("content")
+        if isinstance(parts, str):
+            return parts
+        if isinstance(parts, list) and parts:
+            return "\n".join(_part(part, name) for part in parts)
+    raise read.wrong(name, given, "a text, {content: [parts]}, or a list of these")
+
+
+def _part(part: Any, name: str) -> str:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] != "text":
+        raise Unsupported(f"{name}: parts of type {part['type'][:40]}", "send text")
+    raise read.wrong(name, part, '{"type": "text", "text": ...}')
+
+
+def check_shapes(queries: Sequence[Any], documents: Sequence[Any], names: tuple[str, str]) -> None:
+    """Raises ValidationError: not 1:1, 1:N or N:N."""
+    if len(queries) not in (1, len(documents)):
+        raise ValidationError(
+            f"{names[0]} has {len(queries)} texts and {names[1]} {len(documents)}: send one for all, or as many",
+            parameter=names[0], value=len(queries),
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Pairs:
+    """Pairs of texts; one query may belong to all documents."""
+
+    front: RequestManager
+    queries: list[str]
+    documents: list[str]
+    options: PairOptions
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValidationError: options that the model cannot follow."""
+        info = self.front.need_pooling("a score").info
+        self.task, options = score_task(info), self.options
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            limit = read.whole_number(name, getattr(options, name), 0)
+            if limit >= (most := self.front.inputs.max_model_len):
+                raise ValidationError(f"{name} must be less than max_model_len, which is {most}; it is {limit}", parameter=name, value=limit)  # fmt: skip
+        if self.renders:
+            return
+        if options.instruction:
+            raise ValidationError(
+                "instruction needs a chat template with the roles query and document: start the server with"
+                " --chat-template, or leave it out",
+                parameter="instruction",
+            )  # fmt: skip
+        if self.task == "classify" and not info.use_sep_token:
+            log.warning_every("template", 3600, "pairs are concatenated: this reranker needs a template of its own; set --chat-template")  # fmt: skip
+
+    @property
+    def renders(self) -> bool:
+        """Whether a template makes the prompt of a pair: the server's own, or one that a program passes."""
+        own = self.options.template or self.front.client.resolved.config.model.chat_template
+        return self.task == "classify" and own is not None
+
+    def params(self, given: PoolingParams | None = None) -> PoolingParams:
+        """Raises ValidationError: a parameter does not fit the model."""
+        params = self.front.need_pooling("a score").params(given, self.task)
+        if self.task != "classify":
+            params.use_activation = True  # vectors of length 1
+        return params
+
+    @property
+    def num_prompts(self) -> int:
+        if self.task == "classify":
+            return len(self.documents)
+        return len(self.queries) + len(self.documents)
+
+    def prompts(self, start: int, stop: int) -> list[Prompt]:
+        """Some of the prompts, not tokenized yet. Raises ValidationError: the template refuses a pair."""
+        return [self._prompt(at) for at in range(start, min(stop, self.num_prompts))]
+
+    def size(self, at: int) -> int:
+        """Characters of a prompt, about."""
+        first, second = self._texts(at)
+        return len(first) + len(second or "")
+
+    def _texts(self, at: int) -> tuple[str, str | None]:
+        queries = self.queries
+        if self.task == "classify":
+            return queries[at if len(queries) > 1 else 0], self.documents[at]
+        return (queries + self.documents)[at] if at < len(queries) else self.documents[at - len(queries)], None  # fmt: skip
+
+    def _prompt(self, at: int) -> Prompt:
+        first, second = self._texts(at)
+        options = self.options
+        if second is None:
+            limit = options.max_tokens_per_query if at < len(self.queries) else options.max_tokens_per_doc  # fmt: skip
+            return Prompt(self._cut(first, limit))
+        first = self._cut(first, options.max_tokens_per_query)
+        second = self._cut(second, options.max_tokens_per_doc)
+        if self.renders:
+            return Prompt(self._rendered(first, second))
+        if self.front.need_pooling("a score").info.use_sep_token:
+            return Prompt(first, second=second)
+        return Prompt(first + second)
+
+    def _cut(self, text: str, most: int) -> str:
+        return cut_text(self.front.need_tokenizer(), text, most) if most else text
+
+    def _rendered(self, query: str, document: str) -> str:
+        kwargs = dict(self.options.template_kwargs)
+        if self.options.instruction is not None:
+            kwargs.setdefault("instruction", self.options.instruction)
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        options = ChatOptions(
+            add_generation_prompt=False, template=self.options.template, template_kwargs=kwargs
+        )
+        return self.front.render(messages, options)
+
+    def scores(self, outputs: Outputs) -> list[float]:
+        """The score of each pair."""
+        arrays = [one.outputs.array for one in outputs]
+        if self.task == "classify":
+            return [float(one.reshape(-1)[0]) for one in arrays]
+        firsts, seconds = arrays[: len(self.queries)], arrays[len(self.queries) :]
+        if len(firsts) == 1:
+            firsts = firsts * len(seconds)
+        return [_similarity(one, other) for one, other in zip(firsts, seconds, strict=True)]
+
+
+def _similarity(query: Any, document: Any) -> float:
+    if query.ndim == 1:
+        return float(np.dot(query, document))
+    if not len(query) or not len(document):
+        return 0.0
+    return float((query @ document.T).max(axis=1).sum())

@@ -1,0 +1,84 @@
+"""Tokenizes texts and pairs of texts for pooling models; a truncated text keeps its special tokens.
+
+Knows the tokenizer libraries. Does not know the limits of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.frontend.tokenizer import Tokenizer
+
+Text = str | tuple[str, str]
+
+
+def encode_inputs(
+    tokenizer: Tokenizer, texts: Sequence[Text], special: bool, limit: int | None, keep_first: bool
+) -> list[tuple[list[int], int]]:
+    """For each text or pair its ids, and the place of the first id whose token type is 1 (0: none).
+
+    Args:
+        limit: the most ids of one input, special tokens included; None: any number.
+        keep_first: truncate the end of a text, not its beginning.
+    """
+    if tokenizer.is_slow:
+        return [_slow(tokenizer.backend, text, special, limit, keep_first) for text in texts]
+    backend = tokenizer.backend
+    found = []
+    encoded = backend.encode_batch_fast(list(texts), add_special_tokens=special)
+    for text, one in zip(texts, encoded, strict=True):
+        if limit is not None and len(one) > limit:
+            one = _truncated(backend, text, special, limit, keep_first)
+        found.append((one.ids[:limit], _second(one.type_ids) if isinstance(text, tuple) else 0))
+    return found
+
+
+def _truncated(backend: Any, text: Text, special: bool, limit: int, keep_first: bool) -> Any:
+    pair = isinstance(text, tuple)
+    parts = [
+        backend.encode(part, add_special_tokens=False)
+        for part in (text if isinstance(text, tuple) else (text,))
+    ]
+    room = max(0, limit - (backend.num_special_tokens_to_add(pair) if special else 0))
+    for part, most in zip(parts, shares([len(part) for part in parts], room), strict=True):
+        part.truncate(most, direction="right" if keep_first else "left")
+    return backend.post_process(*parts, add_special_tokens=special)
+
+
+def shares(lengths: Sequence[int], room: int) -> list[int]:
+    """How many tokens each text keeps: the longest one loses tokens first, as in Transformers' longest_first."""
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    short, long = sorted(lengths)
+    if short > room // 2:
+        short = room // 2
+    long = min(long, room - short)
+    return [short, long] if lengths[0] <= lengths[1] else [long, short]
+
+
+def _slow(
+    backend: Any, text: Text, special: bool, limit: int | None, keep_first: bool
+) -> tuple[list[int], int]:
+    first, second = text if isinstance(text, tuple) else (text, None)
+    found = backend(first, second, add_special_tokens=special, return_token_type_ids=True)
+    ids, types = list(found["input_ids"]), list(found.get("token_type_ids") or ())
+    start = _second(types) if second is not None else 0
+    if limit is not None and len(ids) > limit:
+        if keep_first:
+            return ids[:limit], start if start < limit else 0
+        return ids[-limit:], max(0, start - (len(ids) - limit))
+    return ids, start
+
+
+def _second(types: Sequence[int]) -> int:
+    return types.index(1) if 1 in types else 0
+
+
+def cut_text(tokenizer: Tokenizer, text: str, most: int) -> str:
+    """The beginning of a text that its first `most` tokens cover."""
+    if tokenizer.is_slow:
+        ids = tokenizer.encode(text, False)
+        return text if len(ids) <= most else tokenizer.decode(ids[:most])
+    one = tokenizer.backend.encode(text, add_special_tokens=False)
+    return text if len(one) <= most else text[: one.offsets[most - 1][1]]
