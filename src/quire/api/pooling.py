@@ -11,9 +11,10 @@ from itertools import count
 from typing import Any
 
 from quire.api.progress import Progress, progress
-from quire.api.prompt_batch import Priority, refuse_media_and_lora, spread
+from quire.api.prompt_batch import Priority, spread
 from quire.engine.client import EngineClient
 from quire.errors import QuireError, ValidationError
+from quire.frontend.adapters import names_for
 from quire.frontend.outputs import error_of
 from quire.frontend.pooling.inputs import PoolingInputs, ways
 from quire.frontend.pooling.outputs import (
@@ -65,12 +66,12 @@ class PoolingMethods:
             EngineDeadError: the engine has stopped.
         """
         pooling = self.front.need_pooling("LLM.encode")
-        refuse_media_and_lora(None, lora_request)
         given = read_prompts(prompts)
         each = spread("pooling_params", pooling_params, len(given))
         params = [pooling.params(one, pooling_task) for one in each]
         batch = _Tokenized(pooling, given, params, tokenization_kwargs)
-        return self._pool(batch, params, spread("priority", priority or 0, len(given)), use_tqdm)
+        loras = spread("lora_request", lora_request, len(given))
+        return self._pool(batch, params, spread("priority", priority or 0, len(given)), loras, use_tqdm)
 
     def embed(
         self, prompts: Any, *, pooling_params: Given = None, use_tqdm: Progress = True, **options: Any,
@@ -116,7 +117,6 @@ class PoolingMethods:
         Raises:
             ValidationError: as `encode`; also a model without scores, and texts that make no pairs.
         """
-        refuse_media_and_lora(None, lora_request)
         names = "data_1", "data_2"
         queries, documents = read_texts(names[0], data_1), read_texts(names[1], data_2)
         check_shapes(queries, documents, names)
@@ -128,7 +128,7 @@ class PoolingMethods:
         prompts = pairs.prompts(0, pairs.num_prompts)
         pooling = self.front.need_pooling("LLM.score")
         batch = _Tokenized(pooling, prompts, params, tokenization_kwargs)
-        found = self._pool(batch, params, [0] * len(params), use_tqdm)
+        found = self._pool(batch, params, [0] * len(params), [lora_request] * len(params), use_tqdm)
         shared = len(found) - len(documents)  # the queries' outputs come first
         return [
             ScoringRequestOutput(one.request_id, ScoringOutput(score), _read(found, shared, at), one.num_cached_tokens)
@@ -145,9 +145,10 @@ class PoolingMethods:
 
     def _pool(
         self, batch: _Tokenized, params: Sequence[PoolingParams], priorities: Sequence[int],
-        use_tqdm: Progress,
+        loras: Sequence[Any], use_tqdm: Progress,
     ) -> list[Found]:  # fmt: skip
         """Run requests, at most twice the engine's rows of them at a time. After an error nothing of them remains."""
+        adapters = names_for(self.front.adapters, loras)
         ready, most = iter(batch), 2 * self.client.resolved.max_num_seqs
         ids: list[str] = []
         done: dict[str, Found] = {}
@@ -158,7 +159,7 @@ class PoolingMethods:
                 while len(done) < len(params):
                     while len(ids) < len(params) and len(ids) - len(done) < most:
                         id, at = str(next(self.request_counter)), len(ids)
-                        one = self.front.accept(next(ready), params[at], id=id, priority=priorities[at])  # fmt: skip
+                        one = self.front.accept(next(ready), params[at], id=id, priority=priorities[at], adapter=adapters[at], lora_request=loras[at])  # fmt: skip
                         self.front.submit(one)
                         ids.append(id)
                     waited = set(ids).difference(done)

@@ -42,7 +42,7 @@ class PoolingCollector:
         self.finished = False
         self.failed = False
         """A piece ended with an error."""
-        self._taken = False
+        self._is_delivered = False
 
     def add(self, index: int, output: EngineOutput, now: float) -> bool:
         """Add an engine output of piece `index`. False: the engine has nothing left to abort."""
@@ -76,9 +76,9 @@ class PoolingCollector:
 
     def take(self) -> PoolingRequestOutput[PoolingOutput] | None:
         """The output, once; None before the end. Its tensor is empty if the request failed or was aborted."""
-        if not self.finished or self._taken:
+        if not self.finished or self._is_delivered:
             return None
-        self._taken = True
+        self._is_delivered = True
         tensors = [piece.tensor for piece in self.children if piece.tensor is not None]
         whole = len(tensors) == len(self.children) and not self.failed
         ends = [piece.finish for piece in self.children if piece.finish in ("error", "abort")]

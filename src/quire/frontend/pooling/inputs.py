@@ -65,7 +65,7 @@ class AcceptedPooling:
 
     id: str
     prompt: str | None
-    """The prompt text, if given."""
+    """The prompt text, if requested."""
     tokens: list[int]
     params: PoolingParams
     children: list[EngineRequest]
@@ -73,6 +73,8 @@ class AcceptedPooling:
     arrived: float
     normalizes: bool = False
     """The mean of the pieces' vectors gets length 1."""
+    lora_request: Any = None
+    """The adapter, as the caller named it."""
     is_subrequest: bool = False
 
     def rename_children(self, number: int) -> None:
@@ -110,29 +112,31 @@ class PoolingInputs:
             parameter="task", value=name,
         )  # fmt: skip
 
-    def params(self, given: PoolingParams | None = None, task: str | None = None) -> PoolingParams:
+    def params(
+        self, requested: PoolingParams | None = None, task: str | None = None
+    ) -> PoolingParams:
         """The engine's parameters for a request of this task.
 
         Raises:
             ValidationError: a parameter does not fit the task or the model.
         """
-        if given is not None and not isinstance(given, PoolingParams):
-            raise read.wrong("pooling_params", given, "a PoolingParams")
-        given = given or PoolingParams()
-        if task is not None and given.task not in (None, task):
+        if requested is not None and not isinstance(requested, PoolingParams):
+            raise read.wrong("pooling_params", requested, "a PoolingParams")
+        requested = requested or PoolingParams()
+        if task is not None and requested.task not in (None, task):
             raise ValidationError(
-                f"pooling_params.task is {given.task!r}, but the call asks for {task!r}: leave one of them out",
-                parameter="task", value=given.task,
+                f"pooling_params.task is {requested.task!r}, but the call asks for {task!r}: leave one of them out",
+                parameter="task", value=requested.task,
             )  # fmt: skip
-        task = self.task(task or given.task)
-        if given.dimensions is not None:
-            self._check_dimensions(given.dimensions, task)
-        skips = given.skip_reading_prefix_cache
+        task = self.task(task or requested.task)
+        if requested.dimensions is not None:
+            self._check_dimensions(requested.dimensions, task)
+        skips = requested.skip_reading_prefix_cache
         if skips is None and task not in self.info.cached_tasks:
             skips = (
                 True  # the output needs hidden states of all tokens, and a cached token has none
             )
-        return msgspec.structs.replace(given, task=task, skip_reading_prefix_cache=skips)
+        return msgspec.structs.replace(requested, task=task, skip_reading_prefix_cache=skips)
 
     def _check_dimensions(self, dimensions: int, task: str) -> None:
         allowed, most = self.info.matryoshka, self.info.num_dimensions
@@ -195,15 +199,15 @@ class PoolingInputs:
             found.keep_first = self.keeps_first
         return found
 
-    def options(self, given: TokenizeOptions) -> TokenizeOptions:
+    def options(self, requested: TokenizeOptions) -> TokenizeOptions:
         """Complete the options of a request. Raises ValidationError: it asks for more tokens than the model takes."""
-        limit = given.truncate
+        limit = requested.truncate
         if limit is not None and limit > self.max_tokens:
             raise ValidationError(
                 f"truncate_prompt_tokens must be at most {self.max_tokens} (max_model_len), or -1 for that; it is {limit}",
                 parameter="truncate_prompt_tokens", value=limit,
             )  # fmt: skip
-        return replace(given, truncate=self.max_tokens) if limit == -1 else given
+        return replace(requested, truncate=self.max_tokens) if limit == -1 else requested
 
     def tokenize(
         self, prompts: Sequence[Prompt], options: TokenizeOptions, task: str
@@ -242,7 +246,7 @@ class PoolingInputs:
     def _checked(
         self, prompt: Prompt, tokens: list[int], second: int, options: TokenizeOptions, task: str
     ) -> Prompt:
-        if options.truncate is not None and len(tokens) > options.truncate:  # token ids were given
+        if options.truncate is not None and len(tokens) > options.truncate:  # token ids
             most = options.truncate
             tokens = tokens[:most] if options.keep_first else tokens[-most:]
         if not tokens:
@@ -275,16 +279,16 @@ class PoolingInputs:
 
     # -- requests -------------------------------------------------------------------------------
     def accept(
-        self, prompt: Any, given: PoolingParams | None, *, id: str, priority: int = 0,
+        self, prompt: Any, requested: PoolingParams | None, *, id: str, priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None, arrived: float | None = None, tenant: str = "",
-        adapter: str | None = None,
+        adapter: str | None = None, lora_request: Any = None,
     ) -> AcceptedPooling:  # fmt: skip
         """Validate and complete one request.
 
         Raises:
             ValidationError: `parameter` names the wrong parameter; the message says how to correct it.
         """
-        found, params = read_prompt(prompt), self.params(given)
+        found, params = read_prompt(prompt), self.params(requested)
         if not found.is_checked:
             options = self.read_options(tokenization_kwargs)
             (found,) = self.tokenize([found], options, params.task or "")
@@ -302,8 +306,8 @@ class PoolingInputs:
         )  # fmt: skip
         normalizes = self.info.normalizes if params.use_activation is None else params.use_activation  # fmt: skip
         return AcceptedPooling(
-            id, found.text, found.tokens, params, self._pieces(request), arrived, normalizes
-        )
+            id, found.text, found.tokens, params, self._pieces(request), arrived, normalizes, lora_request
+        )  # fmt: skip
 
     def _pieces(self, request: EngineRequest) -> list[EngineRequest]:
         tokens, most = request.tokens, self.max_tokens

@@ -120,12 +120,18 @@ class PoolingRequestOutput(Generic[Part]):
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """One prompt or pair and its vector."""
+
     read = staticmethod(EmbeddingOutput.from_base)
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """One prompt or pair and its classes."""
+
     read = staticmethod(ClassificationOutput.from_base)
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """One prompt or pair and its score."""
+
     read = staticmethod(ScoringOutput.from_base)

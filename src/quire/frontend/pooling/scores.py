@@ -54,31 +54,31 @@ class PairOptions:
     max_tokens_per_doc: int = 0
 
 
-def read_texts(name: str, given: Any) -> list[str]:
+def read_texts(name: str, value: Any) -> list[str]:
     """One text or a list of texts, each a string or {content: [parts]}.
 
     Raises:
         ValidationError: something else, or an empty list.
         Unsupported: media.
     """
-    many = given if isinstance(given, (list, tuple)) else [given]
+    many = value if isinstance(value, (list, tuple)) else [value]
     if not many:
         raise ValidationError(f"{name} is empty: it needs at least one text", parameter=name)
     return [_text(one, name) for one in many]
 
 
-def _text(given: Any, name: str) -> str:
-    if isinstance(given, str):
-        return given
-    if isinstance(given, Mapping):
-        if isinstance(text := given.get("text"), str):
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        if isinstance(text := value.get("text"), str):
             return text
-        parts = given.get("content")
+        parts = value.get("content")
         if isinstance(parts, str):
             return parts
         if isinstance(parts, list) and parts:
             return "\n".join(_part(part, name) for part in parts)
-    raise read.wrong(name, given, "a text, {content: [parts]}, or a list of these")
+    raise read.wrong(name, value, "a text, {content: [parts]}, or a list of these")
 
 
 def _part(part: Any, name: str) -> str:
@@ -133,9 +133,9 @@ class Pairs:
         own = self.options.template or self.front.client.resolved.config.model.chat_template
         return self.task == "classify" and own is not None
 
-    def params(self, given: PoolingParams | None = None) -> PoolingParams:
+    def params(self, value: PoolingParams | None = None) -> PoolingParams:
         """Raises ValidationError: a parameter does not fit the model."""
-        params = self.front.need_pooling("a score").params(given, self.task)
+        params = self.front.need_pooling("a score").params(value, self.task)
         if self.task != "classify":
             params.use_activation = True  # vectors of length 1
         return params
