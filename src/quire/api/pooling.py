@@ -71,7 +71,9 @@ class PoolingMethods:
         params = [pooling.params(one, pooling_task) for one in each]
         batch = _Tokenized(pooling, given, params, tokenization_kwargs)
         loras = spread("lora_request", lora_request, len(given))
-        return self._pool(batch, params, spread("priority", priority or 0, len(given)), loras, use_tqdm)
+        return self._pool(
+            batch, params, spread("priority", priority or 0, len(given)), loras, use_tqdm
+        )
 
     def embed(
         self, prompts: Any, *, pooling_params: Given = None, use_tqdm: Progress = True, **options: Any,
