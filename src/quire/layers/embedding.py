@@ -20,7 +20,6 @@ class Embedding(Layer):
     """Table lookup; `scale` is rounded to the table's dtype and multiplies the result (Gemma)."""
 
     weight: Tensor
-    bias = None
     lora: LoraTable | None = None
     """As of a `WeightRef`."""
 

@@ -58,9 +58,6 @@ class Target(Protocol):
     num_in: int
     num_out: int
 
-    @property
-    def bias(self) -> Tensor | None: ...
-
 
 class Place(NamedTuple):
     """Where a module of a checkpoint is in a model: outputs [start, start + outs) of a weight.
@@ -267,7 +264,7 @@ def _factors(group: list[tuple[str, Place, LoraWeights]], dtype: torch.dtype) ->
 def _offset(place: Place, each: LoraWeights, gain_O: Tensor) -> Tensor:
     """DoRA scales W x + s B A x + bias of B, without the base's bias: the output is gain * (W x + base bias + s B A x) + offset."""
     base_O = torch.zeros(place.outs)
-    if (bias_O := place.target.bias) is not None:
+    if (bias_O := getattr(place.target, "bias", None)) is not None:
         base_O = bias_O.detach().float().cpu()[place.start : place.start + place.outs]
     bias_O = torch.zeros(place.outs) if each.bias_O is None else each.bias_O.float()
     final_O = base_O if each.base_bias_O is None else each.base_bias_O.float()
