@@ -295,10 +295,6 @@ UNREAD = {
     "tensor_parallel_size": "refused above 1",
     "pipeline_parallel_size": "refused above 1",
     "data_parallel_size": "refused above 1",
-    **dict.fromkeys(
-        ("max_lora_rank", "lora_dtype", "lora_target_modules"),
-        "enable_lora is refused until the engine reads adapters",
-    ),
     "fail_on_environ_validation": "read from the keywords, before there is a configuration",
 }
 

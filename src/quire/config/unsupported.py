@@ -141,7 +141,6 @@ LOAD_FORMATS: dict[str, str] = {
 
 SETTINGS: dict[tuple[str, str, object], str] = {
     ("parallel", "enable_expert_parallel", True): "a server uses one device; leave the flag out",
-    ("lora", "enable_lora", True): LORA[1],
     ("model", "runner", "pooling"): "serve a model that generates text",
     ("model", "enable_prompt_embeds", True): "send token ids instead",
     ("model", "tokenizer_mode", "mistral"): "use auto and a checkpoint with tokenizer.json",

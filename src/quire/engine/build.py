@@ -22,13 +22,16 @@ from quire.config.resolve import resolve
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
 from quire.config.structured import structured_options
 from quire.config.validate import check_options
-from quire.engine import rpc, sleep
+from quire.engine import lora, rpc, sleep
 from quire.engine.client import InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.process_client import ProcessClient
 from quire.engine.supervisor import EngineSupervisor
 from quire.features.fair_share.fair_queue import FairQueue
+from quire.features.lora.gate import LoraGate
+from quire.features.lora.registry import FILE as ADAPTERS_FILE
+from quire.features.lora.registry import LoraRegistry
 from quire.features.state_checkpoints.gate import CheckpointGate
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.gate import GrammarGate
@@ -44,7 +47,7 @@ from quire.models.hf_config import read_config
 from quire.models.location import Fetch, find, locate_tokenizer
 from quire.observe.buckets import buckets, checked
 from quire.observe.inspector import Inspector
-from quire.observe.metric_table import ITERATION
+from quire.observe.metric_table import ITERATION, STATES
 from quire.observe.mfu import StepCostCounter, StepCosts
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
@@ -155,6 +158,7 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
     core.functions |= rpc.functions(core) | sleep.functions(core)
     if isinstance(scheduler.waiting, FairQueue):
         core.functions["set_weights"] = scheduler.waiting.set_weights
+    add_adapters(core, resolved)
     add_observers(core, resolved, info, kv_layout)
     ready = EngineReady(
         max_model_len=info.max_model_len,
@@ -179,6 +183,22 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
     return core, ready
 
 
+def add_adapters(core: EngineCore, resolved: Resolved) -> None:
+    """Serve LoRA adapters, if the configuration says so, and load those that it names."""
+    options = resolved.config.lora
+    if not options.enable_lora:
+        return
+    registry = LoraRegistry(
+        core.executor.call,
+        options.capacity,
+        wake=lambda: core.inbox.put(None),
+        awake=lambda: core.state == STATES[0],
+    )
+    core.scheduler.gates.append(LoraGate(registry, options.max_loras))
+    core.functions |= lora.functions(core, registry)
+    lora.load_configured(registry, resolved.config)
+
+
 def add_observers(
     core: EngineCore, resolved: Resolved, info: WorkerInfo, kv_layout: CacheLayout
 ) -> None:
@@ -196,8 +216,11 @@ def add_observers(
 
 
 def add_process_observers(core: EngineCore, watchdog: Watchdog, folder: Path) -> None:
-    """The further observers of an engine that has a process of its own, and a folder."""
+    """The further observers of an engine that has a process of its own, and a folder; its adapters are written there."""
     core.observers.add(watchdog)
+    for gate in core.scheduler.gates:
+        if isinstance(gate, LoraGate):
+            gate.registry.persist(folder.parent / ADAPTERS_FILE)
     if env.get("FLIGHT_RECORDER"):
         core.counts["recorder_stops"] = 0.0
         stopped = partial(core.counts.update, recorder_stops=1.0)
@@ -299,5 +322,11 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
         masks = GrammarMasks(compiler, parts.rows, options.jumps and not parts.processors)
         parts.processors += [ThinkingBudget(), masks]
         parts.hooks.append(masks.hook)
+        if resolved.config.lora.enable_lora:
+            from quire.features.lora.hook import LoraHook
+
+            adapters = LoraHook(parts.models, parts.rows, resolved.config.lora)
+            parts.hooks.append(adapters)
+            parts.functions |= adapters.functions
 
     return plug_in

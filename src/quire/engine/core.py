@@ -55,7 +55,7 @@ class EngineCore:
         self.in_flight: deque[tuple[int, StepFuture]] = deque()
         self.functions: dict[str, Callable[..., Any]] = {}  # what Call may name (engine/rpc.py)
         self.pending_calls: list[Call] = []  # their functions returned PENDING
-        self.caller = 0  # the frontend that called the running function
+        self.current_call = Call(0, "")  # of the running function
         self.outbox: Outbox = []  # messages that a function sends besides its reply
         self.observers = StepObservers()
         self.counts: dict[str, float] = {}  # additional counters of observers
@@ -174,7 +174,7 @@ class EngineCore:
                 client=call.client,
                 error_kind="reported",
             )
-        self.caller = call.client
+        self.current_call = call
         try:
             return Reply(call.id, function(*call.args), client=call.client)
         except ValidationError as error:

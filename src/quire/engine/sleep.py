@@ -90,7 +90,7 @@ class SleepController:
         """Admit no more requests; returns how many must still end (see `drained`)."""
         core, scheduler = self.core, self.core.scheduler
         until = scheduler.arrivals if checked_mode(mode) == "wait" else 0
-        self.holds[holder] = PauseHolder(reason, until, core.caller)
+        self.holds[holder] = PauseHolder(reason, until, core.current_call.client)
         self._set_gate()
         if mode == "abort":
             core.settle()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
+    from quire.protocol.request import EngineRequest
     from quire.scheduler.request import Request
 
 
@@ -21,6 +22,14 @@ class Gate:
     """Base class: it blocks nothing. A feature overrides the methods that it needs. No torch here."""
 
     name = "gate"
+
+    def receive(self, received: EngineRequest, number: int) -> EngineRequest:
+        """A request arrives, the scheduler's `number`-th. Returns it, maybe with other fields.
+
+        Raises:
+            ValidationError: it can never run.
+        """
+        return received
 
     def ready(self, request: Request) -> bool:
         """May the scheduler consider this waiting request? False: skip it. May start work that the request needs."""

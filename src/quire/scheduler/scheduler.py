@@ -24,13 +24,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
+from quire.errors import ValidationError
 from quire.kvcache.manager import KVManager, Prefix
 from quire.logging import get_logger
 from quire.protocol.output import FINISHES, EngineOutput, ErrorKind, FinishReason
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
+from quire.scheduler.counters import SchedulerCounters
 from quire.scheduler.gate import Gate
 from quire.scheduler.held_blocks import HeldBlocks
 from quire.scheduler.limits import SchedulerLimits
@@ -50,21 +51,6 @@ MAX_COUNTED_WAITING = 256
 NO_TENSOR = (
     "this engine generates tokens; it has no output for a request without sampling parameters"
 )
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Counters; they never decrease."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0  # tokens
-    prefix_hits: int = 0  # tokens
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.generation_tokens
 
 
 class Scheduler:
@@ -101,6 +87,11 @@ class Scheduler:
         if reason := self.limits.overloaded(received, self.waiting):
             return self._refuse(received, reason, "overloaded")
         self.arrivals += 1
+        try:
+            for gate in self.gates:
+                received = gate.receive(received, self.arrivals)
+        except ValidationError as error:
+            return self._refuse(received, str(error))
         root = self.kv.hasher.root(received.salt, received.adapter)
         request = Request.of(received, self.arrivals, root, self.limits.by_priority)
         self.requests[request.id] = request

@@ -76,6 +76,7 @@ class WorkerParts:
         model_input: a feature may replace it.
         processors: logits processors in the order in which they run; at first those of the user.
         hooks: in the order in which they run.
+        functions: further functions of the worker.
     """
 
     platform: Platform
@@ -84,6 +85,7 @@ class WorkerParts:
     rows: RequestRows
     processors: list[Processor]
     hooks: list[Hook] = field(default_factory=list)
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 PlugIn = Callable[[WorkerParts], None]
@@ -155,6 +157,7 @@ def build_worker(
     hooks = [StateHook(states)] if states.layers else []
     worker = Worker(
         platform, model, parts.model_input, sampler, [*hooks, *parts.hooks, pages], rows, batcher,
+        functions=parts.functions,
         models=models,
         fast_step=make_native_step(rows, sampler) if "native" in platform.kernels else None,
     )  # fmt: skip

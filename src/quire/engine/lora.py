@@ -1,0 +1,87 @@
+"""The functions of an engine that serves LoRA adapters, for `EngineClient.call`.
+
+Knows the core and the registry of adapters. Arguments and results are builtins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.lora import check_name
+from quire.engine.core import PENDING, EngineCore
+from quire.errors import ConfigError, ValidationError
+from quire.features.lora.registry import LoraRegistry
+from quire.models.location import find_adapter
+from quire.protocol.request import Call
+
+LOOK_AGAIN_S = 0.005
+
+
+def load_configured(registry: LoraRegistry, config: EngineConfig) -> None:
+    """Load the adapters of the configuration, before any request comes. Raises ConfigError: one cannot be served."""
+    for one in config.lora.lora_modules:
+        name, path = one["name"], find_adapter(one["path"], config.load, config.model.hf_token)
+        try:
+            while registry.load(name, name, path, False, one["base_model_name"]) is None:
+                time.sleep(LOOK_AGAIN_S)
+                registry.poll()
+        except ValidationError as error:
+            raise ConfigError(
+                f"lora_modules: the adapter {name!r} cannot be loaded: {error}"
+            ) from None
+
+
+def functions(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..., Any]]:
+    """The functions by name; `sleep` replaces the function of that name, which must be in `core.functions`."""
+    sleep_without_adapters = core.functions["sleep"]
+
+    def load_lora(
+        name: str,
+        path: str,
+        load_inplace: bool = False,
+        base_model_name: str | None = None,
+        if_absent: bool = False,
+    ) -> Any:
+        """Register the adapter in the directory `path`; answered with its version when it can be used."""
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ValidationError(str(error), parameter="lora_name", value=name) from None
+        call = core.current_call.client, core.current_call.id
+        version = registry.load(call, name, path, load_inplace, base_model_name, if_absent)
+        return PENDING if version is None else version
+
+    def unload_lora(name: str) -> bool:
+        """Forget the name; requests with it go on. False: there is none."""
+        return registry.unload(name)
+
+    def pin_lora(name: str) -> bool:
+        """Keep the adapter in memory as long as it has its name. False: there is none."""
+        return registry.pin(name)
+
+    def list_loras() -> list[dict[str, Any]]:
+        """Name, path, version, base_model_name, rank, bytes and state ("loading", "ready", "evicted") of each adapter."""
+        return registry.cards()
+
+    def poll_loras() -> Any:
+        """Pending for ever, so that the loop calls it in each turn."""
+        registry.poll()
+        for version in registry.failed():
+            for id in list(version.waiting.values()):
+                if (output := core.scheduler.abort(id, "error", version.error)) is not None:
+                    output.error_kind = "invalid"
+                    core.outbox.append(output)
+        return PENDING
+
+    def sleep(level: int, holder: str | None = None) -> bool:
+        """Put the engine to sleep; the adapters' memory is freed too, and requests read them again."""
+        if (done := bool(sleep_without_adapters(level, holder))) and level:
+            registry.evict_all()
+        return done
+
+    core.pending_calls.append(Call(0, poll_loras.__name__))
+    named = (load_lora, unload_lora, pin_lora, list_loras, poll_loras, sleep)
+    return {function.__name__: function for function in named}

@@ -1,0 +1,1 @@
+"""LoRA adapters: files of PEFT, the registry of an engine, its gate, and the hook of a worker."""

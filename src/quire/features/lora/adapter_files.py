@@ -1,0 +1,336 @@
+"""The files of an adapter, as PEFT writes them: which tensor is which factor of which module.
+
+Knows names and shapes; all of them are checked before any data is read. Does not know the model but as names and shapes of its
+modules. Source: huggingface/peft, utils/save_and_load.py.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import ConfigError, ValidationError
+from quire.features.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, PeftConfig, read_config
+from quire.logging import get_logger
+from quire.models.safetensors_header import header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.layers.lora import LoraWeights
+
+log = get_logger(__name__)
+
+PREFIX = "base_model.model."
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+FLOATS = ("F32", "F16", "BF16")
+PARTS = {
+    ".lora_A.weight": "a",
+    ".lora_B.weight": "b",
+    ".lora_B.bias": "bias",
+    ".lora_embedding_A": "embedding_a",
+    ".lora_embedding_B": "embedding_b",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",  # older versions of PEFT
+}
+"""End of a tensor's name -> what it is."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+Targets = Mapping[str, tuple[int, int]]
+"""Module -> (inputs, outputs)."""
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """An adapter that was read.
+
+    Attributes:
+        digest: of the content of all files; equal adapters have equal digests.
+        tensors: module -> part (a value of `PARTS`, or "base_bias") -> tensor.
+    """
+
+    digest: str
+    config: PeftConfig
+    tensors: dict[str, dict[str, Tensor]] = field(repr=False)
+
+    def modules(self) -> dict[str, LoraWeights]:
+        """The weights of each module, by its path in the model."""
+        from quire.layers.lora import LoraWeights
+
+        found = {}
+        for module, parts in self.tensors.items():
+            scale, bias_O = self.config.scale_of(module), parts.get("bias")
+            magnitude_O = parts.get("magnitude")
+            found[module] = LoraWeights(
+                a_RI=parts.get("a", parts.get("embedding_a")),
+                b_OR=parts.get("b", parts.get("embedding_b")),
+                scale=scale,
+                bias_O=None if bias_O is None else bias_O.float() * scale,
+                base_bias_O=parts.get("base_bias"),
+                magnitude_O=None if magnitude_O is None else magnitude_O.reshape(-1),
+                is_embedding="embedding_a" in parts,
+            )
+        return found
+
+
+def read_adapter(
+    folder: Path, max_rank: int, targets: Targets, chosen: Sequence[str] = ()
+) -> AdapterFiles:
+    """Read an adapter for a model with these `targets`.
+
+    `chosen`: last components of the modules that are adapted; tensors for others are left out. Empty: all.
+
+    Raises:
+        ValidationError: the adapter cannot be served; the message names file, tensor or field, and the remedy.
+    """
+    config_file = folder / CONFIG_FILE
+    if not config_file.is_file():
+        raise ValidationError(f"No adapter found for {folder}: it has no {CONFIG_FILE}")
+    file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise ValidationError(
+            f"No adapter found for {folder}: it has none of {', '.join(WEIGHT_FILES)}"
+        )
+    try:
+        if config_file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValidationError(f"{config_file} is larger than {MAX_CONFIG_BYTES} bytes")
+        text = config_file.read_bytes()
+        config = read_config(text, config_file)
+        if file.suffix == ".safetensors":
+            places = _places(file, _stored_shapes(file), config, max_rank, targets, chosen)
+            data = file.read_bytes()
+            stored = _from_safetensors(data, file)
+        else:
+            _check_size(file, max_rank, targets)
+            data = file.read_bytes()
+            stored = _from_pickle(data, file)
+            shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+            places = _places(file, shapes, config, max_rank, targets, chosen)
+    except (ConfigError, ValidationError, OSError) as error:
+        reason = str(error)
+        raise ValidationError(reason if str(folder) in reason else f"{file}: {reason}") from None
+    if config.unknown:
+        log.warning(
+            "%s: unknown fields have no effect: %s", config_file, ", ".join(config.unknown)[:200]
+        )
+    digest = blake2b(len(text).to_bytes(8, "little") + text + data, digest_size=16).hexdigest()
+    return AdapterFiles(digest, config, _tensors(stored, places, file))
+
+
+# -- the files --------------------------------------------------------------------------------------
+def _stored_shapes(file: Path) -> Shapes:
+    """Raises ConfigError, ValidationError: the header is damaged, or has a dtype that is no float."""
+    found, end = header(file), 0
+    for name, tensor in found.items():
+        end = max(end, tensor["data_offsets"][1])
+        if tensor["dtype"] not in FLOATS:
+            raise ValidationError(
+                f"{file}: {name!a:.200} is {tensor['dtype']}; save the adapter as one of {', '.join(FLOATS)}"
+            )
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+    if (extra := file.stat().st_size - 8 - length - end) > 0:
+        raise ValidationError(f"{file} has {extra} bytes after the last tensor; save it again")
+    return {name: tuple(tensor["shape"]) for name, tensor in found.items()}
+
+
+def _from_safetensors(data: bytes, file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return dict(load(data))
+    except (SafetensorError, ValueError, KeyError) as error:  # it changed since its header was read
+        raise ValidationError(f"{file} cannot be read: {error}") from None
+
+
+def _check_size(file: Path, max_rank: int, targets: Targets) -> None:
+    """Raises ValidationError: a pickle that is larger than any adapter of this rank."""
+    most = sum((ins + outs) * max_rank + 2 * outs for ins, outs in targets.values()) * 4
+    if (size := file.stat().st_size) > most + (16 << 20):
+        raise ValidationError(
+            f"{file} has {size} bytes, more than an adapter of rank {max_rank} can have: raise max_lora_rank,"
+            " or convert it to safetensors"
+        )
+
+
+def _from_pickle(data: bytes, file: Path) -> dict[str, Tensor]:
+    import warnings
+    import zipfile
+    from pickle import UnpicklingError
+
+    import torch
+
+    remedy = "convert it to safetensors"
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as opened:
+            unpacked = sum(entry.file_size for entry in opened.infolist())
+        if unpacked > len(data):
+            raise ValidationError(f"{file} is compressed; {remedy}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except ValidationError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise ValidationError(
+            f"{file} is damaged, or older than torch 1.6 ({error}); {remedy}"
+        ) from None
+    except (RuntimeError, EOFError, UnpicklingError, ValueError, TypeError, AttributeError, KeyError,
+            IndexError, OverflowError, RecursionError, ImportError, OSError) as error:  # fmt: skip
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise ValidationError(
+            f"{file} cannot be read as weights only ({reason}); {remedy}"
+        ) from None
+    if not isinstance(state, dict):
+        raise ValidationError(
+            f"{file} contains a {type(state).__name__}, not a dict of tensors; {remedy}"
+        )
+    for name, tensor in state.items():
+        if not isinstance(name, str) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise ValidationError(
+                f"{file}: {name!a:.200} is a {type(tensor).__name__}, not a tensor; {remedy}"
+            )
+        if tensor.layout != torch.strided or not tensor.is_floating_point() or tensor.is_meta:
+            raise ValidationError(f"{file}: {name!a:.200} is no dense tensor of floats; {remedy}")
+        if tensor.numel() > tensor.untyped_storage().nbytes() // tensor.itemsize:
+            raise ValidationError(
+                f"{file}: {name!a:.200} has more elements than the file stores; {remedy}"
+            )
+    return state
+
+
+# -- names and shapes -------------------------------------------------------------------------------
+Places = dict[str, tuple[str, str]]
+"""Name of a tensor -> (module, part)."""
+
+
+def _places(
+    file: Path,
+    shapes: Shapes,
+    config: PeftConfig,
+    max_rank: int,
+    targets: Targets,
+    chosen: Sequence[str],
+) -> Places:
+    """Which tensor is which; those that are not part of the adapter are left out."""
+    places: Places = {}
+    modules: dict[str, dict[str, tuple[int, ...]]] = {}
+    whole: dict[str, int] = {}
+    for name, shape in shapes.items():
+        module, part = _place(name, config)
+        if part == "whole":
+            whole[module] = math.prod(shape)
+        if part in ("whole", "base_layer") or (chosen and module.rpartition(".")[2] not in chosen):
+            continue
+        if part in modules.setdefault(module, {}):
+            raise ValidationError(
+                f"{file}: {module!a:.200} has two tensors {part}; save the adapter again"
+            )
+        modules[module][part], places[name] = shape, (module, part)
+    if whole:
+        size = 2 * sum(whole.values()) / 1e6
+        raise ValidationError(
+            f"{file} replaces whole modules (modules_to_save): {_listed(whole)}; they would take {size:.0f} MB in each adapter."
+            " Train these modules with LoRA (target_modules), or merge the adapter into its base model"
+        )
+    if not modules:
+        of = f" for {_listed(chosen)} (lora_target_modules)" if chosen else ""
+        raise ValidationError(f"{file} has no LoRA tensors{of}")
+    if strange := [module for module in modules if module not in targets]:
+        raise ValidationError(
+            f"{file} adapts modules that the model does not have, or that cannot be adapted: {_listed(strange)};"
+            f" the model has {_listed(targets)}"
+        )
+    for module, parts in modules.items():
+        _check_module(module, parts, config, max_rank, targets[module])
+    return places
+
+
+def _place(name: str, config: PeftConfig) -> tuple[str, str]:
+    """(module, part) of a tensor. Raises ValidationError: no tensor of an adapter has such a name."""
+    module = name.removeprefix(PREFIX)
+    for end, part in PARTS.items():
+        if module.endswith(end):
+            module = module.removesuffix(end)
+            if "experts" in module.split(".")[-2:] and (
+                module.endswith((".experts", ".base_layer"))
+            ):
+                raise ValidationError(
+                    f"{name!a:.200} adapts experts in 3 dimensions (target_parameters), which cannot be served: use"
+                    " target_modules, or merge the adapter into its base model"
+                )
+            return module, part
+    if module.endswith(".base_layer.weight"):
+        return module.removesuffix(".base_layer.weight"), "base_layer"
+    if module.endswith((".bias", ".base_layer.bias")) and config.bias != "none":
+        return module.removesuffix(".bias").removesuffix(".base_layer"), "base_bias"
+    if module.endswith((".weight", ".bias")) and "lora_" not in module:
+        return module.rpartition(".")[0], "whole"
+    raise ValidationError(
+        f"{name!a:.200} is no tensor of a LoRA adapter that can be served; save it with PEFT"
+    )
+
+
+def _check_module(
+    module: str, shapes: Shapes, config: PeftConfig, max_rank: int, sizes: tuple[int, int]
+) -> None:
+    """Raises ValidationError: the tensors of a module contradict each other, the configuration or the model."""
+    ins, outs = sizes
+    prefix = "embedding_" if "embedding_a" in shapes or "embedding_b" in shapes else ""
+    factors = [prefix + "a", prefix + "b"]
+    want: dict[str, tuple[int, ...]] = {}
+    if set(shapes) & set(PARTS.values()):
+        if missing := [part for part in factors if part not in shapes]:
+            raise ValidationError(f"{module} has no tensor {' and '.join(missing)}; save it again")
+        rank = config.rank_of(module)
+        found = shapes[factors[0]][0] if shapes[factors[0]] else 0
+        if found != rank:
+            raise ValidationError(
+                f"{module} has rank {found}, but {CONFIG_FILE} says {rank} (r, rank_pattern): correct the rank there"
+            )
+        if rank > max_rank:
+            raise ValidationError(
+                f"{module} has rank {rank}, more than max_lora_rank={max_rank}: set max_lora_rank={rank} or more"
+            )
+        config.scale_of(module)
+        want = {factors[0]: (rank, ins), factors[1]: (outs, rank)}
+        if config.dora and "magnitude" not in shapes:
+            raise ValidationError(f"{module} has no lora_magnitude_vector, but use_dora is true")
+    if "magnitude" in shapes and not config.dora:
+        raise ValidationError(f"{module} has a lora_magnitude_vector, but use_dora is false")
+    want |= dict.fromkeys(("bias", "base_bias", "magnitude"), (outs,))
+    for part, shape in shapes.items():
+        if part == "magnitude" and shape == (1, outs):
+            continue  # older versions of PEFT
+        if part not in want or shape != want[part]:
+            expected = f"needs {list(want[part])}" if part in want else "has no such tensor"
+            raise ValidationError(
+                f"{module}: {part} has shape {list(shape)!s:.100}, but the model {expected}: it was trained for another"
+                " base model"
+            )
+
+
+def _listed(names: Any) -> str:
+    names = sorted(names)
+    text = ", ".join(f"{name!a:.120}" for name in names[:8])
+    return text + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _tensors(
+    stored: Mapping[str, Tensor], places: Places, file: Path
+) -> dict[str, dict[str, Tensor]]:
+    """By module and part. Raises ValidationError: a tensor is missing, or has a value that is not finite."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, (module, part) in sorted(places.items()):
+        if (tensor := stored.get(name)) is None:
+            raise ValidationError(f"{file} changed while it was read")
+        if not tensor.isfinite().all():
+            raise ValidationError(f"{file}: {name!a:.200} has values that are not finite")
+        found.setdefault(module, {})[part] = tensor.detach()
+    return found
