@@ -6,6 +6,7 @@
       requests_per_minute: 60      # a request counts its prompts times n. Default of all three limits: no limit
       tokens_per_minute: 100000
       max_concurrency: 8
+      may_load_adapters: true      # load and unload LoRA adapters, which all keys share (default: false)
 
 The file is JSON or YAML. This module reads and checks keys. Does not know requests.
 """
@@ -39,6 +40,8 @@ class TenantKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Tokens of prompts and outputs together."""
     max_concurrency: AtLeast1 | None = None
     """Completions at once, counted in the same way."""
+    may_load_adapters: bool = False
+    """Load and unload LoRA adapters by /v1/load_lora_adapter, if the server allows that at all."""
 
     def __repr__(self) -> str:
         return f"TenantKey(name={self.name!r})"

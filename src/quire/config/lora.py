@@ -39,6 +39,8 @@ class LoraConfig:
     """Split both matrices of an adapter between devices (accepted; one device has all of both)."""
     lora_target_modules: list[str] = field(default_factory=list)
     """Names of the layers that adapters may change, such as q_proj; tensors for other layers are left out. Unset: all."""
+    allowed_lora_paths: list[str] = field(default_factory=list)
+    """Directories from which requests to /v1/load_lora_adapter may load adapters; unset: any, and ids of the hub."""
 
     @property
     def capacity(self) -> int:

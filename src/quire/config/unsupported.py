@@ -13,6 +13,9 @@ from quire.errors import Unsupported
 Feature = tuple[str, str]
 """(name, what to do instead)."""
 
+RUNTIME_ADAPTERS = (
+    "loading adapters while the server runs", "start the server with --enable-lora and QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1"
+)  # fmt: skip
 LORA = "LoRA", "serve a checkpoint with the adapter merged into it"
 SPECULATION = "speculative decoding", "leave it out; the text is the same without it"
 POOLING = "pooling (embedding, classifying, scoring)", "serve a model that generates text"
@@ -48,7 +51,7 @@ ROUTES: dict[str, Feature] = {
         POOLING,
     ),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), AUDIO),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), LORA),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters"), RUNTIME_ADAPTERS),
     "/v1/systemone": ("structured decisions", "ask /v1/chat/completions for structured_outputs"),
     "/v1/chat/completions/batch": ("several conversations in one request", "send one request for each, or use quire run-batch"),
     "/cohere/v2/chat": ("Cohere's protocol", "use /v1/chat/completions"),

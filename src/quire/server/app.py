@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import unsupported
 from quire.errors import EngineDeadError
-from quire.server import dev_routes, health, openapi
+from quire.server import adapters, dev_routes, health, openapi
 from quire.server.anthropic import messages
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ENDS, ApiError, error_response, invalid
@@ -227,6 +227,8 @@ def build_app(state: ServerState) -> QuireApp:
         state.tenants = ApiKeys(server)
     tenants = state.tenants
     rows = ROUTES + (DEV_ROUTES if state.dev_mode else [])
+    if adapters.runtime_updates():
+        rows = rows + adapters.ROUTES
     if server.enable_tokenizer_info_endpoint:
         rows = [*rows, ("GET", "/tokenizer_info", tokenize.tokenizer_info)]
     if not server.disable_ui:

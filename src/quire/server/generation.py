@@ -29,6 +29,7 @@ from quire.observe.prometheus import REQUESTS, TOKENS
 from quire.observe.request_metrics import RequestTimer
 from quire.observe.tracing import SpanAttributes
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
+from quire.server.adapters import unloaded_meanwhile
 from quire.server.answer_size import check_answer_size
 from quire.server.api_keys import Tenant
 from quire.server.errors import ApiError
@@ -111,6 +112,8 @@ class Generation:
     """Splits reasoning and tool calls from the text."""
     beams: BeamSearchParams | None = None
     """Search for the likeliest outputs instead of sampling."""
+    adapter: str | None = None
+    """The LoRA adapter that the request names as its model."""
     copies: int = 1
     """Number of choices that repeat their prompt's entries."""
     counts: list[TokenCount] = field(init=False)
@@ -222,6 +225,8 @@ class Generation:
         except QueueFull as error:
             self.state.metrics.refused(TOKENS if TOKENS in str(error) else REQUESTS)
             raise
+        except ValidationError as error:
+            raise unloaded_meanwhile(error, self.adapter) or error from None
         if output is None:
             if running.stream.ended:
                 self._end(running)
@@ -288,6 +293,8 @@ class Generation:
     ) -> OutputStream | BeamStream:
         engine = self.engine
         open_request = partial(engine.open, priority=self.priority, tenant=tenant)
+        if self.adapter is not None:
+            open_request = partial(open_request, adapter=self.adapter)
         if self.beams is None:
             try:
                 return await open_request(prompt, params, name, self._wakeup.set)

@@ -30,6 +30,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/messages/count_tokens": schemas.MessagesRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
+    "/v1/load_lora_adapter": schemas.LoadAdapterRequest,
+    "/v1/unload_lora_adapter": schemas.UnloadAdapterRequest,
+    "/adapters": schemas.SageMakerAdapterRequest,
     "/collective_rpc": schemas.RpcRequest,
     "/abort_requests": schemas.AbortRequest,
 }

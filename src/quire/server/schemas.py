@@ -209,6 +209,24 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
 
 
+class LoadAdapterRequest(Struct, kw_only=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+    base_model_name: str | None = None
+
+
+class UnloadAdapterRequest(Struct, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class SageMakerAdapterRequest(Struct, kw_only=True):
+    name: str
+    src: str
+
+
 class RpcRequest(Struct, kw_only=True):
     method: str
     args: list[Any] = []

@@ -6,7 +6,7 @@ Knows whether the server loads, serves, drains or is dead. Does not know HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,6 +30,9 @@ from quire.version import __version__
 
 MAX_TEXT_BYTES = 4 << 20  # a million tokens, for which the tokenizer takes 300 MiB of memory
 BYTES_PER_TOKEN = 16  # ... or so many bytes for each token of a longer context
+
+SHOWN_NAMES = 20
+"""Names that an error lists."""
 
 
 class ServerPhase(Enum):
@@ -145,8 +148,8 @@ class ServerState:
                 replaced = engine is not None and not engine.is_ready()
                 return "the engine is being restarted" if replaced else ""
 
-    def check_model(self, name: str | None) -> str:
-        """The model name for the answer.
+    def check_model(self, name: str | None, adapters: Sequence[str] = ()) -> str:
+        """The model name for the answer. `adapters`: further names that are served, for the error.
 
         Raises:
             ApiError: 404 for a name that is not served.
@@ -155,7 +158,7 @@ class ServerState:
             return name or self.model_name
         if env.get("SKIP_MODEL_NAME_VALIDATION"):
             return name
-        known = ", ".join(f"`{one}`" for one in self.model_names)
+        known = ", ".join(f"`{one}`" for one in [*self.model_names, *adapters][:SHOWN_NAMES])
         raise ApiError(
             404, f"The model `{name[:200]}` does not exist; this server has {known}.", param="model"
         )

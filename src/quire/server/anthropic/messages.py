@@ -18,6 +18,7 @@ from starlette.responses import Response
 from quire.api.async_engine import AsyncEngine
 from quire.errors import EngineDeadError
 from quire.frontend.prompts import Prompt
+from quire.server.adapters import model_of
 from quire.server.anthropic.content_blocks import (
     ContentBlocks,
     choice_of,
@@ -206,8 +207,9 @@ async def messages(request: Request) -> Response | EventStream:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, MessagesRequest)
-    model = state.check_model(body.model)
+    model, adapter = await model_of(state, body.model)
     generation = await prepared(request, generation_for, request, body, engine, state)
+    generation.adapter = adapter
     details = state.config.server.enable_prompt_tokens_details
     if body.stream:
         return await event_stream(
@@ -228,7 +230,7 @@ async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, MessagesRequest)
-    state.check_model(body.model)
+    await model_of(state, body.model)
     take_from_key(request)
     prompt = await prepared(request, counted_of, body, engine, state)
     return json_response({"input_tokens": len(prompt.tokens)})

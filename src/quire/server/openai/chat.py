@@ -18,6 +18,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.frontend.chat import ChatOptions
 from quire.frontend.parsers.call_writer import CallDelta
 from quire.frontend.prompts import Prompt
+from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.generation import Generation
 from quire.server.large_answers import json_answer
@@ -271,8 +272,9 @@ async def chat(request: Request) -> Response | EventStream:
     state: ServerState = request.app.state.quire
     engine = state.serving()
     body = await read(request, ChatRequest)
-    model = state.check_model(body.model)
+    model, adapter = await model_of(state, body.model)
     generation = await prepared(request, generation_of, request, body, engine, "chatcmpl-")
+    generation.adapter = adapter
     (prompt,) = generation.prompts
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from quire.api.async_engine import AsyncEngine
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import SamplingParams
+from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.generation import Generation
 from quire.server.large_answers import json_answer
@@ -163,7 +164,7 @@ async def completions(request: Request) -> Response | EventStream:
     state: ServerState = request.app.state.quire
     engine = state.serving()
     body = await read(request, CompletionRequest)
-    model = state.check_model(body.model)
+    model, adapter = await model_of(state, body.model)
     if body.use_beam_search and body.stream:
         raise invalid(
             "`stream` is not supported with `use_beam_search`; leave one of them out", "stream"
@@ -177,6 +178,7 @@ async def completions(request: Request) -> Response | EventStream:
         request.scope.get(TENANT), beams=beam_search_params(body, params, engine.inputs.defaults),
         copies=params.n if repeated else 1,
     )  # fmt: skip
+    generation.adapter = adapter
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
     builder = CompletionChoiceBuilder(

@@ -11,12 +11,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.async_engine import AsyncEngine
+from quire.frontend.adapters import Adapter
+from quire.server.adapters import listed
 from quire.server.errors import ApiError
 from quire.server.health import state_of
 from quire.server.request_body import json_response
 from quire.server.state import ServerState
 
 OWNER = "vllm"  # some clients check it
+
+
+def adapter_card(adapter: Adapter, state: ServerState, engine: AsyncEngine) -> dict[str, Any]:
+    """The card of a LoRA adapter: its directory, and the name of the model that it belongs to."""
+    base = adapter.base_model_name
+    parent = base if base in state.model_names else state.model_name
+    facts = {"root": adapter.path, "parent": parent, "max_model_len": None}
+    return card(adapter.name, state, engine) | facts
 
 
 def card(name: str, state: ServerState, engine: AsyncEngine) -> dict[str, Any]:
@@ -52,6 +62,7 @@ async def models(request: Request) -> Response:
     state = state_of(request)
     engine = state.serving()
     cards = [card(name, state, engine) for name in state.model_names]
+    cards += [adapter_card(one, state, engine) for one in await listed(state)]
     return json_response({"object": "list", "data": cards})
 
 
@@ -60,6 +71,9 @@ async def model(request: Request) -> Response:
     state = state_of(request)
     engine = state.serving()
     name = request.path_params["name"]
+    for adapter in await listed(state) if name not in state.model_names else ():
+        if adapter.name == name:
+            return json_response(adapter_card(adapter, state, engine))
     if name not in state.model_names:
         raise ApiError(404, f"The model `{name[:200]}` does not exist.", param="model")
     return json_response(card(name, state, engine))

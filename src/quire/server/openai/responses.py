@@ -22,6 +22,7 @@ from starlette.responses import Response
 from quire.api.async_engine import AsyncEngine
 from quire.config.unsupported import RESPONSES_FIELDS, RESPONSES_WITHOUT_EFFECT
 from quire.logging import get_logger
+from quire.server.adapters import model_of
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation
 from quire.server.health import state_of
@@ -233,8 +234,9 @@ async def responses(request: Request) -> Response | EventStream:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, ResponsesRequest)
-    model = state.check_model(body.model)
+    model, adapter = await model_of(state, body.model)
     generation = await prepared(request, generation_for, request, body, engine)
+    generation.adapter = adapter
     as_ids = state.config.server.return_tokens_as_token_ids
     builder = ResponseBuilder(body, generation, model, shapes.naming(as_ids, engine.token_text))
     if body.stream:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from quire.api.async_engine import AsyncEngine
 from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.prompts import Prompt
+from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.health import state_of
 from quire.server.limits import take_from_key
@@ -30,7 +31,7 @@ async def tokenize(request: Request) -> Response:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, TokenizeRequest)
-    state.check_model(body.model)
+    await model_of(state, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("send either `prompt` or `messages`", "prompt")
     take_from_key(request)
@@ -61,7 +62,7 @@ async def detokenize(request: Request) -> Response:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, DetokenizeRequest)
-    state.check_model(body.model)
+    await model_of(state, body.model)
     take_from_key(request)
     return await prepared(request, detokenized, body.tokens, engine)
 
