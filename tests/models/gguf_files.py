@@ -23,21 +23,23 @@ KINDS = {
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "smollm3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
-K_BYTES = {Kind.Q2_K: 84, Kind.Q3_K: 110, Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 HALVES = {
-    Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
+    Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ1_M: (),
+    **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_S), (0,)),
 }  # fmt: skip
-"""Where a block has its float16 numbers. (The package decodes K-quants; it does not encode them.)"""
+"""Where a block has its float16 numbers. (The package decodes these types; it does not encode them.)"""
 
 
 def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """Blocks of any bit pattern with small finite scales; [O, bytes]."""
     draw = np.random.default_rng(seed)
-    size = K_BYTES[kind]
-    blocks = draw.integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = draw.integers(0, 256, (shape[0], shape[1] // elements, size), dtype=np.uint8)
     for at in HALVES[kind]:
         d = (draw.uniform(0.5, 1.5, blocks.shape[:2]) * 4e-5).astype(np.float16)
         blocks[..., at : at + 2] = d[..., None].view(np.uint8)
+    if kind == Kind.IQ1_M:  # a nibble of the number in each of four
+        blocks[..., 49::2] = blocks[..., 49::2] & 15 | np.array([9, 8, 7, 0], np.uint8) << 4
     return blocks.reshape(shape[0], -1)
 
 
@@ -142,7 +144,7 @@ class GgufCopy:
     def _add(self, writer: Any, name: str, values: np.ndarray) -> None:
         kind = self.kind_of(name) if values.ndim > 1 else Kind.F32
         kind = self.head if self.head is not None and name == "output.weight" else kind
-        if kind in K_BYTES:
+        if kind in HALVES:
             stored = random_blocks(kind, values.shape, seed=len(self.floats))
             self.floats[name] = gguf.quants.dequantize(stored, kind)
         else:

@@ -11,8 +11,9 @@ from torch import Tensor
 from quire.config.checkpoint_quantization import BLOCKS
 from quire.models.gguf.header import TYPES
 from quire.ops.cpu import isa
-from quire.quantization.gguf_blocks import FORMS, BlockRows, BlocksWeight
-from tests.models.gguf_files import K_BYTES, random_blocks
+from quire.quantization.gguf_blocks import BlockRows, BlocksWeight
+from quire.quantization.gguf_forms import FORMS
+from tests.models.gguf_files import HALVES, random_blocks
 from tests.quantization.test_int4 import activations, kernels_of
 
 BUILDS = [each.name for each in isa.usable()]
@@ -21,7 +22,7 @@ ROWS = (1, 2, 3, 5, 17, 50)
 
 def stored(kind: str, outs: int, ins: int) -> BlockRows:
     number = gguf.GGMLQuantizationType[kind]
-    if number in K_BYTES:
+    if number in HALVES:
         rows = random_blocks(number, (outs, ins), seed=outs)
     else:
         draw = np.random.default_rng(outs)
@@ -36,7 +37,7 @@ def dequantized(*parts: BlockRows) -> Tensor:
 
 
 def test_the_forms_are_those_of_the_file() -> None:
-    assert tuple(FORMS) == BLOCKS
+    assert tuple(FORMS) == tuple(BLOCKS)
     sizes = {name: (elements, size) for name, elements, size in TYPES.values()}
     assert {name: (form.block, form.size) for name, form in FORMS.items()} == {
         name: sizes[name] for name in FORMS
@@ -47,7 +48,7 @@ def test_the_forms_are_those_of_the_file() -> None:
 def test_stored_numbers_mean_what_gguf_says(kind: str) -> None:
     """In bits; and the rows that the kernels look up are these, rounded to bfloat16."""
     part = stored(kind, 70, 512)
-    form, codes = part.form, part.form.codes(part.rows_ON)
+    form, codes = part.form, part.form.codes_of(part.rows_ON)
     scale, minimum = codes.numbers(512 // form.group)
     w = scale.repeat_interleave(form.group, 1) * (codes.q_OI.float() - form.zero)
     if minimum is not None:

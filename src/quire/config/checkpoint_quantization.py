@@ -9,8 +9,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-BLOCKS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1")
-"""Types of GGUF tensors that the CPU kernels multiply (`quantization/gguf_blocks.py`)."""
+BLOCKS = {
+    **{kind: kind for kind in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1")},
+    "Q2_K": "Q5_0",
+    **dict.fromkeys(("Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ3_XXS", "IQ3_S"), "Q4_1"),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"), "Q4_1"),
+}
+"""Types of GGUF tensors that the CPU kernels multiply (`quantization/gguf_blocks.py`), and a type that takes as much memory in a
+file as they do in the kernels' layout: fewer than 4 bits are stored as 4."""
 
 CODED = {"mxfp4": 0.5 + 5 / 32, "mxfp4-experts": 0.5 + 5 / 32, "bnb-4bit": 0.5 + 5 / 64}
 """Readers of weights whose codes the CPU kernels multiply -> bytes of a weight (`quantization/codebooks.py`)."""
@@ -72,7 +78,8 @@ class CheckpointQuantization:
     """The quantization that config.json describes.
 
     `groups`: (targets, layout). `ignored`: names or patterns of unquantized layers. `only`: if not empty, those of the
-    quantized ones. `changed`: (pattern, layout or None), which takes precedence over `groups`.
+    quantized ones. `changed`: (pattern, layout or None), which takes precedence over `groups`. `kinds_in_file`: the files'
+    headers have the type of each tensor, so there are no layouts.
     """
 
     method: str
@@ -81,6 +88,7 @@ class CheckpointQuantization:
     only: tuple[str, ...] = ()
     changed: tuple[tuple[str, WeightLayout | None], ...] = ()
     head: bool = False
+    kinds_in_file: bool = False
 
     def layout_of(self, name: str) -> WeightLayout | None:
         """The layout of a linear layer, by its name in the checkpoint; None: its weight is not quantized."""

@@ -314,7 +314,7 @@ def _modelopt(description: Mapping[str, Any]) -> CheckpointQuantization:
 
 
 READERS = {
-    "gguf": lambda description: CheckpointQuantization("gguf", ()),
+    "gguf": lambda description: CheckpointQuantization("gguf", (), kinds_in_file=True),
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,

@@ -75,6 +75,9 @@ class CheckpointFormat:
         """The weight that the loaded tensors represent."""
         return ref.tensor("weight")
 
+    def finish(self) -> None:
+        """Called when all weights are converted: a format may do the work of many weights together."""
+
 
 UNQUANTIZED = CheckpointFormat()
 
@@ -295,7 +298,7 @@ class WeightRef:
         """Convert the loaded tensors of a quantized checkpoint; nothing if it is not quantized."""
         if self.format is UNQUANTIZED:
             return
-        self.join()
+        self.layer.join({self.prefix + "bias"})
         found = self.format.convert(self)
         if isinstance(found, PreparedWeight):
             self.install(found)
@@ -308,14 +311,13 @@ class WeightRef:
 
         The weight forgets them: what converts it keeps them as long as it needs them.
         """
-        into, key = self.tensor(name), self.prefix + name
-        found = self.layer.deferred.get(key, ())
+        key = self.prefix + name
+        into, found = self.layer.get_parameter(key), self.layer.deferred.get(key, ())
         usable = all(slot.dim == 0 and piece.dtype == into.dtype for slot, piece in found)
         if not found or not usable or sum(len(piece) for _, piece in found) != len(into):
-            self.layer.join({key})
             return [(0, self.tensor(name))]
         del self.layer.deferred[key]
-        return [(slot.start, piece) for slot, piece in found]
+        return sorted(((slot.start, piece) for slot, piece in found), key=lambda one: one[0])
 
     def join(self) -> None:
         """Store the deferred tensors of this weight."""
@@ -377,6 +379,7 @@ class WeightRef:
 
     def tensor(self, name: str) -> Tensor:
         """The loaded tensor `name` of the checkpoint format."""
+        self.layer.join({self.prefix + name})
         return self.layer.get_parameter(self.prefix + name).data
 
     def parameters(self) -> dict[str, Tensor]:

@@ -196,11 +196,9 @@ def as_loaded(
     stored = stored_quantization(hf_config)
     if stored is None or isinstance(tensors, int):
         return tensors
-    if stored.method == "gguf":
-        own_kinds = ("F32", "F16", *BLOCKS)
-        return [
-            (name, kind if kind in own_kinds else "BF16", shape) for name, kind, shape in tensors
-        ]
+    if stored.kinds_in_file:
+        sizes = {"F32": "F32", "F16": "F16", **BLOCKS}
+        return [(name, sizes.get(kind, "BF16"), shape) for name, kind, shape in tensors]
     if not stored.is_decoded:
         return tensors
     decoded = [layout for layout in stored.layouts() if layout.kind == "decoded"]

@@ -42,6 +42,7 @@ from quire.models.transformers.modes import check_weights
 from quire.ops.dispatch import bind
 from quire.platforms.memory import release_file_pages, separate_blocks
 from quire.quantization.apply import (
+    convert_weights,
     pack_weights,
     prepared_weights,
     quantize_weight,
@@ -119,7 +120,7 @@ def _can_quantize(impl: str, spec: ModelSpec, platform: Platform) -> None:
         _can_be_floats(spec, platform, remedy)
         return
     stored = stored_quantization(spec.hf_config)
-    if stored is not None and stored.method == "gguf" and spec.quantization is None:
+    if stored is not None and stored.kinds_in_file and spec.quantization is None:
         return  # without kernels, blocks become floats
     if kernels_for(getattr(torch, spec.dtype)) is None:
         why = f"there are kernels for bfloat16, not {spec.dtype}"
@@ -192,8 +193,7 @@ def _with_weights(
             setattr(module, name, buffer.to(platform.device))
     model.eval()
     if quantized is not None:
-        for ref in _counted(progress, "converting weights", model, 0.8):
-            ref.convert()
+        convert_weights(_counted(progress, "converting weights", model, 0.8))
     if method is not None:
         quantize_weights(_counted(progress, "quantizing weights", model, 0.9), method, accelerator)
         about = (ON_ACCELERATOR if accelerator else ONLINE)[method]
@@ -239,7 +239,7 @@ def _counted(
 def _set_formats(model: nn.Module, spec: ModelSpec, accelerator: bool) -> None:
     """Prepare the layers for the tensors of a quantized checkpoint. The model is still on "meta"."""
     stored = stored_quantization(spec.hf_config)
-    if stored is not None and stored.method == "gguf":
+    if stored is not None and stored.kinds_in_file:
         if not accelerator and spec.quantization is None:
             found = stored_tensors(spec.path, spec.hf_config, spec.load.load_format)
             kinds = {} if isinstance(found, int) else {name: kind for name, kind, _ in found}

@@ -17,7 +17,7 @@ from quire.layers.weight_slots import named_layers
 from quire.layers.weights import PreparedWeight, WeightRef, weight_tensors, weights_of
 from quire.ops.cpu.bindings import best
 from quire.quantization.awq import AwqFormat
-from quire.quantization.bf16_packed import Packing
+from quire.quantization.bf16_packed import pack_later
 from quire.quantization.checkpoint_format import Make, QuantizedFormat, kernels_for
 from quire.quantization.codebooks import BOOKS, READ, CodedFormat
 from quire.quantization.compressed_tensors import CompressedInt8Format, CompressedPackedFormat
@@ -26,6 +26,7 @@ from quire.quantization.fp8_checkpoint import Fp8Format, RequantizedFp8Format
 from quire.quantization.gptq import GptqFormat
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Codes, Int8Weight
+from quire.quantization.packing import Packing
 from quire.quantization.wna16 import FewBitsWeight
 
 ONLINE: dict[str, Make] = {
@@ -100,6 +101,16 @@ def set_formats(
     return count
 
 
+def convert_weights(refs: Iterable[WeightRef]) -> None:
+    """Convert the loaded tensors of a quantized checkpoint."""
+    formats = []
+    for ref in refs:
+        formats.append(ref.format)
+        ref.convert()
+    for form in dict.fromkeys(formats):
+        form.finish()
+
+
 def quantize_weight(ref: WeightRef, method: str, accelerator: bool = False) -> bool:
     """Quantize a weight by `method`; whether it was: prepared and exact weights stay, and the LM head on an accelerator."""
     if ref.prepared is not None or ref.exact or (accelerator and ref.is_head):
@@ -124,8 +135,8 @@ def pack_weights(refs: Iterable[WeightRef]) -> int:
     kernels = best()
     if kernels is None:
         return 0
-    packing = Packing(kernels)
-    count = sum(packing.add(ref) for ref in refs if ref.prepared is None)
+    packing = Packing(kernels.pack_weights)
+    count = sum(pack_later(ref, packing, kernels) for ref in refs if ref.prepared is None)
     packing.finish()
     return count
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quire.layers.weights import PANEL, PreparedWeight, WeightRef
 from quire.ops.cpu.bindings import Kernels
-from quire.platforms.memory import empty_in_huge_pages, read_ahead
+from quire.platforms.memory import empty_in_huge_pages
+from quire.quantization.packing import Packing
 
 TILE = 16  # rows that are packed together
-AT_ONCE = 64 << 20  # bytes that one call packs, while the system reads as many from the files
 
 
 class PackedBf16Weight(PreparedWeight):
@@ -54,55 +54,22 @@ class PackedBf16Weight(PreparedWeight):
         return found_TI
 
 
-class Packing:
-    """Packs many weights by few calls of the kernels, straight from the mapped files, while the system reads ahead.
-
-    A weight that `add` has replaced is complete after `finish`.
-    """
-
-    def __init__(self, kernels: Kernels):
-        self.kernels = kernels
-        self.parts: list[
-            tuple[list[int], Tensor]
-        ] = []  # RowsOfWeight of kernels/pack.cpp, its rows
-        self.num_read, self.size = 0, 0  # parts that the files should have by now; bytes of others
-
-    def add(self, ref: WeightRef) -> bool:
-        """Replace a loaded weight by a packed one; False: it stays as it is."""
-        outs, ins = ref.num_out, ref.num_in
-        fits = PreparedWeight.fits(outs, ins, ref.gated, PANEL)
-        if ref.weight.dtype != torch.bfloat16 or not fits:
-            return False
-        pieces = ref.pieces("weight")
-        packed = PackedBf16Weight(self.kernels, outs, ins, ref.gated)
-        if any(first % TILE or rows_OI.stride(1) != 1 for first, rows_OI in pieces):
-            whole_OI = torch.empty(outs, ins, dtype=torch.bfloat16)
-            for first, rows_OI in pieces:
-                whole_OI[first : first + len(rows_OI)] = rows_OI
-            pieces = [(0, whole_OI)]
+def pack_later(ref: WeightRef, packing: Packing, kernels: Kernels) -> bool:
+    """Replace a loaded weight by a packed one, which is complete after `packing.finish`; False: it stays as it is."""
+    outs, ins = ref.num_out, ref.num_in
+    if ref.weight.dtype != torch.bfloat16 or not PreparedWeight.fits(outs, ins, ref.gated, PANEL):
+        return False
+    pieces = ref.pieces("weight")
+    packed = PackedBf16Weight(kernels, outs, ins, ref.gated)
+    if any(first % TILE or rows_OI.stride(1) != 1 for first, rows_OI in pieces):
+        whole_OI = torch.empty(outs, ins, dtype=torch.bfloat16)
         for first, rows_OI in pieces:
-            end, count = first + len(rows_OI), len(rows_OI)
-            rows = (packed.padded if end == outs else end) - first
-            where = [
-                rows_OI.data_ptr(),
-                rows_OI.stride(0) * rows_OI.itemsize,
-                count,
-                packed.address,
-            ]
-            self.parts.append(([*where, first, rows, packed.padded, ins, ref.gated], rows_OI))
-            read_ahead(rows_OI)
-            self.size += rows_OI.nbytes
-        ref.install(packed)
-        if self.size >= AT_ONCE:
-            self._pack(self.num_read)
-            self.num_read, self.size = len(self.parts), 0
-        return True
-
-    def finish(self) -> None:
-        self._pack(len(self.parts))
-
-    def _pack(self, count: int) -> None:
-        if count:
-            table = torch.tensor([part for part, _ in self.parts[:count]])
-            self.kernels.pack_weights(table.data_ptr(), count)
-            del self.parts[:count]
+            whole_OI[first : first + len(rows_OI)] = rows_OI
+        pieces = [(0, whole_OI)]
+    for first, rows_OI in pieces:
+        end, step = first + len(rows_OI), rows_OI.stride(0) * rows_OI.itemsize
+        rows = (packed.padded if end == outs else end) - first
+        where = [rows_OI.data_ptr(), step, len(rows_OI), packed.address, first, rows]
+        packing.add([*where, packed.padded, ins, ref.gated], rows_OI)
+    ref.install(packed)
+    return True

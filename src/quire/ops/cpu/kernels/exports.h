@@ -17,6 +17,7 @@ EXPORT void quire_linear_int4(const quire::bf16* x, long x_row, const uint8_t* w
                               quire::bf16* y, long y_row, long rows, long outs, long ins, long group, int act);
 EXPORT void quire_linear_blocks(const quire::bf16* x, long x_row, const uint8_t* w, const int64_t* blocks,
                                 const quire::bf16* bias, quire::bf16* y, long y_row, long rows, long outs, long ins, int act);
+EXPORT void quire_pack_blocks(const int64_t* numbers, long count);
 EXPORT void quire_block_rows(const uint8_t* w, const int64_t* blocks, const int64_t* ids, quire::bf16* y, long rows, long ins);
 EXPORT void quire_quantize_rows(const quire::bf16* w, long outs, long ins, int8_t* q, float* scale);
 EXPORT void quire_quantize_groups(const quire::bf16* w, long outs, long ins, long group, uint8_t* q, float* scale,

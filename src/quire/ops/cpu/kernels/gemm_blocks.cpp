@@ -7,10 +7,13 @@
 //   of each group, if a block has several: 32 factors of the scale; then 32 factors of the minimum
 //   of each 32 inputs: 8 lines of low halves (int4_dot.h), then the other bits of all; or 16 lines of bytes, of 16 outputs each
 //
+// The 4 bits of some forms are the number of a byte in a table (block_forms.h).
+//
 // w = scale * (q - ZERO) - minimum. Each 32 inputs of a row of x are quantized to signed bytes with a scale of their own. Sums of a
 // group are exact integers; groups are added in order, with the same float instructions in every path, so a row's bits do not depend
 // on the other rows. A record is unpacked into the L1 cache, once for a block of rows.
 #include "block_dot.h"
+#include "block_forms.h"
 #include "exports.h"
 #include "int4_dot.h"
 #include "layer.h"
@@ -23,29 +26,18 @@ namespace {
 
 constexpr long FETCH_AHEAD = 8192;  // bytes
 
-template <int BITS_, int GROUP_, int BLOCK_, bool MINIMA_, int ZERO_>
-struct Form {
-  static constexpr int BITS = BITS_, GROUP = GROUP_, BLOCK = BLOCK_, GROUPS = BLOCK / GROUP, CHUNKS = BLOCK / 32;
-  static constexpr bool MINIMA = MINIMA_;
-  static constexpr long FACTORS = GROUPS > 1 ? GROUPS * 32 : 0;  // bytes
-  static constexpr long HEADER = (MINIMA ? 2 : 1) * (64 + FACTORS), CHUNK = BITS == 8 ? 1024 : 512 + (BITS - 4) * 128;
-  static constexpr long RECORD = HEADER + CHUNKS * CHUNK;
-  static constexpr float zero(bool moved) { return BITS == 8 ? (moved ? 128.f : 0.f) : ZERO_; }
-};
-using Q4_0 = Form<4, 32, 32, false, 8>;
-using Q8_0 = Form<8, 32, 32, false, 0>;
-using Q4_K = Form<4, 32, 256, true, 0>;
-using Q5_K = Form<5, 32, 256, true, 0>;
-using Q6_K = Form<6, 16, 256, false, 32>;
-using Q4_1 = Form<4, 32, 32, true, 0>;
-using Q5_0 = Form<5, 32, 32, false, 16>;
-using Q5_1 = Form<5, 32, 32, true, 0>;
-
 // A record, unpacked: of each 32 inputs 8 lines of 16 outputs, then those of 16 further outputs.
 template <class F>
 struct Record {
   alignas(64) uint8_t bytes[F::CHUNKS * 1024];
   alignas(64) float scale[F::GROUPS * 32], minimum[F::GROUPS * 32];
+  const Codes* codes;
+  Ints table;  // its bytes, in every 16
+  explicit Record(long form) : codes(F::LOOKUP ? CODES + form - FIRST_CODES : nullptr) {
+    int32_t words[16] = {};
+    for (int i = 0; F::LOOKUP && i < 16; i++) memcpy(words + i, codes->bytes + i % 4 * 4, 4);
+    table = load(words);
+  }
 };
 
 inline Floats from_half(const uint16_t* p) {  // without subnormal numbers of float32, which are slow
@@ -61,7 +53,9 @@ inline void unpack_scales(const uint8_t* w, Record<F>& to) {
   const uint8_t* factors = w + (F::MINIMA ? 128 : 64);
 #pragma GCC unroll 2
   for (int t = 0; t < 32; t += 16) {
-    const Floats scale = from_half((const uint16_t*)w + t);
+    const uint16_t* first = (const uint16_t*)w + t;
+    Floats scale = F::LOOKUP && to.codes->wide ? widen((const bf16*)first) : from_half(first);
+    if (F::LOOKUP) scale = scale * floats(to.codes->unit);
     const Floats minimum = F::MINIMA ? from_half((const uint16_t*)(w + 64) + t) : scale;
     for (int g = 0; g < F::GROUPS; g++) {
       const uint8_t* at = factors + g * 32 + t;
@@ -76,8 +70,11 @@ inline void unpack_scales(const uint8_t* w, Record<F>& to) {
 
 // Line i of a chunk of 32 inputs: four inputs of 16 outputs, or of the 16 further ones.
 template <class F>
-inline Ints line_of(const uint8_t* chunk, int i, int part, bool moved) {
-  if constexpr (F::BITS == 8) {
+inline Ints line_of(const uint8_t* chunk, int i, int part, bool moved, Ints table) {
+  if constexpr (F::LOOKUP) {
+    const Ints line = bytes_at(table, logical_right(load((const int32_t*)(chunk + i * 64)), part * 4) & 0x0f0f0f0f);
+    return moved ? line ^ ints((int32_t)0x80808080) : line;
+  } else if constexpr (F::BITS == 8) {
     const Ints line = load((const int32_t*)(chunk + part * 512 + i * 64));
     return moved ? line ^ ints((int32_t)0x80808080) : line;
   } else {
@@ -97,7 +94,7 @@ inline void unpack(const uint8_t* w, Record<F>& to, bool moved) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
 #pragma GCC unroll 2
-      for (int part = 0; part < 2; part++) store((int32_t*)(bytes + part * 512 + i * 64), line_of<F>(w, i, part, moved));
+      for (int part = 0; part < 2; part++) store((int32_t*)(bytes + part * 512 + i * 64), line_of<F>(w, i, part, moved, to.table));
   }
 }
 
@@ -139,7 +136,8 @@ __attribute__((noinline)) void record_of_rows(const Activations& x, const Record
       const long input = first + c * 32;
       const int8_t* from = x.bytes + row * x.ins + input + half * 16;
       const Group<F> group(x, input, half, row);
-      const float *scale = w.scale + (c * (32 / F::GROUP) + half) * 32, *minimum = w.minimum + (F::MINIMA ? c * 32 : 0);
+      const long at_group = (c * (32 / F::GROUP) + half) * 32;
+      const float *scale = w.scale + at_group, *minimum = w.minimum + (F::MINIMA ? at_group : 0);
 #pragma GCC unroll 2
       for (int t0 = 0; t0 < 2; t0 += PARTS) {
         const uint8_t* lines = w.bytes + c * 1024 + t0 * 512 + half * 256;
@@ -155,7 +153,7 @@ __attribute__((noinline)) void record_of_rows(const Activations& x, const Record
           for (int t = 0; t < PARTS; t++)
 #pragma GCC unroll 4
             for (int j = 0; j < AT_ONCE; j++)
-              line[t][j] = PACKED ? line_of<F>(chunk, half * 4 + i + j, t0 + t, BYTES_ARE_MOVED)
+              line[t][j] = PACKED ? line_of<F>(chunk, half * 4 + i + j, t0 + t, BYTES_ARE_MOVED, w.table)
                                   : load((const int32_t*)(lines + t * 512 + (i + j) * 64));
 #pragma GCC unroll 16
           for (int m = 0; m < N; m++) {
@@ -228,7 +226,8 @@ inline void record_by_tiles(const Activations& x, const Record<F>& w, long first
       end_sums<LOWER>(sums);
       const Group<F> group(x, input, half, row);
       for (int t = 0; t < 32; t += 16) {
-        const Floats scale = load(w.scale + (c * (32 / F::GROUP) + half) * 32 + t), minimum = F::MINIMA ? load(w.minimum + c * 32 + t) : scale;
+        const long at_group = (c * (32 / F::GROUP) + half) * 32 + t;
+        const Floats scale = load(w.scale + at_group), minimum = F::MINIMA ? load(w.minimum + at_group) : scale;
         for (long m = 0; m < rows; m++)
           add_group<F>(load(sums + m * 32 + t), F::zero(false), scale, minimum, group.x_scale[m], group.x_sum[m], total + m * 32 + t);
       }
@@ -239,8 +238,8 @@ inline void record_by_tiles(const Activations& x, const Record<F>& w, long first
 
 // total[rows][32] of rows from `first` on and a panel.
 template <class F>
-void panel_of_rows(const Activations& x, const uint8_t* w, long first, long rows, float* total) {
-  Record<F> record;
+void panel_of_rows(long form, const Activations& x, const uint8_t* w, long first, long rows, float* total) {
+  Record<F> record(form);
   memset(total, 0, rows * 32 * sizeof(float));
 #ifdef QUIRE_AMX
   const bool tiles = rows >= BLOCK_TILE_ROWS;
@@ -279,20 +278,6 @@ struct BlockPart {  // as quantization/gguf_blocks.py writes it, behind the numb
   int64_t offset, stride, form, panels;
 };
 
-template <class Call>
-inline void with_form(long form, Call call) {  // numbers of gguf_blocks.py
-  switch (form) {
-    case 0: return call(Q4_0{});
-    case 1: return call(Q8_0{});
-    case 2: return call(Q4_K{});
-    case 3: return call(Q5_K{});
-    case 4: return call(Q6_K{});
-    case 5: return call(Q4_1{});
-    case 6: return call(Q5_0{});
-    case 7: return call(Q5_1{});
-  }
-}
-
 struct BlockJob {
   Activations x;
   const uint8_t* data;
@@ -305,7 +290,7 @@ struct BlockJob {
   Floats biased(const float* total, long out) const { return bias ? load(total) + widen(bias + out) : load(total); }
   void panel(const BlockPart& part, long panel, long first, long rows, float* total) const {
     const uint8_t* w = data + part.offset + panel * part.stride;
-    with_form(part.form, [&](auto form) { panel_of_rows<decltype(form)>(x, w, first, rows, total); });
+    with_form(part.form, [&](auto form) { panel_of_rows<decltype(form)>(part.form, x, w, first, rows, total); });
   }
   void finish(long r, long out, const float* total) const {
     store(y + r * y_row + out, ungated(biased(total, out), act), ungated(biased(total + 16, out + 16), act));
@@ -412,7 +397,7 @@ EXPORT void quire_block_rows(const uint8_t* w, const int64_t* blocks, const int6
   for (long r = 0; r < rows; r++)
     with_form(part.form, [&](auto form) {
       using F = decltype(form);
-      Record<F> record;
+      Record<F> record(part.form);
       float values[F::BLOCK];
       const long out = ids[r] % 32;
       const uint8_t* from = w + part.offset + ids[r] / 32 * part.stride;

@@ -1,0 +1,50 @@
+"""Packs rows of many weights by few calls of the kernels, straight from the mapped files, while the system reads ahead.
+
+Knows no layout: the kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.platforms.memory import read_ahead
+
+AT_ONCE = 64 << 20  # bytes that one call packs, while the system reads as many from the files
+
+
+class Packing:
+    """Rows that wait for the kernels; a weight is complete after `finish`.
+
+    Args:
+        pack: packs so many rows of a table at this address.
+    """
+
+    def __init__(self, pack: Callable[[int, int], object]):
+        self._pack = pack
+        self._waiting: list[tuple[Sequence[int], Tensor]] = []
+        self._num_read, self._size = (
+            0,
+            0,
+        )  # those that the files should have by now; bytes of others
+
+    def add(self, numbers: Sequence[int], rows_ON: Tensor) -> None:
+        """`numbers`: a row of the kernels' table, with the address of `rows_ON`."""
+        self._waiting.append((numbers, rows_ON))
+        read_ahead(rows_ON)
+        self._size += rows_ON.nbytes
+        if self._size >= AT_ONCE:
+            self._call(self._num_read)
+            self._num_read, self._size = len(self._waiting), 0
+
+    def finish(self) -> None:
+        self._call(len(self._waiting))
+        self._num_read = self._size = 0
+
+    def _call(self, count: int) -> None:
+        if count:
+            table = torch.tensor([numbers for numbers, _ in self._waiting[:count]])
+            self._pack(table.data_ptr(), count)
+            del self._waiting[:count]
