@@ -136,7 +136,8 @@ def build_worker(
         specs = layer_specs(resolved, models)
         weights = sum(weight_bytes(model) for model in models)
         sizes = weights, forecast.total, forecast.available
-        plan = make_plan(resolved, *sizes, specs, others, state_bytes_of(models))
+        state_bytes = state_bytes_of(models)
+        plan = make_plan(resolved, *sizes, specs, others, state_bytes, forecast.adapters)
         log.info("memory plan\n%s", table(plan.table()))
         resolved = replace(resolved, max_num_seqs=plan.max_num_seqs)
         states = RowStates(resolved.max_num_seqs, plan.num_checkpoints)
@@ -230,7 +231,8 @@ def plan_on(
     blocks = -(-forecast.max_model_len // resolved.block_size) + 1
     tables = 4 * resolved.max_num_seqs * (forecast.max_model_len + 2 * groups * blocks)
     now = platform.plannable(Memory(forecast.total, forecast.available), tables)
-    return make_plan(resolved, forecast.weights, now.total, now.available, specs, others, states)
+    sizes = forecast.weights, now.total, now.available
+    return make_plan(resolved, *sizes, specs, others, states, forecast.adapters)
 
 
 def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> InputBatchBuilder:

@@ -20,6 +20,7 @@ from quire.models.checkpoint_files import TensorHeader, as_loaded, in_memory, st
 from quire.models.registry import has_states
 from quire.models.transformers.modes import check_own_cache
 from quire.platforms.detect import facts
+from quire.worker.adapter_memory import NO_ADAPTERS, AdapterMemory, forecast_adapters
 
 logger = get_logger(__name__)
 GIB = 1 << 30
@@ -44,6 +45,7 @@ class MemoryPlan:
     max_step_tokens: int
     state_bytes: int = 0  # of one request's recurrent states
     num_checkpoints: int = 0  # of these, for prefix caching
+    adapters: AdapterMemory = NO_ADAPTERS
 
     @property
     def states(self) -> int:
@@ -86,13 +88,13 @@ class MemoryPlan:
             ),
         ]
         if self.state_bytes:
-            about = (
-                f"{size(self.states)} = {size(self.state_bytes)} for each of {self.max_num_seqs} + 1 rows and"
-                f" {self.num_checkpoints} checkpoints"
-                + " (no prefix caching)"
-                * (not self.num_checkpoints)
-            )
+            about = f"{size(self.states)} = {size(self.state_bytes)} for each of {self.max_num_seqs} + 1 rows and"
+            about += f" {self.num_checkpoints} checkpoints"
+            about += " (no prefix caching)" * (not self.num_checkpoints)
             rows.insert(4, ("recurrent states", about))
+        if self.adapters.num_bytes:
+            about = f"{size(self.adapters.num_bytes)} for {self.adapters.about}"
+            rows.insert(3, ("adapters", about))
         return rows
 
 
@@ -177,6 +179,7 @@ def make_plan(
     specs: Sequence[CacheSpec],
     others: Sequence[ModelSpec] = (),
     state_bytes: int = 0,
+    adapters: AdapterMemory = NO_ADAPTERS,
 ) -> MemoryPlan:
     """Choose the number of blocks, and with `auto` also the longest context.
 
@@ -202,6 +205,7 @@ def make_plan(
         max_num_seqs=resolved.max_num_seqs,
         max_step_tokens=min(resolved.max_num_batched_tokens, resolved.max_model_len),
         state_bytes=state_bytes,
+        adapters=adapters,
     )
     if cache.num_gpu_blocks_override is not None:
         kv = cache.num_gpu_blocks_override * kv_layout.bytes_per_block
@@ -209,7 +213,7 @@ def make_plan(
         return _with_blocks(plan, cache.num_gpu_blocks_override, resolved)
     room = cache.kv_cache_memory_bytes
     if room is None:
-        room = int(available * plan.share) - weights - plan.activations
+        room = int(available * plan.share) - weights - plan.activations - adapters.num_bytes
     if state_bytes:
         plan = _with_states(plan, room, resolved)
         left = room - plan.states
@@ -275,7 +279,7 @@ def _with_checkpoints(plan: MemoryPlan, share: int, resolved: Resolved) -> Memor
 
 def _check_requested(plan: MemoryPlan, requested: int) -> None:
     """Raises NotEnoughMemory: the machine cannot hold weights and a KV cache of kv_cache_memory_bytes."""
-    most = plan.total - plan.weights - plan.activations
+    most = plan.total - plan.weights - plan.activations - plan.adapters.num_bytes
     if plan.kv + plan.states > most:
         raise NotEnoughMemory(
             f"kv_cache_memory_bytes={requested}: beside {size(plan.weights)} of weights and {size(plan.activations)} of"
@@ -322,6 +326,8 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | N
     sums = (
         f"{size(plan.available)} available x gpu_memory_utilization={plan.share:g}, less"
         f" {size(plan.weights)} of weights and {size(plan.activations)} of activations"
+        + f" and {size(plan.adapters.num_bytes)} of adapters"
+        * bool(plan.adapters.num_bytes)
         if requested is None
         else f"kv_cache_memory_bytes={requested}"
     )
@@ -332,7 +338,8 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | N
     elif plan.weights > plan.available * plan.share:
         remedy = "The weights alone do not fit: use a smaller model or a smaller dtype"
     else:
-        remedy = "Lower max_num_batched_tokens, or raise gpu_memory_utilization"
+        adapters = ", max_cpu_loras or max_lora_rank" * bool(plan.adapters.num_bytes)
+        remedy = f"Lower max_num_batched_tokens{adapters}, or raise gpu_memory_utilization"
     return (
         f"Not enough memory: one request of max_model_len={plan.max_model_len} needs {cost} of KV cache,"
         f" and {available} is left ({sums}). {remedy}."
@@ -366,7 +373,8 @@ def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryP
     )
     weights += sum(forecast_weights(spec, resolved.device, available - weights) for spec in others)
     specs, states = forecast_specs(resolved, others)
-    return make_plan(resolved, weights, machine.total_bytes, available, specs, others, states)
+    sizes = weights, machine.total_bytes, available
+    return make_plan(resolved, *sizes, specs, others, states, forecast_adapters(resolved))
 
 
 def forecast_specs(
