@@ -22,6 +22,7 @@ from quire.layers.decoder_layer import (
     SelfAttention,
 )
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.recurrent import GatedDeltaNet
 from quire.layers.weights import weights_of
 from quire.models.base import CausalLM
 from quire.models.hf_config import TextConfig
@@ -44,6 +45,11 @@ CONFIG = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "hidden_act": "silu",
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_num_value_heads": 6,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
 }
 PLUS_ONE = partial(RMSNorm, eps=1e-5, plus_one=True)
 CENTERED = partial(LayerNorm, eps=1e-5)
@@ -57,6 +63,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "biases": {"qkv_bias": True, "o_bias": True},
     "scale, cap, window": {"scale": 0.3, "softcap": 2.0, "window": 9},
     "other heads": {"head_dim": 128, "kv_heads": 1},
+    "a gate of the output": {"output_gate": True, "qk_norm": True, "norm": PLUS_ONE},
+    "gates of outputs, no norms": {"output_gate": True, "qkv_bias": True, "kv_heads": 1},
 }
 LAYERS: dict[str, dict[str, Any]] = {
     "sandwich": {"norms": SANDWICH},
@@ -86,6 +94,7 @@ CASES = [
     *((name, {"layer": options}) for name, options in LAYERS.items()),
     *((name, {"mlp": options}) for name, options in MLPS.items()),
     *((name, {"config": options}) for name, options in ROPES.items()),
+    ("delta nets", {"attention": {"output_gate": True}}),
 ]
 
 
@@ -97,6 +106,9 @@ class Family(CausalLM):
         super().__init__(TextConfig({**CONFIG, **options.get("config", {})}), 128)
 
     def layer(self, i: int) -> nn.Module:
+        if self.case == "delta nets" and i < 2:
+            net = GatedDeltaNet(self.cfg, interleaved=i == 1)
+            return DecoderLayer(self.cfg, net, GatedMLP(self.cfg))
         attention = SelfAttention(self.cfg, i, **self.options.get("attention", {}))
         mlp = GatedMLP(self.cfg, **self.options.get("mlp", {}))
         make = ParallelLayer if self.case == "parallel" else DecoderLayer

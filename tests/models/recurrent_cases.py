@@ -29,7 +29,7 @@ def case(kind: str, name: str = "", base: dict[str, Any] | None = None, **config
 CASES = [
     case("qwen3_5_text", "qwen3_5", NET),
     case("qwen3_5_text", "qwen3_5 one head", NET, linear_num_value_heads=2, attention_bias=True),
-    case("qwen3_5_text", "qwen3_5 tiled", NET, hidden_size=64, intermediate_size=96, head_dim=32, linear_key_head_dim=32),
+    case("qwen3_5_text", "qwen3_5 tiled", NET, hidden_size=64, intermediate_size=96, head_dim=128, linear_key_head_dim=32),
     case("qwen3_5_text", "qwen3_5 odd", NET, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=20),
 ]  # fmt: skip
 

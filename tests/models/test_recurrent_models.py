@@ -87,3 +87,16 @@ def test_in_bf16_the_engine_equals_itself(name: str, tmp_path: Path) -> None:
     again, cached = run(caching)
     assert cached > 0, "no state at the end of a block was found"
     assert again == alone
+    if name == "qwen3_5 tiled":  # without log-probabilities, one call computes a step
+        client: Any = caching.client
+        worker = client.core.executor.worker
+        assert worker.fast_step.model is not None
+        steps: list[Any] = []
+        worker.fast_step.run = lambda plan, run=worker.fast_step.run: (
+            steps.append(plan),
+            run(plan),
+        )[1]
+        plain = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        found = caching.generate(prompts, plain)
+        assert steps
+        assert [each.outputs[0].token_ids for each in found] == [each[:5] for each in alone]

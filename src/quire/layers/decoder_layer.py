@@ -21,7 +21,7 @@ from quire.layers.attention import Attention, PackedAttention
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormFactory, RMSNorm
 from quire.layers.rotary import Angles, LayerRotaries
-from quire.ops.reference import rotate
+from quire.ops.reference import multiply_sigmoid, rotate
 
 
 class QueryScale(NamedTuple):
@@ -120,7 +120,7 @@ class SelfAttention(nn.Module):
             return self.o_proj(self.attend(q_THD, k_TKD, v_TKD, angles))
         q_THD, gate_THD = q_THD.chunk(2, -1)
         o_TD = self.attend(q_THD.contiguous(), k_TKD, v_TKD, angles)
-        return self.o_proj(o_TD * gate_THD.flatten(-2).sigmoid())
+        return self.o_proj(multiply_sigmoid(o_TD, gate_THD))
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, angles: Angles) -> Tensor:
         """Norms of heads, rotation and attention; o_TD."""

@@ -98,14 +98,14 @@ class ForwardPass:
             if query_scale is not None:
                 scales = query_scale(current_batch().positions_T).bfloat16().float()
         cos_TP, sin_TP = (part.float().contiguous() for part in angles)
-        meta = attend.step_metadata()
+        meta, rows_B = attend.step_metadata(), current_batch().rows_B
         step = CStep(
             cos_TP.data_ptr(), sin_TP.data_ptr(), None if scales is None else scales.data_ptr(),
             None if positions_T is None else positions_T.data_ptr(),
-            meta.slots_T.data_ptr(), meta.table_BN.data_ptr(), meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
+            meta.slots_T.data_ptr(), rows_B.data_ptr(), meta.table_BN.data_ptr(), meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
             len(meta.slots_T), meta.rows, meta.table_BN.shape[1], cos_TP.shape[1],
         )  # fmt: skip
-        self.references += [step, cos_TP, sin_TP, scales]
+        self.references += [step, cos_TP, sin_TP, scales, rows_B]
         return ctypes.addressof(step)
 
 
@@ -145,12 +145,15 @@ class FusedDecoder:
         self.group_of_layer = []
         for (layer, native), rotary in zip(self.found, decoder.rotary.kind_of_layer, strict=True):
             number = 0
-            if has_attention(native):
+            if native.qkv.data is not None:
                 attention = layer.self_attn
                 group = StepGroup(attention.attn.kv_group, rotary, attention.query_scale)
                 self.groups.setdefault(group, attention.attn)
                 number = list(self.groups).index(group)
             self.group_of_layer.append(number)
+        if not self.groups:  # nothing says where the rows of a step are
+            for _, native in self.found:
+                native.delta_net = None
         self.parts: dict[frozenset[int], list[Part]] = {}
 
     @property

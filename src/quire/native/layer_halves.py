@@ -3,7 +3,8 @@
 Knows the parts of a `DecoderLayer` or `ParallelLayer` with a bound KV cache, and fills in the C struct `Layer`
 (kernels/layer.h). A half that the kernels do not support has no weights there; it runs as modules.
 
-    attention half    norm, QKV, QK-norm, scale of queries, RoPE, KV write, attention, output projection, norm, scale
+    attention half    norm, QKV, QK-norm, scale of queries, RoPE, KV write, attention, gate, output projection, norm, scale; or
+                      norm, a gated delta net (`delta_half.py`), norm, scale
     MLP half          norm, gate and up, activation, down, norm, scale; or norm, a mixture (`mixture_half.py`), norm, scale
 """
 
@@ -25,6 +26,7 @@ from quire.layers.decoder_layer import (
 )
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.models.gemma4 import Gemma4Attention
+from quire.native.delta_half import native_delta_net
 from quire.native.mixture_half import native_mixture
 from quire.ops.cpu.structs import LAYER_NORM, RMS, RMS_PLUS_ONE, CLayer, CNorm
 
@@ -52,7 +54,7 @@ def native_layer(layer: nn.Module, pairs: int) -> CLayer:
 
 
 def has_attention(layer: CLayer) -> bool:
-    return layer.qkv.data is not None
+    return layer.qkv.data is not None or layer.delta_net is not None
 
 
 def has_mlp(layer: CLayer) -> bool:
@@ -82,8 +84,12 @@ def inherits(layer: DecoderLayer | ParallelLayer, *names: str) -> bool:
 
 
 def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
-    if not isinstance(attention, SelfAttention) or attention.output_gate:
+    if not native.parallel and (net := native_delta_net(attention)) is not None:
+        native.delta_net_references, native.delta_net = net, ctypes.addressof(net)
+    if not isinstance(attention, SelfAttention):
         return
+    if attention.output_gate and (attention.full_qk_norm or attention.query_scale is not None):
+        return  # these would change the gates, too
     if type(attention) not in (SelfAttention, Gemma4Attention):
         return
     if attention.rope and (pairs % 16 or 2 * pairs > attention.size):
@@ -104,6 +110,7 @@ def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
         return
     native.qkv, native.o, native.q_norm, native.k_norm = qkv, o, q_norm, k_norm
     native.flat_norms, native.kv_parts = attention.full_qk_norm, len(attention.sizes) - 1
+    native.gated = attention.output_gate
     if isinstance(attention, Gemma4Attention) and native.kv_parts:
         native.v_norm = CNorm(None, RMS, attention.eps)
     *addresses, native.kind = cache_addresses(spec.cache)

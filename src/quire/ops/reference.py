@@ -46,6 +46,12 @@ def sigmoid(x_TD: Tensor) -> Tensor:
 
 
 @op
+def multiply_sigmoid(x_TD: Tensor, gate_THD: Tensor) -> Tensor:
+    """x times the sigmoid of the gates, which is rounded before. Implementations may overwrite x."""
+    return x_TD * sigmoid(gate_THD).to(x_TD.dtype).flatten(-2)
+
+
+@op
 def rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
     """x scaled to unit mean square over D, in float32, times weight (Llama: after rounding to x's dtype).
 

@@ -1,4 +1,5 @@
 // A layer in one call has the bits of its parts.
+#include "delta_net.h"
 #include "small_layer.h"
 
 CHECK(layer) {
@@ -15,7 +16,7 @@ CHECK(layer) {
   for (long t = 0; t < T; t++) slots[t] = t < block ? block + t : t - block;
   Guarded<int> table(2), starts(2), lengths(1);
   table[0] = 1, table[1] = 0, starts[0] = 0, starts[1] = (int)T, lengths[0] = (int)T;
-  const quire::Step s{cos, sin, nullptr, nullptr, slots, table, starts, lengths, T, 1, 2, P};
+  const quire::Step s{cos, sin, nullptr, nullptr, slots, nullptr, table, starts, lengths, T, 1, 2, P};
   for (int first : {1, 0}) {
     auto x = random.bf16s(T * hidden), residual = random.bf16s(T * hidden);
     Guarded<bf16> x2(T * hidden), residual2(T * hidden), qkv(T * width), o(T * heads * D), gated(T * inner);
@@ -74,7 +75,7 @@ CHECK(layer) {
     memcpy(back_cos.data + t * P, cos.data + positions[t] * P, P * sizeof(float));
     memcpy(back_sin.data + t * P, sin.data + positions[t] * P, P * sizeof(float));
   }
-  const quire::Step placed{back_cos, back_sin, nullptr, positions, slots, table, starts, lengths, T, 1, 2, P};
+  const quire::Step placed{back_cos, back_sin, nullptr, positions, slots, nullptr, table, starts, lengths, T, 1, 2, P};
   const quire::Step* others[] = {&placed};
   quire_layers(both, groups, 2, others, T, x3, residual3, 1, &in);
   same("layers by position", x3.data, x2.data, T * hidden);
@@ -91,7 +92,7 @@ CHECK(layer_options) {
   for (long t = 0; t < T; t++) slots[t] = t < block ? block + t : t - block;
   Guarded<int> table(2), starts(2), lengths(1);
   table[0] = 1, table[1] = 0, starts[0] = 0, starts[1] = (int)T, lengths[0] = (int)T;
-  const quire::Step s{cos, sin, scales, nullptr, slots, table, starts, lengths, T, 1, 2, P};
+  const quire::Step s{cos, sin, scales, nullptr, slots, nullptr, table, starts, lengths, T, 1, 2, P};
   const auto flat_q = random.bf16s(SmallLayer::heads * SmallLayer::D), flat_k = random.bf16s(SmallLayer::kv * SmallLayer::D);
   const quire::Layer* one[] = {&l};
   const quire::Step* only[] = {&s};
@@ -120,4 +121,47 @@ CHECK(layer_options) {
   }
   comparisons++;
   if (!memcmp(found[0].data, found[1].data, T * hidden * sizeof(bf16))) failures++, fprintf(stderr, "parallel changes nothing\n");
+}
+
+// A gate of attention's output, and a delta net in place of attention: whole, and cut into two steps, give the same bits.
+CHECK(gated_layers) {
+  Random random(7);
+  SmallLayer small(random, 2);
+  constexpr long hidden = SmallLayer::hidden, block = SmallLayer::block, P = SmallLayer::P, T = 20, CUT = 13;
+  constexpr long key_heads = 2, K = 16, heads = 4, V = 32, taps = 3, keys = key_heads * K, values = heads * V;
+  constexpr long channels = 2 * keys + values, conv_size = (taps - 1) * channels, size = heads * K * V;
+  const auto made = [&](long outs, long ins) { return small.weight(outs, outs, ins, false, random.bf16s(outs * ins, 0.1f)); };
+  const auto cos = random.floats(T * P), sin = random.floats(T * P), bias = random.floats(heads), a_log = random.floats(heads);
+  const auto conv = random.bf16s(channels * taps), norm = random.bf16s(V), x = random.bf16s(T * hidden);
+  Guarded<bf16> conv_state(2 * conv_size);
+  Guarded<float> state(2 * size);
+  quire::DeltaNet net{made(channels + values, hidden), made(32, hidden), made(hidden, values), conv, norm, bias, a_log, conv_state,
+                      state, conv_size, size, key_heads, K, heads, V, taps, 0, 1e-6f};
+  quire::Layer gated = small.layer, recurrent{};
+  gated.qkv = made((2 * SmallLayer::heads + 2 * SmallLayer::kv) * SmallLayer::D, hidden), gated.gated = 1;
+  recurrent.delta_net = &net, recurrent.attention_in = gated.mlp_in, recurrent.hidden = hidden, recurrent.residual_scale = 1;
+  const quire::Layer* layers[] = {&recurrent, &gated};
+  const int64_t groups[] = {0, 0}, rows[] = {1};
+  Guarded<int64_t> slots(T);
+  for (long t = 0; t < T; t++) slots[t] = t < block ? block + t : t - block;
+  Guarded<int> table(2), starts(2), lengths(1);
+  table[0] = 1, table[1] = 0, starts[0] = 0;
+  const auto run = [&](long from, long end, bf16* y) {
+    starts[1] = (int)(end - from), lengths[0] = (int)end;
+    const quire::Step s{cos + from * P, sin + from * P, nullptr, nullptr, slots + from, rows, table, starts, lengths, end - from, 1, 2, P};
+    const quire::Step* steps[] = {&s};
+    Guarded<bf16> residual((end - from) * hidden);
+    memcpy(y, x + from * hidden, (end - from) * hidden * sizeof(bf16));
+    quire_layers(layers, groups, 2, steps, end - from, y, residual, 1, &gated.mlp_in);
+  };
+  for (int interleaved : {0, 1}) {
+    net.interleaved = interleaved;
+    Guarded<bf16> whole(T * hidden), parts(T * hidden);
+    for (auto* y : {&whole, &parts}) {
+      memset(conv_state.data, 0, 2 * conv_size * sizeof(bf16)), memset(state.data, 0, 2 * size * sizeof(float));
+      if (y == &whole) run(0, T, *y);
+      else run(0, CUT, *y), run(CUT, T, *y + CUT * hidden);
+    }
+    same(named("gated_layers", {interleaved}), parts.data, whole.data, T * hidden);
+  }
 }

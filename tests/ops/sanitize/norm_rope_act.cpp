@@ -59,6 +59,22 @@ CHECK(add_norm) {
     }
 }
 
+CHECK(multiply_sigmoid) {
+  for (long rows : {1L, 18L}) {
+    constexpr long heads = 3, D = 32, row = heads * 2 * D + 16;
+    Random random((unsigned)rows);
+    auto x = random.bf16s(rows * heads * D);
+    const auto gate = random.bf16s((rows - 1) * row + heads * 2 * D - D);
+    std::vector<double> want;
+    for (long i = 0; i < rows * heads * D; i++) {
+      const double g = value_of(gate[i / (heads * D) * row + i / D % heads * 2 * D + i % D]);
+      want.push_back(value_of(x[i]) * rounded_of(1 / (1 + exp(-g))));
+    }
+    quire_multiply_sigmoid(x, gate, row, 2 * D, rows, heads, D);
+    near(named("multiply_sigmoid", {rows}), x.data, want, 0.01);
+  }
+}
+
 CHECK(rotate) {
   for (long rows : {1L, 20L})
     for (long P : {16L, 32L})

@@ -64,7 +64,7 @@ CHECK(step) {
     }
     starts[B] = (int)t;
     l.keys = other_keys.data, l.values = other_values.data;
-    const quire::Step s{cos, sin, nullptr, positions, slots, places, starts, lengths, T, B, 2, P};
+    const quire::Step s{cos, sin, nullptr, positions, slots, nullptr, places, starts, lengths, T, B, 2, P};
     const quire::Step* steps[] = {&s};
     Guarded<bf16> residual(T * hidden);
     quire_layers(layers, groups, 2, steps, T, x, residual, 1, &m.norm);

@@ -85,6 +85,18 @@ def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = F
     return y
 
 
+@reference.multiply_sigmoid.on("native")
+def _multiply_sigmoid(x_TD: Tensor, gate_THD: Tensor) -> Tensor:
+    kernels, (tokens, heads, size) = best(), gate_THD.shape
+    fits = x_TD.is_contiguous() and gate_THD.stride(2) == 1 and size % 16 == 0 and tokens
+    if kernels is None or not fits or {x_TD.dtype, gate_THD.dtype} != {torch.bfloat16}:
+        return reference.multiply_sigmoid.reference(x_TD, gate_THD)
+    kernels.multiply_sigmoid(
+        x_TD.data_ptr(), gate_THD.data_ptr(), gate_THD.stride(0), gate_THD.stride(1), tokens, heads, size
+    )  # fmt: skip
+    return x_TD
+
+
 @reference.scale_logits.on("native")
 def _scale_logits(logits_SV: Tensor, scale: float, softcap: float | None) -> Tensor:
     kernels = best()

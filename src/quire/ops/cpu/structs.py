@@ -95,23 +95,37 @@ class CLora(ctypes.Structure):
     ]
 
 
-class CLayer(ctypes.Structure):
-    """`references` and `mixture_references` keep references to what it points to, beside weights and cache."""
+class CDeltaNet(ctypes.Structure):
+    """`references` keeps references to what it points to."""
 
     references: Any
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(CWeight, "in gates out"),
+        *_all(c_void_p, "conv norm bias a_log conv_state state"),
+        *_all(c_int64, "conv_step state_step key_heads K heads V taps interleaved"),
+        ("eps", c_float),
+    ]
+
+
+class CLayer(ctypes.Structure):
+    """`references`, `delta_net_references` and `mixture_references` keep references to what it points to, beside weights
+    and cache."""
+
+    references: Any
+    delta_net_references: Any
     mixture_references: Any
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "qkv o gate_up down"),
         *_all(CNorm, "attention_in attention_out mlp_in mlp_out q_norm k_norm v_norm"),
-        *_all(c_void_p, "keys values key_scales value_scales sinks mixture"),
-        *_all(c_int64, "kind hidden heads kv_heads D turns interleaved block_size window act kv_parts flat_norms parallel"),
+        *_all(c_void_p, "keys values key_scales value_scales sinks delta_net mixture"),
+        *_all(c_int64, "kind hidden heads kv_heads D turns interleaved block_size window act kv_parts flat_norms gated parallel"),
         *_all(c_float, "scale softcap residual_scale"),
     ]  # fmt: skip
 
 
 class CStep(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *_all(c_void_p, "cos sin query_scale positions slots table starts lengths"),
+        *_all(c_void_p, "cos sin query_scale positions slots state_rows table starts lengths"),
         *_all(c_int64, "tokens rows table_step pairs"),
     ]
 
@@ -160,6 +174,7 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
     CRouting,
     CExperts,
     CMixture,
+    CDeltaNet,
     CNorm,
     CLayer,
     CStep,

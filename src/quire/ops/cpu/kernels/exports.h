@@ -42,6 +42,7 @@ EXPORT void quire_add_norm(quire::bf16* x, quire::bf16* residual, const quire::b
 EXPORT void quire_scale(quire::bf16* x, long step, long rows, long width, float scale, float softcap);
 EXPORT void quire_rotate(const quire::bf16* x, long step, const float* cos, const float* sin, quire::bf16* y, long y_step,
                          long rows, long heads, long D, long P, int interleaved);
+EXPORT void quire_multiply_sigmoid(quire::bf16* x, const quire::bf16* gate, long gate_row, long gate_step, long rows, long heads, long D);
 EXPORT void quire_act_and_mul(const quire::bf16* x, quire::bf16* y, long rows, long I, int act);
 
 EXPORT void quire_masked_argmax(const void* x, long step, int is_bf16, const uint32_t* words, long rows, long V, int64_t* tokens,

@@ -3,13 +3,14 @@
 //
 //   x, residual = norm(x + residual), x + residual;  the sum itself where a layer has no norm
 //   q, k, v = qkv(x);  QK-norm and RoPE;  k, v to the cache (one pass over all three);  attention
-//   x = residual_scale * norm(o(attention))
+//   x = residual_scale * norm(o(attention)), attention times the sigmoid of its gate; or that of a gated delta net in its place
 //   x, residual = norm(x + residual), ...
 //   x = residual_scale * norm(down(activation(gate(x)) * up(x)))
 //
 // A parallel layer adds attention to the residual and keeps its input as that of the MLP.
 #include "layer.h"
 
+#include "delta_net.h"
 #include "kv_write.h"
 #include "mixture.h"
 #include "norm_rope_act.h"
@@ -18,15 +19,16 @@ namespace quire {
 
 // Between qkv and attention: QK-norm and RoPE of queries and keys; keys and values go to the cache, quantized from the result in qkv.
 template <int N>  // heads from h on, all of queries, keys or values
-inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, long t, long h) {
+inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, bf16* q, long t, long h) {
   const long D = l.D, turning = l.heads + l.kv_heads, source = l.kv_parts == 1 && h >= turning ? h - l.kv_heads : h;
   const Norm& norm = h < l.heads ? l.q_norm : h < turning ? l.k_norm : l.v_norm;
   const bool turns = l.turns && h < turning, norms_heads = norm.kind && !(l.flat_norms && h < turning);
-  bf16* x = qkv + (t * (l.heads + l.kv_parts * l.kv_heads) + source) * D;
+  const long gates = l.gated ? l.heads : 0, step = h < l.heads && l.gated ? 2 * D : D;
+  bf16* x = qkv + (t * (l.heads + gates + l.kv_parts * l.kv_heads) + (h < l.heads ? 0 : gates + source)) * D + (h < l.heads ? h * step : 0);
   alignas(64) bf16 between[N * MAX_D];
-  if (norms_heads) norms<N>(x, D, norm.weight, between, D, D, norm.eps, (int)norm.kind);
-  for (int i = 0; i < N; i++, h++, x += D) {
-    bf16* to = x;
+  if (norms_heads) norms<N>(x, step, norm.weight, between, D, D, norm.eps, (int)norm.kind);
+  for (int i = 0; i < N; i++, h++, x += step) {
+    bf16* to = h < l.heads && l.gated ? q + (t * l.heads + h) * D : x;
     if (h >= l.heads && l.kind == KV_BF16) {
       const long head = h < turning ? h - l.heads : h - turning, block = s.slots[t] / l.block_size;
       const long at = (block * l.kv_heads + head) * l.block_size + s.slots[t] % l.block_size;
@@ -51,22 +53,22 @@ inline void prepare_flat(const Layer& l, const Step& s, bf16* q, long t) {
   for (long i = 0; i < wide; i += 16) store(q + i, widen(q + i) * scale);
 }
 
-static void prepare(const Layer& l, const Step& s, bf16* qkv) {
-  const long turning = l.heads + l.kv_heads, all = l.heads + l.kv_parts * l.kv_heads;
+static void prepare(const Layer& l, const Step& s, bf16* qkv, bf16* q) {
+  const long turning = l.heads + l.kv_heads, queries = l.gated ? 2 * l.heads : l.heads, all = queries + l.kv_parts * l.kv_heads;
   const Cached keys{l.keys, l.key_scales, l.kv_heads, l.D, l.block_size, l.kind, true};
   const Cached values{l.values, l.value_scales, l.kv_heads, l.D, l.block_size, l.kind, false};
 #pragma omp parallel for if (s.tokens > 1) schedule(static)
   for (long t = 0; t < s.tokens; t++) {
     prepare_flat(l, s, qkv + t * all * l.D, t);
     const auto some = [&](long first, long count) {
-      each_four(count, [&](long h, auto n) { prepare_heads<n>(l, s, qkv, t, first + h); });
+      each_four(count, [&](long h, auto n) { prepare_heads<n>(l, s, qkv, q, t, first + h); });
     };
     some(0, l.heads);
     if (!l.kv_parts) continue;
     some(l.heads, l.kv_heads), some(turning, l.kv_heads);
     if (l.kind == KV_BF16) continue;
-    keys.write(s.slots[t], qkv + (t * all + l.heads) * l.D);
-    values.write(s.slots[t], qkv + (t * all + turning) * l.D);
+    keys.write(s.slots[t], qkv + (t * all + queries) * l.D);
+    values.write(s.slots[t], qkv + (t * all + queries + l.kv_heads) * l.D);
   }
 }
 
@@ -75,24 +77,32 @@ static void output(const Layer& l, const Norm& norm, bf16* x, long T) {
   if (l.residual_scale != 1) quire_scale(x, l.hidden, T, l.hidden, l.residual_scale, 0);
 }
 
+// y = attention(x).
+static void attend(const Layer& l, const Step& s, const bf16* x, bf16* y) {
+  static thread_local Scratch<bf16> keep_qkv, keep_q, keep_o;  // of the calling thread
+  const long T = s.tokens, D = l.D, width = (l.heads * (l.gated ? 2 : 1) + l.kv_parts * l.kv_heads) * D, wide = l.heads * D;
+  bf16 *qkv = keep_qkv.at_least(T * width), *o = keep_o.at_least(T * wide);
+  bf16* q = l.gated ? keep_q.at_least(T * wide) : qkv;
+  l.qkv.multiply(x, l.hidden, qkv, width, T);
+  prepare(l, s, qkv, q);
+  quire_attention(q, l.gated ? wide : width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
+                  s.lengths, l.sinks, s.rows, l.heads, l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
+  if (l.gated) quire_multiply_sigmoid(o, qkv + D, width, 2 * D, T, l.heads, D);
+  l.o.multiply(o, wide, y, l.hidden, T);
+}
+
 // The first half of a layer. `first`: the residual holds nothing yet.
 static void attention_half(const Layer& l, const Step& s, bf16* x, bf16* residual, bool first) {
-  static thread_local Scratch<bf16> keep_qkv, keep_o, keep_y;  // of the calling thread
-  const long T = s.tokens, D = l.D, width = (l.heads + l.kv_parts * l.kv_heads) * D;
-  bf16* qkv = keep_qkv.at_least(T * width);
-  bf16* o = keep_o.at_least(T * l.heads * D);
+  static thread_local Scratch<bf16> keep_y;  // of the calling thread
+  const long T = s.tokens;
   if (first) {
     memcpy(residual, x, T * l.hidden * sizeof(bf16));
     l.attention_in.in_place(x, l.hidden, T, 1, l.hidden);
   } else {
     l.attention_in.add(x, residual, T, l.hidden);
   }
-  l.qkv.multiply(x, l.hidden, qkv, width, T);
-  prepare(l, s, qkv);
-  quire_attention(qkv, width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
-                  s.lengths, l.sinks, s.rows, l.heads, l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
   bf16* y = l.parallel ? keep_y.at_least(T * l.hidden) : x;
-  l.o.multiply(o, l.heads * D, y, l.hidden, T);
+  l.delta_net ? compute(*l.delta_net, s, x) : attend(l, s, x, y);
   if (l.parallel)
     Norm{}.add(y, residual, T, l.hidden);
   else
@@ -124,7 +134,7 @@ EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long
                          bf16* x, bf16* residual, int first, const Norm* norm) {
   for (long i = 0; i < count; i++) {
     const Layer& l = *layers[i];
-    if (l.qkv.data) attention_half(l, *steps[groups[i]], x, residual, first && i == 0);
+    if (l.qkv.data || l.delta_net) attention_half(l, *steps[groups[i]], x, residual, first && i == 0);
     if (l.gate_up.data || l.mixture) mlp_half(l, tokens, x, residual);
   }
   if (norm) norm->add(x, residual, tokens, layers[0]->hidden);

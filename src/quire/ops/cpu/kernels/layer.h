@@ -55,17 +55,20 @@ struct Norm {
 };
 
 struct Mixture;
+struct DeltaNet;
 
-struct Layer {  // fixed once the model is loaded; a half without weights (qkv; gate_up or mixture) is not run
+struct Layer {  // fixed once the model is loaded; a half without weights (qkv or delta_net; gate_up or mixture) is not run
   Weight qkv, o, gate_up, down;
   Norm attention_in, attention_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
   void *keys, *values;
   float *key_scales, *value_scales;  // of a quantized cache
   const float* sinks;
-  const Mixture* mixture;  // the MLP, in place of gate_up and down; may be null
+  const DeltaNet* delta_net;  // in place of attention; may be null
+  const Mixture* mixture;     // the MLP, in place of gate_up and down; may be null
   int64_t kind, hidden, heads, kv_heads, D, turns, interleaved, block_size, window, act;
   int64_t kv_parts;    // 2: keys and values; 1: keys, which are values before norm and rotation; 0: those of another layer
   int64_t flat_norms;  // q_norm and k_norm are over all heads at once
+  int64_t gated;       // a head's query has a gate behind it, of its output
   int64_t parallel;    // the MLP's input is the attention's
   float scale, softcap, residual_scale;
 };
@@ -73,6 +76,7 @@ struct Layer {  // fixed once the model is loaded; a half without weights (qkv; 
 struct Step {  // shared by the layers of a group
   const float *cos, *sin, *query_scale;  // query_scale may be null
   const int64_t *positions, *slots;      // positions: lines of these three; null: a token's number
+  const int64_t* state_rows;             // of recurrent layers
   const int *table, *starts, *lengths;
   int64_t tokens, rows, table_step, pairs;
 };

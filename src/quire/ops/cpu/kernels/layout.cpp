@@ -3,6 +3,7 @@
 
 #include <stddef.h>
 
+#include "delta_net.h"
 #include "mixture.h"
 #include "step.h"
 
@@ -26,14 +27,19 @@ static const FieldLayout LAYOUTS[] = {
     WHOLE(Mixture), FIELD(Mixture, router), FIELD(Mixture, shared_gate_up), FIELD(Mixture, shared_down), FIELD(Mixture, shared_gate),
     FIELD(Mixture, correction), FIELD(Mixture, routing), FIELD(Mixture, experts), FIELD(Mixture, shared_act),
 
+    WHOLE(DeltaNet), FIELD(DeltaNet, in), FIELD(DeltaNet, gates), FIELD(DeltaNet, out), FIELD(DeltaNet, conv), FIELD(DeltaNet, norm),
+    FIELD(DeltaNet, bias), FIELD(DeltaNet, a_log), FIELD(DeltaNet, conv_state), FIELD(DeltaNet, state), FIELD(DeltaNet, conv_step),
+    FIELD(DeltaNet, state_step), FIELD(DeltaNet, key_heads), FIELD(DeltaNet, K), FIELD(DeltaNet, heads), FIELD(DeltaNet, V),
+    FIELD(DeltaNet, taps), FIELD(DeltaNet, interleaved), FIELD(DeltaNet, eps),
+
     WHOLE(Layer), FIELD(Layer, qkv), FIELD(Layer, o), FIELD(Layer, gate_up), FIELD(Layer, down), FIELD(Layer, attention_in),
     FIELD(Layer, attention_out), FIELD(Layer, mlp_in), FIELD(Layer, mlp_out), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
     FIELD(Layer, v_norm), FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales), FIELD(Layer, value_scales),
-    FIELD(Layer, sinks), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
+    FIELD(Layer, sinks), FIELD(Layer, delta_net), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
     FIELD(Layer, turns), FIELD(Layer, interleaved), FIELD(Layer, block_size), FIELD(Layer, window), FIELD(Layer, act),
-    FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, parallel), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
+    FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, gated), FIELD(Layer, parallel), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
 
-    WHOLE(Step), FIELD(Step, cos), FIELD(Step, sin), FIELD(Step, query_scale), FIELD(Step, positions), FIELD(Step, slots),
+    WHOLE(Step), FIELD(Step, cos), FIELD(Step, sin), FIELD(Step, query_scale), FIELD(Step, positions), FIELD(Step, slots), FIELD(Step, state_rows),
     FIELD(Step, table), FIELD(Step, starts), FIELD(Step, lengths), FIELD(Step, tokens), FIELD(Step, rows), FIELD(Step, table_step),
     FIELD(Step, pairs),
 

@@ -64,6 +64,17 @@ EXPORT void quire_scale(bf16* x, long step, long rows, long width, float scale, 
     }
 }
 
+// x[rows, heads, D] *= sigmoid(gate), rounded before; gate: of heads gate_step elements apart.
+EXPORT void quire_multiply_sigmoid(bf16* x, const bf16* gate, long gate_row, long gate_step, long rows, long heads, long D) {
+#pragma omp parallel for if (rows >= SERIAL_MAX_ROWS) schedule(static)
+  for (long r = 0; r < rows; r++)
+    for (long h = 0; h < heads; h++)
+      for (long d = 0; d < D; d += 16) {
+        bf16* at = x + (r * heads + h) * D + d;
+        store(at, widen(at) * rounded(times_sigmoid(floats(1.f), widen(gate + r * gate_row + h * gate_step + d))));
+      }
+}
+
 // y[rows, I] = activation(x[:, :I]) * x[:, I:].
 EXPORT void quire_act_and_mul(const bf16* x, bf16* y, long rows, long I, int act) {
 #pragma omp parallel for if (rows >= SERIAL_MAX_ROWS) schedule(static)

@@ -34,9 +34,15 @@ Size measure(const Rows& r, const Work& w) {
   return size;
 }
 
+long block_size_of(const Model& m) {  // of the layers with attention, of which there is one
+  long i = 0;
+  while (!m.layers[i]->block_size) i++;
+  return m.layers[i]->block_size;
+}
+
 // The arguments of the layers, by KV group.
 void place(const Model& m, const Rows& r, const Work& w, const Size& size, Places& p, Step* steps) {
-  const long T = size.tokens, B = w.B, block_size = m.layers[0]->block_size, width = (size.longest + block_size - 1) / block_size;
+  const long T = size.tokens, B = w.B, block_size = block_size_of(m), width = (size.longest + block_size - 1) / block_size;
   int64_t *ids = p.ids.at_least(T), *positions = p.positions.at_least(T), *slots = p.slots.at_least(m.num_groups * T);
   int *starts = p.starts.at_least(B + 1), *lengths = p.lengths.at_least(w.B), *tables = p.tables.at_least(m.num_groups * B * width);
   long t = 0;
@@ -53,7 +59,7 @@ void place(const Model& m, const Rows& r, const Work& w, const Size& size, Place
   starts[B] = (int)t;
   for (long g = 0; g < m.num_groups; g++) {
     const Group& of = m.groups[g];
-    steps[g] = {of.cos, of.sin, of.query_scale, positions, slots + g * T, tables + g * B * width, starts, lengths, T, B, width, of.pairs};
+    steps[g] = {of.cos, of.sin, of.query_scale, positions, slots + g * T, w.row, tables + g * B * width, starts, lengths, T, B, width, of.pairs};
   }
 }
 
