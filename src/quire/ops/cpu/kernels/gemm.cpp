@@ -7,6 +7,7 @@
 // y = (sum - ZERO_BYTE * sum of w) * scale of x * scale of w.
 //
 // Threads share the panels. Rows are processed in blocks whose x stays in the L2 cache while the panels stream through.
+#include "gemm_floats.h"
 #include "gemm_many_rows.h"
 #include "layer.h"
 #include "quantize_activations.h"
@@ -207,6 +208,10 @@ void multiply_panel(const Job<F>& job, long first, long rows, long panel, typena
 // Panels [panel0, panel1) by the calling thread alone.
 template <Kind KIND, class F>
 void panels_alone(const Job<F>& job, long panel0, long panel1) {
+#ifndef __AVX512F__
+  if constexpr (std::is_same_v<F, Bf16>)
+    if (job.rows >= FLOATS_MIN_ROWS) return panels_of_floats<KIND>(job, panel0, panel1);
+#endif
   alignas(64) typename F::Sum sums[ROWS * TURNS * 32];
   long block = std::max<long>(48, (640 << 10) / (job.steps() * 64) / ROWS * ROWS);
   if (job.rows <= block * 5 / 4) block = job.rows;

@@ -202,7 +202,11 @@ template <>
 struct Lanes<LeafF> {
   static LeafF load(const float* p) { return read<LeafF>(p); }
   static LeafF widen(const bf16* p) { return (LeafF)(__builtin_convertvector(read<LeafS>(p), LeafI) << 16); }
-  static LeafF same(float x) { return LeafF{} + x; }
+#if defined(__AVX2__)  // zero plus x would be an addition: of -0 it is not x
+  static LeafF same(float x) { return _mm256_set1_ps(x); }
+#else
+  static LeafF same(float x) { return LeafF{x, x, x, x}; }
+#endif
 };
 template <>
 struct Lanes<LeafI> {
