@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.observe.metric_table import COUNTS, ENGINE_HISTOGRAMS, RESIDENCY, SNAPSHOTS
+from quire.observe.metric_table import COUNTS, ENGINE_HISTOGRAMS, INFOS, RESIDENCY, SNAPSHOTS
 from quire.observe.prometheus import ServerMetrics
 from tools.generated_tables import DOCS, main
 
@@ -35,6 +35,8 @@ def rows() -> Iterator[str]:
         yield f"| `{row.name}` | histogram | {row.help}{needs} |"
     for name, text in COUNTS.values():
         yield f"| `{name}_total` | counter | {text} |"
+    for name, (text, _) in INFOS.items():
+        yield f"| `{name}` | gauge | {text} |"
 
 
 TABLES = {"metrics": rows}

@@ -188,7 +188,7 @@ def test_requests_wait_for_room_in_the_step_and_are_counted(folder: Path, alone:
         stream = [submit(one, GIVEN[0], params, "a") for _ in range(2)]
         other = submit(one, GIVEN[1], params, "b")
         base = submit(one, GIVEN[2], params)
-        waited, ids = 0, {*stream, other, base}
+        waited, ids, seen = 0, {*stream, other, base}, set()
         while other not in order:
             for output in one.client.outputs():
                 if output.finish:
@@ -197,8 +197,13 @@ def test_requests_wait_for_room_in_the_step_and_are_counted(folder: Path, alone:
                     if output.id in stream and other not in order:
                         stream.append(submit(one, GIVEN[0], params, "a"))
                         ids.add(stream[-1])
-            waited += one.stats()["deferred"]
+            stats = one.stats()
+            waited += stats["deferred"]
+            labels = stats["labels"]
+            seen.add((labels["running_lora_adapters"], labels["waiting_lora_adapters"]))
         assert waited
+        assert ("a", "b") in seen  # the labels of vllm:lora_requests_info
+        assert labels["max_lora"] == "1"
         assert order.index(base) < order.index(other) < 60
         collect(one, list(ids))
 

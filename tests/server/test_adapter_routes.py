@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
@@ -282,6 +283,27 @@ def test_an_adapter_that_another_process_unloaded_is_a_404(serve, adapter):
             assert "`a` does not exist" in message
         on.engine.load_lora("b", adapter("b"))
         assert (await on.complete("b")).status_code == 200
+
+    serve(body)
+
+
+def test_requests_and_tokens_are_counted_by_adapter(serve, adapter, monkeypatch):
+    monkeypatch.setattr("quire.observe.prometheus.MAX_ADAPTER_LABELS", 2)
+
+    async def body(on: Served) -> None:
+        for name in "abc":
+            await on.load(name, adapter(name))
+            await on.complete(name)
+        await on.complete("a")
+        await on.complete()
+        await on.complete("unknown")
+        text = (await on.http.get("/metrics")).text
+        counted = dict(re.findall(r'(?m)^quire:adapter_(\S+),model_name="toy"\} (\S+)$', text))
+        assert counted['requests_total{adapter="a"'] == "2.0"
+        assert {key for key in counted if key.startswith("requests_total")} == {
+            f'requests_total{{adapter="{name}"' for name in ("a", "b", "other")
+        }
+        assert 'quire:adapter_tokens_total{adapter="a",kind="output",model_name="toy"} 4.0' in text
 
     serve(body)
 

@@ -56,6 +56,17 @@ def test_rates_have_their_old_names():
     assert 'vllm:avg_generation_throughput_toks_per_s{engine="0",model_name="toy"} 3.0' in text
 
 
+def test_adapters_of_requests_are_labels():
+    metrics = ServerMetrics("toy", process=False)
+    labels = {"max_lora": "4", "running_lora_adapters": "a,b", "waiting_lora_adapters": ""}
+    metrics.attach(lambda: EngineStats(labels=labels), 10, {})
+    found = re.search(r"(?m)^vllm:lora_requests_info\{(.*)\} (\S+)$", metrics.render().decode())
+    assert found is not None
+    assert found[1] == 'max_lora="4",running_lora_adapters="a,b",waiting_lora_adapters=""'
+    assert float(found[2]) > 1e9
+    assert "lora_requests_info" not in ServerMetrics("toy", process=False).render().decode()
+
+
 def test_queue_time_is_a_metric_of_its_own():
     state = make_state(ScriptedEngine())
     timer = RequestTimer(state.metrics, arrived=100.0, first=103.0, last=107.0)

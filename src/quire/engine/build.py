@@ -194,7 +194,9 @@ def add_adapters(core: EngineCore, resolved: Resolved) -> None:
         wake=lambda: core.inbox.put(None),
         awake=lambda: core.state == STATES[0],
     )
-    core.scheduler.gates.append(LoraGate(registry, options.max_loras))
+    gate = LoraGate(registry, options.max_loras)
+    core.scheduler.gates.append(gate)
+    core.labels |= gate.labels()
     core.functions |= lora.functions(core, registry)
     lora.load_configured(registry, resolved.config)
 

@@ -59,6 +59,7 @@ class EngineCore:
         self.outbox: Outbox = []  # messages that a function sends besides its reply
         self.observers = StepObservers()
         self.counts: dict[str, float] = {}  # additional counters of observers
+        self.labels: dict[str, Callable[[], str]] = {}  # texts for labels of metrics
         self.state = "awake"
         self.idle = True
         self.broken: BaseException | None = None  # why the engine cannot run further steps
@@ -204,4 +205,5 @@ class EngineCore:
             histograms=kv.pool.stats() | {"step_tokens": self.step_tokens.stats},
             state=self.state,
             counts=dict(self.counts),
+            labels={name: read() for name, read in self.labels.items()},
         )

@@ -124,6 +124,14 @@ COUNTS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 """Counters that the engine computes at each scrape, by their names in EngineStats.counts."""
 
+INFOS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "vllm:lora_requests_info": (
+        "LoRA adapters of running and of waiting requests, as labels; the value is the time of the scrape. Only with `--enable-lora`.",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+}
+"""Gauges whose labels are texts of the engine, by their names in EngineStats.labels."""
+
 ALIASES: dict[str, str] = {
     "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
 }

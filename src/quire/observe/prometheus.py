@@ -40,6 +40,7 @@ from quire.observe.metric_table import (
     ALIASES,
     COUNTS,
     ENGINE_HISTOGRAMS,
+    INFOS,
     OBSERVED,
     SNAPSHOTS,
     ObservedMetric,
@@ -53,6 +54,7 @@ log = get_logger(__name__)
 
 BY_KEY = b"quire:key_"
 """Metric families with the label `key`, the name of an API key, begin with this text."""
+MAX_ADAPTER_LABELS = 1024
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE = "0"
 LIMITS = REQUESTS, TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
@@ -83,6 +85,11 @@ class SnapshotCollector(Collector):
             counter = CounterMetricFamily(*COUNTS[key], labels=["model_name", "engine"])
             counter.add_metric([self.model_name, ENGINE], count)
             yield counter
+        for name, (words, labels) in INFOS.items():
+            if stats.labels.keys() >= set(labels):
+                info = GaugeMetricFamily(name, words, labels=labels)
+                info.add_metric([stats.labels[label] for label in labels], time.time())
+                yield info
 
     def histogram(self, row: ObservedMetric, values: list[float]) -> Metric:
         metric = HistogramMetricFamily(row.name, row.help, labels=["model_name", "engine"])
@@ -203,6 +210,8 @@ class ServerMetrics:
         self._make_gauges()
 
     def _make_counters(self) -> None:
+        self._adapters: set[str] = set()
+
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(name, help, ["model_name", *labels], registry=self.registry)
 
@@ -224,6 +233,12 @@ class ServerMetrics:
         )
         for process in ("engine", "http"):
             self.restarts.labels(self.model_name, process)
+        self.adapter_requests = counter(
+            "quire:adapter_requests", "Requests by LoRA adapter.", "adapter"
+        )  # fmt: skip
+        self.adapter_tokens = counter(
+            "quire:adapter_tokens", "Prompt and output tokens by LoRA adapter.", "adapter", "kind"
+        )
         self.key_requests = counter("quire:key_requests", "Requests by key.", "key")
         self.key_tokens = counter(
             "quire:key_tokens", "Prompt and output tokens by key.", "key", "kind"
@@ -310,6 +325,15 @@ class ServerMetrics:
         self.key_requests.labels(self.model_name, key).inc()
         self.key_tokens.labels(self.model_name, key, "prompt").inc(prompt_tokens)
         self.key_tokens.labels(self.model_name, key, "output").inc(output_tokens)
+
+    def by_adapter(self, adapter: str, prompt_tokens: int, output_tokens: int) -> None:
+        """Count a finished request of this LoRA adapter. Clients name adapters, so only the first names are labels."""
+        if adapter not in self._adapters and len(self._adapters) >= MAX_ADAPTER_LABELS:
+            adapter = "other"
+        self._adapters.add(adapter)
+        self.adapter_requests.labels(self.model_name, adapter).inc()
+        self.adapter_tokens.labels(self.model_name, adapter, "prompt").inc(prompt_tokens)
+        self.adapter_tokens.labels(self.model_name, adapter, "output").inc(output_tokens)
 
     def key_refused(self, key: str) -> None:
         """Count a request that was rejected because of its API key's limits."""

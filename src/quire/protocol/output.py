@@ -80,6 +80,7 @@ class EngineStats(Struct, array_like=True, omit_defaults=True, gc=False, tag="st
     histograms: dict[str, list[float]] = {}  # counts by bucket, then the sum
     state: str = "awake"  # or the level of sleep (engine/sleep.py)
     counts: dict[str, float] = {}  # optional counters, if they are configured
+    labels: dict[str, str] = {}  # texts of features, for labels of metrics
 
 
 class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="ready"):

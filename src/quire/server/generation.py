@@ -179,6 +179,8 @@ class Generation:
             self._until = asyncio.get_running_loop().time() + self.timeout
         if self.tenant is not None and self.tenant.name:
             self._counted.enter_context(self._counting(self.tenant))
+        if self.adapter is not None:
+            self._counted.callback(self._count_adapter, self.adapter)
         for which in range(len(self.prompts)):
             self._running.append(await self._ask(which))
             await asyncio.sleep(0)  # let other tasks run between many prompts
@@ -266,6 +268,11 @@ class Generation:
             output = sum(sum(count.output_tokens) for count in self.counts)
             tenant.tokens.take(output)
             metrics.by_key(tenant.name, prompt, output)
+
+    def _count_adapter(self, adapter: str) -> None:
+        prompt = sum(count.prompt_tokens for count in self.counts)
+        output = sum(sum(count.output_tokens) for count in self.counts)
+        self.state.metrics.by_adapter(adapter, prompt, output)
 
     async def _ask(self, which: int) -> RunningPrompt:
         prompt = self.prompts[which]

@@ -7,6 +7,8 @@ further requests until its last one ends.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import msgspec
 
 from quire.errors import ValidationError
@@ -59,6 +61,23 @@ class LoraGate(Gate):
             return False
         full = version not in self.active and len(self.active) >= self.max_loras
         return version.state != "ready" or full or self._waits_for_drain(request, version)
+
+    def labels(self) -> dict[str, Callable[[], str]]:
+        """The labels of the metric `vllm:lora_requests_info`: functions that return their texts."""
+        return {
+            "max_lora": lambda: str(self.max_loras),
+            "running_lora_adapters": lambda: self._names(self.active),
+            "waiting_lora_adapters": lambda: self._names(
+                [version for version in self.registry.versions.values() if version.waiting]
+            ),
+        }
+
+    def _names(self, versions: Collection[LoraVersion]) -> str:
+        if not versions:
+            return ""
+        keys = {version.key for version in versions}
+        known = self.registry.names.values()
+        return ",".join(sorted(each.name for each in known if each.version in keys))
 
     def _waits_for_drain(self, request: Request, version: LoraVersion) -> bool:
         return version is self._draining and request.number >= self._drained_from
