@@ -62,14 +62,13 @@ class Target(Protocol):
 class Place(NamedTuple):
     """Where a module of a checkpoint is in a model: outputs [start, start + outs) of a weight.
 
-    `rows`: gives the weight's rows [first, last) as floats [O, I]; None: of a table. `native`: whether the CPU kernels of fused layers apply adapters there.
+    `rows`: gives the weight's rows [first, last) as floats [O, I]; None: of a table.
     """
 
     target: Target
     start: int
     outs: int
     rows: Callable[[int, int], Tensor] | None
-    native: bool = True
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
@@ -77,17 +76,16 @@ def places_of(model: nn.Module) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for path, layer in named_layers(model):
         if isinstance(layer, Embedding):
-            found[path] = Place(layer, 0, layer.num_out, None, False)
+            found[path] = Place(layer, 0, layer.num_out, None)
         if not isinstance(layer, Linear | Head | Router):
             continue
         (ref,) = layer.weights()
-        native, start = isinstance(layer, Linear), 0
-        rows = _rows_of(ref)
+        rows, start = _rows_of(ref), 0
         if ref.parts and ref.packed:
             packed = f"{path.rpartition('.')[0]}.{ref.packed}"
-            found[packed] = Place(ref, 0, ref.num_out, rows, native)
+            found[packed] = Place(ref, 0, ref.num_out, rows)
         for name, outs in zip(ref.checkpoint_names(path), ref.outputs, strict=True):
-            found[name] = Place(ref, start, outs, rows, native)
+            found[name] = Place(ref, start, outs, rows)
             start += outs
     return found
 
@@ -145,7 +143,10 @@ class AdapterTable:
         Raises:
             ValidationError: modules that the model does not have, or tensors of another shape.
         """
-        return AdapterWeights(self.places, modules, dtype or self.dtype)
+        dtype = dtype or self.dtype
+        if self.dtype == torch.bfloat16 and dtype == torch.float16:
+            dtype = torch.float32  # the kernels multiply these two
+        return AdapterWeights(self.places, modules, dtype)
 
     def add(self, number: int, weights: AdapterWeights) -> None:
         """Load an adapter, between steps."""
@@ -172,8 +173,11 @@ class AdapterTable:
         batch.extras[ADAPTERS] = torch.from_numpy(numbers_T).to(batch.token_ids_T.device)
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
-        """Whether no row has an adapter."""
-        return bool((self._numbers(plan) < 0).all())
+        """Whether the fast path can apply the adapters of all rows."""
+        used = {int(number) for number in self._numbers(plan) if number >= 0}
+        return all(
+            each is not None and each.fits_fast_step for each in map(self.loaded.__getitem__, used)
+        )
 
     def _numbers(self, plan: StepPlan) -> np.ndarray:
         return self.number_of_row[[item.row for item in plan.work]]
@@ -185,7 +189,7 @@ class AdapterWeights:
     Attributes:
         rank: the largest of its modules.
         num_bytes: of its tensors in memory.
-        fits_layers, fits_fast_step: whether fused layers and the fast path can apply it.
+        fits_fast_step: whether the fast path can apply it.
     """
 
     def __init__(
@@ -207,10 +211,7 @@ class AdapterWeights:
         ranks = [len(each.a_RI) for each in modules.values() if each.a_RI is not None]
         self.rank = max(ranks, default=0)
         self.num_bytes = sum(t.nbytes for _, each in self.factors for t in each.tensors())
-        used = [places[name] for name in modules]
-        inside = [each.native for each in used if not isinstance(each.target, Embedding)]
-        self.fits_layers = all(inside) and all(each.struct is not None for _, each in self.factors)
-        self.fits_fast_step = self.fits_layers and all(each.native for each in used)
+        self.fits_fast_step = not any(isinstance(target, Embedding) for target, _ in self.factors)
 
 
 def _check(name: str, place: Place, weights: LoraWeights) -> None:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.forward_context import current_adapters
+from quire.layers.adapted_product import adapted_product
 from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.cpu.structs import ACTIVATIONS, HALVES, UNGATED_FROM, CWeight
-from quire.ops.lora import LoraTable, lora
+from quire.ops.lora import LoraTable
 from quire.ops.reference import act_and_mul, activate, linear
 
 PANEL = 32
@@ -337,21 +338,16 @@ class WeightRef:
     def multiply(self, x_TI: Tensor) -> Tensor:
         """y_TW: x times the weight transposed, plus bias; if gated, the gated product."""
         if self.lora is not None and (numbers_T := current_adapters()) is not None:
-            y_TO = lora(x_TI, self._before_activation(x_TI), numbers_T, self.lora)
-        elif self.prepared is not None:
+            return adapted_product(self, x_TI, numbers_T, self.lora)
+        if self.prepared is not None:
             return self.prepared.multiply(x_TI, self.bias)
-        else:
-            y_TO = linear(x_TI, self.weight, self.bias)
+        return self.after_product(linear(x_TI, self.weight, self.bias))
+
+    def after_product(self, y_TO: Tensor) -> Tensor:
+        """The activation, if there is one."""
         if self.gated:
             return act_and_mul(y_TO, self.act)
         return y_TO if self.after is None else activate(y_TO, self.after)
-
-    def _before_activation(self, x_TI: Tensor) -> Tensor:
-        """y_TO: the product; if gated, of both halves."""
-        prepared = self.prepared
-        if prepared is None:
-            return linear(x_TI, self.weight, self.bias)
-        return prepared.before_activation().multiply(x_TI, self.bias)
 
     def kernel_weight(self, padded: bool = False) -> CWeight | None:
         """For the kernels; None if they do not multiply this weight, or its last panel is not full and not `padded`."""
@@ -361,7 +357,10 @@ class WeightRef:
         if prepared.outs % PANEL and not padded:
             return None
         bias = None if bias_O is None else bias_O.data_ptr()
-        return CWeight(**prepared.kernel_args(), bias=bias, outs=prepared.padded, ins=prepared.ins)
+        lora = None if self.lora is None else self.lora.address
+        return CWeight(
+            **prepared.kernel_args(), bias=bias, outs=prepared.padded, ins=prepared.ins, lora=lora
+        )
 
     @property
     def outputs(self) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.forward_context import current_batch
+from quire.forward_context import current_adapters, current_batch
 from quire.layers.attention import Attention
 from quire.layers.decoder_layer import DecoderLayer, QueryScale
 from quire.layers.rotary import Angles, LayerRotaries
@@ -75,7 +75,9 @@ class ForwardPass:
         self, groups: Mapping[StepGroup, Attention], positions: Tensor, rotary: LayerRotaries
     ):
         self.positions, self.rotary = positions, rotary
-        self.references: list[Any] = []
+        numbers_T = current_adapters()
+        self.references: list[Any] = [numbers_T]
+        self.adapters = None if numbers_T is None else numbers_T.data_ptr()
         self.steps = (_P * len(groups))(*(self._step(*each) for each in groups.items()))
 
     @cached_property
@@ -129,8 +131,8 @@ class NativeRun:
         residual_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
         norm = None if self.norm is None else ctypes.addressof(self.norm)
         self.kernels.layers(
-            self.layers, self.groups, self.count, forward.steps, len(x_TD), x_TD.data_ptr(), residual_TD.data_ptr(),
-            first, norm,
+            self.layers, self.groups, self.count, forward.steps, len(x_TD), forward.adapters, x_TD.data_ptr(),
+            residual_TD.data_ptr(), first, norm,
         )  # fmt: skip
         return x_TD, residual_TD
 

@@ -73,9 +73,6 @@ def _table(embedding: Embedding) -> tuple[int, int | None, bool] | None:
 
 
 def _head(head: Head) -> CWeight | None:
-    prepared = head.ref.prepared
-    if type(head) is not Head or prepared is None or prepared.kernels is None:
+    if type(head) is not Head or head.ref.bias is not None:
         return None
-    if head.ref.bias is not None:
-        return None
-    return CWeight(**prepared.kernel_args(), outs=prepared.padded, ins=prepared.ins)
+    return head.ref.kernel_weight(padded=True)

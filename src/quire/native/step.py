@@ -52,7 +52,7 @@ class NativeStep:
         )
         self._rows = CRows(
             tokens_RL.data_ptr(), rows.num_computed_tokens.ctypes.data, rows.length.ctypes.data, ctypes.addressof(self._tables),
-            sampler.params_R.ctypes.data, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
+            sampler.params_R.ctypes.data, None, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
         self._model = 0  # its address
@@ -75,6 +75,8 @@ class NativeStep:
     def _set_model(self, model: CModel | None) -> None:
         self.model = model
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
+        adapters = None if model is None else model.references[0].adapters
+        self._rows.adapters = None if adapters is None else adapters.number_of_row.ctypes.data
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """Whether the kernels support the model, and no row is longer than the rotary table."""

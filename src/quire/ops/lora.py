@@ -120,13 +120,17 @@ class LoraTable:
 
     def __init__(self, capacity: int):
         self.factors: list[LoraFactors | None] = [None] * capacity
+        # Of the structs for the CPU kernels; this array never moves.
         self.addresses = (ctypes.c_void_p * capacity)()
-        """Of the structs for the CPU kernels; this array never moves."""
+        self.address = ctypes.addressof(self.addresses)
+        self.is_native = True
+        """Whether the CPU kernels multiply all of them."""
 
     def set(self, number: int, factors: LoraFactors | None) -> None:
         self.factors[number] = factors
         struct = None if factors is None else factors.struct
         self.addresses[number] = None if struct is None else ctypes.addressof(struct)
+        self.is_native = all(each is None or each.struct is not None for each in self.factors)
 
 
 @op

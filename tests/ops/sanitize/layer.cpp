@@ -25,7 +25,7 @@ CHECK(layer) {
     const quire::Layer* one[] = {&l};
     const quire::Step* only[] = {&s};
     const int64_t none[] = {0};
-    quire_layers(one, none, 1, only, T, x, residual, first, nullptr);
+    quire_layers(one, none, 1, only, T, nullptr, x, residual, first, nullptr);
     if (first)
       quire_norm(x2, hidden, in.weight, x2, hidden, T, 1, hidden, in.eps, quire::RMS);
     else
@@ -55,14 +55,14 @@ CHECK(layer) {
   memcpy(x2.data, x.data, T * hidden * 2);
   memcpy(x3.data, x.data, T * hidden * 2);
   Guarded<bf16> residual(T * hidden), residual3(T * hidden);
-  quire_layers(both, groups, 2, steps, T, x, residual, 1, &in);
+  quire_layers(both, groups, 2, steps, T, nullptr, x, residual, 1, &in);
   // The same by halves: each is a layer without the weights of the other.
   quire::Layer attention = l, mlp = l;
   attention.gate_up.data = nullptr, mlp.qkv.data = nullptr;
   const quire::Layer *first_half[] = {&attention}, *second_half[] = {&mlp};
   for (int first : {1, 0}) {
-    quire_layers(first_half, groups, 1, steps, T, x2, residual2, first, nullptr);
-    quire_layers(second_half, groups, 1, nullptr, T, x2, residual2, 0, nullptr);
+    quire_layers(first_half, groups, 1, steps, T, nullptr, x2, residual2, first, nullptr);
+    quire_layers(second_half, groups, 1, nullptr, T, nullptr, x2, residual2, 0, nullptr);
   }
   quire_add_norm(x2, residual2, in.weight, T, hidden, in.eps, quire::RMS);
   same("layers", x.data, x2.data, T * hidden);
@@ -77,7 +77,7 @@ CHECK(layer) {
   }
   const quire::Step placed{back_cos, back_sin, nullptr, positions, slots, nullptr, table, starts, lengths, T, 1, 2, P};
   const quire::Step* others[] = {&placed};
-  quire_layers(both, groups, 2, others, T, x3, residual3, 1, &in);
+  quire_layers(both, groups, 2, others, T, nullptr, x3, residual3, 1, &in);
   same("layers by position", x3.data, x2.data, T * hidden);
 }
 
@@ -106,7 +106,7 @@ CHECK(layer_options) {
     l.parallel = parallel;
     Guarded<bf16> y(T * hidden), residual(T * hidden);
     memcpy(y.data, x.data, T * hidden * sizeof(bf16));
-    quire_layers(one, none, 1, only, T, y, residual, 1, &l.mlp_in);
+    quire_layers(one, none, 1, only, T, nullptr, y, residual, 1, &l.mlp_in);
     std::vector<double> sums(T * hidden);
     for (long i = 0; i < T * hidden; i++) sums[i] = value_of(y[i]);
     near("layer's options", y.data, sums, 1e-6);  // finite
@@ -117,7 +117,7 @@ CHECK(layer_options) {
     l.qkv.outs = (SmallLayer::heads + parts * SmallLayer::kv) * SmallLayer::D;
     Guarded<bf16> y(T * hidden), residual(T * hidden);
     memcpy(y.data, x.data, T * hidden * sizeof(bf16));
-    quire_layers(one, none, 1, only, T, y, residual, 1, &l.mlp_in);
+    quire_layers(one, none, 1, only, T, nullptr, y, residual, 1, &l.mlp_in);
   }
   comparisons++;
   if (!memcmp(found[0].data, found[1].data, T * hidden * sizeof(bf16))) failures++, fprintf(stderr, "parallel changes nothing\n");

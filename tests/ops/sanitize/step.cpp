@@ -34,7 +34,7 @@ CHECK(step) {
       params[r] = {r == 1 ? 0.f : 0.7f, (uint32_t)r, r == 3 ? 5 : 0, r == 2 ? 0.8 : 1, -INFINITY};
     }
     const int32_t* tables[] = {blocks};
-    const quire::Rows rows{tokens, computed, length, tables, params, L, M};
+    const quire::Rows rows{tokens, computed, length, tables, params, nullptr, L, M};
 
     // A whole prompt, a part of one, and one that ends here but does not draw.
     const int64_t first[3][3] = {{2, 0, 1}, {22, 7, 21}, {1, 1, 0}};
@@ -67,7 +67,7 @@ CHECK(step) {
     const quire::Step s{cos, sin, nullptr, positions, slots, nullptr, places, starts, lengths, T, B, 2, P};
     const quire::Step* steps[] = {&s};
     Guarded<bf16> residual(T * hidden);
-    quire_layers(layers, groups, 2, steps, T, x, residual, 1, &m.norm);
+    quire_layers(layers, groups, 2, steps, T, nullptr, x, residual, 1, &m.norm);
     same("step's keys", keys.data, other_keys.data, keys.count);
     same("step's values", values.data, other_values.data, values.count);
     Guarded<bf16> logits(padded);

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import reference
-from quire.ops.cpu import experts, masked_argmax, recurrent, structs  # noqa: F401  (the first three register their kernels)
+from quire.ops.cpu import experts, lora, masked_argmax, recurrent, structs  # noqa: F401  (the first four register their kernels)
 from quire.ops.cpu.bindings import best
 
 

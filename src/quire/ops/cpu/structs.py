@@ -40,6 +40,7 @@ class CWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(c_void_p, "data scale sum zero codes order blocks bias"),
         *_all(c_int64, "outs ins group"),
+        ("lora", c_void_p),
     ]
 
 
@@ -164,13 +165,15 @@ class CRowParams(ctypes.Structure):
 
 class CRows(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *_all(c_void_p, "tokens num_computed_tokens length blocks params"),
+        *_all(c_void_p, "tokens num_computed_tokens length blocks params adapters"),
         *_all(c_int64, "tokens_step blocks_step"),
     ]
 
 
 MIRRORS: tuple[type[ctypes.Structure], ...] = (
     CWeight,
+    CLoraPart,
+    CLora,
     CRouting,
     CExperts,
     CMixture,

@@ -49,8 +49,8 @@ inline Floats tanh_of(Floats x) {  // 1 - 2 / (e^2x + 1)
 }
 
 // The activations of gated layers, and the square of ReLU, which has no gate; others without a gate are UNGATED + activation.
-// structs.py has their numbers, too.
-enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU, RELU_SQUARED, RELU = 7, UNGATED = 16 };
+// HALVES: of a gated layer, both halves without an activation. structs.py has their numbers, too.
+enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU, RELU_SQUARED, HALVES, RELU, UNGATED = 16 };
 inline bool is_gated(int act) { return act != NO_ACTIVATION && act != RELU_SQUARED && act < RELU; }
 
 // x / (1 + e^-y): silu for y = x.

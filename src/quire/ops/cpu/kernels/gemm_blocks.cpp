@@ -381,6 +381,7 @@ EXPORT void quire_linear_blocks(const bf16* x, long x_row, const uint8_t* w, con
   const Activations a = keep.reserve(rows, ins);
 #pragma omp parallel for if (rows > 1 && rows * ins >= 8192) schedule(static)
   for (long r = 0; r < rows; r++) quantize_row(a, x + r * x_row, r);
+  if (act == HALVES) act = NO_ACTIVATION;  // the order of its outputs
   const BlockJob job{a, w, (const BlockPart*)(blocks + 1), bias, y, y_row, outs, act};
   const long panels = outs / (is_gated(act) ? 64 : 32);
 #pragma omp parallel

@@ -51,7 +51,7 @@ struct Finish {
   Half<F> early, late;
   const float* x_scale;
   bf16* y;
-  long y_row;
+  long y_row, half;
   int act;
 
   Finish(const Job<F>& job, long panel)
@@ -60,14 +60,15 @@ struct Finish {
         x_scale(job.x_scale),
         y(job.y + panel * (KIND == GATED ? 16 : 32)),
         y_row(job.y_row),
+        half(job.outs / 2),
         act(job.act) {}
 
-  // A row's sums, 16 and 16, to outputs: 32 values of y, or in `left` 16 of a gated panel.
+  // A row's sums, 16 and 16, to outputs: 32 values of y, or in `left` 16 of a gated panel unless its halves are wanted.
   void values(long row, const Sum* sums, const Sum* later, Floats& left, Floats& right) const {
     left = early.value(sums, x_scale, row), right = late.value(later, x_scale, row);
-    if (KIND == GATED)
-      left = gated(rounded(left), rounded(right), act);
-    else
+    if (KIND == GATED) {
+      if (act != HALVES) left = gated(rounded(left), rounded(right), act);
+    } else
       left = ungated(left, act), right = ungated(right, act);
   }
   void rows(long first, long count, const Sum* sums, const Sum* later, long step) const {
@@ -75,9 +76,10 @@ struct Finish {
     for (const long end = first + count; first < end; first++, sums += step, later += step, to += y_row) {
       Floats left, right;
       values(first, sums, later, left, right);
-      if (KIND == GATED)
+      if (KIND == GATED) {
         store(to, left);
-      else
+        if (act == HALVES) store(to + half, right);
+      } else
         store(to, left, right);
     }
   }

@@ -63,7 +63,9 @@ inline void finish(const Job4& job, long row, long panel, const float* total) {
   const auto bias = [&](long at) { return job.bias ? widen(job.bias + at) : floats(0.f); };
   const Floats left = load(total) + bias(out), right = load(total + 16) + bias(other);
   bf16* y = job.y + row * job.y_row + out;
-  if (GATED)
+  if (GATED && job.act == HALVES)
+    store(y, left), store(y + job.outs / 2, right);
+  else if (GATED)
     store(y, gated(rounded(left), rounded(right), job.act));
   else
     store(y, ungated(left, job.act), ungated(right, job.act));

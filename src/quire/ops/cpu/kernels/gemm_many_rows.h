@@ -129,7 +129,7 @@ Share share(const Job<F>& job, long thread, long team) {
 template <Kind KIND, class F>
 bool better_streamed(const Job<F>& job, const Share& mine) {
   const bool whole_lines = (uintptr_t)job.y % LINE == 0 && job.y_row * 2 % LINE == 0;
-  const bool pairs = KIND == PLAIN || mine.panel1 % 2 == 0;
+  const bool pairs = KIND == PLAIN || (mine.panel1 % 2 == 0 && job.act != HALVES);
   return whole_lines && pairs && (mine.row1 - mine.row0) * (mine.panel1 - mine.panel0) * (KIND == GATED ? 32 : 64) > 1 << 20;
 }
 

@@ -129,9 +129,10 @@ static void mlp_half(const Layer& l, long T, bf16* x, bf16* residual) {
 using namespace quire;
 
 // Layers, or halves of them, one after the other, each with the step of its group; the norm behind them unless it is null.
-// x and residual: [tokens, hidden], written over. `first`: the residual holds nothing yet.
+// adapters: of each token, see lora.h. x and residual: [tokens, hidden], written over. `first`: the residual holds nothing yet.
 EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long count, const Step* const* steps, long tokens,
-                         bf16* x, bf16* residual, int first, const Norm* norm) {
+                         const int64_t* adapters, bf16* x, bf16* residual, int first, const Norm* norm) {
+  const AdapterScope scope(adapters, tokens);
   for (long i = 0; i < count; i++) {
     const Layer& l = *layers[i];
     if (l.qkv.data || l.delta_net) attention_half(l, *steps[groups[i]], x, residual, first && i == 0);

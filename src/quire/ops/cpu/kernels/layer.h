@@ -1,6 +1,7 @@
 // The layers that layer.cpp reads. native/fused_decoder.py fills them in.
 #pragma once
 #include "exports.h"
+#include "lora.h"
 
 namespace quire {
 
@@ -14,8 +15,13 @@ struct Weight {
   const int64_t* blocks; // blocks of GGUF files: not null (gemm_blocks.cpp)
   const bf16* bias;
   int64_t outs, ins, group;
+  LoraTable lora;        // null: no adapter may change it
 
+  // With the adapters of the calling thread's `AdapterScope`, whose tokens x then has; tokens without one keep their bits.
   void multiply(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act = NO_ACTIVATION) const {
+    touched_by_adapters(lora) ? multiply_adapted(x, x_row, y, y_row, rows, act) : product(x, x_row, y, y_row, rows, act);
+  }
+  void product(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act) const {
     if (blocks)
       quire_linear_blocks(x, x_row, (const uint8_t*)data, blocks, bias, y, y_row, rows, outs, ins, act);
     else if (zero)
@@ -33,6 +39,7 @@ struct Weight {
   long bits() const { return zero || blocks ? 4 : scale ? 8 : 16; }
 
  private:
+  void multiply_adapted(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act) const;
   void panels_bf16(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
   void panels_int8(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
   void panels_blocks(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
@@ -84,4 +91,5 @@ struct Step {  // shared by the layers of a group
 }  // namespace quire
 
 EXPORT void quire_layers(const quire::Layer* const* layers, const int64_t* groups, long count, const quire::Step* const* steps,
-                         long tokens, quire::bf16* x, quire::bf16* residual, int first, const quire::Norm* norm);
+                         long tokens, const int64_t* adapters, quire::bf16* x, quire::bf16* residual, int first,
+                         const quire::Norm* norm);

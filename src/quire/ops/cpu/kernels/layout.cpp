@@ -14,7 +14,13 @@ using namespace quire;
 
 static const FieldLayout LAYOUTS[] = {
     WHOLE(Weight), FIELD(Weight, data), FIELD(Weight, scale), FIELD(Weight, sum), FIELD(Weight, zero), FIELD(Weight, codes), FIELD(Weight, order),
-    FIELD(Weight, blocks), FIELD(Weight, bias), FIELD(Weight, outs), FIELD(Weight, ins), FIELD(Weight, group),
+    FIELD(Weight, blocks), FIELD(Weight, bias), FIELD(Weight, outs), FIELD(Weight, ins), FIELD(Weight, group), FIELD(Weight, lora),
+
+    WHOLE(LoraPart), FIELD(LoraPart, start), FIELD(LoraPart, outs), FIELD(LoraPart, first), FIELD(LoraPart, rank), FIELD(LoraPart, at),
+    FIELD(LoraPart, scale),
+
+    WHOLE(Lora), FIELD(Lora, a), FIELD(Lora, b), FIELD(Lora, gain), FIELD(Lora, offset), FIELD(Lora, parts), FIELD(Lora, count),
+    FIELD(Lora, rank), FIELD(Lora, ins), FIELD(Lora, is_bf16),
 
     WHOLE(Routing), FIELD(Routing, k), FIELD(Routing, score), FIELD(Routing, renormalize), FIELD(Routing, rounds),
     FIELD(Routing, groups), FIELD(Routing, top_groups), FIELD(Routing, top2), FIELD(Routing, eps), FIELD(Routing, scale),
@@ -50,7 +56,7 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Model, vocab), FIELD(Model, embedding_scale), FIELD(Model, logit_scale), FIELD(Model, softcap),
 
     WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, num_computed_tokens), FIELD(Rows, length), FIELD(Rows, blocks),
-    FIELD(Rows, params), FIELD(Rows, tokens_step), FIELD(Rows, blocks_step),
+    FIELD(Rows, params), FIELD(Rows, adapters), FIELD(Rows, tokens_step), FIELD(Rows, blocks_step),
 
     WHOLE(RowParams), FIELD(RowParams, temperature), FIELD(RowParams, seed), FIELD(RowParams, top_k), FIELD(RowParams, top_p),
     FIELD(RowParams, log_min_p),

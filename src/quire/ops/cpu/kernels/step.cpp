@@ -11,7 +11,7 @@ namespace quire {
 namespace {
 
 struct Places {  // of one step: T tokens, B rows, S rows that draw
-  Scratch<int64_t> ids, positions, slots, last, who, lengths64, tokens;
+  Scratch<int64_t> adapters, ids, positions, slots, last, who, lengths64, tokens;
   Scratch<int> starts, lengths, tables;
   Scratch<bf16> x, residual, hidden, logits;
   Scratch<float> whole;
@@ -63,6 +63,14 @@ void place(const Model& m, const Rows& r, const Work& w, const Size& size, Place
   }
 }
 
+// By token of the step, or null if no row has an adapter.
+int64_t* adapters_of(const Rows& r, const Work& w, long T, Places& p) {
+  if (!r.adapters || std::all_of(w.row, w.row + w.B, [&](long row) { return r.adapters[row] < 0; })) return nullptr;
+  int64_t* found = p.adapters.at_least(T);
+  for (long b = 0; b < w.B; b++) std::fill(found + p.starts.data[b], found + p.starts.data[b + 1], r.adapters[w.row[b]]);
+  return found;
+}
+
 void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
   const long hidden = m.layers[0]->hidden;
   if (m.blocks)
@@ -87,7 +95,8 @@ long advance(const Rows& r, const Work& w, Places& p) {
   return S;
 }
 
-void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, const bf16* x, long T, int64_t* drawn, float* whole) {
+void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64_t* adapters, const bf16* x, long T,
+          int64_t* drawn, float* whole) {
   const long hidden = m.layers[0]->hidden, width = m.head.outs;
   const bf16* from = x;
   if (S < T) {
@@ -96,7 +105,12 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, const
     from = some;
   }
   bf16* logits = p.logits.at_least(S * width);
-  m.head.multiply(from, hidden, logits, width, S);
+  if (adapters)
+    for (long s = 0; s < S; s++) adapters[s] = adapters[p.last.data[s]];  // last[s] >= s
+  {
+    const AdapterScope scope(adapters, S);
+    m.head.multiply(from, hidden, logits, width, S);
+  }
   if (m.logit_scale != 1 || m.softcap != 0) quire_scale(logits, width, S, width, m.logit_scale, m.softcap);
   float* most = p.whole.at_least(S);
   RowParams* params = p.params.at_least(S);
@@ -136,9 +150,10 @@ EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_
   bf16* x = p.x.at_least(size.tokens * m.layers[0]->hidden);
   embed(m, p.ids.data, size.tokens, x);
   bf16* residual = p.residual.at_least(size.tokens * m.layers[0]->hidden);
-  quire_layers(m.layers, m.group_of_layer, m.count, all, size.tokens, x, residual, 1, &m.norm);
+  int64_t* adapters = adapters_of(*rows, w, size.tokens, p);
+  quire_layers(m.layers, m.group_of_layer, m.count, all, size.tokens, adapters, x, residual, 1, &m.norm);
   std::fill(drawn, drawn + B, -1);
   std::fill(whole, whole + B, 0.f);
-  if (const long S = advance(*rows, w, p)) draw(m, *rows, w, S, p, x, size.tokens, drawn, whole);
+  if (const long S = advance(*rows, w, p)) draw(m, *rows, w, S, p, adapters, x, size.tokens, drawn, whole);
   return (int)std::count_if(whole, whole + B, [](float most) { return !(fabsf(most) < INFINITY); });
 }

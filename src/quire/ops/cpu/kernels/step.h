@@ -27,6 +27,7 @@ struct Rows {  // the state of each row, by its number; a step advances tokens a
   int64_t *num_computed_tokens, *length;
   const int32_t* const* blocks;  // by group
   const RowParams* params;
+  const int64_t* adapters;           // the numbers of their adapters, -1: none; may be null
   int64_t tokens_step, blocks_step;  // from row to row
 };
 
