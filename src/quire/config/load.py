@@ -12,6 +12,7 @@ SAME_LOAD_FORMATS = {
     "runai_streamer": "safetensors",
     "runai_streamer_sharded": "sharded_state",
     "bitsandbytes": "auto",
+    "mistral": "safetensors",
 }
 """vLLM's other readers of the same files -> Quire's format. Quire maps files: it needs no reader that is faster."""
 
@@ -21,8 +22,8 @@ class LoadConfig:
     """Files of the checkpoint."""
 
     load_format: str = "auto"
-    """auto (also: hf), safetensors (fastsafetensors, runai_streamer), sharded_state, pt, npcache, gguf or dummy (random
-    weights). bitsandbytes: as --quantization bitsandbytes."""
+    """auto (also: hf), safetensors (fastsafetensors, runai_streamer), sharded_state, pt, npcache, gguf, mistral (params.json,
+    consolidated*.safetensors) or dummy (random weights). bitsandbytes: as --quantization bitsandbytes."""
     download_dir: str | None = None
     """Directory for files downloaded from the hub; unset: the hub's cache."""
     model_loader_extra_config: dict[str, Any] = field(default_factory=dict)

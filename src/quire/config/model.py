@@ -26,7 +26,7 @@ class ModelConfig:
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; unset: the model's."""
     tokenizer_mode: Literal["auto", "hf", "slow", "mistral"] = "auto"
-    """auto, hf or slow (the Python tokenizer of Transformers)."""
+    """auto, hf, mistral (tekken.json), or slow (the Python tokenizer of Transformers)."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts and outputs are token ids."""
     trust_remote_code: bool = False
@@ -38,7 +38,7 @@ class ModelConfig:
     tokenizer_revision: str | None = None
     """Branch, tag or commit of the tokenizer on the hub."""
     config_format: Literal["auto", "hf", "mistral"] = "auto"
-    """auto or hf."""
+    """auto, hf, or mistral: params.json, also where there is a config.json."""
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
     """Values that override the checkpoint's config.json (nested dicts are merged), or a function that returns the new config."""
     hf_token: str | bool | None = None

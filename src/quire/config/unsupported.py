@@ -134,7 +134,6 @@ PARSERS: dict[str, str] = {
 
 LOAD_FORMATS: dict[str, str] = {
     "tensorizer": "serve the checkpoint that was serialized: safetensors are mapped, so they load without a copy",
-    "mistral": "serve the Hugging Face files of the same repository (config.json, model*.safetensors, tokenizer.json)",
     **dict.fromkeys(
         ("instanttensor", "ipc_cache", "modelexpress"),
         "use auto: files are mapped, and a second start finds them in the page cache",
@@ -146,8 +145,6 @@ SETTINGS: dict[tuple[str, str, object], str] = {
     ("parallel", "enable_expert_parallel", True): "a server uses one device; leave the flag out",
     ("model", "runner", "pooling"): "serve a model that generates text",
     ("model", "enable_prompt_embeds", True): "send token ids instead",
-    ("model", "tokenizer_mode", "mistral"): "use auto and a checkpoint with tokenizer.json",
-    ("model", "config_format", "mistral"): "use auto and a checkpoint with config.json",
     ("parallel", "distributed_executor_backend", "ray"): EXECUTORS,
     ("parallel", "distributed_executor_backend", "external_launcher"): EXECUTORS,
 }

@@ -315,8 +315,13 @@ def load(
         ModelNotFound: the directory has no tokenizer.
         ConfigError: a file in it is damaged, or the mode is unknown.
     """
-    if mode not in ("auto", "hf", "slow"):
-        raise ConfigError(f"tokenizer_mode must be auto, hf or slow, not {mode!r}")
+    if mode not in (
+        "auto",
+        "hf",
+        "slow",
+        "mistral",
+    ):  # the last: tekken.json has become tokenizer.json
+        raise ConfigError(f"tokenizer_mode must be auto, hf, slow or mistral, not {mode!r}")
     path = Path(folder)
     config = read_json(path / "tokenizer_config.json")
     named = special_tokens(path, config)

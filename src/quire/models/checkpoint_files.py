@@ -23,6 +23,7 @@ from quire.logging import get_logger
 from quire.models.gguf.families import stored_in
 from quire.models.gguf.folder import only_model
 from quire.models.gguf.header import TYPES, parts_of
+from quire.models.mistral.tensors import usual_name, usual_tensors
 from quire.models.safetensors_header import BITS, header
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 TABLE = re.compile(r"embed|wte|wpe")  # lookup tables, which are not multiplied
 RANK = "model-rank-{}-part-*.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth")
+OF_MISTRAL = "consolidated"
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 AGAIN = "the download is not complete; download the checkpoint again"
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "adapter_model")
@@ -130,7 +132,7 @@ def _single_safetensors(root: Path) -> list[Path]:
     found = [file for file in sorted(root.glob("*.safetensors")) if file.is_file()]
     files = [file for file in found if not file.name.startswith(NOT_WEIGHTS)]
     # Mistral's repositories have the same weights a second time, under other names.
-    files = [f for f in files if not f.name.startswith("consolidated")] or files
+    files = [f for f in files if not f.name.startswith(OF_MISTRAL)] or files
     _check_numbers(files)
     return files
 
@@ -231,7 +233,11 @@ def stored_tensors(
     if kind != "safetensors":
         return sum(file.stat().st_size for file in files)
     return [
-        (name, tensor["dtype"], tensor["shape"])
+        (
+            usual_name(name) if file.name.startswith(OF_MISTRAL) else name,
+            tensor["dtype"],
+            tensor["shape"],
+        )
         for file in files
         for name, tensor in header(file).items()
     ]
@@ -285,7 +291,13 @@ def tensors(
         yield from _from_numpy(Path(path) / "np", files)
         return
     for file in files:
-        yield from _safetensors(file) if kind == "safetensors" else _pickle(file)
+        found = _safetensors(file) if kind == "safetensors" else _pickle(file)
+        if file.name.startswith(OF_MISTRAL):
+            if hf_config is None:
+                what = "Mistral's files through the Transformers backend"
+                raise Unsupported(what, "leave --model-impl out")
+            found = usual_tensors(found, hf_config)
+        yield from found
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:

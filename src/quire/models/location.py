@@ -17,6 +17,7 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelNotFound, QuireError, Unsupported
 from quire.models.gguf.folder import checkpoint_folder, is_gguf, only_model
 from quire.models.gguf.hub import choose, gguf_name
+from quire.models.mistral.folder import is_mistral, mistral_folder
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 WANTED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
@@ -45,8 +46,9 @@ def find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
     """
     name = model.model
     directory = Path(name).expanduser()
+    mistral = "mistral" in (load.load_format, model.config_format)
     if directory.is_dir():
-        return _directory(directory.absolute()), _nothing
+        return _directory(directory.absolute(), mistral), _nothing
     if (EMBEDDED / name / "config.json").is_file() and "/" not in name:
         return str(EMBEDDED / name), _nothing
     if name.startswith(OBJECT_STORES):
@@ -126,12 +128,15 @@ def no_tokenizer(folder: str, why: str) -> ModelNotFound:
     )
 
 
-def _directory(folder: Path) -> str:
-    """A checkpoint directory; a GGUF model in it counts if there are no other weights.
+def _directory(folder: Path, mistral: bool = False) -> str:
+    """A checkpoint directory; a GGUF model in it counts if there are no other weights. `mistral`: of its files, take those
+    in Mistral's format.
 
     Raises:
-        ModelNotFound: it is none, or it has several GGUF models.
+        ModelNotFound: it is none, or it has several GGUF models. As `mistral_folder`.
     """
+    if mistral or is_mistral(folder):
+        return mistral_folder(folder)
     others = any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
     if not others and (file := only_model(folder)) is not None:
         return checkpoint_folder(file)
@@ -217,6 +222,15 @@ def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> 
         patterns = _patterns(files)
         if patterns == WANTED_FILES and any(file.endswith(".gguf") for file in files):
             return _gguf_from_hub(name, "", model, load), _nothing
+        forced = "mistral" in (load.load_format, model.config_format)
+        if option == "model" and (
+            forced or ("params.json" in files and "config.json" not in files)
+        ):
+            allowed = [*WANTED_FILES, "consolidated*.safetensors"]
+            folder = hub.snapshot_download(
+                name, allow_patterns=allowed, ignore_patterns=load.ignore_patterns, **about
+            )
+            return mistral_folder(Path(folder)), _nothing
 
         def download(*ignored: str) -> str:
             ignore = [*load.ignore_patterns, *ignored]

@@ -1,29 +1,18 @@
-"""A GGUF model as a checkpoint directory: its metadata as config.json, tokenizer.json and the like, and links to its files.
-
-The directory is in the cache, under a name made of the file's path, size and time, so that a file is converted once and all
-processes of a server read the same. Knows paths and files.
-"""
+"""A GGUF model as a checkpoint directory: its metadata as config.json, tokenizer.json and the like, and links to its files."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
-from typing import Any
 
-from quire import env
-from quire.errors import ConfigError, ModelNotFound, QuireError
+from quire.errors import ModelNotFound, QuireError
 from quire.logging import get_logger
+from quire.models.converted_folder import converted_folder
 from quire.models.gguf.families import config_of
 from quire.models.gguf.header import MAGIC, SPLIT, GgufHeader, parts_of, read_header
 from quire.models.gguf.tokenizer import GgufTokenizer
 
 log = get_logger(__name__)
 
-FORM = 1  # changes with the content of the directory
 PROJECTOR = "mmproj"  # files with encoders of images, which llama.cpp keeps apart
 
 
@@ -58,39 +47,14 @@ def checkpoint_folder(file: Path) -> str:
         ConfigError, ModelNotFound, Unsupported: as `read_header` and `config_of`.
     """
     files = parts_of(file.absolute())
-    about = [(str(each), (at := each.stat()).st_size, at.st_mtime_ns) for each in files]
-    key = hashlib.sha256(json.dumps([FORM, about]).encode()).hexdigest()[:16]
-    name = f"{files[0].stem[:80]}-{key}"
-    root = Path(str(env.get("CACHE_ROOT"))).expanduser().absolute() / "gguf"
-    if (root / name / "config.json").is_file():
-        return str(root / name)
-    header = read_header(file.absolute())
-    try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        unfinished = Path(tempfile.mkdtemp(prefix=".", dir=root))
-    except OSError as why:
-        raise ConfigError(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
-    _forget_gone(root)
-    try:
-        _write(header, unfinished)
-        os.rename(unfinished, root / name)
-    except OSError as why:  # another process has made it meanwhile
-        if not (root / name / "config.json").is_file():
-            raise ConfigError(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return str(root / name)
+    links = {each.name if each.suffix == ".gguf" else f"{each.name}.gguf": each for each in files}
+    return converted_folder(
+        "gguf", files[0].stem, files, lambda: _texts(read_header(files[0])), links
+    )
 
 
-def _forget_gone(root: Path) -> None:
-    """Delete the directories of files that no longer exist."""
-    for folder in root.glob("[!.]*"):
-        if any(not link.exists() for link in folder.glob("*.gguf")):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write(header: GgufHeader, folder: Path) -> None:
-    texts: dict[str, Any] = {"config.json": config_of(header)}
+def _texts(header: GgufHeader) -> dict[str, object]:
+    texts: dict[str, object] = {"config.json": config_of(header)}
     try:
         tokenizer = GgufTokenizer(header)
         texts["tokenizer.json"] = tokenizer.tokenizer_json()
@@ -98,8 +62,4 @@ def _write(header: GgufHeader, folder: Path) -> None:
         texts["generation_config.json"] = tokenizer.generation_config()
     except QuireError as why:  # the user may pass another tokenizer
         log.warning("%s", why)
-    for name, content in texts.items():
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
-    for file in header.files:
-        name = file.name if file.suffix == ".gguf" else f"{file.name}.gguf"
-        (folder / name).symlink_to(file)
+    return texts
