@@ -18,10 +18,10 @@ from quire.layers.rotary import ROPE_INIT_FUNCTIONS
 TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
 KINDS = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
+    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
 }  # fmt: skip
 """model_type -> general.architecture, where they differ."""
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
 HALVES = {
     Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ1_M: (),
@@ -71,6 +71,29 @@ def unstacked(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return parts
 
 
+def apart(found: dict[str, np.ndarray], c: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Granite's and DeepSeek's joined tensors in the parts that llama.cpp stores."""
+    parts = {}
+    for name, values in found.items():
+        if name.endswith("input_linear.weight"):
+            half, base = (
+                values.shape[1] // 2,
+                name.replace("block_sparse_moe.input_linear.weight", "mlp.experts"),
+            )
+            parts[f"{base}.gate_proj.weight"] = values[:, :half]
+            parts[f"{base}.up_proj.weight"] = values[:, half:]
+        elif name.endswith("output_linear.weight"):
+            parts[name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")] = values
+        elif name.endswith("kv_b_proj.weight") and c["model_type"] == "deepseek_v3":  # newer files
+            heads = values.reshape(c["num_attention_heads"], -1, values.shape[1])
+            nope = c["qk_nope_head_dim"]
+            parts[name.replace("kv_b_proj", "k_b_proj")] = heads[:, :nope].swapaxes(1, 2)
+            parts[name.replace("kv_b_proj", "v_b_proj")] = heads[:, nope:]
+        else:
+            parts[name] = values
+    return parts
+
+
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -115,7 +138,9 @@ class GgufCopy:
 
     def _tensors(self) -> list[tuple[str, np.ndarray]]:
         c, found, stacks = self.config, [], dict[str, list[np.ndarray]]()
-        for name, values in sorted(unstacked(tensors_of(self.folder)).items(), key=in_order):
+        for name, values in sorted(
+            apart(unstacked(tensors_of(self.folder)), c).items(), key=in_order
+        ):
             base = name.rpartition(".")[0]
             if EXPERT.search(base):
                 stacks.setdefault(EXPERT.sub("", name), []).append(values)
@@ -162,7 +187,7 @@ class GgufCopy:
         w.add_feed_forward_length(c["intermediate_size"])
         w.add_head_count(c["num_attention_heads"])
         w.add_head_count_kv(c["num_key_value_heads"])
-        if c.get("head_dim"):
+        if c.get("head_dim") and not c.get("kv_lora_rank"):
             w.add_key_length(c["head_dim"])
         if c.get("rms_norm_eps"):
             w.add_layer_norm_rms_eps(c["rms_norm_eps"])
@@ -188,6 +213,23 @@ class GgufCopy:
             w.add_expert_feed_forward_length(
                 c.get("moe_intermediate_size") if self.arch != "gpt-oss" else c["intermediate_size"]
             )
+        if c.get("kv_lora_rank"):
+            key, rotated = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["qk_rope_head_dim"]
+            w.add_kv_lora_rank(c["kv_lora_rank"])
+            if c.get("q_lora_rank"):
+                w.add_q_lora_rank(c["q_lora_rank"])
+            new = c["model_type"] == "deepseek_v3"
+            (w.add_key_length_mla if new else w.add_key_length)(key)
+            (w.add_value_length_mla if new else w.add_value_length)(c["v_head_dim"])
+            w.add_rope_dimension_count(rotated)
+            if new:
+                w.add_key_length(c["kv_lora_rank"] + rotated)
+                w.add_value_length(c["kv_lora_rank"])
+                w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if c["model_type"] == "minimax_m2":
+            w.add_expert_feed_forward_length(c["intermediate_size"])
+        if c.get("n_routed_experts") and c.get("moe_intermediate_size") and c.get("kv_lora_rank"):
+            w.add_expert_feed_forward_length(c["moe_intermediate_size"])
         if (part := rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))) != 1.0:
             w.add_rope_dimension_count(
                 int(part * (c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]))

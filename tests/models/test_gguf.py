@@ -53,7 +53,8 @@ GGUF_CASES = [
     "llama", "llama tied", "llama of few keys", "llama one kv head", "linear", "yarn", "mistral",
     "mistral window", "qwen2", "qwen2 tied", "qwen3", "qwen3 tied",
     "phi3", "phi3 longrope", "granite", "olmo2", "glm4", "mixtral", "qwen2 moe", "qwen3 moe", "olmoe", "glm4 moe",
-    "glm4 moe in groups",
+    "glm4 moe in groups", "ernie4_5", "granite moe", "minimax m2", "minimax m2 partial rope", "deepseek v2", "deepseek v2 lite",
+    "deepseek v3",
 ]  # fmt: skip
 IMPLIED = [  # values that the files of these families do not contain
     Case("gemma2", "gemma2", {**GEMMA2, "query_pre_attn_scalar": BASE["head_dim"]}),

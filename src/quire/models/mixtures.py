@@ -200,5 +200,5 @@ class GraniteMoe(Mixture, Granite):
 
     def mixture(self) -> nn.Module:
         stacked = ("input_linear.weight", "output_linear.weight")
-        experts = self.experts(stacked=stacked, by_expert=False)
+        experts = self.experts(stacked=stacked)
         return MoE(self.router(), experts, checkpoint_names={"gate": "router.layer"})

@@ -19,6 +19,8 @@ from quire.models.registry import choose_impl
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE = re.compile(r"^rope_(?:freqs|factors_(?:long|short))\.weight$")
 SAFETENSORS = "serve the model's safetensors checkpoint"
+BIASED = ("q", "qkv", "kv_a_mqa")
+SIGMOID = 2  # of expert_gating_func
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -37,6 +39,8 @@ def family(header: GgufHeader) -> dict[str, Any]:
     for key, also in (("expert_count", "experts"), ("attention.sliding_window", "window")):
         if header.get(key) and also in families.get(name, {}):
             name = families[name][also]
+    if header.get("expert_gating_func") == SIGMOID:
+        name = families.get(name, {}).get("sigmoid", name)
     if name not in families:
         raise Unsupported(
             f"{header.files[0]} (a GGUF file of the architecture {name or 'without a name'!r})",
@@ -61,7 +65,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "architectures": [about["architecture"]],
         "model_type": about["model_type"],
         "tie_word_embeddings": "output.weight" not in shapes,
-        "attention_bias": "blk.0.attn_q.bias" in shapes or "blk.0.attn_qkv.bias" in shapes,
+        "attention_bias": any(f"blk.0.attn_{part}.bias" in shapes for part in BIASED),
         "attention_out_bias": "blk.0.attn_output.bias" in shapes,
         "mlp_bias": "blk.0.ffn_down.bias" in shapes,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
@@ -94,6 +98,8 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
     )
     if not 0 < layers <= 4096:
         raise ConfigError(f"{header.files[0]}: it claims {layers} layers")
+    if header.get("attention.kv_lora_rank"):
+        config |= _latent_attention(header)
     config.setdefault("num_key_value_heads", heads)
     size = config.setdefault("head_dim", hidden // heads)
     rotated = header.get("rope.dimension_count") or size
@@ -122,6 +128,26 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
     config["rope_parameters"] = rope
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+
+
+def _latent_attention(header: GgufHeader) -> dict[str, Any]:
+    """DeepSeek's sizes of a head; newer files describe the cache in key_length, and have one key head."""
+    rotated = header.get("rope.dimension_count")
+    sizes = [
+        header.get(f"attention.{which}_length_mla", header.get(f"attention.{which}_length"))
+        for which in ("key", "value")
+    ]
+    groups = header.get("expert_group_count") or 1
+    return {
+        "kv_lora_rank": header.get("attention.kv_lora_rank"),
+        "q_lora_rank": header.get("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": sizes[0] - rotated,
+        "v_head_dim": sizes[1],
+        "head_dim": rotated,
+        "num_key_value_heads": header.get("attention.head_count"),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
 
 
 def _scalar(header: GgufHeader, key: str, value: Any) -> Any:
@@ -163,6 +189,8 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
             rope["attention_factor"] = attention
     elif kind in ("linear", "yarn") and factor:
         rope |= {"rope_type": kind, "factor": factor}
+        if (scale := header.get("rope.scaling.yarn_log_multiplier")) is not None:
+            rope |= dict.fromkeys(("mscale", "mscale_all_dim"), scale * 10)
         if trained:
             rope["original_max_position_embeddings"] = trained
     elif kind not in (None, "none", "linear", "yarn", "longrope"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,28 @@ def gguf_tensors(
     Raises:
         ConfigError: the file is damaged. Unsupported: it has a tensor or a type that is not known.
     """
-    header = header_in(folder)
+    yield from _joined(_tensors(header_in(folder), config, dtype, blocks))
+
+
+def _joined(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Latent attention's expansion as one tensor: newer files have keys, transposed, and values of each head apart."""
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in found:
+        layer, _, part = name.rpartition(".")
+        if part not in ("keys", "values"):
+            yield name, tensor
+            continue
+        parts = waiting.setdefault(layer, {})
+        parts[part] = tensor
+        if len(parts) == 2:
+            del waiting[layer]
+            heads = [parts["keys"].transpose(1, 2), parts["values"]]
+            yield f"{layer}.weight", torch.cat(heads, 1).flatten(0, 1)
+
+
+def _tensors(
+    header: GgufHeader, config: Mapping[str, Any], dtype: str, blocks: Container[str]
+) -> Iterator[tuple[str, Tensor]]:
     files = {file: _mapped(file) for file in header.files}
     num_stored, num_converted = Counter[str](), Counter[str]()
     for each in tensor_places(header, config):
