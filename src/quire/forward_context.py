@@ -7,6 +7,7 @@ Shape suffixes: T tokens of this step, B rows (requests), B1 = B + 1, M blocks a
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ class ForwardBatch:
     lengths: list[int] = field(default_factory=list)
     # host copies for the rows that draw a token, in the order of sample_at_S: index in B, worker's row, context length
     drawing: list[int] = field(default_factory=list)
+    # (a row whose draft tokens the step verifies is here several times, one after the other)
     rows_S: np.ndarray = field(default_factory=_none)  # on the host: the worker's rows of these
     lengths_S: np.ndarray = field(default_factory=_none)  # and their contexts
     # the attention backend's metadata, by KV group
@@ -58,6 +60,11 @@ class ForwardBatch:
     embeddings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
+
+    def first_draws(self) -> list[tuple[int, int, int]]:
+        """Of each row that draws: its index in B, the worker's row, and the position of its first draw."""
+        draws = zip(self.drawing, self.rows_S.tolist(), self.lengths_S.tolist(), strict=True)
+        return [next(own) for _, own in itertools.groupby(draws, lambda draw: draw[0])]
 
     def of_tokens(self, at: slice | Tensor) -> ForwardBatch:
         """A batch with some of the tokens, for modules that read extra tensors by token."""

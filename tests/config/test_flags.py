@@ -306,7 +306,7 @@ def test_a_programs_own_flags_are_its_own(tmp_path):
 def test_a_program_passes_all_its_arguments_on(tmp_path, warnings):
     """As vLLM's examples do: their own flags are taken out, then LLM(**vars(args))."""
     args = program().parse_args(["--config", yaml(tmp_path, "max-num-seqs: 8\n"), "--seed", "3"])
-    assert (args.enable_lora, args.max_loras, args.speculative_config) == (False, 1, None)
+    assert (args.enable_lora, args.max_loras, args.speculative_config) == (False, 1, {})
     EngineArgs.from_cli_args(args)
     own = ("max_tokens", "top_p", "port", "stream")
     config = engine_config({name: value for name, value in vars(args).items() if name not in own})

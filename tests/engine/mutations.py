@@ -42,9 +42,6 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a request whose drafts are cancelled keeps its row": (
         SCHEDULER, "Scheduler._add_forced_tokens", "self._preempt(ANY)", "pass",
     ),
-    "old drafts continue forced tokens": (
-        SCHEDULER, "Scheduler._add_forced_tokens", "request.drafted = False", "",
-    ),
     "cancelled steps give tokens": (SCHEDULER, "Scheduler.commit", "num_pending < 0", "False"),
     "all draws in flight are void": (BUILDING, "cancel_redundant_draws", "num_known -= 1", ""),
     "no limit to running ahead": (SCHEDULER, "Scheduler._num_new_tokens", "length >= request.limit", "False"),

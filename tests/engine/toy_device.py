@@ -186,11 +186,12 @@ class ToyDevice:
             row = self.rows[item.row]
             for column, new_blocks in zip(row.blocks, item.new_blocks, strict=False):
                 column += new_blocks
-            if plan.step <= row.stale_until:
-                row.drafts += [0] * (item.drafts - len(row.drafts))
             sequence = row.tokens + row.drafts[: item.drafts]
             start, end = row.num_computed_tokens, row.num_computed_tokens + item.num_tokens
-            assert start < end <= len(sequence), f"row {item.row}: no such tokens"
+            if plan.step > row.stale_until:
+                assert end - item.drafts <= len(row.tokens), f"row {item.row}: no such tokens"
+            end = min(end, len(sequence))  # the plan allows for more draft tokens
+            assert start < end, f"row {item.row}: no such tokens"
             row.spoilt |= self._fails(row) or fails
             if self.states is not None:
                 self._advance_state(item.row, sequence, start, end)
@@ -204,9 +205,10 @@ class ToyDevice:
             if row.spoilt:
                 errors[index] = "spoilt"
                 self.spoilt_by_step.setdefault(plan.step, set()).add(row.id)
-            tokens.append(self._decide(item, row, sequence, end))
+            drafts = max(end - len(row.tokens), 0)
+            tokens.append(self._decide(item, row, sequence, end, drafts))
             if tokens[-1]:
-                drew.append((index, item.row, row, end - item.drafts))
+                drew.append((index, item.row, row, end - drafts))
         self.drew[plan.step] = drew
         result = StepResult(plan.step, tokens, errors=errors)
         for index, (item, row, sequence, _, end) in enumerate(work):
@@ -281,20 +283,22 @@ class ToyDevice:
                     )
         return spoilt
 
-    def _decide(self, item, row: ToyRow, sequence: list[int], end: int) -> list[int]:
+    def _decide(self, item, row: ToyRow, sequence: list[int], end: int, drafts: int) -> list[int]:
         if not item.samples or end < len(row.tokens):
             row.num_computed_tokens = end
             return []
-        base = end - 1 - item.drafts
+        base = end - 1 - drafts
         decided = []
-        for i in range(item.drafts + 1):
+        for i in range(drafts + 1):
             decided.append(next_token(sequence[: base + i + 1], row.kin[0]))
-            if i < item.drafts and decided[-1] != sequence[base + i + 1]:
+            if i < drafts and decided[-1] != sequence[base + i + 1]:
                 break
         row.tokens = row.tokens[: base + 1] + decided + row.tokens[base + 1 + len(decided) :]
-        row.num_computed_tokens = end - (item.drafts + 1 - len(decided))
+        row.num_computed_tokens = end - (drafts + 1 - len(decided))
         history, row.drafts = list(row.tokens), []
-        for _ in range(self.drafts):
+        for _ in range(
+            self.rng.choice([self.drafts, self.drafts, self.rng.randint(0, self.drafts)])
+        ):
             right = self.rng.random() < 0.6
             row.drafts.append(
                 next_token(history, row.kin[0]) if right else self.rng.randrange(VOCAB)

@@ -16,6 +16,7 @@ from quire.config.observe import ObserveConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
+from quire.config.speculation import SpeculationConfig
 from quire.config.structured import StructuredConfig
 
 CHECKPOINT_TOKENS = 64
@@ -34,6 +35,7 @@ class EngineConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     @classmethod

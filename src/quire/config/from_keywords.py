@@ -84,6 +84,9 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
         filled |= {name: value for name, value in parser.items() if value}
         older = filled.get("structured_outputs_config", {})
         fields["structured_outputs_config"] = older | own
+    if own := fields.get("speculative_config"):
+        own = coerce(known["speculative_config"], own)
+        fields["speculative_config"] = filled.get("speculative_config", {}) | own
     overrides = filled.pop("hf_overrides", None)
     if overrides is not None:
         own = fields.get("hf_overrides") or {}
@@ -100,9 +103,13 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
     }
 
 
+MERGED = frozenset({"hf_overrides", "structured_outputs_config", "speculative_config"})
+"""Objects that several old names fill."""
+
+
 def _merge(filled: dict[str, Any], more: dict[str, Any]) -> None:
     for name, value in more.items():
-        if name in ("hf_overrides", "structured_outputs_config") and name in filled:
+        if name in MERGED and name in filled:
             filled[name] = {**filled[name], **value}
         else:
             filled[name] = value

@@ -78,7 +78,8 @@ def _first_screen(prog: str) -> str:
         "  --config FILE                 read flags from a YAML file; the command line wins\n"
         "  --help=all                    every flag, with vLLM's other flags and old names\n"
         "  --help=WORD                   flags with WORD in their name\n"
-        f"  --help=SECTION                {', '.join(sections())}\n"
+        f"  --help=SECTION                {', '.join(sections()[:8])},\n"
+        f"                                {', '.join(sections()[8:])}\n"
     )
     return "\n".join(parts)
 

@@ -91,7 +91,18 @@ def _backend(value: Any) -> dict[str, Any]:
     return {"attention_backend": str(getattr(backend, "name", backend))} if backend else {}
 
 
+def _speculative(key: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {"speculative_config": {key: value}}
+
+
 _WHITESPACE, _PROPERTIES = "disable_any_whitespace", "disable_additional_properties"
+_SPECULATIVE = {"method": "method", "model": "model", "tokens": "num_speculative_tokens"}
+_OLD_SPECULATIVE = {
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+}
 _MAPPED = (
     VllmFlag("disable_log_requests", "flag", "W", "use enable_log_requests (off by default)", (), lambda v: {"enable_log_requests": not v}),
     VllmFlag("task", "value", "W", "use runner", ("generate", "auto"), lambda v: {"runner": v if v in ("auto", "generate") else "pooling"}),
@@ -102,6 +113,8 @@ _MAPPED = (
     VllmFlag("guided_decoding_backend", "value", "W", "use structured_outputs_config={'backend': ...}", ("auto",), _guided_backend),
     VllmFlag("guided_decoding_disable_any_whitespace", "flag", "W", f"use structured_outputs_config={{'{_WHITESPACE}': true}}", (), _structured(_WHITESPACE)),
     VllmFlag("guided_decoding_disable_additional_properties", "flag", "W", f"use structured_outputs_config={{'{_PROPERTIES}': true}}", (), _structured(_PROPERTIES)),
+    *(VllmFlag(f"spec_{key}", "value", "A", "", (), _speculative(name)) for key, name in _SPECULATIVE.items()),
+    *(VllmFlag(name, "value", "W", f"use speculative_config={{'{key}': ...}}", (), _speculative(key)) for name, key in _OLD_SPECULATIVE.items()),
     VllmFlag("model_tag", "value", "A", "", (), lambda v: {"model": v}),
     VllmFlag("device", "value", "W", "the device is detected; QUIRE_DEVICE=cpu or cuda forces one", ("auto", "cpu"), lambda v: {}),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from quire.config.api_key_file import read_keys
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.resolve import resolve
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
+from quire.config.speculation import speculative_options
 from quire.config.structured import structured_options
 from quire.config.validate import check_options
 from quire.engine import lora, rpc, sleep
@@ -28,10 +29,12 @@ from quire.engine.core import EngineCore
 from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.process_client import ProcessClient
 from quire.engine.supervisor import EngineSupervisor
+from quire.errors import ConfigError
 from quire.features.fair_share.fair_queue import FairQueue
 from quire.features.lora.gate import LoraGate
 from quire.features.lora.registry import FILE as ADAPTERS_FILE
 from quire.features.lora.registry import LoraRegistry
+from quire.features.speculation.gate import SpeculationGate
 from quire.features.state_checkpoints.gate import CheckpointGate
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.gate import GrammarGate
@@ -146,7 +149,8 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
     info = msgspec.convert(executor.call("info")[0], WorkerInfo)
     kv_layout = layout(info.layer_specs(), resolved.block_size, info.max_model_len)
     gate = GrammarGate(compiler, elsewhere=resolved.executor == "mp")
-    scheduler = build_scheduler(resolved, info, kv_layout, [gate])
+    speculation = build_speculation(resolved)
+    scheduler = build_scheduler(resolved, info, kv_layout, [gate, *speculation])
     custom = checked(resolved.config.observe.custom_histogram_buckets)
     core = EngineCore(
         scheduler, executor, resolved.depth, token_bounds=buckets(ITERATION, 0, custom)
@@ -154,6 +158,8 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
     gate.wake = lambda: core.inbox.put(None)
     for limit in scheduler.kv.limits:
         limit.counts = core.counts
+    for drafts in speculation:
+        drafts.publish(core.counts)
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)
     if isinstance(scheduler.waiting, FairQueue):
@@ -264,6 +270,7 @@ def build_scheduler(
         max_length=info.max_model_len,
         chunked=resolved.chunked_prefill,
         max_chunk=options.long_prefill_token_threshold,
+        drafts=num_speculative_tokens(resolved),
         depth=resolved.depth,
         by_priority=options.scheduling_policy == "priority",
         max_waiting=options.max_num_queued_reqs or 0,
@@ -273,6 +280,16 @@ def build_scheduler(
     if (path := resolved.config.server.api_key_file) is not None:
         waiting = FairQueue({key.name: key.weight for key in read_keys(path)})
     return Scheduler(kv, limits, [*gates, *checkpoints], waiting=waiting)
+
+
+def num_speculative_tokens(resolved: Resolved) -> int:
+    options = speculative_options(resolved.config.speculation.speculative_config)
+    return 0 if options is None else options.num_speculative_tokens
+
+
+def build_speculation(resolved: Resolved) -> list[SpeculationGate]:
+    num_drafts = num_speculative_tokens(resolved)
+    return [SpeculationGate(num_drafts)] if num_drafts else []
 
 
 def build_checkpoints(resolved: Resolved, info: WorkerInfo) -> list[CheckpointGate]:
@@ -330,5 +347,30 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
             adapters = LoraHook(parts.models, parts.rows, resolved.config.lora)
             parts.hooks.append(adapters)
             parts.functions |= adapters.functions
+        add_drafter(parts, resolved)
 
     return plug_in
+
+
+def add_drafter(parts: WorkerParts, resolved: Resolved) -> None:
+    """What proposes draft tokens, if `speculative_config` says so.
+
+    Raises:
+        ConfigError: the model cannot take tokens back.
+    """
+    options = speculative_options(resolved.config.speculation.speculative_config)
+    if options is None:
+        return
+    from quire.features.speculation.draft_length import DraftLength
+    from quire.features.speculation.hook import SpeculationHook
+    from quire.features.speculation.ngram import NgramDrafter
+
+    model = parts.models[0]
+    if model.state_layers() or model.per_request:
+        raise ConfigError(
+            f"speculative_config: {resolved.architecture} keeps a recurrent state, and cannot take tokens back yet;"
+            " leave the option out, the text is the same"
+        )
+    drafter = NgramDrafter(options.prompt_lookup_min, options.prompt_lookup_max)
+    length = DraftLength(options.num_speculative_tokens, fixed=not options.adaptive)
+    parts.hooks.append(SpeculationHook(parts.rows, drafter, length))

@@ -114,12 +114,18 @@ ENGINE_HISTOGRAMS: dict[str, ObservedMetric] = {
 }  # fmt: skip
 """Histograms that the engine fills, by their names in EngineStats.histograms."""
 
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+COUNT_LABELS: dict[str, str] = {PER_POSITION: "position"}
 COUNTS: dict[str, tuple[str, str]] = {
     "flops": ("vllm:estimated_flops_per_gpu", "Floating-point operations of all steps, estimated."),
     "read_bytes": ("vllm:estimated_read_bytes_per_gpu", "Bytes of weights and KV that steps read, estimated."),
     "write_bytes": ("vllm:estimated_write_bytes_per_gpu", "Bytes of KV that steps wrote, estimated."),
     "prefix_kv_hits": ("quire:prefix_cache_kv_hits", "Prompt tokens whose KV blocks were cached; a model with recurrent states can use only those before a copy of its states."),
     "prefix_state_hits": ("quire:prefix_cache_state_hits", "Prompt tokens before the last cached copy of the recurrent states: those that were not computed."),
+    "spec_decode_num_drafts": ("vllm:spec_decode_num_drafts", "How often draft tokens of a request were verified."),
+    "spec_decode_num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    "spec_decode_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right."),
+    PER_POSITION: (f"vllm:{PER_POSITION}", "Draft tokens that were right, by their place among those of a request."),
     "recorder_stops": ("quire:flight_recorder_stops", "1: the flight recorder has stopped after a write error."),
 }  # fmt: skip
 """Counters that the engine computes at each scrape, by their names in EngineStats.counts."""

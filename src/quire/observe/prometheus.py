@@ -38,6 +38,7 @@ from quire.observe.buckets import buckets, checked
 from quire.observe.http_metrics import HttpMetrics
 from quire.observe.metric_table import (
     ALIASES,
+    COUNT_LABELS,
     COUNTS,
     ENGINE_HISTOGRAMS,
     INFOS,
@@ -81,15 +82,24 @@ class SnapshotCollector(Collector):
             yield self.metric(row, stats)
         for key, values in stats.histograms.items():
             yield self.histogram(ENGINE_HISTOGRAMS[key], values)
-        for key, count in stats.counts.items():
-            counter = CounterMetricFamily(*COUNTS[key], labels=["model_name", "engine"])
-            counter.add_metric([self.model_name, ENGINE], count)
-            yield counter
+        yield from self.counters(stats.counts)
         for name, (words, labels) in INFOS.items():
             if stats.labels.keys() >= set(labels):
                 info = GaugeMetricFamily(name, words, labels=labels)
                 info.add_metric([stats.labels[label] for label in labels], time.time())
                 yield info
+
+    def counters(self, counts: Mapping[str, float]) -> Iterable[Metric]:
+        """`counts`: by a name of COUNTS, which a colon and the value of its label may follow."""
+        families: dict[str, CounterMetricFamily] = {}
+        for key, count in counts.items():
+            name, _, value = key.partition(":")
+            labels = [COUNT_LABELS[name]] if value else []
+            if name not in families:
+                labels = ["model_name", "engine", *labels]
+                families[name] = CounterMetricFamily(*COUNTS[name], labels=labels)
+            families[name].add_metric([self.model_name, ENGINE, *([value] if value else [])], count)
+        return families.values()
 
     def histogram(self, row: ObservedMetric, values: list[float]) -> Metric:
         metric = HistogramMetricFamily(row.name, row.help, labels=["model_name", "engine"])

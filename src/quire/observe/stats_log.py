@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.logging import get_logger
+from quire.observe.speculation_log import speculation_line
 from quire.protocol.output import EngineStats
 
 log = get_logger("quire.observe.stats")
@@ -54,6 +55,8 @@ class StatsLog:
             log.debug(line)
         else:
             log.info(line)
+            if speculation := speculation_line(now, before, seconds):
+                log.info(speculation)
         self.was_idle = idle
         return line
 

@@ -32,6 +32,12 @@ class Logprobs(Struct, array_like=True, omit_defaults=True, gc=False):
     values: list[list[float]]
     ranks: list[int]
 
+    def first(self, count: int) -> Logprobs:
+        """Those of the first `count` positions."""
+        if count >= len(self.ranks):
+            return self
+        return Logprobs(self.start, self.token_ids[:count], self.values[:count], self.ranks[:count])
+
 
 class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="output"):
     """What is new about one request since its last EngineOutput."""

@@ -20,8 +20,8 @@ def output_of(request: Request, tokens: list[int], index: int, result: StepResul
     if request.finish or len(request.tokens) - len(tokens) <= request.num_prompt:
         output.num_cached_tokens, output.queued = request.num_cached_tokens, request.queued
         output.preemptions = request.preemptions
-    if result.logprobs:
-        output.logprobs = result.logprobs.get(index)
+    if result.logprobs and (logprobs := result.logprobs.get(index)):
+        output.logprobs = logprobs.first(len(tokens))
     if result.prompt_logprobs:
         output.prompt_logprobs = result.prompt_logprobs.get(index)
     if result.tensors:

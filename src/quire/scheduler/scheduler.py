@@ -48,9 +48,7 @@ from quire.scheduler.waiting_queue import WaitingQueue
 log = get_logger(__name__)
 
 MAX_COUNTED_WAITING = 256
-NO_TENSOR = (
-    "this engine generates tokens; it has no output for a request without sampling parameters"
-)
+NO_TENSOR = "this engine generates tokens, and the request has no sampling parameters"
 
 
 class Scheduler:
@@ -127,6 +125,9 @@ class Scheduler:
             if not num_tokens:
                 continue
             while (new_blocks := self.kv.grow(request, num_tokens)) is None:
+                if (without_drafts := request.length - num_computed_tokens) < num_tokens:
+                    num_tokens = without_drafts
+                    continue
                 if self.held_blocks.of_preempted():
                     break  # a preempted request's blocks will be free soon: wait for them
                 victim = self.waiting.victim_for_blocks(self.running)
@@ -305,8 +306,8 @@ class Scheduler:
         """Apply the result of a step. Its requests may have ended or been preempted in the meantime."""
         outputs: list[EngineOutput] = []
         pending_outputs = self.in_flight.pop(result.step)
-        for index, (pending, tokens) in enumerate(zip(pending_outputs, result.tokens, strict=True)):
-            request, num_pending = pending
+        pairs = zip(pending_outputs, result.tokens, strict=True)
+        for index, ((request, num_pending), tokens) in enumerate(pairs):
             request.num_pending_tokens -= max(num_pending, 0)
             if request.finish is not None:
                 continue
@@ -344,7 +345,6 @@ class Scheduler:
         """
         if not (cancelled := cancel_drafts(self.in_flight, request)):
             cancel_redundant_draws(self.in_flight, request, len(forced))
-        request.drafted = False  # the worker's draft tokens do not continue it
         added = self._extend(request, forced)
         if cancelled and request.finish is None and request.row != NO_ROW:
             self._preempt(request)

@@ -27,7 +27,10 @@ class StepCounts:
     count_B: np.ndarray
     start_B: np.ndarray
     end_B: np.ndarray
-    drawing_S: np.ndarray  # indices of the rows that draw a token
+    drawing_S: (
+        np.ndarray
+    )  # indices of the rows that draw; a row with draft tokens draws at several positions
+    lengths_S: np.ndarray  # tokens before the one that is drawn
     query_start_B1: np.ndarray
     query_lens: list[int]  # as count_B
     lengths: list[int]  # as end_B
@@ -42,7 +45,10 @@ class StepCounts:
 
     @property
     def sample_at_S(self) -> np.ndarray:
-        found: np.ndarray = self.query_start_B1[self.drawing_S + 1] - 1
+        after_S = (
+            self.end_B[self.drawing_S] - self.lengths_S
+        )  # tokens of the row after this position
+        found: np.ndarray = self.query_start_B1[self.drawing_S + 1] - 1 - after_S
         return found
 
     def batch(self, **tensors: Any) -> ForwardBatch:
@@ -56,7 +62,7 @@ class StepCounts:
             lengths=self.lengths,
             drawing=self.drawing_S.tolist(),
             rows_S=self.rows_B[self.drawing_S],
-            lengths_S=self.end_B[self.drawing_S],
+            lengths_S=self.lengths_S,
             **tensors,
         )
 
@@ -99,20 +105,24 @@ class InputBatchBuilder:
         rows, work = self.rows, plan.work
         rows.grow(work)
         rows_B = np.array([item.row for item in work], np.int64)
-        query_lens = [item.num_tokens for item in work]
-        count_B = np.array(query_lens, np.int64)
-        start_B = rows.num_computed_tokens[rows_B]
-        end_B, length_B = start_B + count_B, rows.length[rows_B]
-        if (end_B > length_B).any() or min(query_lens) < 1:
+        count_B = np.array([item.num_tokens for item in work], np.int64)
+        drafts_B = np.array([item.drafts for item in work], np.int64)
+        start_B, length_B = rows.num_computed_tokens[rows_B], rows.length[rows_B]
+        known_B = length_B - rows.num_drafts[rows_B]
+        end_B = start_B + count_B
+        if (end_B - drafts_B > known_B).any() or count_B.min() < 1:
             raise RuntimeError(f"step {plan.step}: a row lacks the tokens that the plan computes")
-        samples_B = np.array([item.samples for item in work], bool) & (end_B == length_B)
+        np.minimum(end_B, length_B, out=end_B)  # the plan allows for more draft tokens
+        np.subtract(end_B, start_B, out=count_B)
+        samples_B = np.array([item.samples for item in work], bool) & (end_B >= known_B)
         query_start_B1 = np.zeros(len(work) + 1, np.int64)
         count_B.cumsum(out=query_start_B1[1:])
         rows.advance(rows_B, end_B, samples_B)
-        drawing_S, lengths = samples_B.nonzero()[0], end_B.tolist()
+        drawing_S, lengths_S = _draws(samples_B, known_B, end_B)
         return StepCounts(
-            rows_B, count_B, start_B, end_B, drawing_S, query_start_B1, query_lens, lengths
-        )
+            rows_B, count_B, start_B, end_B, drawing_S, lengths_S, query_start_B1, count_B.tolist(),
+            end_B.tolist(),
+        )  # fmt: skip
 
     def _tables_and_slots(
         self, rows_B: np.ndarray, row_T: np.ndarray, position_T: np.ndarray, longest: int
@@ -127,3 +137,18 @@ class InputBatchBuilder:
             first_T = blocks[row_T, index_T].astype(np.int64) * size
             slots.append(self.rows.tensor(first_T + offset_T))
         return tables, slots
+
+
+def _draws(
+    samples_B: np.ndarray, known_B: np.ndarray, end_B: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(drawing_S, lengths_S): a row that has no token to compute after its known ones draws once, and once after each
+    draft token that the step computes."""
+    rows = samples_B.nonzero()[0]
+    first, last = known_B[rows], end_B[rows]
+    if (first == last).all():
+        return rows, last
+    draws = last - first + 1
+    drawing_S = np.repeat(rows, draws)
+    number_S = np.arange(len(drawing_S)) - np.repeat(draws.cumsum() - draws, draws)
+    return drawing_S, np.repeat(first, draws) + number_S

@@ -53,6 +53,10 @@ class RequestRows:
         self.num_prompt = np.zeros(max_rows, np.int64)
         self.num_computed_tokens = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int64)  # number of tokens, those being drawn included
+        self.accepts_drafts = np.zeros(max_rows, bool)  # the model output sets it
+        self.num_drafts = np.zeros(
+            max_rows, np.int64
+        )  # how many of these, the last ones, are draft tokens
         max_blocks = -(-(max_model_len + 1) // block_size)
         self.blocks = [np.zeros((max_rows, max_blocks), np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
@@ -87,6 +91,7 @@ class RequestRows:
         self.num_prompt[row], self.num_computed_tokens[row], self.length[row] = (
             new.num_prompt, new.num_computed_tokens, length,
         )  # fmt: skip
+        self.num_drafts[row] = 0
         self.num_blocks[:, row] = 0
         self.add_blocks(row, new.blocks)
 
@@ -103,6 +108,13 @@ class RequestRows:
         if self._host_RL is not None:
             return torch.from_numpy(self._host_RL[rows_T, places_T].astype(np.int64))
         return self.token_ids_RL[self.tensor(rows_T), self.tensor(places_T)].long()
+
+    def tokens_of(self, row: int, start: int, end: int) -> list[int]:
+        """Some tokens of a row, on the host."""
+        if self._host_RL is not None:
+            found: list[int] = self._host_RL[row, start:end].tolist()
+            return found
+        return [int(token) for token in self.token_ids_RL[row, start:end].tolist()]
 
     def write_sampled(self, rows_S: np.ndarray, places_S: np.ndarray, tokens_S: Tensor) -> None:
         """Write drawn tokens, on the device."""
@@ -130,7 +142,7 @@ class RequestRows:
         if self.ids[row] is None:
             raise RuntimeError(f"row {row} is freed, but no request has it")
         self.ids[row] = self.params[row] = None
-        self.length[row] = 0
+        self.length[row] = self.num_drafts[row] = 0
         self.faults.pop(row, None)
 
     def faults_of(self, work: Sequence[WorkItem]) -> dict[int, str]:
@@ -144,8 +156,21 @@ class RequestRows:
         """Append forced tokens after the reported ones. A draw in flight at these positions gives the same tokens."""
         start, reported.count = reported.count, reported.count + len(tokens)
         if self.reported_counts[row] is reported:  # else another request has the row by now
+            self.put_drafts(row, ())  # they need not continue the forced tokens
             self.write_tokens(row, start, tokens)
             self.length[row] = max(self.length[row], reported.count)
+
+    def put_drafts(self, row: int, drafts: Sequence[int]) -> None:
+        """Append draft tokens, which the next step verifies, in the place of those that the row has."""
+        known = int(self.length[row] - self.num_drafts[row])
+        if drafts:
+            self.write_tokens(row, known, drafts)
+        self.length[row], self.num_drafts[row] = known + len(drafts), len(drafts)
+
+    def take_back(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """A step has verified the rows' draft tokens: `lengths` of their tokens are right, and the last is not computed."""
+        self.length[rows], self.num_computed_tokens[rows] = lengths, lengths - 1
+        self.num_drafts[rows] = 0
 
     def grow(self, work: Sequence[WorkItem]) -> None:
         """Add the new blocks of this step's work to the block tables."""

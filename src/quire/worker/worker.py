@@ -201,9 +201,8 @@ class Worker:
         batch = self.batcher.build(plan)
         self._call_before(plan, batch)
         queued = self._forward(plan, batch)
-        rows = batch.rows_S.tolist()
-        reported = [self.rows.reported_counts[row] for row in rows]
-        draws = list(zip(batch.drawing, rows, reported, batch.lengths_S.tolist(), strict=True))
+        reported = self.rows.reported_counts
+        draws = [(item, row, reported[row], place) for item, row, place in batch.first_draws()]
         return self._queued(plan, queued, draws)
 
     def _queued(self, plan: StepPlan, queued: QueuedStep, draws: list[_Draw]) -> _Step:
@@ -275,7 +274,7 @@ class Worker:
 
 
 _Draw = tuple[int, int, ReportedCount, int]
-"""A work item that draws: its index, row, ReportedCount and position."""
+"""A work item that draws: its index, row, ReportedCount and first position."""
 
 
 class _Step:

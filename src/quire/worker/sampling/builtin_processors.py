@@ -38,6 +38,8 @@ def _put(array: np.ndarray, like: Tensor) -> Tensor:
 class TokenTable(Processor):
     """Base class for processors with a list of tokens for each row; joins the lists of a step."""
 
+    accepts_drafts = True
+
     def __init__(self) -> None:
         self.tokens: dict[int, np.ndarray] = {}
 
@@ -75,6 +77,8 @@ class AllowedTokens(TokenTable):
 
 class BadWords(Processor):
     """`bad_words`: excludes the last token of a bad word when the output ends with the tokens before it."""
+
+    accepts_drafts = True
 
     def __init__(self) -> None:
         self.words: dict[int, list[list[int]]] = {}
@@ -191,6 +195,8 @@ class Penalties(Processor):
     frequency     in output: subtracted once for each time the token occurs
     presence      in output: subtracted once
     """
+
+    accepts_drafts = True
 
     def enter(self, new: EnteredRow) -> bool:
         p = new.sampling_params

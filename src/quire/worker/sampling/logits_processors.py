@@ -57,6 +57,10 @@ class Processor:
     needs_tokens = False
     """True: `on_tokens` is called with each step's tokens (which makes the host wait for the device)."""
 
+    accepts_drafts = False
+    """True: the result depends only on the request and on the tokens before the position (`ProcessorRows.lengths`), so it
+    can be computed at several positions of a row in one step. Rows that use another processor get no draft tokens."""
+
     @property
     def name(self) -> str:
         return type(self).__name__
@@ -112,6 +116,11 @@ class LogitsPipeline:
                 log.exception("logits processor %s failed", processor.name)
                 return failure(processor.name)
         return None
+
+    def accepts_drafts(self, row: int) -> bool:
+        """Whether all processors that the row uses can run at several positions of it in one step."""
+        used = self.uses[:, row].nonzero()[0].tolist()
+        return all(self.processors[index].accepts_drafts for index in used)
 
     def leave(self, row: int) -> None:
         for index in self.uses[:, row].nonzero()[0]:

@@ -8,6 +8,7 @@ Shape suffixes: S rows that draw.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import ClassVar
 
@@ -54,11 +55,15 @@ class ProcessorFault(RequestFault):
 
 
 class SampledStep:
-    """A queued step. `items[s]` is the work item of row s of S."""
+    """A queued step. `items[s]` is the work item of draw s of S."""
 
     def __init__(self, step: int, num_items: int):
         self.step, self.num_items = step, num_items
         self.items: list[int] = []
+        self.positions: list[int] = []  # of the draws: the tokens before each
+        self.continues_S: list[bool] | None = (
+            None  # False: drawn after a wrong draft token; None: all are kept
+        )
         self.tokens_S: Tensor | None = None
         self.max_logit_S: Tensor | None = None  # the highest logit; not finite: the model failed
         self.max_allowed_logit_S: Tensor | None = (
@@ -67,12 +72,15 @@ class SampledStep:
         self.params: list[
             SamplingParams | None
         ] = []  # of the rows of S, if `max_allowed_logit_S` is set
-        self.scored: list[
-            tuple[ScoredTokens, list[tuple[int, int]]]
-        ] = []  # each with its (item, position)
+        self.scored: list[tuple[ScoredTokens, list[int]]] = []  # each with its draws, indices of S
         self.prompts: dict[int, tuple[int, ScoredTokens]] = {}  # by item: first position, scores
         self.errors: dict[int, str] = {}  # by item
+        self.draw_errors: dict[int, str] = {}  # by index of S
         self.event: torch.Event | None = None
+
+    def continues(self, at: int) -> bool:
+        """Whether the draw `at` of S continues its row."""
+        return self.continues_S is None or self.continues_S[at]
 
     def copy_to_host(self) -> None:
         """Queue the copies to the host. On the CPU there is nothing to copy."""
@@ -95,19 +103,24 @@ class SampledStep:
         if self.event is not None:
             self.event.synchronize()
         tokens: list[list[int]] = [[] for _ in range(self.num_items)]
-        errors = dict(self.errors)
+        errors = {self.items[at]: e for at, e in self.draw_errors.items() if self.continues(at)}
+        errors |= self.errors
         if self.tokens_S is not None:
-            for item, token in zip(self.items, self.tokens_S.tolist(), strict=True):
-                tokens[item] = [token]
-            for at in _not_finite(self.max_logit_S):
+            for at, token in enumerate(self.tokens_S.tolist()):
+                if self.continues(at):
+                    tokens[self.items[at]].append(token)
+            for at in filter(self.continues, _not_finite(self.max_logit_S)):
                 errors.setdefault(self.items[at], NOT_FINITE)
-            for at in _not_finite(self.max_allowed_logit_S):
+            for at in filter(self.continues, _not_finite(self.max_allowed_logit_S)):
                 if (item := self.items[at]) not in errors:
                     errors[item] = RequestFault(no_token_left(self.params[at]))
         logprobs: dict[int, Logprobs] = {}
-        for scored, places in self.scored:
-            for at, (item, position) in enumerate(places):
-                logprobs[item] = scored.report(position, at, at + 1)
+        for scored, draws in self.scored:
+            right = ((place, at) for place, at in enumerate(draws) if self.continues(at))
+            for item, run in itertools.groupby(right, lambda draw: self.items[draw[1]]):
+                (first, at), *others = run
+                end = first + 1 + len(others)
+                logprobs[item] = scored.report(self.positions[at], first, end)
         prompts = {item: scored.report(start) for item, (start, scored) in self.prompts.items()}
         kinds = {item: text.kind for item, text in errors.items() if isinstance(text, RequestFault)}
         texts = {item: str(text) for item, text in errors.items()}

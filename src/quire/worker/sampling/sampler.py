@@ -15,6 +15,7 @@ Shape suffixes: T tokens of this step, D hidden size, S rows that draw, V vocabu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,9 @@ class Sampler:
             or self.pipeline.uses[:, row].any()
         ):
             self.slow_path_rows.add(row)
+        self.rows.accepts_drafts[row] = row not in self.invalid and self.pipeline.accepts_drafts(
+            row
+        )
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """Whether all rows of the plan need only a draw by the numbers of `params_R`."""
@@ -154,13 +158,17 @@ class Sampler:
         if self.prompt_logprobs:
             self._score_prompts(plan, batch, hidden_TD, sampled)
         if drawing := batch.drawing:
-            sampled.items = drawing
+            sampled.items, sampled.positions = drawing, batch.lengths_S.tolist()
             rows_S, lengths_S = batch.rows_S, batch.lengths_S
             whole = batch.num_tokens == len(drawing)
             hidden_SD = hidden_TD if whole else hidden_TD[batch.sample_at_S]
             with forward_context(batch.of_tokens(batch.sample_at_S)):
                 logits_SV = self.model.logits(hidden_SD)
-            self._sample(logits_SV, rows_S, lengths_S, sampled)
+            verifies = self.rows.num_drafts[rows_S].any()
+            drafts_S = self.rows.tokens(rows_S, lengths_S) if verifies else None
+            tokens_S = self._sample(logits_SV, rows_S, lengths_S, sampled)
+            if drafts_S is not None:
+                self._verify(tokens_S == drafts_S, rows_S, lengths_S, sampled)
         if self.invalid:
             for index, item in enumerate(plan.work):
                 if (error := self.invalid.get(item.row)) is not None:
@@ -170,7 +178,8 @@ class Sampler:
 
     def _sample(
         self, logits_SV: Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, sampled: SampledStep
-    ) -> None:
+    ) -> Tensor:
+        """Draw a token for each row of S."""
         stage = self.pipeline.stage(rows_S, changes_argmax=True)
         scored = self._score_groups(rows_S) if self.logprobs else {}
         params_S = self.params_R[rows_S]
@@ -197,11 +206,31 @@ class Sampler:
                 self._score(scored, reported_SV, tokens_S, rows_S, lengths_S, sampled)
         if sampled.max_allowed_logit_S is not None:
             sampled.params = [self.rows.params[row] for row in rows_S.tolist()]
-        sampled.errors.update({sampled.items[at]: text for at, text in errors.items()})
+        sampled.draw_errors = errors
         self.rows.write_sampled(rows_S, lengths_S, tokens_S)
         sampled.tokens_S = tokens_S
         if self.pipeline.needs_tokens:
             self.pipeline.on_tokens(rows_S, tokens_S.tolist())
+        return tokens_S
+
+    def _verify(
+        self, equal_S: Tensor, rows_S: np.ndarray, lengths_S: np.ndarray, sampled: SampledStep
+    ) -> None:
+        """Keep each row's draws up to the first that differs from the draft token at its position.
+
+        The kept draws are the tokens that steps without draft tokens draw: logits, noise and processors are functions of
+        the tokens before, and of the position (Daliri et al., arXiv 2408.07978, with the target's own noise).
+        """
+        right_S = equal_S.tolist()
+        firsts = np.flatnonzero(np.diff(rows_S, prepend=-1))
+        kept_S = [False] * len(rows_S)
+        ends: list[int] = []
+        for first, end in itertools.pairwise([*firsts.tolist(), len(rows_S)]):
+            last = next((at for at in range(first, end - 1) if not right_S[at]), end - 1)
+            kept_S[first : last + 1] = [True] * (last + 1 - first)
+            ends.append(last)
+        sampled.continues_S = kept_S
+        self.rows.take_back(rows_S[firsts], lengths_S[ends] + 1)
 
     def _late_stage(self, rows_S: np.ndarray) -> list[tuple[Processor, np.ndarray]]:
         """The processors that see logits divided by the temperature."""
@@ -272,8 +301,7 @@ class Sampler:
                 tables = (self.logprobs[row][1] for row in rows_S[members].tolist())
                 also = torch.stack([ids for ids in tables if ids is not None])
             scored = self.ops.score(reported_SV[at], tokens_S[at], best, also, self.normalise)
-            places = [(sampled.items[index], int(lengths_S[index])) for index in members]
-            sampled.scored.append((scored, places))
+            sampled.scored.append((scored, members))
 
     def _processed(self, scaled_SV: Tensor, params_S: np.ndarray) -> Tensor:
         """The logits that the draw used: tokens that did not survive have -inf."""

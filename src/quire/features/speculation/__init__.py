@@ -1,0 +1,1 @@
+"""Speculative decoding: draft tokens, which the next step verifies."""

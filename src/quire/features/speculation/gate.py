@@ -1,0 +1,61 @@
+"""SpeculationGate: plans exactly the draft tokens that the worker has, and counts the accepted ones.
+
+Knows requests and counts. Does not know drafters, or the tokens.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from quire.scheduler.gate import Gate
+from quire.scheduler.request import Request
+
+NAME = "speculation"
+DRAFTS = "spec_decode_num_drafts"
+DRAFT_TOKENS = "spec_decode_num_draft_tokens"
+ACCEPTED = "spec_decode_num_accepted_tokens"
+PER_POSITION = ACCEPTED + "_per_pos:{}"
+
+
+class DraftReport(Struct, array_like=True):
+    """What the hook did in a step."""
+
+    num_drafts: dict[int, int]  # by row that drew: the draft tokens that it has now
+    verified: list[
+        tuple[int, int]
+    ]  # for each row that had draft tokens: how many were verified, and accepted
+
+
+class SpeculationGate(Gate):
+    """Without it the scheduler would take blocks and budget for `num_speculative_tokens` more tokens of every row."""
+
+    name = NAME
+
+    def __init__(self, num_speculative_tokens: int):
+        self.num_speculative_tokens = num_speculative_tokens
+        self.counts: dict[str, float] = {}
+        self.publish({})
+        self._num_drafts: dict[int, int] = {}  # by row
+
+    def publish(self, counts: dict[str, float]) -> None:
+        """Count in this dict, from 0 on."""
+        self.counts = counts
+        counts.update(dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED), 0.0))
+        counts.update({PER_POSITION.format(at): 0.0 for at in range(self.num_speculative_tokens)})
+
+    def allow(self, request: Request, start: int, num_tokens: int) -> int:
+        """All known tokens, and the draft tokens that the row has; with a step in flight, as many as it may have."""
+        if not request.drafted or request.num_pending_tokens:
+            return num_tokens
+        return min(num_tokens, len(request.tokens) - start + self._num_drafts.get(request.row, 0))
+
+    def learn(self, extra: bytes) -> None:
+        report = msgspec.msgpack.decode(extra, type=DraftReport)
+        self._num_drafts.update(report.num_drafts)
+        for verified, accepted in report.verified:
+            self.counts[DRAFTS] += 1
+            self.counts[DRAFT_TOKENS] += verified
+            self.counts[ACCEPTED] += accepted
+            for at in range(accepted):
+                self.counts[PER_POSITION.format(at)] += 1

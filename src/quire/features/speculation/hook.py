@@ -1,0 +1,99 @@
+"""SpeculationHook: after each step it puts draft tokens into the rows that drew a token.
+
+Knows rows, a drafter and what a step accepted. Does not know how draft tokens are verified (`worker/sampling/sampler.py`),
+nor how a drafter guesses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.features.speculation.draft_length import DraftLength
+from quire.features.speculation.drafter import Drafter
+from quire.features.speculation.gate import NAME, DraftReport
+from quire.worker.hooks import Hook
+
+if TYPE_CHECKING:
+    from quire.forward_context import ForwardBatch
+    from quire.protocol.plan import EnteredRow, StepPlan
+    from quire.worker.request_rows import RequestRows
+
+
+class SpeculationHook(Hook):
+    """The draft tokens are in the rows before the engine plans the next step of them.
+
+    Args:
+        length: how many draft tokens each row gets.
+    """
+
+    name = NAME
+
+    def __init__(self, rows: RequestRows, drafter: Drafter, length: DraftLength):
+        self.rows, self.drafter, self.length = rows, drafter, length
+        self.reports: deque[bytes] = deque()
+        self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
+        self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
+        self._began = 0.0
+
+    def enter(self, new: EnteredRow) -> None:
+        self.drafter.enter(new.row, new.tokens)
+        self.length.enter(new.row)
+        self._known[new.row] = len(new.tokens)
+
+    def leave(self, row: int) -> None:
+        self.drafter.leave(row)
+        del self._known[row]
+
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """The fast path draws one token of each row: the plan and the rows must have no draft tokens."""
+        num_drafts = self.rows.num_drafts
+        return not any(item.drafts or num_drafts[item.row] for item in plan.work)
+
+    def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
+        self._verified = {}
+        if batch is not None:
+            for row, length in zip(batch.rows_S.tolist(), batch.lengths_S.tolist(), strict=True):
+                first, draws = self._verified.get(row, (length, -1))
+                self._verified[row] = first, draws + 1
+        self._began = time.perf_counter()
+
+    def after(self, plan: StepPlan) -> None:
+        rows, verified = self.rows, []
+        drew = [
+            item.row
+            for item in plan.work
+            if item.samples and rows.num_computed_tokens[item.row] == rows.length[item.row] - 1
+        ]
+        for row, (before, drafts) in self._verified.items():
+            if drafts:
+                accepted = int(rows.length[row]) - before - 1
+                verified.append((drafts, accepted))
+                self.length.learn(row, drafts, accepted)
+        if drew and len(drew) == len(plan.work):
+            tokens = len(drew) + sum(drafts for _, drafts in self._verified.values() if drafts > 0)
+            self.length.timed(tokens, time.perf_counter() - self._began)
+        num_drafts = self._propose(drew)
+        self.reports.append(msgspec.msgpack.encode(DraftReport(num_drafts, verified)))
+
+    def _propose(self, drew: list[int]) -> dict[int, int]:
+        """Give draft tokens to these rows. Returns how many each has."""
+        rows, proposals = self.rows, {}
+        for row in drew:
+            length, known = int(rows.length[row]), self._known[row]
+            self.drafter.extend(row, rows.tokens_of(row, known, length))
+            self._known[row] = length
+            room = rows.max_model_len - length
+            limit = min(self.length.most, room) if rows.accepts_drafts[row] else 0
+            proposals[row] = self.drafter.propose(row, limit) if limit > 0 else []
+        if proposals:
+            self.length.cut(proposals)
+        for row, drafts in proposals.items():
+            rows.put_drafts(row, drafts)
+        return {row: len(drafts) for row, drafts in proposals.items()}
+
+    def report(self) -> bytes | None:
+        return self.reports.popleft() if self.reports else None
