@@ -121,6 +121,35 @@ def test_logits_are_those_of_peft(options: dict[str, Any], tmp_path: Path) -> No
     torch.testing.assert_close(untouched, base, rtol=2e-4, atol=2e-4)
 
 
+GENERIC: dict[str, tuple[Case, dict[str, Any]]] = {
+    "paged": (BIASED, {"target_modules": [*PROJECTIONS, "embed_tokens", "lm_head"]}),
+    "DoRA": (BIASED, {"use_dora": True, "bias": "all"}),
+    "stored as inputs": (
+        Case("gpt2", "gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    ),
+    "one cache per request": (
+        Case("bloom", "bloom", {"n_layer": 2, "n_head": 4}),
+        {"target_modules": ["query_key_value", "dense"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_models_of_transformers_take_adapters(name: str, tmp_path: Path) -> None:
+    case, options = GENERIC[name]
+    theirs = write(case, tmp_path)
+    ours = build(tmp_path, model_impl="transformers")
+    text, other = texts()[:2]
+    base = plain(theirs, other)
+    table = AdapterTable(ours, 3, 4)
+    tuned, modules = trained(theirs, **options)
+    table.add(2, table.prepare(modules))
+    got, untouched = logits(ours, [(text, 2), (other, -1)], splits=3)
+    torch.testing.assert_close(got, plain(tuned, text), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(untouched, base, rtol=1e-3, atol=1e-3)
+
+
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     write(BIASED, tmp_path)
     table = AdapterTable(build(tmp_path), 1, 1)

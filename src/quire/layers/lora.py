@@ -52,7 +52,8 @@ class LoraWeights:
 
 
 class Target(Protocol):
-    """A weight that adapters may change; `WeightRef` is one."""
+    """A weight that adapters may change, [num_out, num_in], maybe with a `bias`; `WeightRef` is one. Of a table: words are its
+    inputs."""
 
     lora: LoraTable | None
     num_in: int
@@ -211,12 +212,12 @@ class AdapterWeights:
         ranks = [len(each.a_RI) for each in modules.values() if each.a_RI is not None]
         self.rank = max(ranks, default=0)
         self.num_bytes = sum(t.nbytes for _, each in self.factors for t in each.tensors())
-        self.fits_fast_step = not any(isinstance(target, Embedding) for target, _ in self.factors)
+        self.fits_fast_step = all(places[name].rows is not None for name in modules)
 
 
 def _check(name: str, place: Place, weights: LoraWeights) -> None:
     """Raises ValidationError: a tensor has a shape that does not fit the model."""
-    is_table = isinstance(place.target, Embedding)
+    is_table = place.rows is None
     if is_table != weights.is_embedding:
         kind = "an embedding table" if is_table else "a linear layer"
         raise ValidationError(

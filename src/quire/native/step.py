@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.errors import NOT_FINITE, PlanMismatch
+from quire.layers.lora import AdapterTable
 from quire.native.fused_decoder import fuse_model, unfuse_model
 from quire.native.model import native_model
 from quire.ops.cpu.bindings import Kernels, best
@@ -45,6 +46,8 @@ class NativeStep:
     def __init__(self, kernels: Kernels, rows: RequestRows, sampler: Sampler):
         self.kernels, self.rows = kernels, rows
         self.model: CModel | None = None
+        self.fused: Sequence[object] = ()
+        self.adapters: AdapterTable | None = None  # of the first of these
         # The kernels keep these addresses: none of these arrays may move.
         tokens_RL = rows.token_ids_RL
         self._tables = (ctypes.c_void_p * len(rows.blocks))(
@@ -63,11 +66,13 @@ class NativeStep:
 
     def fuse(self, models: Sequence[object]) -> None:
         """Run the first model from now on, and fuse the layers of all."""
+        self.fused, self.adapters = models, getattr(models[0], "adapters", None)
         for model in models:
             fuse_model(model)
         self._set_model(native_model(models[0]))
 
     def unfuse(self, models: Sequence[object]) -> None:
+        self.fused = ()
         for model in models:
             unfuse_model(model)
         self._set_model(None)
@@ -75,11 +80,13 @@ class NativeStep:
     def _set_model(self, model: CModel | None) -> None:
         self.model = model
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
-        adapters = None if model is None else model.references[0].adapters
+        adapters = self.adapters
         self._rows.adapters = None if adapters is None else adapters.number_of_row.ctypes.data
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """Whether the kernels support the model, and no row is longer than the rotary table."""
+        if self.fused and getattr(self.fused[0], "adapters", None) is not self.adapters:
+            self.fuse(self.fused)  # the kernels have the addresses of another table
         if self.model is None:
             return False
         max_positions, rows = self.model.positions, self.rows

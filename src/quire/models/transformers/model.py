@@ -27,14 +27,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from quire.config.engine import ModelSpec
 from quire.errors import Unsupported
-from quire.forward_context import ForwardBatch, current_batch
+from quire.forward_context import ForwardBatch, current_batch, replace_current_batch
 from quire.layers.attention import Attention
+from quire.layers.lora import Place
 from quire.logging import get_logger
 from quire.models.base import LanguageModel, checked_numbers
 from quire.models.progress import LoadProgress
 from quire.models.transformers import load as loading
 from quire.models.transformers import paged
 from quire.models.transformers import self_check as check
+from quire.models.transformers.adapters import places_of
 from quire.models.transformers.hidden_states import HiddenStateRecorder, decoder_layers
 from quire.models.transformers.modes import (
     PAGED,
@@ -130,6 +132,14 @@ class TransformersModel(LanguageModel):
     def vocab_size(self) -> int:
         return vocab_size(self.model)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def adapter_places(self) -> dict[str, Place]:
+        """See `LanguageModel`."""
+        return places_of(self.model)
+
     def attention_layers(self) -> list[Attention]:
         """In the order in which a pass calls them; empty in mode "per request"."""
         return list(self._layers)  # type: ignore[arg-type]
@@ -160,9 +170,11 @@ class TransformersModel(LanguageModel):
         for row, n, length in zip(rows, batch.query_lens, batch.lengths, strict=True):
             end = at + n
             if n:
-                parts.append(
-                    self._caches.run(row, length - n, token_ids_T[at:end], positions_T[at:end])
-                )
+                # One token at a time sees one token's extra tensors: those of a row are equal.
+                one = self._caches.one_by_one and length > n
+                with replace_current_batch(batch.of_tokens(slice(at, at + 1 if one else end))):
+                    ids_T, places_T = token_ids_T[at:end], positions_T[at:end]
+                    parts.append(self._caches.run(row, length - n, ids_T, places_T))
             at = end
         if padding := len(token_ids_T) - at:
             parts.append(parts[0].new_zeros(padding, parts[0].shape[-1]))
