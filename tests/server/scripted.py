@@ -75,6 +75,7 @@ class ScriptedEngine(AsyncEngine):
     eos_token_id = None
     template_text, special_texts, special_tokens_map = "", (), {}  # type: ignore[var-annotated]
     has_chat_template = True
+    pooling = None
 
     def __init__(self, *script: str | Exception, finish: str = "stop"):
         self.front = self.client = self  # type: ignore[assignment]
@@ -102,6 +103,9 @@ class ScriptedEngine(AsyncEngine):
 
     def token_text(self, token: int) -> str:
         return chr(token)
+
+    def need_generation(self, what: str) -> None:
+        pass
 
     def need_tokenizer(self) -> ScriptedEngine:
         return self

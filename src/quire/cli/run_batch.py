@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ROUTES = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling",
+    "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v2/embed",
+)  # fmt: skip
 AHEAD = 512  # requests in flight at once: enough to fill any batch
 HELP = """usage: quire run-batch -i IN -o OUT [--model] MODEL [flags]
 
@@ -207,6 +210,8 @@ async def answer(app: Any, line: bytes) -> dict[str, Any]:
             raise ValueError(f"method and url must be POST and one of {', '.join(ROUTES)}")
         if asked["body"].get("stream"):
             raise ValueError("`stream` is not supported in a batch file; leave it out")
+        if str(asked["body"].get("encoding_format")).startswith("bytes"):
+            raise ValueError("`encoding_format` in a batch file must be float or base64")
         status, body = await ask(app, asked["url"], msgspec.json.encode(asked["body"]))
         answered = msgspec.json.decode(body)
     except (ValueError, RecursionError) as why:

@@ -43,13 +43,7 @@ METHODS: dict[str, Feature] = {
 """Methods of LLM and AsyncLLM."""
 
 ROUTES: dict[str, Feature] = {
-    **dict.fromkeys(
-        (
-            "/v1/embeddings", "/v2/embed", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
-            "/pooling", "/generative_scoring",
-        ),
-        POOLING,
-    ),
+    "/generative_scoring": ("scoring by generation", "ask /v1/completions for logprobs, or /score on a reranker"),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), AUDIO),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters"), RUNTIME_ADAPTERS),
     "/v1/systemone": ("structured decisions", "ask /v1/chat/completions for structured_outputs"),

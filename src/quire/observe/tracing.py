@@ -19,7 +19,7 @@ from quire import env
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 from quire.observe.request_metrics import RequestLatencies
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.request import RequestParams
 
 SPAN = "llm_request"
 PARTS = ("queued", "prefill", "decode")  # fields of RequestLatencies, in the order of time
@@ -70,13 +70,16 @@ def exporter_for(endpoint: str) -> Any:
     return import_module(EXPORTERS[protocol]).OTLPSpanExporter(endpoint=endpoint)
 
 
+OF_PARAMS = ("n", "max_tokens", "top_p", "temperature")
+
+
 @dataclass(slots=True)
 class SpanAttributes:
     """A request's data for its span."""
 
     name: str
     model: str
-    params: SamplingParams
+    params: RequestParams
     prompt_tokens: int
     output_tokens: list[int]
     """Token count of each completion."""
@@ -138,10 +141,7 @@ def attributes(span: SpanAttributes, latencies: RequestLatencies) -> dict[str, s
     params = span.params
     found: dict[str, str | int | float | None] = {
         "gen_ai.request.id": span.name,
-        "gen_ai.request.n": params.n,
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.temperature": params.temperature,
+        **{f"gen_ai.request.{name}": getattr(params, name, None) for name in OF_PARAMS},
         "gen_ai.response.model": span.model,
         "gen_ai.usage.prompt_tokens": span.prompt_tokens,
         "gen_ai.usage.completion_tokens": sum(span.output_tokens),

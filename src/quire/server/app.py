@@ -9,7 +9,7 @@ Knows every endpoint by name. Does not know how the process is started (`process
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from http import HTTPStatus
 from typing import Any
 
@@ -24,11 +24,11 @@ from starlette.routing import Route, Router, get_route_path  # type: ignore[attr
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import unsupported
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, ValidationError
 from quire.server import adapters, dev_routes, health, openapi
 from quire.server.anthropic import messages
 from quire.server.api_keys import ApiKeys
-from quire.server.errors import ENDS, ApiError, error_response, invalid
+from quire.server.errors import ENDS, ApiError, as_api_error, error_response, invalid
 from quire.server.hosts import KnownHosts
 from quire.server.middleware import (
     CLOSED_BY_CLIENT,
@@ -42,6 +42,7 @@ from quire.server.openai import models, responses, tokenize
 from quire.server.openai.chat import chat
 from quire.server.openai.completions import completions
 from quire.server.page import routes as page
+from quire.server.pooling import score_routes, vector_routes
 from quire.server.request_body import read, read_raw
 from quire.server.sse import EventStream
 from quire.server.state import ServerPhase, ServerState
@@ -56,12 +57,49 @@ class InvocationBody(Struct):
 
     messages: Any = None
     prompt: Any = None
+    input: Any = None
+    query: Any = None
+    queries: Any = None
+    data_1: Any = None
+    text_1: Any = None
+
+
+async def pooling_invocation(request: Request, body: InvocationBody, task: str) -> Response:
+    """`query` makes it a reranking, a pair of fields a score; else the model's task decides."""
+    if body.query is not None:
+        return await score_routes.rerank(request)
+    if not (body.queries is body.data_1 is body.text_1 is None):
+        return await score_routes.score(request)
+    if body.input is None and body.messages is None:
+        raise invalid("`/invocations` needs `input`, `messages`, `query` or `queries`: this model computes vectors or scores", "input")  # fmt: skip
+    if task == "embed":
+        return await vector_routes.embeddings(request)
+    return await (vector_routes.classify if task == "classify" else vector_routes.pooling)(request)
+
+
+def generating(endpoint: Endpoint) -> Endpoint:
+    """An endpoint that needs a model that generates: of another model's, the answer names the right routes."""
+
+    @wraps(endpoint)
+    async def checked(request: Request) -> Response | EventStream:
+        engine = request.app.state.quire.engine
+        if engine is not None:
+            try:
+                engine.front.need_generation(request.url.path)
+            except ValidationError as error:
+                return refusal(request.scope, as_api_error(error))
+        return await endpoint(request)
+
+    return checked
 
 
 async def invocations(request: Request) -> Response | EventStream:
-    """One path for all requests, as SageMaker calls it: `messages` make it a chat, `prompt` a completion."""
+    """One path for all requests, as SageMaker calls it. The fields of the body select the endpoint."""
     request._body = await read_raw(request)  # the endpoint reads it from here
     body = await read(request, InvocationBody)
+    pooling = request.app.state.quire.serving().front.pooling
+    if pooling is not None:
+        return await pooling_invocation(request, body, pooling.info.tasks[0])
     if body.messages is not None:
         return await chat(request)
     if body.prompt is not None:
@@ -78,13 +116,22 @@ async def unsupported_route(request: Request, feature: unsupported.Feature) -> R
 
 
 ROUTES: list[tuple[str, str, Endpoint]] = [
-    ("POST", "/v1/chat/completions", chat),
-    ("POST", "/v1/completions", completions),
-    ("POST", "/v1/responses", responses.responses),
+    ("POST", "/v1/chat/completions", generating(chat)),
+    ("POST", "/v1/completions", generating(completions)),
+    ("POST", "/v1/responses", generating(responses.responses)),
     ("GET", "/v1/responses/{name}", responses.stored_response),
     ("POST", "/v1/responses/{name}/cancel", responses.stored_response),
-    ("POST", "/v1/messages", messages.messages),
+    ("POST", "/v1/messages", generating(messages.messages)),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
+    ("POST", "/v1/embeddings", vector_routes.embeddings),
+    ("POST", "/v2/embed", vector_routes.cohere_embed),
+    ("POST", "/pooling", vector_routes.pooling),
+    ("POST", "/classify", vector_routes.classify),
+    ("POST", "/score", score_routes.score),
+    ("POST", "/v1/score", score_routes.score),
+    ("POST", "/rerank", score_routes.rerank),
+    ("POST", "/v1/rerank", score_routes.rerank),
+    ("POST", "/v2/rerank", score_routes.rerank),
     ("GET", "/v1/models", models.models),
     ("GET", "/v1/models/{name:path}", models.model),
     ("POST", "/tokenize", tokenize.tokenize),

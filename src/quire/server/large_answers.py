@@ -66,13 +66,15 @@ def encoded_parts(body: Any) -> Iterator[bytes]:
         yield behind
 
 
-class LargeAnswer(Response):
-    """An answer in parts, each encoded just before it is sent."""
+class PartsAnswer(Response):
+    """An answer in parts, each made just before it is sent."""
 
-    def __init__(self, body: Any, pool: Executor, headers: dict[str, str] | None = None):
-        super().__init__(b"", media_type="application/json", headers=headers)
+    def __init__(
+        self, parts: Iterator[bytes], pool: Executor, media_type: str, headers: dict[str, str] | None = None
+    ):  # fmt: skip
+        super().__init__(b"", media_type=media_type, headers=headers)
         del self.headers["content-length"]
-        self.parts, self.pool = encoded_parts(body), pool
+        self.parts, self.pool = parts, pool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         hang_up, loop = DisconnectGuard(receive), asyncio.get_running_loop()
@@ -96,6 +98,13 @@ class LargeAnswer(Response):
             if len(part) >= PART_BYTES:
                 break
         return bytes(part)
+
+
+class LargeAnswer(PartsAnswer):
+    """JSON in parts."""
+
+    def __init__(self, body: Any, pool: Executor, headers: dict[str, str] | None = None):
+        super().__init__(encoded_parts(body), pool, "application/json", headers)
 
 
 def json_answer(

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from quire.config.unsupported import REQUEST_FIELDS, RESPONSES_FIELDS
 from quire.server import schemas
 from quire.server.middleware import OPEN
+from quire.server.pooling import schemas as pooling
 from quire.server.request_body import json_response
 from quire.version import __version__
 
@@ -28,6 +29,12 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses": schemas.ResponsesRequest,
     "/v1/messages": schemas.MessagesRequest,
     "/v1/messages/count_tokens": schemas.MessagesRequest,
+    "/v1/embeddings": pooling.EmbeddingsRequest,
+    "/pooling": pooling.PoolingRequest,
+    "/classify": pooling.ClassifyRequest,
+    "/v2/embed": pooling.CohereEmbedRequest,
+    **dict.fromkeys(("/score", "/v1/score"), pooling.ScoreRequest),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), pooling.RerankRequest),
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
     "/v1/load_lora_adapter": schemas.LoadAdapterRequest,

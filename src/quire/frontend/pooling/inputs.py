@@ -152,14 +152,14 @@ class PoolingInputs:
             return
         raise ValidationError(f"dimensions {why}", parameter="dimensions", value=dimensions)
 
-    def prompt_text(self, name: str) -> str:
+    def prompt_text(self, name: str, parameter: str = "prompt_name") -> str:
         """The text of a prompt that comes with the model. Raises ValidationError: there is none of this name."""
         known = {**self.info.prompts, **self.info.task_instructions}
         if name not in known:
             names = ", ".join(map(repr, known)) or "none"
             raise ValidationError(
-                f"prompt_name must name a prompt of the model; it has {names}, not {name[:80]!r}",
-                parameter="prompt_name", value=name,
+                f"{parameter} must name a prompt of the model; it has {names}, not {name[:80]!r}",
+                parameter=parameter, value=name,
             )  # fmt: skip
         return known[name]
 
@@ -253,19 +253,23 @@ class PoolingInputs:
             raise ValidationError(
                 "an input is empty: it needs at least one token", parameter="input", value=[]
             )
-        most = self.max_tokens
-        if task == "embed" and self.info.chunked:
-            most = self.info.max_embed_len or len(tokens)
-        if len(tokens) > most:
-            raise ValidationError(
-                f"This model's maximum context length is {most} tokens: an input has {len(tokens)}. Shorten it, or set"
-                " truncate_prompt_tokens (-1: as many as fit).",
-                parameter="input_tokens", value=len(tokens),
-            )  # fmt: skip
+        self.check_length(len(tokens), task)
         if prompt.tokens:
             self._check_given_ids(options.parameter, tokens)
         from_ = prompt.pool_from if prompt.pool_from < len(tokens) else 0
         return Prompt(prompt.text, tokens, prompt.salt, True, None, second, from_)
+
+    def check_length(self, num_tokens: int, task: str) -> None:
+        """Raises ValidationError: the model does not take so many tokens."""
+        most = self.max_tokens
+        if task == "embed" and self.info.chunked:
+            most = self.info.max_embed_len or num_tokens
+        if num_tokens > most:
+            raise ValidationError(
+                f"This model's maximum context length is {most} tokens: an input has {num_tokens}. Shorten it, or set"
+                " truncate_prompt_tokens (-1: as many as fit).",
+                parameter="input_tokens", value=num_tokens,
+            )  # fmt: skip
 
     def _check_given_ids(self, name: str, tokens: list[int]) -> None:
         try:

@@ -37,6 +37,7 @@ from quire.server.openai.chunks import (
 from quire.server.openai.sampling_params import beam_search_params, chat_params
 from quire.server.openai.tools import tool_choice_of, with_calls_read
 from quire.server.output_delta import OutputDelta
+from quire.server.pooling.schemas import InputBody
 from quire.server.prompts import check_messages, render, tokenize_options
 from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, TokenizeRequest
@@ -53,7 +54,9 @@ def effort_of(effort: Any, field: str) -> str | None:
     raise invalid(f"`{field}` must be one of {', '.join(EFFORTS)}; send other template variables in `chat_template_kwargs`", field)  # fmt: skip
 
 
-def chat_options(body: ChatRequest | TokenizeRequest, state: ServerState) -> ChatOptions:
+def chat_options(
+    body: ChatRequest | TokenizeRequest | InputBody, state: ServerState
+) -> ChatOptions:
     """Raises ApiError 400: a client's chat template that the server does not trust, or options that exclude each other."""
     server = state.config.server
     if body.chat_template is not None and not server.trust_request_chat_template:

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -23,7 +23,14 @@ from quire.server.state import ServerState
 MARK = secrets.token_hex(16)  # random: occurs in no frame by chance
 
 
-def new_id(kind: str, request: Request, body: Sampling) -> str:
+class Named(Protocol):
+    """A body with an id and a priority."""
+
+    request_id: str | None
+    priority: int
+
+
+def new_id(kind: str, request: Request, body: Named) -> str:
     """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else the id of the answer's header, else
     random.
     """
@@ -35,7 +42,7 @@ def new_id(kind: str, request: Request, body: Sampling) -> str:
     )
 
 
-def priority(request: Request, body: Sampling) -> int:
+def priority(request: Request, body: Named) -> int:
     """The header X-Vllm-Priority, else the body's priority; lower runs first."""
     header = request.headers.get("x-vllm-priority", "")
     return int(header) if re.fullmatch(r"-?\d{1,9}", header) else body.priority

@@ -1,0 +1,159 @@
+"""Reads the inputs of pooling requests: texts, token ids and conversations, and the options that they share.
+
+Knows request fields. `frontend/pooling/inputs.py` checks what depends on the model. Does not know answers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.api.async_engine import AsyncEngine
+from quire.frontend.chat import ChatOptions
+from quire.frontend.input_processor import TokenizeOptions
+from quire.frontend.pooling.inputs import PoolingInputs, not_pooling
+from quire.frontend.prompts import Prompt, read_salt
+from quire.protocol.pooling_params import PoolingParams
+from quire.protocol.sampling_params import truncation
+from quire.server.errors import invalid
+from quire.server.openai.chat import chat_options
+from quire.server.pooling.batch import PromptSource
+from quire.server.pooling.schemas import InputBody, PoolingBody
+from quire.server.prompts import check_messages, render
+from quire.server.state import ServerState
+
+MOST_INPUTS = 2048
+"""Inputs of one request, as in OpenAI's API."""
+
+
+def pooling_of(request: Request, engine: AsyncEngine) -> PoolingInputs:
+    """Raises ValidationError: the model generates; the message names the routes for that."""
+    pooling = engine.front.pooling
+    if pooling is None:
+        raise not_pooling(request.url.path)
+    return pooling
+
+
+def check_common(body: PoolingBody) -> None:
+    """Raises ApiError: a removed field, or one that the model cannot use."""
+    if body.normalize is not None:
+        raise invalid("`normalize` is an old name: use `use_activation`", "normalize")
+    if body.mm_processor_kwargs:
+        raise invalid(
+            "`mm_processor_kwargs` is not supported by this model: send text", "mm_processor_kwargs"
+        )
+
+
+def check_count(count: int, name: str) -> None:
+    """Raises ApiError: none, or too many."""
+    if not count:
+        raise invalid(f"`{name}` is empty: it needs at least one text", name)
+    if count > MOST_INPUTS:
+        raise invalid(
+            f"`{name}` has {count} entries; the limit for one request is {MOST_INPUTS}", name
+        )
+
+
+def tokenize_options(body: PoolingBody, pooling: PoolingInputs, special: bool) -> TokenizeOptions:
+    """Raises ValidationError: truncate_prompt_tokens or truncation_side is invalid."""
+    limit, side = body.truncate_prompt_tokens, body.truncation_side
+    if side not in (None, "left", "right"):
+        raise invalid("`truncation_side` must be left (keep the end) or right (keep the beginning)", "truncation_side")  # fmt: skip
+    return pooling.options(
+        TokenizeOptions(
+            add_special_tokens=special if body.add_special_tokens is None else body.add_special_tokens,
+            truncate=None if limit is None else truncation(limit),
+            keep_first=pooling.keeps_first if side is None else side == "right", parameter="input",
+        )
+    )  # fmt: skip
+
+
+def listed_inputs(body: InputBody) -> list[Any]:
+    """The inputs: texts, lists of token ids, or conversations, all of one kind.
+
+    Raises:
+        ApiError: none, too many, or another form.
+    """
+    if body.messages is not None:
+        if body.input is not None:
+            raise invalid("send either `input` or `messages`", "input")
+        return [body.messages]
+    found = body.input
+    if found is None:
+        raise invalid("`input` is missing: send a text, or a list of texts", "input")
+    if isinstance(found, str) or (isinstance(found, list) and found and _is_flat(found[0])):
+        found = [found]
+    if not isinstance(found, list):
+        raise wrong_form()
+    check_count(len(found), "input")
+    kind = type(found[0])
+    if kind not in (str, list) or any(type(one) is not kind for one in found):
+        raise wrong_form()
+    return found
+
+
+def _is_flat(item: Any) -> bool:
+    """Whether a list that begins with this is a single input: token ids, or a conversation."""
+    return type(item) is int or isinstance(item, dict)
+
+
+def wrong_form() -> Exception:
+    return invalid(
+        "`input` must be a string, a list of strings, a list of token ids, a list of such lists, a conversation, or a"
+        " list of conversations; all entries of one kind",
+        "input",
+    )  # fmt: skip
+
+
+async def input_source(
+    body: InputBody, pooling: PoolingInputs, params: PoolingParams, engine: AsyncEngine, state: ServerState,
+) -> PromptSource:  # fmt: skip
+    """The prompts of a request. Raises ApiError, ValidationError: they are invalid."""
+    found, task = listed_inputs(body), params.task or ""
+    salt, special = read_salt(body.cache_salt), True
+    if isinstance(found[0], list) and (found[0] and isinstance(found[0][0], dict)):
+        found = [await conversation_text(one, body, engine, state) for one in found]
+        special = False
+    options = tokenize_options(body, pooling, special)
+    name = body.prompt_name
+    if name is not None:
+        pooling.prompt_text(name)
+        if task != "embed":
+            raise invalid("`prompt_name` is for vectors of texts (task embed)", "prompt_name")
+    if isinstance(found[0], list):
+        for one in found:
+            check_ids(one, pooling, options, task)
+
+    def prepare(start: int, stop: int) -> list[Prompt]:
+        some = found[start:stop]
+        if isinstance(some[0], list):
+            prompts = [Prompt(None, one) for one in some]
+        elif task == "embed" and special:
+            prompts = pooling.with_prompt(name, some)
+        else:
+            prompts = [Prompt(text) for text in some]
+        for one in prompts:
+            one.salt = salt
+        return pooling.tokenize(prompts, options, task)
+
+    return PromptSource(len(found), lambda at: len(found[at]), prepare)
+
+
+def check_ids(ids: list[Any], pooling: PoolingInputs, options: TokenizeOptions, task: str) -> None:
+    """Raises ApiError: entries that are no ids. ValidationError: too many; this is checked first."""
+    if options.truncate is None:
+        pooling.check_length(len(ids), task)
+    if not all(type(token) is int for token in ids):
+        raise wrong_form()
+
+
+async def conversation_text(
+    messages: Any, body: InputBody, engine: AsyncEngine, state: ServerState
+) -> str:
+    """A conversation as text. Raises ApiError, ValidationError: it is invalid."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise wrong_form()
+    check_messages(messages)
+    options: ChatOptions = chat_options(body, state)
+    return await render(messages, options, engine, state)

@@ -1,0 +1,247 @@
+"""POST /v1/embeddings, /pooling, /classify, and Cohere's /v2/embed: the outputs of single texts.
+
+Knows these endpoints' request and answer shapes. Turns a request into a `PoolingBatch`, and its tensors into an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.async_engine import AsyncEngine
+from quire.frontend.input_processor import TokenizeOptions
+from quire.frontend.pooling.inputs import PoolingInputs
+from quire.frontend.pooling.outputs import Floats
+from quire.frontend.prompts import Prompt
+from quire.protocol.pooling_params import PoolingParams
+from quire.protocol.validators import wrong
+from quire.server.errors import invalid
+from quire.server.large_answers import LongList, json_answer
+from quire.server.limits import take_from_key
+from quire.server.middleware import TENANT
+from quire.server.openai.chunks import new_id, priority
+from quire.server.pooling.batch import PoolingBatch, PromptSource
+from quire.server.pooling.inputs import check_common, check_count, input_source, pooling_of
+from quire.server.pooling.schemas import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingsRequest,
+    InputBody,
+    PoolingRequest,
+)
+from quire.server.pooling.vectors import LARGE_NUMBERS, VectorEncoding, vectors_answer
+from quire.server.request_body import prepared, read
+from quire.server.sse import until_disconnect
+from quire.server.state import ServerState
+
+COHERE_TYPES = ("float", "binary", "ubinary", "base64")
+COHERE_KEEPS = {"END": True, "START": False, "NONE": None}
+"""`truncate` -> whether the beginning is kept; None: a longer text is refused."""
+
+
+def new_batch(
+    request: Request, source: PromptSource, params: PoolingParams, prefix: str, body: Any, engine: AsyncEngine,
+    numbers_per_token: int = 0,
+) -> PoolingBatch:  # fmt: skip
+    """The batch of a request, not started. Raises ApiError: the key's limits refuse it."""
+    state: ServerState = request.app.state.quire
+    take_from_key(request, source.count)
+    return PoolingBatch(
+        state, engine, new_id(prefix, request, body), source, params, priority(request, body), body.timeout,
+        request.scope.get(TENANT), numbers_per_token,
+    )  # fmt: skip
+
+
+Body = TypeVar("Body", bound=InputBody)
+
+
+async def _read(request: Request, kind: type[Body]) -> tuple[Body, ServerState]:
+    """The body, where the model is a pooling model."""
+    state: ServerState = request.app.state.quire
+    pooling_of(request, state.serving())
+    return await read(request, kind), state
+
+
+async def _run(
+    request: Request, body: InputBody, task: str | None, prefix: str
+) -> tuple[PoolingBatch, list[Floats], dict[str, Any]]:
+    """Run a request; returns its batch, its arrays, and the head of its answer."""
+    state: ServerState = request.app.state.quire
+    engine = state.serving()
+    pooling = pooling_of(request, engine)
+    model = state.check_model(body.model)
+    check_common(body)
+    params = pooling.params(
+        PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions), task
+    )
+    source = await prepared(request, input_source, body, pooling, params, engine, state)
+    VectorEncoding(body.encoding_format).check_count(source.count)
+    info = pooling.info
+    width = {"token_embed": info.num_dimensions, "token_classify": info.num_labels}
+    batch = new_batch(request, source, params, prefix, body, engine, width.get(params.task or "", 0))  # fmt: skip
+    created = int(time.time())
+    outputs = await until_disconnect(request.receive, batch.run())
+    head = {"id": batch.id, "object": "list", "created": created, "model": model}
+    return batch, [one.outputs.array for one in outputs], head
+
+
+def encoding_of(body: InputBody) -> VectorEncoding:
+    """Raises ValidationError: an unknown name."""
+    return VectorEncoding(body.encoding_format, body.embed_dtype, body.endianness)
+
+
+async def embeddings(request: Request) -> Response:
+    """Vectors of texts."""
+    body, state = await _read(request, EmbeddingsRequest)
+    encoding = encoding_of(body)
+    batch, arrays, head = await _run(request, body, "embed", "embd-")
+    usage = batch.usage(state.config.server.enable_prompt_tokens_details)
+    return vectors_answer(
+        head, arrays, encoding, ("embedding", "embedding"), usage, state.answering
+    )
+
+
+async def pooling(request: Request) -> Response:
+    """The outputs of texts for any task that the model has."""
+    body, state = await _read(request, PoolingRequest)
+    if body.dimensions is not None:
+        raise invalid("`dimensions` belongs to /v1/embeddings", "dimensions")
+    encoding = encoding_of(body)
+    batch, arrays, head = await _run(request, body, body.task, "pooling-")
+    usage = batch.usage(state.config.server.enable_prompt_tokens_details)
+    return vectors_answer(head, arrays, encoding, ("pooling", "data"), usage, state.answering)
+
+
+async def classify(request: Request) -> Response:
+    """Probabilities of classes."""
+    body, state = await _read(request, ClassifyRequest)
+    batch, arrays, head = await _run(request, body, "classify", "classify-")
+    labels = pooling_of(request, batch.engine).info.labels
+    large = sum(array.size for array in arrays) >= LARGE_NUMBERS
+
+    def item(index: int) -> dict[str, Any]:
+        probs = arrays[index].reshape(-1)
+        best = int(probs.argmax())
+        label = labels[best] if best < len(labels) else None
+        return {
+            "index": index,
+            "label": label,
+            "probs": probs.tolist(),
+            "num_classes": len(probs),
+        }
+
+    data: Any = LongList(lambda: map(item, range(len(arrays))))
+    usage = batch.usage(state.config.server.enable_prompt_tokens_details)
+    return json_answer(
+        {**head, "data": data if large else list(map(item, range(len(arrays)))), "usage": usage},
+        large, state.answering,
+    )  # fmt: skip
+
+
+# -- Cohere ------------------------------------------------------------------------------------------
+
+
+def cohere_texts(body: CohereEmbedRequest) -> list[str]:
+    """Raises ApiError: not exactly one kind of inputs, or media."""
+    kinds = ("texts", "images", "inputs")
+    filled = [kind for kind in kinds if getattr(body, kind)]
+    if len(filled) != 1:
+        raise invalid("send exactly one of `texts`, `images`, `inputs`, and not empty", "texts")
+    if filled[0] == "images":
+        raise invalid("`images` are not supported by this model: send `texts`", "images")
+    if body.texts:
+        check_count(len(body.texts), "texts")
+        return body.texts
+    check_count(len(body.inputs or ()), "inputs")
+    return [_cohere_text(one, at) for at, one in enumerate(body.inputs or ())]
+
+
+def _cohere_text(one: dict[str, Any], at: int) -> str:
+    parts = one.get("content")
+    if isinstance(parts, str):
+        return parts
+    texts = [
+        part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
+    ] if isinstance(parts, list) else []  # fmt: skip
+    if not texts or len(texts) != len(parts or ()):
+        raise invalid(f"`inputs[{at}].content` must be a list of parts of type text", "inputs")
+    return "\n".join(texts)
+
+
+def cohere_source(
+    body: CohereEmbedRequest, texts: list[str], pooling: PoolingInputs
+) -> PromptSource:
+    """Raises ApiError, ValidationError: a wrong field."""
+    keeps, most = COHERE_KEEPS.get(body.truncate.upper(), ""), pooling.max_tokens
+    if keeps == "":
+        raise wrong("truncate", body.truncate, "END, START or NONE")
+    if body.max_tokens is not None and not 1 <= body.max_tokens <= most:
+        raise wrong("max_tokens", body.max_tokens, f"from 1 to {most} (max_model_len)")
+    limit = body.max_tokens or most
+    options = TokenizeOptions(
+        truncate=None if keeps is None else limit, keep_first=bool(keeps), parameter="texts"
+    )
+    if body.input_type is not None:
+        pooling.prompt_text(body.input_type, "input_type")
+
+    def prepare(start: int, stop: int) -> list[Prompt]:
+        prompts = pooling.with_prompt(body.input_type, texts[start:stop])
+        found = pooling.tokenize(prompts, options, "embed")
+        if keeps is None and (longest := max(len(one.tokens) for one in found)) > limit:
+            raise invalid(f"a text has {longest} tokens, and `max_tokens` is {limit}; shorten it, or set `truncate` to END", "texts")  # fmt: skip
+        return found
+
+    return PromptSource(len(texts), lambda at: len(texts[at]), prepare)
+
+
+async def cohere_embed(request: Request) -> Response:
+    """Vectors of texts, in Cohere's form."""
+    state: ServerState = request.app.state.quire
+    engine = state.serving()
+    inputs = pooling_of(request, engine)
+    body = await read(request, CohereEmbedRequest)
+    state.check_model(body.model)
+    types = body.embedding_types or ["float"]
+    for kind in types:
+        if kind not in COHERE_TYPES:
+            raise wrong("embedding_types", kind, f"a list of {', '.join(COHERE_TYPES)}")
+    params = inputs.params(PoolingParams(dimensions=body.output_dimension), "embed")
+    size = body.output_dimension or inputs.info.num_dimensions
+    if {"binary", "ubinary"} & set(types) and size % 8:
+        raise invalid(
+            f"binary vectors need a dimension that 8 divides; it is {size}", "output_dimension"
+        )
+    texts = cohere_texts(body)
+    source = cohere_source(body, texts, inputs)
+    batch = new_batch(request, source, params, "embd-", body, engine)
+    outputs = await until_disconnect(request.receive, batch.run())
+    arrays = [one.outputs.array for one in outputs]
+    large = len(types) * sum(array.size for array in arrays) >= LARGE_NUMBERS
+    vectors = {kind: _cohere_vectors(kind, arrays, large) for kind in dict.fromkeys(types)}
+    return json_answer(
+        {
+            "id": batch.id, "embeddings": vectors, "texts": texts if body.texts else None,
+            "meta": {
+                "api_version": {"version": "2"},
+                "billed_units": {"input_tokens": batch.num_tokens, "image_tokens": 0},
+            },
+            "response_type": "embeddings_by_type",
+        },
+        large, state.answering,
+    )  # fmt: skip
+
+
+def _cohere_vectors(kind: str, arrays: list[Floats], large: bool) -> Any:
+    def rows() -> Any:
+        for array in arrays:
+            if kind.endswith("binary"):
+                bits = np.packbits(array >= 0).astype(np.int16)
+                yield (bits - (128 if kind == "binary" else 0)).tolist()
+            else:
+                yield VectorEncoding(kind, endianness="little").value(array, False)
+
+    return LongList(rows) if large else list(rows())
