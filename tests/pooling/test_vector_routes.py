@@ -253,11 +253,11 @@ def test_metrics_and_aborts(serving):
     server = serving()
     server.ask("/v1/embeddings", {"input": ["abc", "d"]})
     text = server.state.metrics.render().decode()
-    assert 'vllm:request_prompt_tokens_sum{model_name="toy"} 8.0' in text
-    assert 'vllm:e2e_request_latency_seconds_count{model_name="toy"} 2.0' in text
+    assert 'vllm:request_prompt_tokens_sum{engine="0",model_name="toy"} 8.0' in text
+    assert 'vllm:e2e_request_latency_seconds_count{engine="0",model_name="toy"} 2.0' in text
     for name in ("inter_token_latency", "time_to_first_token"):
-        assert f'vllm:{name}_seconds_count{{model_name="toy"}} 0.0' in text
-    assert 'vllm:request_generation_tokens_count{model_name="toy"} 0.0' in text
+        assert f'vllm:{name}_seconds_count{{engine="0",model_name="toy"}} 0.0' in text
+    assert 'vllm:request_generation_tokens_count{engine="0",model_name="toy"} 0.0' in text
 
     async def hang_up() -> None:
         server.client.held = True

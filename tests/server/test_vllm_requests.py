@@ -75,7 +75,7 @@ def test_a_path_is_served_with_and_without_the_root_path(root: str):
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/b/cancel"])  # fmt: skip
+@pytest.mark.parametrize("path", ["/generative_scoring", "/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/b/cancel"])  # fmt: skip
 @pytest.mark.parametrize("method", ["POST", "GET"])
 def test_a_missing_feature_answers_by_name_and_is_not_tried_again(path: str, method: str):
     found = ask(ScriptedEngine(), method, path, {"input": "x"} if method == "POST" else None)

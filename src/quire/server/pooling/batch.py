@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from quire.api.async_engine import BREATH_S, LONG_TEXT, AsyncEngine, OutputStream
-from quire.errors import QueueFull
+from quire.errors import QueueFull, ValidationError
 from quire.frontend.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.frontend.prompts import Prompt
 from quire.logging import get_logger
@@ -26,6 +26,7 @@ from quire.observe.prometheus import REQUESTS, TOKENS
 from quire.observe.request_metrics import RequestTimer
 from quire.observe.tracing import SpanAttributes
 from quire.protocol.pooling_params import PoolingParams
+from quire.server.adapters import unloaded_meanwhile
 from quire.server.api_keys import Tenant
 from quire.server.errors import ApiError, invalid
 from quire.server.generation import Wakeup, shared_name
@@ -76,6 +77,7 @@ class PoolingBatch:
     priority: int = 0
     timeout: float | None = None
     tenant: Tenant | None = None
+    adapter: str | None = None
     numbers_per_token: int = 0
     """Length of a token's row in the answer; 0: the answer has no rows of tokens."""
     num_tokens: int = 0
@@ -152,7 +154,8 @@ class PoolingBatch:
         self.state.active.add(name)
         tenant = self.tenant.id if self.tenant is not None else ""
         running.stream = await self.engine.open(
-            prompt, self.params, name, partial(self._on_output, running), priority=self.priority, tenant=tenant
+            prompt, self.params, name, partial(self._on_output, running), priority=self.priority, tenant=tenant,
+            lora_request=self.adapter,
         )  # fmt: skip
 
     def _count(self, num_tokens: int) -> None:
@@ -185,6 +188,8 @@ class PoolingBatch:
     def _take(self, running: RunningText, stream: OutputStream) -> None:
         try:
             output: Output | None = stream.take()
+        except ValidationError as error:
+            raise unloaded_meanwhile(error, self.adapter) or error from error
         except QueueFull as error:
             self.state.metrics.refused(TOKENS if TOKENS in str(error) else REQUESTS)
             raise

@@ -17,6 +17,7 @@ from quire.frontend.pooling.scores import PairOptions, Pairs, check_shapes, read
 from quire.frontend.prompts import Prompt, read_salt
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.validators import wrong
+from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.large_answers import LongList, json_answer
 from quire.server.pooling.batch import PoolingBatch, PromptSource
@@ -62,7 +63,8 @@ async def read_pairs(
 
 
 async def _scored(
-    request: Request, body: PairBody, queries: Any, documents: Any, names: tuple[str, str], prefix: str
+    request: Request, body: PairBody, queries: Any, documents: Any, names: tuple[str, str], prefix: str,
+    adapter: str | None,
 ) -> tuple[PoolingBatch, Pairs, list[float]]:  # fmt: skip
     state: ServerState = request.app.state.quire
     engine = state.serving()
@@ -80,7 +82,7 @@ async def _scored(
     more = RENDERED if pairs.renders else 0
     source = PromptSource(pairs.num_prompts, lambda at: pairs.size(at) + more, prepare)
     width = inputs.info.num_dimensions if pairs.task == "token_embed" else 0
-    batch = new_batch(request, source, params, prefix, body, engine, width)
+    batch = new_batch(request, source, params, prefix, body, engine, adapter, width)
     outputs = await until_disconnect(request.receive, batch.run())
     if width and batch.num_tokens > LONG_TEXT // 100:
         scores: list[float] = await asyncio.to_thread(pairs.scores, outputs)
@@ -94,11 +96,11 @@ async def score(request: Request) -> Response:
     state: ServerState = request.app.state.quire
     pooling_of(request, state.serving())
     body = await read(request, ScoreRequest)
-    model = state.check_model(body.model)
+    model, adapter = await model_of(state, body.model)
     names = pair_fields(body)
     created = int(time.time())
     batch, _, scores = await _scored(
-        request, body, getattr(body, names[0]), getattr(body, names[1]), names, "score-"
+        request, body, getattr(body, names[0]), getattr(body, names[1]), names, "score-", adapter
     )
     data = [{"index": at, "object": "score", "score": one} for at, one in enumerate(scores)]
     usage = batch.usage(state.config.server.enable_prompt_tokens_details)
@@ -113,7 +115,7 @@ async def rerank(request: Request) -> Response:
     state: ServerState = request.app.state.quire
     pooling_of(request, state.serving())
     body = await read(request, RerankRequest)
-    model = state.check_model(body.model)
+    model, adapter = await model_of(state, body.model)
     if body.query is None or body.documents is None:
         raise invalid("`/rerank` needs `query` and `documents`", "query" if body.query is None else "documents")  # fmt: skip
     if isinstance(body.query, list):
@@ -123,7 +125,7 @@ async def rerank(request: Request) -> Response:
     if body.top_n < 0:
         raise wrong("top_n", body.top_n, "a whole number of at least 0 (0: all documents)")
     batch, pairs, scores = await _scored(
-        request, body, body.query, body.documents, ("query", "documents"), "rerank-"
+        request, body, body.query, body.documents, ("query", "documents"), "rerank-", adapter
     )
     order = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n or None]
 

@@ -19,6 +19,7 @@ from quire.frontend.pooling.outputs import Floats
 from quire.frontend.prompts import Prompt
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.validators import wrong
+from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.large_answers import LongList, json_answer
 from quire.server.limits import take_from_key
@@ -45,14 +46,14 @@ COHERE_KEEPS = {"END": True, "START": False, "NONE": None}
 
 def new_batch(
     request: Request, source: PromptSource, params: PoolingParams, prefix: str, body: Any, engine: AsyncEngine,
-    numbers_per_token: int = 0,
+    adapter: str | None, numbers_per_token: int = 0,
 ) -> PoolingBatch:  # fmt: skip
     """The batch of a request, not started. Raises ApiError: the key's limits refuse it."""
     state: ServerState = request.app.state.quire
     take_from_key(request, source.count)
     return PoolingBatch(
         state, engine, new_id(prefix, request, body), source, params, priority(request, body), body.timeout,
-        request.scope.get(TENANT), numbers_per_token,
+        request.scope.get(TENANT), adapter, numbers_per_token,
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ async def _run(
     state: ServerState = request.app.state.quire
     engine = state.serving()
     pooling = pooling_of(request, engine)
-    model = state.check_model(body.model)
+    model, adapter = await model_of(state, body.model)
     check_common(body)
     params = pooling.params(
         PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions), task
@@ -82,7 +83,7 @@ async def _run(
     VectorEncoding(body.encoding_format).check_count(source.count)
     info = pooling.info
     width = {"token_embed": info.num_dimensions, "token_classify": info.num_labels}
-    batch = new_batch(request, source, params, prefix, body, engine, width.get(params.task or "", 0))  # fmt: skip
+    batch = new_batch(request, source, params, prefix, body, engine, adapter, width.get(params.task or "", 0))  # fmt: skip
     created = int(time.time())
     outputs = await until_disconnect(request.receive, batch.run())
     head = {"id": batch.id, "object": "list", "created": created, "model": model}
@@ -204,7 +205,7 @@ async def cohere_embed(request: Request) -> Response:
     engine = state.serving()
     inputs = pooling_of(request, engine)
     body = await read(request, CohereEmbedRequest)
-    state.check_model(body.model)
+    _, adapter = await model_of(state, body.model)
     types = body.embedding_types or ["float"]
     for kind in types:
         if kind not in COHERE_TYPES:
@@ -217,7 +218,7 @@ async def cohere_embed(request: Request) -> Response:
         )
     texts = cohere_texts(body)
     source = cohere_source(body, texts, inputs)
-    batch = new_batch(request, source, params, "embd-", body, engine)
+    batch = new_batch(request, source, params, "embd-", body, engine, adapter)
     outputs = await until_disconnect(request.receive, batch.run())
     arrays = [one.outputs.array for one in outputs]
     large = len(types) * sum(array.size for array in arrays) >= LARGE_NUMBERS
