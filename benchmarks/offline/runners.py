@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,14 +60,21 @@ class Quire:
         self.start_seconds = time.perf_counter() - start
         self.numbers = itertools.count()
 
-    def run(self, workload: Workload, prompts: list[list[int]]) -> Run:
-        """Raises RuntimeError: the engine refused or failed a request."""
+    def run(
+        self,
+        workload: Workload,
+        prompts: list[list[int]],
+        adapters: Sequence[str | None] = (),
+    ) -> Run:
+        """Raises RuntimeError: the engine refused or failed a request. `adapters`: of each request; empty: none."""
         params = SamplingParams(
             temperature=0.0, max_tokens=workload.output, ignore_eos=True, seed=0, detokenize=False
         )
         requests = [
             EngineRequest(f"bench-{next(self.numbers)}", prompt, params) for prompt in prompts
         ]
+        for request, adapter in zip(requests, adapters, strict=False):
+            request.adapter = adapter
         tokens: dict[str, list[int]] = {request.id: [] for request in requests}
         left = len(requests)
         start = time.perf_counter()
