@@ -7,6 +7,7 @@ Shape suffixes: T tokens, R rank, I inputs, O outputs, V vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -115,25 +116,36 @@ def _rows_of(ref: WeightRef) -> Callable[[int, int], Tensor]:
     return rows
 
 
+def accelerator_of(model: nn.Module) -> torch.device | None:
+    """The device of the model's weights; None: the CPU."""
+    device = next((each.device for each in model.parameters() if not each.is_meta), None)
+    return None if device is None or device.type == "cpu" else device
+
+
 class AdapterTable:
     """The loaded adapters of a model, and which rows use them. It attaches itself to the model's weights.
 
     Args:
         capacity: how many adapters are loaded at most.
         max_rows: of the worker.
+        max_rank: of an adapter, on an accelerator.
 
     Attributes:
         number_of_row: by the worker's row, the number of its adapter; -1: none.
     """
 
-    def __init__(self, model: Any, capacity: int, max_rows: int):
+    def __init__(self, model: Any, capacity: int, max_rows: int, max_rank: int = 64):
         self.places: Mapping[str, Place] = model.adapter_places()
-        self.dtype = model.dtype
+        self.dtype, self.device = model.dtype, accelerator_of(model)
+        if self.device is not None:  # a table of embeddings is looked up on the host's word
+            self.places = {n: place for n, place in self.places.items() if place.rows is not None}
         self.loaded: list[AdapterWeights | None] = [None] * capacity
         self.number_of_row = np.full(max_rows, -1, np.int64)
+        parts = Counter(id(place.target) for place in self.places.values())
         for place in self.places.values():
             if place.target.lora is None:
-                place.target.lora = LoraTable(capacity)
+                width = max_rank * parts[id(place.target)]
+                place.target.lora = LoraTable(capacity, self.device, self.dtype, width)
         model.adapters = self
 
     def prepare(
@@ -144,10 +156,14 @@ class AdapterTable:
         Raises:
             ValidationError: modules that the model does not have, or tensors of another shape.
         """
-        dtype = dtype or self.dtype
+        dtype = dtype if dtype is not None and self.device is None else self.dtype
         if self.dtype == torch.bfloat16 and dtype == torch.float16:
             dtype = torch.float32  # the kernels multiply these two
-        return AdapterWeights(self.places, modules, dtype)
+        found = AdapterWeights(self.places, modules, dtype)
+        if self.device is not None:
+            for _, factors in found.factors:
+                factors.move(self.device)
+        return found
 
     def add(self, number: int, weights: AdapterWeights) -> None:
         """Load an adapter, between steps."""

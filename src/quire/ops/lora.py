@@ -24,6 +24,9 @@ from quire.ops.cpu.structs import CLora, CLoraPart
 from quire.ops.dispatch import op
 
 LANES = 16
+FIELDS, PART_FIELDS, MAX_PARTS = 7, 5, 8
+"""Of a row of `LoraTable.device_rows`: addresses of a, b, gain, offset and scales, the rank, the number of parts; then of each
+part start, outs, first, rank, at."""
 
 
 class LoraPart(NamedTuple):
@@ -83,11 +86,33 @@ class LoraFactors:
         none = torch.zeros(0, dtype=dtype)
         self.a_RI = torch.cat(a) if a else none.view(0, num_in + -num_in % LANES)
         self.b = torch.cat(b) if b else none
+        scales = [part.scale for part in made for _ in range(part.rank)]
+        self.scales_R = torch.tensor(scales, dtype=torch.float32)
         self.gain_O, self.offset_O = _padded(gain_O), _padded(offset_O)
-        self.struct = self._struct()
+        self.struct: CLora | None = self._struct()
+
+    def move(self, device: torch.device) -> None:
+        """Move the tensors to an accelerator."""
+        self.a_RI, self.b, self.scales_R = (
+            each.to(device) for each in (self.a_RI, self.b, self.scales_R)
+        )
+        if self.gain_O is not None:
+            self.gain_O = self.gain_O.to(device)
+        if self.offset_O is not None:
+            self.offset_O = self.offset_O.to(device)
+        self.struct = None
+
+    def device_row(self) -> list[int]:
+        """For `LoraTable.device_rows`."""
+        pointers = (self.a_RI, self.b, self.gain_O, self.offset_O, self.scales_R)
+        row = [0 if each is None else each.data_ptr() for each in pointers]
+        row += [self.rank, len(self.parts)]
+        for part in self.parts:
+            row += [part.start, part.outs, part.first, part.rank, part.at]
+        return row + [0] * (FIELDS + MAX_PARTS * PART_FIELDS - len(row))
 
     def tensors(self) -> list[Tensor]:
-        found = (self.a_RI, self.b, self.gain_O, self.offset_O)
+        found = (self.a_RI, self.b, self.gain_O, self.offset_O, self.scales_R)
         return [each for each in found if each is not None]
 
     def _struct(self) -> CLora | None:
@@ -116,9 +141,25 @@ def _padded(values_O: Tensor | None) -> Tensor | None:
 
 
 class LoraTable:
-    """The factors of one weight, by the number of the adapter."""
+    """The factors of one weight, by the number of the adapter.
 
-    def __init__(self, capacity: int):
+    Args:
+        device: of an accelerator, if the weight is there: its kernels read `device_rows`.
+        dtype, width: then of all factors, and their largest rank.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        width: int = 0,
+    ):
+        self.device, self.dtype, self.width = device, dtype, width
+        self.device_rows: Tensor | None = None  # this tensor never moves
+        if device is not None:
+            size = FIELDS + MAX_PARTS * PART_FIELDS
+            self.device_rows = torch.zeros(capacity, size, dtype=torch.int64, device=device)
         self.factors: list[LoraFactors | None] = [None] * capacity
         # Of the structs for the CPU kernels; this array never moves.
         self.addresses = (ctypes.c_void_p * capacity)()
@@ -127,6 +168,18 @@ class LoraTable:
         """Whether the CPU kernels multiply all of them."""
 
     def set(self, number: int, factors: LoraFactors | None) -> None:
+        """Replace the factors of an adapter, behind the steps that are queued on the device.
+
+        Raises:
+            ValueError: their rank is above `width`.
+        """
+        if self.device_rows is not None:
+            if factors is not None and (
+                factors.rank > self.width or len(factors.parts) > MAX_PARTS
+            ):
+                raise ValueError(f"an adapter of rank {factors.rank} in a table for {self.width}")
+            row = [0] * self.device_rows.shape[1] if factors is None else factors.device_row()
+            self.device_rows[number] = torch.tensor(row)
         self.factors[number] = factors
         struct = None if factors is None else factors.struct
         self.addresses[number] = None if struct is None else ctypes.addressof(struct)

@@ -70,7 +70,8 @@ class LoraHook(Hook):
         """The table of the main model. Raises QuireError: the model's weights are dropped."""
         model = self._models[0]
         if self._table_of is None or self._table_of[0] is not model:
-            table = AdapterTable(model, self._options.capacity, self._rows.max_rows)
+            limits = self._options.capacity, self._rows.max_rows, self._options.max_lora_rank
+            table = AdapterTable(model, *limits)
             self._table_of, self._slots = (model, table), {}
         return self._table_of[1]
 
