@@ -18,7 +18,7 @@ from quire.layers.rotary import ROPE_INIT_FUNCTIONS
 TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
 KINDS = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma4_text": "gemma4",
 }  # fmt: skip
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
@@ -113,6 +113,10 @@ class GgufCopy:
     def __init__(self, folder: Path, kind_of: Callable[[str], Kind] = lambda name: Kind.F32):
         self.folder, self.kind_of = folder, kind_of
         self.config = json.loads((folder / "config.json").read_text())
+        if by_layer := self.config.get("per_layer_config"):  # Transformers 5's way to say it
+            full = by_layer.get(str(self.config["layer_types"].index("full_attention")), {})
+            self.config |= {"global_head_dim": full.get("head_dim", self.config["head_dim"])}
+            self.config["num_global_key_value_heads"] = full.get("num_key_value_heads")
         self.arch = KINDS.get(self.config["model_type"], self.config["model_type"])
         number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch)
         self.names = gguf.get_tensor_name_map(number, self.config["num_hidden_layers"])
@@ -138,9 +142,9 @@ class GgufCopy:
 
     def _tensors(self) -> list[tuple[str, np.ndarray]]:
         c, found, stacks = self.config, [], dict[str, list[np.ndarray]]()
-        for name, values in sorted(
-            apart(unstacked(tensors_of(self.folder)), c).items(), key=in_order
-        ):
+        tensors = tensors_of(self.folder)
+        tensors = apart(unstacked(tensors) if self.arch == "gpt-oss" else tensors, c)
+        for name, values in sorted(tensors.items(), key=in_order):
             base = name.rpartition(".")[0]
             if EXPERT.search(base):
                 stacks.setdefault(EXPERT.sub("", name), []).append(values)
@@ -160,7 +164,13 @@ class GgufCopy:
 
     def _name(self, name: str) -> str:
         name = name.replace("correction_bias", "correction.bias")
-        if name.endswith("sinks"):
+        for end, called in (
+            ("router.scale", "ffn_gate_inp.scale"),
+            ("router.per_expert_scale", "ffn_down_exps.scale"),
+        ):
+            if name.endswith(end):
+                return f"blk.{name.split('.')[2]}.{called}"
+        if name.endswith(("sinks", "layer_scalar", "experts.gate_up_proj", "experts.down_proj")):
             name += ".weight"
         if (mapped := self.names.get_name(name, try_suffixes=(".weight", ".bias"))) is None:
             raise KeyError(name)
@@ -184,11 +194,20 @@ class GgufCopy:
         w.add_context_length(c["max_position_embeddings"])
         w.add_embedding_length(c["hidden_size"])
         w.add_block_count(c["num_hidden_layers"])
-        w.add_feed_forward_length(c["intermediate_size"])
+        width, layers = c["intermediate_size"], c["num_hidden_layers"]
+        first = layers - (c.get("num_kv_shared_layers") or 0)
+        wide = c.get("use_double_wide_mlp")
+        w.add_feed_forward_length(
+            [width * (1 + (i >= first)) for i in range(layers)] if wide else width
+        )
         w.add_head_count(c["num_attention_heads"])
-        w.add_head_count_kv(c["num_key_value_heads"])
+        kv_heads, of_full = c["num_key_value_heads"], c.get("num_global_key_value_heads")
+        if of_full:
+            kinds = c["layer_types"]
+            kv_heads = [of_full if kind == "full_attention" else kv_heads for kind in kinds]
+        w.add_head_count_kv(kv_heads)
         if c.get("head_dim") and not c.get("kv_lora_rank"):
-            w.add_key_length(c["head_dim"])
+            w.add_key_length(c.get("global_head_dim") or c["head_dim"])
         if c.get("rms_norm_eps"):
             w.add_layer_norm_rms_eps(c["rms_norm_eps"])
         w.add_rope_freq_base(rope.get("rope_theta", 10000.0))
@@ -200,7 +219,7 @@ class GgufCopy:
             ("logit_scale", w.add_logit_scale), ("layer_norm_eps", w.add_layer_norm_eps),
             ("attn_logit_softcapping", w.add_attn_logit_softcapping), ("final_logit_softcapping", w.add_final_logit_softcapping),
             ("num_experts", w.add_expert_count), ("num_local_experts", w.add_expert_count),
-            ("num_experts_per_tok", w.add_expert_used_count),
+            ("num_experts_per_tok", w.add_expert_used_count if not c.get("top_k_experts") else lambda _: None),
             ("shared_expert_intermediate_size", w.add_expert_shared_feed_forward_length),
             ("n_routed_experts", w.add_expert_count), ("n_shared_experts", w.add_expert_shared_count),
             ("first_k_dense_replace", w.add_leading_dense_block_count), ("n_group", w.add_expert_group_count),
@@ -226,6 +245,8 @@ class GgufCopy:
                 w.add_key_length(c["kv_lora_rank"] + rotated)
                 w.add_value_length(c["kv_lora_rank"])
                 w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if self.arch == "gemma4":
+            self._gemma4(w, rope)
         if c["model_type"] == "minimax_m2":
             w.add_expert_feed_forward_length(c["intermediate_size"])
         if c.get("n_routed_experts") and c.get("moe_intermediate_size") and c.get("kv_lora_rank"):
@@ -249,6 +270,25 @@ class GgufCopy:
             plain = 1 / rope["rope_theta"] ** (np.arange(0, c["head_dim"], 2) / c["head_dim"])
             made, _ = ROPE_INIT_FUNCTIONS["llama3"](c["head_dim"], rope, 0)
             w.add_tensor("rope_freqs.weight", (plain / made.numpy()).astype(np.float32))
+
+    def _gemma4(self, w: Any, rope: dict[str, Any]) -> None:
+        c, sliding = self.config, [kind != "full_attention" for kind in self.config["layer_types"]]
+        shared, size = c["num_kv_shared_layers"], c["global_head_dim"]
+        w.add_shared_kv_layers(shared)
+        w.add_embedding_length_per_layer_input(c["hidden_size_per_layer_input"] or 0)
+        w.add_sliding_window_pattern(sliding)
+        w.add_key_length_swa(c["head_dim"])
+        w.add_value_length(size)
+        w.add_value_length_swa(c["head_dim"])
+        w.add_rope_dimension_count(size)
+        w.add_rope_dimension_count_swa(c["head_dim"])
+        w.add_rope_freq_base_swa(c["rope_parameters"]["sliding_attention"]["rope_theta"])
+        if c.get("enable_moe_block"):
+            w.add_expert_used_count(c["top_k_experts"])
+            w.add_expert_feed_forward_length(c["moe_intermediate_size"])
+        turned = int(size * rope.get("partial_rotary_factor", 1.0) / 2)
+        factors = [1.0] * turned + [1e30] * (size // 2 - turned)
+        w.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
 
     def _tokenizer(self, w: Any) -> None:
         if not (self.folder / "tokenizer.json").is_file():

@@ -54,7 +54,7 @@ GGUF_CASES = [
     "mistral window", "qwen2", "qwen2 tied", "qwen3", "qwen3 tied",
     "phi3", "phi3 longrope", "granite", "olmo2", "glm4", "mixtral", "qwen2 moe", "qwen3 moe", "olmoe", "glm4 moe",
     "glm4 moe in groups", "ernie4_5", "granite moe", "minimax m2", "minimax m2 partial rope", "deepseek v2", "deepseek v2 lite",
-    "deepseek v3",
+    "deepseek v3", "gemma4", "gemma4 values from keys", "gemma4 moe",
 ]  # fmt: skip
 IMPLIED = [  # values that the files of these families do not contain
     Case("gemma2", "gemma2", {**GEMMA2, "query_pre_attn_scalar": BASE["head_dim"]}),
@@ -214,6 +214,33 @@ def test_sentencepiece_merges_by_score(tmp_path: Path) -> None:
         assert ours.encode(known) == [1, *merged(known)]
         assert ours.decode(ours.encode(known), skip_special_tokens=True) == known
     assert ours.encode("é", add_special_tokens=False)[-2:] == [3 + 0xC3, 3 + 0xA9]
+
+
+def test_gemma_4_lists_its_merges(tmp_path: Path) -> None:
+    """Not by score: the scores of its file are all alike."""
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        *"▁hel",
+        "he",
+        "el",
+        "▁he",
+        "hel",
+    ]
+    meta = {"model": "gemma4", "tokens": tokens, "scores": [0.0] * len(tokens), "merges": ["e l", "h e", "▁ he", "h el"],
+            "token_type": [3] * 3 + [6] * 256 + [1] * 8, "bos_token_id": 2, "eos_token_id": 1, "add_bos_token": True}  # fmt: skip
+    metadata = {
+        "general.architecture": "gemma4",
+        **{f"tokenizer.ggml.{k}": v for k, v in meta.items()},
+    }
+    made = GgufTokenizer(GgufHeader((Path("x.gguf"),), metadata, ()))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made.tokenizer_json()))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(made.tokenizer_config()))
+    ours = load_tokenizer(str(tmp_path))
+    assert [ours.token(i) for i in ours.encode("hel he\n")] == ["<bos>", "hel", "▁he", "<0x0A>"]
+    assert ours.decode(ours.encode("hel he\n", add_special_tokens=False)) == "hel he\n"
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ from quire.errors import ConfigError, Unsupported
 from quire.models.gguf.header import GgufHeader, GgufTensor, read_header
 from quire.models.registry import choose_impl
 
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
 ROPE = re.compile(r"^rope_(?:freqs|factors_(?:long|short))\.weight$")
 SAFETENSORS = "serve the model's safetensors checkpoint"
 BIASED = ("q", "qkv", "kv_a_mqa")
@@ -75,7 +79,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     if any(tensor.kind not in FLOATS for tensor in header.tensors):
         config["quantization_config"] = {"quant_method": "gguf"}
     for key, name in {**table()["keys"], **about.get("keys", {})}.items():
-        if (value := header.get(key)) is not None:
+        value = header.get(key)
+        if value is not None and not (key in about.get("by_layer", ()) and isinstance(value, list)):
             config[name] = _scalar(header, key, value)
     if (embeddings := shapes.get("token_embd.weight")) is None or len(embeddings) != 2:
         raise ConfigError(f"{header.files[0]} has no table token_embd.weight")
@@ -98,12 +103,14 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
     )
     if not 0 < layers <= 4096:
         raise ConfigError(f"{header.files[0]}: it claims {layers} layers")
+    if about["model_type"] == "gemma4_text":
+        config |= _gemma4(header, config)
     if header.get("attention.kv_lora_rank"):
         config |= _latent_attention(header)
     config.setdefault("num_key_value_heads", heads)
     size = config.setdefault("head_dim", hidden // heads)
     rotated = header.get("rope.dimension_count") or size
-    if rotated != size:
+    if rotated != size and "global_head_dim" not in config:
         config["partial_rotary_factor"] = rotated / size
     every = header.get("attention.sliding_window_pattern", about.get("full_every"))
     if every and config.get("sliding_window"):
@@ -125,9 +132,44 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
     if (theta := header.get("rope.freq_base_swa", about.get("window_theta"))) is not None:
         of_windows = {"rope_type": "default", "rope_theta": theta}
         rope = {"full_attention": rope, "sliding_attention": of_windows}
+    if "global_head_dim" in config:
+        rope = _proportional(header, int(config["global_head_dim"]), int(size))
     config["rope_parameters"] = rope
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+
+
+def _gemma4(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What layers differ in: windows, key heads, widths, and the sharing of keys and values."""
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    widths, kv_heads = (
+        header.get(key) for key in ("feed_forward_length", "attention.head_count_kv")
+    )
+    windows = header.get("attention.sliding_window_pattern")
+    full = windows.index(0)
+    found: dict[str, Any] = {
+        "enable_moe_block": bool(header.get("expert_count")),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in shapes,
+        "vocab_size_per_layer_input": shapes.get("per_layer_token_embd.weight", (0,))[0],
+    }
+    if isinstance(widths, list):
+        found["intermediate_size"] = widths[0]
+        found["use_double_wide_mlp"] = widths[-1] != widths[0]
+    if isinstance(kv_heads, list):
+        found["num_key_value_heads"] = kv_heads[windows.index(1)]
+        found["num_global_key_value_heads"] = kv_heads[full]
+    return found
+
+
+def _proportional(header: GgufHeader, size: int, window_size: int) -> dict[str, Any]:
+    """Gemma 4's rotation: rope_freqs has huge factors for the features that full layers do not rotate."""
+    freqs = _numbers(next((t for t in header.tensors if t.name == "rope_freqs.weight"), None))
+    rotated = sum(factor < 1e20 for factor in freqs) * 2 / size if freqs else 1.0
+    theta, of_windows = header.get("rope.freq_base", 1e6), header.get("rope.freq_base_swa", 1e4)
+    part = (header.get("rope.dimension_count_swa") or window_size) / window_size
+    window = {"rope_type": "default", "rope_theta": of_windows, "partial_rotary_factor": part}
+    full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": rotated}
+    return {"full_attention": full, "sliding_attention": window}
 
 
 def _latent_attention(header: GgufHeader) -> dict[str, Any]:
@@ -223,12 +265,14 @@ class TensorPlace(NamedTuple):
     """Where a tensor belongs in a checkpoint: its name, with * for the number of an expert in a stack of them.
 
     `heads`: of a weight whose rows are in the order of interleaved rope, else 0. `minus_one`: it is stored with 1 added.
+    `half`: which half of each expert's rows it is; None: all.
     """
 
     tensor: GgufTensor
     name: str
     heads: int = 0
     minus_one: bool = False
+    half: int | None = None
 
 
 def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorPlace]:
@@ -249,6 +293,7 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorP
             layer, base = int(match[1]), match[2]
             if layer >= config["num_hidden_layers"]:
                 continue  # layers that predict further tokens
+            base = f"{base}.{end}" if f"{base}.{end}" in names else base
             if base not in names:
                 what = f"{tensor.file} (a tensor {tensor.name} in a {header.architecture} model)"
                 raise Unsupported(what, SAFETENSORS)
@@ -257,14 +302,18 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorP
             continue
         else:
             name, end = tensor.name, ""
-        found.append(
-            TensorPlace(
-                tensor,
-                name[:-1] if name.endswith(".") else f"{name}.{end}".rstrip("."),
-                int(heads.get(base, 0)) if about.get("permuted") else 0,
-                bool(about.get("plus_one")) and base.endswith("norm"),
-            )
+        place = TensorPlace(
+            tensor,
+            name[:-1] if name.endswith(".") else f"{name}.{end}".rstrip("."),
+            int(heads.get(base, 0)) if about.get("permuted") else 0,
+            bool(about.get("plus_one")) and base.endswith("norm"),
         )
+        if both := re.match(r"(.+\.)(\w+)\+(\w+)(\.\w+)$", place.name):
+            start, end = both[1], both[4]
+            halves = enumerate((both[2], both[3]))
+            found += [place._replace(name=start + half + end, half=i) for i, half in halves]
+        else:
+            found.append(place)
     return found
 
 
@@ -272,4 +321,9 @@ def stored_in(file: Path) -> list[tuple[str, str, Sequence[int]]]:
     """Checkpoint name, type and shape of each tensor of a model."""
     header = read_header(file)
     found = tensor_places(header, config_of(header))
-    return [(each.name, each.tensor.kind, each.tensor.shape) for each in found]
+    return [(each.name, each.tensor.kind, _shape(each)) for each in found]
+
+
+def _shape(place: TensorPlace) -> Sequence[int]:
+    shape = place.tensor.shape
+    return shape if place.half is None else (shape[0], shape[1] // 2, *shape[2:])

@@ -99,6 +99,8 @@ def _mapped(file: Path) -> Tensor:
 def _in_place(each: TensorPlace, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if each.heads:
         tensor = rope_halves(tensor, each.heads)
+    if each.half is not None:
+        tensor = tensor.chunk(2, 1)[each.half]
     if each.minus_one:
         tensor = (tensor.float() - 1).to(tensor.dtype)
     if "*" not in each.name:

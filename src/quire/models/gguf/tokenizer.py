@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as the files that `tokenizers` reads: tokenizer.json, tokenizer_config.json, and the
 end tokens and defaults for generation_config.json.
 
-Knows the keys tokenizer.* and general.sampling.*, byte-level BPE ("gpt2") and SentencePiece's BPE ("llama"). Does not know
+Knows the keys tokenizer.* and general.sampling.*, byte-level BPE ("gpt2") and SentencePiece's BPE ("llama"; "gemma4", which lists its merges). Does not know
 paths, and does not import the library.
 """
 
@@ -63,7 +63,7 @@ class GgufTokenizer:
     def __init__(self, header: GgufHeader):
         self.file, self.metadata = header.files[0], header.metadata
         self.model, self.gemma = str(self.get("model")), header.architecture.startswith("gemma")
-        if self.model not in ("gpt2", "llama"):
+        if self.model not in ("gpt2", "llama", "gemma4"):
             raise Unsupported(f"{self.file} (a tokenizer of the kind {self.model!r})", REMEDY)
         self.tokens: list[str] = self._list("tokens", str)
         self.kinds: list[int] = self._list("token_type", int, optional=True)
@@ -101,7 +101,8 @@ class GgufTokenizer:
     # -- the files
     def tokenizer_json(self) -> dict[str, Any]:
         bytes_ = self.model == "gpt2"
-        merges = self._byte_merges() if bytes_ else self._merges_by_score()
+        listed = bytes_ or bool(self.get("merges"))
+        merges = self._byte_merges() if listed else self._merges_by_score()
         unknown = (
             None
             if bytes_
@@ -216,7 +217,7 @@ class GgufTokenizer:
 
     def _post_processor(self) -> dict[str, Any] | None:
         """What surrounds a text: BOS before it and EOS behind it, as the file says."""
-        default = self.model == "llama" or bool(self.rule and self.rule.bos)
+        default = self.model != "gpt2" or bool(self.rule and self.rule.bos)
         bos = self.token_of("bos_token_id") if self.get("add_bos_token", default) else None
         eos = self.token_of("eos_token_id") if self.get("add_eos_token", False) else None
         tokens = [token for token in (bos, eos) if token]
