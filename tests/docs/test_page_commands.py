@@ -24,6 +24,7 @@ from quire.cli import completion_client
 from quire.cli.main import COMMANDS
 from quire.config.flags import parse
 from quire.config.options import options
+from quire.frontend import lora_resolvers
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "compat/vllm/README.md", *sorted((ROOT / "docs").glob("*.md"))]  # fmt: skip
@@ -164,7 +165,9 @@ def check_python(words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with Served("quire-tiny", "--api-key", "sk-mine", "--kv-cache-memory-bytes", "64M") as found:
+    adapters = ["--enable-lora", "--lora-modules", "pirate=quire-tiny-pirate-lora"]
+    flags = ["--api-key", "sk-mine", "--kv-cache-memory-bytes", "64M", *adapters]
+    with Served("quire-tiny", *flags, env={"QUIRE_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as found:
         yield found
 
 
@@ -188,6 +191,17 @@ def test_the_server_answers_a_request(server: Served, command: Command):
     answer = httpx.request(method, url, headers=headers, content=data, timeout=120)
     assert answer.status_code == 200, answer.text
     assert answer.text
+
+
+def test_the_programs_of_the_adapter_page_run(capsys: pytest.CaptureFixture[str]):
+    resolver, program = blocks(ROOT / "docs" / "lora.md", "python")
+    for text in (program, resolver):
+        exec(compile(text, "lora.md", "exec", dont_inherit=True), {"__name__": "page"})
+    pirate, base, sailor = capsys.readouterr().out.splitlines()[-3:]
+    assert pirate == sailor
+    assert pirate.startswith("Arr")
+    assert base.startswith("I am quire-tiny")
+    lora_resolvers.LoRAResolverRegistry.resolvers.pop("shelf")
 
 
 def test_the_programs_of_the_quickstart_run(server: Served, capsys: pytest.CaptureFixture[str]):

@@ -15,7 +15,7 @@ from tiny_llama import make_checkpoint
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here")
 
-FLAGS = ["--served-model-name", "tiny", "--api-key", "k", "--override-generation-config", '{"temperature": 0}']  # fmt: skip
+FLAGS = ["--served-model-name", "tiny", "other", "--api-key", "k", "--override-generation-config", '{"temperature": 0}']  # fmt: skip
 MESSAGE = "Hi <img src=x onerror=\"document.title='hit'\"><b>you</b>"
 
 
@@ -92,6 +92,16 @@ def test_answers_stream_and_the_block_view_updates(browser: Chromium, server: Se
     assert browser.js("document.getElementById('blocks').toDataURL()") != before
     assert text(browser, "step-note").startswith("step ")
     browser.until("document.querySelector('#lives [data-state=ended] .state')?.textContent === 'done'")  # fmt: skip
+
+
+def test_a_model_or_adapter_is_chosen_by_its_name(browser: Chromium):
+    """The list has every name of /v1/models; the first one is chosen."""
+    browser.js("document.getElementById('options').open = true; 0")
+    served = "document.getElementById('served')"
+    browser.until(f"!document.getElementById('models').hidden && {served}.options.length === 2")
+    assert browser.js(f"[...{served}.options].map(one => one.value)") == ["tiny", "other"]
+    assert browser.js(f"{served}.value") == "tiny"
+    browser.js("document.getElementById('options').open = false; 0")
 
 
 def test_messages_are_shown_as_text_only(browser: Chromium):

@@ -16,7 +16,6 @@ Feature = tuple[str, str]
 RUNTIME_ADAPTERS = (
     "loading adapters while the server runs", "start the server with --enable-lora and QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1"
 )  # fmt: skip
-LORA = "LoRA", "serve a checkpoint with the adapter merged into it"
 SPECULATION = "speculative decoding", "leave it out; the text is the same without it"
 POOLING = "pooling (embedding, classifying, scoring)", "serve a model that generates text"
 AUDIO = "audio", "send text"

@@ -108,6 +108,7 @@ async function copy(text, button) {
 // -- sending -------------------------------------------------------------------------------------
 function request(turn, before) {
   const body = {stream: true, stream_options: {include_usage: true}};
+  if (!$("models").hidden) body.model = $("served").value;
   if ($("temperature").value) body.temperature = Number($("temperature").value);
   if ($("most").value) body.max_tokens = Number($("most").value);
   if (turn.mode === "text") return ["v1/completions", {max_tokens: TEXT_TOKENS, ...body, prompt: turn.ask}];
@@ -207,11 +208,24 @@ function setReady(now) {
   mark();
 }
 
+// The names that a request may have as its model: those of the model, then the adapters.
+function listModels(cards) {
+  const chosen = $("served").value, names = cards.map(card => card.id);
+  $("served").replaceChildren(...names.map(name => new Option(name, name)));
+  $("served").value = names.includes(chosen) ? chosen : names[0];
+  $("models").hidden = names.length < 2;
+}
+
+$("options").ontoggle = async () => {
+  if ($("options").open && ready) listModels((await (await ask("v1/models")).json()).data);
+};
+
 // Ask until the model is loaded. The status line says how far it is.
 async function awaitModel() {
   try {
     const found = await (await ask("v1/models")).json();
     put("model", found.data[0].id);
+    listModels(found.data);
     if (!seen) tell("good", "ready");
     setReady(true);
   } catch (error) {
