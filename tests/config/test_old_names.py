@@ -102,8 +102,8 @@ def test_short_forms_are_of_rows():
         ({"disable_log_requests": False}, {"enable_log_requests": True}),
         ({"task": "generate"}, {"runner": "generate"}),
         ({"task": "auto"}, {"runner": "auto"}),
-        ({"task": "embed"}, {"runner": "pooling"}),
-        ({"task": "score"}, {"runner": "pooling"}),
+        ({"task": "embed"}, {"runner": "pooling", "convert": "embed"}),
+        ({"task": "score"}, {"runner": "pooling", "convert": "classify"}),
         ({"rope_theta": 5.0}, {"hf_overrides": {"rope_theta": 5.0}}),
         (
             {"rope_theta": 5.0, "rope_scaling": {"type": "linear"}, "hf_overrides": {"a": 1}},

@@ -333,7 +333,6 @@ REFUSED = [
     ({"data_parallel_size": 2}, Unsupported, "data_parallel_size=2"),
     ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0"),
     ({"enable_expert_parallel": True}, Unsupported, "enable_expert_parallel .*leave the flag out"),
-    ({"runner": "pooling"}, Unsupported, "runner=pooling .*generates text"),
     ({"enable_prompt_embeds": True}, Unsupported, "enable_prompt_embeds .*token ids"),
     ({"distributed_executor_backend": "ray"}, Unsupported, "distributed_executor_backend=ray .*uni"),
     ({"distributed_executor_backend": "x"}, ConfigError, "distributed_executor_backend='x': choose from uni, mp"),

@@ -46,7 +46,7 @@ enable_prompt_adapter default_mm_loras={"audio":"d"} enable_tower_connector_lora
 limit_mm_per_prompt={"image":4} limit_mm_per_prompt=image=4,video=1
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4 profiler_config={"profiler":"torch"}
-pooler_config={"a":1} convert=embed io_processor_plugin=x decode_context_parallel_size=2 prefill_context_parallel_size=2 nnodes=2
+io_processor_plugin=x decode_context_parallel_size=2 prefill_context_parallel_size=2 nnodes=2
 enable_eplb enable_dbo headless grpc scheduler_cls=a.b worker_cls=a.b
 worker_extension_cls=a.b tool_server=demo disable_sliding_window data_parallel_rank=1 data_parallel_hybrid_lb tokens_only enable_scale_out
 """
@@ -255,7 +255,7 @@ KEYWORDS = {
         "runner": "generate", "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2,
         "enable_expert_parallel": True, "quantization": "awq", "logits_processors": ["a:B"], "logprobs_mode": "raw_logits",
         "override_generation_config": {"top_p": 0.5}, "hf_token": True, "kv_cache_memory_bytes": 1 << 30,
-        "enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "async_scheduling": True, "generation_config": "vllm", "structured_outputs_config": {"backend": "auto"},
+        "pooler_config": {"task": "embed"}, "enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "async_scheduling": True, "generation_config": "vllm", "structured_outputs_config": {"backend": "auto"},
     },
     "warned": {
         "disable_log_requests": True, "tokenizer_pool_size": 2, "tokenizer_pool_type": "thread", "lora_extra_vocab_size": 9,
@@ -266,7 +266,7 @@ KEYWORDS = {
     "refused": {
         "default_mm_loras": {"audio": "/path"}, "limit_mm_per_prompt": {"image": 2},
         "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
-        "pooler_config": {"a": 1}, "kv_offloading_size": 4.0,
+        "kv_offloading_size": 4.0,
     },
     "silent": {
         "enable_sleep_mode": True, "mm_encoder_tp_mode": "weights", "enable_reasoning": True, "max_loras": 1,

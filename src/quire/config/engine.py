@@ -14,6 +14,7 @@ from quire.config.lora import LoraConfig
 from quire.config.model import ModelConfig
 from quire.config.observe import ObserveConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.pooling import PoolingModel
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
 from quire.config.speculation import SpeculationConfig
@@ -73,6 +74,8 @@ class ModelSpec:
     """The quantization to apply to unquantized weights while loading; None: weights stay as the checkpoint has them."""
     options: ModelConfig
     load: LoadConfig
+    pooling: PoolingModel | None = None
+    """What it computes in place of logits; None: it generates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +88,7 @@ class Resolved:
     hf_config: dict[str, Any]
     """config.json after overrides; if a wrapper nests the text model, only the text model's part."""
     architecture: str
+    """The name in the registry; that of config.json may differ where the model pools (`PoolingModel.architecture`)."""
     dtype: str
     """float32, bfloat16 or float16."""
     device: str
@@ -108,6 +112,9 @@ class Resolved:
     tokenizer_path: str | None = None
     """Local directory of the tokenizer; None: that of the checkpoint."""
 
+    pooling: PoolingModel | None = None
+    """What the model computes in place of tokens; None: it generates."""
+
     @property
     def tokenizer_folder(self) -> str:
         return self.tokenizer_path or self.path
@@ -125,6 +132,7 @@ class Resolved:
             quantization=self.quantization,
             options=self.config.model,
             load=self.config.load,
+            pooling=self.pooling,
         )
 
     @property

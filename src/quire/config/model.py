@@ -16,7 +16,13 @@ class ModelConfig:
     model: str = "quire-tiny"
     """A local directory, a hub id, or `quire-tiny`, the model embedded in the package."""
     runner: Literal["auto", "generate", "pooling"] = "auto"
-    """auto or generate; pooling is not supported yet."""
+    """auto (by the checkpoint), generate, or pooling: vectors and scores in place of tokens."""
+    convert: Literal["auto", "none", "embed", "classify"] = "auto"
+    """Use a model for another task with the pooling runner: auto (by the checkpoint), none, embed or classify."""
+    pooler_config: dict[str, Any] = field(default_factory=dict)
+    """How hidden states are pooled: a JSON object with any of task, pooling_type (also seq_pooling_type, tok_pooling_type),
+    use_activation, dimensions, enable_chunked_processing, max_embed_len, logit_mean, logit_sigma, step_tag_id, returned_token_ids;
+    unset: as the checkpoint says."""
     model_impl: Literal["auto", "quire", "native", "vllm", "transformers"] = "auto"
     """Model code to run: auto, quire (also: vllm, native) or transformers."""
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = "auto"

@@ -185,6 +185,8 @@ def json_object(value: Any) -> dict[str, Any]:
             value = json.loads(value)
         except json.JSONDecodeError as why:
             raise ValueError(f"must be a JSON object such as '{{\"key\": 1}}' ({why})") from None
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
     if not isinstance(value, dict) and hasattr(value, "__dict__"):
         value = {key: item for key, item in vars(value).items() if item is not None}
     if not isinstance(value, dict):

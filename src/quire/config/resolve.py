@@ -14,6 +14,7 @@ from quire import env
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.context_length import learned_positions, model_length
 from quire.config.engine import EngineConfig, Resolved
+from quire.config.pooling import PoolingModel
 from quire.config.quantization import ONLINE, fitting, quantization_method
 from quire.config.quantization_config import stored_quantization
 from quire.config.validate import check
@@ -53,6 +54,8 @@ def resolve(
     facts: PlatformDefaults,
     *,
     per_request_cache: bool = False,
+    pooling: PoolingModel | None = None,
+    architecture: str = "",
 ) -> Resolved:
     """Replace every open choice by a value.
 
@@ -63,14 +66,19 @@ def resolve(
             model's part if that is nested.
         facts: about the device.
         per_request_cache: the model keeps its own cache for each request, so prefixes cannot be shared.
+        pooling: what the model computes in place of tokens.
+        architecture: the name in the registry, if not that of config.json.
 
     Raises:
         ConfigError: two settings contradict each other, or one contradicts the model; names the flag to change.
         Unsupported: a known feature that is not implemented yet.
     """
     check(config, hf_config)
-    length, auto = _length(config, hf_config)
-    chunked = config.scheduler.enable_chunked_prefill is not False
+    causal = pooling is None or pooling.causal
+    length, auto = _length(config, hf_config, 0 if pooling is None else pooling.max_length)
+    chunked = config.scheduler.enable_chunked_prefill is not False and causal
+    if config.scheduler.enable_chunked_prefill and not causal:
+        logger.warning("enable_chunked_prefill has no effect: tokens of this model attend to later ones, so a prompt is one step")  # fmt: skip
     rows, tokens = _step(config, facts, length, chunked)
     in_flight = "bitsandbytes" if config.load.load_format == "bitsandbytes" else None
     requested = config.model.quantization or in_flight
@@ -78,7 +86,7 @@ def resolve(
         config=config,
         path=path,
         hf_config=dict(hf_config),
-        architecture=_architecture(hf_config, path),
+        architecture=architecture or _architecture(hf_config, path),
         dtype=_dtype(config, path, hf_config, facts),
         device=facts.device,
         max_model_len=length,
@@ -87,11 +95,12 @@ def resolve(
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         chunked_prefill=chunked,
-        prefix_caching=_prefix_caching(config, per_request_cache),
+        prefix_caching=causal and _prefix_caching(config, per_request_cache),
         depth=_depth(config, facts),
         executor=config.parallel.distributed_executor_backend or "uni",
         attention_backend=_attention(config, facts),
         quantization=fitting(requested, stored_quantization(hf_config)),
+        pooling=pooling,
     )
     _check_checkpoints(resolved)
     _log(resolved, facts)
@@ -172,11 +181,13 @@ def _dtype(
     return dtype
 
 
-def _length(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[int, bool]:
-    """(the most tokens of a request, whether the memory plan may lower it)"""
+def _length(config: EngineConfig, hf_config: Mapping[str, Any], texts: int = 0) -> tuple[int, bool]:
+    """(the most tokens of a request, whether the memory plan may lower it). `texts`: the default of a pooling model; 0: none."""
     own, where = model_length(hf_config)
     requested = config.model.max_model_len
     if requested is None or requested in ("auto", -1):
+        if texts:
+            return min(texts, own) if where else texts, requested is not None
         if where == "":
             logger.warning(
                 "config.json has no maximum length: using %d; set it with --max-model-len", own
@@ -222,7 +233,7 @@ def _step(
             raise ConfigError(
                 f"max_num_batched_tokens={tokens} is less than max_model_len={length}, and enable_chunked_prefill is"
                 f" off: a prompt of {length} tokens could never run. Use --max-num-batched-tokens {length},"
-                f" --max-model-len {tokens}, or --enable-chunked-prefill."
+                f" --max-model-len {tokens}, or (not for a model whose tokens attend to later ones) --enable-chunked-prefill."
             )
         if tokens < rows:
             if scheduler.max_num_seqs is not None:

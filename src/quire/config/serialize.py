@@ -20,6 +20,7 @@ from msgspec.msgpack import Ext
 from quire import env
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.options import section_class
+from quire.config.pooling import PoolingModel
 from quire.errors import ConfigError
 
 NAME = 1
@@ -53,7 +54,9 @@ def resolved_from_bytes(data: bytes) -> Resolved:
     """
     sent = msgspec.msgpack.decode(data)
     extend_path(sent["path"])
-    return Resolved(**sent["resolved"], config=_config(sent["config"]))
+    fields = sent["resolved"]
+    fields["pooling"] = msgspec.convert(fields["pooling"], PoolingModel | None)
+    return Resolved(**fields, config=_config(sent["config"]))
 
 
 def _sections(config: EngineConfig) -> dict[str, Any]:

@@ -136,7 +136,6 @@ LOAD_FORMATS: dict[str, str] = {
 
 SETTINGS: dict[tuple[str, str, object], str] = {
     ("parallel", "enable_expert_parallel", True): "a server uses one device; leave the flag out",
-    ("model", "runner", "pooling"): "serve a model that generates text",
     ("model", "enable_prompt_embeds", True): "send token ids instead",
     ("parallel", "distributed_executor_backend", "ray"): EXECUTORS,
     ("parallel", "distributed_executor_backend", "external_launcher"): EXECUTORS,

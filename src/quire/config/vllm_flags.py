@@ -103,9 +103,17 @@ _OLD_SPECULATIVE = {
     "ngram_prompt_lookup_max": "prompt_lookup_max",
     "ngram_prompt_lookup_min": "prompt_lookup_min",
 }
+TASKS: dict[str, dict[str, Any]] = {
+    "embed": {"runner": "pooling", "convert": "embed"},
+    "embedding": {"runner": "pooling", "convert": "embed"},
+    "classify": {"runner": "pooling", "convert": "classify"},
+    "score": {"runner": "pooling", "convert": "classify"},
+    **{name: {"runner": name} for name in ("generate", "auto")},
+}
+"""vLLM's old names of tasks -> the fields that mean the same."""
 _MAPPED = (
     VllmFlag("disable_log_requests", "flag", "W", "use enable_log_requests (off by default)", (), lambda v: {"enable_log_requests": not v}),
-    VllmFlag("task", "value", "W", "use runner", ("generate", "auto"), lambda v: {"runner": v if v in ("auto", "generate") else "pooling"}),
+    VllmFlag("task", "value", "W", "use runner and convert", ("generate", "auto"), lambda v: TASKS.get(v, {"runner": "pooling"})),
     VllmFlag("max_num_scheduled_tokens", "value", "W", "use max_num_batched_tokens", (), lambda v: {"max_num_batched_tokens": v}),
     VllmFlag("rope_scaling", "value", "W", "use hf_overrides={'rope_scaling': ...}", (), _hf("rope_scaling")),
     VllmFlag("rope_theta", "value", "W", "use hf_overrides={'rope_theta': ...}", (), _hf("rope_theta")),

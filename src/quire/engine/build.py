@@ -48,6 +48,7 @@ from quire.kvcache.manager import KVManager
 from quire.models.checkpoint_files import stored_tensors
 from quire.models.hf_config import read_config
 from quire.models.location import Fetch, find, locate_tokenizer
+from quire.models.pooling.detect import adapted, base_architecture, read_pooling
 from quire.observe.buckets import buckets, checked
 from quire.observe.inspector import Inspector
 from quire.observe.metric_table import ITERATION, STATES
@@ -134,11 +135,15 @@ def resolve_without_weights(config: EngineConfig) -> tuple[Resolved, Fetch]:
     check_options(config)
     load_plugins()
     path, fetch = find(config.model, config.load)
-    resolved = resolve(config, path, read_config(path, config.model.hf_overrides), facts())
+    hf_config = read_config(path, config.model.hf_overrides)
+    tokenizer = None
     if not config.model.skip_tokenizer_init:
         tokenizer = locate_tokenizer(path, config.model, config.load)
-        resolved = replace(resolved, tokenizer_path=tokenizer)
-    return resolved, fetch
+    pooling = read_pooling(config, path, hf_config, tokenizer)
+    hf_config = adapted(hf_config, pooling)
+    base = "" if pooling is None else base_architecture(str(hf_config["architectures"][0]))
+    resolved = resolve(config, path, hf_config, facts(), pooling=pooling, architecture=base)
+    return replace(resolved, tokenizer_path=tokenizer), fetch
 
 
 # -- the engine -----------------------------------------------------------------------------------
@@ -185,6 +190,7 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
         ),
         max_num_seqs=info.max_num_seqs,
         state_bytes=info.state_bytes,
+        pooling=None if resolved.pooling is None else resolved.pooling.info,
     )  # fmt: skip
     return core, ready
 
@@ -241,7 +247,8 @@ def build_compiler(resolved: Resolved) -> GrammarCompiler:
     folder = resolved.tokenizer_folder
     size = int(resolved.hf_config.get("vocab_size") or 0)
     compiler = GrammarCompiler(Vocabulary(tokenizer_json(folder), size))
-    if not options.skip_tokenizer_init and (Path(folder) / "tokenizer.json").is_file():
+    generates = resolved.pooling is None and not options.skip_tokenizer_init
+    if generates and (Path(folder) / "tokenizer.json").is_file():
         other = (
             structured_options(resolved.config.structured.structured_outputs_config).backend
             == "xgrammar"

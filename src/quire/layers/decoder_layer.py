@@ -53,7 +53,7 @@ class SelfAttention(nn.Module):
         output_gate: `q_proj` gives each head's query and a gate; the output is multiplied by the gate's sigmoid.
         interleaved: rotates pairs of adjacent features, instead of pairs half a head apart.
         rope: whether this layer applies rotary positions.
-        causal: False: a token attends to later tokens too, and the layer has no KV cache; `window` then counts to both sides.
+        causal: None: as config.json says. False: a token attends to later tokens too, and the layer has no KV cache; `window` then counts to both sides.
             Without softcap, sinks and `shared`.
         names: of queries, keys, values, all three packed, and the output projection in checkpoints.
     """
@@ -81,7 +81,7 @@ class SelfAttention(nn.Module):
         shared: Attention | None = None,
         interleaved: bool = False,
         rope: bool = True,
-        causal: bool = True,
+        causal: bool | None = None,
         names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     ):
         super().__init__()
@@ -104,6 +104,8 @@ class SelfAttention(nn.Module):
             self.q_norm, self.k_norm = make(q_size), make(k_size)
         self.query_scale, self.interleaved, self.rope = query_scale, interleaved, rope
         self.attn: Any  # Attention or PackedAttention
+        if causal is None:
+            causal = cfg.get("is_causal", True)
         if not causal:
             sizes = (self.heads, self.kv_heads, self.size)
             self.attn = PackedAttention(*sizes, scale=scale, window=window)

@@ -70,6 +70,9 @@ class LanguageModel(nn.Module):
     movable = True
     """Whether its weights may be moved to another device and back."""
 
+    pooler: nn.Module | None
+    """What turns pooled hidden states into the outputs of a pooling model (`layers/pooler.py`); the loader sets it."""
+
     @property
     def per_request(self) -> bool:
         """Whether the model keeps a cache of its own for each row, so that `forget` must be called."""
@@ -156,7 +159,7 @@ class CausalLM(LanguageModel):
         super().__init__()
         self.cfg = cfg
         self.model: Decoder = self.decoder(cfg, max_length or cfg.max_position_embeddings)
-        self.lm_head = self.head(cfg, self.model.embed_tokens if cfg.tie_word_embeddings else None)
+        self.lm_head: Head | None = self.head(cfg, self.model.embed_tokens if cfg.tie_word_embeddings else None)  # fmt: skip
 
     decoder_class: type[Decoder] = Decoder
 
@@ -203,7 +206,9 @@ class CausalLM(LanguageModel):
         self.model.layers.recorded = checked_numbers(after, len(self.model.layers))
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """logits_SV, in the model's dtype."""
+        """logits_SV, in the model's dtype. Raises RuntimeError: a pooling model has no LM head."""
+        if self.lm_head is None:
+            raise RuntimeError("a pooling model has no LM head")
         return self.lm_head(hidden_SD)
 
     def attention_layers(self) -> list[Attention]:

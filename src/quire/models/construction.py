@@ -25,6 +25,8 @@ def construct(spec: ModelSpec) -> CausalLM:
         model: CausalLM = _model_class(registry.MODELS[spec.architecture])(
             TextConfig(spec.hf_config), spec.max_model_len
         )
+    if spec.pooling is not None and hasattr(model, "lm_head"):
+        model.lm_head = None
     return model
 
 

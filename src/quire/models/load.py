@@ -37,6 +37,7 @@ from quire.models.construction import construct, construction
 from quire.models.dummy_weights import random_tensors
 from quire.models.hf_config import WRAPPED
 from quire.models.offload import Offload
+from quire.models.pooling.head import without_heads
 from quire.models.progress import LoadProgress
 from quire.models.transformers.modes import check_weights
 from quire.ops.dispatch import bind
@@ -60,9 +61,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-WRAPPERS = re.compile(
-    r"^(?:thinker\.)?(?:model\.)?(?:language_model|text_model|llm)\.|^thinker\.(?=model\.|lm_head\.)"
-)
+WRAPPERS = re.compile(r"^(?:thinker\.)?(?:model\.)?(?:language_model|text_model|llm)\.|^thinker\.(?=model\.|lm_head\.)")  # fmt: skip
 """The prefixes that wrapper checkpoints put before the names of their text model."""
 
 UNUSED = re.compile(
@@ -181,7 +180,7 @@ def _with_weights(
     until = 0.1 if packs and files else 0.8
     found = progress.each("reading weights", found, lambda one: one[1].nbytes, stored, until)
     quantized = stored_quantization(spec.hf_config)
-    found = decoded(found, quantized, getattr(torch, spec.dtype))
+    found = decoded(without_heads(found, spec.pooling), quantized, getattr(torch, spec.dtype))
     # Quantize each weight as it is loaded where its floats would take memory: the 16-bit model need not fit.
     decodes = quantized is not None and quantized.is_decoded
     on_loaded: Callable[[WeightRef], object] | None = WeightRef.convert if decodes else None

@@ -20,7 +20,7 @@ from quire.models.gguf.hub import choose, gguf_name
 from quire.models.mistral.folder import is_mistral, mistral_folder
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
-WANTED_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+WANTED_FILES = ("*.json", "artifact.metadata", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 NO_TOKENIZER_FILES = [*WEIGHT_FILES, "*.gguf", "*.npz"]
 VOCABULARIES = ("tokenizer.json", "*.model", "*.model.v*", "vocab.*", "*.tiktoken", "tekken.json", "*.spm", "*.bpe", "tokenization*.py")  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 from quire.config.engine import Resolved
 from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, Unsupported
+from quire.models.pooling.detect import check_pooling
 from quire.models.registry import choose_impl
 from quire.models.transformers.modes import (
     PER_REQUEST,
@@ -43,6 +44,8 @@ def check_model(resolved: Resolved) -> None:
         Unsupported: the model generates no text, or a setting does not fit the Transformers backend.
     """
     config, name, options = resolved.hf_config, resolved.architecture, resolved.config.model
+    if resolved.pooling is not None:
+        check_pooling(resolved.pooling, name)
     if choose_impl(name, config, options.model_impl)[0] == "native":
         return
     check_supported(config, name)

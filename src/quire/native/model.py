@@ -29,6 +29,8 @@ def native_model(model: object) -> CModel | None:
     ):
         return None
     decoder = model.model
+    if model.lm_head is None:
+        return None
     table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
     if table is None or head is None or not isinstance(fused, FusedDecoder):
         return None

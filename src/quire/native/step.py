@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from quire.worker.sampling.sampler import Sampler
 
 
-def make_native_step(rows: RequestRows, sampler: Sampler) -> NativeStep | None:
+def make_native_step(rows: RequestRows, sampler: Sampler | None) -> NativeStep | None:
     """None if the CPU kernels are not available."""
     kernels = best()
     return None if kernels is None else NativeStep(kernels, rows, sampler)
@@ -40,10 +40,10 @@ class NativeStep:
     """Runs steps of plain rows, for models that the kernels can run in one call.
 
     Args:
-        sampler: its arrays give the sampling parameters by row; it says which rows need no more.
+        sampler: its arrays give the sampling parameters by row; it says which rows need no more. None: nothing draws.
     """
 
-    def __init__(self, kernels: Kernels, rows: RequestRows, sampler: Sampler):
+    def __init__(self, kernels: Kernels, rows: RequestRows, sampler: Sampler | None):
         self.kernels, self.rows = kernels, rows
         self.model: CModel | None = None
         self.fused: Sequence[object] = ()
@@ -55,7 +55,8 @@ class NativeStep:
         )
         self._rows = CRows(
             tokens_RL.data_ptr(), rows.num_computed_tokens.ctypes.data, rows.length.ctypes.data, ctypes.addressof(self._tables),
-            sampler.params_R.ctypes.data, None, tokens_RL.stride(0), rows.blocks[0].shape[1] if rows.blocks else 0,
+            None if sampler is None else sampler.params_R.ctypes.data, None, tokens_RL.stride(0),
+            rows.blocks[0].shape[1] if rows.blocks else 0,
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
         self._model = 0  # its address

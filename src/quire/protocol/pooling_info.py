@@ -38,3 +38,9 @@ class PoolingInfo(Struct, omit_defaults=True, kw_only=True):
     """Texts beyond the model's length are embedded in pieces."""
     max_embed_len: int = 0
     """The longest text in tokens where texts are embedded in pieces; 0: any length."""
+    default_activation: bool = True
+    """Whether scores become probabilities unless a request says otherwise."""
+    similarity: str = "cosine"
+    """cosine, dot, euclidean or manhattan: how the checkpoint compares vectors."""
+    architecture: str = ""
+    """As config.json names it."""

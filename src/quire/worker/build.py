@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from quire.worker.row_states import RowStates
     from quire.worker.sampling.logits_processors import Processor
     from quire.worker.sampling.sampler_ops import SamplerOps
-    from quire.worker.worker import Worker
+    from quire.worker.worker import FastStep, ModelOutput, Worker
 
 log = get_logger(__name__)
 
@@ -113,14 +113,12 @@ def build_worker(
         forecast = plan_memory(resolved, others)
     with stages("importing torch"):
         from quire.attention.base import load_backend
-        from quire.native.step import make_native_step
         from quire.platforms.base import platform_of
         from quire.quantization.apply import weight_bytes
         from quire.worker.module_hooks import ModuleHooks
         from quire.worker.page_prefault import KVPagePrefaulter
         from quire.worker.row_states import RowStates
         from quire.worker.sampling.load_processors import load_processors
-        from quire.worker.sampling.sampler import Sampler
         from quire.worker.sleep import WorkerSleep
         from quire.worker.state_hook import StateHook
         from quire.worker.worker import Worker
@@ -149,18 +147,14 @@ def build_worker(
     model_input = build_model_input(resolved, platform, plan, model)
     parts = WorkerParts(platform, models, model_input, rows, processors)
     plug_in(parts)
-    sampler = Sampler(
-        model, rows, options.logprobs_mode, parts.processors, ops=build_sampler_ops(platform)
-    )
+    output, fast_step, pooling_hooks = build_output(resolved, platform, parts)
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)
-    hooks = [StateHook(states)] if states.layers else []
+    hooks = [*([StateHook(states)] if states.layers else []), *pooling_hooks]
     worker = Worker(
-        platform, model, parts.model_input, sampler, [*hooks, *parts.hooks, pages], rows, batcher,
-        functions=parts.functions,
-        models=models,
-        fast_step=make_native_step(rows, sampler) if "native" in platform.kernels else None,
+        platform, model, parts.model_input, output, [*hooks, *parts.hooks, pages], rows, batcher,
+        functions=parts.functions, models=models, fast_step=fast_step,
     )  # fmt: skip
     info = describe(model, specs, plan, stages)
     worker.functions["info"] = lambda: msgspec.to_builtins(info)
@@ -172,6 +166,28 @@ def build_worker(
     )  # fmt: skip
     ModuleHooks(worker)
     return worker
+
+
+def build_output(
+    resolved: Resolved, platform: Platform, parts: WorkerParts
+) -> tuple[ModelOutput, FastStep | None, list[Hook]]:
+    """The model output, the fast path, and the hooks of the model output: for tokens, or for vectors and scores."""
+    from quire.native.step import make_native_step
+
+    model, rows = parts.models[0], parts.rows
+    is_native = "native" in platform.kernels
+    if resolved.pooling is not None:
+        from quire.worker.pooling.output import PooledOutput
+        from quire.worker.pooling.token_types import TokenTypesHook
+
+        pooled = PooledOutput(model, rows, resolved.pooling)
+        hooks = [TokenTypesHook(platform.device)] if resolved.pooling.has_token_types else []
+        return pooled, make_native_step(rows, None) if is_native else None, [*hooks]
+    from quire.worker.sampling.sampler import Sampler
+
+    mode = resolved.config.model.logprobs_mode
+    sampler = Sampler(model, rows, mode, parts.processors, ops=build_sampler_ops(platform))
+    return sampler, make_native_step(rows, sampler) if is_native else None, []
 
 
 def describe(
@@ -195,14 +211,16 @@ def describe(
 def build_models(
     resolved: Resolved, platform: Platform, others: Sequence[ModelSpec], report: Report = no_report
 ) -> list[LanguageModel]:
-    """The main model and the others, with their weights."""
+    """The main model, with its pooler if it has one, and the others, with their weights."""
     from quire.models.load import build_model
+    from quire.models.pooling.head import build_pooler
 
     offload = build_offload(resolved, platform)
     models = [
         build_model(resolved.spec, platform, offload, report),
         *(build_model(spec, platform) for spec in others),
     ]
+    models[0].pooler = build_pooler(resolved.spec, platform.device)
     report("loading the model", 1.0)
     return models
 

@@ -387,7 +387,8 @@ def forecast_specs(
     specs: list[CacheSpec] = []
     states = 0
     for spec in (resolved.spec, *others):
-        if has_states(spec.architecture, spec.hf_config, spec.options.model_impl):
+        cacheless = spec.pooling is not None and not spec.pooling.causal
+        if cacheless or has_states(spec.architecture, spec.hf_config, spec.options.model_impl):
             from quire.models.construction import construct
 
             model = construct(spec)

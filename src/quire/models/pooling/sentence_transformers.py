@@ -1,0 +1,243 @@
+"""Reads the files that sentence-transformers writes beside a checkpoint: modules.json and a config for each module.
+
+Knows these files. Does not know torch or architectures. A module that Quire cannot compute is refused: without it the
+vectors would be others.
+
+Source: sentence-transformers 6, and the files of its earlier releases (docs: "Creating custom models").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from quire.config.pooling import Stage
+from quire.errors import ConfigError, Unsupported
+
+MODES = {
+    "cls": "CLS",
+    "max": "MAX",
+    "mean": "MEAN",
+    "mean_sqrt_len_tokens": "MEAN_SQRT_LEN",
+    "weightedmean": "WEIGHTEDMEAN",
+    "lasttoken": "LAST",
+}
+"""`pooling_mode` -> pooler, in the order in which old files, with a boolean for each, concatenate them."""
+OLD_MODES = {mode: f"pooling_mode_{mode}" for mode in ("mean_sqrt_len_tokens", "lasttoken")}
+MAX_FILE = 1 << 24
+SENTENCE, TOKENS = "sentence_embedding", "token_embeddings"
+IGNORED = ("Dropout", "MultiVectorMask")
+"""Modules without effect on the vectors; the mask's words are the client's choice."""
+MAX_WIDTH = 1 << 20
+
+
+class SentenceFiles(Struct, kw_only=True):
+    """What the files say. `poolers`: empty if there is no module Pooling: the vectors of tokens are the output."""
+
+    poolers: list[str] = []
+    num_in: int = 0  # features that Pooling takes; 0: as the model has them
+    include_prompt: bool = True
+    stages: list[Stage] = []
+    token_stages: list[Stage] = []
+    normalizes: bool = False
+    normalizes_tokens: bool = False
+    max_length: int = 0
+    lowercases: bool = False
+    prompts: dict[str, str] = {}
+    similarity: str = "cosine"
+    true_false: tuple[int, int | None] | None = None
+    """A cross-encoder's tokens of yes and no: its score is the difference of their logits."""
+    is_cross_encoder: bool = False
+
+
+def read_json(file: Path) -> Any:
+    """The file's JSON; None: there is no such file. Raises ConfigError: it cannot be read."""
+    try:
+        if file.stat().st_size > MAX_FILE:
+            raise ConfigError(f"{file} has {file.stat().st_size} bytes; the limit is {MAX_FILE}")
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as why:
+        raise ConfigError(f"{file} cannot be read: {why}") from None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    found = read_json(file)
+    if not isinstance(found, dict | None):
+        raise ConfigError(f"{file} contains a {type(found).__name__}, not an object")
+    return found or {}
+
+
+def read_sentence_files(path: str) -> SentenceFiles | None:
+    """None: the checkpoint has no modules.json.
+
+    Raises:
+        ConfigError: a file is damaged, or modules do not fit together. Unsupported: a module that Quire does not have.
+    """
+    root = Path(path)
+    if (modules := read_json(root / "modules.json")) is None:
+        return None
+    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+        raise ConfigError(f"{root / 'modules.json'} is not a list of modules")
+    files = SentenceFiles()
+    for module in modules:
+        _add(files, root, str(module.get("type", "")), _folder(root, module.get("path", "")))
+    _read_transformer(files, root)
+    about = _object(root / "config_sentence_transformers.json")
+    files.is_cross_encoder = about.get("model_type") == "CrossEncoder"
+    prompts = about.get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise ConfigError(f"{root / 'config_sentence_transformers.json'}: prompts is not an object")
+    files.prompts = {str(name): str(text or "") for name, text in prompts.items()}
+    files.similarity = str(about.get("similarity_fn_name") or "cosine")
+    return files
+
+
+def _folder(root: Path, relative: Any) -> str:
+    folder = str(relative or "")
+    if ".." in Path(folder).parts or Path(folder).is_absolute():
+        raise ConfigError(f"{root / 'modules.json'} refers to {folder!r}, outside its directory")
+    return "" if folder == "." else folder
+
+
+def _add(files: SentenceFiles, root: Path, kind: str, folder: str) -> None:
+    """Add one module. The last component of its type is its class, whatever package a release has it in."""
+    name, file = kind.rpartition(".")[2], root / folder / "config.json"
+    if name == "Transformer":
+        if folder:
+            files.num_in = 0
+            raise Unsupported(
+                f"the module {kind} in the folder {folder!r} of {root}",
+                "serve a checkpoint whose model is in its own directory",
+            )
+        return
+    if name in IGNORED:
+        return
+    config = _object(file)
+    on_tokens = _on_tokens(config, kind)
+    stages = files.token_stages if on_tokens else files.stages
+    if name == "Pooling":
+        _add_pooling(files, config, file)
+    elif name == "Dense":
+        stages.append(_dense(config, folder, file))
+        _set_normalizes(files, on_tokens, False)
+    elif name == "LayerNorm":
+        size = _size(
+            config.get("dimension") or config.get("embedding_dimension"), "dimension", file
+        )
+        stages.append(
+            Stage(
+                kind="layer_norm",
+                names=["norm"],
+                folder=folder,
+                num_in=size,
+                num_out=size,
+                bias=True,
+            )
+        )
+        _set_normalizes(files, on_tokens, False)
+    elif name == "Normalize":
+        stages.append(Stage(kind="normalize"))
+        _set_normalizes(files, on_tokens, True)
+    elif name == "LogitScore":
+        _add_logit_score(files, config, file)
+    else:
+        raise Unsupported(
+            f"the module {kind} of {root}",
+            "serve a checkpoint with the modules Transformer, Pooling, Dense, LayerNorm and Normalize",
+        )
+
+
+def _on_tokens(config: Mapping[str, Any], kind: str) -> bool:
+    """Whether the module takes the vector of each token. PyLate's modules have no other input."""
+    read = str(config.get("module_input_name") or (TOKENS if "pylate" in kind else SENTENCE))
+    if str(config.get("module_output_name") or read) != read or read not in (SENTENCE, TOKENS):
+        if kind.endswith(".LogitScore"):
+            return False
+        raise Unsupported(
+            f"the module {kind} from {read} to {config.get('module_output_name')}",
+            f"serve a checkpoint whose modules change {SENTENCE} or {TOKENS}",
+        )
+    return read == TOKENS
+
+
+def _set_normalizes(files: SentenceFiles, on_tokens: bool, value: bool) -> None:
+    """The last Normalize is the one that a request may leave out (`use_activation`)."""
+    if on_tokens:
+        files.normalizes_tokens = value
+    else:
+        files.normalizes = value
+
+
+def _add_pooling(files: SentenceFiles, config: Mapping[str, Any], file: Path) -> None:
+    modes = config.get("pooling_mode")
+    if modes is None:
+        keys = {mode: OLD_MODES.get(mode, f"pooling_mode_{mode}_tokens") for mode in MODES}
+        keys["cls"] = "pooling_mode_cls_token"
+        modes = [mode for mode in MODES if config.get(keys[mode])] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or not modes or any(mode not in MODES for mode in modes):
+        raise ConfigError(f"{file}: pooling_mode={modes!r}: known are {', '.join(MODES)}")
+    if files.poolers or files.stages:
+        raise Unsupported(f"{file}: a module Pooling behind others", "serve a checkpoint with one")
+    files.poolers = [MODES[mode] for mode in modes]
+    size = config.get("embedding_dimension") or config.get("word_embedding_dimension")
+    files.num_in = 0 if size is None else _size(size, "embedding_dimension", file)
+    files.include_prompt = config.get("include_prompt") is not False
+
+
+def _size(value: Any, key: str, file: Path) -> int:
+    if not isinstance(value, int) or not 1 <= value <= MAX_WIDTH:
+        raise ConfigError(f"{file}: {key}={value!r} must be a whole number from 1 to {MAX_WIDTH}")
+    return value
+
+
+def _dense(config: Mapping[str, Any], folder: str, file: Path) -> Stage:
+    return Stage(
+        kind="dense",
+        names=["linear", "", "dense"],
+        folder=folder or ".",
+        num_in=_size(config.get("in_features"), "in_features", file),
+        num_out=_size(config.get("out_features"), "out_features", file),
+        bias=config.get("bias") is not False,
+        activation=activation_name(config.get("activation_function", "torch.nn.Tanh"), str(file)),
+        residual=bool(config.get("use_residual")),
+    )
+
+
+def activation_name(name: Any, where: str) -> str:
+    """torch.nn.modules.activation.Tanh -> Tanh. Raises Unsupported: it is no class of torch.nn."""
+    if name is None:
+        return "Identity"
+    module, _, own = str(name).rpartition(".")
+    if not module.startswith("torch.nn") or not own.isidentifier():
+        raise Unsupported(f"{where}: the activation {name!r}", "use a class of torch.nn")
+    return own
+
+
+def _add_logit_score(files: SentenceFiles, config: Mapping[str, Any], file: Path) -> None:
+    ids = config.get("true_token_id"), config.get("false_token_id")
+    for key, value in zip(("true_token_id", "false_token_id"), ids, strict=True):
+        if value is None and key == "false_token_id":
+            continue
+        if not isinstance(value, int) or not 0 <= value < 1 << 24:
+            raise ConfigError(f"{file}: {key}={value!r} is not a token id")
+    files.true_false = ids  # type: ignore[assignment]
+
+
+def _read_transformer(files: SentenceFiles, root: Path) -> None:
+    """The longest text; newer releases write it where the tokenizer has it."""
+    about: dict[str, Any] = {}
+    for name in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlnet_config.json"):  # fmt: skip
+        about = about or _object(root / name)
+    length = about.get("max_seq_length")
+    if length is None:
+        length = _object(root / "tokenizer_config.json").get("model_max_length")
+    if isinstance(length, int | float) and 0 < length < 1 << 30:
+        files.max_length = int(length)
+    files.lowercases = bool(about.get("do_lower_case"))
