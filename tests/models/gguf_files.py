@@ -18,7 +18,7 @@ from quire.layers.rotary import ROPE_INIT_FUNCTIONS
 TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
 KINDS = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma4_text": "gemma4",
+    "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma4_text": "gemma4", "llama4_text": "llama4",
 }  # fmt: skip
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
@@ -84,6 +84,12 @@ def apart(found: dict[str, np.ndarray], c: dict[str, Any]) -> dict[str, np.ndarr
             parts[f"{base}.up_proj.weight"] = values[:, half:]
         elif name.endswith("output_linear.weight"):
             parts[name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")] = values
+        elif c["model_type"] == "llama4_text" and name.endswith("experts.gate_up_proj"):
+            half, base = values.shape[2] // 2, name.removesuffix("gate_up_proj")
+            parts[base + "gate_proj.weight"] = values[:, :, :half].swapaxes(1, 2)
+            parts[base + "up_proj.weight"] = values[:, :, half:].swapaxes(1, 2)
+        elif c["model_type"] == "llama4_text" and name.endswith("experts.down_proj"):
+            parts[name + ".weight"] = values.swapaxes(1, 2)
         elif name.endswith("kv_b_proj.weight") and c["model_type"] == "deepseek_v3":  # newer files
             heads = values.reshape(c["num_attention_heads"], -1, values.shape[1])
             nope = c["qk_nope_head_dim"]
@@ -194,7 +200,13 @@ class GgufCopy:
         w.add_context_length(c["max_position_embeddings"])
         w.add_embedding_length(c["hidden_size"])
         w.add_block_count(c["num_hidden_layers"])
-        width, layers = c["intermediate_size"], c["num_hidden_layers"]
+        width, layers = (
+            c.get("intermediate_size_mlp") or c["intermediate_size"],
+            c["num_hidden_layers"],
+        )
+        if self.arch == "llama4":
+            w.add_interleave_moe_layer_step(c["interleave_moe_layer_step"])
+            w.add_expert_feed_forward_length(c["intermediate_size"])
         first = layers - (c.get("num_kv_shared_layers") or 0)
         wide = c.get("use_double_wide_mlp")
         w.add_feed_forward_length(

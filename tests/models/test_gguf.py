@@ -72,6 +72,19 @@ IMPLIED = [  # values that the files of these families do not contain
         },
     ),
     Case("smollm3", "smollm3", {"num_hidden_layers": 4}),
+    Case(
+        "llama4",
+        "llama4_text",
+        {
+            **MOE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 40,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 1,
+            "no_rope_layers": [1, 1, 1, 0],
+        },
+    ),
     Case("seed_oss", "seed_oss", {"attention_bias": True}),
     Case("gemma", "gemma"),
     Case(

@@ -66,6 +66,6 @@ class Llama4(Mixture):
         return Routing(self.cfg.num_experts_per_tok, "logits", renormalize=False, rounds=True)
 
     def mixture(self) -> nn.Module:
-        experts = self.experts(transposed=True, by_expert=False, on_input=True)
+        experts = self.experts(transposed=True, on_input=True)
         names = {"gate": "router", "shared": "shared_expert"}
         return MoE(self.router(), experts, GatedMLP(self.cfg), checkpoint_names=names)

@@ -126,6 +126,8 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
     if (every := config.pop("no_rope_layer_interval", None)) is not None:
         config["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(layers)]
         config["no_rope_layer_interval"] = every
+    if (count := about.get("experts_without_qk_norm")) is not None:
+        config["use_qk_norm"] = header.get("expert_count") != count
     if (largest := about.get("query_scale_layers")) is not None:  # the 27B models scale otherwise
         config["query_pre_attn_scalar"] = hidden // heads if layers == largest else size
     rope = {**_rope(header), **about.get("rope", {})}
