@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -212,7 +214,10 @@ def test_requests_wait_for_room_in_the_step_and_are_counted(folder: Path, alone:
 def test_adapters_return_after_sleep(level: int, folder: Path, alone: dict) -> None:
     with lora_engine(str(folder / "model")) as one:
         load(one, folder, ["a"])
+        model = weakref.ref(one.client.core.executor.worker.model)
         assert one.client.call("sleep", level) is True
+        gc.collect()
+        assert (model() is None) == (level == 2)
         assert states(one) == {"a": "evicted"}
         waiting = submit(one, GIVEN[1], PARAMS, "a")
         for _ in range(3):

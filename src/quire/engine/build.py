@@ -351,7 +351,7 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
         if resolved.config.lora.enable_lora:
             from quire.features.lora.hook import LoraHook
 
-            adapters = LoraHook(parts.models, parts.rows, resolved.config.lora)
+            adapters = LoraHook(parts.rows, resolved.config.lora)
             parts.hooks.append(adapters)
             parts.functions |= adapters.functions
         add_drafter(parts, resolved)

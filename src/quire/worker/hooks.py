@@ -6,10 +6,12 @@ Knows when it is called. A hook and the gate of the same name exchange data thro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.forward_context import ForwardBatch
+    from quire.models.base import LanguageModel
     from quire.protocol.plan import EnteredRow, StepPlan
 
 
@@ -17,6 +19,10 @@ class Hook:
     """The base does nothing; a feature overrides what it needs."""
 
     name = "hook"
+
+    def use_models(self, models: Sequence[LanguageModel]) -> None:
+        """The worker runs these models from now on, the main one first, and has not fused them yet; or, while it is asleep,
+        none of them is an nn.Module."""
 
     def enter(self, new: EnteredRow) -> None:
         """A request took a row (again, after a preemption); called before the other methods see its plan."""

@@ -132,12 +132,13 @@ class Worker:
     def set_models(self, models: Sequence[LanguageModel]) -> None:
         """Run these models from now on, the main one first. No row may be in use."""
         self.models[:] = models
-        model = models[0]
-        self.model = self.model_input.model = self.model_output.model = model
+        self.model = self.model_input.model = self.model_output.model = model = models[0]
         # Some models keep a cache for each row. They must drop it when the row gets another request.
         self.forget: Callable[[list[int]], None] | None = (
             getattr(model, "forget", None) if getattr(model, "per_request", False) else None
         )
+        for hook in self.hooks:
+            hook.use_models(self.models)
         self._update_fusion()
 
     def unfuse(self, reason: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from quire.config.lora import LoraConfig
 from quire.errors import QuireError
@@ -42,40 +43,35 @@ class ReadAdapter(NamedTuple):
 
 
 class LoraHook(Hook):
-    """Gives rows their adapters.
-
-    Args:
-        models: the worker's models, the main one first; after a sleep the list has others.
-    """
+    """Gives rows their adapters."""
 
     name = NAME
 
-    def __init__(
-        self,
-        models: Sequence[LanguageModel],
-        rows: RequestRows,
-        options: LoraConfig,
-    ):
-        self._models, self._rows, self._options = models, rows, options
+    def __init__(self, rows: RequestRows, options: LoraConfig):
+        self._rows, self._options = rows, options
         chosen = options.lora_dtype
         self._dtype = None if chosen == "auto" else getattr(torch, chosen)
         self._thread = ThreadPoolExecutor(1, "lora-reader", _lower_priority)
         self._read: dict[int, Future[ReadAdapter]] = {}  # by ticket
         self._slots: dict[str, int] = {}  # by version
-        self._table_of: tuple[LanguageModel, AdapterTable] | None = None
-        _ = self.table
+        self._table: AdapterTable | None = None
+        self._model: LanguageModel | None = None
+
+    # -- as a Hook
+    def use_models(self, models: Sequence[LanguageModel]) -> None:
+        """A model gets a table; the models of a sleeping worker have none."""
+        self._model, self._table, self._slots = models[0], None, {}
+        if isinstance(models[0], nn.Module):
+            limits = self._options.capacity, self._rows.max_rows, self._options.max_lora_rank
+            self._table = AdapterTable(models[0], *limits)
 
     @property
     def table(self) -> AdapterTable:
         """The table of the main model. Raises QuireError: the model's weights are dropped."""
-        model = self._models[0]
-        if self._table_of is None or self._table_of[0] is not model:
-            limits = self._options.capacity, self._rows.max_rows, self._options.max_lora_rank
-            table = AdapterTable(model, *limits)
-            self._table_of, self._slots = (model, table), {}
-        return self._table_of[1]
+        if self._table is None:
+            raise QuireError("the engine is asleep and its weights are dropped: wake it up first")
+        return self._table
 
-    # -- as a Hook
     def enter(self, new: EnteredRow) -> None:
         """A request whose adapter is not in memory fails: the plan is of another engine (engine/replay.py)."""
         if new.adapter is None:
@@ -117,9 +113,9 @@ class LoraHook(Hook):
     def add_adapter(self, ticket: int, slot: int, version: str) -> bool:
         """Put an adapter that is read into a slot of the table; False: it was read for a model that is gone."""
         read = self._read.pop(ticket).result()
-        if read.table is not self.table:
+        if read.table is not self._table:
             return False
-        self.table.add(slot, read.weights)
+        read.table.add(slot, read.weights)
         self._slots[version] = slot
         return True
 
@@ -130,12 +126,12 @@ class LoraHook(Hook):
     def remove_adapter(self, slot: int) -> None:
         """Free a slot of the table. No row may use it."""
         self._slots = {version: used for version, used in self._slots.items() if used != slot}
-        if self._table_of is not None:  # also if its model is gone
-            self._table_of[1].remove(slot)
+        if self._table is not None:
+            self._table.remove(slot)
 
     @torch.inference_mode()
     def _in_thread(self, path: str, version: str) -> ReadAdapter:
-        model, table = self._models[0], self.table
+        model, table = self._model, self.table
         chosen = self._options.lora_target_modules
         files = read_adapter(Path(path), self._options.max_lora_rank, lora_targets(model), chosen)
         if version not in ("", files.digest):
