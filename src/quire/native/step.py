@@ -54,13 +54,14 @@ class NativeStep:
             *(blocks.ctypes.data for blocks in rows.blocks)
         )
         self._rows = CRows(
-            tokens_RL.data_ptr(), rows.num_computed_tokens.ctypes.data, rows.length.ctypes.data, ctypes.addressof(self._tables),
+            tokens_RL.data_ptr(), rows.num_computed_tokens.ctypes.data, rows.length.ctypes.data,
+            rows.num_drafts.ctypes.data, ctypes.addressof(self._tables),
             None if sampler is None else sampler.params_R.ctypes.data, None, tokens_RL.stride(0),
             rows.blocks[0].shape[1] if rows.blocks else 0,
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
         self._model = 0  # its address
-        # By work item of a step: its token or -1, and its highest logit.
+        # By work item of a step: how many tokens it drew, and its highest logit.
         self._sampled_B = np.zeros(rows.max_rows, np.int64)
         self._max_logit_B = np.zeros(rows.max_rows, np.float32)
         self._sampled, self._max_logit = self._sampled_B.ctypes.data, self._max_logit_B.ctypes.data
@@ -103,19 +104,20 @@ class NativeStep:
         rows.grow(work)
         count = len(work)
         numbers = [item.row for item in work] + [item.num_tokens for item in work]
-        numbers += [item.samples for item in work]
-        work_3B = array("q", numbers)
+        numbers += [item.samples for item in work] + [item.drafts for item in work]
+        work_4B = array("q", numbers)
         status = self.kernels.step(
             self._model,
             self._address,
-            work_3B.buffer_info()[0],
+            work_4B.buffer_info()[0],
             count,
             self._sampled,
             self._max_logit,
         )
         if status < 0:
             raise PlanMismatch(f"step {plan.step}: a row lacks the tokens that the plan computes")
-        tokens = [[token] if token >= 0 else [] for token in self._sampled_B[:count].tolist()]
+        draws = zip(work, self._sampled_B[:count].tolist(), strict=True)
+        tokens = [rows.last_tokens(item.row, number) if number else [] for item, number in draws]
         result = StepResult(plan.step, tokens)
         if status:
             highest_B = self._max_logit_B[:count]

@@ -116,6 +116,10 @@ class RequestRows:
             return found
         return [int(token) for token in self.token_ids_RL[row, start:end].tolist()]
 
+    def last_tokens(self, row: int, count: int) -> list[int]:
+        """The last tokens of a row without draft tokens, on the host."""
+        return self.tokens_of(row, int(self.length[row]) - count, int(self.length[row]))
+
     def write_sampled(self, rows_S: np.ndarray, places_S: np.ndarray, tokens_S: Tensor) -> None:
         """Write drawn tokens, on the device."""
         if self._host_RL is not None:

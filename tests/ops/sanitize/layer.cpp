@@ -152,7 +152,7 @@ CHECK(gated_layers) {
     const quire::Step* steps[] = {&s};
     Guarded<bf16> residual((end - from) * hidden);
     memcpy(y, x + from * hidden, (end - from) * hidden * sizeof(bf16));
-    quire_layers(layers, groups, 2, steps, end - from, y, residual, 1, &gated.mlp_in);
+    quire_layers(layers, groups, 2, steps, end - from, nullptr, y, residual, 1, &gated.mlp_in);
   };
   for (int interleaved : {0, 1}) {
     net.interleaved = interleaved;

@@ -25,24 +25,24 @@ CHECK(step) {
     m.embedding_scale = m.logit_scale = 1;
 
     Guarded<int32_t> tokens(R * L), blocks(R * M);
-    Guarded<int64_t> computed(R), length(R);
+    Guarded<int64_t> computed(R), length(R), drafts(R);
     Guarded<quire::RowParams> params(R);
     for (long r = 0; r < R; r++) {
       for (long i = 0; i < L; i++) tokens[r * L + i] = (int)random.below(V);
       for (long i = 0; i < M; i++) blocks[r * M + i] = (int)(1 + i * R + r);
-      computed[r] = 0, length[r] = 20 + r;
+      computed[r] = 0, length[r] = 20 + r, drafts[r] = 0;
       params[r] = {r == 1 ? 0.f : 0.7f, (uint32_t)r, r == 3 ? 5 : 0, r == 2 ? 0.8 : 1, -INFINITY};
     }
     const int32_t* tables[] = {blocks};
-    const quire::Rows rows{tokens, computed, length, tables, params, nullptr, L, M};
+    const quire::Rows rows{tokens, computed, length, drafts, tables, params, nullptr, L, M};
 
     // A whole prompt, a part of one, and one that ends here but does not draw.
-    const int64_t first[3][3] = {{2, 0, 1}, {22, 7, 21}, {1, 1, 0}};
+    const int64_t first[4][3] = {{2, 0, 1}, {22, 7, 21}, {1, 1, 0}, {0, 0, 0}};
     Guarded<int64_t> drawn(3);
     Guarded<float> whole(3);
     const int did = quire_step(&m, &rows, first[0], 3, drawn, whole), yes = 0, no = -1;
     same("step", &did, &yes, 1);
-    const int64_t drawn_by[] = {drawn[0], -1, -1}, computed_by[] = {7, 21, 22, 0}, length_by[] = {20, 21, 23, 23};
+    const int64_t drawn_by[] = {1, 0, 0}, computed_by[] = {7, 21, 22, 0}, length_by[] = {20, 21, 23, 23};
     same("step drew", drawn.data, drawn_by, 3);
     same("step computed", computed.data, computed_by, R);
     same("step lengths", length.data, length_by, R);
@@ -76,13 +76,24 @@ CHECK(step) {
     Guarded<int64_t> token(1);
     Guarded<float> most(1);
     quire_sample(logits, padded, 1, &params[2], &position, 1, V, token, most);
-    same("step's token", drawn.data, token.data, 1);
     same("step's highest", whole.data, most.data, 1);
     const int32_t written = (int32_t)token[0];
     same("step's token in its row", tokens.data + 2 * L + 22, &written, 1);
 
+    l.keys = keys.data, l.values = values.data;
+    // Three steps of one token; then the same tokens by a step with a right and a wrong draft token, which allows for three.
+    const int64_t next[4][1] = {{2}, {1}, {1}, {0}}, verify[4][1] = {{2}, {4}, {1}, {3}};
+    for (int i = 0; i < 3; i++) quire_step(&m, &rows, next[0], 1, drawn, whole);
+    const int32_t drew[] = {tokens[2 * L + 23], tokens[2 * L + 24]};
+    computed[2] = 22, length[2] = 25, drafts[2] = 2, tokens[2 * L + 24] = (drew[1] + 1) % (int)V;
+    quire_step(&m, &rows, verify[0], 1, drawn, whole);
+    const int64_t after[] = {2, 24, 25, 0}, found[] = {drawn[0], computed[2], length[2], drafts[2]};
+    same("step with draft tokens", found, after, 4);
+    same("tokens of a step with draft tokens", tokens.data + 2 * L + 23, drew, 2);
+    computed[2] = 22, length[2] = 23;
+
     // One token more than a row has: nothing may happen.
-    const int64_t more[3][2] = {{2, 1}, {1, 1}, {1, 1}};
+    const int64_t more[4][2] = {{2, 1}, {1, 1}, {1, 1}, {0, 0}};
     const int did_more = quire_step(&m, &rows, more[0], 2, drawn, whole);
     same("step without tokens", &did_more, &no, 1);
     same("rows of a step that cannot be", computed.data, computed_by, R);

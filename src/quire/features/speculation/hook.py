@@ -7,7 +7,7 @@ nor how a drafter guesses.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +19,7 @@ from quire.worker.hooks import Hook
 
 if TYPE_CHECKING:
     from quire.forward_context import ForwardBatch
-    from quire.protocol.plan import EnteredRow, StepPlan
+    from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
     from quire.worker.request_rows import RequestRows
 
 
@@ -49,17 +49,26 @@ class SpeculationHook(Hook):
         del self._known[row]
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
-        """The fast path draws one token of each row: the plan and the rows must have no draft tokens."""
-        num_drafts = self.rows.num_drafts
-        return not any(item.drafts or num_drafts[item.row] for item in plan.work)
+        """It acts around the step, which verifies draft tokens either way."""
+        return True
 
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
-        self._verified = {}
         if batch is not None:
-            for row, length in zip(batch.rows_S.tolist(), batch.lengths_S.tolist(), strict=True):
-                first, draws = self._verified.get(row, (length, -1))
-                self._verified[row] = first, draws + 1
+            draws = Counter(batch.drawing)
+            self._verified = {row: (place, draws[at] - 1) for at, row, place in batch.first_draws()}
+        else:
+            self._verified = dict(filter(None, map(self._drafts_of, plan.work)))
         self._began = time.perf_counter()
+
+    def _drafts_of(self, item: WorkItem) -> tuple[int, tuple[int, int]] | None:
+        """As `_verified`, before the rows have advanced; None: the row has no draft tokens, or draws none."""
+        rows, row = self.rows, item.row
+        if not (item.samples and rows.num_drafts[row]):
+            return None
+        length = int(rows.length[row])
+        known = length - int(rows.num_drafts[row])
+        end = min(int(rows.num_computed_tokens[row]) + item.num_tokens, length)
+        return row, (known, end - known)
 
     def after(self, plan: StepPlan) -> None:
         rows, verified = self.rows, []

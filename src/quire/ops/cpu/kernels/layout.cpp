@@ -55,7 +55,7 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Model, table), FIELD(Model, blocks), FIELD(Model, count), FIELD(Model, num_groups), FIELD(Model, positions), FIELD(Model, packed),
     FIELD(Model, vocab), FIELD(Model, embedding_scale), FIELD(Model, logit_scale), FIELD(Model, softcap),
 
-    WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, num_computed_tokens), FIELD(Rows, length), FIELD(Rows, blocks),
+    WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, num_computed_tokens), FIELD(Rows, length), FIELD(Rows, num_drafts), FIELD(Rows, blocks),
     FIELD(Rows, params), FIELD(Rows, adapters), FIELD(Rows, tokens_step), FIELD(Rows, blocks_step),
 
     WHOLE(RowParams), FIELD(RowParams, temperature), FIELD(RowParams, seed), FIELD(RowParams, top_k), FIELD(RowParams, top_p),

@@ -10,8 +10,8 @@ namespace quire {
 
 namespace {
 
-struct Places {  // of one step: T tokens, B rows, S rows that draw
-  Scratch<int64_t> adapters, ids, positions, slots, last, who, lengths64, tokens;
+struct Places {  // of one step: T tokens, B rows, S draws; a row draws once, and once after each draft token
+  Scratch<int64_t> counts, adapters, ids, positions, slots, last, who, lengths64, tokens;
   Scratch<int> starts, lengths, tables;
   Scratch<bf16> x, residual, hidden, logits;
   Scratch<float> whole;
@@ -23,12 +23,14 @@ struct Size {
   bool there = true;  // the rows have all tokens that the step computes
 };
 
-Size measure(const Rows& r, const Work& w) {
+// counts: of each row; a row may have fewer draft tokens than the step allows for.
+Size measure(const Rows& r, const Work& w, int64_t* counts) {
   Size size;
   for (long b = 0; b < w.B; b++) {
-    const long end = r.num_computed_tokens[w.row[b]] + w.tokens[b];
-    size.there &= w.tokens[b] > 0 && end <= r.length[w.row[b]];
-    size.tokens += w.tokens[b];
+    const long row = w.row[b], start = r.num_computed_tokens[row], most = start + w.tokens[b];
+    const long end = std::min<long>(most, r.length[row]);
+    size.there &= end > start && most - w.drafts[b] <= r.length[row] - r.num_drafts[row];
+    size.tokens += counts[b] = end - start;
     size.longest = std::max(size.longest, end);
   }
   return size;
@@ -82,21 +84,39 @@ void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
   if (m.embedding_scale != 1) quire_scale(x, hidden, T, hidden, m.embedding_scale, 0);
 }
 
-// Advances the rows. Returns how many draw; p.last: the last token of each, p.who: its work item.
-long advance(const Rows& r, const Work& w, Places& p) {
-  int64_t *last = p.last.at_least(w.B), *who = p.who.at_least(w.B);
+// Advances the rows. Returns the number of draws. Of each, p.last: its token of the step, p.who: its work item, p.lengths64: the
+// tokens before it.
+long advance(const Rows& r, const Work& w, long T, Places& p) {
+  int64_t *last = p.last.at_least(T), *who = p.who.at_least(T), *lengths = p.lengths64.at_least(T);
   long S = 0;
   for (long b = 0; b < w.B; b++) {
-    const long row = w.row[b], end = r.num_computed_tokens[row] + w.tokens[b];
-    const bool draws = w.draws[b] && end == r.length[row];
-    r.num_computed_tokens[row] = end, r.length[row] = std::max<int64_t>(r.length[row], end + draws);
-    if (draws) last[S] = p.starts.data[b + 1] - 1, who[S++] = b;
+    const long row = w.row[b], end = r.num_computed_tokens[row] + w.tokens[b], known = r.length[row] - r.num_drafts[row];
+    r.num_computed_tokens[row] = end;
+    if (!w.draws[b]) continue;
+    for (long n = known; n <= end; n++, S++) last[S] = p.starts.data[b + 1] - 1 - (end - n), who[S] = b, lengths[S] = n;
   }
   return S;
 }
 
-void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64_t* adapters, const bf16* x, long T,
-          int64_t* drawn, float* whole) {
+// Keeps the draws of each row up to the first that differs from the draft token at its position, and takes the row back.
+void keep_right(const Rows& r, const Work& w, long S, const Places& p, int64_t* drawn, float* whole) {
+  for (long s = 0; s < S;) {
+    const long b = p.who.data[s], row = w.row[b];
+    int32_t* tokens = r.tokens + row * r.tokens_step;
+    bool right = true;
+    for (; s < S && p.who.data[s] == b; s++) {
+      if (!right) continue;
+      const long n = p.lengths64.data[s];
+      right = tokens[n] == (int32_t)p.tokens.data[s] && s + 1 < S && p.who.data[s + 1] == b;
+      tokens[n] = (int32_t)p.tokens.data[s];
+      drawn[b]++, r.num_computed_tokens[row] = n, r.length[row] = n + 1;
+      if (fabsf(whole[b]) < INFINITY) whole[b] = p.whole.data[s];
+    }
+    r.num_drafts[row] = 0;
+  }
+}
+
+void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64_t* adapters, const bf16* x, long T) {
   const long hidden = m.layers[0]->hidden, width = m.head.outs;
   const bf16* from = x;
   if (S < T) {
@@ -114,17 +134,8 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64
   if (m.logit_scale != 1 || m.softcap != 0) quire_scale(logits, width, S, width, m.logit_scale, m.softcap);
   float* most = p.whole.at_least(S);
   RowParams* params = p.params.at_least(S);
-  int64_t *lengths = p.lengths64.at_least(S), *tokens = p.tokens.at_least(S);
-  for (long s = 0; s < S; s++) {
-    const long row = w.row[p.who.data[s]];
-    params[s] = r.params[row], lengths[s] = r.num_computed_tokens[row];
-  }
-  quire_sample(logits, width, 1, params, lengths, S, m.vocab, tokens, most);
-  for (long s = 0; s < S; s++) {
-    const long b = p.who.data[s];
-    r.tokens[w.row[b] * r.tokens_step + lengths[s]] = (int32_t)tokens[s];
-    drawn[b] = tokens[s], whole[b] = most[s];
-  }
+  for (long s = 0; s < S; s++) params[s] = r.params[w.row[p.who.data[s]]];
+  quire_sample(logits, width, 1, params, p.lengths64.data, S, m.vocab, p.tokens.at_least(S), most);
 }
 
 }  // namespace
@@ -133,15 +144,16 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64
 
 using namespace quire;
 
-// drawn and whole, by work item: -1 and 0 if it draws no token. Returns how many of `whole` are not finite; or -1, with nothing
+// By work item, drawn: how many tokens it drew, the last ones of its row; whole: 0 if none. Returns how many of `whole` are not finite; or -1, with nothing
 // changed: a row lacks tokens. All tokens must be in the vocabulary, and all positions in the rotary table.
-EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_3B, long B, int64_t* drawn, float* whole) {
+EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_4B, long B, int64_t* drawn, float* whole) {
   static thread_local Places p;  // of the calling thread
   static thread_local Scratch<Step> keep;
   static thread_local Scratch<const Step*> keep_all;
   const Model& m = *model;
-  const Work w{work_3B, work_3B + B, work_3B + 2 * B, B};
-  const Size size = measure(*rows, w);
+  const Work planned{work_4B, work_4B + B, work_4B + 2 * B, work_4B + 3 * B, B};
+  const Work w{planned.row, p.counts.at_least(B), planned.draws, planned.drafts, B};
+  const Size size = measure(*rows, planned, p.counts.data);
   if (!size.there) return -1;
   Step* steps = keep.at_least(m.num_groups);
   const Step** all = keep_all.at_least(m.num_groups);
@@ -152,8 +164,11 @@ EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_
   bf16* residual = p.residual.at_least(size.tokens * m.layers[0]->hidden);
   int64_t* adapters = adapters_of(*rows, w, size.tokens, p);
   quire_layers(m.layers, m.group_of_layer, m.count, all, size.tokens, adapters, x, residual, 1, &m.norm);
-  std::fill(drawn, drawn + B, -1);
+  std::fill(drawn, drawn + B, 0);
   std::fill(whole, whole + B, 0.f);
-  if (const long S = advance(*rows, w, p)) draw(m, *rows, w, S, p, adapters, x, size.tokens, drawn, whole);
+  if (const long S = advance(*rows, w, size.tokens, p)) {
+    draw(m, *rows, w, S, p, adapters, x, size.tokens);
+    keep_right(*rows, w, S, p, drawn, whole);
+  }
   return (int)std::count_if(whole, whole + B, [](float most) { return !(fabsf(most) < INFINITY); });
 }

@@ -24,19 +24,19 @@ struct Model {  // fixed once it is loaded
 
 struct Rows {  // the state of each row, by its number; a step advances tokens and counts
   int32_t* tokens;
-  int64_t *num_computed_tokens, *length;
+  int64_t *num_computed_tokens, *length, *num_drafts;  // num_drafts: the last tokens of `length`, which a step verifies
   const int32_t* const* blocks;  // by group
   const RowParams* params;
   const int64_t* adapters;           // the numbers of their adapters, -1: none; may be null
   int64_t tokens_step, blocks_step;  // from row to row
 };
 
-struct Work {  // of each of B work items: row, number of tokens to compute, whether it may draw a token
-  const int64_t *row, *tokens, *draws;
+struct Work {  // of each of B work items: row, number of tokens to compute, whether it may draw, draft tokens among `tokens`
+  const int64_t *row, *tokens, *draws, *drafts;
   long B;
 };
 
 }  // namespace quire
 
-EXPORT int quire_step(const quire::Model* model, const quire::Rows* rows, const int64_t* work_3B, long B, int64_t* drawn,
+EXPORT int quire_step(const quire::Model* model, const quire::Rows* rows, const int64_t* work_4B, long B, int64_t* drawn,
                       float* whole);
