@@ -22,6 +22,8 @@ from quire.layers.attention import Attention
 from quire.layers.decoder_layer import DecoderLayer, QueryScale
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.models.base import Decoder
+from quire.models.encoder import Encoder
+from quire.native.fused_encoder import fuse_encoder
 from quire.native.layer_halves import has_attention, has_mlp, inherits, native_layer, native_norm
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CLayer, CNorm, CStep
@@ -30,12 +32,14 @@ _P, _L = ctypes.c_void_p, ctypes.c_int64
 
 
 def fuse_model(model: object) -> None:
-    """Fuse what the kernels support of the model's decoder. Its KV cache must be bound and not move."""
+    """Fuse what the kernels support of the model's decoder or encoder. Its KV cache must be bound and not move."""
     unfuse_model(model)
     kernels = best()
     if kernels is None or not isinstance(model, nn.Module):
         return
     for decoder in model.modules():
+        if isinstance(decoder, Encoder):
+            fuse_encoder(decoder, kernels)
         if isinstance(decoder, Decoder):
             rotaries: list[Any] = [decoder.rotary.kinds[k] for k in decoder.rotary.kind_of_layer]
             native_layers = [
@@ -52,6 +56,8 @@ def unfuse_model(model: object) -> None:
         for decoder in model.modules():
             if isinstance(decoder, Decoder):
                 decoder.layers.fused = None
+            if isinstance(decoder, Encoder):
+                decoder.fused = None
 
 
 class StepGroup(NamedTuple):

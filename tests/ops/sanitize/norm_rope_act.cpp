@@ -36,6 +36,11 @@ CHECK(norm) {
             for (double v : normed(line.data(), w, D, 1e-5f, kind)) want.push_back(v);
           }
         near(named("norm", {rows, D, kind}), y.data, want, 0.01);
+        if (kind != quire::LAYER_NORM) continue;
+        const auto bias = random.bf16s(D);
+        quire_norm(x, step, w, y, heads * D, rows, heads, D, 1e-5f, kind, bias);
+        for (size_t i = 0; i < want.size(); i++) want[i] += value_of(bias[(long)i % D]);
+        near(named("norm with bias", {rows, D}), y.data, want, 0.01);
       }
 }
 

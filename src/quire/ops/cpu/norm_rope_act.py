@@ -1,4 +1,4 @@
-"""Norms, rotation and activation by the CPU kernels, where they support the arguments; else plain torch.
+"""Norms, rotation, activation and attention of packed prompts by the CPU kernels, where they support the arguments; else plain torch.
 
 Knows dtypes and strides. The kernels round where the definitions do, but sum a row in another order: results may differ
 in bf16's last bit.
@@ -8,12 +8,16 @@ Shape suffixes: as in `ops/reference.py`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quire.ops import reference
 from quire.ops.cpu import experts, lora, masked_argmax, recurrent, structs  # noqa: F401  (the first four register their kernels)
 from quire.ops.cpu.bindings import best
+from quire.ops.packed_attention import packed_attention
 
 
 def _heads(x: Tensor) -> tuple[int, int, int] | None:
@@ -35,20 +39,31 @@ def _rms_norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, plus_one: bool 
 
 @reference.layer_norm.on("native")
 def _layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float, bias_D: Tensor | None = None) -> Tensor:
-    fits = weight_D.dim() == 1 and bias_D is None
-    y = _norm(x_TD, weight_D, eps, structs.LAYER_NORM) if fits else None
+    y = _norm(x_TD, weight_D, eps, structs.LAYER_NORM, bias_D) if weight_D.dim() == 1 else None
     return reference.layer_norm.reference(x_TD, weight_D, eps, bias_D) if y is None else y
 
 
-def _norm(x_TD: Tensor, weight_D: Tensor | None, eps: float, kind: int) -> Tensor | None:
+def _norm(
+    x_TD: Tensor, weight_D: Tensor | None, eps: float, kind: int, bias_D: Tensor | None = None
+) -> Tensor | None:
     kernels, layout, size = best(), _heads(x_TD), x_TD.shape[-1]
     if kernels is None or layout is None or size % 16:
         return None
     rows, heads, step = layout
-    weight = None if weight_D is None else weight_D.data_ptr()
+    weight, bias = (None if each is None else each.data_ptr() for each in (weight_D, bias_D))
     y = torch.empty(x_TD.shape, dtype=torch.bfloat16)
     kernels.norm(
-        x_TD.data_ptr(), step, weight, y.data_ptr(), heads * size, rows, heads, size, eps, kind
+        x_TD.data_ptr(),
+        step,
+        weight,
+        y.data_ptr(),
+        heads * size,
+        rows,
+        heads,
+        size,
+        eps,
+        kind,
+        bias,
     )
     return y
 
@@ -63,7 +78,14 @@ def _add_rms_norm(
         return reference.add_rms_norm.reference(x_TD, residual_TD, weight_D, eps, plus_one)
     kind = structs.RMS_PLUS_ONE if plus_one else structs.RMS
     kernels.add_norm(
-        x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), len(x_TD), size, eps, kind
+        x_TD.data_ptr(),
+        residual_TD.data_ptr(),
+        weight_D.data_ptr(),
+        len(x_TD),
+        size,
+        eps,
+        kind,
+        None,
     )
     return x_TD, residual_TD
 
@@ -122,6 +144,39 @@ def _act_and_mul(x_TI2: Tensor, act: str) -> Tensor | None:
 def _silu_and_mul(x_TI2: Tensor) -> Tensor:
     y_TI = _act_and_mul(x_TI2, "silu")
     return reference.silu_and_mul.reference(x_TI2) if y_TI is None else y_TI
+
+
+@packed_attention.on("native")
+def _packed_attention(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    starts_B1: Tensor,
+    scale: float,
+    window: int | None = None,
+    bias_HL: Tensor | None = None,
+) -> Tensor:
+    kernels, (tokens, heads, size) = best(), q_THD.shape
+    steps = [layout and layout[2] for layout in map(_heads, (q_THD, k_TKD, v_TKD))]
+    longest = int((starts_B1[1:] - starts_B1[:-1]).max()) if len(starts_B1) > 1 else 0
+    covered = bias_HL is None or 2 * longest <= bias_HL.shape[1] + 1
+    if kernels is None or size % 32 or None in steps or not covered:
+        return packed_attention.reference(q_THD, k_TKD, v_TKD, starts_B1, scale, window, bias_HL)
+    starts_B1, distances = starts_B1.int().contiguous(), 0
+    if bias_HL is not None:
+        bias_HL, distances = scaled_bias(bias_HL), (bias_HL.shape[1] + 1) // 2
+    o_THD = torch.empty((tokens, heads, size), dtype=torch.bfloat16)
+    kernels.packed_attention(
+        q_THD.data_ptr(), steps[0], k_TKD.data_ptr(), steps[1], v_TKD.data_ptr(), steps[2], o_THD.data_ptr(), starts_B1.data_ptr(),
+        len(starts_B1) - 1, heads, k_TKD.shape[1], size, window or 0, scale,
+        None if bias_HL is None else bias_HL.data_ptr(), distances,
+    )  # fmt: skip
+    return o_THD
+
+
+def scaled_bias(bias_HL: Tensor) -> Tensor:
+    """A bias as the kernels take it: times log2(e), and 64 more numbers, which they may read."""
+    return F.pad(bias_HL.float().flatten() * math.log2(math.e), (0, 64))
 
 
 @reference.gelu_and_mul.on("native")

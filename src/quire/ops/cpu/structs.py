@@ -1,6 +1,6 @@
 """The structs that Python fills and the CPU kernels read: ctypes mirrors of the C++ ones, compared when a library loads.
 
-Knows names, types and the order of fields. Does not know what they mean: kernels/layer.h, route.h, experts.h, step.h and sampling.h say so.
+Knows names, types and the order of fields. Does not know what they mean: kernels/layer.h, encoder.h, route.h, experts.h, step.h and sampling.h say so.
 A field that is added on one side alone, or in another place, refuses the library.
 """
 
@@ -66,6 +66,7 @@ class CNorm(ctypes.Structure):
         ("weight", c_void_p),
         ("kind", c_int64),
         ("eps", c_float),
+        ("bias", c_void_p),
     ]
 
 
@@ -131,6 +132,26 @@ class CStep(ctypes.Structure):
     ]
 
 
+class CEncoderLayer(ctypes.Structure):
+    """`references` keeps references to what it points to, beside weights."""
+
+    references: Any
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(CWeight, "qkv o up down"),
+        *_all(CNorm, "after_attention after_mlp"),
+        ("bias", c_void_p),
+        *_all(c_int64, "heads kv_heads D window act distances rotary"),
+        ("scale", c_float),
+    ]
+
+
+class CEncoderStep(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(c_void_p, "cos sin starts"),
+        *_all(c_int64, "rows pairs"),
+    ]
+
+
 class CGroup(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(c_void_p, "cos sin query_scale"),
@@ -181,6 +202,8 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
     CNorm,
     CLayer,
     CStep,
+    CEncoderLayer,
+    CEncoderStep,
     CGroup,
     CModel,
     CRowParams,

@@ -164,7 +164,7 @@ void begin_merging(const Call& call, const Item& item, State s) {
 Tokens tokens_of(const Call& call, const Item& item) {
   const Reach reach(call, item);
   const long first = std::max(reach.low(0), item.split * SPLIT) / 32 * 32;
-  return Tokens(call.cache, item.row, item.head, first, reach.position(item.count - 1) + 1);
+  return Tokens(call.cache, item.row, item.head, first, reach.high(item.count - 1));
 }
 
 // One split of an item. Few queries read the cache directly; others read packed panels.

@@ -16,6 +16,9 @@ struct Call {
   const float* sinks;  // [heads], or null
   long q_step, rows, heads, window;
   float scale, softcap;  // 0: none
+  bool both_ways = false;       // a query sees later tokens, too; a window counts to both sides
+  const float* bias = nullptr;  // added to scores, times log2(e), by distance: [heads, 2 * distances - 1] and 64 more; or null
+  long distances = 0;
 
   long shared() const { return heads / cache.heads; }
   long queries(long row) const { return starts[row + 1] - starts[row]; }
@@ -33,15 +36,27 @@ struct Item {
   size_t found;                  // where its State goes, then
 };
 
-// Positions of an item's queries, and the first token that each sees.
+// Positions of an item's queries, the tokens [low, high) that each sees, and its biases of them.
 struct Reach {
-  long before, first, shared, window;
+  const Call& call;
+  long before, first, shared, window, length, head;
   Reach(const Call& call, const Item& item)
-      : before(call.before(item.row)), first(item.first), shared(call.shared()), window(call.window) {}
+      : call(call), before(call.before(item.row)), first(item.first), shared(call.shared()), window(call.window),
+        length(call.lengths[item.row]), head(item.head) {}
   long position(long i) const { return before + (first + i) / shared; }
   long low(long i) const { return window ? std::max<long>(0, position(i) - window + 1) : 0; }
+  long high(long i) const {
+    if (!call.both_ways) return position(i) + 1;
+    return window ? std::min(length, position(i) + window) : length;
+  }
+  const float* biases(long i) const {  // that of token 0
+    const long of_head = head * shared + (first + i) % shared;
+    return call.bias + of_head * (2 * call.distances - 1) + call.distances - 1 - position(i);
+  }
   long first_split() const { return low(0) / SPLIT; }
-  long last_split(long count) const { return position(count - 1) / SPLIT; }
+  long last_split(long count) const { return (high(count - 1) - 1) / SPLIT; }
 };
+
+void attend(const Call& call);
 
 }  // namespace quire

@@ -56,7 +56,7 @@ inline void attend_many(const Call& call, const Reach& reach, Packed& packed, lo
   Memory& m = packed.m;
   const long D = call.cache.D, E = call.cache.E;
   const long from = std::max(packed.first, reach.low(first) / 32 * 32);
-  const long stop = std::min(packed.stop, reach.position(first + count - 1) + 1);
+  const long stop = std::min(packed.stop, reach.high(first + count - 1));
   const bf16* q = m.q.data + first * D;
   s = s.from(first, E);
   RunningSoftmax running(reach, first, count, s.sums);
@@ -91,7 +91,7 @@ inline void attend_many(const Call& call, const Reach& reach, Packed& packed, lo
 // The same for a cache of split int8 (attention_int8_split.h), one tile at a time.
 inline void attend_many_split(const Call& call, const Reach& reach, Packed& packed, long first, int count, State s) {
   Memory& m = packed.m;
-  const long D = call.cache.D, E = call.cache.E, last = reach.position(first + count - 1);
+  const long D = call.cache.D, E = call.cache.E, last = reach.high(first + count - 1) - 1;
   const bf16* q = m.q.data + first * D;
   float* sums = s.sums + first * E;
   bool fresh = true;

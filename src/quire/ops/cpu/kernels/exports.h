@@ -36,9 +36,9 @@ EXPORT void quire_write_cache(const quire::bf16* from, long step, void* cache, f
                               long tokens, long heads, long D, long block_size, long kind, int key);
 
 EXPORT void quire_norm(const quire::bf16* x, long step, const quire::bf16* w, quire::bf16* y, long y_step, long rows,
-                       long heads, long D, float eps, int kind);
+                       long heads, long D, float eps, int kind, const quire::bf16* bias = nullptr);
 EXPORT void quire_add_norm(quire::bf16* x, quire::bf16* residual, const quire::bf16* w, long rows, long D, float eps,
-                           int kind);
+                           int kind, const quire::bf16* bias = nullptr);
 EXPORT void quire_scale(quire::bf16* x, long step, long rows, long width, float scale, float softcap);
 EXPORT void quire_rotate(const quire::bf16* x, long step, const float* cos, const float* sin, quire::bf16* y, long y_step,
                          long rows, long heads, long D, long P, int interleaved);

@@ -50,14 +50,15 @@ struct Norm {
   const bf16* weight;  // null: all ones
   int64_t kind;        // NormKind
   float eps;
+  const bf16* bias;    // of a layer norm; null: none
 
   // Of `heads` vectors of D in each of `rows` lines, `step` elements apart.
   void in_place(bf16* x, long step, long rows, long heads, long D) const {
-    if (kind) quire_norm(x, step, weight, x, step, rows, heads, D, eps, (int)kind);
+    if (kind) quire_norm(x, step, weight, x, step, rows, heads, D, eps, (int)kind, bias);
   }
   // x, residual = norm(x + residual), x + residual.
   void add(bf16* x, bf16* residual, long rows, long D) const {
-    quire_add_norm(x, residual, weight, rows, D, eps, (int)kind);
+    quire_add_norm(x, residual, weight, rows, D, eps, (int)kind, bias);
   }
 };
 

@@ -4,6 +4,7 @@
 #include <stddef.h>
 
 #include "delta_net.h"
+#include "encoder.h"
 #include "mixture.h"
 #include "step.h"
 
@@ -28,7 +29,7 @@ static const FieldLayout LAYOUTS[] = {
     WHOLE(Experts), FIELD(Experts, gate_up), FIELD(Experts, down), FIELD(Experts, count), FIELD(Experts, chosen),
     FIELD(Experts, hidden), FIELD(Experts, act),
 
-    WHOLE(Norm), FIELD(Norm, weight), FIELD(Norm, kind), FIELD(Norm, eps),
+    WHOLE(Norm), FIELD(Norm, weight), FIELD(Norm, bias), FIELD(Norm, kind), FIELD(Norm, eps),
 
     WHOLE(Mixture), FIELD(Mixture, router), FIELD(Mixture, shared_gate_up), FIELD(Mixture, shared_down), FIELD(Mixture, shared_gate),
     FIELD(Mixture, correction), FIELD(Mixture, routing), FIELD(Mixture, experts), FIELD(Mixture, shared_act),
@@ -44,6 +45,14 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Layer, sinks), FIELD(Layer, delta_net), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
     FIELD(Layer, turns), FIELD(Layer, interleaved), FIELD(Layer, block_size), FIELD(Layer, window), FIELD(Layer, act),
     FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, gated), FIELD(Layer, parallel), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
+
+    WHOLE(EncoderLayer), FIELD(EncoderLayer, qkv), FIELD(EncoderLayer, o), FIELD(EncoderLayer, up), FIELD(EncoderLayer, down),
+    FIELD(EncoderLayer, after_attention), FIELD(EncoderLayer, after_mlp), FIELD(EncoderLayer, bias), FIELD(EncoderLayer, heads),
+    FIELD(EncoderLayer, kv_heads), FIELD(EncoderLayer, D), FIELD(EncoderLayer, window), FIELD(EncoderLayer, act),
+    FIELD(EncoderLayer, distances), FIELD(EncoderLayer, rotary), FIELD(EncoderLayer, scale),
+
+    WHOLE(EncoderStep), FIELD(EncoderStep, cos), FIELD(EncoderStep, sin), FIELD(EncoderStep, starts), FIELD(EncoderStep, rows),
+    FIELD(EncoderStep, pairs),
 
     WHOLE(Step), FIELD(Step, cos), FIELD(Step, sin), FIELD(Step, query_scale), FIELD(Step, positions), FIELD(Step, slots), FIELD(Step, state_rows),
     FIELD(Step, table), FIELD(Step, starts), FIELD(Step, lengths), FIELD(Step, tokens), FIELD(Step, rows), FIELD(Step, table_step),

@@ -13,18 +13,18 @@ constexpr long SERIAL_MAX_ROWS = 16;  // up to this many rows one thread is fast
 
 using namespace quire;
 
-// A norm of `heads` vectors of D in each of `rows` lines of x, `step` elements apart. y may be x; w may be null.
+// A norm of `heads` vectors of D in each of `rows` lines of x, `step` elements apart. y may be x; w and bias may be null.
 EXPORT void quire_norm(const bf16* x, long step, const bf16* w, bf16* y, long y_step, long rows, long heads, long D,
-                       float eps, int kind) {
+                       float eps, int kind, const bf16* bias) {
 #pragma omp parallel for if (rows * heads >= SERIAL_MAX_ROWS) schedule(static)
   for (long r = 0; r < rows; r++)
     each_four(heads, [&](long h, auto n) {
-      norms<n>(x + r * step + h * D, D, w, y + r * y_step + h * D, D, D, eps, kind);
+      norms<n>(x + r * step + h * D, D, w, y + r * y_step + h * D, D, D, eps, kind, bias);
     });
 }
 
 // residual += x; x = norm(residual), the sum itself for NO_NORM.
-EXPORT void quire_add_norm(bf16* x, bf16* residual, const bf16* w, long rows, long D, float eps, int kind) {
+EXPORT void quire_add_norm(bf16* x, bf16* residual, const bf16* w, long rows, long D, float eps, int kind, const bf16* bias) {
 #pragma omp parallel for if (rows >= SERIAL_MAX_ROWS) schedule(static)
   for (long first = 0; first < rows; first += 4)
     each_four(std::min(4L, rows - first), [&](long r, auto n) {
@@ -33,7 +33,7 @@ EXPORT void quire_add_norm(bf16* x, bf16* residual, const bf16* w, long rows, lo
       if (kind == NO_NORM)
         memcpy(a, b, n * D * sizeof(bf16));
       else
-        norms<n>(b, D, w, a, D, D, eps, kind);
+        norms<n>(b, D, w, a, D, D, eps, kind, bias);
     });
 }
 

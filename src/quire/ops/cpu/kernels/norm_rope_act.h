@@ -9,9 +9,9 @@ namespace quire {
 enum NormKind { NO_NORM, RMS, RMS_PLUS_ONE, LAYER_NORM };  // structs.py has their numbers, too
 
 // y = x / rms(x) * w, of N vectors interleaved: one alone waits for its sum, its root and its division. D is a multiple of 16; y may
-// be x; w may be null. A layer norm subtracts the mean first.
+// be x; w may be null. A layer norm subtracts the mean first, and may have a bias.
 template <int N, bool CENTERED>
-inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_step, long D, float eps, int kind) {
+inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_step, long D, float eps, int kind, const bf16* bias = nullptr) {
   Floats mean[N], squares[N], factor[N];
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) mean[i] = squares[i] = floats(0.f);
@@ -38,15 +38,15 @@ inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_ste
     const Floats weight = w ? widen(w + d) : floats(1.f), factors = kind == RMS_PLUS_ONE ? floats(1.f) + weight : weight;
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
-      const Floats v = at(i, d) * factor[i];
-      store(y + i * y_step + d, (kind == RMS ? rounded(v) : v) * factors);
+      const Floats v = at(i, d) * factor[i], scaled = (kind == RMS ? rounded(v) : v) * factors;
+      store(y + i * y_step + d, CENTERED && bias ? scaled + widen(bias + d) : scaled);
     }
   }
 }
 template <int N>
-inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_step, long D, float eps, int kind) {
+inline void norms(const bf16* x, long x_step, const bf16* w, bf16* y, long y_step, long D, float eps, int kind, const bf16* bias = nullptr) {
   const auto run = kind == LAYER_NORM ? norms<N, true> : norms<N, false>;
-  run(x, x_step, w, y, y_step, D, eps, kind);
+  run(x, x_step, w, y, y_step, D, eps, kind, bias);
 }
 
 // Calls f(first, N as a type) for all of `count`, four at a time.

@@ -61,13 +61,15 @@ struct RunningSoftmax {
   int count;
   float* sums;                 // [count, E]
   long low[ROWS], high[ROWS];  // each sees [low, high)
+  const float* biases[ROWS];   // by token; only where the call has some
   int turn = 0;
   float below[LANES_OF_ROWS];  // -top
   alignas(64) float totals[2][LANES_OF_ROWS][16];  // by lane: before 32 tokens, and after them
 
   RunningSoftmax(const Reach& reach, long first, int count, float* sums) : count(count), sums(sums) {
     for (int i = 0; i < count; i++) {
-      low[i] = reach.low(first + i), high[i] = reach.position(first + i) + 1;
+      low[i] = reach.low(first + i), high[i] = reach.high(first + i);
+      if (reach.call.bias) biases[i] = reach.biases(first + i);
       below[i] = -LOWEST;
       store(totals[0][i], floats(0.f));
     }
@@ -89,7 +91,7 @@ struct Block {
   long start;
 };
 
-enum ScoreForm { PLAIN, CAPPED, QUANTIZED };  // PLAIN: no softcap, not quantized
+enum ScoreForm { PLAIN, CAPPED, QUANTIZED, BIASED };  // PLAIN: no softcap, not quantized, no bias
 
 template <ScoreForm FORM>
 class Softmax {
@@ -124,9 +126,10 @@ class Softmax {
   bool all = false;    // each query sees all of it
   Floats most{};       // of the sums of two weights
 
-  // 16 scores minus the maximum.
-  Floats score(const float* scores, const float* key_scales, Floats below) const {
+  // 16 scores minus the maximum, from the block's t-th token on, of query i.
+  Floats score(int i, long t, const float* scores, const float* key_scales, Floats below) const {
     Floats x = load(scores);
+    if (FORM == BIASED) return fma(x, factor, load(r.biases[i] + block.start + t)) + below;
     if (FORM == PLAIN) return fma(x, factor, below);
     x = x * factor;
     if (FORM == QUANTIZED) x = x * load(key_scales);
@@ -147,8 +150,8 @@ class Softmax {
     const Floats lowest = floats(LOWEST), nothing = floats(0.f);
     for (int i = from; i < to; i++) {
       const float* at = block.scores + i * block.score_row;
-      const Floats early = select(seen(i, 0), score(at, block.scales, nothing), lowest);
-      const Floats late = select(seen(i, 16), score(at + 16, block.scales + 16, nothing), lowest);
+      const Floats early = select(seen(i, 0), score(i, 0, at, block.scales, nothing), lowest);
+      const Floats late = select(seen(i, 16), score(i, 16, at + 16, block.scales + 16, nothing), lowest);
       store(lanes[i - from], max(max(early, late), lowest));
     }
     largest_of(lanes, to - from, found);
@@ -171,7 +174,7 @@ class Softmax {
     Floats most = self.most;
     for (int i = from; i < to; i++, scores += b.score_row, weights += b.weight_row, before += 16, after += 16) {
       const Floats below = floats(r.below[i]);
-      Floats x = weight_of(self.score(scores, b.scales, below)), y = weight_of(self.score(scores + 16, b.scales + 16, below));
+      Floats x = weight_of(self.score(i, 0, scores, b.scales, below)), y = weight_of(self.score(i, 16, scores + 16, b.scales + 16, below));
       if (!ALL) x = keep(self.seen(i, 0), x), y = keep(self.seen(i, 16), y);
       const Floats both = x + y;
       store(after, load(before) + both);
@@ -204,6 +207,7 @@ class Softmax {
 template <class F>
 inline void with_softmax(const Call& call, RunningSoftmax& running, const F& f) {
   if (call.cache.kind != KV_BF16) return f(Softmax<QUANTIZED>(call, running));
+  if (call.bias) return f(Softmax<BIASED>(call, running));
   if (call.softcap > 0) return f(Softmax<CAPPED>(call, running));
   f(Softmax<PLAIN>(call, running));
 }

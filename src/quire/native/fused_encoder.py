@@ -1,0 +1,135 @@
+"""Fused encoders on the CPU: all layers and the last norm in one kernel call, which gives the same bits as its modules.
+
+Knows which layers the kernels support; if one is unsupported, all run as modules. Does not know embeddings.
+
+Shape suffixes: T tokens, D features, P pairs of features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.forward_context import current_adapters, current_batch
+from quire.layers.attention import PackedAttention
+from quire.layers.decoder_layer import GatedMLP, SelfAttention
+from quire.layers.encoder_layer import EncoderLayer, UngatedMLP
+from quire.layers.norm import LayerNorm, Norm
+from quire.models.encoder import Encoder
+from quire.ops.cpu.bindings import Kernels
+from quire.ops.cpu.norm_rope_act import scaled_bias
+from quire.ops.cpu.structs import LAYER_NORM, CEncoderLayer, CEncoderStep, CNorm
+
+_P = ctypes.c_void_p
+
+
+def fuse_encoder(encoder: Encoder, kernels: Kernels) -> None:
+    """Let the kernels compute the layers, if they support all of them."""
+    layers: list[Any] = list(encoder.layers)
+    if not layers or any(type(layer) is not EncoderLayer for layer in layers):
+        return
+    before = layers[0].pre_norm
+    behind = [(layer.attention_norm, layer.mlp_norm) for layer in layers]
+    if before:  # a half ends with the norm of the next
+        firsts = [layer.attention_norm for layer in layers[1:]]
+        norms = zip(layers, [*firsts, encoder.final_norm], strict=True)
+        behind = [(layer.mlp_norm, norm) for layer, norm in norms]
+    elif encoder.final_norm is not None:
+        return
+    kinds = [-1] * len(layers) if encoder.rotaries is None else encoder.rotaries.kind_of_layer
+    found = []
+    for layer, norms_behind, kind in zip(layers, behind, kinds, strict=True):
+        native = _layer(layer, norms_behind, kind)
+        if native is None:
+            return
+        found.append(native)
+    first = _norm(layers[0].attention_norm, optional=True) if before else None
+    if first is None and before:
+        return
+    if encoder.rotaries is not None:
+        rotaries: list[Any] = list(encoder.rotaries.kinds)
+        pairs = {len(rotary.frequencies_P) for rotary in rotaries}
+        if len(pairs) > 1 or pairs.pop() % 16:
+            return
+    encoder.fused = KernelEncoder(encoder, found, first, kernels)
+
+
+class KernelEncoder:
+    """See `FusedEncoder`. `first`: the norm before the first layer of a model with norms before its halves."""
+
+    def __init__(
+        self, encoder: Encoder, layers: list[CEncoderLayer], first: CNorm | None, kernels: Kernels
+    ):
+        self.encoder, self.structs, self.first, self.kernels = encoder, layers, first, kernels
+        self.layers = (_P * len(layers))(*(ctypes.addressof(layer) for layer in layers))
+
+    def run(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        """As `Encoder.stack`; may overwrite x."""
+        if current_adapters() is not None or x_TD.dtype != torch.bfloat16:
+            return self.encoder.stack(x_TD, positions_T)
+        starts_B1 = current_batch().query_start_B1.int().contiguous()
+        x_TD, rotaries = x_TD.contiguous(), self.encoder.rotaries
+        kinds: list[Any] = [] if rotaries is None else list(rotaries.kinds)
+        angles = [tuple(part.float().contiguous() for part in kind(positions_T)) for kind in kinds]
+        cos, sin = ((_P * len(angles))(*(pair[i].data_ptr() for pair in angles)) for i in (0, 1))
+        step = CEncoderStep(
+            ctypes.addressof(cos), ctypes.addressof(sin), starts_B1.data_ptr(), len(starts_B1) - 1,
+            angles[0][0].shape[1] if angles else 0,
+        )  # fmt: skip
+        y_TD = torch.empty_like(x_TD)
+        first = None if self.first is None else ctypes.addressof(self.first)
+        self.kernels.encoder(
+            self.layers, len(self.structs), first, ctypes.addressof(step), x_TD.shape[1], x_TD.data_ptr(), y_TD.data_ptr()
+        )  # fmt: skip
+        return x_TD if first is None else y_TD
+
+
+def _layer(layer: Any, norms: tuple[Norm | None, Norm | None], kind: int) -> CEncoderLayer | None:
+    """None: the kernels do not support the layer."""
+    attention, mlp = layer.self_attn, layer.mlp
+    after_attention, after_mlp = (_norm(norm) for norm in norms)
+    if after_attention is None or after_mlp is None or type(attention) is not SelfAttention:
+        return None
+    attn = attention.attn
+    if not isinstance(attn, PackedAttention) or attn.head_dim % 32 or attention.q_norm is not None:
+        return None
+    refs = _products(mlp)
+    if refs is None or attention.rope != (kind >= 0) or attention.interleaved:
+        return None
+    products = (attention.qkv.ref, attention.o_proj.ref, *refs)
+    qkv, o, up, down = (ref.kernel_weight() for ref in products)
+    if qkv is None or o is None or up is None or down is None or refs[0].prepared is None:
+        return None
+    native = CEncoderLayer(
+        qkv, o, up, down, after_attention, after_mlp, None, attn.num_heads, attn.num_kv_heads, attn.head_dim,
+        attn.window or 0, refs[0].prepared.kernel_act, 0, kind, attn.scale,
+    )  # fmt: skip
+    if (bias_HL := attn.bias_HL()) is not None:
+        native.references = scaled_bias(bias_HL)
+        native.bias, native.distances = native.references.data_ptr(), (bias_HL.shape[1] + 1) // 2
+    return native
+
+
+def _products(mlp: nn.Module) -> tuple[Any, Any] | None:
+    """The two weights of an MLP."""
+    if type(mlp) is GatedMLP:
+        return mlp.gate_up.ref, mlp.down_proj.ref
+    if type(mlp) is UngatedMLP:
+        return mlp.up_proj.ref, mlp.down_proj.ref
+    return None
+
+
+def _norm(norm: Norm | None, optional: bool = False) -> CNorm | None:
+    """The struct of a norm, or of no norm where it is `optional`; None: the kernels do not compute it."""
+    if norm is None:
+        return CNorm() if optional else None
+    fits = type(norm) is LayerNorm and norm.weight.dim() == 1 and len(norm.weight) % 16 == 0
+    if not fits or norm.weight.dtype != torch.bfloat16:
+        return None
+    bias = norm._parameters["bias"]
+    return CNorm(
+        norm.weight.data_ptr(), LAYER_NORM, norm.eps, None if bias is None else bias.data_ptr()
+    )
