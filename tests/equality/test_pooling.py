@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 from equality.engines import engine, prompts
-from equality.pooling_models import make_pooling_checkpoint, run, text
+from equality.pooling_models import edit_config, make_pooling_checkpoint, run, text
 from equality.sentence_directories import CASES
 
+from quire.errors import ConfigError, Unsupported
 from quire.protocol.pooling_params import PoolingParams
 
 GIVEN = [[*prompt, 7] for prompt in prompts(6, longest=50)]
 EMBED = PoolingParams(task="embed", skip_reading_prefix_cache=True)
-Saved = Callable[[str], str]
 
 
 def classified(auto: str = "AutoModelForSequenceClassification", **more: Any) -> dict[str, Any]:
@@ -119,3 +119,126 @@ def test_classes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         close(run(one, given, params), [act(each) for each in logits])
         raw = PoolingParams(task=task, use_activation=False, skip_reading_prefix_cache=True)
         close(run(one, given, raw), logits)
+
+
+def alone(path: str, params: PoolingParams, **settings: Any) -> list[bytes]:
+    with engine(path, **settings) as one:
+        return [run(one, [prompt], params)[0].tobytes() for prompt in GIVEN]
+
+
+@pytest.mark.parametrize("mode", ["LAST", "MEAN", "WEIGHTEDMEAN", "MAX", "CLS", "ALL", "scores"])
+def test_bits_do_not_depend_on_company_chunks_or_depth(mode: str, qwen3: str) -> None:
+    task = {"ALL": "token_embed", "scores": "classify"}.get(mode, "embed")
+    settings: dict[str, Any] = {"convert": "embed", "load_format": "auto"}
+    if mode == "scores":
+        settings = {"convert": "classify", "load_format": "dummy"}
+    elif mode != "ALL":
+        settings["pooler_config"] = {"seq_pooling_type": mode}
+    params = PoolingParams(task=task, skip_reading_prefix_cache=True)
+    expected = alone(qwen3, params, **settings)
+    order = [5, 0, 3, 1, 4, 2]
+    for more in (
+        {"depth": 1},
+        {"depth": 3, "max_num_batched_tokens": 8, "max_num_seqs": 3},
+        {"depth": 2, "max_num_batched_tokens": 13, "num_gpu_blocks_override": 9, "block_size": 8},
+    ):
+        with engine(qwen3, **settings, **more) as one:
+            found = run(one, [GIVEN[index] for index in order], params)
+            assert [each.tobytes() for each in found] == [expected[index] for index in order]
+
+
+def test_a_cached_instruction_gives_the_same_vector(qwen3: str) -> None:
+    shared = list(range(10, 74))
+    given = [[*shared, *prompt] for prompt in GIVEN]
+    settings = {"runner": "pooling", "block_size": 16}
+    with engine(qwen3, **settings, enable_prefix_caching=False) as one:
+        expected = [each.tobytes() for each in run(one, given, PoolingParams(task="embed"))]
+    with engine(qwen3, **settings) as one:
+        for again in range(2):
+            found = [run(one, [prompt], PoolingParams(task="embed"))[0] for prompt in given]
+            assert [each.tobytes() for each in found] == expected, again
+        assert one.stats()["prefix_hits"] > 0
+        with pytest.raises(RuntimeError, match="skip_reading_prefix_cache"):
+            run(one, [given[0]], PoolingParams(task="token_embed"))
+        tokens = PoolingParams(task="token_embed", skip_reading_prefix_cache=True)
+        assert run(one, [given[0]], tokens)[0].shape == (len(given[0]), 64)
+
+
+def test_a_reranker_from_two_tokens_is_their_softmax(tmp_path: Path) -> None:
+    path, model = make_pooling_checkpoint("qwen3", tmp_path, "AutoModelForCausalLM")
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["w9", "w8"],
+        "is_original_qwen3_reranker": True,
+    }
+    with torch.inference_mode(), engine(path, hf_overrides=overrides) as one:
+        logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in GIVEN]
+        found = run(one, GIVEN, PoolingParams(task="classify"))
+        close(found, [each[[9, 8]].softmax(-1)[1:] for each in logits])
+        info = one.client.ready.pooling
+        assert info is not None
+        assert (info.num_labels, info.use_sep_token) == (1, False)
+    plain = {**overrides, "classifier_from_token": [8], "method": "no_post_processing"}
+    with torch.inference_mode(), engine(path, hf_overrides=plain) as one:
+        raw = PoolingParams(task="classify", use_activation=False)
+        close(run(one, GIVEN, raw), [each[[8]] for each in logits])
+
+
+def test_bidirectional_decoders_are_those_of_transformers(tmp_path: Path) -> None:
+    more = {"use_bidirectional_attention": True, "sliding_window": 24, "tie_word_embeddings": True}
+    path, model = make_pooling_checkpoint("gemma3_text", tmp_path, num_hidden_layers=4, **more)
+    long = [[*prompt, *prompt, *prompt] for prompt in GIVEN]
+    settings = {"pooler_config": {"pooling_type": "MEAN"}, "max_model_len": 200}
+    with torch.inference_mode(), engine(path, **settings) as one:
+        assert not one.client.resolved.chunked_prefill
+        states = [model(torch.tensor([prompt])).last_hidden_state[0].mean(0) for prompt in long]
+        found = run(one, long, PoolingParams(task="embed"))
+        close(found, [torch.nn.functional.normalize(state, dim=0) for state in states])
+
+
+def test_process_rewards_are_at_the_step_tokens(tmp_path: Path) -> None:
+    path, model = make_pooling_checkpoint("qwen3", tmp_path, "AutoModelForTokenClassification", num_labels=2)  # fmt: skip
+    given = [[5, 6, 9, 7, 8, 9, 9], [5, 9], [5, 6, 7]]
+    config = {"tok_pooling_type": "STEP", "step_tag_id": 9}
+    params = PoolingParams(task="token_classify", skip_reading_prefix_cache=True)
+    with torch.inference_mode(), engine(path, pooler_config=config) as one:
+        logits = [model(torch.tensor([prompt])).logits[0].softmax(-1) for prompt in given]
+        found = run(one, given, params)
+        places = [[i for i, token in enumerate(prompt) if token == 9] for prompt in given]
+        close(found, [each[place] for each, place in zip(logits, places, strict=True)])
+        some = PoolingParams(task="token_classify", step_tag_id=6, returned_token_ids=[1], use_activation=False, skip_reading_prefix_cache=True)  # fmt: skip
+        raw = model(torch.tensor([given[0]])).logits[0]
+        close(run(one, given[:1], some), [raw[1:2, 1:]])
+
+
+def test_vectors_are_cut_before_they_are_normalized(qwen3: str, tmp_path: Path) -> None:
+    folder = str(shutil.copytree(qwen3, tmp_path / "cut"))
+    edit_config(folder, matryoshka_dimensions=[16, 32])
+    raw = PoolingParams(task="embed", use_activation=False)
+    with engine(folder) as one:
+        whole = run(one, GIVEN, raw)
+        cut = run(one, GIVEN, PoolingParams(task="embed", dimensions=16))
+        close(cut, [each[:16] / np.linalg.norm(each[:16]) for each in whole])
+    with pytest.raises(ConfigError, match="16, 32"), engine(folder, pooler_config={"dimensions": 20}):  # fmt: skip
+        pass
+    with engine(folder, pooler_config={"dimensions": 32}) as one:
+        assert run(one, GIVEN[:1], EMBED)[0].shape == (32,)
+
+
+def test_what_cannot_be_computed_is_refused(qwen3: str, saved: Path, tmp_path: Path) -> None:
+    def refused(kind: type[Exception], match: str, folder: str, **settings: Any) -> None:
+        with pytest.raises(kind, match=match), engine(folder, **settings):
+            pass
+
+    refused(ConfigError, "lacks score.weight", qwen3, convert="classify")
+    refused(ConfigError, "runner=generate", qwen3, runner="generate", convert="embed")
+    refused(ConfigError, "pooler_config.normalize: .*use_activation", qwen3, pooler_config={"normalize": True})  # fmt: skip
+    refused(ConfigError, "offers embed, token_embed", qwen3, pooler_config={"task": "classify"})
+    folder = tmp_path / "projected"
+    shutil.copytree(saved / "projected", folder)
+    (folder / "2_Dense" / "model.safetensors").unlink()
+    refused(Exception, "2_Dense has no weights", str(folder))
+    listed = json.loads((folder / "modules.json").read_text())
+    listed[2]["type"] = "sentence_transformers.models.LSTM"
+    (folder / "modules.json").write_text(json.dumps(listed))
+    refused(Unsupported, "sentence_transformers.models.LSTM", str(folder))
