@@ -19,10 +19,11 @@ TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
 KINDS = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma4_text": "gemma4", "llama4_text": "llama4",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
-PLUS_ONE = ("gemma", "gemma2", "gemma3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
 HALVES = {
     Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ1_M: (),
     **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_S), (0,)),
@@ -159,7 +160,11 @@ class GgufCopy:
                 values = interleaved(
                     values, c["num_attention_heads" if "q_proj" in base else "num_key_value_heads"]
                 )
-            if self.arch in PLUS_ONE and base.endswith("norm"):
+            if self.arch.startswith("qwen35") and "linear_attn" in name:
+                values = self._tiled(name, values)
+            if name.endswith(("conv1d.weight", "conv.conv.weight")):
+                values = values.squeeze(1)
+            if self.arch in PLUS_ONE and base.endswith("norm") and "linear_attn" not in base:
                 values = values + 1
             found.append((name, values))
         found += [(name, np.stack(stack)) for name, stack in stacks.items()]
@@ -168,8 +173,40 @@ class GgufCopy:
             found.append(("output.weight", -dict(found)["token_embd.weight"]))
         return found
 
+    def _tiled(self, name: str, values: np.ndarray) -> np.ndarray:
+        """The n-th value heads of all key heads beside each other, and decays as they are used."""
+        c, part = self.config, name.split("linear_attn.")[1]
+        keys, per_key = (
+            c["linear_num_key_heads"],
+            c["linear_num_value_heads"] // c["linear_num_key_heads"],
+        )
+        if part == "A_log":
+            values = -np.exp(values)
+        if part == "norm.weight":
+            return values
+        axis = int(part == "out_proj.weight")
+        first = (
+            2 * keys * c["linear_key_head_dim"]
+            if part in ("in_proj_qkv.weight", "conv1d.weight")
+            else 0
+        )
+        before, rest = np.split(values, [first], axis)
+        shape = (*rest.shape[:axis], keys, per_key, -1, *rest.shape[axis + 1 :])
+        rest = rest.reshape(shape).swapaxes(axis, axis + 1).reshape(rest.shape)
+        return np.concatenate([before, rest], axis)
+
     def _name(self, name: str) -> str:
+        for end, called in (
+            ("A_log", "ssm_a"),
+            ("dt_bias", "ssm_dt.bias"),
+            ("expert_bias", "exp_probs_b.bias"),
+        ):
+            if name.endswith(end):
+                return f"blk.{name.split('.')[2]}.{called}"
         name = name.replace("correction_bias", "correction.bias")
+        if self.arch == "lfm2moe":
+            name = name.replace("feed_forward.experts", "block_sparse_moe.experts")
+            name = name.replace("feed_forward.gate", "block_sparse_moe.gate")
         for end, called in (
             ("router.scale", "ffn_gate_inp.scale"),
             ("router.per_expert_scale", "ffn_down_exps.scale"),
@@ -204,6 +241,9 @@ class GgufCopy:
             c.get("intermediate_size_mlp") or c["intermediate_size"],
             c["num_hidden_layers"],
         )
+        if self.arch.startswith("lfm2"):  # the width that its config.json leads to
+            dense = "model.layers.0.feed_forward.w1.weight"
+            width = len(tensors_of(self.folder)[dense])
         if self.arch == "llama4":
             w.add_interleave_moe_layer_step(c["interleave_moe_layer_step"])
             w.add_expert_feed_forward_length(c["intermediate_size"])
@@ -217,6 +257,8 @@ class GgufCopy:
         if of_full:
             kinds = c["layer_types"]
             kv_heads = [of_full if kind == "full_attention" else kv_heads for kind in kinds]
+        if self.arch.startswith("lfm2"):
+            kv_heads = [kv_heads * (kind == "full_attention") for kind in c["layer_types"]]
         w.add_head_count_kv(kv_heads)
         if c.get("head_dim") and not c.get("kv_lora_rank"):
             w.add_key_length(c.get("global_head_dim") or c["head_dim"])
@@ -240,7 +282,7 @@ class GgufCopy:
         ):  # fmt: skip
             if c.get(key) is not None:
                 add(c[key])
-        if self.arch in (*QWEN, "gpt-oss", "glm4moe") and c.get("num_experts_per_tok"):
+        if self.arch in (*QWEN, "gpt-oss", "glm4moe", "qwen35moe") and c.get("num_experts_per_tok"):
             w.add_expert_feed_forward_length(
                 c.get("moe_intermediate_size") if self.arch != "gpt-oss" else c["intermediate_size"]
             )
@@ -257,6 +299,19 @@ class GgufCopy:
                 w.add_key_length(c["kv_lora_rank"] + rotated)
                 w.add_value_length(c["kv_lora_rank"])
                 w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if self.arch.startswith("qwen35"):
+            w.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
+            w.add_ssm_state_size(c["linear_key_head_dim"])
+            w.add_ssm_group_count(c["linear_num_key_heads"])
+            w.add_ssm_time_step_rank(c["linear_num_value_heads"])
+            w.add_ssm_inner_size(c["linear_num_value_heads"] * c["linear_value_head_dim"])
+            w.add_full_attention_interval(c["layer_types"].index("full_attention") + 1)
+        if self.arch.startswith("lfm2"):
+            w.add_shortconv_l_cache(c["conv_L_cache"])
+            w.add_layer_norm_rms_eps(c["norm_eps"])
+            if c.get("num_dense_layers") is not None:
+                w.add_leading_dense_block_count(c["num_dense_layers"])
+                w.add_expert_feed_forward_length(c["moe_intermediate_size"])
         if self.arch == "gemma4":
             self._gemma4(w, rope)
         if c["model_type"] == "minimax_m2":

@@ -37,6 +37,7 @@ from quire.quantization.gguf_blocks import BlocksWeight
 from tests.models.cases import BASE, BOTH_ROPES, CASES, GEMMA2, MOE, OSS, OSS_ROPE, Case, write
 from tests.models.gguf_files import TINY, GgufCopy, mixed
 from tests.models.harness import Runner
+from tests.models.recurrent_cases import CASES as RECURRENT_CASES
 from tests.tiny_llama import make_checkpoint
 
 PROMPT = [5, 7, 9, 11, 2, 3, 90, 100, 4]
@@ -110,6 +111,24 @@ def test_a_float_file_gives_the_bits_of_its_checkpoint(case: Case, tmp_path: Pat
     wanted = Runner(build(tmp_path / "st", **short)).prefill(0, PROMPT)
     file = GgufCopy(tmp_path / "st").write(tmp_path / "model.gguf")
     assert torch.equal(Runner(build(file, **short)).prefill(0, PROMPT), wanted)
+
+
+RECURRENT = ("qwen3_5", "qwen3_5 one head", "qwen3_5 moe", "lfm2", "lfm2 moe")
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_families(name: str, tmp_path: Path) -> None:
+    """Decays are stored as they are used, so their logarithms are rounded."""
+    case = next(each for each in RECURRENT_CASES if each.name == name)
+    more = {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]}
+    if name.startswith("qwen"):  # in a file every fourth layer has full attention
+        case = Case(name, case.kind, {**case.config, **more})
+    elif name == "lfm2 moe":
+        case = Case(name, case.kind, {**case.config, "tie_word_embeddings": True})
+    write(case, tmp_path / "st")
+    wanted = Runner(build(tmp_path / "st")).prefill(0, PROMPT)
+    file = GgufCopy(tmp_path / "st").write(tmp_path / "model.gguf")
+    assert (Runner(build(file)).prefill(0, PROMPT) - wanted).abs().max() < 1e-4
 
 
 def test_rope_factors_in_a_tensor(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from quire.models.registry import choose_impl
 TOP = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "per_layer_proj_norm": "model.per_layer_projection_norm", "token_embd_norm": "model.embedding_norm",
 }  # fmt: skip
 ROPE = re.compile(r"^rope_(?:freqs|factors_(?:long|short))\.weight$")
 SAFETENSORS = "serve the model's safetensors checkpoint"
-BIASED = ("q", "qkv", "kv_a_mqa")
+BIASED = re.compile(r"\.attn_(?:q|qkv|kv_a_mqa)\.bias$")
 SIGMOID = 2  # of expert_gating_func
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -69,7 +69,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "architectures": [about["architecture"]],
         "model_type": about["model_type"],
         "tie_word_embeddings": "output.weight" not in shapes,
-        "attention_bias": any(f"blk.0.attn_{part}.bias" in shapes for part in BIASED),
+        "attention_bias": any(BIASED.search(name) for name in shapes),
         "attention_out_bias": "blk.0.attn_output.bias" in shapes,
         "mlp_bias": "blk.0.ffn_down.bias" in shapes,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
@@ -105,6 +105,12 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
         raise ConfigError(f"{header.files[0]}: it claims {layers} layers")
     if about["model_type"] == "gemma4_text":
         config |= _gemma4(header, config)
+    if "tiled" in about:
+        config["linear_value_head_dim"] = (
+            header.get("ssm.inner_size") // config["linear_num_value_heads"]
+        )
+    if about.get("convolutions"):
+        config |= _convolutions(header)
     if header.get("attention.kv_lora_rank"):
         config |= _latent_attention(header)
     config.setdefault("num_key_value_heads", heads)
@@ -161,6 +167,16 @@ def _gemma4(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
         found["num_key_value_heads"] = kv_heads[windows.index(1)]
         found["num_global_key_value_heads"] = kv_heads[full]
     return found
+
+
+def _convolutions(header: GgufHeader) -> dict[str, Any]:
+    """LFM2: layers without key heads are convolutions."""
+    kv_heads = header.get("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(kv_heads),
+        "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
+        "conv_bias": any(t.name.endswith("shortconv.in_proj.bias") for t in header.tensors),
+    }
 
 
 def _proportional(header: GgufHeader, size: int, window_size: int) -> dict[str, Any]:
@@ -267,7 +283,8 @@ class TensorPlace(NamedTuple):
     """Where a tensor belongs in a checkpoint: its name, with * for the number of an expert in a stack of them.
 
     `heads`: of a weight whose rows are in the order of interleaved rope, else 0. `minus_one`: it is stored with 1 added.
-    `half`: which half of each expert's rows it is; None: all.
+    `half`: which half of each expert's rows it is; None: all. `tiled`: (first, key heads, value heads of each): rows from `first`
+    on have the heads of one key head apart; columns, if `columns`. `is_decay`: it is -exp(the checkpoint's).
     """
 
     tensor: GgufTensor
@@ -275,6 +292,9 @@ class TensorPlace(NamedTuple):
     heads: int = 0
     minus_one: bool = False
     half: int | None = None
+    tiled: tuple[int, int, int] | None = None
+    columns: bool = False
+    is_decay: bool = False
 
 
 def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorPlace]:
@@ -289,6 +309,8 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorP
     found = []
     for tensor in header.tensors:
         base, _, end = tensor.name.rpartition(".")
+        if re.fullmatch(r"blk\.\d+", base):  # a name without .weight
+            base, end = tensor.name, ""
         if base in TOP:
             name = TOP[base]
         elif match := re.match(r"^blk\.(\d+)\.(.+)$", base):
@@ -308,7 +330,12 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorP
             tensor,
             name[:-1] if name.endswith(".") else f"{name}.{end}".rstrip("."),
             int(heads.get(base, 0)) if about.get("permuted") else 0,
-            bool(about.get("plus_one")) and base.endswith("norm"),
+            bool(about.get("plus_one"))
+            and base.endswith("norm")
+            and base not in about.get("without_one", ()),
+            tiled=_tiles(base, about, config),
+            columns=base == "ssm_out",
+            is_decay=base == "ssm_a",
         )
         if both := re.match(r"(.+\.)(\w+)\+(\w+)(\.\w+)$", place.name):
             start, end = both[1], both[4]
@@ -319,11 +346,24 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorP
     return found
 
 
+def _tiles(
+    base: str, about: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[int, int, int] | None:
+    if base not in about.get("tiled", ()):
+        return None
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    joined = base in ("attn_qkv", "ssm_conv1d")  # queries and keys are before the values
+    return 2 * joined * keys * config["linear_key_head_dim"], keys, values // keys
+
+
 def stored_in(file: Path) -> list[tuple[str, str, Sequence[int]]]:
     """Checkpoint name, type and shape of each tensor of a model."""
     header = read_header(file)
     found = tensor_places(header, config_of(header))
-    return [(each.name, each.tensor.kind, _shape(each)) for each in found]
+    return [
+        (each.name, "BF16" if each.columns and each.tiled else each.tensor.kind, _shape(each))
+        for each in found  # other columns of a block cannot be put in order
+    ]
 
 
 def _shape(place: TensorPlace) -> Sequence[int]:

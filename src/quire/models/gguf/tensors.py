@@ -99,6 +99,10 @@ def _mapped(file: Path) -> Tensor:
 def _in_place(each: TensorPlace, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if each.heads:
         tensor = rope_halves(tensor, each.heads)
+    if each.tiled is not None:
+        tensor = grouped_heads(tensor, *each.tiled, dim=int(each.columns))
+    if each.is_decay:
+        tensor = (-tensor.float()).log()
     if each.half is not None:
         tensor = tensor.chunk(2, 1)[each.half]
     if each.minus_one:
@@ -120,6 +124,20 @@ def rope_halves(tensor_ON: Tensor, heads: int) -> Tensor:
         raise ConfigError(f"{len(tensor_ON)} rows of queries or keys for {heads} heads")
     pairs = tensor_ON.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def grouped_heads(tensor: Tensor, first: int, keys: int, values: int, dim: int) -> Tensor:
+    """From `first` on along `dim`, the value heads of one key head beside each other; the file has the n-th of all key heads so.
+
+    Raises:
+        ConfigError: the size is not that of so many heads.
+    """
+    rest = tensor.shape[dim] - first
+    if rest <= 0 or keys < 1 or values < 1 or rest % (keys * values):
+        raise ConfigError(f"{tensor.shape[dim]} rows for {keys} times {values} heads")
+    heads = tensor.narrow(dim, first, rest).unflatten(dim, (values, keys, -1))
+    grouped = heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
+    return torch.cat([tensor.narrow(dim, 0, first), grouped], dim)
 
 
 def _floats(tensor: GgufTensor, bytes_N: Tensor, dtype: torch.dtype) -> Tensor:
