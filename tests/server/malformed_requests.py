@@ -48,6 +48,9 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "hi"}),
     ("/tokenize", {"messages": HI, "return_token_strs": True}),
     ("/detokenize", {"tokens": [5, 6]}),
+    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere", "load_inplace": True}),
+    ("/v1/unload_lora_adapter", {"lora_name": "a"}),
+    ("/adapters", {"name": "a", "src": "/nowhere"}),
     ("/invocations", {"prompt": "hi", "max_tokens": 4}),
     ("/invocations", {"messages": HI, "max_tokens": 4}),
 ]  # fmt: skip

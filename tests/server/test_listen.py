@@ -234,3 +234,14 @@ def test_what_a_ready_server_warns_of(given: dict[str, object], cores: int, says
     found = warnings(EngineConfig.from_keywords(model="none", **given), cores)
     assert len(found) == bool(says)
     assert says in "".join(found)
+
+
+def test_a_ready_server_warns_of_adapters_that_clients_load(monkeypatch: pytest.MonkeyPatch):
+    def found(**given: object) -> list[str]:
+        return warnings(EngineConfig.from_keywords(model="none", host="127.0.0.1", **given), 4)
+
+    assert found(enable_lora=True) == []
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    assert ["--enable-lora" in one for one in found()] == [True]
+    assert ["--allowed-lora-paths" in one for one in found(enable_lora=True)] == [True]
+    assert found(enable_lora=True, allowed_lora_paths=["/adapters"]) == []

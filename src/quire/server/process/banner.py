@@ -14,6 +14,7 @@ from quire.errors import StartupError
 from quire.logging import get_logger
 from quire.platforms.cpu_affinity import threads
 from quire.protocol.output import EngineReady
+from quire.server.adapters import runtime_updates
 from quire.server.process.sockets import LOOPBACKS, host_of
 from quire.startup_timer import table
 
@@ -51,6 +52,15 @@ def warnings(config: EngineConfig, cores: int) -> list[str]:
             f"{cores} physical cores for {needed} processes ({server.api_server_count} HTTP, {engines} engine, {workers}"
             " worker): they delay one another; use more cores, or fewer processes (--api-server-count)"
         )
+    if runtime_updates():
+        lora, switch = config.lora, "QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1"
+        if not lora.enable_lora:
+            found.append(f"{switch} has no effect without --enable-lora")
+        elif not lora.allowed_lora_paths:
+            found.append(
+                f"{switch}: clients may load adapters from every directory that this server may read; limit them with"
+                " --allowed-lora-paths"
+            )
     return found
 
 

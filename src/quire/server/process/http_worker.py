@@ -26,6 +26,7 @@ from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
 from quire.observe.process_memory import process_tree
 from quire.observe.tracing import tracer_of
+from quire.plugins import load_plugins
 from quire.processes.child import STOP, begin_child, exit_child
 from quire.processes.status_pipe import StatusWriter
 from quire.protocol.output import EngineDied, EngineOpen, Heartbeat
@@ -123,6 +124,8 @@ def main(words: list[str]) -> int:
     gc.set_threshold(*COLLECT_AFTER)
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
     configure(f"server {number}", resolved.config.observe.log_level)
+    if resolved.config.lora.enable_lora:
+        load_plugins()  # they may register resolvers of adapters
     status = StatusWriter(status_fd)
     client = ProcessClient(resolved, Path(folder), StateBoard(board), client=number)
     with asyncio.Runner(loop_factory=event_loop()) as runner, socket(fileno=listener) as own:
