@@ -281,3 +281,34 @@ def test_a_file_with_more_than_its_tensors_is_refused(tmp_path: Path) -> None:
     save_file({}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValidationError, match="no LoRA tensors"):
         read(tmp_path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    file, place = (
+        tmp_path / "adapter_model.safetensors",
+        "quire.features.lora.adapter_files._read_bytes",
+    )
+    whole = file.read_bytes()
+    other = bytes(8) + whole[8:]
+    for data in (whole[:-1], other, b""):
+        monkeypatch.setattr(place, lambda file, data=data: bytearray(data))
+        with pytest.raises(ValidationError, match="changed while it was read"):
+            read(tmp_path)
+
+
+def test_tensors_at_odd_offsets_are_read(tmp_path: Path) -> None:
+    """Some writers pad nothing; torch reads such a tensor from a copy."""
+    made = tensors(2, 0, ("self_attn.q_proj",), layers=1)
+    write(tmp_path, 2, made=made)
+    file = tmp_path / "adapter_model.safetensors"
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    file.write_bytes(
+        struct.pack("<Q", length + 1) + data[8 : 8 + length] + b" " + data[8 + length :]
+    )
+    found = read(tmp_path).modules()[Q]
+    assert torch.equal(found.a_RI, made[f"{PREFIX}{Q}.lora_A.weight"])
+    assert torch.equal(found.b_OR, made[f"{PREFIX}{Q}.lora_B.weight"])

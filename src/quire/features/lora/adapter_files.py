@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 PREFIX = "base_model.model."
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-FLOATS = ("F32", "F16", "BF16")
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PARTS = {
     ".lora_A.weight": "a",
     ".lora_B.weight": "b",
@@ -40,6 +40,7 @@ PARTS = {
 }
 """End of a tensor's name -> what it is."""
 
+Header = dict[str, dict[str, Any]]
 Shapes = Mapping[str, tuple[int, ...]]
 Targets = Mapping[str, tuple[int, int]]
 """Module -> (inputs, outputs)."""
@@ -102,13 +103,15 @@ def read_adapter(
         text = config_file.read_bytes()
         config = read_config(text, config_file)
         if file.suffix == ".safetensors":
-            places = _places(file, _stored_shapes(file), config, max_rank, targets, chosen)
-            data = file.read_bytes()
-            stored = _from_safetensors(data, file)
+            found, start = _checked_header(file)
+            shapes: Shapes = {name: tuple(each["shape"]) for name, each in found.items()}
+            places = _places(file, shapes, config, max_rank, targets, chosen)
+            data = _read_bytes(file)
+            stored = _from_safetensors(data, found, start, file)
         else:
             _check_size(file, max_rank, targets)
-            data = file.read_bytes()
-            stored = _from_pickle(data, file)
+            data = _read_bytes(file)
+            stored = _from_pickle(bytes(data), file)
             shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
             places = _places(file, shapes, config, max_rank, targets, chosen)
     except (ConfigError, ValidationError, OSError) as error:
@@ -118,13 +121,18 @@ def read_adapter(
         log.warning(
             "%s: unknown fields have no effect: %s", config_file, ", ".join(config.unknown)[:200]
         )
-    digest = blake2b(len(text).to_bytes(8, "little") + text + data, digest_size=16).hexdigest()
-    return AdapterFiles(digest, config, _tensors(stored, places, file))
+    content = blake2b(len(text).to_bytes(8, "little") + text, digest_size=16)
+    content.update(data)
+    return AdapterFiles(content.hexdigest(), config, _tensors(stored, places, file))
 
 
 # -- the files --------------------------------------------------------------------------------------
-def _stored_shapes(file: Path) -> Shapes:
-    """Raises ConfigError, ValidationError: the header is damaged, or has a dtype that is no float."""
+def _checked_header(file: Path) -> tuple[Header, bytes]:
+    """The header of a safetensors file, and its bytes.
+
+    Raises:
+        ConfigError, ValidationError: the header is damaged, or has a dtype that is no float.
+    """
     found, end = header(file), 0
     for name, tensor in found.items():
         end = max(end, tensor["data_offsets"][1])
@@ -134,19 +142,39 @@ def _stored_shapes(file: Path) -> Shapes:
             )
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-    if (extra := file.stat().st_size - 8 - length - end) > 0:
+        opened.seek(0)
+        start = opened.read(8 + length)
+    if (extra := file.stat().st_size - len(start) - end) > 0:
         raise ValidationError(f"{file} has {extra} bytes after the last tensor; save it again")
-    return {name: tuple(tensor["shape"]) for name, tensor in found.items()}
+    return found, start
 
 
-def _from_safetensors(data: bytes, file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+def _read_bytes(file: Path) -> bytearray:
+    """The file's bytes. It does not hold Python's lock, so the requests that run go on."""
+    with file.open("rb") as opened:
+        data = bytearray(file.stat().st_size)
+        del data[opened.readinto(data) :]
+    return data
 
-    try:
-        return dict(load(data))
-    except (SafetensorError, ValueError, KeyError) as error:  # it changed since its header was read
-        raise ValidationError(f"{file} cannot be read: {error}") from None
+
+def _from_safetensors(
+    data: bytearray, found: Header, start: bytes, file: Path
+) -> dict[str, Tensor]:
+    """Views of the file's bytes. Raises ValidationError: the file has changed since its header was read."""
+    import torch
+
+    end = len(start) + max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
+    if len(data) != end or not data.startswith(start):
+        raise ValidationError(f"{file} changed while it was read")
+    tensors = {}
+    for name, tensor in found.items():
+        dtype = getattr(torch, FLOATS[tensor["dtype"]])
+        first, last = (len(start) + offset for offset in tensor["data_offsets"])
+        stored = memoryview(data)[first:last]
+        part = bytearray(stored) if first % dtype.itemsize else stored
+        flat = torch.frombuffer(part, dtype=dtype) if last > first else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.reshape(tensor["shape"])
+    return tensors
 
 
 def _check_size(file: Path, max_rank: int, targets: Targets) -> None:
