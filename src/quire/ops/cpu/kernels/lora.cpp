@@ -85,7 +85,9 @@ inline void dots(const X* const* x, const X (*ends)[16], const W* a, long ins, f
   };
   for (long k = 0; k < whole; k += 16) step(k, [&](int i) { return x[i] + k; });
   if (whole < ins) step(whole, [&](int i) { return ends[i]; });
+#pragma GCC unroll 4  // else the sums are kept in memory
   for (int i = 0; i < N; i++)
+#pragma GCC unroll 4
     for (int r = 0; r < R; r++) h[i * h_row + r] = sum_of(sums[i][r]);
 }
 
@@ -129,6 +131,7 @@ inline void panel_of(const Lora& of, const LoraPart& part, long panel, X* const*
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) sums[i] = fma(floats(h[i * h_row + part.first + r]), w, sums[i]);
   }
+#pragma GCC unroll 4
   for (int i = 0; i < N; i++) {
     alignas(64) X some[16] = {};
     if (left < 16) memcpy(some, y[i] + out, left * sizeof(X));

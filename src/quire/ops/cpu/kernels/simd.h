@@ -201,7 +201,13 @@ inline LeafI rounded_bits(LeafF x) {  // bf16 in the upper half of each lane, ti
 template <>
 struct Lanes<LeafF> {
   static LeafF load(const float* p) { return read<LeafF>(p); }
+#if defined(__AVX2__)  // gcc 12 widens halves of them
+  static LeafF widen(const bf16* p) {
+    return (LeafF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+  }
+#else
   static LeafF widen(const bf16* p) { return (LeafF)(__builtin_convertvector(read<LeafS>(p), LeafI) << 16); }
+#endif
 #if defined(__AVX2__)  // zero plus x would be an addition: of -0 it is not x
   static LeafF same(float x) { return _mm256_set1_ps(x); }
 #else
