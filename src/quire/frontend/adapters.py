@@ -96,7 +96,7 @@ class AdapterNames:
         return lora_request
 
     def _loaded(self, request: LoRARequest) -> Steps[str]:
-        folder = yield from self._folder(request.lora_path)
+        folder = yield from self._folder(request.lora_path, request.load_inplace)
         name = request.lora_name
         there = yield from self.find(name)
         if there is not None and there.path != folder and not request.load_inplace:
@@ -134,7 +134,7 @@ class AdapterNames:
             raise AdapterNotLoaded(f"lora_name: {why}", parameter="lora_name") from None
         if not self.config.enable_lora:
             raise AdapterNotLoaded(OFF)
-        folder = yield from self._folder(path)
+        folder = yield from self._folder(path, afresh=load_inplace)
         wanted = name, folder, load_inplace, base_model_name, if_absent
         try:
             yield partial(self.client.call, "load_lora", *wanted)
@@ -149,8 +149,9 @@ class AdapterNames:
             return False
         return bool((yield partial(self.client.call, "unload_lora", name)))
 
-    def _folder(self, path: str) -> Steps[str]:
-        if (known := self._folders.get(path)) is not None:
+    def _folder(self, path: str, afresh: bool = False) -> Steps[str]:
+        """The directory of a path; `afresh`: the hub may have a newer revision."""
+        if (known := self._folders.get(path)) is not None and not afresh:
             return known
         config = self.client.resolved.config
         folder: str = yield partial(find_adapter, path, config.load, config.model.hf_token)
