@@ -211,6 +211,16 @@ def test_process_rewards_are_at_the_step_tokens(tmp_path: Path) -> None:
         close(run(one, given[:1], some), [raw[1:2, 1:]])
 
 
+def test_process_rewards_from_tokens_of_a_model_that_generates(tmp_path: Path) -> None:
+    path, model = make_pooling_checkpoint("llama", tmp_path, "AutoModelForCausalLM")
+    config = {"pooling_type": "STEP", "step_tag_id": 9, "returned_token_ids": [8, 12, 5]}
+    params = PoolingParams(task="token_classify", skip_reading_prefix_cache=True)
+    given = [5, 6, 9, 7, 8, 9]
+    with torch.inference_mode(), engine(path, runner="pooling", pooler_config=config) as one:
+        logits = model(torch.tensor([given])).logits[0]
+        close(run(one, [given], params), [logits[[2, 5]][:, [8, 12, 5]].softmax(-1)])
+
+
 def test_vectors_are_cut_before_they_are_normalized(qwen3: str, tmp_path: Path) -> None:
     folder = str(shutil.copytree(qwen3, tmp_path / "cut"))
     edit_config(folder, matryoshka_dimensions=[16, 32])

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from quire.config.engine import EngineConfig
 from quire.config.pooling import TASKS, PoolerConfig, PoolingModel, Stage, pooler_options
 from quire.errors import ConfigError, Unsupported
@@ -19,6 +21,7 @@ from quire.models.pooling.sentence_transformers import (
     read_json,
     read_sentence_files,
 )
+from quire.models.pooling.vocabulary import vocabulary
 from quire.models.registry import FAMILIES, MODELS
 from quire.protocol.pooling_info import PoolingInfo
 
@@ -94,6 +97,13 @@ class _Reader:
             hf_config.get("hidden_size") or hf_config.get("dim") or hf_config.get("n_embd") or 0
         )
         self.use = self._chosen_use(config.model.convert, use)
+        if self.use == EMBED and use == GENERATE and (rows := self.options.returned_token_ids):
+            # A process reward model that generates: the logits of these tokens are its scores.
+            self.hf = {**hf_config, "classifier_from_token": rows, "method": "no_post_processing"}
+            self.options, self.use = (
+                replace(self.options, returned_token_ids=None),
+                "token_classify",
+            )
 
     def _chosen_use(self, convert: str, use: str) -> str:
         """The kind of output; `convert` counts first."""
@@ -375,22 +385,6 @@ class _Reader:
         if (own := self.hf.get("use_sep_token")) is not None:
             return bool(own)
         return not self._token_ids()
-
-
-def vocabulary(folder: str) -> dict[str, int]:
-    """Token -> id, from tokenizer.json. Raises ConfigError: there is none."""
-    found = read_json(Path(folder) / "tokenizer.json") if folder else None
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"classifier_from_token: {folder} has no tokenizer.json; give the ids of the tokens"
-        )
-    words = (found.get("model") or {}).get("vocab") or {}
-    if isinstance(words, list):
-        words = {str(pair[0]): index for index, pair in enumerate(words)}
-    return {
-        **words,
-        **{str(one["content"]): int(one["id"]) for one in found.get("added_tokens") or ()},
-    }
 
 
 def adapted(hf_config: Mapping[str, Any], pooling: PoolingModel | None) -> dict[str, Any]:
