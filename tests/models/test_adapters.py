@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from quire.errors import ValidationError
 from quire.forward_context import ADAPTERS
 from quire.layers.lora import AdapterTable, LoraWeights
-from tests.models.cases import Case, write
+from tests.models.cases import MOE, Case, write
 from tests.models.harness import Runner
 from tests.models.test_native import build, plain, texts
 
@@ -168,3 +169,11 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValidationError, match=what):
             table.prepare({name: weights})
+
+
+def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    write(Case("moe", "qwen3_moe", MOE), tmp_path)
+    table = AdapterTable(build(tmp_path), 1, 1)
+    name = "model.layers.0.mlp.experts.3.down_proj"
+    with pytest.raises(ValidationError, match=re.escape(name)):
+        table.prepare({name: LoraWeights(torch.zeros(4, 24), torch.zeros(48, 4))})

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
 
+from quire.layers.weights import PreparedWeight
 from quire.ops import lora as definitions
 from quire.ops.cpu.bindings import best
 from quire.ops.cpu.lora import _lora as native
+from quire.ops.cpu.norm_rope_act import _act_and_mul
 from quire.ops.lora import LoraFactors, LoraTable, NewPart
+from quire.quantization.bf16_packed import PackedBf16Weight
+from quire.quantization.gguf_blocks import BlockRows, BlocksWeight
+from quire.quantization.int4 import Int4Weight
+from quire.quantization.int8 import Int8Weight
 
 Sizes = tuple[int, int, int]  # rank, inputs, outputs
 
@@ -107,3 +114,30 @@ def test_bits_are_those_of_a_token_alone() -> None:
         assert torch.equal(alone, together[one])
     untouched = (numbers_T == -1) | (numbers_T == 1)
     assert torch.equal(together[untouched], y_TO[untouched])
+
+
+def q8_0(weight_OI: Tensor) -> BlockRows:
+    rows = gguf.quants.quantize(weight_OI.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    return BlockRows("Q8_0", torch.from_numpy(rows))
+
+
+GATED: dict[str, Callable[[Tensor], PreparedWeight]] = {
+    "bf16": lambda w_OI: PackedBf16Weight.of(best(), w_OI.bfloat16(), True),
+    "int8": lambda w_OI: Int8Weight.of(w_OI.bfloat16(), True, best()),
+    "int4": lambda w_OI: Int4Weight.of(w_OI.bfloat16(), True, best()),
+    "blocks": lambda w_OI: BlocksWeight([q8_0(w_OI[:64]), q8_0(w_OI[64:])], True, best()),
+}
+
+
+@pytest.mark.skipif(best() is None, reason="no CPU kernels")
+@pytest.mark.parametrize("name", GATED)
+def test_halves_of_a_gated_product_have_the_bits_of_the_product(name: str) -> None:
+    """So tokens without an adapter keep their bits beside tokens whose adapters change the halves."""
+    weight = GATED[name](randoms(128, 256, seed=1))
+    for act in ("silu", "gelu_pytorch_tanh"):
+        weight.act = act
+        for tokens in (1, 7, 40):
+            x_TI = randoms(tokens, 256, seed=tokens).bfloat16()
+            halves_TO = weight.before_activation().multiply(x_TI)
+            assert halves_TO.shape == (tokens, 128)
+            assert torch.equal(_act_and_mul(halves_TO, act), weight.multiply(x_TI))
