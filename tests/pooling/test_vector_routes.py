@@ -7,6 +7,7 @@ import base64
 import json
 
 import numpy as np
+import openai
 import pytest
 import torch
 from msgspec.structs import replace
@@ -322,3 +323,20 @@ def test_cohere_truncates(serving):
     assert "truncate" in server.error("/v2/embed", {"texts": ["a"], "truncate": "X"})
     inputs = [{"content": [{"type": "text", "text": "ab"}]}]
     assert server.ask("/v2/embed", {"inputs": inputs}).json()["embeddings"]["float"] == [vector_of(ids("ab")).tolist()]  # fmt: skip
+
+
+# -- clients -----------------------------------------------------------------------------------------
+def test_openais_client_reads_the_vectors(serving):
+    server = serving()
+    texts = ["abc", "d"]
+
+    async def go(**more) -> list[list[float]]:
+        async with server.http() as http:
+            client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="x", http_client=http)
+            found = await client.embeddings.create(model="toy", input=texts, **more)
+            assert found.usage.prompt_tokens == 8
+            return [one.embedding for one in found.data]
+
+    expected = [vector_of(ids(text)).tolist() for text in texts]
+    assert asyncio.run(go()) == expected  # it asks for base64 by itself
+    assert asyncio.run(go(encoding_format="float")) == expected
