@@ -171,8 +171,16 @@ def server() -> Iterator[Served]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def pooling_server() -> Iterator[Served]:
+    with Served("quire-tiny", "--runner", "pooling", "--kv-cache-memory-bytes", "16M") as found:
+        yield found
+
+
 @pytest.mark.parametrize("command", REQUESTS, ids=lambda one: f"{one.page}: {one.words[1:3]}")
-def test_the_server_answers_a_request(server: Served, command: Command):
+def test_the_server_answers_a_request(request: pytest.FixtureRequest, command: Command):
+    pooling = command.page == "pooling.md"
+    server: Served = request.getfixturevalue("pooling_server" if pooling else "server")
     words, headers, data = command.words[1:], {"Authorization": "Bearer sk-mine"}, None
     method, url = "GET", ""
     while words:

@@ -19,7 +19,9 @@ def pair(rng: random.Random) -> tuple[str, str]:
     """Return two tellings of one story."""
     facts = stories.world(rng)
     plot = rng.choice(list(stories.PLOTS))
-    first, second = _ways(rng, [stories.OPENINGS, stories.HABITS, *stories.PLOTS[plot], stories.ENDINGS])
+    first, second = _ways(
+        rng, [stories.OPENINGS, stories.HABITS, *stories.PLOTS[plot], stories.ENDINGS]
+    )
     return _told(first, facts), _told(second, facts)
 
 
