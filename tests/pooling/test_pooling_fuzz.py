@@ -62,9 +62,9 @@ def fuzz(server, seed: int, count: int) -> Counter[int]:
 
 @pytest.mark.parametrize("info", [CUTS, CLASSIFIES, RANKS], ids=["embeds", "classifies", "ranks"])
 def test_no_body_breaks_the_server(serving, info):
-    statuses = fuzz(serving(info), 1, 400)
-    assert statuses[400] > 100
-    assert statuses[200] > 10
+    statuses = fuzz(serving(info), 1, 160)
+    assert statuses[400] > 20
+    assert statuses[200] > 1
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ RUNTIME_ADAPTERS = (
     "loading adapters while the server runs", "start the server with --enable-lora and QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1"
 )  # fmt: skip
 SPECULATION = "speculative decoding", "leave it out; the text is the same without it"
-POOLING = "an object of pooling options", "pass a dict as pooler_config"
 AUDIO = "audio", "send text"
 MEDIA = "media input", "send text"
 SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of /v1/completions"
