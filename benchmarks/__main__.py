@@ -21,6 +21,7 @@ KINDS = {
     "quality": ("quality", "the error of quantized weights and of a quantized KV cache"),
     "divergence": ("batch_invariance", "how often other requests change a bf16 answer"),
     "structured": ("structured_outputs", "the cost of structured outputs"),
+    "embed": ("embed", "embedding and reranking beside sentence-transformers, ONNX and OpenVINO"),
     "lora": ("lora", "the speed of LoRA adapters, beside the same engine without"),
     "gpu": ("gpu.run", "a GPU's kernels, steps and serving: checked, then timed"),
 }
