@@ -250,8 +250,10 @@ def test_a_new_process_of_the_engine_knows_the_adapters(
         load(one, folder)
         one.client.call("unload_lora", "c")
         versions = {card["name"]: card["version"] for card in one.client.call("list_loras")}
-    with lora_engine(str(folder / "model")) as one:
+    modules = [{"name": "c", "path": str(folder / "c"), "base_model_name": None}]
+    with lora_engine(str(folder / "model"), lora_modules=modules) as one:
         one.client.core.scheduler.gates[-1].registry.persist(file)
+        assert one.client.core.executor.worker.model.adapters.loaded == [None, None]
         cards = {card["name"]: card for card in one.client.call("list_loras")}
         assert {name: card["version"] for name, card in cards.items()} == versions
         assert {card["state"] for card in cards.values()} == {"evicted"}

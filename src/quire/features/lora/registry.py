@@ -332,17 +332,22 @@ class LoraRegistry:
     def persist(self, path: Path) -> None:
         """Restore the names that an earlier process of the engine wrote to `path`, and write them there from now on.
 
-        Requests load the versions again.
+        They replace those of the configuration. Requests load the versions again.
         """
         self._file = path
         if not path.exists():
             return
-        for known in msgspec.json.decode(path.read_bytes(), type=list[RegisteredLora]):
-            self.names[known.name] = known
+        stored = msgspec.json.decode(path.read_bytes(), type=list[RegisteredLora])
+        self.names = {known.name: known for known in stored}
+        for known in stored:
             self.versions.setdefault(
                 known.version,
                 LoraVersion(known.version, known.path, known.rank, known.num_bytes),
             )
+        for version in list(
+            self.versions
+        ):  # those of the configuration that were replaced or unloaded
+            self._forget_unused(version)
         log.info("restored the adapters of the previous engine process: %s", ", ".join(self.names))
 
     def _save(self) -> None:
