@@ -217,7 +217,7 @@ def test_damaged_files_are_refused_or_read(suffix: str, tmp_path: Path) -> None:
         (tmp_path / "adapter_model.safetensors").unlink()
         torch.save(made, file)
     whole, refused = file.read_bytes(), 0
-    for _ in range(250):
+    for _ in range(150):
         data = bytearray(whole)
         if draw.random() < 0.3:
             del data[draw.randrange(len(data)) :]
@@ -231,7 +231,7 @@ def test_damaged_files_are_refused_or_read(suffix: str, tmp_path: Path) -> None:
             read(tmp_path).modules()
         except ValidationError:
             refused += 1
-    assert refused > 50
+    assert refused > 30
 
 
 def test_damaged_configurations_are_refused_or_read(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_damaged_configurations_are_refused_or_read(tmp_path: Path) -> None:
     file = tmp_path / "adapter_config.json"
     whole, values = file.read_bytes(), [None, -1, 10**400, 1e308, "x", [], {"": {}}, True, [[]] * 3]
     longest = 0
-    for number in range(300):
+    for number in range(160):
         if number % 2:
             data = bytearray(whole)
             data[draw.randrange(len(data))] = draw.randrange(256)

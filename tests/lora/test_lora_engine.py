@@ -260,6 +260,7 @@ def test_a_new_process_of_the_engine_knows_the_adapters(
         assert run(one, GIVEN[:2], ["a", "b"], PARAMS) == [alone[0, "a"], alone[1, "b"]]
 
 
+@pytest.mark.slow
 def test_a_worker_of_its_own_process(folder: Path, alone: dict) -> None:
     settings = {"distributed_executor_backend": "mp", "max_loras": 1, "max_cpu_loras": 1}
     with lora_engine(str(folder / "model"), **settings) as one:

@@ -112,9 +112,9 @@ def test_logprobs_are_those_of_peft(
 
 
 @pytest.mark.parametrize(("kind", "options"), [
+    ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     ("qwen2", {"target_modules": ["embed_tokens", "q_proj"]}),
     ("qwen2", {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "ensure_weight_tying": True}),
-    ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
 ])  # fmt: skip
 def test_other_bases(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """A table that is the head; a model that runs through Transformers."""
