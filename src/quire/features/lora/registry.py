@@ -168,7 +168,7 @@ class LoraRegistry:
         return True
 
     def cards(self) -> list[dict[str, Any]]:
-        """All adapters, those whose first load is not complete included."""
+        """All adapters; "loading": only those that no request may name yet, since their first load is not complete."""
         loading = [
             {"name": load.name, "path": load.path, "version": "", "base_model_name": load.base_model_name,
              "rank": 0, "bytes": 0, "state": "loading"}
@@ -177,7 +177,7 @@ class LoraRegistry:
         return loading + [
             {"name": each.name, "path": each.path, "version": each.version,
              "base_model_name": each.base_model_name, "rank": each.rank, "bytes": each.num_bytes,
-             "state": self.versions[each.version].state}
+             "state": "ready" if self.versions[each.version].state == "ready" else "evicted"}
             for each in self.names.values()
         ]  # fmt: skip
 
