@@ -63,7 +63,8 @@ class Mixture:
     ):
         rng = torch.Generator().manual_seed(len(forms))
         self.kernels, self.inner = kernels, 128 if "int8" in forms else INNER
-        first = (self.inner, HIDDEN, False) if act == "relu2" else (2 * self.inner, HIDDEN, True)
+        ungated = act in ("relu", "relu2")
+        first = (self.inner, HIDDEN, False) if ungated else (2 * self.inner, HIDDEN, True)
         shapes = (first, (HIDDEN, self.inner, False))
         self.pairs, self.biases, self.floats = [], [], []
         for expert in range(EXPERTS):
@@ -127,8 +128,8 @@ def test_kernels_have_the_bits_of_linears(
 
 
 def activated(y_I: Tensor, act: str) -> Tensor:
-    if act == "relu2":
-        return y_I.relu() ** 2
+    if act in ("relu", "relu2"):
+        return y_I.relu() ** (2 if act == "relu2" else 1)
     gate, other = y_I.chunk(2)
     if act == "clamped_swiglu":
         gate, other = gate.clamp(max=7), other.clamp(-7, 7)

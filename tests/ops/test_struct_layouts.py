@@ -80,6 +80,9 @@ def test_types_come_from_the_headers() -> None:
     pointer, long, real, small = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
     known = bindings.signatures()
     assert known["act_and_mul"] == (None, [pointer, pointer, long, long, small])
-    assert known["add_norm"] == (None, [pointer, pointer, pointer, long, long, real, small])
+    assert known["add_norm"] == (
+        None,
+        [pointer, pointer, pointer, long, long, real, small, pointer],
+    )
     assert known["threads"] == (small, [])
     assert set(known) > {"linear", "attention", "layers", "step", "layouts"}
