@@ -131,9 +131,11 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cpu_kernels_equal_the_definitions(kernels: str, dtype: torch.dtype) -> None:
-    share = 2e-6 if dtype == torch.float32 else 5e-3
     for name, problem in problems(dtype, odd=False):
-        run = problem.op.implementations.get("native", problem.op.reference)
+        share = 2e-6 if dtype == torch.float32 else 5e-3
+        if name == "RWKV":  # the definition is 3e-6 from float64: keys of 100 have steps of 8e-6
+            share = max(share, 1e-5)
+        run = problem.op.implementations["native"]
         want, want_after = problem.run(problem.op.reference, WHOLE)
         whole, after = problem.run(run, WHOLE)
         cut, after_cuts = problem.run(run, CUT)

@@ -163,3 +163,33 @@ CHECK(gated_rms_norm) {
       near(named("gated_rms_norm", {tokens, gate_first}), y.data, want, 0.01);
     }
 }
+
+CHECK(sums_by_channel) {
+  for (long tokens : {1L, 2L, 19L}) {
+    constexpr long CHANNELS = 48;
+    Random random((unsigned)tokens);
+    const Step whole(tokens, 1, CHANNELS), wide(tokens, 1, 3 * CHANNELS);
+    const auto x = random.floats((tokens + 1) * CHANNELS), v = random.floats((tokens + 1) * CHANNELS);
+    const auto decay = random.floats(CHANNELS), first = random.floats(CHANNELS);
+    auto state = whole.state<float>(), means = wide.state<float>();
+    Guarded<float> y((tokens + 1) * CHANNELS), mean((tokens + 1) * CHANNELS);
+    quire_decaying_sum(x, v, state, CHANNELS + 16, y, CHANNELS, whole.rows, whole.starts, 2);
+    quire_wkv(x, v, decay, first, means, 3 * CHANNELS + 16, mean, CHANNELS, wide.rows, wide.starts, 2);
+    std::vector<double> sums, found;
+    for (long t = 0; t <= tokens; t++)
+      for (long c = 0; c < CHANNELS; c++) {
+        const long at = t * CHANNELS + c;
+        const bool begins = t == 0 || t == tokens;
+        sums.push_back(x[at] + (begins ? 0 : v[at] * sums[at - CHANNELS]));
+        double total = 0, weights = 0;
+        for (long i = t == tokens ? t : 0; i <= t; i++) {
+          const double age = (double)(t - 1 - i) * exp((double)decay[c]), key = x[i * CHANNELS + c];
+          const double weight = exp(i == t ? key + first[c] : key - age);
+          total += weight * v[i * CHANNELS + c], weights += weight;
+        }
+        found.push_back(total / weights);
+      }
+    near(named("decaying_sum", {tokens}), y.data, sums, 1e-5);
+    near(named("wkv", {tokens}), mean.data, found, 1e-4);
+  }
+}

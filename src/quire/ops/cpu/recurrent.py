@@ -114,6 +114,35 @@ def _selective_scan(
     return y_TC
 
 
+@recurrent.decaying_sum.on("native")
+def _decaying_sum(x_TC: Tensor, decay_TC: Tensor, state_RC: Tensor, rows: StateRows) -> Tensor:
+    channels = x_TC.shape[1]
+    kernels = _kernels(x_TC, decay_TC, tiled=(channels,)) if x_TC.dtype == torch.float32 else None
+    if kernels is None:
+        return recurrent.decaying_sum.reference(x_TC, decay_TC, state_RC, rows)
+    x, decay, y_TC = x_TC.contiguous(), decay_TC.contiguous(), torch.empty(x_TC.shape)
+    kernels.decaying_sum(
+        *(each.data_ptr() for each in (x, decay, state_RC)), state_RC.stride(0), y_TC.data_ptr(), channels, *_rows(rows)
+    )  # fmt: skip
+    return y_TC
+
+
+@recurrent.wkv.on("native")
+def _wkv(
+    k_TC: Tensor, v_TC: Tensor, decay_C: Tensor, first_C: Tensor, state_R3C: Tensor, rows: StateRows
+) -> Tensor:
+    channels = k_TC.shape[1]
+    kernels = _kernels(k_TC, v_TC, tiled=(channels,)) if k_TC.dtype == torch.float32 else None
+    if kernels is None:
+        return recurrent.wkv.reference(k_TC, v_TC, decay_C, first_C, state_R3C, rows)
+    given = [x.contiguous() for x in (k_TC, v_TC, decay_C, first_C)]
+    y_TC = torch.empty(k_TC.shape)
+    kernels.wkv(
+        *(x.data_ptr() for x in (*given, state_R3C)), state_R3C.stride(0), y_TC.data_ptr(), channels, *_rows(rows)
+    )  # fmt: skip
+    return y_TC
+
+
 @recurrent.gated_rms_norm.on("native")
 def _gated_rms_norm(
     x_TD: Tensor, gate_TD: Tensor, weight: Tensor, eps: float, size: int, gate_first: bool

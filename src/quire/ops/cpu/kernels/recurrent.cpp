@@ -1,4 +1,5 @@
-// Recurrent layers: causal convolution, linear recurrence (gated delta rule, Mamba-2), selective scan (Mamba-1), gated norm.
+// Recurrent layers: causal convolution, linear recurrence (gated delta rule, Mamba-2), selective scan (Mamba-1), decaying sum, RWKV-4's
+// mean of values, gated norm.
 //
 // The definitions are those of ops/recurrent.py. Each kernel goes through a row's tokens while a tile of the state is in the L1 cache
 // or in registers: of a decode step it reads and writes the state once.
@@ -170,6 +171,21 @@ void scan(const T* x, long x_step, const float* step, const float* a_log, const 
   });
 }
 
+// -- sums by channel -------------------------------------------------------------------------------------------------
+
+inline Floats exp_of(Floats x) { return exp2_of(x * floats(LOG2E)); }
+
+// The mean of 16 channels' values by their weights: the weighed sum, the weights, and the exponent that both were divided by.
+struct Mean {
+  Floats total, weights, top;
+
+  // Adds a value with a weight of e^key.
+  Mean with(Floats key, Floats value) const {
+    const Floats most = max(top, key), old = exp_of(top - most), now = exp_of(key - most);
+    return {old * total + now * value, old * weights + now, most};
+  }
+};
+
 // -- gated norm ------------------------------------------------------------------------------------------------------
 
 // To the precision of the first argument's type.
@@ -231,6 +247,45 @@ EXPORT void quire_selective_scan(const void* x, long x_step, int is_bf16, const 
   with_type(is_bf16, [&](auto type) {
     using T = const decltype(type);
     scan<decltype(type)>((T*)x, x_step, step, a_log, (T*)bs, b_step, (T*)cs, c_step, skip, state, y, channels, N, in);
+  });
+}
+
+// x, decay and y [tokens, channels], state [., channels]; channels: a multiple of 16.
+EXPORT void quire_decaying_sum(const float* x, const float* decay, float* state, long state_step, float* y, long channels,
+                               const int64_t* rows, const int* starts, long count) {
+  const StateRows in = {rows, starts, count, state_step};
+  each_part(in, channels / 16, [&](long b, long first, long last) {
+    for (long c = first * 16; c < last * 16; c += 16) {
+      float* entry = state + in.rows[b] * in.step + c;
+      Floats sum = load(entry);
+      for (long at = in.starts[b] * channels + c; at < in.starts[b + 1] * channels; at += channels) {
+        sum = load(decay + at) * sum + load(x + at);
+        store(y + at, sum);
+      }
+      store(entry, sum);
+    }
+  });
+}
+
+// k, v and y [tokens, channels], decay and first [channels], state [., 3, channels].
+EXPORT void quire_wkv(const float* k, const float* v, const float* decay, const float* first, float* state, long state_step, float* y,
+                      long channels, const int64_t* rows, const int* starts, long count) {
+  const StateRows in = {rows, starts, count, state_step};
+  each_part(in, channels / 16, [&](long b, long from, long last) {
+    for (long c = from * 16; c < last * 16; c += 16) {
+      float* entry = state + in.rows[b] * in.step + c;
+      Mean mean{load(entry), load(entry + channels), load(entry + 2 * channels)};
+      mean.top = select(less(floats(0.f), mean.weights), mean.top, floats(-1e30f));  // of a row that starts
+      const Floats fall = exp_of(load(decay + c)), more = load(first + c);
+      for (long at = in.starts[b] * channels + c; at < in.starts[b + 1] * channels; at += channels) {
+        const Floats key = load(k + at), value = load(v + at);
+        const Mean now = mean.with(key + more, value);
+        store(y + at, now.total / now.weights);
+        mean.top = mean.top - fall;
+        mean = mean.with(key, value);
+      }
+      store(entry, mean.total), store(entry + channels, mean.weights), store(entry + 2 * channels, mean.top);
+    }
   });
 }
 
