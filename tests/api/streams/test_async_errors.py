@@ -24,6 +24,7 @@ from quire.errors import (
     ValidationError,
 )
 from quire.frontend.outputs import RequestOutput
+from quire.protocol.pooling_params import PoolingParams
 
 # -- errors -----------------------------------------------------------------------------------------
 
@@ -271,8 +272,9 @@ def test_names_that_programs_call(llm: AsyncLLM):
         assert not await llm.is_sleeping()
         await llm.do_log_stats()
         await llm.wait_for_requests_to_drain(1)
-        with pytest.raises(Unsupported, match=r"AsyncLLM\.encode"):
-            llm.encode("x")
+        with pytest.raises(ValidationError, match="generates text"):
+            async for _ in llm.encode("x", PoolingParams(), "encode"):
+                pass
 
     run(main())
 

@@ -64,6 +64,8 @@ def read_pooling(
     options = config.model
     names = hf_config.get("architectures") or [""]
     architecture, use = str(names[0]), purpose(str(names[0]))
+    if "AutoModelForCausalLM" in (hf_config.get("auto_map") or {}) and architecture not in MODELS:
+        use = GENERATE  # whatever its name says
     files = None
     if options.runner != GENERATE:
         files = read_sentence_files(path)
