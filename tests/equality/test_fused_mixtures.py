@@ -27,12 +27,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 32},
     "qwen2_moe": {"num_attention_heads": 2},
     "mixtral": {"head_dim": 32},
+    "glm4_moe": {
+        "head_dim": 64,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "quantization"),
-    [("qwen3_moe", None), ("qwen3_moe", "int8"), ("qwen3_moe", "int4_g32"), ("qwen2_moe", None), ("mixtral", "int8")],
+    [("qwen3_moe", None), ("qwen3_moe", "int8"), ("qwen3_moe", "int4_g32"), ("qwen2_moe", None), ("mixtral", "int8"), ("glm4_moe", None)],
 )  # fmt: skip
 def test_a_step_in_one_call_draws_the_tokens_of_modules(
     kind: str, quantization: str | None, tmp_path: Path

@@ -21,6 +21,7 @@ from quire.layers.decoder_layer import (
     QueryScale,
     SelfAttention,
 )
+from quire.layers.moe import Experts, MoE, Router
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.recurrent import GatedDeltaNet
 from quire.layers.weights import weights_of
@@ -31,6 +32,7 @@ from quire.native.layer_halves import has_attention, has_mlp, native_layer
 from quire.native.model import native_model
 from quire.ops.cpu.bindings import best
 from quire.ops.dispatch import OPS, bind
+from quire.ops.experts import Routing
 from quire.quantization.apply import pack_weights, quantize_weights
 from tests.models.harness import Runner
 
@@ -95,6 +97,7 @@ CASES = [
     *((name, {"mlp": options}) for name, options in MLPS.items()),
     *((name, {"config": options}) for name, options in ROPES.items()),
     ("delta nets", {"attention": {"output_gate": True}}),
+    ("experts with weights of inputs", {"experts": {"on_input": True}}),
 ]
 
 
@@ -110,7 +113,12 @@ class Family(CausalLM):
             net = GatedDeltaNet(self.cfg, interleaved=i == 1)
             return DecoderLayer(self.cfg, net, GatedMLP(self.cfg))
         attention = SelfAttention(self.cfg, i, **self.options.get("attention", {}))
-        mlp = GatedMLP(self.cfg, **self.options.get("mlp", {}))
+        mlp: nn.Module = GatedMLP(self.cfg, **self.options.get("mlp", {}))
+        if "experts" in self.options:
+            router = Router(
+                64, 6, Routing(1, "logits", renormalize=False), bias=i == 1, float32=i > 0
+            )
+            mlp = MoE(router, Experts(64, 64, 6, **self.options["experts"]), mlp)
         make = ParallelLayer if self.case == "parallel" else DecoderLayer
         return make(self.cfg, attention, mlp, **self.options.get("layer", {}))
 

@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 from quire.layers.linear import Linear
 from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot, set_parameter
 from quire.layers.weights import UNQUANTIZED, WeightRef
-from quire.ops.experts import ExpertWeights, Routing, add_shared, experts, route
+from quire.ops.experts import ExpertWeights, Routing, add_shared, experts, route, router_logits
 from quire.ops.reference import rms_norm
 
 PROJ = ("gate_proj", "up_proj", "down_proj")
@@ -73,7 +73,10 @@ class Router(Layer):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """ids_TK int64, weights_TK float32"""
-        logits_TE = self.ref.multiply(x_TD.to(self.ref.dtype))
+        if self.ref.dtype == torch.float32 and self.ref.lora is None:
+            logits_TE = router_logits(x_TD, self.ref.weight, self.ref.bias)
+        else:
+            logits_TE = self.ref.multiply(x_TD.to(self.ref.dtype))
         return route(logits_TE, self._parameters.get("correction_E"), self.how)
 
 

@@ -252,7 +252,7 @@ class WeightRef:
         self.use(UNQUANTIZED)
         layer.register_parameter(prefix + "bias", None)
         if bias:
-            layer.new(prefix + "bias", self.num_out)
+            set_parameter(layer, prefix + "bias", torch.empty(self.num_out, dtype=self.dtype))
 
     # -- while the checkpoint is loaded
     def use(self, form: CheckpointFormat) -> None:

@@ -1,15 +1,16 @@
-"""What the CPU kernels support of a mixture layer: a router in the model's dtype, experts, and maybe a shared expert.
+"""What the CPU kernels support of a mixture layer: a router, experts, and maybe a shared expert.
 
 Knows the parts of an `MoE`, and fills in the C struct `Mixture` (kernels/mixture.h).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from quire.layers.decoder_layer import GatedMLP
 from quire.layers.moe import Experts, MoE, Router
-from quire.ops.cpu.experts import native_experts, native_routing
+from quire.ops.cpu.experts import native_experts, native_routing, takes_router
 from quire.ops.cpu.structs import CMixture, CWeight
 
 
@@ -18,12 +19,26 @@ def native_mixture(mlp: nn.Module) -> CMixture | None:
     if type(mlp) is not MoE or type(mlp.gate) is not Router or type(mlp.experts) is not Experts:
         return None
     gate, shared = mlp.gate, mlp.shared
-    router, routing = gate.ref.kernel_weight(padded=True), native_routing(gate.how)
-    experts = None if mlp.experts.on_input else native_experts(mlp.experts.of, gate.how.k)
+    whole = gate.ref.dtype == torch.float32
+    router: CWeight | None = CWeight()
+    if not whole:
+        router = gate.ref.kernel_weight(padded=True)
+    elif gate.ref.lora is not None or not takes_router(gate.ref.weight, gate.ref.bias):
+        return None
+    routing = native_routing(gate.how._replace(rounds=gate.how.rounds and not whole))
+    experts = native_experts(mlp.experts.of, gate.how.k)
     if router is None or routing is None or experts is None:
         return None
-    native = CMixture(router=router, routing=routing, experts=experts)
+    if mlp.experts.on_input and gate.how.k > 1:
+        return None
+    native = CMixture(
+        router=router, routing=routing, experts=experts, on_input=mlp.experts.on_input
+    )
     native.references = mlp, experts, routing
+    if whole:
+        bias = gate.ref.bias
+        native.router_weight = gate.ref.weight.data_ptr()
+        native.router_bias = None if bias is None else bias.data_ptr()
     if gate.correction is not None:
         native.correction = gate.get_parameter("correction_E").data_ptr()
     return native if shared is None or _fill_shared(mlp, shared, native) else None

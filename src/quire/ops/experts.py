@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.ops.dispatch import op
-from quire.ops.reference import sigmoid
+from quire.ops.reference import linear, sigmoid
 
 
 class Routing(NamedTuple):
@@ -42,6 +42,12 @@ class Routing(NamedTuple):
     top_groups: int = 1
     group_score: str = "top2"
     jitter: float = 0.0
+
+
+@op
+def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """logits_TE of a router in float32."""
+    return linear(x_TD.float(), weight_ED, bias_E)
 
 
 @op

@@ -76,3 +76,26 @@ CHECK(add_shared) {
       near(named("add_shared", {rows, gates}), y.data, want, 0.01);
     }
 }
+
+CHECK(router_logits) {
+  for (long experts : {1L, 6L, 33L})
+    for (long tokens : {1L, 2L, 15L}) {
+      constexpr long D = 80, ROW = D + 8;
+      Random random((unsigned)(experts + tokens));
+      const auto x = random.bf16s((tokens - 1) * ROW + D);
+      const auto w = random.floats(experts * D), bias = random.floats(experts);
+      Guarded<float> y(tokens * experts), alone(experts);
+      quire_router_logits(x, ROW, w, bias, y, tokens, experts, D);
+      std::vector<double> want;
+      for (long t = 0; t < tokens; t++)
+        for (long e = 0; e < experts; e++) {
+          double sum = bias[e];
+          for (long d = 0; d < D; d++) sum += (double)value_of(x[t * ROW + d]) * w[e * D + d];
+          want.push_back(sum);
+        }
+      const std::string name = named("router_logits", {experts, tokens});
+      near(name, y.data, want, 1e-5);
+      quire_router_logits(x + (tokens - 1) * ROW, ROW, w, bias, alone, 1, experts, D);
+      same(name + " alone", alone.data, y + (tokens - 1) * experts, experts);
+    }
+}

@@ -52,6 +52,25 @@ def _route(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tens
     return ids_TK, weights_TK
 
 
+@definitions.router_logits.on("native")
+def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    kernels, (experts, size) = best(), weight_ED.shape
+    fits = x_TD.dtype == torch.bfloat16 and x_TD.stride(-1) == 1 and takes_router(weight_ED, bias_E)
+    if kernels is None or not fits:
+        return definitions.router_logits.reference(x_TD, weight_ED, bias_E)
+    y_TE, bias = torch.empty(len(x_TD), experts), None if bias_E is None else bias_E.data_ptr()
+    kernels.router_logits(
+        x_TD.data_ptr(), x_TD.stride(0), weight_ED.data_ptr(), bias, y_TE.data_ptr(), len(x_TD), experts, size
+    )  # fmt: skip
+    return y_TE
+
+
+def takes_router(weight_ED: Tensor, bias_E: Tensor | None) -> bool:
+    """Whether the kernel of float32 routers takes this weight and bias."""
+    whole = all(x is None or x.dtype == torch.float32 for x in (weight_ED, bias_E))
+    return whole and weight_ED.shape[1] % 16 == 0 and weight_ED.is_contiguous()
+
+
 def native_experts(of: ExpertWeights, chosen: int) -> CExperts | None:
     """The struct of a layer's experts, kept in `of.prepared`; None: the kernels do not multiply some weight.
 

@@ -76,10 +76,10 @@ class CMixture(ctypes.Structure):
     references: Any
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "router shared_gate_up shared_down shared_gate"),
-        ("correction", c_void_p),
+        *_all(c_void_p, "router_weight router_bias correction"),
         ("routing", CRouting),
         ("experts", CExperts),
-        ("shared_act", c_int64),
+        *_all(c_int64, "shared_act on_input"),
     ]
 
 

@@ -13,8 +13,11 @@ void compute(const Mixture& m, bf16* x, long tokens) {
   bf16* logits = keep_logits.at_least(tokens * padded);
   float *floats = keep_floats.at_least(tokens * count), *weights = keep_weights.at_least(tokens * chosen);
   int64_t* ids = keep_ids.at_least(tokens * chosen);
-  m.router.multiply(x, hidden, logits, padded, tokens);
-  for (long t = 0; t < tokens; t++)
+  if (m.router_weight)
+    quire_router_logits(x, hidden, m.router_weight, m.router_bias, floats, tokens, count, hidden);
+  else
+    m.router.multiply(x, hidden, logits, padded, tokens);
+  for (long t = 0; t < (m.router_weight ? 0 : tokens); t++)
     for (long i = 0; i < count; i++) {
       const uint32_t bits = (uint32_t)logits[t * padded + i] << 16;
       memcpy(floats + t * count + i, &bits, sizeof(bits));
@@ -31,6 +34,11 @@ void compute(const Mixture& m, bf16* x, long tokens) {
   if (m.shared_gate.data) {
     gate = keep_gate.at_least(tokens * gate_row);
     m.shared_gate.multiply(x, hidden, gate, gate_row, tokens);
+  }
+  for (long t = 0; m.on_input && t < tokens; t++) {
+    const Floats weight = rounded(quire::floats(weights[t]));
+    for (long d = t * hidden; d < (t + 1) * hidden; d += 16) store(x + d, widen(x + d) * weight);
+    weights[t] = 1;
   }
   quire_experts(&m.experts, x, hidden, ids, weights, x, tokens);
   if (shared) quire_add_shared(x, shared, gate, gate_row, tokens, hidden);

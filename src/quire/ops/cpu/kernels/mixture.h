@@ -7,10 +7,12 @@ namespace quire {
 
 struct Mixture {  // fixed once the model is loaded
   Weight router, shared_gate_up, shared_down, shared_gate;  // the last three may have no data
+  const float *router_weight, *router_bias;                 // of a router in float, in place of `router`; or null
   const float* correction;                                  // may be null
   Routing routing;
   Experts experts;
   int64_t shared_act;
+  int64_t on_input;  // a router's weight multiplies the input of its expert, of which a token has one
 };
 
 // x = the mixture's output; x: [tokens, hidden].

@@ -109,3 +109,30 @@ EXPORT void quire_route(const float* logits, const float* bias, const Routing* h
     }
   }
 }
+
+// y[t + n, e + m], for N tokens and M experts. Each product is summed in the same order, whatever N and M.
+template <int N, int M>
+static inline void logits_of(const bf16* x, long x_row, const float* w, const float* bias, float* y, long experts, long D) {
+  Floats sums[N][M];
+  for (int n = 0; n < N; n++)
+    for (int m = 0; m < M; m++) sums[n][m] = floats(0.f);
+  for (long d = 0; d < D; d += 16)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) {
+      const Floats v = widen(x + n * x_row + d);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; m++) sums[n][m] = fma(v, load(w + m * D + d), sums[n][m]);
+    }
+  for (int n = 0; n < N; n++)
+    for (int m = 0; m < M; m++) y[n * experts + m] = sum_of(sums[n][m]) + (bias ? bias[m] : 0.f);
+}
+
+// y[tokens, experts] = x w^T + bias, w in float; D is a multiple of 16.
+EXPORT void quire_router_logits(const bf16* x, long x_row, const float* w, const float* bias, float* y, long tokens, long experts, long D) {
+#pragma omp parallel for collapse(2) if (tokens * experts * D > 1 << 16) schedule(static)
+  for (long t = 0; t < tokens; t += 2)
+    for (long e = 0; e < experts; e += 2) {
+      const auto run = tokens - t > 1 ? (experts - e > 1 ? logits_of<2, 2> : logits_of<2, 1>) : experts - e > 1 ? logits_of<1, 2> : logits_of<1, 1>;
+      run(x + t * x_row, x_row, w + e * D, bias ? bias + e : nullptr, y + t * experts + e, experts, D);
+    }
+}

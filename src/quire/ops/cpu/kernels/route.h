@@ -13,5 +13,7 @@ struct Routing {
 
 }  // namespace quire
 
+EXPORT void quire_router_logits(const quire::bf16* x, long x_row, const float* w, const float* bias, float* y, long tokens, long experts,
+                                long D);
 EXPORT void quire_route(const float* logits, const float* bias, const quire::Routing* how, long tokens, long experts, int64_t* ids,
                         float* weights);
