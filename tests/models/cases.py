@@ -270,6 +270,20 @@ CASES = [
         {"layer_types": None},
     ),
     Case("glm4 moe", "glm4_moe", {**MOE, **SHARED}),
+    Case("dots1", "dots1", {**MOE, **SHARED, "sliding_window": 8, "max_window_layers": 1}),
+    Case(
+        "granite moe shared",
+        "granitemoeshared",
+        {
+            **MOE,
+            "head_dim": None,
+            "shared_intermediate_size": 40,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 0.6,
+        },
+    ),
     Case(
         "glm4 moe in groups",
         "glm4_moe",

@@ -167,6 +167,14 @@ class Glm4Moe(Mixture):
         return MoE(router, self.experts(), GatedMLP(cfg, width=width) if width else None)
 
 
+class Dots1(Glm4Moe):
+    """dots.llm1: norms of heads, and windows in the last layers."""
+
+    def attention(self, i: int) -> nn.Module:
+        cfg, bias = self.cfg, self.cfg.attention_bias
+        return SelfAttention(cfg, i, qkv_bias=bias, o_bias=bias, qk_norm=True, window=cfg.window(i))
+
+
 class PhiMoe(Mixture):
     """Phi-3.5-MoE: norms, projections and head with biases, and the sparsemixer router."""
 
