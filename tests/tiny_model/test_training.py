@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quire.models.location import EMBEDDED
-from tools.tiny_model import adapter, export, train
+from tools.tiny_model import adapter, embedder, export, train
 from tools.tiny_model.model import Network, Shape
 
 MODEL = EMBEDDED / "quire-tiny"
@@ -117,3 +117,26 @@ def test_rates_rise_stay_and_fall():
     assert rates[400] == 1.0
     assert rates[850] == pytest.approx(0.5)
     assert rates[1000] == 0.0
+
+
+def test_an_embedder_is_the_same_bytes_twice(
+    tmp_path: Path, cards: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(embedder, "HELD_OUT", 20)
+    for name in ("one", "two"):
+        embedder.run(
+            Namespace(
+                out=tmp_path / name / "out",
+                base=MODEL,
+                steps=2,
+                batch=4,
+                rate=1e-3,
+                enough=2.0,
+                seed=1,
+                threads=1,
+            )
+        )
+    folders = [tmp_path / name / "out" for name in ("one", "two")]
+    first, second = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert first == second
+    assert "2\n" in (folders[0] / "README.md").read_text()

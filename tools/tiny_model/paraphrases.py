@@ -15,14 +15,14 @@ def _ways(rng: random.Random, beats: list[list[str]]) -> tuple[list[str], list[s
     return [one for one, _ in pairs], [other for _, other in pairs]
 
 
-def pair(rng: random.Random) -> tuple[str, str]:
-    """Return two tellings of one story."""
+def pair(rng: random.Random) -> tuple[str, str, str]:
+    """Return two tellings of one story, and a key that names the story."""
     facts = stories.world(rng)
     plot = rng.choice(list(stories.PLOTS))
     first, second = _ways(
         rng, [stories.OPENINGS, stories.HABITS, *stories.PLOTS[plot], stories.ENDINGS]
     )
-    return _told(first, facts), _told(second, facts)
+    return _told(first, facts), _told(second, facts), " ".join([plot, *facts.values()])
 
 
 def _told(ways: list[str], facts: dict[str, str]) -> str:
@@ -31,10 +31,10 @@ def _told(ways: list[str], facts: dict[str, str]) -> str:
 
 
 def pairs(seed: int, count: int, published: bool) -> list[tuple[str, str]]:
-    """Return `count` pairs: of those that are never trained on (`published`), or of the others."""
+    """Return `count` pairs: of stories that are never trained on (`published`), or of the others."""
     rng, found = random.Random(seed), []
     while len(found) < count:
-        one = pair(rng)
-        if Sample("paraphrase", "", key=one[0]).held_out == published:
-            found.append(one)
+        first, second, story = pair(rng)
+        if Sample("paraphrase", "", key=story).held_out == published:
+            found.append((first, second))
     return found
