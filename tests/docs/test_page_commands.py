@@ -173,7 +173,7 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def pooling_server() -> Iterator[Served]:
-    with Served("quire-tiny", "--runner", "pooling", "--kv-cache-memory-bytes", "16M") as found:
+    with Served("quire-tiny-embed") as found:
         yield found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel, GenerationConfig
 
 from quire.models.location import EMBEDDED
-from tools.tiny_model import adapter, chat, corpus, grammar, toolbox
+from tools.tiny_model import adapter, chat, corpus, embedder, grammar, paraphrases, toolbox
+from tools.tiny_model.sample import Sample
 
 MODEL = EMBEDDED / "quire-tiny"
 FOLDERS = [folder for folder in sorted(EMBEDDED.iterdir()) if folder.is_dir()]
-MODELS = [folder for folder in FOLDERS if (folder / "config.json").exists()]
+MODELS = [folder for folder in FOLDERS if (folder / "generation_config.json").exists()]
+EMBEDDER = EMBEDDED / "quire-tiny-embed"
 
 
 def _size(folder: Path) -> int:
@@ -218,3 +222,23 @@ def test_the_draft_model_predicts_most_tokens(model: Any, tokenizer: Any):
         said = out[:, prompt.shape[1] :]
         many, right = many + said.numel(), right + int((said == proposed).sum())
     assert 0.6 < right / many < 1.0
+
+
+def test_the_embedder_finds_as_many_as_its_card_says():
+    tokens = Tokenizer.from_file(str(EMBEDDER / "tokenizer.json"))
+    tokens.enable_padding()
+    encoder = BertModel.from_pretrained(EMBEDDER, dtype=torch.float32, add_pooling_layer=False)
+    told = paraphrases.pairs(1, embedder.HELD_OUT, published=True)
+    found = embedder.measure(encoder.eval(), tokens, told)
+    (said,) = re.findall(r"\*\*([\d.]+)%\*\*", (EMBEDDER / "README.md").read_text())
+    assert found == pytest.approx(float(said) / 100, abs=0.006)  # one pair may change sides
+    assert found >= 0.9
+
+
+def test_held_out_stories_are_not_trained_on():
+    drawn = [paraphrases.pair(random.Random(seed)) for seed in range(300)]
+    published = {one for one in drawn if Sample("paraphrase", "", key=one[2]).held_out}
+    assert 0 < len(published) < 60
+    told = paraphrases.pairs(3, 40, published=False)
+    assert not {one for pair in told for one in pair} & {one for each in published for one in each}
+    assert all(first != second for first, second in told)
