@@ -84,6 +84,26 @@ def test_tokens_are_the_same(quantization: str | None, apart: Apart, path: str, 
     assert "5 layers" in caplog.text
 
 
+def test_layers_with_recurrent_states(apart: Apart, tmp_path: Path) -> None:
+    """Weights travel; states, decays and convolutions stay."""
+    more = {
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+    }
+    kinds = ["linear_attention", "full_attention"] * 2
+    path = make_checkpoint(
+        "qwen3_5_text", tmp_path, num_hidden_layers=4, layer_types=kinds, linear_value_head_dim=16, **more
+    )  # fmt: skip
+    asked, found = prompts(3, longest=30), []
+    for gib in (0.0, 1e4 / GIB):
+        with engine(path, cpu_offload_gb=gib, max_num_batched_tokens=16) as one:
+            found += [one.tokens(asked, greedy(COUNT)) for _ in range(2)]
+    assert apart.copies > 4
+    assert all(each == found[0] for each in found)
+
+
 def parts(layer: torch.nn.Module) -> list[Tensor]:
     from quire.layers.weights import weight_tensors
 
