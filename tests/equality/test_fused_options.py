@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.cpu import CpuAttention
+from quire.kvcache.specs import CacheSpec
 from quire.layers.chunked_attention import ChunkedAttention
 from quire.layers.decoder_layer import (
     POST_NORM,
@@ -249,3 +250,9 @@ def test_a_layer_that_does_more_keeps_its_fused_halves() -> None:
     fused = logits(runner)
     assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
     assert not torch.equal(before[0], plain[0])
+
+
+def test_heads_that_the_kernels_do_not_take_get_no_cache() -> None:
+    spec = CacheSpec(num_kv_heads=2, head_dim=16, v_head_dim=16, dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"multiple of 32 features .* not 16 and 16"):
+        CpuAttention().cache_parts(spec, 4, 16)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionSpec, Capabilities
+from quire.attention.kv_quantization import Part
 from quire.forward_context import ForwardBatch
+from quire.kvcache.specs import CacheSpec
 from quire.ops.cpu.bindings import best
 
 STEP = 32  # head sizes are multiples of it
@@ -54,6 +56,15 @@ class CpuAttention(AttentionBackend):
         if found is None:
             raise ImportError("the native kernels are not loaded")
         self.kernels = found
+
+    def cache_parts(self, spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[Part, ...]:
+        """Raises ValueError: the kernels do not take heads or blocks of this size."""
+        if spec.head_dim % STEP or block_size % TOKENS:
+            raise ValueError(
+                f"the CPU kernels take heads of a multiple of {STEP} features and blocks of a multiple of {TOKENS}"
+                f" tokens, not {spec.head_dim} and {block_size}: use the reference backend"
+            )
+        return super().cache_parts(spec, num_blocks, block_size)
 
     def plan(self, batch: ForwardBatch, kv_group: int) -> CpuStepMetadata:
         return CpuStepMetadata(
