@@ -299,3 +299,9 @@ def test_a_number_format_of_torch_is_a_name():
             return "torch.bfloat16"
 
     assert engine_config({"dtype": Dtype()}).model.dtype == "bfloat16"
+
+
+def test_a_pooling_server_without_a_model_serves_the_embedder():
+    assert parse(["--runner", "pooling"]).model.model == "quire-tiny-embed"
+    assert parse(["--runner", "pooling", "--model", "m"]).model.model == "m"
+    assert parse([]).model.model == "quire-tiny"

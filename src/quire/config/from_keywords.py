@@ -14,6 +14,7 @@ from typing import Any
 from quire import env
 from quire.config.api_key_file import plain_keys
 from quire.config.engine import EngineConfig
+from quire.config.model import EMBEDDER
 from quire.config.options import coerce, options
 from quire.config.unknown_names import Source, UnknownName, spelt, unknown
 from quire.config.vllm_flags import OLD, VllmFlag
@@ -55,6 +56,8 @@ def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> En
             source == "keyword" and known[name].section == "server"
         ):
             fields[name] = value
+    if fields.get("runner") == "pooling" and fields.get("model") is None:
+        fields["model"] = EMBEDDER
     return EngineConfig.from_keywords(
         **{name: coerce(known[name], value) for name, value in fields.items()}
     )

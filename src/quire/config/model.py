@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+EMBEDDER = "quire-tiny-embed"
+"""The embedded model of a pooling server that names no model."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
