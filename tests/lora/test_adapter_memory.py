@@ -46,7 +46,7 @@ def test_configured_adapters_count_with_their_own_ranks(tmp_path: Path) -> None:
     assert plan.adapters.about == "1 of lora_modules and 2 to come of max_lora_rank=16"
     with lora_engine(path, **asked) as one:
         (card,) = one.client.call("list_loras")
-        assert card["bytes"] == 2 * rank_one
+        assert 2 * rank_one <= card["bytes"] < 2 * rank_one + 1024  # with scales
     chosen = {"lora_target_modules": ["q_proj"]}
     plan = plan_memory(resolve_config(EngineConfig.from_keywords(model=path, **KEYWORDS, **chosen)))
     assert plan.adapters.num_bytes == 16 * 3 * 128 * 4
