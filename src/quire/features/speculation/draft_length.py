@@ -29,9 +29,8 @@ class DraftLength:
         self.most, self.fixed = most, fixed
         self._accepted: dict[int, float] = {}  # by row
         self._without: dict[int, int] = {}  # by row: steps without draft tokens
-        self._seconds: dict[
-            int, float
-        ] = {}  # of a step, by the number of its tokens, rounded up to a power of two
+        # Of a step, by the number of its tokens, rounded up to a power of two.
+        self._seconds: dict[int, float] = {}
 
     def enter(self, row: int) -> None:
         self._accepted[row], self._without[row] = START, 0

@@ -22,9 +22,8 @@ class DraftReport(Struct, array_like=True):
     """What the hook did in a step."""
 
     num_drafts: dict[int, int]  # by row that drew: the draft tokens that it has now
-    verified: list[
-        tuple[int, int]
-    ]  # for each row that had draft tokens: how many were verified, and accepted
+    # for each row that had draft tokens: how many were verified, and accepted
+    verified: list[tuple[int, int]]
 
 
 class SpeculationGate(Gate):

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from quire.features.speculation.drafter import Drafter
 
-MAX_INDEXED = (
-    4096  # tokens of a row that one call adds to the index: a long prompt takes several steps
-)
+MAX_INDEXED = 4096
+"""Tokens of a row that one call adds to the index: a long prompt takes several steps."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ namespace quire {
 namespace {
 
 struct Places {  // of one step: T tokens, B rows, S draws; a row draws once, and once after each draft token
-  Scratch<int64_t> counts, adapters, ids, positions, slots, last, who, lengths64, tokens;
+  Scratch<int64_t> counts, adapters, ids, positions, slots, last, items, lengths64, tokens;
   Scratch<int> starts, lengths, tables;
   Scratch<bf16> x, residual, hidden, logits;
   Scratch<float> whole;
@@ -84,16 +84,16 @@ void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
   if (m.embedding_scale != 1) quire_scale(x, hidden, T, hidden, m.embedding_scale, 0);
 }
 
-// Advances the rows. Returns the number of draws. Of each, p.last: its token of the step, p.who: its work item, p.lengths64: the
+// Advances the rows. Returns the number of draws. Of each, p.last: its token of the step, p.items: its work item, p.lengths64: the
 // tokens before it.
 long advance(const Rows& r, const Work& w, long T, Places& p) {
-  int64_t *last = p.last.at_least(T), *who = p.who.at_least(T), *lengths = p.lengths64.at_least(T);
+  int64_t *last = p.last.at_least(T), *items = p.items.at_least(T), *lengths = p.lengths64.at_least(T);
   long S = 0;
   for (long b = 0; b < w.B; b++) {
     const long row = w.row[b], end = r.num_computed_tokens[row] + w.tokens[b], known = r.length[row] - r.num_drafts[row];
     r.num_computed_tokens[row] = end;
     if (!w.draws[b]) continue;
-    for (long n = known; n <= end; n++, S++) last[S] = p.starts.data[b + 1] - 1 - (end - n), who[S] = b, lengths[S] = n;
+    for (long n = known; n <= end; n++, S++) last[S] = p.starts.data[b + 1] - 1 - (end - n), items[S] = b, lengths[S] = n;
   }
   return S;
 }
@@ -101,13 +101,13 @@ long advance(const Rows& r, const Work& w, long T, Places& p) {
 // Keeps the draws of each row up to the first that differs from the draft token at its position, and takes the row back.
 void keep_right(const Rows& r, const Work& w, long S, const Places& p, int64_t* drawn, float* whole) {
   for (long s = 0; s < S;) {
-    const long b = p.who.data[s], row = w.row[b];
+    const long b = p.items.data[s], row = w.row[b];
     int32_t* tokens = r.tokens + row * r.tokens_step;
     bool right = true;
-    for (; s < S && p.who.data[s] == b; s++) {
+    for (; s < S && p.items.data[s] == b; s++) {
       if (!right) continue;
       const long n = p.lengths64.data[s];
-      right = tokens[n] == (int32_t)p.tokens.data[s] && s + 1 < S && p.who.data[s + 1] == b;
+      right = tokens[n] == (int32_t)p.tokens.data[s] && s + 1 < S && p.items.data[s + 1] == b;
       tokens[n] = (int32_t)p.tokens.data[s];
       drawn[b]++, r.num_computed_tokens[row] = n, r.length[row] = n + 1;
       if (fabsf(whole[b]) < INFINITY) whole[b] = p.whole.data[s];
@@ -134,7 +134,7 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64
   if (m.logit_scale != 1 || m.softcap != 0) quire_scale(logits, width, S, width, m.logit_scale, m.softcap);
   float* most = p.whole.at_least(S);
   RowParams* params = p.params.at_least(S);
-  for (long s = 0; s < S; s++) params[s] = r.params[w.row[p.who.data[s]]];
+  for (long s = 0; s < S; s++) params[s] = r.params[w.row[p.items.data[s]]];
   quire_sample(logits, width, 1, params, p.lengths64.data, S, m.vocab, p.tokens.at_least(S), most);
 }
 
