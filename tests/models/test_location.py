@@ -28,6 +28,9 @@ def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in said
     assert "'some/where'" in said
     assert str(tmp_path) in said
+    assert "name one that comes with Quire: quire-tiny, " in said
+    with pytest.raises(ModelNotFound, match="comes with Quire: quire-tiny-pirate-lora"):
+        location.find_adapter("some/where", LoadConfig(download_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

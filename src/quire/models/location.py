@@ -254,8 +254,10 @@ def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> 
         return hub.snapshot_download(name, local_files_only=True, **about), _nothing
     except Exception:
         cache = load.download_dir or hub.constants.HF_HUB_CACHE
-        there = [p.name for p in EMBEDDED.glob("*") if (p / "config.json").is_file()]
-        own = f", or {' or '.join(there)} (the embedded model)" if option == "model" else ""
+        own, marker = "", {"model": "config.json", "adapter": ADAPTER_CONFIG}.get(option)
+        if marker is not None:
+            there = sorted(file.parent.name for file in EMBEDDED.glob(f"*/{marker}"))
+            own = f", or name one that comes with Quire: {', '.join(there)}"
         raise ModelNotFound(
             f"{option} {name!r} was not found: no directory {Path(name).absolute()}, nothing in {cache},"
             f" and {reason}. {local[0].upper()}{local[1:]}{own}."
