@@ -210,6 +210,7 @@ def add_adapters(core: EngineCore, resolved: Resolved) -> None:
     core.scheduler.gates.append(gate)
     core.labels |= gate.labels()
     core.functions |= lora.functions(core, registry)
+    core.state_files[ADAPTERS_FILE] = registry.persist
     lora.load_configured(registry, resolved.config)
 
 
@@ -230,11 +231,10 @@ def add_observers(
 
 
 def add_process_observers(core: EngineCore, watchdog: Watchdog, folder: Path) -> None:
-    """The further observers of an engine that has a process of its own, and a folder; its adapters are written there."""
+    """The further observers of an engine that has a process of its own, and a folder; features keep their state beside it."""
     core.observers.add(watchdog)
-    for gate in core.scheduler.gates:
-        if isinstance(gate, LoraGate):
-            gate.registry.persist(folder.parent / ADAPTERS_FILE)
+    for name, keep in core.state_files.items():
+        keep(folder.parent / name)
     if env.get("FLIGHT_RECORDER"):
         core.counts["recorder_stops"] = 0.0
         stopped = partial(core.counts.update, recorder_stops=1.0)

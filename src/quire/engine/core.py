@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,6 +61,8 @@ class EngineCore:
         self.observers = StepObservers()
         self.counts: dict[str, float] = {}  # additional counters of observers
         self.labels: dict[str, Callable[[], str]] = {}  # texts for labels of metrics
+        # by file name: restores a feature's state from a file of an earlier process, and writes it there from now on
+        self.state_files: dict[str, Callable[[Path], None]] = {}
         self.state = "awake"
         self.idle = True
         self.broken: BaseException | None = None  # why the engine cannot run further steps
