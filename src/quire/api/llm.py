@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Self, Unpack
 
 from quire.api.engine_facts import EngineFacts
@@ -19,7 +18,7 @@ from quire.api.lora_calls import LoraCalls
 from quire.api.metrics import Metric, MetricsWatch
 from quire.api.pooling import PoolingMethods
 from quire.api.progress import Progress, progress
-from quire.api.prompt_batch import BatchOptions, Params, accept_all, spread
+from quire.api.prompt_batch import BatchOptions, Params, accept_all, forgotten_on_failure, spread
 from quire.api.unsupported import UnsupportedMethods
 from quire.api.worker_call import worker_call
 from quire.config.engine import EngineConfig
@@ -236,16 +235,9 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, UnsupportedMethods):
         """Send requests and wait for them. After an error nothing of these requests remains."""
         with self._running:
             ids = [one.id for one in accepted]
-            try:
+            with forgotten_on_failure(self.front, ids, self._uncollected):
                 self._submit(accepted)
                 return self._wait(ids, use_tqdm)
-            except BaseException:
-                # Ctrl-C or a dead engine: the next call must not find these requests.
-                with suppress(Exception):
-                    self.front.abort(ids)
-                for id in ids:
-                    self._uncollected.pop(id, None)
-                raise
 
     def _wait(self, ids: Sequence[str], use_tqdm: Progress) -> list[RequestOutput]:
         """Drive the engine until these requests are finished."""

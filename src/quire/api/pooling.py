@@ -6,12 +6,12 @@ Knows prompts, tasks and how many requests are in the engine at once. `frontend/
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
 from quire.api.progress import Progress, progress
-from quire.api.prompt_batch import Priority, spread
+from quire.api.prompt_batch import Priority, forgotten_on_failure, spread
 from quire.engine.client import EngineClient
 from quire.errors import QuireError, ValidationError
 from quire.frontend.adapters import names_for
@@ -157,7 +157,7 @@ class PoolingMethods:
         with self._running, progress(use_tqdm, len(params)) as bar:
             if self._asleep:
                 raise QuireError("the engine is asleep; call wake_up() first")
-            try:
+            with forgotten_on_failure(self.front, ids, self._uncollected):
                 while len(done) < len(params):
                     while len(ids) < len(params) and len(ids) - len(done) < most:
                         id, at = str(next(self.request_counter)), len(ids)
@@ -171,12 +171,6 @@ class PoolingMethods:
                             bar.count(output)
                             if (error := error_of(output)) is not None:
                                 raise error
-            except BaseException:
-                with suppress(Exception):
-                    self.front.abort(ids)
-                for id in ids:
-                    self._uncollected.pop(id, None)
-                raise
         return [done[id] for id in ids]
 
 

@@ -5,7 +5,8 @@ Knows how to pair the lists. `frontend/input_processor.py` checks each request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypedDict
 
 import msgspec
@@ -79,6 +80,22 @@ def accept_all(
             ) from error
         accepted.append(one)
     return accepted
+
+
+@contextmanager
+def forgotten_on_failure(
+    front: RequestManager, ids: Iterable[str], outputs: dict[str, Any]
+) -> Iterator[None]:
+    """If the block fails, abort the requests `ids` and drop their `outputs`: after Ctrl-C, or an error of one of them, the
+    next call must not find the others."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            front.abort(ids)
+        for id in ids:
+            outputs.pop(id, None)
+        raise
 
 
 def spread(name: str, value: Any, count: int) -> Sequence[Any]:
