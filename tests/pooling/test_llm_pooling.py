@@ -249,7 +249,8 @@ def test_the_wrong_kind_of_call_names_the_right_one(folder):
     llm, _ = made(folder)
     for call in (llm.generate, lambda text: llm.chat([{"role": "user", "content": text}])):
         with pytest.raises(
-            ValidationError, match=r"computes vectors .*LLM\.embed, or /v1/embeddings"
+            ValidationError,
+            match=r"^LLM\.(generate|chat).* computes vectors .*LLM\.embed, or /v1/embeddings",
         ):
             call("abc")
     generating, _ = made(folder, None)

@@ -110,14 +110,14 @@ class RequestManager:
     def accept(self, prompt: Any, params: RequestParams | None = None, **options: Any) -> Accepted:
         """Validate a request; see `InputProcessor.accept` and `PoolingInputs.accept` for options and errors."""
         if isinstance(params, PoolingParams):
-            return self.need_pooling("encode").accept(prompt, params, **options)
+            return self.need_pooling("AsyncLLM.encode").accept(prompt, params, **options)
         return self.accept_generation(prompt, params, **options)
 
     def accept_generation(
         self, prompt: Any, params: SamplingParams | None = None, **options: Any
     ) -> AcceptedRequest:
         """Raises ValidationError: the model does not generate; and as `InputProcessor.accept`."""
-        self.need_generation("generate")
+        self.need_generation("LLM.generate or AsyncLLM.generate")
         return self.inputs.accept(prompt, params, **options)
 
     def need_pooling(self, what: str) -> pooling.PoolingInputs:

@@ -47,7 +47,8 @@ def ways(tasks: Iterable[str]) -> str:
 def not_generating(info: PoolingInfo, what: str) -> ValidationError:
     """The error for a generation that a pooling model is asked for."""
     return ValidationError(
-        f"{what} generates text, but this model computes vectors or scores ({ways(info.tasks)})"
+        f"{what} needs a model that generates text, but this one computes vectors or scores; use {ways(info.tasks)}; or"
+        " start a model that generates (--runner generate)"
     )
 
 
