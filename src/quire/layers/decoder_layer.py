@@ -44,6 +44,7 @@ class SelfAttention(nn.Module):
         cfg: the model's `TextConfig`.
         layer: which layer of the model.
         head_dim, kv_heads: of this layer, if not those of `cfg`.
+        inputs: features of its input, if not the hidden size.
         window, scale, softcap, shared: see `Attention`; with `shared`, a subclass must not project keys and values.
         sinks: whether each head has a sink (see `AttentionSpec`).
         qk_norm: a norm of each head's query and key before the rotation.
@@ -67,6 +68,7 @@ class SelfAttention(nn.Module):
         *,
         head_dim: int | None = None,
         kv_heads: int | None = None,
+        inputs: int | None = None,
         qkv_bias: bool = False,
         o_bias: bool = False,
         qk_norm: bool = False,
@@ -93,7 +95,7 @@ class SelfAttention(nn.Module):
         if output_gate:
             self.sizes[0] *= 2
         parts = dict(zip(names[:3], self.sizes, strict=True))
-        self.qkv = Linear(cfg.hidden_size, parts, bias=qkv_bias, packed=names[3])
+        self.qkv = Linear(inputs or cfg.hidden_size, parts, bias=qkv_bias, packed=names[3])
         self.o_proj = Linear(self.heads * self.size, cfg.hidden_size, bias=o_bias)
         self.full_qk_norm = full_qk_norm
         self.q_norm: Norm | None = None
@@ -342,8 +344,10 @@ class Layers(nn.ModuleList):
     fused: FusedLayers | None = None  # set if kernel calls compute several modules at once
     recorded: frozenset[int] = frozenset()  # see `LanguageModel.record_hidden_states`
 
-    def forward(self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: Norm) -> Tensor:
-        """The normed output of the last layer; positions: see `Rotary.forward`."""
+    def forward(
+        self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: Norm | None
+    ) -> Tensor:
+        """The output of the last layer, normed if there is a norm; positions: see `Rotary.forward`."""
         if self.fused is not None:
             return self.fused.run(x_TD, positions, rotary)
         residual_TD: Tensor | None = None

@@ -22,7 +22,7 @@ from quire.models.hf_config import TextConfig
 def construct(spec: ModelSpec) -> CausalLM:
     """The native model of `spec` on "meta", without weights."""
     with construction(getattr(torch, spec.dtype)):
-        model: CausalLM = _model_class(registry.MODELS[spec.architecture])(
+        model: CausalLM = model_class(spec.architecture)(
             TextConfig(spec.hf_config), spec.max_model_len
         )
     if spec.pooling is not None and hasattr(model, "lm_head"):
@@ -30,7 +30,13 @@ def construct(spec: ModelSpec) -> CausalLM:
     return model
 
 
-def _model_class(target: str) -> Any:
+def model_class(architecture: str) -> Any:
+    """The class of a native model, by its architecture.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    target = registry.class_path(architecture)
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -36,7 +36,7 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{file} contains a {type(config).__name__}, not an object")
     found = text_config(overridden(_with_quantization(config, Path(path)), overrides or {}))
-    _check_sizes(found)
+    check_sizes(found)
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(found.get(key) or {}, Mapping):
             raise ConfigError(
@@ -62,7 +62,7 @@ MAX_SIZES = {
 """Over ten times the values of the largest models: a higher value means damage, and startup would take forever."""
 
 
-def _check_sizes(config: Mapping[str, Any]) -> None:
+def check_sizes(config: Mapping[str, Any]) -> None:
     """Raises ConfigError: a value is too large for any model."""
     for key, maximum in MAX_SIZES.items():
         value = config.get(key)

@@ -144,7 +144,7 @@ def _native(
     spec: ModelSpec, platform: Platform, offload: Offload | None, progress: LoadProgress
 ) -> LanguageModel:
     began = time.perf_counter()
-    target = registry.MODELS[spec.architecture]
+    target = registry.class_path(spec.architecture)
     model = construct(spec)
     with construction(getattr(torch, spec.dtype)):
         _set_formats(model, spec, is_accelerator(platform))

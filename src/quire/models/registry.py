@@ -18,6 +18,12 @@ FAMILIES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(enc
 MODELS = {name: f"quire.models.{target}" for name, target in FAMILIES["architectures"].items()}
 """Architecture of config.json -> "module:Class"."""
 
+MTP = {target: f"MTP of {target}" for target in FAMILIES["mtp"]}
+"""Architecture of a target -> the name of its MTP layers' class."""
+SPECULATORS = {name: f"quire.models.{target}" for name, target in FAMILIES["speculators"].items()}
+SPECULATORS |= {MTP[name]: f"quire.models.{target}" for name, target in FAMILIES["mtp"].items()}
+"""Name of a speculator's model -> "module:Class". No config.json has these names (`speculators/spec.py` sets them)."""
+
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 LAYER_TYPES = {name: frozenset(types) for name, types in FAMILIES["layer_types"].items()}
 """Architecture -> the entries of `layer_types` in config.json that its class has besides ATTENTION_TYPES.
@@ -39,6 +45,11 @@ def register(architecture: str, target: str) -> None:
     MODELS[architecture] = target
 
 
+def class_path(architecture: str) -> str:
+    """The "module:Class" of a native model."""
+    return SPECULATORS.get(architecture) or MODELS[architecture]
+
+
 def choose_impl(
     architecture: str, hf_config: Mapping[str, Any], model_impl: str = "auto"
 ) -> tuple[str, str]:
@@ -49,6 +60,8 @@ def choose_impl(
     """
     if model_impl not in IMPLS:
         raise ConfigError(f"model_impl={model_impl!r}: choose from {', '.join(IMPLS)}")
+    if architecture in SPECULATORS:
+        return "native", "it is a speculator"
     if model_impl == "transformers":
         return "transformers", "selected by model_impl"
     lacking = _lacking(architecture, hf_config)
@@ -63,7 +76,7 @@ def choose_impl(
 
 def has_states(architecture: str, hf_config: Mapping[str, Any], model_impl: str) -> bool:
     """Whether the model is native, and only its layers show which states and KV cache it has."""
-    return (
+    return architecture in SPECULATORS or (
         architecture in LAYER_TYPES
         and choose_impl(architecture, hf_config, model_impl)[0] == "native"
     )

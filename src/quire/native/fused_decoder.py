@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quire.forward_context import current_adapters, current_batch
 from quire.layers.attention import Attention
-from quire.layers.decoder_layer import DecoderLayer, QueryScale
+from quire.layers.decoder_layer import DecoderLayer, QueryScale, normed_sum
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.models.base import Decoder
 from quire.models.encoder import Encoder
@@ -228,9 +228,7 @@ class FusedDecoder:
     def _norm(
         self, forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return (
-            self.norm(x_TD) if residual_TD is None else self.norm.add(x_TD, residual_TD)[0]
-        ), None
+        return normed_sum(self.norm, x_TD, residual_TD)[0], None
 
 
 def _calling(module: Callable[..., tuple[Tensor, Tensor]], number: int | None) -> Part:

@@ -371,7 +371,8 @@ def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryP
     weights = max(
         0, forecast_weights(resolved.spec, resolved.device, available + offloaded) - offloaded
     )
-    weights += sum(forecast_weights(spec, resolved.device, available - weights) for spec in others)
+    apart = [spec for spec in others if spec.path != resolved.path]  # MTP layers are counted
+    weights += sum(forecast_weights(spec, resolved.device, available - weights) for spec in apart)
     specs, states = forecast_specs(resolved, others)
     sizes = weights, machine.total_bytes, available
     return make_plan(resolved, *sizes, specs, others, states, forecast_adapters(resolved))
