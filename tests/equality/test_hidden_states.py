@@ -20,6 +20,7 @@ from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.hooks import Hook
 
 AFTER = [0, 1, 3]  # of three layers
+LAST = 4  # the output of the last norm
 COUNT = 10
 
 
@@ -146,8 +147,8 @@ def test_unavailable_layers_are_refused(
 ) -> None:
     with engine(make_checkpoint(kind, tmp_path)) as one:
         model = worker_of(one).model
-        with pytest.raises(ValueError, match=r"after \[4\] layers: the model has [23]"):
-            model.record_hidden_states([1, 4])
+        with pytest.raises(ValueError, match=r"after \[5\] layers: the model has [23]"):
+            model.record_hidden_states([1, 5])
         if kind == "gpt2":
             monkeypatch.setattr(model.config, "n_layer", 5)
             with pytest.raises(Unsupported, match="it has no list of 5 decoder layers"):
@@ -164,3 +165,32 @@ def test_recording_can_stop_and_leaves_no_hook(tmp_path: Path) -> None:
         steps = len(hook.steps)
         assert one.tokens(prompts(2), greedy(3)) == texts
         assert [states for *_, states in hook.steps[steps:]] == [{}] * (len(hook.steps) - steps)
+
+
+@pytest.mark.skipif(best() is None, reason="no native kernels run here")
+@pytest.mark.parametrize("numbers", [[LAST], [0, 1, 3, LAST]], ids=str)
+def test_the_fast_path_records_the_same_bits(numbers: list[int], tmp_path: Path) -> None:
+    class Fast(Hook):
+        def accepts_fast_step(self, plan: StepPlan) -> bool:
+            return True
+
+        def after(self, plan: StepPlan) -> None:
+            if plan.work:
+                assert set(model.fast_states) == set(numbers)
+                count = sum(item.num_tokens for item in plan.work)
+                for number in numbers:
+                    seen[number].append(model.fast_states[number][:count].clone())
+
+    path, asked = make_checkpoint("qwen3", tmp_path, intermediate_size=128), prompts(5)
+    seen: dict[int, list[Tensor]] = {number: [] for number in numbers}
+    with engine(path, dtype="bfloat16", max_num_batched_tokens=24) as one:
+        hook = read(one, numbers)
+        tokens = one.tokens(asked, greedy(COUNT))
+        expected = {n: torch.cat([states[n] for *_, states in hook.steps]) for n in numbers}
+    with engine(path, dtype="bfloat16", max_num_batched_tokens=24) as one:
+        model = worker_of(one).model
+        model.record_hidden_states(numbers)
+        worker_of(one).hooks.append(Fast())
+        assert one.tokens(asked, greedy(COUNT)) == tokens
+    for number in numbers:
+        assert torch.equal(torch.cat(seen[number]), expected[number])

@@ -54,7 +54,9 @@ class Decoder(nn.Module):
         self.rotary = LayerRotaries(head_dim or cfg.head_dim, ropes, max_length)
 
     def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
-        return self.layers(embeddings_TD, positions, self.rotary, self.norm)
+        hidden_TD = self.layers(embeddings_TD, positions, self.rotary, self.norm)
+        self.layers.record(len(self.layers) + 1, hidden_TD, None)
+        return hidden_TD
 
 
 class LanguageModel(nn.Module):
@@ -109,8 +111,8 @@ class LanguageModel(nn.Module):
     def record_hidden_states(self, after: Sequence[int]) -> None:
         """Let each forward pass put the residual stream after this many layers into `current_batch().hidden_states`.
 
-        0 gives the embeddings; the number of layers gives the input of the last norm. The last call counts. A model
-        that records refuses the fast path.
+        0 gives the embeddings; the number of layers gives the input of the last norm, and one more gives its output. The
+        last call counts. Those of a step on the fast path are in `fast_states`.
 
         Raises:
             Unsupported: the model cannot. ValueError: it has fewer layers.
@@ -139,7 +141,7 @@ class LanguageModel(nn.Module):
 
 def checked_numbers(after: Sequence[int], num_layers: int) -> frozenset[int]:
     """Numbers of layers. Raises ValueError: the model has fewer."""
-    if wrong := [number for number in after if not 0 <= number <= num_layers]:
+    if wrong := [number for number in after if not 0 <= number <= num_layers + 1]:
         raise ValueError(f"hidden states after {wrong} layers: the model has {num_layers}")
     return frozenset(after)
 
@@ -151,6 +153,8 @@ class CausalLM(LanguageModel):
         cfg: config.json of the text model.
         max_length: the longest possible request, in tokens.
     """
+
+    fast_states: Mapping[int, Tensor] = {}  # see `record_hidden_states`; at least [T, D]
 
     decoder_names: ClassVar[Mapping[str, str]] = {}
     """Names of the decoder's parts in checkpoints, where they differ; see `named_layers`."""
@@ -198,8 +202,8 @@ class CausalLM(LanguageModel):
         return self.model(embeddings_TD, positions)
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
-        """Whether no hidden states are recorded."""
-        return not self.model.layers.recorded
+        """True: the fast path calls no module, and records hidden states."""
+        return True
 
     def record_hidden_states(self, after: Sequence[int]) -> None:
         """See `LanguageModel`."""

@@ -38,15 +38,30 @@ def native_model(model: object) -> CModel | None:
         return None
     tables = [_tables(decoder, group) for group in fused.groups]
     groups = (CGroup * len(tables))(*(group for group, _ in tables))
+    recorded = torch.tensor(sorted(decoder.layers.recorded), dtype=torch.int64)
     scale = decoder.embed_tokens.scale
     found = CModel(
         head, run.norm, ctypes.addressof(run.layers), ctypes.addressof(run.groups), ctypes.addressof(groups), *table[:2],
-        run.count, len(groups), len(tables[0][1][0]), table[2], model.vocab_size,
+        recorded.data_ptr(), None,
+        run.count, len(groups), len(tables[0][1][0]), table[2], model.vocab_size, len(recorded), 0,
         1.0 if scale is None else float(torch.tensor(scale, dtype=torch.bfloat16)),
         model.lm_head.scale, model.lm_head.softcap or 0.0,
     )  # fmt: skip
-    found.references = model, run, groups, tables
+    found.references = model, run, groups, tables, recorded, decoder.layers.recorded
     return found
+
+
+def make_room(model: CModel, num_tokens: int) -> None:
+    """Give a step of so many tokens memory for the hidden states that the model records: `CausalLM.fast_states`."""
+    if num_tokens <= model.state_rows:
+        return
+    causal: CausalLM = model.references[0]
+    recorded = sorted(causal.model.layers.recorded)
+    model.state_rows = 1 << (num_tokens - 1).bit_length()
+    sizes = len(recorded), model.state_rows, causal.cfg.hidden_size
+    states = torch.empty(sizes, dtype=torch.bfloat16)
+    causal.fast_states = dict(zip(recorded, states, strict=True))
+    model.states = states.data_ptr()
 
 
 def _tables(decoder: Decoder, group: StepGroup) -> tuple[CGroup, list[Tensor]]:

@@ -20,7 +20,7 @@ import numpy as np
 from quire.errors import NOT_FINITE, PlanMismatch
 from quire.layers.lora import AdapterTable
 from quire.native.fused_decoder import fuse_model, unfuse_model
-from quire.native.model import native_model
+from quire.native.model import make_room, native_model
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CModel, CRows
 from quire.protocol.plan import StepPlan, StepResult
@@ -79,6 +79,15 @@ class NativeStep:
             unfuse_model(model)
         self._set_model(None)
 
+    def follow(self, model: object, vocab_size: int) -> None:
+        """Run this model, whose layers another native step fuses and unfuses; call it again after each of these.
+
+        `vocab_size`: tokens beyond it are not drawn.
+        """
+        self._set_model(native_model(model))
+        if self.model is not None:
+            self.model.vocab = min(self.model.vocab, vocab_size)
+
     def _set_model(self, model: CModel | None) -> None:
         self.model = model
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
@@ -91,6 +100,10 @@ class NativeStep:
             self.fuse(self.fused)  # the kernels have the addresses of another table
         if self.model is None:
             return False
+        model, *_, recorded = self.model.references
+        if model.model.layers.recorded is not recorded:
+            self._set_model(native_model(model))
+            return self.accepts_fast_step(plan)
         max_positions, rows = self.model.positions, self.rows
         return rows.max_model_len < max_positions or bool(rows.length.max() <= max_positions)
 
@@ -106,6 +119,8 @@ class NativeStep:
         numbers = [item.row for item in work] + [item.num_tokens for item in work]
         numbers += [item.samples for item in work] + [item.drafts for item in work]
         work_4B = array("q", numbers)
+        if self.model is not None and self.model.num_recorded:
+            make_room(self.model, sum(item.num_tokens for item in work))
         status = self.kernels.step(
             self._model,
             self._address,

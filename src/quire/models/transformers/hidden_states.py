@@ -8,7 +8,7 @@ Shape suffixes: T tokens of this step, N tokens of one pass, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -41,8 +41,10 @@ def decoder_layers(runner: nn.Module, count: int) -> nn.ModuleList:
 class HiddenStateRecorder:
     """Puts the states after some numbers of layers into batches. See `LanguageModel.record_hidden_states`."""
 
-    def __init__(self, layers: nn.ModuleList, after: Iterable[int]):
-        self.layers, self.after = layers, frozenset(after)
+    def __init__(self, layers: nn.ModuleList, after: Collection[int]):
+        self.layers, self.last = layers, len(layers) + 1
+        self.after = frozenset(after) - {self.last}
+        self.records_last = self.last in after
 
     @contextmanager
     def recording(self, batch: ForwardBatch) -> Iterator[None]:
@@ -66,6 +68,11 @@ class HiddenStateRecorder:
                 )
             padding = len(batch.token_ids_T) - len(state_TD)
             batch.hidden_states[number] = nn.functional.pad(state_TD, (0, 0, 0, padding))
+
+    def record_last(self, batch: ForwardBatch, hidden_TD: Tensor) -> None:
+        """`hidden_TD`: the output of the last norm."""
+        if self.records_last:
+            batch.hidden_states[self.last] = hidden_TD.clone()
 
     def _hook(self, number: int, states: list[Tensor]) -> Any:
         if number < len(self.layers):

@@ -152,9 +152,15 @@ class TransformersModel(LanguageModel):
     def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of the step, [T, D], as the LM head needs them."""
         batch = current_batch()
-        recording = nullcontext() if self._recorder is None else self._recorder.recording(batch)
-        with self._lookup_gives(embeddings_TD), recording:
-            return self._forward(batch, batch.token_ids_T, positions)
+        recorder = self._recorder
+        with (
+            self._lookup_gives(embeddings_TD),
+            nullcontext() if recorder is None else recorder.recording(batch),
+        ):
+            hidden_TD = self._forward(batch, batch.token_ids_T, positions)
+        if recorder is not None:
+            recorder.record_last(batch, hidden_TD)
+        return hidden_TD
 
     def record_hidden_states(self, after: Sequence[int]) -> None:
         """See `LanguageModel`. The model's decoder layers must be in one list."""

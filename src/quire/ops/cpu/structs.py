@@ -166,8 +166,8 @@ class CModel(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         ("head", CWeight),
         ("norm", CNorm),
-        *_all(c_void_p, "layers group_of_layer groups table blocks"),
-        *_all(c_int64, "count num_groups positions packed vocab"),
+        *_all(c_void_p, "layers group_of_layer groups table blocks recorded states"),
+        *_all(c_int64, "count num_groups positions packed vocab num_recorded state_rows"),
         *_all(c_float, "embedding_scale logit_scale softcap"),
     ]
 

@@ -62,8 +62,8 @@ static const FieldLayout LAYOUTS[] = {
     WHOLE(Group), FIELD(Group, cos), FIELD(Group, sin), FIELD(Group, query_scale), FIELD(Group, pairs), FIELD(Group, blocks),
 
     WHOLE(Model), FIELD(Model, head), FIELD(Model, norm), FIELD(Model, layers), FIELD(Model, group_of_layer), FIELD(Model, groups),
-    FIELD(Model, table), FIELD(Model, blocks), FIELD(Model, count), FIELD(Model, num_groups), FIELD(Model, positions), FIELD(Model, packed),
-    FIELD(Model, vocab), FIELD(Model, embedding_scale), FIELD(Model, logit_scale), FIELD(Model, softcap),
+    FIELD(Model, table), FIELD(Model, blocks), FIELD(Model, recorded), FIELD(Model, states), FIELD(Model, count), FIELD(Model, num_groups), FIELD(Model, positions), FIELD(Model, packed),
+    FIELD(Model, vocab), FIELD(Model, num_recorded), FIELD(Model, state_rows), FIELD(Model, embedding_scale), FIELD(Model, logit_scale), FIELD(Model, softcap),
 
     WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, num_computed_tokens), FIELD(Rows, length), FIELD(Rows, num_drafts), FIELD(Rows, blocks),
     FIELD(Rows, params), FIELD(Rows, adapters), FIELD(Rows, tokens_step), FIELD(Rows, blocks_step),

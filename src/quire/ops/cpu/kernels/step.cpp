@@ -84,6 +84,30 @@ void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
   if (m.embedding_scale != 1) quire_scale(x, hidden, T, hidden, m.embedding_scale, 0);
 }
 
+// All layers and the final norm; keeps the states that the model records.
+void compute(const Model& m, const Step* const* steps, long T, const int64_t* adapters, bf16* x, bf16* residual) {
+  const long hidden = m.layers[0]->hidden, size = T * hidden;
+  long from = 0;
+  const auto run = [&](long to, const Norm* norm) {
+    if (from < to)
+      quire_layers(m.layers + from, m.group_of_layer + from, to - from, steps, T, adapters, x, residual, from == 0, norm);
+    else if (norm)
+      norm->add(x, residual, T, hidden);
+    from = to;
+  };
+  for (long i = 0; i < m.num_recorded && m.recorded[i] <= m.count; i++) {
+    bf16* kept = m.states + i * m.state_rows * hidden;
+    run(m.recorded[i], nullptr);
+    if (from == 0)
+      memcpy(kept, x, size * sizeof(bf16));
+    else
+      for (long j = 0; j < size; j += 16) store(kept + j, widen(x + j) + widen(residual + j));
+  }
+  run(m.count, &m.norm);
+  if (const long n = m.num_recorded; n && m.recorded[n - 1] > m.count)
+    memcpy(m.states + (n - 1) * m.state_rows * hidden, x, size * sizeof(bf16));
+}
+
 // Advances the rows. Returns the number of draws. Of each, p.last: its token of the step, p.items: its work item, p.lengths64: the
 // tokens before it.
 long advance(const Rows& r, const Work& w, long T, Places& p) {
@@ -163,7 +187,7 @@ EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_
   embed(m, p.ids.data, size.tokens, x);
   bf16* residual = p.residual.at_least(size.tokens * m.layers[0]->hidden);
   int64_t* adapters = adapters_of(*rows, w, size.tokens, p);
-  quire_layers(m.layers, m.group_of_layer, m.count, all, size.tokens, adapters, x, residual, 1, &m.norm);
+  compute(m, all, size.tokens, adapters, x, residual);
   std::fill(drawn, drawn + B, 0);
   std::fill(whole, whole + B, 0.f);
   if (const long S = advance(*rows, w, size.tokens, p)) {
