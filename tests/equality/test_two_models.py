@@ -16,7 +16,6 @@ from torch import Tensor
 from quire.config.engine import EngineConfig, ModelSpec, Resolved
 from quire.engine import build
 from quire.engine.client import InlineClient
-from quire.errors import ConfigError
 from quire.executor.inline import InlineExecutor
 from quire.forward_context import ForwardBatch
 from quire.models.hf_config import read_config
@@ -177,13 +176,3 @@ def test_both_models_wake_up_from_sleep(main: str, second: str) -> None:
         run.engine.client.call("wake_up")
         assert run.tokens(asked) == want
         assert all(torch.equal(run.input.seen[text], before[text]) for text in before)
-
-
-def test_a_second_model_of_another_dtype_is_refused_before_it_is_loaded(main: str) -> None:
-    config = EngineConfig.from_keywords(model=main, dtype="float32", max_model_len=128)
-    resolved = build.resolve_config(config)
-    other = replace(resolved.spec, path="/no/such/directory", dtype="bfloat16")
-    with pytest.raises(
-        ConfigError, match=r"dtype=bfloat16 of the further model /no/such.* use float32 for both"
-    ):
-        build_worker(resolved, lambda parts: None, [other])

@@ -23,7 +23,9 @@ LARGE, UNLIKE = CacheSpec(1, 32, 32, "float32"), CacheSpec(2, 8, 6, "float32")
 def allocated(specs, backend=None):
     layers = [Attention(2, 1, 8) for _ in specs]
     cut = layout(specs, SIZE, 100)
-    storages = allocate_cache(layers, cut.groups, BLOCKS, SIZE, backend or ReferenceAttention())
+    storages = allocate_cache(
+        layers, cut.groups, BLOCKS, SIZE, [backend or ReferenceAttention()] * len(layers)
+    )
     return layers, cut, storages
 
 

@@ -160,5 +160,9 @@ class Resolved:
     @property
     def kv_dtype(self) -> str:
         """Format of the cached keys and values: a name of kvcache/specs.py."""
+        return self.kv_dtype_for(self.dtype)
+
+    def kv_dtype_for(self, dtype: str) -> str:
+        """As `kv_dtype`, of a model that computes in `dtype`."""
         requested = self.config.cache.kv_cache_dtype
-        return KV_DTYPES.get(requested, requested) if requested != "auto" else self.dtype
+        return KV_DTYPES.get(requested, requested) if requested != "auto" else dtype

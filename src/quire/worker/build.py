@@ -30,6 +30,8 @@ from quire.worker.memory_plan import (
 )
 
 if TYPE_CHECKING:
+    from quire.attention.base import AttentionBackend
+    from quire.layers.attention import Attention
     from quire.models.base import LanguageModel
     from quire.models.offload import Offload
     from quire.platforms.base import Platform
@@ -131,7 +133,7 @@ def build_worker(
     with stages("loading the model"):
         models = build_models(resolved, platform, others, stages.loaded)
     with stages("allocating the KV cache"):
-        specs = layer_specs(resolved, models)
+        specs = layer_specs(resolved, models, (resolved.spec, *others))
         weights = sum(weight_bytes(model) for model in models)
         sizes = weights, forecast.total, forecast.available
         state_bytes = state_bytes_of(models)
@@ -139,7 +141,7 @@ def build_worker(
         log.info("memory plan\n%s", table(plan.table()))
         resolved = replace(resolved, max_num_seqs=plan.max_num_seqs)
         states = RowStates(resolved.max_num_seqs, plan.num_checkpoints)
-        storages = allocate_kv_cache(resolved, platform, models, plan, states)
+        storages = allocate_kv_cache(resolved, platform, models, others, plan, states)
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
     rows, options, model = batcher.rows, resolved.config.model, models[0]
@@ -161,7 +163,7 @@ def build_worker(
     WorkerSleep(
         worker, storages, states, platform.device,
         load=lambda: build_models(resolved, platform, others),
-        allocate=lambda models: allocate_kv_cache(resolved, platform, models, plan, states),
+        allocate=lambda models: allocate_kv_cache(resolved, platform, models, others, plan, states),
         on_cache_reset=pages.begin,
     )  # fmt: skip
     ModuleHooks(worker)
@@ -307,25 +309,44 @@ def allocate_kv_cache(
     resolved: Resolved,
     platform: Any,
     models: Sequence[LanguageModel],
+    others: Sequence[ModelSpec],
     plan: MemoryPlan,
     states: RowStates,
 ) -> Any:
-    """Choose a backend that supports every layer, and give each layer its part of the cache, or of the states.
+    """Choose a backend for each model, and give each layer its part of the cache, or of the states.
 
     Returns the storages of the cache.
     """
-    from quire.attention.base import Needs, choose_backend
     from quire.worker.kv_cache import allocate_cache, cached_layers
 
     states.allocate([layer for model in models for layer in model.state_layers()], platform.device)
-    layers = cached_layers(models)
+    layers, backends = cached_layers(models), []
+    for spec, model in zip((resolved.spec, *others), models, strict=True):
+        if own := model.attention_layers():
+            backends += [choose_attention(resolved, platform, spec.dtype, own)] * len(own)
     if not layers:
         return []
+    groups = plan.layout.groups
+    return allocate_cache(
+        layers, groups, plan.num_blocks + 1, resolved.block_size, backends, platform
+    )
+
+
+def choose_attention(
+    resolved: Resolved, platform: Any, dtype: str, layers: Sequence[Attention]
+) -> AttentionBackend:
+    """The backend of a model with these layers, which computes in `dtype`.
+
+    Raises:
+        ConfigError: none supports every layer, or chunks of prompts are on and tokens attend to later ones.
+    """
+    from quire.attention.base import Needs, choose_backend
+
     needs = Needs.of(
         (layer.spec for layer in layers),
         device=resolved.device,
-        dtype=resolved.dtype,
-        kv_dtype=resolved.kv_dtype,
+        dtype=dtype,
+        kv_dtype=resolved.kv_dtype_for(dtype),
         block_size=resolved.block_size,
     )
     if needs.non_causal and resolved.chunked_prefill:
@@ -333,11 +354,7 @@ def allocate_kv_cache(
             "tokens of this model attend to later tokens, so a prompt must be computed in one step:"
             " set enable_chunked_prefill=False, and max_num_batched_tokens to at least max_model_len"
         )
-    _, backend = choose_backend(resolved.attention_backend, platform.attention, needs)
-    groups = plan.layout.groups
-    return allocate_cache(
-        layers, groups, plan.num_blocks + 1, resolved.block_size, backend, platform
-    )
+    return choose_backend(resolved.attention_backend, platform.attention, needs)[1]
 
 
 def _flat(spec: CacheSpec) -> tuple[int, int, int, str, int]:

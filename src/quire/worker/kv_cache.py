@@ -41,40 +41,46 @@ def allocate_cache(
     groups: Sequence[CacheGroup],
     num_blocks: int,
     block_size: int,
-    backend: AttentionBackend,
+    backends: Sequence[AttentionBackend],
     platform: Platform | None = None,
 ) -> list[tuple[Tensor, ...]]:
     """Allocate zeroed storage and give it to the attention layers (`spec.cache`, `kv_group`, `backend`).
 
-    `groups[g].layers` index `layers`. `num_blocks` includes the null block.
+    `backends`: of each layer. `groups[g].layers` index `layers`. `num_blocks` includes the null block.
     Returns the storages: for each, the flat parts (keys, values ...), of which layers get reshaped views.
 
     Raises:
-        Unsupported: two groups with equal heads have different layouts, or blocks are not the first dimension.
+        Unsupported: two layers with equal heads have different layouts, or blocks are not the first dimension.
     """
     device = torch.device("cpu") if platform is None else torch.device(platform.device)
     everything = []
     for parts in by_shape(groups).values():
-        cache_parts = [backend.cache_parts(part.spec, num_blocks, block_size) for part in parts]
-        sizes = tuple((prod(shape), dtype) for shape, dtype in cache_parts[0])
+        cache_parts = {
+            index: backends[index].cache_parts(part.spec, num_blocks, block_size)
+            for part in parts
+            for index in part.layers
+        }
+        first = cache_parts[parts[0].layers[0]]
+        sizes = tuple((prod(shape), dtype) for shape, dtype in first)
         if any(
             tuple((prod(shape), dtype) for shape, dtype in shapes) != sizes
             or any(shape[0] != num_blocks for shape, _ in shapes)
-            for shapes in cache_parts
+            for shapes in cache_parts.values()
         ):
             raise Unsupported(
-                f"a KV cache whose KV groups cannot share blocks ({cache_parts})",
+                f"a KV cache whose KV groups cannot share blocks ({list(cache_parts.values())})",
                 "choose another attention_backend",
             )
         count = max(len(part.layers) for part in parts)
         storages = [
             tuple(lazy_zeros(size, dtype, device) for size, dtype in sizes) for _ in range(count)
         ]
-        for part, tensors in zip(parts, cache_parts, strict=True):
+        for part in parts:
             for storage, index in zip(storages, part.layers, strict=False):
                 cache = tuple(
-                    flat.view(each.shape) for flat, each in zip(storage, tensors, strict=True)
+                    flat.view(each.shape)
+                    for flat, each in zip(storage, cache_parts[index], strict=True)
                 )
-                layers[index].bind(backend, cache, part.group)
+                layers[index].bind(backends[index], cache, part.group)
         everything += storages
     return everything

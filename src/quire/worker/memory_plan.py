@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.config.engine import ModelSpec, Resolved
 from quire.config.model_sizes import model_size
-from quire.errors import ConfigError, NotEnoughMemory
+from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
@@ -346,25 +346,11 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | N
     )
 
 
-def check_dtypes(resolved: Resolved, others: Sequence[ModelSpec]) -> None:
-    """The models of a worker share its KV cache and attention backend. Raises ConfigError: they differ in dtype."""
-    for spec in others:
-        if spec.dtype != resolved.dtype:
-            raise ConfigError(
-                f"dtype={spec.dtype} of the further model {spec.path}: the main model {resolved.path} has"
-                f" dtype={resolved.dtype}, and both share one KV cache; use {resolved.dtype} for both"
-            )
-
-
 def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryPlan:
     """The plan before anything is loaded, from config.json and the headers of the weight files.
 
     `others`: the models of the worker beside the main one.
-
-    Raises:
-        ConfigError: a further model has another dtype.
     """
-    check_dtypes(resolved, others)
     machine, cache = facts(), resolved.config.cache
     offloaded = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
     available = machine.available_bytes
@@ -393,15 +379,17 @@ def forecast_specs(
             from quire.models.construction import construct
 
             model = construct(spec)
-            specs += layer_specs(resolved, [model])
+            specs += layer_specs(resolved, [model], [spec])
             states += state_bytes_of([model])
         else:
-            specs += specs_of(spec.hf_config, resolved.kv_dtype)
+            specs += specs_of(spec.hf_config, resolved.kv_dtype_for(spec.dtype))
     return specs, states
 
 
-def layer_specs(resolved: Resolved, models: Sequence[Any]) -> list[CacheSpec]:
-    """The cache spec of each layer of the models; if the main model keeps its own cache, its forecast remains.
+def layer_specs(
+    resolved: Resolved, models: Sequence[Any], of: Sequence[ModelSpec]
+) -> list[CacheSpec]:
+    """The cache spec of each layer of the models `of`; if the main model keeps its own cache, its forecast remains.
 
     Raises:
         Unsupported: such a model is configured with another cache format.
@@ -409,7 +397,11 @@ def layer_specs(resolved: Resolved, models: Sequence[Any]) -> list[CacheSpec]:
     dtype = resolved.kv_dtype
     if any(model.per_request for model in models):
         check_own_cache(resolved.dtype, dtype, resolved.architecture)
-    specs = [layer.spec.cache_spec(dtype) for model in models for layer in model.attention_layers()]
+    specs = [
+        layer.spec.cache_spec(resolved.kv_dtype_for(spec.dtype))
+        for model, spec in zip(models, of, strict=True)
+        for layer in model.attention_layers()
+    ]
     if specs or not models[0].per_request:
         return specs
     return specs_of(resolved.hf_config, dtype)
