@@ -276,6 +276,7 @@ def draw_setting(seed: int) -> Setting:
         max_length=60,
         max_chunk=rng.choice([0, 0, 3, 9]),
         drafts=drafts,
+        lookahead=drafts * (seed % 2),
         depth=depth,
         run_ahead=depth <= 2 or rng.random() < 0.5,
         by_priority=by_priority,
@@ -440,7 +441,8 @@ def moves(s: Setting, check: Check) -> None:
         )
         held = sum(block != NULL_BLOCK for column in request.blocks for block in column)
         limits = scheduler.limits
-        most = scheduler.kv.max_blocks(request.limit + limits.drafts, limits.max_tokens_in_flight)
+        step = limits.max_tokens_in_flight + limits.lookahead
+        most = scheduler.kv.max_blocks(request.limit + limits.drafts, step)
         assert held <= most, f"{request.id} holds {held} blocks, and {most} are enough"
 
 

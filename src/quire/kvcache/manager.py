@@ -165,17 +165,23 @@ class KVManager:
         )
         return True
 
-    def grow(self, request: CachedRequest, num_tokens: int) -> list[list[int]] | None:
+    def grow(
+        self, request: CachedRequest, num_tokens: int, ahead: int = 0
+    ) -> list[list[int]] | None:
         """Take the blocks that num_tokens more need and return them by group; None if there are too few.
 
-        Blocks that left a window are released first, and stay released in any case.
+        Blocks that left a window are released first, and stay released in any case. `ahead`: with blocks for so many tokens
+        more, if they are free.
         """
         num_missing = request.num_computed_tokens + num_tokens - request.capacity
-        num_blocks = -(-num_missing // self.block_size)
-        if num_blocks <= 0:
+        num_blocks = max(-(-num_missing // self.block_size), 0)
+        num_ahead = -(-(num_missing + ahead) // self.block_size)
+        if num_ahead <= 0:
             return []
         if self.windows:
             self._leave_windows(request)
+        if num_ahead * len(self.groups) <= len(self.pool.free):
+            num_blocks = num_ahead
         if num_blocks * len(self.groups) > len(self.pool.free):
             return None
         new_blocks = [self._allocate(num_blocks) for _ in self.groups]

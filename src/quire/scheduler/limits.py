@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from quire.kvcache.manager import KVManager
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler.request import Request
 from quire.scheduler.waiting_queue import WaitingQueue
 
 
@@ -23,6 +24,9 @@ class SchedulerLimits:
     chunked: bool = True  # False: a prompt is computed in one step or waits
     max_chunk: int = 0  # the most tokens of one prompt in a step; 0: the step's token budget
     drafts: int = 0  # draft tokens that a row may have beyond its next token
+    lookahead: int = (
+        0  # tokens behind those of a step that a row may have blocks for, where blocks are free
+    )
     depth: int = 1  # steps that may be in flight at once
     run_ahead: bool = True  # False: a row is planned again only when its next token is known
     by_priority: bool = False
@@ -34,6 +38,14 @@ class SchedulerLimits:
         """The most tokens of one request whose KV the steps in flight write."""
         step = min(self.max_step_tokens, self.max_length)
         return step + (self.depth - 1) * (1 + self.drafts)
+
+    def num_ahead(self, request: Request, num_tokens: int, num_running: int, kv: KVManager) -> int:
+        """For how many tokens behind these a request gets blocks as well: `lookahead`, while each running request could get
+        another block."""
+        if len(kv.pool.free) <= num_running * len(kv.groups):
+            return 0
+        end = request.num_computed_tokens + num_tokens
+        return max(min(self.lookahead, request.limit - end), 0)
 
     def impossible(self, request: EngineRequest, kv: KVManager) -> str | None:
         """Why this request could not run even alone, or None."""

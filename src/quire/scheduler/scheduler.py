@@ -124,7 +124,8 @@ class Scheduler:
             num_tokens = self._num_new_tokens(request, builder.budget, num_computed_tokens)
             if not num_tokens:
                 continue
-            while (new_blocks := self.kv.grow(request, num_tokens)) is None:
+            ahead = self.limits.num_ahead(request, num_tokens, len(self.running), self.kv)
+            while (new_blocks := self.kv.grow(request, num_tokens, ahead)) is None:
                 if (without_drafts := request.length - num_computed_tokens) < num_tokens:
                     num_tokens = without_drafts
                     continue
