@@ -15,7 +15,7 @@ from tokenizers import (
     processors,
 )
 
-from quire.frontend.bytes_in_tokens import byte_alphabet
+from quire.models.bytes_in_tokens import byte_alphabet
 
 MERGES = ["t h", "th e", "Ġ the", "i n", "a n", "an d", "Ġ and", "Ġ a", "e r", "o u", "Ã ©", "ð Ł"]
 TEMPLATE = (

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from quire.frontend.bytes_in_tokens import byte_token
 from quire.frontend.tokenizer import Tokenizer
+from quire.models.bytes_in_tokens import byte_token
 
 CONTEXT = 6  # prompt tokens decoded before the first output tokens
 MOST_TABLES = 128  # cached failure tables of stop strings

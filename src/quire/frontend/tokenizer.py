@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, ModelNotFound
-from quire.frontend.bytes_in_tokens import byte_alphabet, byte_token
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.generation_config import read_json
 from quire.logging import get_logger
+from quire.models.bytes_in_tokens import byte_alphabet, byte_token
 
 log = get_logger(__name__)
 
