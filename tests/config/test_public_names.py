@@ -37,11 +37,11 @@ def test_public_names_exist(name):
 
 
 def test_an_unsupported_feature_can_be_imported_and_raises_when_used():
-    name = "SpeculativeConfig"
+    name = "KVTransferConfig"
     later = getattr(importlib.import_module("quire.compat.vllm_unsupported"), name)
     assert isinstance(later, type)
     assert not isinstance("x", later)
-    with pytest.raises(Unsupported, match=rf"{name} .* is not supported yet: pass .* a dict"):
+    with pytest.raises(Unsupported, match=rf"{name} .* is not supported yet: let each server"):
         later(1, dimensions=3)
     assert not hasattr(later, "from_optional")
 

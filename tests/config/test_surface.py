@@ -52,7 +52,7 @@ worker_extension_cls=a.b tool_server=demo disable_sliding_window data_parallel_r
 """
 # Nothing to tune here: taken, with a warning that says why
 WARNED = """
-speculative_draft_tensor_parallel_size=1 speculative_max_model_len=9 speculative_disable_by_batch_size=3
+speculative_draft_tensor_parallel_size=1 speculative_max_model_len=9 speculative_disable_by_batch_size=3 speculative_token_tree=x
 lora_extra_vocab_size=512 specialize_active_lora max_lora_cls_labels=3 mm_processor_cache_gb=8
 mm_processor_cache_type=shm allowed_media_domains=a.b allowed_local_media_path=/m compilation_config={"level":3}
 optimization_level=3 performance_mode=throughput max_cudagraph_capture_size=8 cuda_graph_sizes=8
@@ -82,7 +82,7 @@ NEWER = """
 --no-enable-mamba-shared-prefix-checkpoint --no-enable-moe-shared-loras --no-enable-nccl-comm-suspend --no-enable-shm-tensor-arena
 --no-enable-trace-replay --no-jit-monitor-verbose --no-long-prefill-token-threshold-adaptive --no-mm-device-do-normalize
 --no-sleep-mode-offload-cudagraph --no-swa-bounded-replay --no-use-fp64-gumbel --no-use-replayssm
---per-request-spec-decode-metrics --prefill-schedule-interval --prefix-match-unit
+--prefill-schedule-interval --prefix-match-unit
 --replayssm-buffer-len --safetensors-prefetch-block-size --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names
 --sparse-indexer-topk-backend --swa-bounded-replay --use-fp64-gumbel --use-replayssm --video-pruning-method
 """

@@ -42,7 +42,7 @@ class Oracle(Drafter):
         self.answers, self.right, self.chance = answers, right, random.Random(1)
         self.rows: dict[int, list[int]] = {}
 
-    def enter(self, row: int, tokens: Sequence[int]) -> None:
+    def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
         self.rows[row] = list(tokens)
 
     def leave(self, row: int) -> None:

@@ -115,10 +115,10 @@ def test_a_life_from_queue_to_end():
     starts = [ago for _, ago, _ in life(seen, "b")["phases"]]
     assert starts == sorted(starts, reverse=True)
     assert [step["step"] for step in seen["steps"]] == list(range(1, 8))
-    assert seen["steps"][0]["work"] == [[1, 8, True]]
-    assert seen["steps"][3]["work"] == [[1, 1, False]]
+    assert seen["steps"][0]["work"] == [[1, 8, True, 0]]
+    assert seen["steps"][3]["work"] == [[1, 1, False, 0]]
     assert all(step["ms"] >= 0 for step in seen["steps"])
-    assert sum(tokens for step in seen["steps"] for _, tokens, _ in step["work"]) == 20 + 2 + 3 + 1
+    assert sum(tokens for step in seen["steps"] for _, tokens, *_ in step["work"]) == 20 + 2 + 3 + 1
     msgspec.msgpack.encode(seen)
 
 

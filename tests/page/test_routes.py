@@ -22,7 +22,10 @@ from quire.server.state import ServerState
 OTHER = {"n": 2, "id": "b", "tenant": "bob", "state": "decode", "finish": None, "prompt": 7, "hit": 4, "computed": 9,
          "output": 3, "limit": 5, "preemptions": 0, "blocks": 2, "phases": [["queued", 9.0, 0], ["prefill", 8.0, 7]], "ended": -1}  # fmt: skip
 MINE = OTHER | {"n": 1, "id": "a", "tenant": ""}
-STEPS = [{"step": n, "ago": 10.0, "ms": 2.0, "work": [[1, 1, False]], "rest": 0} for n in (4, 5)]
+STEPS = [
+    {"step": n, "ago": 10.0, "ms": 2.0, "work": [[1, 1, False, 0], [2, 3, False, 2]], "rest": 0}
+    for n in (4, 5)
+]
 LIVE = {
     "stats": {"running": 1}, "blocks": {"count": 4, "each": 1, "runs": [0, 3, 4, 1]}, "steps": STEPS,
     "lives": [MINE, OTHER], "limits": {"rows": 8}, "memory": {"resident": 1, "machine": 2, "block": 3}, "cost_ms": 0.5,
@@ -175,6 +178,8 @@ def test_requests_of_other_keys_show_only_that_they_run():
     assert not {"prompt", "hit", "output", "computed", "limit", "tenant"} & set(other)
     assert other["phases"] == [["queued", 9.0, 0], ["prefill", 8.0, 0]]
     assert viewer_state(LIVE, 0, "bob")["lives"][0]["id"] == ""
+    refused = [viewer_state(LIVE, 0, tenant)["steps"][0]["work"][1][3] for tenant in ("", "bob")]
+    assert refused == [0, 2]
 
 
 SHOWN = {"prompt": "Hi", "prompt_left": 0, "output": "!", "output_left": 4}

@@ -70,6 +70,6 @@ class EngineFacts:
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, world_size=1,
             ),
-            speculative_config=None,
+            speculative_config=resolved.speculation,
             lora_config=resolved.config.lora if resolved.config.lora.enable_lora else None,
         )  # fmt: skip

@@ -27,6 +27,10 @@ class ProfilerConfig(Settings):
     """Profiling is not supported yet."""
 
 
+class SpeculativeConfig(Settings):
+    """The option speculative_config."""
+
+
 class StructuredOutputsConfig(Settings):
     """The option structured_outputs_config."""
 

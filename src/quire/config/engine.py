@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from quire.config.cache import KV_DTYPES, CacheConfig
@@ -17,7 +17,7 @@ from quire.config.parallel import ParallelConfig
 from quire.config.pooling import PoolingModel
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
-from quire.config.speculation import SpeculationConfig
+from quire.config.speculation import DraftModel, SpeculationConfig, SpeculativeOptions
 from quire.config.structured import StructuredConfig
 
 CHECKPOINT_TOKENS = 64
@@ -114,6 +114,10 @@ class Resolved:
 
     pooling: PoolingModel | None = None
     """What the model computes in place of tokens; None: it generates."""
+    speculation: SpeculativeOptions | None = None
+    """`speculative_config`; None: nothing is speculated."""
+    draft: DraftModel | None = None
+    """The checkpoint of its drafter, if that has one."""
 
     @property
     def tokenizer_folder(self) -> str:
@@ -133,6 +137,22 @@ class Resolved:
             options=self.config.model,
             load=self.config.load,
             pooling=self.pooling,
+        )
+
+    @property
+    def draft_spec(self) -> ModelSpec | None:
+        """The drafter's model."""
+        if (draft := self.draft) is None:
+            return None
+        return replace(
+            self.spec,
+            path=draft.path,
+            hf_config=draft.hf_config,
+            architecture=draft.architecture,
+            dtype=draft.dtype,
+            max_model_len=draft.max_model_len,
+            quantization=draft.quantization,
+            pooling=None,
         )
 
     @property

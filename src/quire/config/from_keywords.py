@@ -89,7 +89,14 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
         fields["structured_outputs_config"] = older | own
     if own := fields.get("speculative_config"):
         own = coerce(known["speculative_config"], own)
-        fields["speculative_config"] = filled.get("speculative_config", {}) | own
+        own = {key.replace("-", "_"): value for key, value in own.items()}
+        older = filled.get("speculative_config", {})
+        for key in own.keys() & older:
+            if own[key] is not None and str(own[key]) != str(older[key]):
+                raise ConfigError(
+                    f"speculative_config.{key}={own[key]} and the other option for {key}={older[key]} differ: leave one out"
+                )
+        fields["speculative_config"] = older | own
     overrides = filled.pop("hf_overrides", None)
     if overrides is not None:
         own = fields.get("hf_overrides") or {}

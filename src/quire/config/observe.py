@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quire.config.ranges import Fraction
 
@@ -36,5 +36,7 @@ class ObserveConfig:
     """OpenTelemetry endpoint for spans of requests, such as http://host:4318/v1/traces; needs the extra otlp."""
     collect_detailed_traces: list[str] = field(default_factory=list)
     """Spans of a request's waiting, prefill and decode below its span; any of vLLM's names: model, worker, all."""
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
+    """Report the draft tokens of a request in its answer; detailed: those of each step too."""
     fail_on_environ_validation: bool = False
     """Refuse to start, instead of warning, if a QUIRE_* or VLLM_* environment variable is unknown."""

@@ -21,6 +21,7 @@ from quire import env
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.options import section_class
 from quire.config.pooling import PoolingModel
+from quire.config.speculation import DraftModel, SpeculativeOptions
 from quire.errors import ConfigError
 
 NAME = 1
@@ -56,6 +57,8 @@ def resolved_from_bytes(data: bytes) -> Resolved:
     extend_path(sent["path"])
     fields = sent["resolved"]
     fields["pooling"] = msgspec.convert(fields["pooling"], PoolingModel | None)
+    fields["speculation"] = msgspec.convert(fields["speculation"], SpeculativeOptions | None)
+    fields["draft"] = msgspec.convert(fields["draft"], DraftModel | None)
     return Resolved(**fields, config=_config(sent["config"]))
 
 
@@ -180,4 +183,6 @@ def extend_path(folders: list[str]) -> None:
 def _path_for(config: EngineConfig) -> list[str]:
     """The import path if the configuration names something to import; else an empty list."""
     overrides, processors = config.model.hf_overrides, config.model.logits_processors
-    return import_path() if callable(overrides) or processors or config.server.middleware else []
+    drafter = "custom_class" in str(config.speculation.speculative_config.get("method"))
+    named = processors or config.server.middleware or drafter
+    return import_path() if callable(overrides) or named else []

@@ -16,7 +16,6 @@ Feature = tuple[str, str]
 RUNTIME_ADAPTERS = (
     "loading adapters while the server runs", "start the server with --enable-lora and QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1"
 )  # fmt: skip
-SPECULATION = "an object for speculative decoding", "pass speculative_config a dict"
 AUDIO = "audio", "send text"
 MEDIA = "media input", "send text"
 SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of /v1/completions"

@@ -13,7 +13,6 @@ from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
 from quire.config.options import coerce, options
 from quire.config.quantization import quantization_method
 from quire.config.quantization_config import stored_quantization
-from quire.config.speculation import speculative_options
 from quire.config.structured import structured_options
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
@@ -47,7 +46,6 @@ def check_options(config: EngineConfig) -> None:
         raise ConfigError(f"distributed_executor_backend={executor!r}: choose from uni, mp")
     quantization_method(config.model.quantization)
     _check_structured(config.structured.structured_outputs_config)
-    speculative_options(config.speculation.speculative_config)
     _check_lora(config)
 
 

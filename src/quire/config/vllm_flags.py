@@ -102,6 +102,10 @@ _OLD_SPECULATIVE = {
     "num_speculative_tokens": "num_speculative_tokens",
     "ngram_prompt_lookup_max": "prompt_lookup_max",
     "ngram_prompt_lookup_min": "prompt_lookup_min",
+    "speculative_disable_by_batch_size": "disable_by_batch_size",
+    "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "speculative_max_model_len": "max_model_len",
+    "speculative_model_quantization": "quantization",
 }
 TASKS: dict[str, dict[str, Any]] = {
     "embed": {"runner": "pooling", "convert": "embed"},

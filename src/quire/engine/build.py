@@ -46,6 +46,7 @@ from quire.kvcache.checkpoints import CheckpointPool
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
 from quire.models.checkpoint_files import stored_tensors
+from quire.models.draft_model import with_drafter, with_verifier
 from quire.models.hf_config import read_config
 from quire.models.location import Fetch, find, locate_tokenizer
 from quire.models.pooling.detect import adapted, base_architecture, read_pooling
@@ -133,9 +134,12 @@ def resolve_config(
 def resolve_without_weights(config: EngineConfig) -> tuple[Resolved, Fetch]:
     """As `resolve_config`; the second value fetches the weights."""
     check_options(config)
+    options = speculative_options(config.speculation.speculative_config)
     load_plugins()
     path, fetch = find(config.model, config.load)
     hf_config = read_config(path, config.model.hf_overrides)
+    if (served := with_verifier(config, hf_config)) is not None:
+        return resolve_without_weights(served)
     tokenizer = None
     if not config.model.skip_tokenizer_init:
         tokenizer = locate_tokenizer(path, config.model, config.load)
@@ -143,7 +147,9 @@ def resolve_without_weights(config: EngineConfig) -> tuple[Resolved, Fetch]:
     hf_config = adapted(hf_config, pooling)
     base = "" if pooling is None else base_architecture(str(hf_config["architectures"][0]))
     resolved = resolve(config, path, hf_config, facts(), pooling=pooling, architecture=base)
-    return replace(resolved, tokenizer_path=tokenizer), fetch
+    resolved = replace(resolved, tokenizer_path=tokenizer)
+    resolved, fetch_drafter = with_drafter(resolved, options)
+    return resolved, lambda: (fetch(), fetch_drafter())
 
 
 # -- the engine -----------------------------------------------------------------------------------
@@ -277,7 +283,7 @@ def build_scheduler(
         max_length=info.max_model_len,
         chunked=resolved.chunked_prefill,
         max_chunk=options.long_prefill_token_threshold,
-        drafts=num_speculative_tokens(resolved),
+        drafts=0 if (drafts := resolved.speculation) is None else drafts.num_speculative_tokens,
         depth=resolved.depth,
         by_priority=options.scheduling_policy == "priority",
         max_waiting=options.max_num_queued_reqs or 0,
@@ -289,14 +295,9 @@ def build_scheduler(
     return Scheduler(kv, limits, [*gates, *checkpoints], waiting=waiting)
 
 
-def num_speculative_tokens(resolved: Resolved) -> int:
-    options = speculative_options(resolved.config.speculation.speculative_config)
-    return 0 if options is None else options.num_speculative_tokens
-
-
 def build_speculation(resolved: Resolved) -> list[SpeculationGate]:
-    num_drafts = num_speculative_tokens(resolved)
-    return [SpeculationGate(num_drafts)] if num_drafts else []
+    options = resolved.speculation
+    return [] if options is None else [SpeculationGate(options.num_speculative_tokens)]
 
 
 def build_checkpoints(resolved: Resolved, info: WorkerInfo) -> list[CheckpointGate]:
@@ -365,12 +366,11 @@ def add_drafter(parts: WorkerParts, resolved: Resolved) -> None:
     Raises:
         ConfigError: the model cannot take tokens back.
     """
-    options = speculative_options(resolved.config.speculation.speculative_config)
-    if options is None:
+    if (options := resolved.speculation) is None:
         return
     from quire.features.speculation.draft_length import DraftLength
     from quire.features.speculation.hook import SpeculationHook
-    from quire.features.speculation.ngram import NgramDrafter
+    from quire.features.speculation.methods import build_drafter
 
     model = parts.models[0]
     if model.state_layers() or model.per_request:
@@ -378,6 +378,7 @@ def add_drafter(parts: WorkerParts, resolved: Resolved) -> None:
             f"speculative_config: {resolved.architecture} keeps a recurrent state, and cannot take tokens back yet;"
             " leave the option out, the text is the same"
         )
-    drafter = NgramDrafter(options.prompt_lookup_min, options.prompt_lookup_max)
     length = DraftLength(options.num_speculative_tokens, fixed=not options.adaptive)
-    parts.hooks.append(SpeculationHook(parts.rows, drafter, length))
+    drafter = build_drafter(parts, resolved, options)
+    named = resolved.config.observe.per_request_spec_decode_metrics != "none"
+    parts.hooks.append(SpeculationHook(parts.rows, drafter, length, options.most_at, named))

@@ -22,7 +22,12 @@ from quire.frontend.logprobs import (
     PromptLogprobs,
     positions,
 )
-from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.frontend.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    spec_decode_metrics,
+)
 from quire.frontend.parallel_sampling import best
 from quire.frontend.repetition_detector import RepetitionDetector
 from quire.frontend.tokenizer import Tokenizer
@@ -45,6 +50,8 @@ class OutputState:
     stop_reason: int | str | None = None
     error: str | None = None
     error_kind: ErrorKind = "internal"
+    verified: list[tuple[int, int, int]] = field(default_factory=list)
+    """Draft tokens, for `spec_decode_metrics`."""
     delivered: int = 0
     """Number of tokens delivered to the user."""
     end_delivered: bool = False
@@ -59,6 +66,8 @@ class OutputState:
         if self.detokenizer is not None or self.repetition is not None:
             count, finish = self._read(output)
         self.tokens += output.tokens[:count]
+        if output.details and (verified := output.details.get("speculation")):
+            self.verified.append(tuple(verified))
         if finish is not None:
             self.finish = finish
             if finish == "stop" and self.detokenizer is not None:
@@ -230,6 +239,7 @@ class OutputProcessor:
         return CompletionOutput(
             index, text, child.tokens[start:], child.cumulative, logprobs, child.finish,
             child.stop_reason, self.accepted.lora_request, child.error, child.error_kind,
+            spec_decode_metrics(child.verified) if child.verified and child.finish else None,
         )  # fmt: skip
 
     def _logprobs(self, found: list[Position | None] | PackedLogprobs, start: int) -> Positions:

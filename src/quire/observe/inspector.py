@@ -58,6 +58,8 @@ class RequestTimeline:
     request: Request
     phases: list[TimelinePhase]
     ended: float | None = None
+    drafted: int = 0  # draft tokens that were verified
+    accepted: int = 0
 
     def add(self, kind: str, now: float, tokens: int = 0) -> None:
         """Add a phase. Decode steps form one phase, each chunk of a prompt has its own; old ones are dropped."""
@@ -72,11 +74,12 @@ class RequestTimeline:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step. `work`: (arrival number of the request, tokens, whether they are of a prompt)."""
+    """One step. `work`: (arrival number of the request, tokens, whether they are of a prompt, refused draft tokens)."""
 
     number: int
     launched: float
-    work: list[tuple[int, int, bool]]
+    work: list[tuple[int, int, bool, int]]
+    drafts: list[int]  # by work item
     rest: int = 0  # tokens of work items beyond MOST_IN_STEP
     seconds: float = -1.0
 
@@ -198,12 +201,13 @@ class Inspector:
             self._stop()
             return
         self._notice(now)
-        step = StepRecord(plan.step, now, [])
+        step = StepRecord(plan.step, now, [], [])
         counted = self.scheduler.in_flight[plan.step]
         for (request, _), item in zip(counted, plan.work, strict=True):
             is_prompt = of_prompt(request, item)
             if len(step.work) < MOST_IN_STEP:
-                step.work.append((request.number, item.num_tokens, is_prompt))
+                step.work.append((request.number, item.num_tokens, is_prompt, 0))
+                step.drafts.append(item.drafts)
             else:
                 step.rest += item.num_tokens
             if (life := self._life(request, now)) is not None:
@@ -215,6 +219,20 @@ class Inspector:
         if (record := self.in_flight.pop(step, None)) is not None:
             self.resulted = self.clock()
             record.seconds = self.resulted - record.launched
+            if isinstance(result, StepResult) and any(record.drafts):
+                self._verified(record, result)
+
+    def _verified(self, record: StepRecord, result: StepResult) -> None:
+        """Note how many draft tokens each work item accepted."""
+        pairs = zip(record.work, record.drafts, result.tokens, strict=False)
+        for at, ((number, count, is_prompt, _), drafts, drawn) in enumerate(pairs):
+            if not (drafts and drawn):
+                continue
+            accepted = min(len(drawn) - 1, drafts)
+            record.work[at] = number, count, is_prompt, drafts - accepted
+            if (life := self.lives.get(number)) is not None:
+                life.drafted += drafts
+                life.accepted += accepted
 
     def _notice(self, now: float) -> None:
         """Note which requests ended or were preempted since the last call; drop those that ended long ago."""
@@ -268,6 +286,8 @@ def timeline_dict(life: RequestTimeline, now: float) -> dict[str, Any]:
         "output": len(request.tokens) - request.num_prompt,
         "limit": request.limit - request.num_prompt,
         "preemptions": request.preemptions,
+        "drafted": life.drafted,
+        "accepted": life.accepted,
         "blocks": sum(block != NULL_BLOCK for column in request.blocks for block in column),
         "phases": [[phase.kind, ms(now - phase.since), phase.tokens] for phase in life.phases],
         "ended": -1 if life.ended is None else ms(now - life.ended),

@@ -55,6 +55,7 @@ class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="o
     queued: float = 0.0  # seconds it waited before its first step
     client: int = 0
     tensor: TensorData | None = None  # the output of a request that generates no tokens
+    details: dict[str, Any] = {}  # by gate: what it reports of the request and this step
 
 
 class Reply(Struct, array_like=True, omit_defaults=True, gc=False, tag="reply"):

@@ -113,6 +113,9 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
     repetition_detection: RepetitionDetectionParams | None = None
     """End a repetitive output with finish_reason "repetition"."""
 
+    speculative: dict[str, Any] | None = None
+    """{"k": N}: at most N draft tokens in a step, 0: none. The same under this name in extra_args."""
+
     # known names that are refused until they are implemented: `REFUSED`
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: Any = None
@@ -161,7 +164,20 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
         self._read_logprobs()
         self._read_vocabulary()
         self._read_constraint()
+        self._read_speculative()
         self._check_together()
+
+    def _read_speculative(self) -> None:
+        name, value = "speculative", self.speculative
+        if value is None and (self.extra_args is None or (value := self.extra_args.get(name)) is None):  # fmt: skip
+            return
+        self.speculative = options = read.mapping(name, value)
+        if unknown := [key for key in options if key != "k"]:
+            raise ValidationError(
+                f"{name}.{unknown[0]}: unknown key; the only one is k", parameter=name
+            )
+        if (most := options.get("k")) is not None:
+            options["k"] = read.whole_number(f"{name}.k", most, 0, None, "0 for no draft tokens")
 
     def _read_constraint(self) -> None:
         if self.guided_decoding is not None:
@@ -287,6 +303,11 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
                 "stop needs detokenize=True, because stop strings are searched in the text; use stop_token_ids",
                 parameter="stop", value=self.stop,
             )  # fmt: skip
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """The most draft tokens in a step; None: as many as the engine proposes."""
+        return None if self.speculative is None else self.speculative.get("k")
 
     @property
     def greedy(self) -> bool:

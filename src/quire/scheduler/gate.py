@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quire.protocol.output import EngineOutput
     from quire.protocol.plan import StepPlan
     from quire.protocol.request import EngineRequest
     from quire.scheduler.request import Request
@@ -79,3 +80,6 @@ class Gate:
 
     def learn(self, extra: bytes) -> None:
         """Data from the worker's hook of the same name."""
+
+    def annotate(self, outputs: list[EngineOutput]) -> None:
+        """The outputs of a step, after `learn` of its data: a gate may add to their `details`."""

@@ -336,6 +336,7 @@ class Scheduler:
         for gate in self.gates:
             if (extra := result.extras.get(gate.name)) is not None:
                 gate.learn(extra)
+            gate.annotate(outputs)
         return outputs
 
     def _add_forced_tokens(self, request: Request, forced: list[int]) -> list[int]:

@@ -22,7 +22,7 @@ from quire.api.async_engine import AsyncEngine, OutputStream
 from quire.engine.client import ERRORS
 from quire.errors import QueueFull, Unsupported, ValidationError
 from quire.frontend.beam_search import BeamStream
-from quire.frontend.outputs import RequestOutput
+from quire.frontend.outputs import RequestOutput, spec_decode_metrics
 from quire.frontend.prompts import Prompt
 from quire.logging import get_logger
 from quire.observe.prometheus import REQUESTS, TOKENS
@@ -117,6 +117,8 @@ class Generation:
     copies: int = 1
     """Number of choices that repeat their prompt's entries."""
     counts: list[TokenCount] = field(init=False)
+    metrics: dict[str, Any] | None = None
+    """Of the answer, when its only completion has ended; None: it reports none."""
     ended: bool = False
     _running: list[RunningPrompt] = field(default_factory=list)
     _wakeup: Wakeup = field(default_factory=Wakeup)
@@ -235,6 +237,8 @@ class Generation:
             return []
         running.timer.output(whole=running.params.output_kind == FINAL_ONLY)
         running.times = getattr(output, "metrics", None)
+        if output.finished and self.state.config.observe.per_request_spec_decode_metrics != "none":
+            self._note_speculation(output)
         deltas = output_deltas(output, running.which, self.params.n, self.counts[running.which])
         if self.reader is not None:
             for delta in deltas:
@@ -243,6 +247,14 @@ class Generation:
         if running.stream.ended:
             self._end(running)
         return deltas if self.interval == 1 else list(self._in_intervals(deltas))
+
+    def _note_speculation(self, output: RequestOutput) -> None:
+        if len(self.prompts) > 1 or self.params.n > 1:
+            return
+        found = output.outputs[0].spec_decode_metrics or spec_decode_metrics(())
+        if self.state.config.observe.per_request_spec_decode_metrics == "summary":
+            found = {key: value for key, value in found.items() if not key.startswith("per_step_")}
+        self.metrics = {"speculative_decoding": found}
 
     def _in_intervals(self, deltas: list[OutputDelta]) -> Iterator[OutputDelta]:
         for delta in deltas:

@@ -70,6 +70,7 @@ class Sampling(Struct, kw_only=True):
     use_beam_search: bool = False
     length_penalty: float = 1.0
     thinking_token_budget: int | None = None
+    speculative: dict[str, Any] | None = None
     # Known but not supported: refused.
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
@@ -177,6 +178,7 @@ class ResponsesRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     vllm_xargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    speculative: dict[str, Any] | None = None
     # Accepted without effect (`config/unsupported.py` says why).
     max_tool_calls: int | None = None
     prompt_cache_key: str | None = None

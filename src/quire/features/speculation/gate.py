@@ -8,6 +8,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from quire.protocol.output import EngineOutput
+from quire.protocol.plan import StepPlan
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
 
@@ -24,6 +26,7 @@ class DraftReport(Struct, array_like=True):
     num_drafts: dict[int, int]  # by row that drew: the draft tokens that it has now
     # for each row that had draft tokens: how many were verified, and accepted
     verified: list[tuple[int, int]]
+    ids: list[str] = []  # of their requests, if answers report them
 
 
 class SpeculationGate(Gate):
@@ -33,9 +36,11 @@ class SpeculationGate(Gate):
 
     def __init__(self, num_speculative_tokens: int):
         self.num_speculative_tokens = num_speculative_tokens
+        self._verified: dict[str, tuple[int, int]] = {}  # by request, of the last step
         self.counts: dict[str, float] = {}
         self.publish({})
         self._num_drafts: dict[int, int] = {}  # by row
+        self._scopes: dict[int, bytes] = {}  # by row, of requests that enter with the next plan
 
     def publish(self, counts: dict[str, float]) -> None:
         """Count in this dict, from 0 on."""
@@ -49,12 +54,29 @@ class SpeculationGate(Gate):
             return num_tokens
         return min(num_tokens, len(request.tokens) - start + self._num_drafts.get(request.row, 0))
 
+    def enter(self, request: Request) -> None:
+        """`root` is a hash of salt and adapter."""
+        self._scopes[request.row] = request.root + request.tenant.encode()
+
+    def extra(self, plan: StepPlan) -> bytes | None:
+        """The scopes of the rows that enter: a drafter may use the text of one for another only if they are equal."""
+        scopes, self._scopes = self._scopes, {}
+        return msgspec.msgpack.encode(scopes) if scopes else None
+
     def learn(self, extra: bytes) -> None:
         report = msgspec.msgpack.decode(extra, type=DraftReport)
         self._num_drafts.update(report.num_drafts)
+        self._verified = dict(zip(report.ids, report.verified, strict=False))
         for verified, accepted in report.verified:
             self.counts[DRAFTS] += 1
             self.counts[DRAFT_TOKENS] += verified
             self.counts[ACCEPTED] += accepted
             for at in range(accepted):
                 self.counts[PER_POSITION.format(at)] += 1
+
+    def annotate(self, outputs: list[EngineOutput]) -> None:
+        """What was verified in this step, and num_speculative_tokens."""
+        verified, self._verified = self._verified, {}
+        for output in outputs if verified else ():
+            if (found := verified.get(output.id)) is not None:
+                output.details = {NAME: [*found, self.num_speculative_tokens]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,7 @@ from quire.worker.hooks import Hook
 
 if TYPE_CHECKING:
     from quire.forward_context import ForwardBatch
+    from quire.models.base import LanguageModel
     from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
     from quire.worker.request_rows import RequestRows
 
@@ -28,24 +30,44 @@ class SpeculationHook(Hook):
 
     Args:
         length: how many draft tokens each row gets.
+        most_at: the most of a row, where so many rows draw.
+        names_requests: report the ids of requests, beside the counts of their draft tokens.
     """
 
     name = NAME
 
-    def __init__(self, rows: RequestRows, drafter: Drafter, length: DraftLength):
-        self.rows, self.drafter, self.length = rows, drafter, length
+    def __init__(
+        self,
+        rows: RequestRows,
+        drafter: Drafter,
+        length: DraftLength,
+        most_at: Callable[[int], int],
+        names_requests: bool = False,
+    ):
+        self.rows, self.drafter, self.length, self.most_at = rows, drafter, length, most_at
+        self.names_requests = names_requests
         self.reports: deque[bytes] = deque()
+        self._entered: dict[
+            int, EnteredRow
+        ] = {}  # by row: requests that the drafter does not know yet
         self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
+        self._most: dict[int, int] = {}  # by row: the most draft tokens that its request wants
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
         self._began = 0.0
 
+    def use_models(self, models: Sequence[LanguageModel]) -> None:
+        self.drafter.use_models(models)
+
     def enter(self, new: EnteredRow) -> None:
-        self.drafter.enter(new.row, new.tokens)
+        self._entered[new.row] = new
         self.length.enter(new.row)
         self._known[new.row] = len(new.tokens)
+        most = getattr(new.params, "max_draft_tokens", None)
+        self._most[new.row] = self.length.most if most is None else most
 
     def leave(self, row: int) -> None:
-        self.drafter.leave(row)
+        if self._entered.pop(row, None) is None:
+            self.drafter.leave(row)
         del self._known[row]
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
@@ -53,12 +75,22 @@ class SpeculationHook(Hook):
         return True
 
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
+        if self._entered:
+            self._enter_drafter(plan)
         if batch is not None:
             draws = Counter(batch.drawing)
             self._verified = {row: (place, draws[at] - 1) for at, row, place in batch.first_draws()}
         else:
             self._verified = dict(filter(None, map(self._drafts_of, plan.work)))
         self._began = time.perf_counter()
+
+    def _enter_drafter(self, plan: StepPlan) -> None:
+        """The scopes of the rows come with their plan; a row without one shares nothing."""
+        extra = plan.extras.get(NAME)
+        scopes = msgspec.msgpack.decode(extra, type=dict[int, bytes]) if extra else {}
+        for row, new in self._entered.items():
+            self.drafter.enter(row, new.tokens, scopes.get(row, new.id.encode()))
+        self._entered.clear()
 
     def _drafts_of(self, item: WorkItem) -> tuple[int, tuple[int, int]] | None:
         """As `_verified`, before the rows have advanced; None: the row has no draft tokens, or draws none."""
@@ -71,33 +103,44 @@ class SpeculationHook(Hook):
         return row, (known, end - known)
 
     def after(self, plan: StepPlan) -> None:
-        rows, verified = self.rows, []
+        rows = self.rows
         drew = [
             item.row
             for item in plan.work
             if item.samples and rows.num_computed_tokens[item.row] == rows.length[item.row] - 1
         ]
-        for row, (before, drafts) in self._verified.items():
-            if drafts:
-                accepted = int(rows.length[row]) - before - 1
-                verified.append((drafts, accepted))
-                self.length.learn(row, drafts, accepted)
+        report = self._verify_counts()
         if drew and len(drew) == len(plan.work):
             tokens = len(drew) + sum(drafts for _, drafts in self._verified.values() if drafts > 0)
             self.length.timed(tokens, time.perf_counter() - self._began)
-        num_drafts = self._propose(drew)
-        self.reports.append(msgspec.msgpack.encode(DraftReport(num_drafts, verified)))
+        report.num_drafts = self._propose(drew)
+        self.reports.append(msgspec.msgpack.encode(report))
+
+    def _verify_counts(self) -> DraftReport:
+        """What this step verified."""
+        rows, report = self.rows, DraftReport({}, [])
+        for row, (before, drafts) in self._verified.items():
+            if drafts:
+                accepted = int(rows.length[row]) - before - 1
+                report.verified.append((drafts, accepted))
+                if self.names_requests:
+                    report.ids.append(rows.ids[row] or "")
+                self.length.learn(row, drafts, accepted)
+        return report
 
     def _propose(self, drew: list[int]) -> dict[int, int]:
         """Give draft tokens to these rows. Returns how many each has."""
-        rows, proposals = self.rows, {}
+        rows, limits, most = self.rows, {}, self.most_at(len(drew))
         for row in drew:
             length, known = int(rows.length[row]), self._known[row]
             self.drafter.extend(row, rows.tokens_of(row, known, length))
             self._known[row] = length
             room = rows.max_model_len - length
-            limit = min(self.length.most, room) if rows.accepts_drafts[row] else 0
-            proposals[row] = self.drafter.propose(row, limit) if limit > 0 else []
+            limit = min(most, self._most[row], room) if rows.accepts_drafts[row] else 0
+            if limit > 0:
+                limits[row] = limit
+        found = self.drafter.propose_all(limits)
+        proposals = {row: found.get(row, []) for row in drew}
         if proposals:
             self.length.cut(proposals)
         for row, drafts in proposals.items():

@@ -33,7 +33,7 @@ class NgramDrafter(Drafter):
         self.shortest, self.longest = shortest, longest
         self.rows: dict[int, _IndexedRow] = {}
 
-    def enter(self, row: int, tokens: Sequence[int]) -> None:
+    def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
         self.rows[row] = _IndexedRow(list(tokens))
 
     def leave(self, row: int) -> None:

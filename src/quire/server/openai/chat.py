@@ -218,13 +218,15 @@ class ChatChunkEncoder(ChunkEncoder):
             yield frames.frame([opening], start)
         for chunk in self.builder.chunks(delta):
             ended = chunk["finish_reason"] is not None
-            yield frames.frame([chunk], usage, last=ended and not frames.final_usage)
+            last = ended and not frames.final_usage
+            yield frames.frame([chunk], usage, last, generation.metrics)
         if not (body.logprobs or body.return_token_ids or frames.running_usage):
             self.around[delta.index] = frames.around(partial(content, delta.index))
 
     def end(self) -> Iterator[bytes]:
         if self.frames.final_usage:
-            yield self.frames.frame([], self.builder.generation.usage(self.details), last=True)
+            generation = self.builder.generation
+            yield self.frames.frame([], generation.usage(self.details), True, generation.metrics)
         yield DONE
 
 
@@ -309,6 +311,8 @@ async def chat(request: Request) -> Response | EventStream:
         "prompt_token_ids": prompt.tokens if body.return_token_ids else None,
         "kv_transfer_params": None,
     }
+    if generation.metrics is not None:
+        whole["metrics"] = generation.metrics
     if body.return_prompt_text:
         whole["prompt_text"] = prompt.text
     return json_answer(whole, large, state.answering, headers=load_report(request, state))

@@ -87,12 +87,18 @@ class ChunkFrames:
         return before, behind
 
     def frame(
-        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, last: bool = False
+        self,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None = None,
+        last: bool = False,
+        metrics: dict[str, Any] | None = None,
     ) -> bytes:
-        """`last`: add the fingerprint."""
+        """`last`: add the fingerprint, and the metrics if there are any."""
         parts = [self._head, b',"choices":', self.encode(choices)]
         if last:
             parts.append(self._print)
+            if metrics is not None:
+                parts += [b',"metrics":', self.encode(metrics)]
         if usage is not None:
             present = {key: value for key, value in usage.items() if value is not None}
             parts += [b',"usage":', self.encode(present)]

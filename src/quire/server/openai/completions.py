@@ -135,11 +135,13 @@ class CompletionChunkEncoder(ChunkEncoder):
         if builder.is_text and not frames.running_usage:
             self.around[delta.index] = frames.around(partial(builder.later, delta.index))
         usage = builder.usage(self.details) if frames.running_usage else None
-        yield frames.frame([choice], usage, last=ended and not frames.final_usage)
+        last = ended and not frames.final_usage
+        yield frames.frame([choice], usage, last, builder.generation.metrics)
 
     def end(self) -> Iterator[bytes]:
         if self.frames.final_usage:
-            yield self.frames.frame([], self.builder.usage(self.details), last=True)
+            metrics = self.builder.generation.metrics
+            yield self.frames.frame([], self.builder.usage(self.details), True, metrics)
         yield DONE
 
 
@@ -207,6 +209,7 @@ async def completions(request: Request) -> Response | EventStream:
             "system_fingerprint": state.fingerprint,
             "usage": builder.usage(details),
             "kv_transfer_params": None,
+            **({} if generation.metrics is None else {"metrics": generation.metrics}),
         },
         large,
         state.answering,

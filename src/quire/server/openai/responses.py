@@ -96,6 +96,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         tool_choice=choice_of(body.tool_choice), parallel_tool_calls=body.parallel_tool_calls,
         logprobs=wants_logprobs(body), top_logprobs=body.top_logprobs,
         response_format=(body.text or {}).get("format"), structured_outputs=body.structured_outputs,
+        speculative=body.speculative,
     )  # fmt: skip
 
 

@@ -139,6 +139,7 @@ def shared(request: Sampling, defaults: GenerationDefaults) -> dict[str, Any]:
         "extra_args": request.vllm_xargs,
         "structured_outputs": constraint(request),
         "repetition_detection": request.repetition_detection,
+        "speculative": request.speculative,
         "output_kind": DELTA if request.stream else FINAL_ONLY,
     }
 

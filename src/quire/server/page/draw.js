@@ -74,11 +74,15 @@ function drawSteps(canvas, steps, chosen) {
     const total = sum(step), tall = height * Math.log2(1 + total) / Math.log2(1 + most);
     const x = width - (shown.length - at) * (wide + 1);
     let y = height;
-    for (const [number, tokens, isPrompt] of step.work) {
-      const share = Math.max(2, tall * tokens / total);
+    for (const [number, tokens, isPrompt, refused] of step.work) {
+      const share = Math.max(2, tall * tokens / total), wrong = share * (refused || 0) / tokens;
       y -= share;
       to.globalAlpha = chosen === null || chosen === number ? 1 : 0.2;
-      bar(to, x, y, wide, Math.max(1, share - 1), number, isPrompt);
+      bar(to, x, y + wrong, wide, Math.max(1, share - wrong - 1), number, isPrompt);
+      if (wrong) {  // hollow: draft tokens that were refused
+        to.strokeStyle = colour(number);
+        to.strokeRect(x + 0.5, y + 0.5, wide - 1, Math.max(1, wrong - 1));
+      }
     }
     to.globalAlpha = 1;
     if (step.rest) {

@@ -66,6 +66,10 @@ function numbers() {
   put("memory", memory.resident ? bytes(memory.resident) : "–");
   put("memory-of", `memory of ${bytes(memory.machine)}; server ${bytes(memory.server)}`);
   put("preemptions", count(stats.preemptions));
+  const drafted = stats.counts.spec_decode_num_draft_tokens, accepted = stats.counts.spec_decode_num_accepted_tokens;
+  $("drafts-tile").hidden = $("refused-key").hidden = drafted === undefined;
+  put("drafts", drafted ? (100 * accepted / drafted).toFixed(1) + " %" : "–");
+  put("drafts-of", drafted ? `draft tokens accepted: ${count(accepted)} of ${count(drafted)}` : "draft tokens accepted");
   put("n-free", `free ${count(blocks.free)}`);
   put("n-cached", `cached ${count(blocks.cached)}`);
   put("n-shared", `shared ${count(blocks.shared)}`);
@@ -168,6 +172,7 @@ function update(row, life) {
     `output ${count(life.output)} of at most ${count(life.limit)}`,
   ];
   parts.push(`${count(life.blocks)} blocks`, `preempted ${life.preemptions} times`);
+  if (life.drafted) parts.push(`draft tokens: ${count(life.accepted)} accepted, ${count(life.drafted - life.accepted)} refused`);
   if (life.finish) parts.push(`finish: ${life.finish}`);
   row.about.textContent = parts.join(" · ");
   if (row.words && performance.now() - row.asked > 1000 && life.ended < 0) fetchWords(row);

@@ -1,0 +1,45 @@
+"""Chain: several drafters, of which each is asked for the rows that those before it have no proposal for.
+
+Knows drafters. Does not know how they guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.features.speculation.drafter import Drafter
+
+if TYPE_CHECKING:
+    from quire.models.base import LanguageModel
+
+
+class Chain(Drafter):
+    """The cheapest drafters first: one with a model computes only for rows that have no proposal yet."""
+
+    def __init__(self, drafters: Sequence[Drafter]):
+        self.drafters = list(drafters)
+        self.records = sorted({number for drafter in drafters for number in drafter.records})
+
+    def use_models(self, models: Sequence[LanguageModel]) -> None:
+        for drafter in self.drafters:
+            drafter.use_models(models)
+
+    def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
+        for drafter in self.drafters:
+            drafter.enter(row, tokens, scope)
+
+    def leave(self, row: int) -> None:
+        for drafter in self.drafters:
+            drafter.leave(row)
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        for drafter in self.drafters:
+            drafter.extend(row, tokens)
+
+    def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for drafter in self.drafters:
+            left = {row: limit for row, limit in limits.items() if not found.get(row)}
+            found |= drafter.propose_all(left)
+        return found

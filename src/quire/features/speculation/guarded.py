@@ -1,0 +1,76 @@
+"""GuardedDrafter: whatever a drafter does, it costs proposals only.
+
+Knows drafters, limits and the vocabulary. Does not know how a drafter guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quire.features.speculation.drafter import Drafter
+from quire.logging import get_logger
+
+if TYPE_CHECKING:
+    from quire.models.base import LanguageModel
+    from quire.worker.request_rows import RequestRows
+
+log = get_logger(__name__)
+
+
+class GuardedDrafter(Drafter):
+    """Logs a drafter's first exception. Rows whose tokens the drafter failed to take get no proposals."""
+
+    def __init__(self, drafter: Drafter, rows: RequestRows):
+        self.drafter, self.rows, self.records = drafter, rows, drafter.records
+        self._lost: set[int] = set()  # rows
+        self._is_logged = False
+
+    def use_models(self, models: Sequence[LanguageModel]) -> None:
+        self.drafter.use_models(models)
+
+    def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
+        self._lost.discard(row)
+        self._call(self.drafter.enter, row, tokens, scope)
+
+    def leave(self, row: int) -> None:
+        self._call(self.drafter.leave, row)
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        if row not in self._lost:
+            self._call(self.drafter.extend, row, tokens)
+
+    def _call(self, method: Callable[..., None], row: int, *args: Any) -> None:
+        try:
+            method(row, *args)
+        except torch.AcceleratorError:
+            raise  # the device is lost
+        except Exception as error:
+            self._lost.add(row)
+            self._report(error)
+
+    def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+        limits = {row: limit for row, limit in limits.items() if row not in self._lost}
+        try:
+            found = self.drafter.propose_all(limits)
+            return {row: self._valid(drafts, limits[row]) for row, drafts in found.items()}
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            self._report(error)
+            return {}
+
+    def _valid(self, drafts: Sequence[int], limit: int) -> list[int]:
+        """Up to the first that is no token."""
+        size = self.rows.vocab_size
+        valid = [int(token) for token in drafts[:limit]]
+        if valid and not (min(valid) >= 0 and max(valid) < size):
+            del valid[next(at for at, token in enumerate(valid) if not 0 <= token < size) :]
+        return valid
+
+    def _report(self, error: Exception) -> None:
+        if not self._is_logged:
+            log.error("the drafter %s failed; some requests get no draft tokens", type(self.drafter).__name__, exc_info=error)  # fmt: skip
+            self._is_logged = True

@@ -1,0 +1,217 @@
+"""SuffixDrafter: where the last tokens of a row occurred before, in it or in past answers, it proposes what followed there.
+
+Knows tokens, rows and scopes. Does not know how proposals are verified. Source: suffix decoding (Oliaro et al.,
+arXiv 2411.04975), with an index of pairs of tokens in the place of a tree: it takes a token in O(1).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.features.speculation.drafter import Drafter
+
+MAX_INDEXED = 4096
+"""Tokens of a row that one call adds to its index: a long prompt takes several steps."""
+MAX_PLACES = 12
+"""Earlier occurrences that are compared."""
+MAX_BYTES = 64 << 20
+"""Of all past answers."""
+BYTES_PER_TOKEN = 192
+"""Of an index: an entry of each array, and one of the dict, which is most of it."""
+PAIR = 2
+END = -1
+_START, _LOW = -1, (1 << 32) - 1
+
+
+class TokenIndex:
+    """Texts one behind another, each with END behind it, and the places that follow each pair of tokens.
+
+    Places count from the first token that was ever added; those before `start` are dropped.
+    """
+
+    __slots__ = ("_earlier", "_last", "_pair", "start", "tokens")
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.tokens = array("i")
+        self._earlier = array("q")  # by token: the place before it that follows the same pair
+        self._last: dict[int, int] = {}  # by pair: the last place that follows it
+        self._pair = _START  # the last two tokens of the text
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the last text."""
+        known, earlier, last, pair = self.tokens, self._earlier, self._last, self._pair
+        for place, token in enumerate(tokens, self.start + len(known)):
+            earlier.append(last.get(pair, -1))
+            last[pair] = place
+            known.append(token)
+            pair = (pair & _LOW) << 32 | token
+        self._pair = pair
+
+    def add_text(self, tokens: Sequence[int]) -> None:
+        self.extend(tokens)
+        self.tokens.append(END)
+        self._earlier.append(-1)
+        self._pair = _START
+
+    def drop_text(self, count: int) -> None:
+        """Drop the first text, of `count` tokens."""
+        pair, last = _START, self._last
+        for place, token in enumerate(self.tokens[:count], self.start):
+            if last.get(pair) == place:
+                del last[pair]
+            pair = (pair & _LOW) << 32 | token
+        del self.tokens[: count + 1], self._earlier[: count + 1]
+        self.start += count + 1
+
+    def places(self, recent: array[int]) -> list[int]:
+        """Some places that follow the last two of these tokens, the last ones first."""
+        found: list[int] = []
+        place = self._last.get((recent[-2] & _LOW) << 32 | recent[-1], -1)
+        while place >= self.start and len(found) < MAX_PLACES:
+            found.append(place)
+            place = self._earlier[place - self.start]
+        return found
+
+    def match(self, place: int, recent: array[int]) -> int:
+        """How many tokens before `place` are also the last of `recent`; the last two are."""
+        at, tokens = place - self.start, self.tokens
+        most = min(len(recent), at)
+        if tokens[at - most : at] == recent[len(recent) - most :]:
+            return most
+        count = PAIR
+        while count < most and tokens[at - 1 - count] == recent[-1 - count]:
+            count += 1
+        return count
+
+
+@dataclass(slots=True)
+class _SuffixRow:
+    pending: list[int]  # tokens that are not in the index yet
+    scope: bytes
+    num_entered: int  # tokens with which it took the row
+    own: TokenIndex = field(default_factory=TokenIndex)
+    # In each index the place after the longest match of late: more matches may follow there than among the last places.
+    followed: dict[bool, int] = field(default_factory=dict)
+
+
+class SuffixDrafter(Drafter):
+    """One for each worker.
+
+    Args:
+        depth: how many of the last tokens are compared, at most (`suffix_decoding_max_tree_depth`).
+        max_answers: past answers that are kept (`suffix_decoding_max_cached_requests`); 0: none.
+        factor: proposed tokens for each token that matched (`suffix_decoding_max_spec_factor`).
+        least_chance: of the last proposed token, by how often it followed (`suffix_decoding_min_token_prob`).
+    """
+
+    def __init__(self, depth: int, max_answers: int, factor: float, least_chance: float):
+        self.depth, self.max_answers = depth, max_answers
+        self.factor, self.least_chance = factor, least_chance
+        self.rows: dict[int, _SuffixRow] = {}
+        self.answers: dict[bytes, TokenIndex] = {}  # by scope
+        self._ages: deque[tuple[bytes, int]] = (
+            deque()
+        )  # scope and length of each answer, the oldest first
+        self.num_bytes = 0
+
+    def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
+        self.rows[row] = _SuffixRow(list(tokens), scope, len(tokens))
+
+    def leave(self, row: int) -> None:
+        one = self.rows.pop(row)
+        self._add_answer(one.scope, one.own.tokens[one.num_entered :])
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        one = self.rows[row]
+        if one.pending:
+            one.pending += tokens
+            return
+        one.own.extend(tokens)
+        if one.followed:
+            for is_own, index in ((True, one.own), (False, self.answers.get(one.scope))):
+                self._follow(one, is_own, index, tokens)
+
+    def _follow(
+        self, one: _SuffixRow, is_own: bool, index: TokenIndex | None, tokens: Sequence[int]
+    ) -> None:
+        """Move on in an index as far as it has the same tokens; else forget the place."""
+        if (place := one.followed.pop(is_own, None)) is None or index is None:
+            return
+        at = place - index.start
+        if at >= 0 and index.tokens[at : at + len(tokens)] == array("i", tokens):
+            one.followed[is_own] = place + len(tokens)
+
+    def propose(self, row: int, limit: int) -> list[int]:
+        one = self.rows[row]
+        if one.pending:
+            one.own.extend(one.pending[:MAX_INDEXED])
+            del one.pending[:MAX_INDEXED]
+        if one.pending or len(one.own.tokens) < PAIR:
+            return []
+        recent = one.own.tokens[-self.depth :]
+        drafts, worth = self._continuation(one, True, one.own, recent, limit)
+        if (index := self.answers.get(one.scope)) is not None:
+            others, more = self._continuation(one, False, index, recent, limit)
+            if more > worth:
+                return others
+        return drafts
+
+    def _continuation(
+        self, one: _SuffixRow, is_own: bool, index: TokenIndex, recent: array[int], limit: int
+    ) -> tuple[list[int], float]:
+        """What followed the longest match in an index, and how many of these tokens are right on average."""
+        places = index.places(recent)
+        followed = one.followed.get(is_own, -1)
+        if (
+            index.start + PAIR <= followed < index.start + len(index.tokens)
+            and followed not in places
+        ):
+            places.append(followed)
+        if not places:
+            return [], 0.0
+        lengths = [index.match(place, recent) for place in places]
+        longest = max(lengths)
+        places = [place for place, length in zip(places, lengths, strict=True) if length == longest]
+        one.followed[is_own] = places[0]
+        return self._likeliest(index, places, min(limit, int(self.factor * longest)))
+
+    def _likeliest(
+        self, index: TokenIndex, places: list[int], limit: int
+    ) -> tuple[list[int], float]:
+        tokens, chance, worth = index.tokens, 1.0, 0.0
+        drafts: list[int] = []
+        follow = [place - index.start for place in places]
+        while len(drafts) < limit:
+            if len(follow) == 1:
+                rest = tokens[follow[0] : follow[0] + limit - len(drafts)].tolist()
+                rest = rest[: rest.index(END)] if END in rest else rest
+                return drafts + rest, worth + chance * len(rest)
+            there = [tokens[at] for at in follow if at < len(tokens)]
+            if (token := max(there, key=there.count, default=END)) == END:
+                break
+            chance *= there.count(token) / len(follow)
+            if chance < self.least_chance:
+                break
+            drafts.append(token)
+            worth += chance
+            follow = [at + 1 for at in follow if at < len(tokens) and tokens[at] == token]
+        return drafts, worth
+
+    def _add_answer(self, scope: bytes, tokens: array[int]) -> None:
+        """Keep an answer; the oldest ones make room, whichever scope they have."""
+        tokens = tokens[: MAX_BYTES // BYTES_PER_TOKEN - 1]
+        if self.max_answers == 0 or len(tokens) <= PAIR:
+            return
+        self.answers.setdefault(scope, TokenIndex()).add_text(tokens)
+        self._ages.append((scope, len(tokens)))
+        self.num_bytes += (len(tokens) + 1) * BYTES_PER_TOKEN
+        while len(self._ages) > self.max_answers or self.num_bytes > MAX_BYTES:
+            scope, count = self._ages.popleft()
+            self.answers[scope].drop_text(count)
+            self.num_bytes -= (count + 1) * BYTES_PER_TOKEN
+            if not self.answers[scope].tokens:
+                del self.answers[scope]

@@ -1,0 +1,233 @@
+"""Finds the checkpoint of a drafter, and checks it against the main model before anything is loaded.
+
+Knows config.json and tokenizer.json. Does not know how a drafter computes (`features/speculation`), nor the sizes of heads,
+which `models/speculators` checks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.config.context_length import model_length
+from quire.config.engine import EngineConfig, Resolved
+from quire.config.model_sizes import model_size
+from quire.config.quantization import fitting
+from quire.config.quantization_config import stored_quantization
+from quire.config.resolve import DTYPES
+from quire.config.speculation import (
+    KEY,
+    DraftModel,
+    SpeculativeOptions,
+    check_count,
+    checked_method,
+)
+from quire.errors import ConfigError
+from quire.models.hf_config import read_config
+from quire.models.location import EMBEDDED, Fetch, find
+
+BY_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp_speculator", "eagle": "eagle"}
+"""model_type of a drafter's config.json -> its method; `mtp` in a model_type or an architecture: mtp."""
+COUNTS = {
+    "mlp_speculator": ("n_predict",),
+    "medusa": ("n_predict", "medusa_num_heads", "num_heads"),
+    "mtp": ("n_predict", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
+}
+"""Method -> the keys of config.json that say how many tokens its heads predict."""
+EMBEDDED_COUNT = 3
+"""num_speculative_tokens of the embedded drafters."""
+OF_ONE_STEP = ("medusa", "mlp_speculator")
+"""Methods with a head for each token, and without attention."""
+
+
+def with_verifier(config: EngineConfig, hf_config: Mapping[str, Any]) -> EngineConfig | None:
+    """If the main model is a checkpoint of the speculators format: serve the model that it names, with it as drafter.
+
+    Raises:
+        ConfigError: it names no model, or one of that format again.
+    """
+    says = hf_config.get("speculators_config")
+    if not isinstance(says, Mapping):
+        return None
+    chosen = {key.replace("-", "_"): value for key, value in config.speculation.speculative_config.items()}  # fmt: skip
+    verifier = says.get("verifier")
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    if not isinstance(name, str) or not name or "model" in chosen:
+        raise ConfigError(
+            f"{config.model.model} is a drafter, and its speculators_config names no model to serve; pass the model with"
+            f" --model, and the drafter with --spec-model"
+        )
+    drafter = {
+        "model": config.model.model,
+        "revision": config.model.revision,
+        "method": says.get("algorithm") or hf_config.get("speculators_model_type"),
+        "num_speculative_tokens": _proposed_tokens(hf_config),
+    }
+    model = replace(
+        config.model,
+        model=name,
+        revision=None,
+        served_model_name=config.model.served_model_name or [config.model.model],
+    )
+    speculation = replace(config.speculation, speculative_config=drafter | chosen)
+    return replace(config, model=model, speculation=speculation)
+
+
+def _proposed_tokens(hf_config: Mapping[str, Any]) -> int | None:
+    says = hf_config.get("speculators_config")
+    methods = says.get("proposal_methods") if isinstance(says, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else {}
+    count = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    return count if isinstance(count, int) else None
+
+
+def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tuple[Resolved, Fetch]:
+    """`resolved` with its drafter; the second value fetches the drafter's weights.
+
+    Raises:
+        ConfigError: the drafter does not fit the main model. ModelNotFound: it was not found.
+        Unsupported: its method is not supported.
+    """
+    if options is None:
+        if (mode := resolved.config.observe.per_request_spec_decode_metrics) != "none":
+            raise ConfigError(f"per_request_spec_decode_metrics={mode}: nothing is speculated; set speculative_config, or leave it out")  # fmt: skip
+        return resolved, _nothing
+    if resolved.pooling is not None:
+        raise ConfigError(f"{KEY}: {resolved.architecture} pools, and generates no tokens; leave it out")  # fmt: skip
+    if options.drafts_with_model is None:
+        return replace(resolved, speculation=options), _nothing
+    target = resolved.config.model
+    name = options.model or _embedded(target.model, options)
+    fetch: Fetch = _nothing
+    if name is None and options.drafts_with_model != "mtp":
+        raise ConfigError(f"{KEY}.model is missing: method {options.method} needs a checkpoint")
+    path, hf_config = resolved.path, resolved.hf_config
+    if name is not None:
+        own = replace(target, model=name, revision=options.revision, hf_overrides={})
+        path, fetch = find(own, resolved.config.load)
+        hf_config = read_config(path)
+    method = options.method or checked_method(_detected(hf_config))
+    options = msgspec.structs.replace(options, method=method)
+    options = _with_count(options, hf_config, is_embedded=Path(path).parent == EMBEDDED)
+    names = hf_config.get("architectures") or [""]
+    draft = DraftModel(
+        path=path,
+        hf_config=dict(hf_config),
+        architecture=str(names[0]),
+        dtype=_dtype(resolved, options),
+        max_model_len=_length(resolved, options, hf_config),
+        quantization=fitting(options.quantization, stored_quantization(hf_config)),
+    )
+    if options.drafts_with_model == "draft_model" and not options.use_heterogeneous_vocab:
+        _check_vocabulary(resolved, options, draft)
+    return replace(resolved, speculation=options, draft=draft), fetch
+
+
+def _nothing() -> None:
+    """No drafter with a checkpoint."""
+
+
+def _embedded(target: str, options: SpeculativeOptions) -> str | None:
+    """The drafter that is shipped beside an embedded model."""
+    method = options.drafts_with_model
+    name = f"{target}-{'draft' if method == 'draft_model' else method}"
+    embedded = "/" not in target and (EMBEDDED / target).is_dir()
+    return name if embedded and (EMBEDDED / name / "config.json").is_file() else None
+
+
+def _detected(hf_config: Mapping[str, Any]) -> str:
+    """The method of a checkpoint, by its config.json."""
+    kind = str(hf_config.get("speculators_model_type") or hf_config.get("model_type"))
+    names = " ".join(map(str, hf_config.get("architectures") or ()))
+    if kind in BY_MODEL_TYPE:
+        return BY_MODEL_TYPE[kind]
+    if "speculators_model_type" in hf_config:
+        return kind
+    if "mtp" in kind or "MTP" in names:
+        return "mtp"
+    eagle = "eagle3" if "Eagle3" in names else "eagle" if "Eagle" in names else None
+    return eagle or "draft_model"
+
+
+def _with_count(
+    options: SpeculativeOptions, hf_config: Mapping[str, Any], is_embedded: bool
+) -> SpeculativeOptions:
+    """Raises ConfigError: num_speculative_tokens is missing, or does not fit the number of heads."""
+    method = options.drafts_with_model or ""
+    sizes = (model_size(hf_config, key) for key in COUNTS.get(method, ()))
+    heads = next(filter(None, sizes), 0)
+    count = options.num_speculative_tokens or _proposed_tokens(hf_config) or heads
+    count = count or (EMBEDDED_COUNT if is_embedded else 0)
+    if heads and count > heads and (method in OF_ONE_STEP or count % heads):
+        fits = (
+            f"at most {heads}" if method in OF_ONE_STEP else f"at most {heads}, or a multiple of it"
+        )
+        raise ConfigError(
+            f"{KEY}.num_speculative_tokens={count}: the checkpoint predicts {heads} tokens; use {fits}"
+        )
+    options = msgspec.structs.replace(options, num_speculative_tokens=count)
+    check_count(options)
+    return options
+
+
+def _dtype(resolved: Resolved, options: SpeculativeOptions) -> str:
+    requested = options.dtype or "auto"
+    dtype = resolved.dtype if requested == "auto" else DTYPES.get(requested, requested)
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"{KEY}.dtype={requested}: choose from auto, float32, bfloat16, float16")
+    return dtype
+
+
+def _length(resolved: Resolved, options: SpeculativeOptions, hf_config: Mapping[str, Any]) -> int:
+    """Raises ConfigError: the drafter's context is too short."""
+    own, where = model_length(hf_config)
+    length = options.max_model_len
+    if not where or options.drafts_with_model != "draft_model":
+        return min(length or resolved.max_model_len, resolved.max_model_len)
+    if length is not None and length > own:
+        raise ConfigError(
+            f"{KEY}.max_model_len={length} is more than the {own} tokens that the drafter's config.json allows ({where})"
+        )
+    if length is None and own < resolved.max_model_len:
+        raise ConfigError(
+            f"{KEY}: the drafter's context is {own} tokens ({where}), and max_model_len is {resolved.max_model_len}; use"
+            f" --max-model-len {own}, or accept that longer requests get no draft tokens with {KEY}.max_model_len={own}"
+        )
+    return min(length or own, resolved.max_model_len)
+
+
+def _check_vocabulary(resolved: Resolved, options: SpeculativeOptions, draft: DraftModel) -> None:
+    """Raises ConfigError: the draft model has another vocabulary."""
+    if _same_vocabulary(resolved, draft):
+        return
+    own, target = (model_size(each.hf_config, "vocab_size") for each in (draft, resolved))
+    raise ConfigError(
+        f"{KEY}.model={options.model or draft.path}: its vocabulary ({own} tokens) is not that of the model ({target}"
+        " tokens); use a draft model with the same tokenizer, or join them by their texts with use_heterogeneous_vocab"
+    )
+
+
+def _same_vocabulary(resolved: Resolved, draft: DraftModel) -> bool:
+    """By tokenizer.json where both have one: the sizes of padded tables may differ."""
+    own, other = (Path(folder) / "tokenizer.json" for folder in (draft.path, resolved.tokenizer_folder))  # fmt: skip
+    sizes = (model_size(each, "vocab_size") for each in (draft.hf_config, resolved.hf_config))
+    if not (own.is_file() and other.is_file()):
+        return len(set(sizes)) == 1
+    return own.read_bytes() == other.read_bytes() or _ids(own) == _ids(other)
+
+
+def _ids(file: Path) -> dict[str, int]:
+    """The ids of a tokenizer's texts. Raises ConfigError: it is not a tokenizer.json."""
+    try:
+        says = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = says["model"]["vocab"]
+        if isinstance(vocabulary, list):
+            vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
+        return vocabulary | {one["content"]: one["id"] for one in says.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {error!r}") from None

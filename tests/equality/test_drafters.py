@@ -1,0 +1,209 @@
+"""Drafters without a model: what they propose, from which texts, and that failures and wrong tokens cost proposals only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
+
+from quire.features.speculation import suffix
+from quire.features.speculation.chain import Chain
+from quire.features.speculation.drafter import Drafter
+from quire.features.speculation.guarded import GuardedDrafter
+from quire.features.speculation.suffix import END, SuffixDrafter, TokenIndex
+from quire.protocol.sampling_params import SamplingParams
+
+A, B = b"a", b"b"
+PROMPTS = prompts(6)
+
+
+def drafter(depth: int = 8, answers: int = 10, factor: float = 2.0, least: float = 0.1) -> SuffixDrafter:  # fmt: skip
+    return SuffixDrafter(depth, answers, factor, least)
+
+
+def proposal(one: SuffixDrafter, tokens: Sequence[int], scope: bytes = A, limit: int = 9) -> list[int]:  # fmt: skip
+    one.enter(7, tokens, scope)
+    found = one.propose(7, limit)
+    one.leave(7)
+    return found
+
+
+def answered(one: SuffixDrafter, prompt: list[int], answer: list[int], scope: bytes = A) -> None:
+    one.enter(3, prompt, scope)
+    one.propose(3, 1)
+    for token in answer:
+        one.extend(3, [token])
+    one.leave(3)
+
+
+def test_the_text_itself_is_searched() -> None:
+    assert proposal(drafter(), [1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1, 2, 3]
+    assert proposal(drafter(factor=1.0), [1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1]
+    assert proposal(drafter(), [1, 2, 3, 4, 5, 1, 2, 3], limit=2) == [4, 5]
+    assert proposal(drafter(), [1, 2, 3]) == []
+    assert proposal(drafter(), [1]) == []
+
+
+def test_the_longest_match_counts_and_then_the_most_frequent_continuation() -> None:
+    far = [9, 1, 2, 3, 7, 8, 6, 1, 2, 3, 5, 5, 4, 9, 1, 2, 3]
+    assert proposal(drafter(), far, limit=2) == [7, 8]
+    often = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 5, 3, 3, 1, 2]
+    assert proposal(drafter(depth=2), often, limit=1) == [5]
+    assert proposal(drafter(depth=2, least=0.7), often, limit=1) == []
+
+
+def test_past_answers_are_found_in_their_scope_only() -> None:
+    one = drafter()
+    answered(one, [50, 51], [1, 2, 3, 4, 5])
+    assert proposal(one, [60, 1, 2]) == [3, 4, 5]
+    assert proposal(one, [60, 50, 51]) == []  # prompts are not kept
+    assert proposal(one, [60, 1, 2], scope=B) == []
+    assert list(one.answers) == [A]
+    none = drafter(answers=0)
+    answered(none, [50, 51], [1, 2, 3, 4, 5])
+    assert proposal(none, [60, 1, 2]) == []
+
+
+def test_what_a_preempted_request_knew_counts_once() -> None:
+    one = drafter()
+    answered(one, [50, 51], [1, 2, 3])
+    answered(one, [50, 51, 1, 2, 3], [4, 5, 6])
+    assert list(one.answers[A].tokens) == [1, 2, 3, END, 4, 5, 6, END]
+
+
+def test_the_oldest_answers_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = drafter(answers=2)
+    for start, scope in ((10, A), (20, B), (30, A)):
+        answered(one, [1], [start, start + 1, start + 2, start + 3], scope)
+    assert [proposal(one, [1, 10, 11]), proposal(one, [1, 20, 21], B), proposal(one, [1, 30, 31])] == [[], [22, 23], [32, 33]]  # fmt: skip
+    monkeypatch.setattr(suffix, "MAX_BYTES", 8 * suffix.BYTES_PER_TOKEN)
+    answered(one, [1], list(range(40, 60)), B)
+    assert one.num_bytes <= suffix.MAX_BYTES
+    assert list(one.answers) == [B]
+    assert proposal(one, [1, 40, 41], B) == [42, 43, 44, 45]
+
+
+def test_the_index_agrees_with_a_search_through_all_texts() -> None:
+    draw = random.Random(1)
+    index, texts = TokenIndex(), list[list[int]]()
+    for _ in range(60):
+        texts.append([draw.randrange(4) for _ in range(draw.randint(1, 12))])
+        index.add_text(texts[-1])
+        if len(texts) > 5:
+            index.drop_text(len(texts.pop(0)))
+        for _ in range(5):
+            recent = type(index.tokens)("i", [draw.randrange(4) for _ in range(6)])
+            expected = [
+                (index.start + sum(len(text) + 1 for text in texts[:number]) + end, common(text[:end], recent))
+                for number, text in enumerate(texts)
+                for end in range(2, len(text))
+                if text[end - 2 : end] == recent[-2:].tolist()
+            ]  # fmt: skip
+            found = [(place, index.match(place, recent)) for place in index.places(recent)]
+            assert found == expected[::-1][: suffix.MAX_PLACES]
+
+
+def common(text: list[int], recent: Any) -> int:
+    """How many of the last tokens are equal."""
+    count = 0
+    while count < min(len(text), len(recent)) and text[-1 - count] == recent[-1 - count]:
+        count += 1
+    return count
+
+
+class Fixed(Drafter):
+    def __init__(self, proposals: dict[int, list[int]]):
+        self.proposals, self.asked = proposals, list[dict[int, int]]()
+
+    def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+        self.asked.append(limits)
+        return {row: self.proposals[row] for row in limits if row in self.proposals}
+
+
+def test_a_chain_asks_the_next_drafter_for_rows_without_a_proposal() -> None:
+    first, second = Fixed({1: [5], 2: []}), Fixed({1: [6], 2: [7], 3: [8]})
+    assert Chain([first, second]).propose_all({1: 4, 2: 4, 3: 4}) == {1: [5], 2: [7], 3: [8]}
+    assert second.asked == [{2: 4, 3: 4}]
+
+
+class Failing(Drafter):
+    """It fails for some rows, and proposes what is no token."""
+
+    def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
+        if len(tokens) % 2:
+            raise RuntimeError("odd")
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        if row == 2:
+            raise KeyError(row)
+
+    def leave(self, row: int) -> None:
+        raise KeyError(row)
+
+    def propose(self, row: int, limit: int) -> list[int]:
+        return [5, 1 << 20, 3] if row else [-1]
+
+
+class Broken(Drafter):
+    def propose(self, row: int, limit: int) -> list[int]:
+        raise RuntimeError("never")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: str) -> list[list[int]]:
+    with engine(checkpoint) as one:
+        return one.tokens(PROMPTS, greedy(40))
+
+
+@pytest.fixture(scope="module")
+def speculating(checkpoint: str) -> Iterator[Engine]:
+    config = {"method": "suffix,ngram", "num_speculative_tokens": 4, "adaptive": False, "prompt_lookup_max": 2}  # fmt: skip
+    with engine(checkpoint, speculative_config=config) as one:
+        yield one
+
+
+def drafted(one: Engine, params: SamplingParams) -> int:
+    before = one.stats()["counts"]["spec_decode_num_draft_tokens"]
+    one.found = one.tokens(PROMPTS, params)
+    return int(one.stats()["counts"]["spec_decode_num_draft_tokens"] - before)
+
+
+def test_past_answers_help_the_next_request(speculating: Engine, plain: list[list[int]]) -> None:
+    first = drafted(speculating, greedy(40))
+    assert speculating.found == plain
+    before = speculating.stats()["counts"]["spec_decode_num_accepted_tokens"]
+    assert drafted(speculating, greedy(40)) > first + 50
+    assert speculating.found == plain
+    assert speculating.stats()["counts"]["spec_decode_num_accepted_tokens"] > before + 100
+
+
+def test_a_request_limits_its_draft_tokens(speculating: Engine, plain: list[list[int]]) -> None:
+    drafted(speculating, greedy(40))  # their answers are known now
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, speculative={"k": 0})
+    assert drafted(speculating, params) == 0
+    assert speculating.found == plain
+    params.speculative = {"k": 1}
+    steps = speculating.stats()["counts"]["spec_decode_num_drafts"]
+    tokens = drafted(speculating, params)
+    assert 0 < tokens == speculating.stats()["counts"]["spec_decode_num_drafts"] - steps
+
+
+@pytest.mark.parametrize("kind", [Failing, Broken])
+def test_a_drafter_that_fails_costs_proposals_only(
+    speculating: Engine, plain: list[list[int]], kind: type[Drafter], caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    hook = next(hook for hook in speculating.client.core.executor.worker.hooks if hook.name == "speculation")  # fmt: skip
+    good, hook.drafter = hook.drafter, GuardedDrafter(kind(), hook.rows)
+    try:
+        assert speculating.tokens(PROMPTS, greedy(40)) == plain
+    finally:
+        hook.drafter = good
+    assert caplog.text.count(f"the drafter {kind.__name__} failed") == 1
