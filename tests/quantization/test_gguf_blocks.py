@@ -31,9 +31,21 @@ def stored(kind: str, outs: int, ins: int) -> BlockRows:
 
 
 def dequantized(*parts: BlockRows) -> Tensor:
-    number = gguf.GGMLQuantizationType
-    found = [gguf.quants.dequantize(part.rows_ON.numpy(), number[part.kind]) for part in parts]
+    found = [one_bit(part) if part.kind == "Q1_0" else by_gguf(part) for part in parts]
     return torch.from_numpy(np.concatenate(found))
+
+
+def by_gguf(part: BlockRows) -> np.ndarray:
+    return gguf.quants.dequantize(part.rows_ON.numpy(), gguf.GGMLQuantizationType[part.kind])
+
+
+def one_bit(part: BlockRows) -> np.ndarray:
+    """Q1_0, which the package does not decode: a scale, then a bit for each of 128 weights, 1 for plus."""
+    rows = part.rows_ON.numpy()
+    blocks = rows.reshape(len(rows), -1, 18)
+    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
+    signs = np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little").astype(np.float32) * 2 - 1
+    return (scales * signs).reshape(len(rows), -1)
 
 
 def test_the_forms_are_those_of_the_file() -> None:
@@ -54,6 +66,7 @@ def test_stored_numbers_mean_what_gguf_says(kind: str) -> None:
     if minimum is not None:
         w = w - minimum.repeat_interleave(form.group, 1)
     assert torch.equal(w, dequantized(part))
+    assert torch.equal(form.floats(part.rows_ON), w)
     for name in BUILDS:
         ids = torch.tensor([69, 0, 31, 32, 5])
         weight = BlocksWeight([part], False, kernels_of(name))

@@ -14,6 +14,7 @@ BLOCKS = {
     "Q2_K": "Q5_0",
     **dict.fromkeys(("Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ3_XXS", "IQ3_S"), "Q4_1"),
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"), "Q4_1"),
+    **dict.fromkeys(("TQ1_0", "TQ2_0", "Q1_0"), "Q4_0"),
 }
 """Types of GGUF tensors that the CPU kernels multiply (`quantization/gguf_blocks.py`), and a type that takes as much memory in a
 file as they do in the kernels' layout: fewer than 4 bits are stored as 4."""

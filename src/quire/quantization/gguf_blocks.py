@@ -140,12 +140,13 @@ def _product(x_TI: Tensor, form: BlockForm, codes: BlockCodes) -> Tensor:
 def _pack(part: BlockRows, into: int, stride: int, packing: Packing) -> None:
     """Write the panels of a part to the address `into`, `stride` bytes from one to the next."""
     form, rows_ON = part.form, part.rows_ON
-    blocks, each = rows_ON.shape[1] // form.size, len(rows_ON)
+    ins, each = rows_ON.shape[1] // form.size * form.block, len(rows_ON)
     if form.plain:
-        each = max(1, AT_ONCE // (blocks * form.block * PANEL)) * PANEL
+        each = max(1, AT_ONCE // (ins * PANEL)) * PANEL
     for panel, rows in zip(range(0, len(rows_ON), each), rows_ON.split(each), strict=True):
         taken = form.plain_rows(rows) if form.plain else rows
         where = [taken.data_ptr(), taken.stride(0), len(taken), into + panel // PANEL * stride]
+        blocks = ins // (form.plain or form.block)
         packing.add([*where, stride, form.number, blocks], taken)
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.quantization.gguf_grids import numbers_of
+
 
 class BlockCodes(NamedTuple):
     """Some rows of a weight. `q_OI`: uint8, or int8 of Q8_0 and of forms with codes. `d_OB`, `dmin_OB`: float16, or bfloat16 of
@@ -45,7 +47,7 @@ class BlockForm(NamedTuple):
 
     `number`: in kernels/block_forms.h; `stored`: bits of a weight in a record of the kernels; `block`, `size`: inputs and bytes
     of a block in the file; `group`: inputs of a group; `read`: blocks [O, B, size] -> codes; `codes`: the bytes that 4 stored
-    bits stand for; `plain`: the kernels pack it as `BlockRows.plain` unpacks it.
+    bits stand for; `plain`: inputs of a block of the kernels, if they pack what `plain_rows` unpacks: `read` then gives numbers of codes.
     """
 
     number: int
@@ -57,29 +59,42 @@ class BlockForm(NamedTuple):
     read: Callable[[Tensor], BlockCodes]
     minima: bool = False
     codes: tuple[int, ...] = ()
-    plain: bool = False
+    plain: int = 0
 
     @property
     def record(self) -> int:
         """Bytes of a block of 32 outputs in a panel."""
-        groups = self.block // self.group
+        each = self.plain or self.block
+        groups = each // self.group
         header = 64 + (groups * 32 if groups > 1 else 0)
-        return header * (2 if self.minima else 1) + self.block * self.stored * 4
+        return (header * (2 if self.minima else 1) + each * self.stored * 4) * (self.block // each)
 
     def codes_of(self, rows_ON: Tensor) -> BlockCodes:
-        return self.read(rows_ON.view(len(rows_ON), -1, self.size))
+        found = self._numbers(rows_ON)
+        if not self.plain:
+            return found
+        codes = torch.tensor(self.codes, dtype=torch.int8)
+        return found._replace(q_OI=codes[found.q_OI.long()])
+
+    def floats(self, rows_ON: Tensor) -> Tensor:
+        """The weights that rows stand for, float32 [O, I]."""
+        codes = self.codes_of(rows_ON)
+        scale_OG, minimum_OG = codes.numbers(codes.q_OI.shape[1] // self.group)
+        w_OGS = (codes.q_OI.float() - self.zero).unflatten(1, (-1, self.group)) * scale_OG[
+            ..., None
+        ]
+        return (w_OGS if minimum_OG is None else w_OGS - minimum_OG[..., None]).flatten(1)
 
     def plain_rows(self, rows_ON: Tensor) -> Tensor:
         """Rows as kernels/pack_blocks.cpp takes them: of each block the scale, the factors, and a byte for each input."""
-        found, blocks = self.codes_of(rows_ON), rows_ON.shape[1] // self.size
-        place = torch.zeros(256, dtype=torch.uint8)
-        place[torch.tensor(self.codes, dtype=torch.int8).view(torch.uint8).long()] = torch.arange(
-            len(self.codes), dtype=torch.uint8
-        )
-        bytes_OI = place[found.q_OI.view(torch.uint8).long()]
-        parts = [found.d_OB, found.factor_OG, bytes_OI]
+        found = self._numbers(rows_ON)
+        blocks = found.d_OB.shape[1]
+        parts = [found.d_OB, found.factor_OG, found.q_OI]
         parts_ON = [part.contiguous().view(torch.uint8) for part in parts if part is not None]
         return torch.cat([part.unflatten(1, (blocks, -1)) for part in parts_ON], 2).flatten(1)
+
+    def _numbers(self, rows_ON: Tensor) -> BlockCodes:
+        return self.read(rows_ON.view(len(rows_ON), -1, self.size))
 
 
 def _halves(blocks_OBN: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,6 +236,35 @@ def _mxfp4(blocks_OBN: Tensor) -> BlockCodes:
     return BlockCodes(_looked_up(DOUBLE_E2M1, q), bits_OB.to(torch.int16).view(torch.bfloat16))
 
 
+TERNARY = (-1, 0, 1, 2)
+
+
+def _ternary(numbers: Tensor, blocks_OBN: Tensor, at: int) -> BlockCodes:
+    """The kernels have a scale for every 32 inputs."""
+    each = numbers.shape[2] // 32
+    d_OB = _float16(blocks_OBN, at).repeat_interleave(each, 1)
+    return BlockCodes(numbers.flatten(1), d_OB)
+
+
+def _tq1_0(blocks_OBN: Tensor) -> BlockCodes:
+    """Five weights, the last ones four, are digits of a fraction in base 3."""
+    parts = []
+    for part, powers in zip(blocks_OBN[..., :52].split((32, 16, 4), -1), (5, 5, 4), strict=True):
+        moved = part[..., None, :] * 3 ** torch.arange(powers)[:, None]
+        parts.append(((moved & 255) * 3 >> 8).byte().flatten(2))
+    return _ternary(torch.cat(parts, 2), blocks_OBN, 52)
+
+
+def _tq2_0(blocks_OBN: Tensor) -> BlockCodes:
+    return _ternary(_pairs(blocks_OBN[..., :64]).flatten(2), blocks_OBN, 64)
+
+
+def _q1_0(blocks_OBN: Tensor) -> BlockCodes:
+    """One bit: plus or minus the scale."""
+    bits = blocks_OBN[..., 2:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return _ternary((bits << 1).flatten(2), blocks_OBN, 0)
+
+
 Factors = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Blocks -> d_OB and the whole factors [O, B, 8 or 16]."""
 
@@ -228,18 +272,12 @@ Factors = Callable[[Tensor], tuple[Tensor, Tensor]]
 def _of_grids(
     factors: Factors, kind: str, codes: tuple[int, ...], unit: float, blocks_OBN: Tensor
 ) -> BlockCodes:
-    """Types whose values are rows of large tables: the `gguf` package has these."""
-    import gguf
-
+    """Types whose weights are rows of tables."""
     d_OB, factor_OBG = factors(blocks_OBN)
-    number = gguf.GGMLQuantizationType[kind]
-    w_OI = torch.from_numpy(gguf.quants.dequantize(blocks_OBN.flatten(1).numpy(), number))
-    scale_OG = (unit * d_OB.float()[..., None] * factor_OBG).flatten(1)
-    scale_OI = scale_OG.repeat_interleave(w_OI.shape[1] // scale_OG.shape[1], 1)
-    q_OI = torch.where(scale_OI == 0, codes[0], (w_OI / scale_OI).round()).to(torch.int8)
     groups = 256 // (16 if len(codes) == 6 else 32)
     factor_OG = factor_OBG.repeat_interleave(groups // factor_OBG.shape[2], 2).flatten(1)
-    return BlockCodes(q_OI, d_OB, factor_OG.to(torch.int8), unit=unit)
+    numbers_OI = numbers_of(kind, codes, blocks_OBN)
+    return BlockCodes(numbers_OI, d_OB, factor_OG.to(torch.int8), unit=unit)
 
 
 def _odd(q_OBX: Tensor) -> Tensor:
@@ -284,7 +322,7 @@ def _grid(
 ) -> BlockForm:
     read = partial(_of_grids, factors, kind, codes, unit)
     group = 16 if len(codes) == 6 else 32
-    return BlockForm(number, 4, 256, size, group, 0, read, codes=codes, plain=True)
+    return BlockForm(number, 4, 256, size, group, 0, read, codes=codes, plain=256)
 
 
 IQ2, IQ1 = _signed(8, 25, 43), _signed(1, 7, 9)
@@ -312,5 +350,8 @@ FORMS = {
     "IQ2_S": _grid(15, "IQ2_S", 82, partial(_last_nibbles, count=8), IQ2, 0.125),
     "IQ1_S": _grid(16, "IQ1_S", 50, _iq1_s, IQ1, 0.125),
     "IQ1_M": _grid(16, "IQ1_M", 56, _iq1_m, IQ1, 0.125),
+    "TQ1_0": BlockForm(17, 4, 256, 54, 32, 0, _tq1_0, codes=TERNARY, plain=32),
+    "TQ2_0": BlockForm(17, 4, 256, 66, 32, 0, _tq2_0, codes=TERNARY, plain=32),
+    "Q1_0": BlockForm(17, 4, 128, 18, 32, 0, _q1_0, codes=TERNARY, plain=32),
 }
 """Type of a tensor -> the form that the kernels multiply."""

@@ -41,7 +41,7 @@ constexpr Codes CODES[] = {  // by the form's number, from FIRST_CODES on; gguf_
     IQ4, IQ4, {{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, 1, true},
     {{4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62}, .25f, false},
     {{1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15}, 1, false},
-    {{8, 25, 43, -8, -25, -43}, .125f, false}, {{1, 7, 9, -1, -7, -9}, .125f, false}};
+    {{8, 25, 43, -8, -25, -43}, .125f, false}, {{1, 7, 9, -1, -7, -9}, .125f, false}, {{-1, 0, 1, 2}, 1, false}};
 
 template <class Call>
 inline void with_form(long form, Call call) {  // numbers of gguf_blocks.py
@@ -56,7 +56,7 @@ inline void with_form(long form, Call call) {  // numbers of gguf_blocks.py
     case 7: return call(Q5_1{});
     case 8: return call(Q2_K{});
     case 9: return call(Q3_K{});
-    case 10: case 12: return call(SmallLookup{});
+    case 10: case 12: case 17: return call(SmallLookup{});
     case 11: case 13: case 14: return call(Lookup{});
     case 15: case 16: return call(FineLookup{});
   }
