@@ -96,6 +96,14 @@ MOE = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
 }
+ERNIE_MOE = {
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "moe_num_shared_experts": 2,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": False,
+}
 SHARED = {
     "n_routed_experts": 6,
     "n_group": 1,
@@ -282,6 +290,23 @@ CASES = [
             "residual_multiplier": 0.6,
             "attention_multiplier": 0.3,
             "logits_scaling": 0.6,
+        },
+    ),
+    Case(
+        "granite moe without shared",
+        "granitemoeshared",
+        {**MOE, "head_dim": None, "shared_intermediate_size": 0, "logits_scaling": 0.6},
+    ),
+    Case("ernie4_5 moe", "ernie4_5_moe", ERNIE_MOE),
+    Case(
+        "ernie4_5 moe biases",
+        "ernie4_5_moe",
+        {
+            **ERNIE_MOE,
+            "use_bias": True,
+            "moe_layer_interval": 2,
+            "num_hidden_layers": 5,
+            "moe_layer_end_index": 2,
         },
     ),
     Case(

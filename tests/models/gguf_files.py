@@ -20,12 +20,14 @@ KINDS = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma4_text": "gemma4", "llama4_text": "llama4",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2_moe": "lfm2moe",
+    "ernie4_5_moe": "ernie4_5-moe", "granitemoeshared": "granitemoe",
 }  # fmt: skip
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
 HALVES = {
     Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ1_M: (),
+    Kind.TQ1_0: (52,), Kind.TQ2_0: (64,), Kind.Q1_0: (0,), Kind.NVFP4: (),
     **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_S), (0,)),
 }  # fmt: skip
 """Where a block has its float16 numbers. (The package decodes these types; it does not encode them.)"""
@@ -39,6 +41,8 @@ def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np.ndarr
     for at in HALVES[kind]:
         d = (draw.uniform(0.5, 1.5, blocks.shape[:2]) * 4e-5).astype(np.float16)
         blocks[..., at : at + 2] = d[..., None].view(np.uint8)
+    if kind == Kind.NVFP4:  # e4m3
+        blocks[..., :4] &= 31
     if kind == Kind.IQ1_M:  # a nibble of the number in each of four
         blocks[..., 49::2] = blocks[..., 49::2] & 15 | np.array([9, 8, 7, 0], np.uint8) << 4
     return blocks.reshape(shape[0], -1)
@@ -76,7 +80,12 @@ def apart(found: dict[str, np.ndarray], c: dict[str, Any]) -> dict[str, np.ndarr
     """Granite's and DeepSeek's joined tensors in the parts that llama.cpp stores."""
     parts = {}
     for name, values in found.items():
-        if name.endswith("input_linear.weight"):
+        if name.endswith("shared_mlp.input_linear.weight"):
+            base = name.replace("shared_mlp.input_linear.weight", "mlp.shared_expert")
+            parts[f"{base}.gate_proj.weight"], parts[f"{base}.up_proj.weight"] = np.split(values, 2)
+        elif name.endswith("shared_mlp.output_linear.weight"):
+            parts[name] = values
+        elif name.endswith("input_linear.weight"):
             half, base = (
                 values.shape[1] // 2,
                 name.replace("block_sparse_moe.input_linear.weight", "mlp.experts"),
@@ -126,7 +135,8 @@ class GgufCopy:
             self.config["num_global_key_value_heads"] = full.get("num_key_value_heads")
         self.arch = KINDS.get(self.config["model_type"], self.config["model_type"])
         number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch)
-        self.names = gguf.get_tensor_name_map(number, self.config["num_hidden_layers"])
+        layers = self.config.get("num_hidden_layers") or len(self.config["layers_block_type"])
+        self.names = gguf.get_tensor_name_map(number, layers)
         self.head: Kind | None = None
         self.floats: dict[str, np.ndarray] = {}
         """What the written tensors mean, by GGUF name."""
@@ -279,6 +289,9 @@ class GgufCopy:
             ("first_k_dense_replace", w.add_leading_dense_block_count), ("n_group", w.add_expert_group_count),
             ("topk_group", w.add_expert_group_used_count), ("routed_scaling_factor", w.add_expert_weights_scale),
             ("norm_topk_prob", w.add_expert_weights_norm),
+            ("shared_intermediate_size", w.add_expert_shared_feed_forward_length), ("moe_num_experts", w.add_expert_count),
+            ("moe_k", w.add_expert_used_count), ("moe_num_shared_experts", w.add_expert_shared_count),
+            ("moe_layer_start_index", w.add_leading_dense_block_count), ("moe_layer_interval", w.add_interleave_moe_layer_step),
         ):  # fmt: skip
             if c.get(key) is not None:
                 add(c[key])
@@ -314,6 +327,8 @@ class GgufCopy:
                 w.add_expert_feed_forward_length(c["moe_intermediate_size"])
         if self.arch == "gemma4":
             self._gemma4(w, rope)
+        if c["model_type"] == "ernie4_5_moe":
+            w.add_expert_feed_forward_length(c["moe_intermediate_size"])
         if c["model_type"] == "minimax_m2":
             w.add_expert_feed_forward_length(c["intermediate_size"])
         if c.get("n_routed_experts") and c.get("moe_intermediate_size") and c.get("kv_lora_rank"):

@@ -69,14 +69,14 @@ class GraniteHybrid(CausalLM):
     def layer(self, i: int) -> nn.Module:
         cfg, mixer, names = self.cfg, self.mixer(i), {"mlp": "shared_mlp"}
         names_in_file = ("gate_proj", "up_proj", "input_linear", "output_linear")
-        mlp: nn.Module = GatedMLP(cfg, width=cfg.shared_intermediate_size, names=names_in_file)
+        width = cfg.get("shared_intermediate_size", 0)
+        mlp: nn.Module = GatedMLP(cfg, width=width, names=names_in_file)
         if count := cfg.get("num_local_experts", 0):
             hidden, routing = cfg.hidden_size, Routing(cfg.num_experts_per_tok, score="logits")
             stacked = ("input_linear.weight", "output_linear.weight")
-            experts = Experts(
-                hidden, cfg.intermediate_size, count, stacked=stacked, by_expert=False
-            )
-            mlp, names = MoE(Router(hidden, count, routing), experts, mlp), {"mlp": ""}
+            experts = Experts(hidden, cfg.intermediate_size, count, stacked=stacked)
+            shared, router = mlp if width else None, Router(hidden, count, routing)
+            mlp, names = MoE(router, experts, shared), {"mlp": ""}
             block = "block_sparse_moe"
             named(
                 mlp, gate=f"{block}.router.layer", experts=f"{block}.experts", shared="shared_mlp"

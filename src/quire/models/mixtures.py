@@ -210,3 +210,32 @@ class GraniteMoe(Mixture, Granite):
         stacked = ("input_linear.weight", "output_linear.weight")
         experts = self.experts(stacked=stacked)
         return MoE(self.router(), experts, checkpoint_names={"gate": "router.layer"})
+
+
+class ErnieMoe(Mixture):
+    """ERNIE 4.5 with experts, in layers from the first to the last that config.json names."""
+
+    block, inner = "mlp", "moe_intermediate_size"
+
+    def is_mixture(self, i: int) -> bool:
+        cfg, last = self.cfg, self.cfg.get("moe_layer_end_index", -1)
+        inside = cfg.moe_layer_start_index <= i <= (last if last >= 0 else i)
+        return inside and (i + 1) % cfg.moe_layer_interval == 0
+
+    def head(self, cfg: TextConfig, tied: Embedding | None) -> Head:
+        return Head(cfg.vocab_size, cfg.hidden_size, tied=tied, bias=cfg.use_bias)
+
+    def layer(self, i: int) -> nn.Module:
+        mlp = self.mixture() if self.is_mixture(i) else GatedMLP(self.cfg, bias=self.cfg.use_bias)
+        return self.decoder_layer(i, mlp)
+
+    def attention(self, i: int) -> nn.Module:
+        bias = self.cfg.use_bias
+        return SelfAttention(self.cfg, i, qkv_bias=bias, o_bias=bias, interleaved=True)
+
+    def mixture(self) -> nn.Module:
+        cfg = self.cfg
+        router = self.router(correction="moe_statics.e_score_correction_bias", float32=True)
+        width = cfg.moe_intermediate_size * cfg.moe_num_shared_experts
+        shared = GatedMLP(cfg, width=width, bias=cfg.use_bias) if width else None
+        return MoE(router, self.experts(), shared)

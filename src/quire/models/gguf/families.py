@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.errors import ConfigError, Unsupported
 from quire.models.gguf.header import GgufHeader, GgufTensor, read_header
+from quire.models.gguf.recurrent import head_sizes, layer_sizes
 from quire.models.registry import choose_impl
 
 TOP = {
@@ -26,6 +27,11 @@ SAFETENSORS = "serve the model's safetensors checkpoint"
 BIASED = re.compile(r"\.attn_(?:q|qkv|kv_a_mqa)\.bias$")
 SIGMOID = 2  # of expert_gating_func
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SWITCHES = {
+    "expert_count": "experts", "attention.sliding_window": "window", "ssm.dt_b_c_rms": "rms",
+    "expert_shared_feed_forward_length": "shared",
+}  # fmt: skip
+"""Key -> the line of a family that names the family of files with this key."""
 
 
 @functools.cache
@@ -40,7 +46,7 @@ def family(header: GgufHeader) -> dict[str, Any]:
         Unsupported: there is none.
     """
     families, name = table()["families"], header.architecture
-    for key, also in (("expert_count", "experts"), ("attention.sliding_window", "window")):
+    for key, also in SWITCHES.items():
         if header.get(key) and also in families.get(name, {}):
             name = families[name][also]
     if header.get("expert_gating_func") == SIGMOID:
@@ -70,9 +76,11 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "model_type": about["model_type"],
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": any(BIASED.search(name) for name in shapes),
-        "attention_out_bias": "blk.0.attn_output.bias" in shapes,
-        "mlp_bias": "blk.0.ffn_down.bias" in shapes,
+        "attention_out_bias": any(name.endswith(".attn_output.bias") for name in shapes),
+        "mlp_bias": any(name.endswith(".ffn_down.bias") for name in shapes),
+        "conv_bias": any(name.endswith(".shortconv.in_proj.bias") for name in shapes),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in shapes,
         "dtype": _dtype(header),
         **about.get("config", {}),
     }
@@ -80,13 +88,13 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         config["quantization_config"] = {"quant_method": "gguf"}
     for key, name in {**table()["keys"], **about.get("keys", {})}.items():
         value = header.get(key)
-        if value is not None and not (key in about.get("by_layer", ()) and isinstance(value, list)):
-            config[name] = _scalar(header, key, value)
+        if value is not None and name:
+            config[name] = _scalar(header, key, value, key in about.get("by_layer", ()))
     if (embeddings := shapes.get("token_embd.weight")) is None or len(embeddings) != 2:
         raise ConfigError(f"{header.files[0]} has no table token_embd.weight")
     config["vocab_size"] = embeddings[0]
     try:
-        _complete(header, about, config)
+        _complete(header, about, config, shapes)
         impl, why = choose_impl(about["architecture"], config)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{header.files[0]}: its metadata are not complete: {error!r}") from None
@@ -96,8 +104,11 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     return config
 
 
-def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, Any]) -> None:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+def _complete(
+    header: GgufHeader, about: Mapping[str, Any], config: dict[str, Any], names: Collection[str]
+) -> None:
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"] = config["num_attention_heads"] or 1  # 0: no attention
     layers = config["num_hidden_layers"] = int(config["num_hidden_layers"]) - int(
         header.get("nextn_predict_layers", 0)
     )
@@ -105,12 +116,7 @@ def _complete(header: GgufHeader, about: Mapping[str, Any], config: dict[str, An
         raise ConfigError(f"{header.files[0]}: it claims {layers} layers")
     if about["model_type"] == "gemma4_text":
         config |= _gemma4(header, config)
-    if "tiled" in about:
-        config["linear_value_head_dim"] = (
-            header.get("ssm.inner_size") // config["linear_num_value_heads"]
-        )
-    if about.get("convolutions"):
-        config |= _convolutions(header)
+    config |= layer_sizes(header, about, names, config)
     if header.get("attention.kv_lora_rank"):
         config |= _latent_attention(header)
     config.setdefault("num_key_value_heads", heads)
@@ -169,16 +175,6 @@ def _gemma4(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _convolutions(header: GgufHeader) -> dict[str, Any]:
-    """LFM2: layers without key heads are convolutions."""
-    kv_heads = header.get("attention.head_count_kv")
-    return {
-        "num_key_value_heads": max(kv_heads),
-        "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
-        "conv_bias": any(t.name.endswith("shortconv.in_proj.bias") for t in header.tensors),
-    }
-
-
 def _proportional(header: GgufHeader, size: int, window_size: int) -> dict[str, Any]:
     """Gemma 4's rotation: rope_freqs has huge factors for the features that full layers do not rotate."""
     freqs = _numbers(next((t for t in header.tensors if t.name == "rope_freqs.weight"), None))
@@ -210,8 +206,10 @@ def _latent_attention(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-def _scalar(header: GgufHeader, key: str, value: Any) -> Any:
-    """One value for all layers. Raises Unsupported: layers differ."""
+def _scalar(header: GgufHeader, key: str, value: Any, differs: bool) -> Any:
+    """One value for all layers; the largest, if they may differ. Raises Unsupported: they differ, and may not."""
+    if isinstance(value, list) and differs:
+        value = max((each for each in value if isinstance(each, int)), default=0)
     if isinstance(value, list):
         if len(set(map(str, value))) != 1:
             what = f"{header.files[0]} (layers that differ in {key})"
@@ -285,6 +283,7 @@ class TensorPlace(NamedTuple):
     `heads`: of a weight whose rows are in the order of interleaved rope, else 0. `minus_one`: it is stored with 1 added.
     `half`: which half of each expert's rows it is; None: all. `tiled`: (first, key heads, value heads of each): rows from `first`
     on have the heads of one key head apart; columns, if `columns`. `is_decay`: it is -exp(the checkpoint's).
+    `by_head`: (key heads, rows of each part): each key head has its rows of all parts; the first half is all parts but the last.
     """
 
     tensor: GgufTensor
@@ -295,6 +294,7 @@ class TensorPlace(NamedTuple):
     tiled: tuple[int, int, int] | None = None
     columns: bool = False
     is_decay: bool = False
+    by_head: tuple[int, tuple[int, ...]] | None = None
 
 
 def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorPlace]:
@@ -305,14 +305,15 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorP
     """
     about = family(header)
     names = {**table()["tensors"], **about.get("tensors", {})}
+    top, layers = {**TOP, **about.get("top", {})}, about.get("layers", "model.layers")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found = []
     for tensor in header.tensors:
         base, _, end = tensor.name.rpartition(".")
         if re.fullmatch(r"blk\.\d+", base):  # a name without .weight
             base, end = tensor.name, ""
-        if base in TOP:
-            name = TOP[base]
+        if base in top:
+            name = top[base]
         elif match := re.match(r"^blk\.(\d+)\.(.+)$", base):
             layer, base = int(match[1]), match[2]
             if layer >= config["num_hidden_layers"]:
@@ -321,7 +322,7 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorP
             if base not in names:
                 what = f"{tensor.file} (a tensor {tensor.name} in a {header.architecture} model)"
                 raise Unsupported(what, SAFETENSORS)
-            name = f"model.layers.{layer}.{names[base]}"
+            name = f"{layers}.{layer}.{names[base]}"
         elif ROPE.match(tensor.name):
             continue
         else:
@@ -336,6 +337,7 @@ def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> list[TensorP
             tiled=_tiles(base, about, config),
             columns=base == "ssm_out",
             is_decay=base == "ssm_a",
+            by_head=head_sizes(base, config) if base in about.get("by_key_head", ()) else None,
         )
         if both := re.match(r"(.+\.)(\w+)\+(\w+)(\.\w+)$", place.name):
             start, end = both[1], both[4]
@@ -368,4 +370,9 @@ def stored_in(file: Path) -> list[tuple[str, str, Sequence[int]]]:
 
 def _shape(place: TensorPlace) -> Sequence[int]:
     shape = place.tensor.shape
-    return shape if place.half is None else (shape[0], shape[1] // 2, *shape[2:])
+    if place.half is None:
+        return shape
+    if place.by_head is not None:
+        keys, rows = place.by_head
+        return (keys * (rows[-1] if place.half else sum(rows[:-1])), *shape[1:])
+    return (shape[0], shape[1] // 2, *shape[2:])

@@ -24,6 +24,7 @@ from quire.logging import get_logger
 from quire.models.gguf.families import TensorPlace, tensor_places
 from quire.models.gguf.folder import only_model
 from quire.models.gguf.header import TYPES, GgufHeader, GgufTensor, read_header
+from quire.quantization.gguf_forms import FORMS
 
 log = get_logger(__name__)
 
@@ -101,9 +102,13 @@ def _in_place(each: TensorPlace, tensor: Tensor) -> Iterator[tuple[str, Tensor]]
         tensor = rope_halves(tensor, each.heads)
     if each.tiled is not None:
         tensor = grouped_heads(tensor, *each.tiled, dim=int(each.columns))
+    if each.tensor.name.endswith("ssm_norm.weight"):  # Mamba-2: [groups, features]
+        tensor = tensor.flatten()
     if each.is_decay:
         tensor = (-tensor.float()).log()
-    if each.half is not None:
+    if each.by_head is not None and each.half is not None:
+        tensor = part_of_heads(tensor, *each.by_head, each.half)
+    elif each.half is not None:
         tensor = tensor.chunk(2, 1)[each.half]
     if each.minus_one:
         tensor = (tensor.float() - 1).to(tensor.dtype)
@@ -140,6 +145,18 @@ def grouped_heads(tensor: Tensor, first: int, keys: int, values: int, dim: int) 
     return torch.cat([tensor.narrow(dim, 0, first), grouped], dim)
 
 
+def part_of_heads(tensor: Tensor, keys: int, rows: tuple[int, ...], half: int) -> Tensor:
+    """Of rows in the order of the key heads, the parts of one half, each with its rows of all heads together.
+
+    Raises:
+        ConfigError: the rows are not those of so many heads.
+    """
+    if len(tensor) != keys * sum(rows):
+        raise ConfigError(f"{len(tensor)} rows for {keys} key heads with {sum(rows)} rows each")
+    parts = tensor.unflatten(0, (keys, -1)).split(rows, 1)
+    return torch.cat([part.flatten(0, 1) for part in (parts[-1:] if half else parts[:-1])])
+
+
 def _floats(tensor: GgufTensor, bytes_N: Tensor, dtype: torch.dtype) -> Tensor:
     """The values, in their own dtype if they are floats, else in `dtype`."""
     if (own := PLAIN.get(tensor.kind)) is not None:
@@ -161,6 +178,8 @@ def _dequantized(tensor: GgufTensor, blocks: np.ndarray[Any, Any]) -> Tensor:
     try:
         return torch.from_numpy(gguf.quants.dequantize(blocks, kind))
     except NotImplementedError:
+        if (form := FORMS.get(tensor.kind)) is not None:
+            return form.floats(torch.from_numpy(blocks)[None])[0]
         raise Unsupported(
             f"{tensor.file} (a tensor of the type {tensor.kind})",
             "serve another quantization of the model",
