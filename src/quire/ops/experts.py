@@ -115,6 +115,20 @@ class Multiplies(Protocol):
     def multiply(self, x_TI: Tensor) -> Tensor: ...
 
 
+class CodedWeight(NamedTuple):
+    """The tensors of a quantized weight [O, I], for the grouped products of an accelerator.
+
+    `data`: int8 codes [O, I] with `scale` [O]; or, with a `step`, integers as `triton/wna16_gemm.packed` has them, with `scale` and
+    `zero` [G, O].
+    """
+
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    bits: int = 8
+    step: int = 0
+
+
 @dataclass(eq=False, slots=True)
 class ExpertWeights:
     """The weights of the experts of one layer, by number.

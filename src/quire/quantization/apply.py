@@ -24,8 +24,9 @@ from quire.quantization.compressed_tensors import CompressedInt8Format, Compress
 from quire.quantization.fp8 import Float8Weight
 from quire.quantization.fp8_checkpoint import Fp8Format, RequantizedFp8Format
 from quire.quantization.gptq import GptqFormat
-from quire.quantization.int4 import Int4Weight
+from quire.quantization.int4 import GROUP, Int4Weight
 from quire.quantization.int8 import Int8Codes, Int8Weight
+from quire.quantization.online import quantize_later
 from quire.quantization.packing import Packing
 from quire.quantization.wna16 import FewBitsWeight
 
@@ -38,6 +39,9 @@ ONLINE: dict[str, Make] = {
     "fp8": Int8Weight.of,
 }
 """`--quantization` -> what quantizes a weight of 16 or 32 bits, on the CPU."""
+
+GROUPS = {"int8": 0, "fp8": 0, "int4": GROUP, "int4_g64": 64, "int4_g32": 32}
+"""Methods by which the CPU kernels quantize many weights at once -> inputs of a group; 0: int8."""
 
 ON_ACCELERATOR: dict[str, Make] = {
     "fp8": Float8Weight.of,
@@ -126,8 +130,24 @@ def quantize_weight(ref: WeightRef, method: str, accelerator: bool = False) -> b
 
 
 def quantize_weights(refs: Iterable[WeightRef], method: str, accelerator: bool = False) -> int:
-    """Quantize each weight by `method`; return how many. The embedding's table is not among them."""
-    return sum(quantize_weight(ref, method, accelerator) for ref in refs)
+    """Quantize each weight by `method`; return how many. The embedding's table is not among them.
+
+    On a CPU the kernels quantize many at once, and few megabytes exist twice at a time.
+    """
+    kernels = None if accelerator or method not in GROUPS else best()
+    packing = None if kernels is None else Packing(kernels.quantize_weights)
+    count = 0
+    for ref in refs:
+        if ref.prepared is not None or ref.exact:
+            continue
+        if kernels is None or packing is None or ref.is_head:
+            done = False
+        else:
+            done = quantize_later(ref, packing, kernels, GROUPS[method])
+        count += done or quantize_weight(ref, method, accelerator)
+    if packing is not None:
+        packing.finish()
+    return count
 
 
 def pack_weights(refs: Iterable[WeightRef]) -> int:

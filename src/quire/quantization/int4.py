@@ -97,6 +97,18 @@ class Int4Weight(PreparedWeight):
             return Int8Weight.of(weight_OI, gated, kernels)
         return cls(quantize_groups_by(kernels, weight_OI, group), gated, kernels)
 
+    @classmethod
+    def unfilled(cls, outs: int, ins: int, gated: bool, kernels: Kernels, group: int) -> Int4Weight:
+        """A weight whose numbers the kernels will write."""
+        made = cls.__new__(cls)
+        PreparedWeight.__init__(made, outs, ins, gated, kernels)
+        made.group, made.order_I, made.codes = group, None, None
+        panels = made.padded // PANEL
+        made.data = empty_in_huge_pages((panels, ins // 4, 16, 4), torch.uint8)
+        made.scale_PGO = torch.zeros(panels, ins // group, PANEL)
+        made.zero_PGO = torch.zeros(panels, ins // group, PANEL, dtype=torch.uint8)
+        return made
+
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear_int4(
             x_TI.data_ptr(), x_TI.stride(0), self.data.data_ptr(), self.scale_PGO.data_ptr(), self.zero_PGO.data_ptr(),

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from quire.layers.weights import PreparedWeight, addresses
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.dispatch import runs_triton
+from quire.ops.experts import CodedWeight
 from quire.platforms.memory import empty_in_huge_pages
 
 STEP = 64
@@ -93,6 +94,16 @@ class Int8Weight(PreparedWeight):
         """Quantize a weight of any float dtype."""
         return cls(*quantize_by(kernels, weight_OI), gated, kernels)
 
+    @classmethod
+    def unfilled(cls, outs: int, ins: int, gated: bool, kernels: Kernels) -> Int8Weight:
+        """A weight whose numbers the kernels will write."""
+        made = cls.__new__(cls)
+        PreparedWeight.__init__(made, outs, ins, gated, kernels)
+        made.data = empty_in_huge_pages(made.padded * ins, torch.int8)
+        made.scale_O = torch.zeros(made.padded)
+        made.sum_O = torch.zeros(made.padded, dtype=torch.int32)
+        return made
+
     def run(self, kernels: Kernels, x_TI: Tensor, bias: int | None, y_TW: Tensor) -> None:
         kernels.linear_int8(
             x_TI.data_ptr(), x_TI.stride(0), self.data.data_ptr(), self.scale_O.data_ptr(), self.sum_O.data_ptr(),
@@ -124,3 +135,6 @@ class Int8Codes(Int8Weight):
 
         weight = self.q_OI, self.scale_O
         return self.activated(int8_gemm.product(int8_gemm.codes(x_TI), weight, bias_O, x_TI.dtype))
+
+    def coded(self) -> CodedWeight:
+        return CodedWeight(self.q_OI, self.scale_O)

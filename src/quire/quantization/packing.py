@@ -24,17 +24,18 @@ class Packing:
 
     def __init__(self, pack: Callable[[int, int], object]):
         self._pack = pack
-        self._waiting: list[tuple[Sequence[int], Tensor]] = []
+        self._waiting: list[tuple[Sequence[int], tuple[Tensor, ...]]] = []
         self._num_read, self._size = (
             0,
             0,
         )  # those that the files should have by now; bytes of others
 
-    def add(self, numbers: Sequence[int], rows_ON: Tensor) -> None:
-        """`numbers`: a row of the kernels' table, with the address of `rows_ON`."""
+    def add(self, numbers: Sequence[int], *rows_ON: Tensor) -> None:
+        """`numbers`: a row of the kernels' table, with the addresses of the tensors."""
         self._waiting.append((numbers, rows_ON))
-        read_ahead(rows_ON)
-        self._size += rows_ON.nbytes
+        for each in rows_ON:
+            read_ahead(each)
+        self._size += sum(each.nbytes for each in rows_ON)
         if self._size >= AT_ONCE:
             self._call(self._num_read)
             self._num_read, self._size = len(self._waiting), 0

@@ -20,6 +20,7 @@ EXPORT void quire_linear_blocks(const quire::bf16* x, long x_row, const uint8_t*
 EXPORT void quire_pack_blocks(const int64_t* numbers, long count);
 EXPORT void quire_block_rows(const uint8_t* w, const int64_t* blocks, const int64_t* ids, quire::bf16* y, long rows, long ins);
 EXPORT void quire_quantize_rows(const quire::bf16* w, long outs, long ins, int8_t* q, float* scale);
+EXPORT void quire_quantize_weights(const int64_t* numbers, long count);
 EXPORT void quire_quantize_groups(const quire::bf16* w, long outs, long ins, long group, uint8_t* q, float* scale,
                                   uint8_t* zero);
 EXPORT void quire_pack(const quire::bf16* w, quire::bf16* packed, long outs, long filled, long ins, int gated);
