@@ -22,6 +22,7 @@ from quire.layers.adapted_product import adapted_product
 from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.cpu.structs import ACTIVATIONS, HALVES, UNGATED_FROM, CWeight
+from quire.ops.experts import CodedWeight
 from quire.ops.lora import LoraTable
 from quire.ops.reference import act_and_mul, activate, linear
 
@@ -169,6 +170,10 @@ class PreparedWeight:
         for name, value in list(vars(self).items()):
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
+
+    def coded(self) -> CodedWeight | None:
+        """For the grouped products of experts on an accelerator; None: they do not take this form."""
+        return None
 
     def kernel_args(self) -> dict[str, Any]:
         """Fields of the C struct `Weight` (kernels/layer.h), except the bias and the shape."""

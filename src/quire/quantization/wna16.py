@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.layers.weights import PreparedWeight
 from quire.ops.cpu.bindings import Kernels
+from quire.ops.experts import CodedWeight
 from quire.quantization.group_quant import Grouped
 from quire.quantization.int4 import GROUP, group_for, quantize_groups
 from quire.quantization.int8 import Int8Codes
@@ -78,3 +79,8 @@ class FewBitsWeight(PreparedWeight):
 
         q_OI = unpacked(self.data, self.bits, self.step)
         return Grouped(q_OI, self.scale_GO.T, self.zero_GO.T, self.order_I).dequantized()
+
+    def coded(self) -> CodedWeight | None:
+        if self.order_I is not None:
+            return None
+        return CodedWeight(self.data, self.scale_GO, self.zero_GO, self.bits, self.step)

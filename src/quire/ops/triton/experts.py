@@ -1,8 +1,9 @@
 """Routed experts in Triton: a grouped GEMM over 16-bit weights, each where its layer has it.
 
-Knows pairs of a token and an expert, tiles, and addresses of weights. Does not know layers, routers or quantized weights: for
-these the definition runs. Shapes depend only on the numbers of tokens and experts, and nothing waits for the device, so a
-step can be captured in a graph. A sum runs over the inputs in one order, so a token's result does not depend on the others.
+Knows pairs of a token and an expert, tiles, and addresses of weights. Does not know layers, routers or quantized weights
+(`quantized_experts.py`); for weights of other forms the definition runs. Shapes depend only on the numbers of tokens and experts,
+and nothing waits for the device, so a step can be captured in a graph. A sum runs over the inputs in one order, so a token's
+result does not depend on the others.
 
     align      pairs by expert, each expert's filled up to whole blocks of M pairs; the expert of each block
     product    gate and up of each pair with the activation; then down of each pair
@@ -15,6 +16,7 @@ Shape suffixes: as in `ops/experts.py`; P places, B blocks, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,33 +26,19 @@ from torch import Tensor
 
 from quire.ops import experts as definitions
 from quire.ops.experts import ExpertWeights
+from quire.ops.triton.expert_blocks import (
+    DTYPES,
+    OUTPUTS,
+    addresses,
+    align,
+    results_of,
+    store_results,
+)
 from quire.ops.triton.launch import runs_on, side_by_side
+from quire.ops.triton.quantized_experts import CodedExperts
 
 BLOCK_K = 64
 """Inputs that a program multiplies at once: fixed, so that sums have one order."""
-OUTPUTS = 64  # of a program
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-@triton.jit
-def activated(gate, up, ACT: tl.constexpr):
-    """In float32; rounds to the dtype of its inputs where `act_and_mul` does."""
-    x, other = gate.to(tl.float32), up.to(tl.float32)
-    if ACT == "clamped_swiglu":
-        x = tl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
-        other = tl.maximum(other, -7.0, propagate_nan=tl.PropagateNan.ALL)
-        other = tl.minimum(other, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
-        y = x / (1.0 + tl.exp(-1.702 * x))
-    elif ACT == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACT == "gelu_pytorch_tanh":
-        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    elif ACT == "relu2":
-        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        other = y
-    else:
-        y = x / (1.0 + tl.exp(-x))
-    return y.to(gate.dtype).to(tl.float32) * other
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -86,19 +74,7 @@ def expert_product_kernel(
         if GATED:
             part = tl.load(up_at + start, mask=there[:, None], other=0.0)
             others = tl.dot(x, part, others, input_precision="ieee")
-    if BIAS:
-        bias = tl.load(biases_ptr + expert).to(tl.pointer_type(DTYPE))
-        sums += tl.load(bias + n_there).to(tl.float32)[None, :]
-        if GATED:
-            others += tl.load(bias + outs + n_there).to(tl.float32)[None, :]
-    y = sums.to(DTYPE)
-    if ACT != "":
-        y = activated(y, others.to(DTYPE), ACT).to(DTYPE)
-    tl.store(
-        out_ptr + pair.to(tl.int64)[:, None] * outs + n[None, :],
-        y,
-        mask=known & (n < outs)[None, :],
-    )
+    store_results(sums, others, biases_ptr, expert, out_ptr, pair, known, n, outs, DTYPE, ACT, BIAS)
 
 
 @triton.jit
@@ -114,50 +90,56 @@ def combine_kernel(y_ptr, ids_ptr, weights_ptr, out_ptr, experts, size, CHOSEN: 
     tl.store(out_ptr + t * size + d, total.to(out_ptr.dtype.element_ty), mask=d < size)
 
 
-def align(ids_TK: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor]:
-    """The pairs in each place, or T k where there is none; and the expert of each block of m places, or `experts`."""
-    ids_P = ids_TK.flatten()
-    pairs, device = len(ids_P), ids_P.device
-    ids_P = torch.where((ids_P < 0) | (ids_P >= experts), experts, ids_P)
-    blocks = triton.cdiv(pairs + min(experts, pairs) * (m - 1), m)
-    counts_E = (ids_P[None] == torch.arange(experts, device=device)[:, None]).sum(1)
-    ends_E = ((counts_E + m - 1) // m * m).cumsum(0)
-    # The pairs by expert, in their order; those of no expert are last, and go behind the places.
-    order_P = ids_P.argsort(stable=True)
-    shift_E = ends_E.new_full((experts + 1,), blocks * m)
-    shift_E[1:experts] = ends_E[:-1] - counts_E.cumsum(0)[:-1]
-    shift_E[0] = 0
-    place_P = torch.arange(pairs, device=device) + shift_E[ids_P[order_P]]
-    places = torch.full((blocks * m + pairs + 1,), pairs, device=device)
-    places.scatter_(0, place_P.clamp(max=blocks * m + pairs), order_P)
-    starts_B = torch.arange(blocks, device=device) * m
-    return places[: blocks * m], torch.searchsorted(ends_E, starts_B, right=True)
+class FloatExperts:
+    """The weights of a layer's experts, as floats."""
 
-
-class Addresses:
-    """Of the weights and biases of a layer's experts, on their device."""
-
-    def __init__(self, refs: Any):
+    def __init__(self, refs: Sequence[Any]):
         self.first = refs[0].weight.data_ptr()
         self.outs, self.ins = refs[0].weight.shape
-        device = refs[0].weight.device
-        self.weights_E = torch.tensor([ref.weight.data_ptr() for ref in refs], device=device)
-        self.biases_E = None
-        if refs[0].bias is not None:
-            self.biases_E = torch.tensor([ref.bias.data_ptr() for ref in refs], device=device)
+        self.weights_E = addresses([ref.weight for ref in refs])
+        self.biases_E = None if refs[0].bias is None else addresses([ref.bias for ref in refs])
+
+    def product(
+        self, x: Tensor, each: int, aligned: tuple[Tensor, Tensor], pairs: int, act: str
+    ) -> Tensor:
+        """The results of all pairs, [T k, N]; line `pair // each` of x is the input of a pair."""
+        y, m, grid = results_of(x, aligned, self.outs, pairs, act)
+        x = side_by_side(x)
+        expert_product_kernel[grid](
+            x, *aligned, self.weights_E, self.biases_E, y, pairs, len(self.weights_E), y.shape[1], self.ins, x.stride(0), each,
+            DTYPE=DTYPES[x.dtype], ACT=act, BIAS=self.biases_E is not None, M=m, N=OUTPUTS, K=BLOCK_K,
+            num_warps=4 if m < 64 else 8, num_stages=3,
+        )  # fmt: skip
+        return y
 
 
-def addresses(of: ExpertWeights) -> tuple[Addresses, Addresses] | None:
-    """Kept in `of.prepared`; None: some weight is quantized, or not aligned."""
-    refs: list[Any] = [*of.gate_up, *of.down]
-    if not hasattr(refs[0], "prepared") or refs[0].prepared is not None:
+Grouped = FloatExperts | CodedExperts
+
+
+def grouped(of: ExpertWeights) -> tuple[Grouped, Grouped] | None:
+    """The weights before and behind the activation, kept in `of.prepared`; None: no kernel takes them."""
+    refs: Sequence[Any] = of.gate_up
+    if not hasattr(refs[0], "prepared"):
         return None
-    if of.prepared is None or of.prepared[0].first != refs[0].weight.data_ptr():
-        if any(ref.prepared is not None or not _readable(ref.weight) for ref in refs):
+    coded = None if refs[0].prepared is None else refs[0].prepared.coded()
+    first = refs[0].weight if coded is None else coded.data
+    if of.prepared is None or of.prepared[0].first != first.data_ptr():
+        both = _grouped(of.gate_up), _grouped(of.down)
+        if None in both:
             return None
-        of.prepared = Addresses(of.gate_up), Addresses(of.down)
-    found: tuple[Addresses, Addresses] = of.prepared
+        of.prepared = both
+    found: tuple[Grouped, Grouped] = of.prepared
     return found
+
+
+def _grouped(refs: Sequence[Any]) -> Grouped | None:
+    if all(ref.prepared is None for ref in refs):
+        return FloatExperts(refs) if all(_readable(ref.weight) for ref in refs) else None
+    found = [None if ref.prepared is None else ref.prepared.coded() for ref in refs]
+    coded = [one for one in found if one is not None and _readable(one.data)]
+    if len(coded) < len(refs) or len({(one.bits, one.step, one.scale.shape) for one in coded}) > 1:
+        return None
+    return CodedExperts(coded, refs)
 
 
 def _readable(weight: Tensor) -> bool:
@@ -170,31 +152,15 @@ def block_for(pairs: int, experts: int) -> int:
     return min(128, max(16, triton.next_power_of_2(pairs // experts)))
 
 
-def product(
-    x: Tensor, each: int, aligned: tuple[Tensor, Tensor], of: Addresses, pairs: int, act: str
-) -> Tensor:
-    """The results of all pairs, [T k, N]; line `pair // each` of x is the input of a pair."""
-    places, expert_B = aligned
-    outs = of.outs // 2 if act not in ("", "relu2") else of.outs
-    y = torch.empty((pairs, outs), dtype=x.dtype, device=x.device)
-    m = len(places) // len(expert_B)
-    expert_product_kernel[(len(expert_B), triton.cdiv(outs, OUTPUTS))](
-        x, places, expert_B, of.weights_E, of.biases_E, y, pairs, len(of.weights_E), outs, of.ins, x.stride(0), each,
-        DTYPE=DTYPES[x.dtype], ACT=act, BIAS=of.biases_E is not None, M=m, N=OUTPUTS, K=BLOCK_K,
-        num_warps=4 if m < 64 else 8, num_stages=3,
-    )  # fmt: skip
-    return y
-
-
 @definitions.experts.on("triton")
 def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights) -> Tensor:
-    both = addresses(of) if runs_on(x_TD) and x_TD.dtype in DTYPES and x_TD.numel() else None
+    both = grouped(of) if runs_on(x_TD) and x_TD.dtype in DTYPES and x_TD.numel() else None
     if both is None:
         return definitions.experts.reference(x_TD, ids_TK, weights_TK, of)
     (tokens, size), (pairs, count) = x_TD.shape, (ids_TK.numel(), len(of.down))
     aligned = align(ids_TK, count, block_for(pairs, count))
-    inner = product(side_by_side(x_TD), ids_TK.shape[1], aligned, both[0], pairs, of.act)
-    y = product(inner, 1, aligned, both[1], pairs, "")
+    inner = both[0].product(x_TD, ids_TK.shape[1], aligned, pairs, of.act)
+    y = both[1].product(inner, 1, aligned, pairs, "")
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     combine_kernel[(tokens, triton.cdiv(size, 1024))](
         y, ids_TK.contiguous(), weights_TK.contiguous(), out_TD, count, size, CHOSEN=ids_TK.shape[1], D=1024
