@@ -100,7 +100,7 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step from a pooled vector to the output, with weights of its own or none.
 
     `kind`: dense, normalize, layer_norm, or activation alone. `names`: of the module in the checkpoint; the first that
-    is there counts. `folder`: of its weights, below the checkpoint; "": the model's own files.
+    is there counts. `folder`: of its weights, below the checkpoint, or a file there; "": the model's own files.
     """
 
     kind: str
@@ -110,10 +110,24 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_out: int = 0
     bias: bool = False
     """Whether there must be a bias; one that is there is always used."""
+    is_tied: bool = False
+    """Whether the weight is the table of the embeddings where the checkpoint has none."""
     activation: str = ""
     """A class of torch.nn; "": none."""
     residual: bool = False
     eps: float = 1e-5
+
+
+class Splade(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Weights of the vocabulary's tokens as a vector: of each token of the text log(1 + relu(logits)), then the largest or the sum.
+
+    `stages`: from hidden states to logits. `pooling`: max or sum. `twice`: the logarithm is taken twice.
+    Source: SPLADE v2 (arXiv 2109.10086); twice: arXiv 2504.14839.
+    """
+
+    stages: list[Stage] = []
+    pooling: str = "max"
+    twice: bool = False
 
 
 class PoolingModel(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -122,7 +136,8 @@ class PoolingModel(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `architecture`: as config.json names it. `poolers`: of sequences, concatenated. `stages`: behind them, for vectors.
     `token_stages`: the same for the vector of each token. `head`, `token_head`: for classes. `from_tokens`: the head is
     made from the LM head's rows of these tokens; `difference`: one label, the last row minus the first.
-    `max_length`: in tokens; 0: the model's. `pinned`: the cut of all vectors; 0: none.
+    `splade`: vectors are made by it, in place of `poolers`. `edges`: ids of a first and a last token that count in no output
+    of tokens (BGE-M3). `max_length`: in tokens; 0: the model's. `pinned`: the cut of all vectors; 0: none.
     """
 
     info: PoolingInfo
@@ -136,6 +151,8 @@ class PoolingModel(Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_stages: list[Stage] = []
     head: list[Stage] = []
     token_head: list[Stage] = []
+    splade: Splade | None = None
+    edges: list[int] = []
     from_tokens: list[int] = []
     difference: bool = False
     activation: str = ""

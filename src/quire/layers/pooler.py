@@ -3,7 +3,7 @@
 Knows stages (dense layers, norms, activations), heads and their order. Does not know rows, chunks or checkpoints. Every
 function takes one request, in float32, so that no result depends on other requests.
 
-Shape suffixes: D features, V features of a vector, L labels, N tokens of the request (or 1).
+Shape suffixes: D features, V features of a vector or tokens of the vocabulary, L labels, N tokens of the request (or 1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.pooling import PoolingModel, Stage
+from quire.config.pooling import PoolingModel, Splade, Stage
 from quire.errors import ConfigError
 from quire.layers.linear import Linear
 from quire.ops.reference import linear
@@ -22,6 +22,8 @@ from quire.ops.reference import linear
 PLAIN = {"identity": nn.Identity, "softmax": nn.Softmax, "sigmoid": nn.Sigmoid}
 """Names of config.json -> classes."""
 FROM = ("torch.nn.modules.activation", "torch.nn.modules.linear")
+TOKENS_AT_ONCE = 64
+"""Tokens whose logits are in memory together."""
 
 
 def activation(name: str) -> nn.Module:
@@ -81,6 +83,7 @@ class Pooler(nn.Module):
         self.token_stages = _stages(model.token_stages)
         self.head = _stages(model.head)
         self.token_head = self.head if model.token_head == model.head else _stages(model.token_head)
+        self.to_logits = _stages([] if model.splade is None else model.splade.stages)
         self.rows_LD: Tensor | None = None
         self.class_activation = activation(model.activation or "identity")
 
@@ -88,6 +91,18 @@ class Pooler(nn.Module):
         """x_V from the pooled states of each pooler [D]; `dimensions`: cut, before it is normalized; 0: not cut."""
         x_1V = self.stages(torch.cat(list(parts))[None])
         return _vector(x_1V, dimensions, activate)[0]
+
+    def splade(self, hidden_ND: Tensor) -> Tensor:
+        """weights_V of the tokens of the vocabulary; see `config.pooling.Splade`."""
+        how = self.model.splade or Splade()
+        found_V = hidden_ND.new_zeros(how.stages[-1].num_out)
+        for some_ND in hidden_ND.split(TOKENS_AT_ONCE):
+            weights_NV = torch.log1p(torch.relu(self.to_logits(some_ND)))
+            if how.twice:
+                weights_NV = torch.log1p(weights_NV)
+            rows_NV = torch.cat((found_V[None], weights_NV))
+            found_V = rows_NV.amax(0) if how.pooling == "max" else rows_NV.sum(0)
+        return found_V
 
     def token_embed(self, hidden_ND: Tensor, dimensions: int, activate: bool) -> Tensor:
         """x_NV, a vector of each token."""

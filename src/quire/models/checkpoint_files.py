@@ -41,7 +41,17 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 OF_MISTRAL = "consolidated"
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 AGAIN = "the download is not complete; download the checkpoint again"
-NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "adapter_model")
+HEAD_FILES = ("sparse_linear.pt", "colbert_linear.pt")
+"""Layers of BGE-M3 beside the weights of the model."""
+NOT_WEIGHTS = (
+    "training_args",
+    "optimizer",
+    "scheduler",
+    "rng_state",
+    "scaler",
+    "adapter_model",
+    *HEAD_FILES,
+)
 
 
 # ------------------------------------------------------------------------------------ which files
@@ -291,7 +301,7 @@ def tensors(
         yield from _from_numpy(Path(path) / "np", files)
         return
     for file in files:
-        found = _safetensors(file) if kind == "safetensors" else _pickle(file)
+        found = _safetensors(file) if kind == "safetensors" else pickled(file)
         if file.name.startswith(OF_MISTRAL):
             if hf_config is None:
                 what = "Mistral's files through the Transformers backend"
@@ -313,7 +323,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
-def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
+def pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each tensor of a file that torch has pickled. Raises ConfigError: it cannot be read."""
     import warnings
     from pickle import UnpicklingError
 
@@ -327,7 +338,7 @@ def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # written before torch 1.6: not a zip, so it cannot be mapped
                 state = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{file} cannot be read as weights only ({reason}); convert it to safetensors"
@@ -350,7 +361,7 @@ def _from_numpy(folder: Path, files: list[Path]) -> Iterator[tuple[str, Tensor]]
         try:
             folder.mkdir(exist_ok=True)
             names: dict[str, list[str]] = {}
-            for number, (name, tensor) in enumerate(t for file in files for t in _pickle(file)):
+            for number, (name, tensor) in enumerate(t for file in files for t in pickled(file)):
                 bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
                 np.save(folder / f"{number}.npy", bits.contiguous().numpy())
                 names[name] = [f"{number}.npy", str(tensor.dtype).removeprefix("torch.")]

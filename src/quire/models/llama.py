@@ -5,7 +5,10 @@ To add a family whose config.json says all that differs, map its architecture to
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
 
 from quire.layers.decoder_layer import DecoderLayer, GatedMLP, QueryScale, SelfAttention
 from quire.layers.embedding import Embedding, Head
@@ -108,3 +111,33 @@ class Qwen3(CausalLM):
             self.cfg, i, qkv_bias=bias, o_bias=bias, qk_norm=True, window=self.cfg.window(i)
         )
         return DecoderLayer(self.cfg, attention, GatedMLP(self.cfg))
+
+
+class InternLM2(CausalLM):
+    """InternLM 2: Llama under other names; the queries, keys and values of a group of heads are side by side."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "tok_embeddings.": "embed_tokens.", "attention.wo.": "self_attn.o_proj.", "attention_norm.": "input_layernorm.",
+        "ffn_norm.": "post_attention_layernorm.", "feed_forward.w1.": "mlp.gate_proj.", "feed_forward.w3.": "mlp.up_proj.",
+        "feed_forward.w2.": "mlp.down_proj.", "output.": "lm_head.",
+    }  # fmt: skip
+
+    def layer(self, i: int) -> nn.Module:
+        bias = self.cfg.get("bias", True)
+        attention = SelfAttention(self.cfg, i, qkv_bias=bias, o_bias=bias)
+        return DecoderLayer(self.cfg, attention, GatedMLP(self.cfg))
+
+    def checkpoint_tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of this model that a tensor of a checkpoint holds, by their names here."""
+        if ".wqkv." not in name:
+            old = next((old for old in self.NAMES if f".{old}" in f".{name}"), "")
+            yield name.replace(old, self.NAMES[old]) if old else name, tensor
+            return
+        cfg = self.cfg
+        group = cfg.num_attention_heads // cfg.num_key_value_heads
+        rows = tensor.unflatten(0, (cfg.num_key_value_heads, group + 2, cfg.head_dim))
+        for part, at in (("q", slice(group)), ("k", slice(group, group + 1)), ("v", slice(group + 1, None))):  # fmt: skip
+            yield (
+                name.replace("attention.wqkv", f"self_attn.{part}_proj"),
+                rows[:, at].flatten(0, 2),
+            )

@@ -15,6 +15,7 @@ from typing import Any
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelNotFound, QuireError, Unsupported
+from quire.models.checkpoint_files import HEAD_FILES
 from quire.models.gguf.folder import checkpoint_folder, is_gguf, only_model
 from quire.models.gguf.hub import choose, gguf_name
 from quire.models.mistral.folder import is_mistral, mistral_folder
@@ -238,7 +239,10 @@ def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> 
                 name, allow_patterns=list(patterns), ignore_patterns=ignore, **about
             )
 
-        return download(*WEIGHT_FILES), lambda: _weights(name, download)
+        folder = download(*WEIGHT_FILES)
+        if any(file in HEAD_FILES for file in files):
+            hub.snapshot_download(name, allow_patterns=list(HEAD_FILES), **about)
+        return folder, lambda: _weights(name, download)
     except QuireError:
         raise
     except GatedRepoError:

@@ -13,14 +13,22 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.config.engine import EngineConfig
-from quire.config.pooling import TASKS, PoolerConfig, PoolingModel, Stage, pooler_options
+from quire.config.pooling import (
+    TASKS,
+    PoolerConfig,
+    PoolingModel,
+    Splade,
+    Stage,
+    pooler_options,
+)
 from quire.errors import ConfigError, Unsupported
+from quire.models.checkpoint_files import HEAD_FILES
 from quire.models.pooling.sentence_transformers import (
     SentenceFiles,
     activation_name,
-    read_json,
     read_sentence_files,
 )
+from quire.models.pooling.stages import head_stages, token_vectors, with_logits
 from quire.models.pooling.vocabulary import vocabulary
 from quire.models.registry import FAMILIES, MODELS
 from quire.protocol.pooling_info import PoolingInfo
@@ -33,7 +41,7 @@ HEADS: dict[str, dict[str, Any]] = TABLE["heads"]
 SAME: dict[str, str] = TABLE["same"]
 """Architecture -> the architecture in `registry.MODELS` with the same layers."""
 MAX_LABELS = 1 << 16
-GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
+GENERATE, EMBED, CLASSIFY, SPLADE, M3 = "generate", "embed", "classify", "splade", "bge_m3"
 
 
 def purpose(architecture: str) -> str:
@@ -117,7 +125,11 @@ class _Reader:
             raise ConfigError(
                 f"convert=none: {self.architecture} generates; use convert=embed or classify, or runner=generate"
             )
-        return EMBED if use == GENERATE else use
+        use = EMBED if use == GENERATE else use
+        if use == EMBED and (self.files.splade or "SpladeSparse" in self.architecture):
+            return SPLADE
+        files = all((Path(self.path) / name).is_file() for name in HEAD_FILES)
+        return M3 if use == EMBED and (files or self.architecture.startswith("BgeM3")) else use
 
     def model(self) -> PoolingModel:
         if not self.hidden:
@@ -126,17 +138,23 @@ class _Reader:
         self.num_labels = self._num_labels(heads)
         own = [chosen.seq_pooling_type] if chosen.seq_pooling_type else None
         poolers = own or self.files.poolers or self._default_poolers()
+        splade, pooled = None, len(poolers) * self.hidden
+        if self.use == SPLADE:
+            found = self.files.splade or Splade()
+            splade = with_logits(found, self.architecture, self.hf, self.family, self.hidden)
+            pooled = splade.stages[-1].num_out
         stages, normalizes = list(self.files.stages), self.files.normalizes
         if not self.has_files:
-            normalizes = True
+            normalizes = splade is None
         elif stages and normalizes:
             stages.pop()  # the last one is optional, see `use_activation`
         token_stages, normalizes_tokens = (
             list(self.files.token_stages),
             self.files.normalizes_tokens,
         )
-        if self.architecture.endswith("ColBERT") and not token_stages:
-            token_stages, normalizes_tokens = [*self._colbert(), Stage(kind="normalize")], True
+        if (name := self._token_projection(heads)) and not token_stages:
+            own_vectors = token_vectors(self.path, self.hf, self.hidden, name)
+            token_stages, normalizes_tokens = [own_vectors, Stage(kind="normalize")], True
         if token_stages and normalizes_tokens:
             token_stages.pop()
         elif not token_stages:
@@ -145,12 +163,12 @@ class _Reader:
         activation = str(heads.get("activation") or self._activation())
         step, returned = self._step(heads)
         vectors = any(task.endswith("embed") for task in tasks)
-        stages, token_stages = self._vector_stages(stages, token_stages, len(poolers))
+        stages, token_stages = self._vector_stages(stages, token_stages, pooled)
         causal = self._causal()
         ends = poolers == ["LAST"]
         return PoolingModel(
             info=self._info(
-                tasks, stages, token_stages, len(poolers), normalizes, activation, ends and causal
+                tasks, stages, token_stages, pooled, normalizes, activation, ends and causal
             ),
             architecture=self.architecture,
             hidden_size=self.hidden,
@@ -165,6 +183,8 @@ class _Reader:
             token_head=self._head("head" if self.use == CLASSIFY else "token_head", heads)
             if "token_classify" in tasks
             else [],
+            splade=splade,
+            edges=self._edges(),
             **self._from_tokens(),
             activation=activation,
             normalizes_tokens=normalizes_tokens,
@@ -184,12 +204,14 @@ class _Reader:
             chosen = {"cls": "CLS", "mean": "MEAN"}.get(str(mode))
         return [chosen or self.family.get("pooler", "LAST")]
 
-    def _colbert(self) -> list[Stage]:
-        """The projection of ColBERT's own checkpoints (github.com/stanford-futuredata/ColBERT)."""
-        about = read_json(Path(self.path) / "artifact.metadata")
-        own = about.get("dim") if isinstance(about, dict) else None
-        width = int(self.hf.get("colbert_dim") or own or 128)
-        return [Stage(kind="dense", names=["linear"], num_in=self.hidden, num_out=width)]
+    def _token_projection(self, heads: Mapping[str, Any]) -> str:
+        """The name of the layer that makes the vector of each token; "": there is none."""
+        own = "linear" if self.architecture.endswith("ColBERT") else ""
+        return str(heads.get("token_vectors", own))
+
+    def _edges(self) -> list[int]:
+        keys = ("bos_token_id", "eos_token_id")
+        return [int(self.hf.get(key) or 0) for key in keys] if self.use == M3 else []
 
     def _tasks(self, heads: Mapping[str, Any]) -> list[str]:
         tasks: list[str] = list(heads["tasks"])
@@ -252,27 +274,11 @@ class _Reader:
         return bool(self.family.get("causal", True))
 
     def _head(self, key: str, heads: Mapping[str, Any]) -> list[Stage]:
-        """Stages from "dense:Tanh norm:LayerNorm score|classifier": names in the checkpoint, and what follows each."""
         if self._token_ids():
             return []
         text = str(heads.get(key) or self.family.get(key) or heads.get("own", "score|classifier"))
         special = heads.get("by_architecture", {}).get(self.architecture)
-        parts = str(special or text).split()
-        stages = []
-        for index, part in enumerate(parts):
-            names, _, after = part.partition(":")
-            norm, last = after == "LayerNorm", index == len(parts) - 1
-            stages.append(
-                Stage(
-                    kind="layer_norm" if norm else "dense",
-                    names=names.split("|"),
-                    num_in=self.hidden,
-                    num_out=self.num_labels if last else self.hidden,
-                    activation="" if norm else after,
-                    eps=float(self.hf.get("norm_eps") or self.hf.get("layer_norm_eps") or 1e-5),
-                )
-            )
-        return stages
+        return head_stages(str(special or text), self.hf, self.hidden, self.num_labels)
 
     # -- classes from tokens
     def _is_difference(self) -> bool:
@@ -305,7 +311,7 @@ class _Reader:
 
     # -- vectors
     def _vector_stages(
-        self, stages: list[Stage], token_stages: list[Stage], poolers: int
+        self, stages: list[Stage], token_stages: list[Stage], pooled: int
     ) -> tuple[list[Stage], list[Stage]]:
         """Check the widths.
 
@@ -316,9 +322,7 @@ class _Reader:
             raise ConfigError(
                 f"the module Pooling of {self.path} takes {self.files.num_in} features, the model gives {self.hidden}"
             )
-        for chain, width in ((token_stages, self.hidden), (stages, 0)):
-            if chain is stages:
-                width = poolers * self._width(token_stages, self.hidden)
+        for chain, width in ((token_stages, self.hidden), (stages, pooled)):
             for stage in chain:
                 if stage.num_in not in (0, width):
                     raise ConfigError(
@@ -349,14 +353,15 @@ class _Reader:
         return pinned
 
     def _info(
-        self, tasks: list[str], stages: list[Stage], token_stages: list[Stage], poolers: int,
+        self, tasks: list[str], stages: list[Stage], token_stages: list[Stage], pooled: int,
         normalizes: bool, activation: str, cached: bool,
     ) -> PoolingInfo:  # fmt: skip
         files, chosen = self.files, self.options
         width = self._width(token_stages, self.hidden)
         if "embed" in tasks:
-            width = self._width(stages, poolers * width)
+            width = self._width(stages, pooled)
         scores = any("classify" in task for task in tasks)
+        vectors = any("embed" in task for task in tasks)
         names = self.hf.get("id2label")
         names = names if isinstance(names, dict) else {}
         labels = [str(names.get(str(i), names.get(i, f"LABEL_{i}"))) for i in range(self.num_labels)]  # fmt: skip
@@ -365,8 +370,8 @@ class _Reader:
         pinned = self._pinned(stages)
         return PoolingInfo(
             tasks=tasks,
-            num_dimensions=0 if scores else pinned or width,
-            matryoshka=None if scores else self._matryoshka(),
+            num_dimensions=(pinned or width) if vectors else 0,
+            matryoshka=self._matryoshka() if vectors else None,
             normalizes=normalizes if choose is None else choose,
             labels=labels if scores else [],
             num_labels=self.num_labels if scores else 0,

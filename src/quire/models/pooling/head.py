@@ -19,10 +19,12 @@ from quire.errors import ConfigError
 from quire.layers.linear import Linear
 from quire.layers.pooler import Pooler, PoolerStage
 from quire.layers.weight_slots import set_parameter
-from quire.models.checkpoint_files import tensors
+from quire.models.checkpoint_files import pickled, tensors
 
 LM_HEAD = ("lm_head.weight", "output.weight", "embed_tokens.weight", "tok_embeddings.weight", "wte.weight")  # fmt: skip
 """Ends of the names of an LM head; a tied one is the table of embeddings."""
+TABLES = ("word_embeddings.weight", "tok_embeddings.weight")
+"""Ends of the names of an encoder's table of embeddings."""
 
 Found = Callable[[str], Tensor | None]
 """The tensor of this name; None: the checkpoint lacks it."""
@@ -54,7 +56,8 @@ def without_heads(
     if model is None:
         yield from found
         return
-    stages = (*model.head, *model.token_head)
+    logits = [] if model.splade is None else model.splade.stages
+    stages = (*model.head, *model.token_head, *logits)
     own = {name for stage in stages if not stage.folder for name in stage.names}
     for name, tensor in found:
         module = name.rpartition(".")[0]
@@ -65,6 +68,8 @@ def without_heads(
 def _tensors_in(spec: ModelSpec, folder: str) -> dict[str, Tensor]:
     if not folder:
         return dict(tensors(spec.path, spec.load.load_format, spec.hf_config, spec.dtype))
+    if folder.endswith(".pt"):
+        return dict(pickled(Path(spec.path) / folder))
     return dict(tensors(str(Path(spec.path) / folder)))
 
 
@@ -88,7 +93,7 @@ def _fill(
 def _set(layer: PoolerStage, found: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     stage = layer.stage
     name, weight = _named(stage, found)
-    bias = found.get(name.removesuffix("weight") + "bias")
+    bias = _bias(stage, found, name)
     sizes = {"num_out": stage.num_out, "num_in": stage.num_in}
     want = (stage.num_in,) if stage.kind == "layer_norm" else tuple(sizes.values())
     if tuple(weight.shape) != want:
@@ -110,7 +115,17 @@ def _set(layer: PoolerStage, found: Mapping[str, Tensor], dtype: torch.dtype) ->
         layer.residual = _linear(extra, None, dtype)
 
 
+def _bias(stage: Stage, found: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """Beside the weight; that of a tied one beside its head, or in the module above."""
+    if not stage.is_tied:
+        return found.get(name.removesuffix("weight") + "bias")
+    own = stage.names[0]
+    return found.get(f"{own}.bias", found.get(f"{own.rpartition('.')[0]}.bias"))
+
+
 def _place(stage: Stage) -> str:
+    if stage.folder.endswith(".pt"):
+        return stage.folder
     return f"{stage.folder}/config.json" if stage.folder else "config.json"
 
 
@@ -123,6 +138,9 @@ def _named(stage: Stage, found: Mapping[str, Tensor]) -> tuple[str, Tensor]:
         longer = [other for other in found if "." in name and other.endswith(f".{name}")]
         if len(longer) == 1:
             return longer[0], found[longer[0]]
+    for other in found if stage.is_tied else ():
+        if other.endswith(TABLES):
+            return other, found[other]
     some = ", ".join(sorted(name for name in found if "layer" not in name)[:5])
     raise ConfigError(
         f"the checkpoint lacks {' or '.join(names)}, which {_place(stage)} requires; it has {some or 'none like it'}"

@@ -15,8 +15,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from quire.config.pooling import Stage
+from quire.config.pooling import Splade, Stage
 from quire.errors import ConfigError, Unsupported
+from quire.logging import get_logger
+
+log = get_logger(__name__)
 
 MODES = {
     "cls": "CLS",
@@ -39,6 +42,8 @@ class SentenceFiles(Struct, kw_only=True):
     """What the files say. `poolers`: empty if there is no module Pooling: the vectors of tokens are the output."""
 
     poolers: list[str] = []
+    splade: Splade | None = None
+    """Its `stages` are not set: the head of the masked language model is in the model's own files."""
     num_in: int = 0  # features that Pooling takes; 0: as the model has them
     include_prompt: bool = True
     stages: list[Stage] = []
@@ -52,6 +57,8 @@ class SentenceFiles(Struct, kw_only=True):
     true_false: tuple[int, int | None] | None = None
     """A cross-encoder's tokens of yes and no: its score is the difference of their logits."""
     is_cross_encoder: bool = False
+    is_masked: bool = False
+    """The model has the head of a masked language model."""
 
 
 def read_json(file: Path) -> Any:
@@ -87,7 +94,11 @@ def read_sentence_files(path: str) -> SentenceFiles | None:
     files = SentenceFiles()
     for module in modules:
         _add(files, root, str(module.get("type", "")), _folder(root, module.get("path", "")))
-    _read_transformer(files, root)
+    if (_read_transformer(files, root) == "fill-mask" or files.is_masked) and files.splade is None:
+        raise Unsupported(
+            f"{root}: logits of a masked language model without a module SpladePooling",
+            "serve a checkpoint with this module",
+        )
     about = _object(root / "config_sentence_transformers.json")
     files.is_cross_encoder = about.get("model_type") == "CrossEncoder"
     prompts = about.get("prompts") or {}
@@ -108,7 +119,8 @@ def _folder(root: Path, relative: Any) -> str:
 def _add(files: SentenceFiles, root: Path, kind: str, folder: str) -> None:
     """Add one module. The last component of its type is its class, whatever package a release has it in."""
     name, file = kind.rpartition(".")[2], root / folder / "config.json"
-    if name == "Transformer":
+    if name in ("Transformer", "MLMTransformer"):
+        files.is_masked |= name == "MLMTransformer"
         if folder:
             files.num_in = 0
             raise Unsupported(
@@ -118,11 +130,17 @@ def _add(files: SentenceFiles, root: Path, kind: str, folder: str) -> None:
         return
     if name in IGNORED:
         return
+    if name == "Router":
+        for each in _default_route(root, folder):
+            _add(files, root, *each)
+        return
     config = _object(file)
     on_tokens = _on_tokens(config, kind)
     stages = files.token_stages if on_tokens else files.stages
     if name == "Pooling":
         _add_pooling(files, config, file)
+    elif name == "SpladePooling":
+        _add_splade(files, config, file)
     elif name == "Dense":
         stages.append(_dense(config, folder, file))
         _set_normalizes(files, on_tokens, False)
@@ -149,8 +167,36 @@ def _add(files: SentenceFiles, root: Path, kind: str, folder: str) -> None:
     else:
         raise Unsupported(
             f"the module {kind} of {root}",
-            "serve a checkpoint with the modules Transformer, Pooling, Dense, LayerNorm and Normalize",
+            "serve a checkpoint with the modules Transformer, Pooling, SpladePooling, Dense, LayerNorm and Normalize",
         )
+
+
+def _default_route(root: Path, folder: str) -> list[tuple[str, str]]:
+    """Types and folders of the modules that a text without a task takes. The others have a model each, and are not served.
+
+    Raises:
+        Unsupported: there is no such route. ConfigError: the file is damaged.
+    """
+    file = root / folder / "router_config.json"
+    config = _object(file)
+    types, routes, parameters = (config.get(key) for key in ("types", "structure", "parameters"))
+    if not (isinstance(types, dict) and isinstance(routes, dict) and isinstance(parameters, dict)):
+        raise ConfigError(f"{file} is not the configuration of a Router")
+    name = parameters.get("default_route")
+    modules = routes.get(str(name))
+    if not isinstance(modules, list):
+        raise Unsupported(
+            f"{file}: a Router without default_route", "set default_route to a route of it"
+        )
+    if others := [route for route in routes if route != name]:
+        log.warning("%s: requests take the route %s; not served: %s", file, name, ", ".join(others))
+    kinds = [str(types.get(one, "")) for one in modules]
+    if any(kind.endswith("Router") for kind in kinds):
+        raise Unsupported(f"{file}: a Router in a Router", "serve a checkpoint with one")
+    return [
+        (kind, _folder(root, str(Path(folder, str(one)))))
+        for kind, one in zip(kinds, modules, strict=True)
+    ]
 
 
 def _on_tokens(config: Mapping[str, Any], kind: str) -> bool:
@@ -183,12 +229,33 @@ def _add_pooling(files: SentenceFiles, config: Mapping[str, Any], file: Path) ->
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or not modes or any(mode not in MODES for mode in modes):
         raise ConfigError(f"{file}: pooling_mode={modes!r}: known are {', '.join(MODES)}")
-    if files.poolers or files.stages:
-        raise Unsupported(f"{file}: a module Pooling behind others", "serve a checkpoint with one")
+    _check_first(files, file)
     files.poolers = [MODES[mode] for mode in modes]
     size = config.get("embedding_dimension") or config.get("word_embedding_dimension")
     files.num_in = 0 if size is None else _size(size, "embedding_dimension", file)
     files.include_prompt = config.get("include_prompt") is not False
+
+
+def _check_first(files: SentenceFiles, file: Path) -> None:
+    """Raises Unsupported: another module comes before the one that makes a vector of the tokens' states."""
+    if files.poolers or files.splade is not None or files.stages or files.token_stages:
+        raise Unsupported(
+            f"{file}: a pooling module behind others",
+            "serve a checkpoint with one, behind Transformer",
+        )
+
+
+def _add_splade(files: SentenceFiles, config: Mapping[str, Any], file: Path) -> None:
+    _check_first(files, file)
+    pooling = config.get("pooling_strategy", "max")
+    activation = config.get("activation_function", "relu")
+    for key, value, known in (
+        ("pooling_strategy", pooling, ("max", "sum")),
+        ("activation_function", activation, ("relu", "log1p_relu")),
+    ):
+        if value not in known:
+            raise ConfigError(f"{file}: {key}={value!r}: known are {', '.join(known)}")
+    files.splade = Splade(pooling=pooling, twice=activation == "log1p_relu")
 
 
 def _size(value: Any, key: str, file: Path) -> int:
@@ -230,8 +297,8 @@ def _add_logit_score(files: SentenceFiles, config: Mapping[str, Any], file: Path
     files.true_false = ids  # type: ignore[assignment]
 
 
-def _read_transformer(files: SentenceFiles, root: Path) -> None:
-    """The longest text; newer releases write it where the tokenizer has it."""
+def _read_transformer(files: SentenceFiles, root: Path) -> str:
+    """Reads the longest text, which newer releases write where the tokenizer has it; returns the task of the model."""
     about: dict[str, Any] = {}
     for name in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlnet_config.json"):  # fmt: skip
         about = about or _object(root / name)
@@ -241,3 +308,4 @@ def _read_transformer(files: SentenceFiles, root: Path) -> None:
     if isinstance(length, int | float) and 0 < length < 1 << 30:
         files.max_length = int(length)
     files.lowercases = bool(about.get("do_lower_case"))
+    return str(about.get("transformer_task") or "")

@@ -60,9 +60,13 @@ class PooledRow:
     def _pooled_parts(self, new: EnteredRow, model: PoolingModel) -> tuple[list[str], int, Any]:
         params = self.params
         if not self.task.startswith("token_"):
-            return model.poolers, params.pool_from, None
+            return model.poolers if model.splade is None else [ALL], params.pool_from, None
         step = model.step_tag_id if params.step_tag_id is None else params.step_tag_id
-        only = None
+        only: list[int] | range | None = None
+        if model.edges:
+            first, last = model.edges
+            end = len(new.tokens) - (self.task == "token_classify" and new.tokens[-1] == last)
+            only = range(int(new.tokens[0] == first), end)
         if self.task == "token_classify" and step is not None:
             only = [position for position, token in enumerate(new.tokens) if token == step]
         return [ALL], params.pool_from, only
@@ -112,7 +116,10 @@ class PooledOutput:
         choice = params.use_activation
         if row.task == "embed":
             activate = info.normalizes if choice is None else choice
-            return pooler.embed(states.parts(hidden_TD.device), dimensions, activate)
+            parts = states.parts(hidden_TD.device)
+            if self.pooling.splade is not None:
+                parts = [pooler.splade(states.tokens(hidden_TD))]
+            return pooler.embed(parts, dimensions, activate)
         if row.task == "classify":
             activate = info.default_activation if choice is None else choice
             return pooler.classify(states.parts(hidden_TD.device), activate)
