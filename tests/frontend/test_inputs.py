@@ -16,7 +16,7 @@ from quire.errors import ConfigError, Unsupported, ValidationError
 from quire.frontend.generation_config import GenerationDefaults, generation_defaults
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor, TokenizeOptions
 from quire.frontend.parallel_sampling import best, fan_out, mix
-from quire.frontend.prompts import Prompt, read_prompts
+from quire.frontend.prompts import Prompt, read_prompt, read_prompts
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.protocol.request import ToEngine
 from quire.protocol.sampling_params import SamplingParams
@@ -94,12 +94,21 @@ def test_prompts_that_cannot_be_served(inputs: InputProcessor, prompt: Any, word
     assert caught.value.parameter
 
 
-@pytest.mark.parametrize(
-    "name", ["prompt_embeds", "multi_modal_data", "encoder_prompt", "token_type_ids", "data"]
-)
+@pytest.mark.parametrize("name", ["prompt_embeds", "multi_modal_data", "encoder_prompt", "data"])
 def test_later_prompts_are_refused_by_name(inputs: InputProcessor, name: str):
     with pytest.raises(Unsupported, match=name):
         accept(inputs, {"prompt": "x", name: {"image": 1}})
+
+
+def test_token_types_are_those_of_a_pair(inputs: InputProcessor):
+    pair = {"prompt_token_ids": [5, 6, 7], "token_type_ids": [0, 1, 1]}
+    assert read_prompt(pair).second_text == 1
+    assert read_prompt({**pair, "token_type_ids": [0, 0, 0]}).second_text == 0
+    for types in ([0, 1], [1, 1, 1], [0, 1, 0], [0, 2, 2], {"image": 1}, "001"):
+        with pytest.raises(ValidationError, match="token_type_ids must"):
+            read_prompt({**pair, "token_type_ids": types})
+    with pytest.raises(Unsupported, match="token_type_ids"):
+        accept(inputs, pair)
 
 
 def test_several_prompts_in_any_mixture():

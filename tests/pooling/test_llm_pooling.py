@@ -182,6 +182,20 @@ def test_pairs_are_cut_and_truncated(folder):
         llm.score("a", "b", pooling_params=PoolingParams(extra_kwargs={"max_tokens_per_doc": 32}))
 
 
+def test_token_types_of_a_prompt_travel(folder):
+    llm, client = made(folder, RANKS)
+    given = {"prompt_token_ids": pair("ab", "cd"), "token_type_ids": [0, 0, 0, 0, 1, 1, 1]}
+    (found,) = llm.classify(given)
+    assert client.asked[-1].params.second_text == 4
+    expected = numbers_of(pair("ab", "cd"), PoolingParams(second_text=4), 1)
+    assert found.outputs.probs == expected.tolist()
+    for side, start in (("right", 0), ("left", 1)):
+        llm.classify(
+            given, tokenization_kwargs={"truncate_prompt_tokens": 4, "truncation_side": side}
+        )
+        assert client.asked[-1].params.second_text == start
+
+
 def test_templates_and_concatenation_of_pairs(folder):
     plain, client = made(folder, replace(RANKS, use_sep_token=False))
     plain.score("ab", "cd")

@@ -110,7 +110,6 @@ PROMPT_KEYS: dict[str, str] = {
     "multi_modal_uuids": "the engine accepts text only",
     "mm_processor_kwargs": "the engine accepts text only",
     "media_io_kwargs": "the engine accepts text only",
-    "token_type_ids": "it belongs to pooling models",
     "encoder_prompt": "encoder-decoder models are not supported",
     "decoder_prompt": "encoder-decoder models are not supported",
     "data": "it belongs to IO processor plugins",

@@ -18,7 +18,7 @@ import msgspec
 
 from quire import env
 from quire.config.structured import StructuredOutputsOptions
-from quire.errors import ValidationError
+from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check_process import ConstraintChecker
 from quire.frontend.generation_config import GenerationDefaults
 from quire.frontend.parallel_sampling import child_id, fan_out, mix
@@ -168,6 +168,8 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise read.wrong("sampling_params", params, "a SamplingParams")
         given = read_prompt(prompt)
+        if given.second_text:
+            raise Unsupported("token_type_ids in a prompt", "it belongs to pooling models")
         options = TokenizeOptions.read(tokenization_kwargs)
         if params.truncate_prompt_tokens is not None:
             options.truncate = params.truncate_prompt_tokens

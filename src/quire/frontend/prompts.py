@@ -45,7 +45,7 @@ class EmbedsPrompt(TypedDict):
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
-KNOWN = ("prompt", "prompt_token_ids", "cache_salt")
+KNOWN = ("prompt", "prompt_token_ids", "cache_salt", "token_type_ids")
 MAX_SALT = 128
 
 
@@ -98,7 +98,7 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
             f"prompt: unknown key {', '.join(sorted(unknown))}; the keys are {', '.join(KNOWN)}",
             parameter="prompt", value=unknown,
         )  # fmt: skip
-    text, tokens, salt = (prompt.get(name) for name in KNOWN)
+    text, tokens, salt, types = (prompt.get(name) for name in KNOWN)
     if text is not None and not isinstance(text, str):
         raise ValidationError(
             f"prompt must be a string, not {type(text).__name__}; token ids go in prompt_token_ids",
@@ -112,7 +112,25 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
     has_text = tokens is None or bool(
         ids
     )  # an empty list of ids is an empty prompt, also beside a text
-    return Prompt(text if has_text else None, ids, read_salt(salt))
+    second = 0 if types is None else _second_text(_tokens(types, "token_type_ids"), len(ids))
+    return Prompt(text if has_text else None, ids, read_salt(salt), second_text=second)
+
+
+def _second_text(types: list[int], num_tokens: int) -> int:
+    """Where the tokens of type 1 begin; 0: there are none.
+
+    Raises:
+        ValidationError: not a type for each token, first 0, then 1.
+    """
+    ones = types.count(1)
+    start = num_tokens - ones
+    if types != [0] * start + [1] * ones or (ones and not start):
+        raise ValidationError(
+            f"token_type_ids must have a type for each of the {num_tokens} prompt_token_ids: 0 for the first text, then 1"
+            " for the second",
+            parameter="token_type_ids", value=types,
+        )  # fmt: skip
+    return start if ones else 0
 
 
 def read_salt(salt: Any) -> str:
@@ -136,14 +154,14 @@ def is_token_list(value: Any) -> bool:
     return isinstance(value, Sequence) and bool(value) and hasattr(value[0], "__index__")
 
 
-def _tokens(value: Any) -> list[int]:
+def _tokens(value: Any, name: str = "prompt_token_ids") -> list[int]:
     try:
         values = value.tolist() if hasattr(value, "tolist") else value
         return [operator.index(token) for token in values]
     except TypeError:
         raise ValidationError(
-            "prompt_token_ids must be a list of whole numbers",
-            parameter="prompt_token_ids",
+            f"{name} must be a list of whole numbers",
+            parameter=name,
             value=value,
         ) from None
 

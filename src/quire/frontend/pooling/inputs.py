@@ -249,7 +249,9 @@ class PoolingInputs:
     ) -> Prompt:
         if options.truncate is not None and len(tokens) > options.truncate:  # token ids
             most = options.truncate
-            tokens = tokens[:most] if options.keep_first else tokens[-most:]
+            cut = 0 if options.keep_first else len(tokens) - most
+            tokens, second = tokens[cut : cut + most], max(0, second - cut)
+            second = second if second < most else 0
         if not tokens:
             raise ValidationError(
                 "an input is empty: it needs at least one token", parameter="input", value=[]
