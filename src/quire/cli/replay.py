@@ -15,10 +15,12 @@ from pathlib import Path
 
 from quire.config.recording import as_recorded, config_of, from_recording
 from quire.engine import flight_recorder
+from quire.engine.lora import load_adapters
 from quire.engine.replay import Replayed, replay
 from quire.engine.supervisor import CONFIG
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 from quire.logging import configure, get_logger
+from quire.models.location import find_adapter
 
 log = get_logger(__name__)
 
@@ -33,6 +35,12 @@ def main(argv: Sequence[str]) -> int:
         required=True,
         help="the model of the recorded engine: a directory or a hub id",
     )
+    parser.add_argument(
+        "--lora-path",
+        nargs="+",
+        default=[],
+        help="the directories of the adapters of the recorded requests",
+    )
     args = parser.parse_args(argv)
     configure("replay")
     try:
@@ -46,12 +54,17 @@ def main(argv: Sequence[str]) -> int:
             )
         from quire.engine.build import build_compiler, build_executor, resolve_config
 
-        resolved = as_recorded(resolve_config(config_of(recorded, args.model)), recorded)
+        config = config_of(recorded, args.model, len(args.lora_path))
+        adapters = [find_adapter(path, config.load) for path in args.lora_path]
+        resolved = as_recorded(resolve_config(config), recorded)
     except (OSError, ValueError, QuireError) as why:
         return refused(str(why))
     executor = build_executor(resolved, build_compiler(resolved))
     try:
+        load_adapters(executor, adapters, recording.adapters())
         return show(replay(recording, executor, resolved.max_num_batched_tokens))
+    except ConfigError as why:
+        return refused(str(why))
     finally:
         executor.close()
 

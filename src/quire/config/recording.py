@@ -17,6 +17,7 @@ from msgspec.msgpack import Ext
 from quire.config.cache import CacheConfig
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.load import LoadConfig
+from quire.config.lora import LoraConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
@@ -57,6 +58,9 @@ class RecordedModel(Struct):
     logprobs_mode: str
     skip_tokenizer_init: bool
     hf_overrides: dict[str, Any]
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: dict[str, Any] = {}
 
 
 class RecordedConfig(Struct):
@@ -74,6 +78,8 @@ class RecordedConfig(Struct):
     scheduler: SchedulerConfig
     parallel: ParallelConfig
     structured: StructuredConfig
+    lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
+    """Without names and paths of adapters: the user of a replay names their directories."""
 
 
 def for_recording(payload: bytes) -> bytes:
@@ -93,6 +99,7 @@ def for_recording(payload: bytes) -> bytes:
         "settled": {name: resolved[name] for name in Settled.__struct_fields__},
         "model": {name: model[name] for name in RecordedModel.__struct_fields__},
         **{name: config[name] for name in ("cache", "scheduler", "parallel", "structured")},
+        "lora": {**config["lora"], "lora_modules": [], "allowed_lora_paths": []},
     }
     return msgspec.json.format(msgspec.json.encode(found))
 
@@ -113,8 +120,9 @@ def from_recording(data: bytes) -> RecordedConfig:
         raise ConfigError(f"not a recorded configuration: {why}") from None
 
 
-def config_of(recorded: RecordedConfig, model: str) -> EngineConfig:
-    """The configuration to resolve for a replay with the checkpoint `model`, whose code is not run."""
+def config_of(recorded: RecordedConfig, model: str, num_adapters: int = 0) -> EngineConfig:
+    """The configuration to resolve for a replay with the checkpoint `model`, whose code is not run, and so many adapters."""
+    lora = replace(recorded.lora, max_cpu_loras=max(recorded.lora.capacity, num_adapters))
     fields = {name: getattr(recorded.model, name) for name in RecordedModel.__struct_fields__}
     return EngineConfig(
         model=ModelConfig(model=model, trust_remote_code=False, **fields),
@@ -123,6 +131,7 @@ def config_of(recorded: RecordedConfig, model: str) -> EngineConfig:
         scheduler=recorded.scheduler,
         parallel=recorded.parallel,
         structured=recorded.structured,
+        lora=lora,
     )
 
 

@@ -74,6 +74,12 @@ class Recording(Struct):
                 rows |= {new.row: new for new in frame.entered}
         return list(rows.values())
 
+    def adapters(self) -> set[str]:
+        """The versions of the adapters that requests have."""
+        plans = (frame for frame in self.frames if isinstance(frame, StepPlan))
+        rows = [*self.start.rows, *(new for plan in plans for new in plan.entered)]
+        return {row.adapter for row in rows if row.adapter is not None}
+
     def seen(self) -> set[str]:
         """Ids of all requests that had a row at any time."""
         ids = {row.id for row in self.start.rows}

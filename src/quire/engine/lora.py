@@ -6,16 +6,19 @@ Knows the core and the registry of adapters. Arguments and results are builtins.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from quire.config.engine import EngineConfig
 from quire.config.lora import check_name
 from quire.engine.core import PENDING, EngineCore
 from quire.errors import ConfigError, ValidationError
-from quire.features.lora.registry import LoraRegistry
+from quire.features.lora.registry import LoraRegistry, merged
 from quire.models.location import find_adapter
 from quire.protocol.request import Call
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor
 
 LOOK_AGAIN_S = 0.005
 
@@ -85,3 +88,25 @@ def functions(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..
     core.pending_calls.append(Call(0, poll_loras.__name__))
     named = (load_lora, unload_lora, pin_lora, list_loras, poll_loras, sleep)
     return {function.__name__: function for function in named}
+
+
+def load_adapters(executor: Executor, paths: Sequence[str], versions: set[str]) -> None:
+    """Load the adapters in these directories, for a recording that needs these versions.
+
+    Raises:
+        ConfigError: an adapter cannot be served, or a version is not among them.
+    """
+    for ticket, path in enumerate(paths):
+        executor.call("read_adapter", ticket, path, "")
+        while not (reports := merged(executor.call("adapters_read", [ticket]))):
+            time.sleep(LOOK_AGAIN_S)
+        if (error := reports[ticket].get("error")) is not None:
+            raise ConfigError(f"the adapter in {path} cannot be loaded: {error}")
+        version = reports[ticket]["version"]
+        executor.call("add_adapter", ticket, ticket, version)
+        versions = versions - {version}
+    if versions:
+        raise ConfigError(
+            f"the recording has requests with adapters whose files have the digests {', '.join(sorted(versions))}: name"
+            " their directories with --lora-path"
+        )
