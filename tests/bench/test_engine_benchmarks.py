@@ -59,6 +59,24 @@ def test_throughput_counts_generated_tokens(
     assert "Total num output tokens:  8" in capsys.readouterr().out
 
 
+def test_throughput_with_adapters(capsys: pytest.CaptureFixture[str]):
+    words = [
+        "--num-prompts",
+        "3",
+        "--input-len",
+        "6",
+        "--output-len",
+        "3",
+        "--max-loras",
+        "2",
+        "--max-model-len",
+        "64",
+    ]
+    words += ["--lora-path", "quire-tiny-pirate-lora"]
+    assert main(["throughput", "quire-tiny", *ENGINE, *words]) == 0
+    assert "Total num output tokens:  9" in capsys.readouterr().out
+
+
 def test_startup_times_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     began = []
 

@@ -7,6 +7,7 @@ Options, printout and the keys of the result file are those of `vllm bench throu
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from quire.bench.cli import BenchArgs, BenchOption, keep, prompts, run_command, 
 from quire.bench.serve import datasets
 from quire.errors import ConfigError, QuireError
 from quire.frontend.outputs import error_of
+from quire.protocol.lora_request import LoRARequest
 
 OWN = {
     "backend": BenchOption("quire", "quire (vllm is accepted and means the same)", str),
@@ -25,6 +27,11 @@ OWN = {
     "output_len": BenchOption(None, "tokens per output (unset: 128, or the length in the file)"),
     "num_prompts": BenchOption(1000, "prompts"),
     "n": BenchOption(1, "outputs per prompt"),
+    "lora_path": BenchOption(
+        None,
+        "adapter of the requests, each under one of max_loras names; turns --enable-lora on",
+        str,
+    ),
     "disable_detokenize": BenchOption(False, "do not detokenize", bool),
     "output_json": BenchOption(None, "write the result to this file", Path),
 }
@@ -42,11 +49,15 @@ def measure(args: BenchArgs) -> int:
             f"--backend {own['backend']}: only quire is supported; python -m benchmarks offline compares with"
             " Transformers"
         )
-    with start(args.engine) as llm:
+    adapter = {} if own["lora_path"] is None else {"enable_lora": True}
+    with start({**args.engine, **adapter}) as llm:
         batch, lengths = _prompts(llm, own)
         params = [sampling(own, length) for length in lengths]
+        loras = _adapters(own["lora_path"], args.engine.get("max_loras", 1), len(batch))
+        for lora in {one.lora_name: one for one in loras if one is not None}.values():
+            llm.add_lora(lora)
         began = time.perf_counter()
-        outputs = llm.generate(batch, params)
+        outputs = llm.generate(batch, params, lora_request=loras)
         seconds = time.perf_counter() - began
     if failed := [error for output in outputs if (error := error_of(output)) is not None]:
         raise QuireError(f"{len(failed)} requests failed, the first one: {failed[0]}")
@@ -68,6 +79,15 @@ def measure(args: BenchArgs) -> int:
     }
     keep(own["output_json"], result)
     return 0
+
+
+def _adapters(path: str | None, max_loras: int, count: int) -> list[LoRARequest | None]:
+    """The adapter of each request; as in vLLM, names of one path that are drawn at random."""
+    if path is None:
+        return [None] * count
+    draw = random.Random(0)
+    ids = [draw.randint(1, max_loras) for _ in range(count)]
+    return [LoRARequest(str(id), id, path) for id in ids]
 
 
 def _prompts(llm: Any, own: dict[str, Any]) -> tuple[list[Any], list[int]]:
