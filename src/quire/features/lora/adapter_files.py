@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -58,6 +58,8 @@ class AdapterFiles:
     digest: str
     config: PeftConfig
     tensors: dict[str, dict[str, Tensor]] = field(repr=False)
+    names: dict[str, str] = field(default_factory=dict)
+    """Module of the file -> module of the model, where they differ."""
 
     def modules(self) -> dict[str, LoraWeights]:
         """The weights of each module, by its path in the model."""
@@ -67,7 +69,7 @@ class AdapterFiles:
         for module, parts in self.tensors.items():
             scale, bias_O = self.config.scale_of(module), parts.get("bias")
             magnitude_O = parts.get("magnitude")
-            found[module] = LoraWeights(
+            found[self.names.get(module, module)] = LoraWeights(
                 a_RI=parts.get("a", parts.get("embedding_a")),
                 b_OR=parts.get("b", parts.get("embedding_b")),
                 scale=scale,
@@ -105,7 +107,7 @@ def read_adapter(
         if file.suffix == ".safetensors":
             found, start = _checked_header(file)
             shapes: Shapes = {name: tuple(each["shape"]) for name, each in found.items()}
-            places = _places(file, shapes, config, max_rank, targets, chosen)
+            places, names = _places(file, shapes, config, max_rank, targets, chosen)
             data = _read_bytes(file)
             stored = _from_safetensors(data, found, start, file)
         else:
@@ -113,7 +115,7 @@ def read_adapter(
             data = _read_bytes(file)
             stored = _from_pickle(bytes(data), file)
             shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-            places = _places(file, shapes, config, max_rank, targets, chosen)
+            places, names = _places(file, shapes, config, max_rank, targets, chosen)
     except (ConfigError, ValidationError, OSError) as error:
         reason = str(error)
         raise ValidationError(reason if str(folder) in reason else f"{file}: {reason}") from None
@@ -123,7 +125,7 @@ def read_adapter(
         )
     content = blake2b(len(text).to_bytes(8, "little") + text, digest_size=16)
     content.update(data)
-    return AdapterFiles(content.hexdigest(), config, _tensors(stored, places, file))
+    return AdapterFiles(content.hexdigest(), config, _tensors(stored, places, file), names)
 
 
 # -- the files --------------------------------------------------------------------------------------
@@ -245,8 +247,9 @@ def _places(
     max_rank: int,
     targets: Targets,
     chosen: Sequence[str],
-) -> Places:
-    """Which tensor is which; those that are not part of the adapter are left out."""
+) -> tuple[Places, dict[str, str]]:
+    """Which tensor is which, and the module in the model of each module of the file. Tensors that are not part of the
+    adapter are left out."""
     places: Places = {}
     modules: dict[str, dict[str, tuple[int, ...]]] = {}
     whole: dict[str, int] = {}
@@ -270,14 +273,30 @@ def _places(
     if not modules:
         of = f" for {_listed(chosen)} (lora_target_modules)" if chosen else ""
         raise ValidationError(f"{file} has no LoRA tensors{of}")
-    if strange := [module for module in modules if module not in targets]:
+    names = _names(modules, targets)
+    if strange := [module for module in modules if module not in names]:
         raise ValidationError(
             f"{file} adapts modules that the model does not have, or that cannot be adapted: {_listed(strange)};"
             f" the model has {_listed(targets)}"
         )
     for module, parts in modules.items():
-        _check_module(module, parts, config, max_rank, targets[module])
-    return places
+        _check_module(module, parts, config, max_rank, targets[names[module]])
+    return places, names
+
+
+def _names(modules: Iterable[str], targets: Targets) -> dict[str, str]:
+    """Module of the file -> module of the model, for those that the model has. An adapter that was trained on the model
+    without its head, or with a head, has one component less or more before its names."""
+    before = {target.partition(".")[0] for target in targets}
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for module in modules:
+        others = (module, module.partition(".")[2], *(f"{first}.{module}" for first in before))
+        name = next((other for other in others if other in targets), None)
+        if name is not None and name not in taken:
+            found[module] = name
+            taken.add(name)
+    return found
 
 
 def _place(name: str, config: PeftConfig) -> tuple[str, str]:
