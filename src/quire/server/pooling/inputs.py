@@ -5,6 +5,7 @@ Knows request fields. `frontend/pooling/inputs.py` checks what depends on the mo
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -113,7 +114,11 @@ async def input_source(
     found, task = listed_inputs(body), params.task or ""
     salt, special = read_salt(body.cache_salt), True
     if isinstance(found[0], list) and (found[0] and isinstance(found[0][0], dict)):
-        found = [await conversation_text(one, body, engine, state) for one in found]
+        texts = []
+        for one in found:
+            texts.append(await conversation_text(one, body, engine, state))
+            await asyncio.sleep(0)  # others wait for one conversation, not for all
+        found = texts
         special = False
     options = tokenize_options(body, pooling, special)
     name = body.prompt_name
