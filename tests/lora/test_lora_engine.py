@@ -12,6 +12,7 @@ from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 from lora.adapters import Answer, collect, lora_engine, run, submit, tensors, write
 
 from quire.errors import ValidationError
+from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=0, logprobs=3)
@@ -272,3 +273,20 @@ def test_a_worker_of_its_own_process(folder: Path, alone: dict) -> None:
         assert answers == [alone[0, "a"], alone[1, "b"], alone[2, None], alone[3, "a"]]
         with pytest.raises(ValidationError, match="No adapter found"):
             one.client.call("load_lora", "d", str(folder))
+
+
+def test_prefixes_are_shared_within_an_adapter_only(folder: Path) -> None:
+    long = list(range(3, 83))
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+    def hit(one: Engine, adapter: str | None, salt: str = "") -> int:
+        id = str(next(one.numbers))
+        one.client.submit(EngineRequest(id, long, params, adapter=adapter, salt=salt))
+        return collect(one, [id])[id][-1].num_cached_tokens
+
+    with lora_engine(str(folder / "model"), block_size=16) as one:
+        load(one, folder, ["a", "b"])
+        one.client.call("load_lora", "again", str(folder / "a"))
+        asked = [(None, ""), ("a", ""), ("b", ""), ("a", "x"), ("b", "x"), (None, "x")]
+        assert [hit(one, *each) for each in asked] == [0] * 6
+        assert [hit(one, *each) for each in [*asked, ("again", "")]] == [64] * 7
