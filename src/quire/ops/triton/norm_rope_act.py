@@ -15,7 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops import reference
-from quire.ops.triton import experts, lora, recurrent  # noqa: F401  (they register their kernels)
+from quire.ops.triton import (  # noqa: F401  (they register their kernels)
+    experts,
+    lora,
+    packed_attention,
+    recurrent,
+)
 from quire.ops.triton.launch import pow2, runs_on, side_by_side
 
 ELEMENTS = 1024  # of a program with several short rows
