@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from client_runs import PROMPT, TOKENS
+from client_runs import PROMPT, TOKENS, serve
 
 SILENT = {
     "HF_HUB_OFFLINE": "1", "OTEL_SDK_DISABLED": "true", "CREWAI_DISABLE_TELEMETRY": "true",
@@ -41,40 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server, without /v1."""
     log = tmp_path_factory.mktemp("server") / "log"
-    words = [
-        "quire-tiny",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "0",
-        "--max-model-len",
-        "1024",
-        "--max-num-seqs",
-        "16",
-    ]
-    command = [sys.executable, "-m", "quire", "serve", *words, "--enable-auto-tool-choice"]
-    with log.open("w") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        yield address(server, log)
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
-def address(server: subprocess.Popen[Any], log: Path) -> str:
-    for _ in range(1200):
-        text = log.read_text()
-        found = [word for word in text.split() if word.startswith("http://127.0.0.1:")]
-        if found:
-            try:
-                urllib.request.urlopen(found[0].rstrip("/,.") + "/health/ready").read()
-                return found[0].rstrip("/,.")
-            except OSError:
-                pass
-        assert server.poll() is None, text
-        time.sleep(0.1)
-    raise AssertionError(f"the server did not start:\n{log.read_text()}")
+    flags = ("--max-model-len", "1024", "--max-num-seqs", "16", "--enable-auto-tool-choice")
+    with serve(log, "quire-tiny", *flags) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
