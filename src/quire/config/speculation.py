@@ -22,7 +22,7 @@ KEY = "speculative_config"
 METHODS = (
     "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "custom_class",
 )  # fmt: skip
-READY = ("ngram", "suffix", "custom_class")
+READY = METHODS
 """The methods that have a builder in `features/speculation/methods.py`."""
 REFUSED = ("dflash", "dspark", "extract_hidden_states")
 WITHOUT_MODEL = ("ngram", "suffix")

@@ -17,7 +17,7 @@ import msgspec
 
 from quire import env
 from quire.config.api_key_file import read_keys
-from quire.config.engine import EngineConfig, Resolved
+from quire.config.engine import EngineConfig, ModelSpec, Resolved
 from quire.config.resolve import resolve
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
 from quire.config.speculation import speculative_options
@@ -284,6 +284,7 @@ def build_scheduler(
         chunked=resolved.chunked_prefill,
         max_chunk=options.long_prefill_token_threshold,
         drafts=0 if (drafts := resolved.speculation) is None else drafts.num_speculative_tokens,
+        lookahead=drafts.num_speculative_tokens if drafts and resolved.draft else 0,
         depth=resolved.depth,
         by_priority=options.scheduling_policy == "priority",
         max_waiting=options.max_num_queued_reqs or 0,
@@ -329,13 +330,29 @@ def build_executor(
     from quire.executor.inline import InlineExecutor
 
     features = worker_features(resolved, compiler)
-    return InlineExecutor(build_worker(resolved, features, report=report))
+    return InlineExecutor(build_worker(resolved, features, draft_specs(resolved), report))
 
 
 def worker_from_wire(payload: bytes, report: Report) -> Worker:
     resolved = resolved_from_bytes(payload)
     features = worker_features(resolved, build_compiler(resolved))
-    return build_worker(resolved, features, report=report)
+    return build_worker(resolved, features, draft_specs(resolved), report)
+
+
+def draft_specs(resolved: Resolved) -> list[ModelSpec]:
+    """The drafter's model, if it has one.
+
+    Raises:
+        ConfigError: a speculator does not fit the main model.
+    """
+    spec, options = resolved.draft_spec, resolved.speculation
+    if spec is None or options is None:
+        return []
+    if (method := options.drafts_with_model) is None or method == "draft_model":
+        return [spec]
+    from quire.models.speculators.spec import speculator_spec
+
+    return [speculator_spec(method, spec, resolved.spec, options.num_speculative_tokens)]
 
 
 def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:

@@ -72,6 +72,9 @@ class LanguageModel(nn.Module):
     movable = True
     """Whether its weights may be moved to another device and back."""
 
+    fast_states: Mapping[int, Tensor] = {}
+    """Hidden states of the last step, if it ran on the fast path and the model records; at least [T, D]."""
+
     pooler: nn.Module | None
     """What turns pooled hidden states into the outputs of a pooling model (`layers/pooler.py`); the loader sets it."""
 
@@ -153,8 +156,6 @@ class CausalLM(LanguageModel):
         cfg: config.json of the text model.
         max_length: the longest possible request, in tokens.
     """
-
-    fast_states: Mapping[int, Tensor] = {}  # see `record_hidden_states`; at least [T, D]
 
     decoder_names: ClassVar[Mapping[str, str]] = {}
     """Names of the decoder's parts in checkpoints, where they differ; see `named_layers`."""

@@ -218,10 +218,10 @@ def _same_vocabulary(resolved: Resolved, draft: DraftModel) -> bool:
     sizes = (model_size(each, "vocab_size") for each in (draft.hf_config, resolved.hf_config))
     if not (own.is_file() and other.is_file()):
         return len(set(sizes)) == 1
-    return own.read_bytes() == other.read_bytes() or _ids(own) == _ids(other)
+    return own.read_bytes() == other.read_bytes() or token_ids(own) == token_ids(other)
 
 
-def _ids(file: Path) -> dict[str, int]:
+def token_ids(file: Path) -> dict[str, int]:
     """The ids of a tokenizer's texts. Raises ConfigError: it is not a tokenizer.json."""
     try:
         says = json.loads(file.read_text(encoding="utf-8"))

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.features.speculation.drafter import Drafter
+from quire.features.speculation.drafter import ComputedTokens, Drafter
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
+    from quire.protocol.plan import StepPlan
 
 
 class Chain(Drafter):
@@ -36,6 +37,10 @@ class Chain(Drafter):
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         for drafter in self.drafters:
             drafter.extend(row, tokens)
+
+    def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
+        for drafter in self.drafters:
+            drafter.observe(plan, step)
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}

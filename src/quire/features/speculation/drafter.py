@@ -5,11 +5,56 @@ Knows rows and tokens. Does not know how proposals are verified, or how many pay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.forward_context import ForwardBatch
     from quire.models.base import LanguageModel
+    from quire.protocol.plan import StepPlan
+    from quire.worker.request_rows import RequestRows
+
+
+@dataclass(slots=True)
+class ComputedTokens:
+    """What the target computed in a step, and what it recorded of that (`Drafter.records`).
+
+    Attributes:
+        rows: of each work item.
+        starts, ends: its first position, and the one behind its last that is right: draft tokens that were not are left out.
+        places: where it starts among the step's tokens.
+        states: by number of layers: at least [T, D].
+    """
+
+    rows: list[int]
+    starts: list[int]
+    places: list[int]
+    ends: list[int] = field(default_factory=list)
+    states: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def before(
+        cls, plan: StepPlan, batch: ForwardBatch | None, rows: RequestRows
+    ) -> ComputedTokens:
+        """Of a step that has not run. The batch has advanced the rows."""
+        numbers = [item.row for item in plan.work]
+        if batch is not None:
+            counts = batch.query_lens
+            starts = [end - count for end, count in zip(batch.lengths, counts, strict=True)]
+        else:
+            starts = rows.num_computed_tokens[numbers].tolist()
+            known = zip(plan.work, starts, rows.length[numbers].tolist(), strict=True)
+            counts = [min(item.num_tokens, length - start) for item, start, length in known]
+        return cls(numbers, starts, list(itertools.accumulate(counts, initial=0))[:-1])
+
+    def finish(self, rows: RequestRows, states: Mapping[int, Tensor]) -> ComputedTokens:
+        """The step has run."""
+        self.ends, self.states = rows.num_computed_tokens[self.rows].tolist(), states
+        return self
 
 
 class Drafter:
@@ -36,6 +81,9 @@ class Drafter:
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         """The row has more tokens, which are certain."""
+
+    def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
+        """A step has run; called before `propose_all`. None: the drafter records nothing."""
 
     def propose(self, row: int, limit: int) -> list[int]:
         """At most `limit` tokens that may follow the row's tokens."""

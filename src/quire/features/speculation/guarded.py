@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.features.speculation.drafter import Drafter
+from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.logging import get_logger
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
+    from quire.protocol.plan import StepPlan
     from quire.worker.request_rows import RequestRows
 
 log = get_logger(__name__)
@@ -29,6 +30,8 @@ class GuardedDrafter(Drafter):
         self._is_logged = False
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
+        if self.records and isinstance(models[0], torch.nn.Module):  # not asleep
+            models[0].record_hidden_states(self.records)
         self.drafter.use_models(models)
 
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
@@ -49,6 +52,14 @@ class GuardedDrafter(Drafter):
             raise  # the device is lost
         except Exception as error:
             self._lost.add(row)
+            self._report(error)
+
+    def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
+        try:
+            self.drafter.observe(plan, step)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
             self._report(error)
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.features.speculation.draft_length import DraftLength
-from quire.features.speculation.drafter import Drafter
+from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.features.speculation.gate import NAME, DraftReport
 from quire.worker.hooks import Hook
 
@@ -54,8 +54,12 @@ class SpeculationHook(Hook):
         self._most: dict[int, int] = {}  # by row: the most draft tokens that its request wants
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
         self._began = 0.0
+        self._model: LanguageModel | None = None
+        self._batch: ForwardBatch | None = None
+        self._computed: ComputedTokens | None = None
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
+        self._model = models[0]
         self.drafter.use_models(models)
 
     def enter(self, new: EnteredRow) -> None:
@@ -82,6 +86,8 @@ class SpeculationHook(Hook):
             self._verified = {row: (place, draws[at] - 1) for at, row, place in batch.first_draws()}
         else:
             self._verified = dict(filter(None, map(self._drafts_of, plan.work)))
+        if self.drafter.records:
+            self._batch, self._computed = batch, ComputedTokens.before(plan, batch, self.rows)
         self._began = time.perf_counter()
 
     def _enter_drafter(self, plan: StepPlan) -> None:
@@ -113,8 +119,16 @@ class SpeculationHook(Hook):
         if drew and len(drew) == len(plan.work):
             tokens = len(drew) + sum(drafts for _, drafts in self._verified.values() if drafts > 0)
             self.length.timed(tokens, time.perf_counter() - self._began)
+        self.drafter.observe(plan, self._computed_tokens())
         report.num_drafts = self._propose(drew)
         self.reports.append(msgspec.msgpack.encode(report))
+
+    def _computed_tokens(self) -> ComputedTokens | None:
+        if self._computed is None or self._model is None:
+            return None
+        batch = self._batch
+        states = self._model.fast_states if batch is None else batch.hidden_states
+        return self._computed.finish(self.rows, states)
 
     def _verify_counts(self) -> DraftReport:
         """What this step verified."""

@@ -5,18 +5,29 @@ Knows every drafter. Does not know how they guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from quire.config.engine import Resolved
 from quire.config.serialize import by_name
 from quire.config.speculation import SpeculativeOptions
 from quire.errors import ConfigError
 from quire.features.speculation.chain import Chain
+from quire.features.speculation.draft_passes import DraftPasses, TargetLogits
+from quire.features.speculation.draft_rows import DraftRows
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.guarded import GuardedDrafter
+from quire.features.speculation.head_drafter import HeadDrafter, HeadPasses
+from quire.features.speculation.joined_vocabulary import joined
+from quire.features.speculation.model_drafter import ModelDrafter
 from quire.features.speculation.ngram import NgramDrafter
 from quire.features.speculation.suffix import SuffixDrafter
-from quire.worker.build import WorkerParts
+from quire.models.draft_model import token_ids
+from quire.worker.build import WorkerParts, build_sampler_ops
+from quire.worker.sampling.sampler_ops import SamplerOps
 
 Builder = Callable[[WorkerParts, Resolved, SpeculativeOptions], Drafter]
 
@@ -54,4 +65,74 @@ def _custom(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions)
     return drafter
 
 
-BUILDERS: dict[str, Builder] = {"ngram": _ngram, "suffix": _suffix, "custom_class": _custom}
+MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
+"""The keys of a draft model's config.json with the token that stands for tokens to come."""
+
+
+def _draft_model(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
+    """Raises ConfigError: the draft model cannot take tokens back, or has no mask."""
+    model, spec, target = parts.models[-1], resolved.draft_spec, parts.models[0].vocab_size
+    if spec is None or model.per_request or model.state_layers():
+        raise ConfigError(
+            f"speculative_config.model={options.model}: a draft model needs a KV cache in blocks, so that it can take"
+            " tokens back; choose one without recurrent states"
+        )
+    own_ids_V = target_ids_W = None
+    if options.use_heterogeneous_vocab:
+        folders, device = (resolved.tokenizer_folder, spec.path), parts.platform.device
+        texts, own_texts = (token_ids(Path(folder, "tokenizer.json")) for folder in folders)
+        tables = joined(texts, own_texts, target, model.vocab_size)
+        own_ids_V, target_ids_W = (torch.from_numpy(table).to(device) for table in tables)
+    rows = DraftRows(parts.rows, own_ids_V=own_ids_V)
+    layers = model.attention_layers()
+    return ModelDrafter(
+        DraftPasses(rows, TargetLogits(target, target_ids_W), *_drawing(parts)),
+        layers[0].kv_group,
+        spec.max_model_len,
+        spec.max_step_tokens,
+        has_windows=any(layer.spec.window is not None for layer in layers),
+        vocab_size=model.vocab_size if own_ids_V is None and model.vocab_size < target else None,
+        mask_token=_mask_token(spec.hf_config, options) if options.parallel_drafting else None,
+    )
+
+
+def _drawing(parts: WorkerParts) -> tuple[SamplerOps, bool]:
+    return build_sampler_ops(parts.platform), "native" in parts.platform.kernels
+
+
+def _mask_token(config: Mapping[str, Any], options: SpeculativeOptions) -> int:
+    found = [config[key] for key in MASK_KEYS if isinstance(config.get(key), int)]
+    if (
+        not found
+        or not 0 <= found[0] < config.get("vocab_size", 0)
+        or options.use_heterogeneous_vocab
+    ):
+        raise ConfigError(
+            f"speculative_config.parallel_drafting: config.json of {options.model} needs one of {', '.join(MASK_KEYS)}, a token"
+            " of its vocabulary, and the vocabulary must be the model's; leave parallel_drafting out"
+        )
+    return int(found[0])
+
+
+def _heads(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
+    speculator: Any = parts.models[-1]
+    rows, target = DraftRows(parts.rows, shift=1), parts.models[0].vocab_size
+    ops, _ = _drawing(parts)
+    last = int(resolved.hf_config["num_hidden_layers"]) + 1
+    return HeadDrafter(
+        HeadPasses(rows, TargetLogits(target, speculator.target_ids_V), ops, native=False),
+        speculator.after or (last,),
+        resolved.max_model_len,
+        has_layers=bool(speculator.attention_layers()),
+        most=speculator.most,
+        mask=speculator.mask,
+    )
+
+
+BUILDERS: dict[str, Builder] = {
+    "ngram": _ngram,
+    "suffix": _suffix,
+    "custom_class": _custom,
+    "draft_model": _draft_model,
+    **dict.fromkeys(("eagle", "eagle3", "mtp", "medusa", "mlp_speculator"), _heads),
+}

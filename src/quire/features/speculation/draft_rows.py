@@ -1,0 +1,78 @@
+"""DraftRows: the worker's rows as a draft model sees them: the same tokens and blocks, with counts of its own.
+
+Knows which tokens a draft model has computed. Does not know the model. Draft tokens are written behind a row's tokens,
+where the next step verifies them.
+
+Shape suffixes: T tokens of a pass, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from quire.worker.request_rows import RequestRows
+
+
+class DraftRows(RequestRows):
+    """Shares memory with `rows`, the target's.
+
+    Args:
+        shift: at each position the model reads the token so many positions later (1: heads, which continue hidden states).
+        own_ids_V: the draft model's token of each of the target's; None: the same ids.
+    """
+
+    def __init__(self, rows: RequestRows, shift: int = 0, own_ids_V: Tensor | None = None):
+        vars(self).update(vars(rows))
+        self.target, self.shift, self.own_ids_V = rows, shift, own_ids_V
+        for name in ("num_computed_tokens", "length", "num_drafts", "accepts_drafts"):
+            setattr(self, name, np.zeros_like(getattr(rows, name)))
+
+    def tokens(self, rows_T: np.ndarray, places_T: np.ndarray) -> Tensor:
+        """What the model reads at these rows and positions, int64, on the device."""
+        ids_T = super().tokens(rows_T, places_T + self.shift)
+        return ids_T if self.own_ids_V is None else self.own_ids_V[ids_T]
+
+    def capacity(self, row: int) -> int:
+        """How many positions the row's blocks have."""
+        return int(self.num_blocks[0, row]) * self.block_size
+
+    def set_counts(self, row: int, computed: int, length: int, drafts: int = 0) -> None:
+        """The model has computed so many of so many tokens; `drafts` more are draft tokens."""
+        self.num_computed_tokens[row], self.length[row] = computed, length + drafts
+        self.num_drafts[row] = drafts
+
+
+class ComputedBlocks:
+    """The blocks in which a draft model has computed every position. The prefix cache may give others to a row, too.
+
+    Args:
+        kv_group: of the draft model's layers.
+    """
+
+    def __init__(self, rows: DraftRows, kv_group: int):
+        self.rows, self.kv_group = rows, kv_group
+        self._full: set[int] = set()
+
+    def enter(self, row: int, num_cached_tokens: int) -> int:
+        """A request takes a row. How many of its cached tokens the draft model has computed."""
+        group, size = self.kv_group, self.rows.block_size
+        blocks = self.rows.blocks[group][row, : self.rows.num_blocks[group, row]].tolist()
+        cached = num_cached_tokens // size
+        self._full.difference_update(blocks[cached:])
+        # 0 is the null block, which is outside the windows of later tokens
+        lacking = (at for at in range(cached) if blocks[at] and blocks[at] not in self._full)
+        return next(lacking, cached) * size
+
+    def allocated(self, blocks: Sequence[Sequence[int]]) -> None:
+        """A row got these blocks, by group."""
+        if blocks:
+            self._full.difference_update(blocks[self.kv_group])
+
+    def computed(self, row: int, start: int, end: int) -> None:
+        """The draft model has computed the row's tokens from `start` to `end`, and all before."""
+        first, last = start // self.rows.block_size, end // self.rows.block_size
+        if last > first:
+            self._full.update(self.rows.blocks[self.kv_group][row, first:last].tolist())
