@@ -137,13 +137,16 @@ class Engine:
         self.numbers = itertools.count()
 
     def run(
-        self, prompts: list[list[int]], params: list[SamplingParams] | SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams] | SamplingParams,
+        **fields: Any,
     ) -> list[list[EngineOutput]]:
-        """All outputs of each, together in one batch. An error of any is an error of the test."""
+        """All outputs of each, together in one batch. An error of any is an error of the test. `fields`: of the requests."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         ids = [str(next(self.numbers)) for _ in prompts]
         for id, prompt, param in zip(ids, prompts, each, strict=True):
-            self.client.submit(EngineRequest(id, prompt, param))
+            self.client.submit(EngineRequest(id, prompt, param, **fields))
         got: dict[str, list[EngineOutput]] = {id: [] for id in ids}
         while not all(outputs and outputs[-1].finish for outputs in got.values()):
             for output in self.client.outputs():
@@ -153,9 +156,13 @@ class Engine:
         return [got[id] for id in ids]
 
     def tokens(
-        self, prompts: list[list[int]], params: list[SamplingParams] | SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams] | SamplingParams,
+        **fields: Any,
     ) -> list[list[int]]:
-        return [[t for out in outs for t in out.tokens] for outs in self.run(prompts, params)]
+        runs = self.run(prompts, params, **fields)
+        return [[t for out in outs for t in out.tokens] for outs in runs]
 
     def stats(self) -> dict[str, Any]:
         return dict(self.client.call("stats"))

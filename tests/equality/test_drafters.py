@@ -170,9 +170,9 @@ def speculating(checkpoint: str) -> Iterator[Engine]:
         yield one
 
 
-def drafted(one: Engine, params: SamplingParams) -> int:
+def drafted(one: Engine, params: SamplingParams, **fields: Any) -> int:
     before = one.stats()["counts"]["spec_decode_num_draft_tokens"]
-    one.found = one.tokens(PROMPTS, params)
+    one.found = one.tokens(PROMPTS, params, **fields)
     return int(one.stats()["counts"]["spec_decode_num_draft_tokens"] - before)
 
 
@@ -183,6 +183,16 @@ def test_past_answers_help_the_next_request(speculating: Engine, plain: list[lis
     assert drafted(speculating, greedy(40)) > first + 50
     assert speculating.found == plain
     assert speculating.stats()["counts"]["spec_decode_num_accepted_tokens"] > before + 100
+
+
+@pytest.mark.parametrize("field", ["salt", "tenant"])
+def test_requests_that_share_nothing_get_nothing_of_one_another(
+    speculating: Engine, plain: list[list[int]], field: str
+) -> None:
+    first = drafted(speculating, greedy(40), **{field: "a"})
+    assert drafted(speculating, greedy(40), **{field: "a"}) > first + 50
+    assert drafted(speculating, greedy(40), **{field: "b"}) == first
+    assert speculating.found == plain
 
 
 def test_a_request_limits_its_draft_tokens(speculating: Engine, plain: list[list[int]]) -> None:

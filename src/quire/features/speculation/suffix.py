@@ -17,6 +17,8 @@ MAX_INDEXED = 4096
 """Tokens of a row that one call adds to its index: a long prompt takes several steps."""
 MAX_PLACES = 12
 """Earlier occurrences that are compared."""
+LONG_MATCH = 6
+"""A match that went on to so many tokens is not compared with others."""
 MAX_BYTES = 64 << 20
 """Of all past answers."""
 BYTES_PER_TOKEN = 192
@@ -94,8 +96,8 @@ class _SuffixRow:
     scope: bytes
     num_entered: int  # tokens with which it took the row
     own: TokenIndex = field(default_factory=TokenIndex)
-    # In each index the place after the longest match of late: more matches may follow there than among the last places.
-    followed: dict[bool, int] = field(default_factory=dict)
+    # In its own index (True) and that of past answers: the place after the longest match of late, and its length.
+    followed: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
 
 class SuffixDrafter(Drafter):
@@ -139,11 +141,12 @@ class SuffixDrafter(Drafter):
         self, one: _SuffixRow, is_own: bool, index: TokenIndex | None, tokens: Sequence[int]
     ) -> None:
         """Move on in an index as far as it has the same tokens; else forget the place."""
-        if (place := one.followed.pop(is_own, None)) is None or index is None:
+        place, length = one.followed.pop(is_own, (-1, 0))
+        if place < 0 or index is None:
             return
         at = place - index.start
         if at >= 0 and index.tokens[at : at + len(tokens)] == array("i", tokens):
-            one.followed[is_own] = place + len(tokens)
+            one.followed[is_own] = place + len(tokens), length + len(tokens)
 
     def propose(self, row: int, limit: int) -> list[int]:
         one = self.rows[row]
@@ -154,7 +157,7 @@ class SuffixDrafter(Drafter):
             return []
         recent = one.own.tokens[-self.depth :]
         drafts, worth = self._continuation(one, True, one.own, recent, limit)
-        if (index := self.answers.get(one.scope)) is not None:
+        if worth < limit and (index := self.answers.get(one.scope)) is not None:
             others, more = self._continuation(one, False, index, recent, limit)
             if more > worth:
                 return others
@@ -164,19 +167,21 @@ class SuffixDrafter(Drafter):
         self, one: _SuffixRow, is_own: bool, index: TokenIndex, recent: array[int], limit: int
     ) -> tuple[list[int], float]:
         """What followed the longest match in an index, and how many of these tokens are right on average."""
+        followed, length = one.followed.get(is_own, (-1, 0))
+        at = followed - index.start
+        is_there = PAIR <= at < len(index.tokens) and index.tokens[at] != END
+        if is_there and length >= LONG_MATCH:
+            most = min(limit, int(self.factor * min(length, self.depth)))
+            return self._likeliest(index, [followed], most)
         places = index.places(recent)
-        followed = one.followed.get(is_own, -1)
-        if (
-            index.start + PAIR <= followed < index.start + len(index.tokens)
-            and followed not in places
-        ):
+        if is_there and followed not in places:
             places.append(followed)
         if not places:
             return [], 0.0
         lengths = [index.match(place, recent) for place in places]
         longest = max(lengths)
         places = [place for place, length in zip(places, lengths, strict=True) if length == longest]
-        one.followed[is_own] = places[0]
+        one.followed[is_own] = places[0], longest
         return self._likeliest(index, places, min(limit, int(self.factor * longest)))
 
     def _likeliest(
