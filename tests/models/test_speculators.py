@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quire.config.engine import EngineConfig, ModelSpec
@@ -26,6 +26,7 @@ from quire.platforms.cpu import CpuPlatform
 from tests.models import speculator_references as plain
 from tests.models.cases import BASE, VOCAB, Case, write
 from tests.models.harness import Runner
+from tests.models.speculator_checkpoints import Drawn, eagle3_tensors, save
 
 CLOSE = 1e-4
 SIZE = BASE["hidden_size"]
@@ -52,45 +53,6 @@ def target_model(target: ModelSpec) -> LanguageModel:
 def spec_of(folder: Path) -> ModelSpec:
     config = EngineConfig.from_keywords(model=str(folder), dtype="float32", max_model_len=200)
     return resolve_config(config).spec
-
-
-class Drawn:
-    """Random tensors, of a size that shows."""
-
-    def __init__(self, seed: int = 5):
-        self.draw = torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape: int) -> Tensor:
-        if len(shape) == 1:
-            return 1 + 0.3 * torch.randn(shape, generator=self.draw)
-        return torch.randn(shape, generator=self.draw) / shape[-1] ** 0.5
-
-    def layer(self, name: str, inputs: int = SIZE, biases: str = "", qk_norm: bool = False) -> dict[str, Tensor]:  # fmt: skip
-        heads, kv, inner = 64, 32, BASE["intermediate_size"]
-        shapes = {
-            "self_attn.q_proj": (heads, inputs), "self_attn.k_proj": (kv, inputs), "self_attn.v_proj": (kv, inputs),
-            "self_attn.o_proj": (SIZE, heads), "mlp.gate_proj": (inner, SIZE), "mlp.up_proj": (inner, SIZE),
-            "mlp.down_proj": (SIZE, inner),
-        }  # fmt: skip
-        found = {f"{name}.{key}.weight": self(*shape) for key, shape in shapes.items()}
-        for key, shape in shapes.items():
-            if key[-6] in biases:
-                found[f"{name}.{key}.bias"] = self(shape[0]) - 1
-        found[f"{name}.post_attention_layernorm.weight"] = self(SIZE)
-        if qk_norm:
-            found |= {f"{name}.self_attn.{x}_norm.weight": self(16) for x in "qk"}
-        return found
-
-
-def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str = "model.safetensors") -> Path:  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    copies = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
-    if name.endswith(".pt"):
-        torch.save(copies, folder / name)
-    else:
-        save_file(copies, folder / name, metadata={"format": "pt"})
-    return folder
 
 
 def spec_for(method: str, folder: Path, target: ModelSpec) -> ModelSpec:
@@ -169,17 +131,6 @@ def table_of(target: ModelSpec) -> tuple[Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------------------------ EAGLE-3
-
-
-def eagle3_tensors(first: str = "midlayer", *, width: int = 3 * SIZE, words: int = 40, **options: Any) -> dict[str, Tensor]:  # fmt: skip
-    drawn = Drawn()
-    found = {
-        **drawn.layer(first, 2 * SIZE, **options),
-        f"{first}.input_layernorm.weight": drawn(SIZE), f"{first}.hidden_norm.weight": drawn(SIZE),
-        "fc.weight": drawn(SIZE, width), "norm.weight": drawn(SIZE), "lm_head.weight": drawn(words, SIZE),
-    }  # fmt: skip
-    ids = torch.randperm(VOCAB, generator=drawn.draw)[:words]
-    return found | {"d2t": ids - torch.arange(words), "t2d": torch.isin(torch.arange(VOCAB), ids)}
 
 
 def speculators_form(config: Mapping[str, Any], **outer: Any) -> dict[str, Any]:
@@ -477,17 +428,13 @@ def with_mtp(name: str, folder: Path) -> tuple[ModelSpec, nn.Module, nn.Module, 
     return spec_of(folder), theirs, theirs.model.layers[last], around
 
 
-@pytest.mark.parametrize("name", MTP_CASES)
-def test_mtp_equals_a_plain_reference(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
-    target, theirs, layer, around = with_mtp(name, tmp_path)
-    model = build_model(target, CpuPlatform())  # it skips the layer
-    own = load("mtp", tmp_path, target, model)
-    assert own.model.embed_tokens is None
-    assert own.lm_head is None
-    assert len(own.attention_layers()) == 1
+def mtp_reference(
+    name: str, theirs: nn.Module, layer: nn.Module, around: dict[str, Tensor]
+) -> Reference:
+    """With the decoder layer of Transformers."""
     plus = 1.0 if name == "qwen3_next" else 0.0
-    eps = theirs.config.rms_norm_eps
-    head = theirs.lm_head.weight
+    eps, head = theirs.config.rms_norm_eps, theirs.lm_head.weight
+    theirs.config._attn_implementation = "eager"
 
     @torch.inference_mode()
     def reference(embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -506,37 +453,43 @@ def test_mtp_equals_a_plain_reference(name: str, tmp_path: Path, caplog: pytest.
         out = plain.norm(x, around["norm"] + plus, eps)
         return out, out @ head.T
 
-    theirs.config._attn_implementation = "eager"
+    return reference
+
+
+@pytest.mark.parametrize("name", MTP_CASES)
+def test_mtp_equals_a_plain_reference(name: str, tmp_path: Path) -> None:
+    target, theirs, layer, around = with_mtp(name, tmp_path)
+    own = load("mtp", tmp_path, target, build_model(target, CpuPlatform()))  # (the target skips it)
+    assert own.model.embed_tokens is None
+    assert own.lm_head is None
+    assert len(own.attention_layers()) == 1
+    reference = mtp_reference(name, theirs, layer, around)
     with torch.inference_mode():
         check(own, reference, theirs.model.embed_tokens.weight, Drawn(7)(LENGTH, SIZE))
 
 
 def test_more_guesses_than_layers_take_the_last_layer(tmp_path: Path) -> None:
-    """Two layers: pass 1 and those after it run the second, whose keys pass 0 has written."""
-    target, *_ = with_mtp("qwen3", tmp_path)
+    """Two layers with equal weights: passes behind the first run the second, which has keys of its own from pass 0."""
+    target, theirs, layer, around = with_mtp("qwen3", tmp_path)
     stored, config = load_file(tmp_path / "model.safetensors"), dict(target.hf_config)
-    drawn = Drawn(8)
-    one = {key: tensor for key, tensor in stored.items() if key.startswith("mtp.layers.0.")}
-    two = {key.replace(".0.", ".1."): drawn(*tensor.shape) for key, tensor in one.items()}
-    save(tmp_path, config | {"mtp_num_hidden_layers": 2}, stored | two)
+    again = {key.replace(".0.", ".1."): t for key, t in stored.items() if key.startswith("mtp.layers.0.")}  # fmt: skip
+    save(tmp_path, config | {"mtp_num_hidden_layers": 2}, stored | again)
     target = spec_of(tmp_path)
     own = load("mtp", tmp_path, target, build_model(target, CpuPlatform()))
+    reference = mtp_reference("qwen3", theirs, layer, around)
+    states, table = Drawn(8)(9, SIZE), theirs.model.embed_tokens.weight
     fed = Fed(own)
     runner = Runner(fed, num_tokens=128)
-    fed.states = {0: drawn(9, SIZE)}
+    fed.states = {0: states}
     runner.prefill(0, range(8))
-    outs = []
-    for step in (1, 2):
-        runner.tokens[0].append(3)
-        runner.computed[0] = 8
-        fed.step = step
-        outs.append(runner.step([(0, 1)])[0])
-        del runner.tokens[0][8:]
-    assert torch.equal(*outs)
-    fed.step = 0
-    runner.tokens[0].append(3)
-    runner.computed[0] = 8
-    assert not torch.allclose(runner.step([(0, 1)])[0], outs[0], atol=1e-2)
+    first = reference(table[:8], states[:8])[0]
+    before = torch.cat((first[:1], first[:-1], states[8:]))
+    wanted = {0: reference(table[:9], states)[1], 1: reference(table[:9], before)[1]}
+    for step in (1, 2, 0):
+        runner.tokens[0], runner.computed[0], fed.step = list(range(9)), 8, step
+        logits = runner.step([(0, 1)])[0]
+        assert (logits[-1] - wanted[min(step, 1)][-1]).abs().max() < CLOSE
+    assert (wanted[0] - wanted[1])[-1].abs().max() > 0.01
 
 
 def test_checkpoints_without_mtp_are_refused(target: ModelSpec, tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""Heads that guess tokens from hidden states: an answer is what it is without them, and right heads are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from equality.engines import VOCAB, engine, greedy, make_checkpoint
+from equality.test_speculation import PARAMS, answers
+
+from quire.ops.cpu.bindings import best
+from quire.protocol.sampling_params import SamplingParams
+from tests.models.speculator_checkpoints import (
+    SUCCESSOR,
+    Drawn,
+    random_speculators,
+    right_speculators,
+    save,
+    successor_target,
+)
+
+SHORT = [msgspec.structs.replace(params, max_tokens=14) for params in PARAMS]
+KERNELS = pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
+SIZE, INNER = 64, 128
+RANDOM = random_speculators(Drawn(3, SIZE, INNER, head_dim=32), VOCAB)
+RIGHT = right_speculators()
+
+
+def config(method: str, folder: Path, num_drafts: int = 3, **more: Any) -> dict[str, Any]:
+    return {"method": method, "model": str(folder), "num_speculative_tokens": num_drafts, "adaptive": False, **more}  # fmt: skip
+
+
+def counts(one: Any) -> tuple[float, float]:
+    """Draft tokens, and those that were right."""
+    found = one.stats()["counts"]
+    return found["spec_decode_num_draft_tokens"], found["spec_decode_num_accepted_tokens"]
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By whether the speculator is MTP layers."""
+    options = {"intermediate_size": INNER, "tie_word_embeddings": False, "head_dim": 32}
+    return {
+        kind: make_checkpoint(kind, tmp_path_factory.mktemp(kind), **options)
+        for kind in ("llama", "qwen3")
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(targets: dict[str, str]) -> dict[str, Any]:
+    found = {}
+    for kind, path in targets.items():
+        with engine(path) as one:
+            found[kind] = answers(one, SHORT)
+    return found
+
+
+def kind_of(name: str) -> str:
+    return "qwen3" if name == "mtp" else "llama"
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eagle": {"max_num_batched_tokens": 24, "block_size": 16},
+    "eagle3": {"max_num_batched_tokens": 24, "block_size": 16},
+    "P-EAGLE": {"max_num_batched_tokens": 40, "max_num_seqs": 3},
+    "medusa": {"max_num_batched_tokens": 24, "block_size": 16},
+    "mlp_speculator": {"max_num_seqs": 3},
+    "mtp": {"kv_cache_memory_bytes": 480 << 10, "block_size": 16, "max_model_len": 112},
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_no_head_changes_an_answer(name: str, tmp_path: Path, targets: dict[str, str], expected: dict[str, Any]) -> None:  # fmt: skip
+    """Every sampling rule, in chunks, with few rows, with few blocks, and with cached prefixes."""
+    method, own, tensors = RANDOM[name]
+    drafts = config(method, save(tmp_path, own, tensors))
+    with engine(targets[kind_of(name)], speculative_config=drafts, **SETTINGS[name]) as one:
+        assert answers(one, SHORT) == expected[kind_of(name)]
+        if name == "mtp":  # prefixes are cached now
+            assert answers(one, SHORT) == expected[kind_of(name)]
+        drafted, accepted = counts(one)
+        assert drafted > 100
+        assert accepted < drafted
+
+
+def test_no_head_changes_an_answer_of_steps_in_flight(tmp_path: Path, targets: dict[str, str], expected: dict[str, Any]) -> None:  # fmt: skip
+    method, own, tensors = RANDOM["eagle3"]
+    drafts = config(method, save(tmp_path, own, tensors), 5)
+    with engine(targets["llama"], depth=2, speculative_config=drafts) as one:
+        assert answers(one, SHORT) == expected["llama"]
+        assert counts(one)[0] > 100
+
+
+@pytest.mark.parametrize("method", RIGHT)
+def test_right_heads_are_accepted(method: str, tmp_path: Path) -> None:
+    """The newest tokens and their hidden states reach the head, and its guesses the target, at every place."""
+    target = successor_target(tmp_path / "target", kind_of(method))
+    asked = [[3, 5, 9, 1], [7], list(range(40))]
+    with engine(target) as one:
+        tokens = one.tokens(asked, greedy(14))
+        drawn = one.tokens(asked, SamplingParams(seed=5, max_tokens=24, ignore_eos=True))
+    for prompt, found in zip(asked, tokens, strict=True):
+        assert found == [int(SUCCESSOR[t]) for t in (prompt[-1], *found[:-1])]
+    drafts = config(method, save(tmp_path / "head", *RIGHT[method]))
+    with engine(target, speculative_config=drafts, max_num_batched_tokens=24, block_size=16) as one:
+        assert one.tokens(asked, greedy(14)) == tokens
+        drafted, accepted = counts(one)
+        assert accepted == drafted > 20
+        assert one.tokens(asked, SamplingParams(seed=5, max_tokens=24, ignore_eos=True)) == drawn
+        more, right = (after - before for after, before in zip(counts(one), (drafted, accepted), strict=True))  # fmt: skip
+    assert any(found != [int(SUCCESSOR[t]) for t in (prompt[-1], *found[:-1])] for prompt, found in zip(asked, drawn, strict=True))  # fmt: skip
+    exact = method in ("eagle", "mtp", "mlp_speculator")  # these have the target's logits
+    assert right == more if exact else right > 0.4 * more
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_fused_layers_guess_the_same(name: str, tmp_path: Path, targets: dict[str, str]) -> None:
+    """In bfloat16 the kernels run parts of the speculator."""
+    method, own, tensors = RANDOM[name]
+    folder, path = save(tmp_path, own, tensors), targets[kind_of(name)]
+    found = []
+    with engine(path, dtype="bfloat16") as one:
+        wanted = answers(one, SHORT)
+    for fused in (True, False):
+        with engine(path, dtype="bfloat16", speculative_config=config(method, folder)) as one:
+            worker = one.client.core.executor.worker
+            if not fused:
+                worker.unfuse("test")
+            layers = worker.models[-1].model.layers
+            assert (layers.fused is not None) == fused
+            assert answers(one, SHORT) == wanted
+            found.append(counts(one))
+    assert found[0] == found[1]
+    assert found[0][0] > 100
