@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from quire.compat.vllm_values import SpeculativeConfig
-from quire.config import speculation
 from quire.config.flags import parse
 from quire.config.from_keywords import engine_config
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
-from quire.config.speculation import KEY, METHODS, READY, REFUSED, speculative_options
+from quire.config.speculation import KEY, REFUSED, speculative_options
 from quire.engine.build import resolve_without_weights
 from quire.errors import ConfigError, Unsupported
 
@@ -28,11 +27,6 @@ EAGLE3 = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "max_position_emb
 def options(**keywords: Any) -> Any:
     config = engine_config({"model": "m", **keywords})
     return speculative_options(config.speculation.speculative_config)
-
-
-@pytest.fixture
-def every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "READY", METHODS)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +125,7 @@ def test_what_is_wrong_is_named(keys: dict[str, Any], names: str) -> None:
         options(speculative_config={**NGRAM, **keys})
 
 
-@pytest.mark.parametrize("name", sorted({*REFUSED, *METHODS} - {*READY}))
+@pytest.mark.parametrize("name", REFUSED)
 def test_methods_that_are_not_supported_are_named(name: str) -> None:
     with pytest.raises(Unsupported, match=f"method '{name}'.*use one of ngram"):
         options(speculative_config={"method": name, "model": "some/draft"})
@@ -143,7 +137,6 @@ def test_synthetic_acceptance_is_refused() -> None:
             options(speculative_config=NGRAM | keys)
 
 
-@pytest.mark.usefixtures("every_method")
 @pytest.mark.parametrize(
     ("given", "method"),
     [
@@ -167,7 +160,7 @@ def folder(path: Path, config: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def drafter(tmp_path: Path, every_method: None) -> Any:
+def drafter(tmp_path: Path) -> Any:
     target = folder(tmp_path / "target", LLAMA)
 
     def resolve(config: dict[str, Any], given: dict[str, Any] | None = None) -> Any:
@@ -215,7 +208,6 @@ def test_a_drafter_that_does_not_fit_is_refused(
         drafter(config, given)
 
 
-@pytest.mark.usefixtures("every_method")
 def test_a_checkpoint_of_speculators_as_the_main_model(tmp_path: Path) -> None:
     target = folder(tmp_path / "target", LLAMA)
     says = {"algorithm": "eagle3", "verifier": {"name_or_path": target}, "proposal_methods": [{"speculative_tokens": 5}]}  # fmt: skip
@@ -240,3 +232,13 @@ def test_metrics_of_a_request_need_speculation(tmp_path: Path) -> None:
     keywords = {"model": folder(tmp_path / "m", LLAMA), "skip_tokenizer_init": True, "per_request_spec_decode_metrics": "summary"}  # fmt: skip
     with pytest.raises(ConfigError, match=f"per_request_spec_decode_metrics=summary: .*set {KEY}"):
         resolve_without_weights(engine_config(keywords))
+
+
+def test_the_embedded_model_has_drafters() -> None:
+    asked = engine_config({"model": "quire-tiny", "speculative_config": {"method": "draft_model"}})
+    resolved, _ = resolve_without_weights(asked)
+    assert Path(resolved.draft.path).name == "quire-tiny-draft"
+    assert resolved.speculation.num_speculative_tokens == 3
+    asked = engine_config({"model": "quire-tiny", "speculative_config": {"method": "medusa"}})
+    with pytest.raises(ConfigError, match="model is missing: method medusa needs a checkpoint"):
+        resolve_without_weights(asked)

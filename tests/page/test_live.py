@@ -32,13 +32,15 @@ class Clock:
 
 
 def make(
-    num_blocks: int = 40, depth: int = 1, max_rows: int = 2
+    num_blocks: int = 40, depth: int = 1, max_rows: int = 2, drafts: int = 0
 ) -> tuple[EngineCore, Inspector, Clock]:
     clock = Clock()
     groups = [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))]
-    device = ToyDevice(groups, num_blocks + 1, 4, 0, random.Random(1))
+    device = ToyDevice(groups, num_blocks + 1, 4, drafts, random.Random(1))
     kv = KVManager(BlockPool(num_blocks + 1), groups, 4)
-    limits = SchedulerLimits(max_rows=max_rows, max_step_tokens=8, max_length=100, depth=depth)
+    limits = SchedulerLimits(
+        max_rows=max_rows, max_step_tokens=8, max_length=100, depth=depth, drafts=drafts
+    )
     core = EngineCore(Scheduler(kv, limits, clock=clock), device, depth)
     live = Inspector(core.scheduler, core.observers, core.stats, depth, 64)
     return core, live, clock
@@ -250,3 +252,19 @@ def test_memory_is_that_of_the_process():
     assert process_tree(os.getpid())[0] == os.getpid()
     assert resident_bytes([os.getpid()]) > 1 << 20
     assert resident_bytes([0x7FFFFFFF]) == 0
+
+
+def test_refused_draft_tokens_are_shown():
+    core, watch, clock = make(drafts=3)
+    watch.look()
+    ask(core, "a", list(range(5)), most=40)
+    for _ in range(60):
+        turn(core, clock)
+        seen = watch.look()
+        if life(seen, "a")["ended"] >= 0:
+            break
+    one = life(seen, "a")
+    work = [item for step in seen["steps"] for item in step["work"]]
+    assert one["output"] == 40 == 1 + sum(tokens - refused for _, tokens, prompt, refused in work if not prompt)  # fmt: skip
+    assert one["drafted"] - one["accepted"] == sum(refused for *_, refused in work) > 0
+    assert one["accepted"] > 0

@@ -22,8 +22,6 @@ KEY = "speculative_config"
 METHODS = (
     "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "custom_class",
 )  # fmt: skip
-READY = METHODS
-"""The methods that have a builder in `features/speculation/methods.py`."""
 REFUSED = ("dflash", "dspark", "extract_hidden_states")
 WITHOUT_MODEL = ("ngram", "suffix")
 SAME = {"ngram_gpu": "ngram", "peagle": "eagle3", "dflash2": "dflash"}
@@ -206,9 +204,9 @@ def checked_method(name: str) -> str:
         method = "mtp"
     if method != name:
         log.warning("%s.method=%s means %s here", KEY, name, method)
-    if method in REFUSED or (method in METHODS and method not in READY):
+    if method in REFUSED:
         raise Unsupported(
-            f"{KEY} with method {name!r}", f"use one of {', '.join(READY)}, or leave it out; the text is the same"
+            f"{KEY} with method {name!r}", f"use one of {', '.join(METHODS)}, or leave it out; the text is the same"
         )  # fmt: skip
     if method and method not in METHODS:
         raise ConfigError(f"{KEY}.method={name!r}: choose from {', '.join(METHODS)}")
