@@ -292,7 +292,6 @@ def test_ineffective_options_are_reported(settle, warnings, keywords, says):
 UNREAD = {
     "enable_auto_tool_choice": "calls are read wherever their format is known; the help says so",
     "enable_server_load_tracking": "/load always counts",
-    "tensor_parallel_size": "refused above 1",
     "pipeline_parallel_size": "refused above 1",
     "data_parallel_size": "refused above 1",
     "fail_on_environ_validation": "read from the keywords, before there is a configuration",
@@ -328,7 +327,8 @@ def test_overrides_merge():
 # Refusals
 
 REFUSED = [
-    ({"tensor_parallel_size": 2}, Unsupported, "tensor_parallel_size=2 .*start one server"),
+    ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size=3 does not divide the .* attention heads"),
+    ({"tensor_parallel_size": 2, "enable_lora": True}, Unsupported, "tensor_parallel_size=2 with --enable-lora"),
     ({"pipeline_parallel_size": 2}, Unsupported, "pipeline_parallel_size=2"),
     ({"data_parallel_size": 2}, Unsupported, "data_parallel_size=2"),
     ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0"),

@@ -68,7 +68,8 @@ class EngineFacts:
                 max_model_len=ready.max_model_len,
             ),
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, world_size=1,
+                tensor_parallel_size=resolved.config.parallel.tensor_parallel_size, pipeline_parallel_size=1,
+                data_parallel_size=1, world_size=resolved.config.parallel.tensor_parallel_size,
             ),
             speculative_config=resolved.speculation,
             lora_config=resolved.config.lora if resolved.config.lora.enable_lora else None,

@@ -1,4 +1,4 @@
-"""ParallelConfig: numbers of devices, and how processes are made. Sizes above 1 are not supported yet."""
+"""ParallelConfig: numbers of devices, and how processes are made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ParallelConfig:
     """Devices and processes."""
 
     tensor_parallel_size: AtLeast1 = 1
-    """Number of devices that split each layer."""
+    """Number of ranks that split each layer; on a CPU, processes that share the machine's cores (docs/parallel.md)."""
     pipeline_parallel_size: AtLeast1 = 1
     """Number of devices that each run a range of layers."""
     data_parallel_size: AtLeast1 = 1

@@ -14,11 +14,12 @@ from quire import env
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.context_length import learned_positions, model_length
 from quire.config.engine import EngineConfig, Resolved
+from quire.config.model_sizes import model_size
 from quire.config.pooling import PoolingModel
 from quire.config.quantization import ONLINE, fitting, quantization_method
 from quire.config.quantization_config import stored_quantization
 from quire.config.validate import check
-from quire.errors import ConfigError
+from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 
 logger = get_logger(__name__)
@@ -97,14 +98,45 @@ def resolve(
         chunked_prefill=chunked,
         prefix_caching=causal and _prefix_caching(config, per_request_cache),
         depth=_depth(config, facts),
-        executor=config.parallel.distributed_executor_backend or "uni",
+        executor=_executor(config),
         attention_backend=_attention(config, facts),
         quantization=fitting(requested, stored_quantization(hf_config)),
         pooling=pooling,
     )
     _check_checkpoints(resolved)
+    _check_ranks(resolved)
     _log(resolved, facts)
     return resolved
+
+
+def _executor(config: EngineConfig) -> str:
+    """Several ranks need a process each."""
+    chosen = config.parallel.distributed_executor_backend or "uni"
+    return "mp" if config.parallel.tensor_parallel_size > 1 else chosen
+
+
+def _check_ranks(resolved: Resolved) -> None:
+    """Raises ConfigError, Unsupported: tensor_parallel_size ranks cannot split this model, or serve with these features."""
+    size = resolved.config.parallel.tensor_parallel_size
+    if size == 1:
+        return
+    about = f"tensor_parallel_size={size}"
+    heads = model_size(resolved.hf_config, "num_attention_heads", 1)
+    if heads % size:
+        nearest = max(n for n in range(1, size) if heads % n == 0)
+        raise ConfigError(
+            f"{about} does not divide the {heads} attention heads of {resolved.architecture}; use {nearest}"
+        )
+    refused = {
+        f"{about} on {resolved.device}": resolved.device != "cpu",
+        f"{about} with --enable-lora": resolved.config.lora.enable_lora,
+        f"{about} with --speculative-config": bool(resolved.config.speculation.speculative_config),
+        f"{about} with --model-impl transformers": resolved.config.model.model_impl
+        == "transformers",
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise Unsupported(what, "use tensor_parallel_size=1")
 
 
 def _check_checkpoints(resolved: Resolved) -> None:

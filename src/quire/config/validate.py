@@ -81,7 +81,7 @@ def _check_structured(options: Mapping[str, Any]) -> None:
 
 
 def _check_supported(config: EngineConfig) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
         if (size := getattr(config.parallel, name)) > 1:
             raise Unsupported(f"{name}={size}", unsupported.DEVICES[1])
     for (section, name, unsupported_value), remedy in unsupported.SETTINGS.items():

@@ -54,6 +54,7 @@ from quire.observe.buckets import buckets, checked
 from quire.observe.inspector import Inspector
 from quire.observe.metric_table import ITERATION, STATES
 from quire.observe.mfu import StepCostCounter, StepCosts
+from quire.parallel.address import RankAddress, addresses
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
 from quire.processes.restart_policy import RestartPolicy
@@ -323,20 +324,31 @@ def build_executor(
     resolved: Resolved, compiler: GrammarCompiler, report: Report = no_report
 ) -> Executor:
     if resolved.executor == "mp":
+        from quire.executor.group import GroupExecutor
         from quire.executor.process import ProcessExecutor
 
-        payload = resolved_to_bytes(resolved)
-        return ProcessExecutor("quire.engine.build:worker_from_wire", payload, report)
+        target, payload = "quire.engine.build:worker_from_wire", resolved_to_bytes(resolved)
+        if (size := resolved.config.parallel.tensor_parallel_size) == 1:
+            return ProcessExecutor(target, payload_of(payload, RankAddress()), report)
+        with addresses(size) as ranks:
+            payloads = [payload_of(payload, own) for own in ranks]
+            return GroupExecutor(target, payloads, [ranks[0].fd], report)
     from quire.executor.inline import InlineExecutor
 
     features = worker_features(resolved, compiler)
     return InlineExecutor(build_worker(resolved, features, draft_specs(resolved), report))
 
 
+def payload_of(resolved: bytes, address: RankAddress) -> bytes:
+    """What the worker of a rank is built from in its process."""
+    return msgspec.msgpack.encode((resolved, address))
+
+
 def worker_from_wire(payload: bytes, report: Report) -> Worker:
-    resolved = resolved_from_bytes(payload)
+    encoded, address = msgspec.msgpack.decode(payload, type=tuple[bytes, RankAddress])
+    resolved = resolved_from_bytes(encoded)
     features = worker_features(resolved, build_compiler(resolved))
-    return build_worker(resolved, features, draft_specs(resolved), report)
+    return build_worker(resolved, features, draft_specs(resolved), report, address)
 
 
 def draft_specs(resolved: Resolved) -> list[ModelSpec]:

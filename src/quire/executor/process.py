@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -20,7 +21,6 @@ from quire.executor.messages import (
     CallFailed,
     CallResult,
     CallWorker,
-    Down,
     StartWorker,
     Up,
     WorkerEnded,
@@ -45,6 +45,9 @@ class ProcessExecutor:
     Args:
         target: "module:function"; the child calls it with `payload` and a `Report` to create the worker.
         report: receives the child's reports.
+        fds: descriptors that the child inherits.
+        on_wait: called now and then while it waits for the child; its exceptions end the wait.
+        wait: until the worker is created; else `wait_started` must be called next.
 
     Raises:
         ConfigError, NotEnoughMemory, ...: the child found an error in the configuration.
@@ -53,24 +56,39 @@ class ProcessExecutor:
 
     recoverable: tuple[type[BaseException], ...] = (StepFailed,)
 
-    def __init__(self, target: str, payload: bytes, report: Report = no_report):
-        self._pipe, self.process = _spawn()
+    def __init__(
+        self,
+        target: str,
+        payload: bytes,
+        report: Report = no_report,
+        *,
+        fds: Sequence[int] = (),
+        on_wait: Callable[[], None] = lambda: None,
+        wait: bool = True,
+    ):
+        self._pipe, self.process = _spawn(fds)
+        self._on_wait = on_wait
         self._num_sent = self._num_answered = 0
         self._answers: dict[
             int, StepResult | CallResult | CallFailed
         ] = {}  # answers not requested yet
         self._dead: Exception | None = None
         try:
-            self._send(StartWorker(target, payload, import_path()))
-            while isinstance(message := self._receive(), WorkerProgress):
-                report(message.stage, message.share)
+            self._send(encode(StartWorker(target, payload, import_path())))
+            if wait:
+                self.wait_started(report)
         except BaseException:
             self.close()
             raise
 
+    def wait_started(self, report: Report) -> None:
+        """Wait until the worker is created. Raises as the constructor."""
+        while isinstance(message := self._receive(), WorkerProgress):
+            report(message.stage, message.share)
+
     # -- interface for the engine ---------------------------------------------------------------
     def launch(self, plan: StepPlan) -> StepFuture:
-        return _Step(self, self._request(plan))
+        return _Step(self, self.request(encode(plan)))
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """Like `Executor.call`. Functions and classes among the arguments are sent by name.
@@ -81,7 +99,7 @@ class ProcessExecutor:
             ConfigError, TypeError: an argument, or the result, cannot go to another process.
             EngineDeadError: the child has died.
         """
-        answer = self.answer(self._request(CallWorker(name, list(args))))
+        answer = self.answer(self.request(encode(CallWorker(name, list(args)))))
         if isinstance(answer, CallFailed):
             raise exception(answer)
         return [answer.value] if isinstance(answer, CallResult) else []
@@ -94,8 +112,8 @@ class ProcessExecutor:
         wait_or_kill(self.process, END_S)
 
     # -- messages -------------------------------------------------------------------------------
-    def _request(self, message: Down) -> int:
-        """Send a message and return the number of its answer."""
+    def request(self, message: bytes) -> int:
+        """Send an encoded message and return the number of its answer."""
         self._send(message)
         self._num_sent += 1
         return self._num_sent
@@ -110,13 +128,12 @@ class ProcessExecutor:
             self._answers[self._num_answered] = message
         return self._answers.pop(number)
 
-    def _send(self, message: Down) -> None:
+    def _send(self, data: bytes) -> None:
         self._check_alive()
-        data = encode(message)
         try:
             self._pipe.send_bytes(data)
         except OSError:
-            self._fail()
+            self.fail()
 
     def _receive(self) -> Up:
         """The next message. Raises the cause of death if the child has died."""
@@ -124,19 +141,20 @@ class ProcessExecutor:
         try:
             while not self._pipe.poll(LOOK_AGAIN_S):
                 if self.process.poll() is not None and not self._pipe.poll(0):
-                    self._fail()
+                    self.fail()
+                self._on_wait()
             message = decode_up(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            self._fail()
+            self.fail()
         if isinstance(message, WorkerEnded):
-            self._fail(message)
+            self.fail(message)
         return message
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise self._dead
 
-    def _fail(self, last: WorkerEnded | None = None) -> None:
+    def fail(self, last: WorkerEnded | None = None) -> None:
         """The child is dead or dying: raise the cause, now and at every later use."""
         while last is None:  # the child may have sent a last message
             try:
@@ -182,11 +200,11 @@ class _Step:
         return self._answer
 
 
-def _spawn() -> tuple[Connection, subprocess.Popen[bytes]]:
+def _spawn(fds: Sequence[int]) -> tuple[Connection, subprocess.Popen[bytes]]:
     parent_end, child_end = Pipe()
     fd = child_end.fileno()
     try:
-        child = start_child("quire.executor.worker_process", [fd, os.getpid()], fds=[fd])
+        child = start_child("quire.executor.worker_process", [fd, os.getpid()], fds=[fd, *fds])
     except BaseException:
         parent_end.close()
         raise

@@ -22,6 +22,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormFactory, RMSNorm
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.ops.reference import multiply_sigmoid, rotate
+from quire.parallel.ranks import shared_heads, shared_outputs
 
 
 class QueryScale(NamedTuple):
@@ -56,6 +57,7 @@ class SelfAttention(nn.Module):
         rope: whether this layer applies rotary positions.
         causal: None: as config.json says. False: a token attends to later tokens too, and the layer has no KV cache; `window` then counts to both sides.
             Without softcap, sinks and `shared`.
+        splits: whether ranks may have a part of the heads each (parallel/ranks.py); else each rank computes all.
         names: of queries, keys, values, all three packed, and the output projection in checkpoints.
     """
 
@@ -84,19 +86,30 @@ class SelfAttention(nn.Module):
         interleaved: bool = False,
         rope: bool = True,
         causal: bool | None = None,
+        splits: bool = True,
         names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     ):
         super().__init__()
         self.checkpoint_names = {**self.checkpoint_names, "o_proj": names[4]}
-        self.heads, self.size = cfg.num_attention_heads, head_dim or cfg.head_dim
-        self.kv_heads = kv_heads or cfg.num_key_value_heads
-        self.sizes = [n * self.size for n in (self.heads, self.kv_heads, self.kv_heads)]
+        self.size = head_dim or cfg.head_dim
+        heads: tuple[int, int] = cfg.num_attention_heads, kv_heads or cfg.num_key_value_heads
+        can_split = splits and causal is not False and not (full_qk_norm or sinks or shared)
+        shares = shared_heads(*heads) if can_split else ()
+        self.heads, self.kv_heads = (shares[0].length, shares[1].length) if shares else heads
+        sizes = self.size * (2 if output_gate else 1), self.size, self.size
+        self.sizes = [
+            n * size
+            for n, size in zip((self.heads, self.kv_heads, self.kv_heads), sizes, strict=True)
+        ]
         self.output_gate = output_gate
-        if output_gate:
-            self.sizes[0] *= 2
         parts = dict(zip(names[:3], self.sizes, strict=True))
-        self.qkv = Linear(inputs or cfg.hidden_size, parts, bias=qkv_bias, packed=names[3])
-        self.o_proj = Linear(self.heads * self.size, cfg.hidden_size, bias=o_bias)
+        own = [share.times(size) for share, size in zip(shares, sizes, strict=False)]
+        self.qkv = Linear(
+            inputs or cfg.hidden_size, parts, bias=qkv_bias, packed=names[3], shares=own
+        )
+        self.o_proj = Linear(
+            heads[0] * self.size, cfg.hidden_size, bias=o_bias, gathers=bool(shares)
+        )
         self.full_qk_norm = full_qk_norm
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
@@ -187,13 +200,19 @@ class GatedMLP(nn.Module):
         gate, up, packed, down = names
         self.checkpoint_names = {"down_proj": down}
         inner = width or cfg.intermediate_size
-        parts = {gate: inner, up: inner}
+        shares = shared_outputs(inner)
+        own = shares[0].length if shares else inner
+        parts = {gate: own, up: own}
         act = act or cfg.hidden_act
         act = "silu" if act == "swish" else act
         if act not in ("silu", "gelu", "gelu_pytorch_tanh"):
             raise ConfigError(f"hidden_act={act!r} is not supported by the gated MLP")
-        self.gate_up = Linear(cfg.hidden_size, parts, bias=bias, packed=packed, act=act)
-        self.down_proj = Linear(inner, cfg.hidden_size, bias=bias or down_bias)
+        self.gate_up = Linear(
+            cfg.hidden_size, parts, bias=bias, packed=packed, act=act, shares=[*shares, *shares]
+        )
+        self.down_proj = Linear(
+            inner, cfg.hidden_size, bias=bias or down_bias, gathers=bool(shares)
+        )
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(self.gate_up(x_TD))

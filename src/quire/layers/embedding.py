@@ -14,6 +14,7 @@ from quire.layers.weight_slots import Layer
 from quire.layers.weights import PreparedWeight, WeightRef
 from quire.ops.lora import LoraTable, lora_lookup
 from quire.ops.reference import embedding, scale_logits
+from quire.parallel.ranks import current_ranks, shared_outputs
 
 
 class Embedding(Layer):
@@ -48,7 +49,7 @@ class Embedding(Layer):
 
 
 class Head(Layer):
-    """LM head. With `tied`, it uses the embedding's table, which the checkpoint stores once.
+    """LM head. With `tied`, it uses the embedding's table, which the checkpoint stores once; every rank has all of that.
 
     Logits are multiplied by `scale`, then become softcap * tanh(logits / softcap).
     """
@@ -67,7 +68,11 @@ class Head(Layer):
     ):
         super().__init__()
         self.scale, self.softcap = scale, softcap
-        self.ref = TableRef(self if tied is None else tied, size, num_words, bias=bias)
+        shares = shared_outputs(num_words) if tied is None else ()
+        self.ranks = current_ranks() if shares else None
+        num_words = shares[0].length if shares else num_words
+        layer = self if tied is None else tied
+        self.ref = TableRef(layer, size, num_words, bias=bias, shares=shares)
 
     def weights(self) -> Iterable[WeightRef]:
         return (self.ref,)
@@ -75,6 +80,8 @@ class Head(Layer):
     def forward(self, x_SD: Tensor) -> Tensor:
         """logits_SV"""
         y_SV = self.ref.multiply(x_SD)
+        if self.ranks is not None:
+            y_SV = self.ranks.gather(y_SV)
         if self.scale == 1.0 and self.softcap is None:
             return y_SV
         return scale_logits(y_SV, self.scale, self.softcap)

@@ -7,12 +7,13 @@ Shape suffixes: T tokens, I inputs, W outputs: O, or half of them if gated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from quire.layers.weight_slots import Layer
 from quire.layers.weights import WeightRef
+from quire.parallel.ranks import Share, current_ranks, shared_outputs
 
 
 class Linear(Layer):
@@ -25,6 +26,9 @@ class Linear(Layer):
         exact: it is never quantized.
         act: the result is act(first half of the outputs) * second half; "silu", "gelu" or "gelu_pytorch_tanh".
         after: the result is this activation of the outputs; one of `UNGATED` (ops/reference.py).
+        shares: of each part, the outputs that this rank computes; see `WeightRef`.
+        gathers: the input is this rank's part, and the result is whole: inputs are gathered before the product, and then the
+            outputs, of which each rank computes the same number. Without ranks it means nothing.
     """
 
     weight: Tensor
@@ -41,8 +45,13 @@ class Linear(Layer):
         act: str | None = None,
         after: str | None = None,
         exact: bool = False,
+        shares: Sequence[Share] = (),
+        gathers: bool = False,
     ):
         super().__init__()
+        self.ranks = current_ranks() if gathers else None
+        if isinstance(num_out, int) and gathers and (shares := shared_outputs(num_out)):
+            num_out = shares[0].length
         self.ref = WeightRef(
             self,
             num_in,
@@ -53,6 +62,7 @@ class Linear(Layer):
             act=act or "silu",
             after=after,
             exact=exact,
+            shares=shares,
         )
 
     def weights(self) -> Iterable[WeightRef]:
@@ -60,7 +70,10 @@ class Linear(Layer):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """y_TW"""
-        return self.ref.multiply(x_TI)
+        if self.ranks is None:
+            return self.ref.multiply(x_TI)
+        y_TW = self.ref.multiply(self.ranks.gather(x_TI))
+        return self.ranks.gather(y_TW) if self.ref.shares else y_TW
 
     def extra_repr(self) -> str:
         ref = self.ref

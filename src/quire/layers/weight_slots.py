@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
+from quire.parallel.ranks import Share
 
 if TYPE_CHECKING:
     from quire.layers.weights import WeightRef
@@ -25,7 +26,8 @@ class WeightSlot(NamedTuple):
     """The destination of one checkpoint tensor: a whole parameter, or `length` of dimension `dim` from `start`.
 
     `per_part`: the parameter has one entry per part of the layer. `optional`: the checkpoint may lack it. `ref`: the
-    weight that the tensor belongs to.
+    weight that the tensor belongs to. `shares`: of the checkpoint tensor, this rank has these parts of dimension `cut`, one after
+    the other; none: all of it.
     """
 
     layer: nn.Module
@@ -36,6 +38,8 @@ class WeightSlot(NamedTuple):
     per_part: bool = False
     optional: bool = False
     ref: WeightRef | None = None
+    shares: tuple[Share, ...] = ()
+    cut: int = 0
 
     @property
     def is_alternative(self) -> bool:
@@ -46,10 +50,18 @@ class WeightSlot(NamedTuple):
         """The slots that one checkpoint tensor fills."""
         return (self,)
 
-    def shape(self) -> tuple[int, ...]:
+    def own_shape(self) -> tuple[int, ...]:
+        """Of the destination."""
         shape = list(self.layer.get_parameter(self.name).shape)
         if self.dim is not None:
             shape[self.dim] = self.length
+        return tuple(shape)
+
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint tensor."""
+        shape = list(self.own_shape())
+        if self.shares:
+            shape[self.cut] = sum(share.total for share in self.shares)
         return tuple(shape)
 
     def fill(self, tensor: Tensor, device: torch.device, called: str) -> None:
@@ -62,7 +74,7 @@ class WeightSlot(NamedTuple):
             ConfigError: the tensor (`called` in the checkpoint) has another shape, or is quantized where config.json
                 says it is not, or the reverse.
         """
-        tensor = self._in_shape(tensor, called)
+        tensor = self._own_part(self._in_shape(tensor, called))
         into = self.layer.get_parameter(self.name)
         if tensor.dtype != into.dtype and not (_is_plain(tensor) and _is_plain(into)):
             raise ConfigError(
@@ -88,6 +100,16 @@ class WeightSlot(NamedTuple):
             set_parameter(self.layer, self.name, empty)
             into = self.layer.get_parameter(self.name)
         into.data.narrow(self.dim, self.start, self.length).copy_(tensor)
+
+    def _own_part(self, tensor: Tensor) -> Tensor:
+        """What this rank has of a tensor; a view, if it is one piece: then nothing else of the file is read."""
+        if not self.shares:
+            return tensor
+        begin, pieces = 0, []
+        for share in self.shares:
+            pieces.append(tensor.narrow(self.cut, begin + share.start, share.length))
+            begin += share.total
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.cut)
 
     def _in_shape(self, tensor: Tensor, called: str) -> Tensor:
         """Allow missing or extra dimensions of length 1, and one per-part tensor that is shared by all parts."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -19,48 +18,17 @@ from torch.nn import functional as F
 
 from quire.forward_context import current_adapters
 from quire.layers.adapted_product import adapted_product
+from quire.layers.stored_tensor import StoredTensor
 from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.cpu.structs import ACTIVATIONS, HALVES, UNGATED_FROM, CWeight
 from quire.ops.experts import CodedWeight
 from quire.ops.lora import LoraTable
 from quire.ops.reference import act_and_mul, activate, linear
+from quire.parallel.ranks import Share
 
 PANEL = 32
 """Outputs that the CPU kernels compute at once."""
-
-
-class StoredTensor(NamedTuple):
-    """One tensor of a checkpoint format.
-
-    `dim`: the dimension of the outputs. One element holds `pack_factor` outputs, maybe not a whole number; each part of the weight starts a new
-    element. `per_part`: each part has one such tensor, whatever its number of outputs; the parameter concatenates them.
-    `optional`: a checkpoint may lack it; the parameter then stays on "meta". `widths`: bytes of an output, for each part; the
-    tensors then are flat.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dim: int = 0
-    pack_factor: int | Fraction = 1
-    per_part: bool = False
-    optional: bool = False
-    widths: tuple[int, ...] = ()
-
-    def lengths(self, outputs: Sequence[int]) -> list[int]:
-        """Length of each part's tensor along `dim`."""
-        if self.widths:
-            return [outs * width for outs, width in zip(outputs, self.widths, strict=True)]
-        return [1 if self.per_part else -(-part // self.pack_factor) for part in outputs]
-
-    def shape_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the parameter that holds all parts."""
-        total = sum(self.lengths(outputs))
-        if self.widths:
-            return (total,)
-        if self.per_part:
-            return (total, *self.shape)
-        return (*self.shape[: self.dim], total, *self.shape[self.dim + 1 :])
 
 
 class CheckpointFormat:
@@ -220,6 +188,7 @@ class WeightRef:
         prefix: begins the names of the parameters, for a layer with several weights.
         exact: it is never quantized.
         dtype: of the weight; None: the model's.
+        shares: of each part, the outputs that this rank has; `num_out` counts only these. None: this rank has all outputs.
 
     Attributes:
         format: how the checkpoint stores it; `UNQUANTIZED` once it is loaded.
@@ -245,8 +214,9 @@ class WeightRef:
         prefix: str = "",
         exact: bool = False,
         dtype: torch.dtype | None = None,
+        shares: Sequence[Share] = (),
     ):
-        self.exact = exact
+        self.exact, self.shares = exact, tuple(shares)
         self.layer, self.num_in, self.prefix = layer, num_in, prefix
         self.parts = dict(num_out) if isinstance(num_out, Mapping) else {}
         self.num_out = sum(self.parts.values()) if isinstance(num_out, Mapping) else num_out
@@ -285,8 +255,10 @@ class WeightRef:
             layout["bias"] = StoredTensor((self.num_out,), self.dtype)
         found = {}
         for name, stored in layout.items():
+            shares = stored.shares(self.shares) if self.shares else ()
             whole = WeightSlot(
-                self.layer, self.prefix + name, per_part=stored.per_part, optional=stored.optional, ref=self
+                self.layer, self.prefix + name, per_part=stored.per_part, optional=stored.optional, ref=self,
+                shares=shares, cut=stored.dim,
             )  # fmt: skip
             if not self.parts:
                 found[f"{path}.{name}"] = whole
@@ -295,9 +267,11 @@ class WeightRef:
                 found[f"{path.rpartition('.')[0]}.{self.packed}.{name}"] = whole
             start, dim = 0, 0 if stored.per_part else stored.dim
             lengths = stored.lengths(self.outputs)
-            for part, length in zip(self.checkpoint_names(path), lengths, strict=True):
-                found[f"{part}.{name}"] = whole._replace(dim=dim, start=start, length=length)
-                start += length
+            for number, part in enumerate(self.checkpoint_names(path)):
+                found[f"{part}.{name}"] = whole._replace(
+                    dim=dim, start=start, length=lengths[number], shares=shares[number : number + 1]
+                )
+                start += lengths[number]
         return found
 
     def convert(self) -> None:

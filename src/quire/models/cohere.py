@@ -18,10 +18,12 @@ class Cohere(CausalLM):
     def layer(self, i: int) -> nn.Module:
         cfg, bias, window = self.cfg, self.cfg.attention_bias, self.cfg.window(i)
         rope = window is not None or not cfg.get("layer_types")
+        own_norms = bool(cfg.get("use_qk_norm"))
         attention = SelfAttention(
-            cfg, i, qkv_bias=bias, o_bias=bias, window=window, rope=rope, interleaved=True
-        )
-        if cfg.get("use_qk_norm"):
+            cfg, i, qkv_bias=bias, o_bias=bias, window=window, rope=rope, interleaved=True,
+            splits=not own_norms,
+        )  # fmt: skip
+        if own_norms:
             attention.q_norm, attention.k_norm = (
                 LayerNorm(heads, attention.size, eps=cfg.layer_norm_eps)
                 for heads in (attention.heads, attention.kv_heads)

@@ -56,7 +56,7 @@ class Gemma4Attention(SelfAttention):
         bias, window = cfg.attention_bias, cfg.window(i)
         super().__init__(
             cfg, i, head_dim=size, kv_heads=kv_heads, qkv_bias=bias, o_bias=bias, qk_norm=True,
-            window=window, scale=1.0, shared=shared,
+            window=window, scale=1.0, shared=shared, splits=False,
         )  # fmt: skip
         self.eps = cfg.rms_norm_eps
         count = 3 - (cfg.attention_k_eq_v and cfg.layer_types[i] == "full_attention")

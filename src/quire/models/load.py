@@ -340,7 +340,7 @@ class _CompleteWeights:
             if ref is None or not (ref.format is UNQUANTIZED or ref.format.gives_floats):
                 continue
             numbers = sum(p.numel() for p in ref.parameters().values())
-            self.num_missing[ref] = self.num_missing.get(ref, numbers) - math.prod(each.shape())
+            self.num_missing[ref] = self.num_missing.get(ref, numbers) - math.prod(each.own_shape())
             if self.num_missing[ref] == 0:
                 yield ref
 

@@ -22,11 +22,12 @@ NAME = "QUIRE_CPU_OMP_THREADS_BIND"
 MANY = 8  # physical cores, from which on one is left free
 
 
-def bind_to_cores(computing: bool = True) -> list[int]:
+def bind_to_cores(computing: bool = True, rank: int = 0, size: int = 1) -> list[int]:
     """Bind this process to the configured cores, or to those of one NUMA node; return them, or [] if not bound.
 
     Args:
         computing: the model runs on this CPU. Else the process binds only to configured cores.
+        rank, size: several processes of this engine compute, and share the cores; this one's number.
 
     Raises:
         ConfigError: the list of cores is malformed, or has a core that this process may not use.
@@ -34,16 +35,23 @@ def bind_to_cores(computing: bool = True) -> list[int]:
     if not hasattr(os, "sched_setaffinity"):
         return []  # only Linux has it
     allowed = sorted(os.sched_getaffinity(0))
-    cores = chosen_cores(
-        _bind(),
-        int(env.get("CPU_NUM_OF_RESERVED_CPU")),
-        allowed,
-        one_node(allowed) if computing else allowed,
-    )
+    bind, node = _bind(), one_node(allowed) if computing else allowed
+    if "|" in bind:  # a list for each process
+        bind = (bind.split("|") * size)[rank]
+    cores = chosen_cores(bind, int(env.get("CPU_NUM_OF_RESERVED_CPU")), allowed, node)
+    if size > 1 and "|" not in _bind():
+        cores = part_of_cores(cores or allowed, rank, size)
     if cores:
         os.sched_setaffinity(0, cores)
         logger.info("computing on cores %s", ",".join(map(str, cores)))
     return cores
+
+
+def part_of_cores(cores: list[int], rank: int, size: int) -> list[int]:
+    """The cores of one of several processes: neighbours; one, that others use too, if there are not enough."""
+    if len(cores) < size:
+        return [cores[rank % len(cores)]]
+    return cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
 
 
 def leave_a_core() -> list[int]:
@@ -79,7 +87,7 @@ def chosen_cores(bind: str, reserved: int, allowed: list[int], node: list[int]) 
 
     Args:
         bind: `nobind` leaves placement to the kernel; `auto` uses the node's cores except the reserved; or a list
-            `0-3,8`. Of lists for several workers, `0-3|4-7`, this process uses the first.
+            `0-3,8`. Of lists for several workers, `0-3|4-7`, it uses the first.
         reserved: how many cores not to compute on: the first ones, which handle interrupts.
         allowed: cores that this process may use.
         node: the allowed cores on the chosen NUMA node.

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.weights import Converted, StoredTensor, WeightRef
+from quire.layers.stored_tensor import StoredTensor
+from quire.layers.weights import Converted, WeightRef
 from quire.quantization.checkpoint_format import QuantizedFormat
 from quire.quantization.group_quant import fields
 

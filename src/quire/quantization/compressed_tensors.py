@@ -12,7 +12,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from quire.layers.weights import Converted, StoredTensor, WeightRef
+from quire.layers.stored_tensor import StoredTensor
+from quire.layers.weights import Converted, WeightRef
 from quire.quantization.checkpoint_format import (
     QuantizedFormat,
     by_output,

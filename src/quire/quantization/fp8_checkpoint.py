@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.weights import Converted, StoredTensor, WeightRef
+from quire.layers.stored_tensor import StoredTensor
+from quire.layers.weights import Converted, WeightRef
 from quire.logging import get_logger
 from quire.quantization.checkpoint_format import QuantizedFormat
 from quire.quantization.compressed_tensors import scale_by_output, scales

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.embedding import Embedding, TableRef
+from quire.layers.stored_tensor import StoredTensor
 from quire.layers.weight_slots import named_layers
 from quire.layers.weights import (
     PANEL,
     CheckpointFormat,
     PreparedWeight,
-    StoredTensor,
     WeightRef,
     addresses,
     weights_of,

@@ -12,7 +12,8 @@ from fractions import Fraction
 
 import torch
 
-from quire.layers.weights import Converted, StoredTensor, WeightRef
+from quire.layers.stored_tensor import StoredTensor
+from quire.layers.weights import Converted, WeightRef
 from quire.quantization.checkpoint_format import QuantizedFormat, optional_tensor, zero_points
 from quire.quantization.group_quant import dense
 

@@ -16,6 +16,8 @@ from quire.config.engine import ModelSpec, Resolved
 from quire.errors import ConfigError
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
+from quire.parallel.address import RankAddress
+from quire.parallel.ranks import split_among
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
 from quire.startup_timer import Report, StartupStages, no_report, table
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from quire.layers.attention import Attention
     from quire.models.base import LanguageModel
     from quire.models.offload import Offload
+    from quire.parallel.ranks import TensorRanks
     from quire.platforms.base import Platform
     from quire.worker.hooks import Hook
     from quire.worker.input_batch import InputBatchBuilder
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from quire.worker.worker import FastStep, ModelOutput, Worker
 
 log = get_logger(__name__)
+ALONE = RankAddress()
 
 
 class WorkerInfo(msgspec.Struct):
@@ -99,10 +103,12 @@ def build_worker(
     plug_in: PlugIn,
     others: Sequence[ModelSpec] = (),
     report: Report = no_report,
+    address: RankAddress = ALONE,
 ) -> Worker:
     """Plan memory, load the models, allocate their KV cache: one device, ready to run plans.
 
-    `others`: models that features need beside the main one. `report`: receives the progress.
+    `others`: models that features need beside the main one. `report`: receives the progress. `address`: of this rank, if
+    several split the model.
 
     Raises:
         NotEnoughMemory, ConfigError: before anything is loaded.
@@ -110,7 +116,7 @@ def build_worker(
     """
     stages = StartupStages(report)
     load_plugins()
-    bind_to_cores(computing=resolved.device == "cpu")
+    bind_to_cores(resolved.device == "cpu", address.rank, address.size)
     with stages("planning memory"):
         forecast = plan_memory(resolved, others)
     with stages("importing torch"):
@@ -129,16 +135,18 @@ def build_worker(
         if resolved.attention_backend is not None:
             load_backend(resolved.attention_backend)  # an error now, not after loading
         platform.prepare(forecast.weights)
+        ranks = address.join()
         forecast = plan_on(platform, resolved, forecast, others)
     with stages("loading the model"):
-        models = build_models(resolved, platform, others, stages.loaded)
+        models = build_models(resolved, platform, others, stages.loaded, ranks)
     with stages("allocating the KV cache"):
         specs = layer_specs(resolved, models, (resolved.spec, *others))
         weights = sum(weight_bytes(model) for model in models)
-        sizes = weights, forecast.total, forecast.available
+        sizes = agreed(ranks, weights, forecast)
         state_bytes = state_bytes_of(models)
         plan = make_plan(resolved, *sizes, specs, others, state_bytes, forecast.adapters)
-        log.info("memory plan\n%s", table(plan.table()))
+        if address.rank == 0:
+            log.info("memory plan\n%s", table(plan.table()))
         resolved = replace(resolved, max_num_seqs=plan.max_num_seqs)
         states = RowStates(resolved.max_num_seqs, plan.num_checkpoints)
         storages = allocate_kv_cache(resolved, platform, models, others, plan, states)
@@ -150,6 +158,8 @@ def build_worker(
     parts = WorkerParts(platform, models, model_input, rows, processors)
     plug_in(parts)
     output, fast_step, pooling_hooks = build_output(resolved, platform, parts)
+    if ranks is not None:
+        fast_step = None  # the kernels do not exchange
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)
@@ -162,7 +172,7 @@ def build_worker(
     worker.functions["info"] = lambda: msgspec.to_builtins(info)
     WorkerSleep(
         worker, storages, states, platform.device,
-        load=lambda: build_models(resolved, platform, others),
+        load=lambda: build_models(resolved, platform, others, ranks=ranks),
         allocate=lambda models: allocate_kv_cache(resolved, platform, models, others, plan, states),
         on_cache_reset=pages.begin,
     )  # fmt: skip
@@ -211,20 +221,34 @@ def describe(
 
 
 def build_models(
-    resolved: Resolved, platform: Platform, others: Sequence[ModelSpec], report: Report = no_report
+    resolved: Resolved,
+    platform: Platform,
+    others: Sequence[ModelSpec],
+    report: Report = no_report,
+    ranks: TensorRanks | None = None,
 ) -> list[LanguageModel]:
-    """The main model, with its pooler if it has one, and the others, with their weights."""
+    """The main model, with its pooler if it has one, and the others, with their weights: this rank's parts."""
     from quire.models.load import build_model
     from quire.models.pooling.head import build_pooler
 
     offload = build_offload(resolved, platform)
-    models = [
-        build_model(resolved.spec, platform, offload, report),
-        *(build_model(spec, platform) for spec in others),
-    ]
+    with split_among(ranks):
+        models = [
+            build_model(resolved.spec, platform, offload, report),
+            *(build_model(spec, platform) for spec in others),
+        ]
     models[0].pooler = build_pooler(resolved.spec, platform.device)
     report("loading the model", 1.0)
     return models
+
+
+def agreed(ranks: TensorRanks | None, weights: int, forecast: MemoryPlan) -> tuple[int, int, int]:
+    """Bytes of the weights, and of the machine's memory, in all and available: the least favourable among the ranks, so that
+    all make the same plan."""
+    if ranks is None:
+        return weights, forecast.total, forecast.available
+    less_weights, total, available = ranks.least([-weights, forecast.total, forecast.available])
+    return -less_weights, total, available
 
 
 def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:

@@ -21,6 +21,7 @@ from quire.models.registry import has_states
 from quire.models.transformers.modes import check_own_cache
 from quire.platforms.detect import facts
 from quire.worker.adapter_memory import NO_ADAPTERS, AdapterMemory, forecast_adapters
+from quire.worker.rank_memory import construct_part, part_of_weights
 
 logger = get_logger(__name__)
 GIB = 1 << 30
@@ -353,10 +354,10 @@ def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryP
     """
     machine, cache = facts(), resolved.config.cache
     offloaded = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
-    available = machine.available_bytes
-    weights = max(
-        0, forecast_weights(resolved.spec, resolved.device, available + offloaded) - offloaded
-    )
+    size = resolved.config.parallel.tensor_parallel_size
+    available = machine.available_bytes // size  # the ranks share this machine
+    whole = forecast_weights(resolved.spec, resolved.device, machine.available_bytes + offloaded)
+    weights = max(0, int(whole * part_of_weights(resolved.spec, size)) - offloaded)
     apart = [spec for spec in others if spec.path != resolved.path]  # MTP layers are counted
     weights += sum(forecast_weights(spec, resolved.device, available - weights) for spec in apart)
     specs, states = forecast_specs(resolved, others)
@@ -369,16 +370,15 @@ def forecast_specs(
 ) -> tuple[list[CacheSpec], int]:
     """The cache specs of all models, and the bytes of one request's states.
 
-    From config.json alone for models that only have attention; others are constructed, without weights.
+    From config.json alone for whole models that only have attention; others are constructed, without weights.
     """
     specs: list[CacheSpec] = []
-    states = 0
+    states, ranks = 0, resolved.config.parallel.tensor_parallel_size
     for spec in (resolved.spec, *others):
         cacheless = spec.pooling is not None and not spec.pooling.causal
-        if cacheless or has_states(spec.architecture, spec.hf_config, spec.options.model_impl):
-            from quire.models.construction import construct
-
-            model = construct(spec)
+        states_of = has_states(spec.architecture, spec.hf_config, spec.options.model_impl)
+        if ranks > 1 or cacheless or states_of:
+            model = construct_part(spec, ranks)
             specs += layer_specs(resolved, [model], [spec])
             states += state_bytes_of([model])
         else:

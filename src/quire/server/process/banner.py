@@ -46,7 +46,8 @@ def warnings(config: EngineConfig, cores: int) -> list[str]:
             " --api-key, or listen on --host 127.0.0.1 only"
         )
     engines = 0 if server.disable_frontend_multiprocessing else 1
-    workers = 1 if config.parallel.distributed_executor_backend == "mp" else 0
+    ranks = config.parallel.tensor_parallel_size
+    workers = ranks if ranks > 1 or config.parallel.distributed_executor_backend == "mp" else 0
     if cores < (needed := server.api_server_count + engines + workers):
         found.append(
             f"{cores} physical cores for {needed} processes ({server.api_server_count} HTTP, {engines} engine, {workers}"

@@ -1,0 +1,134 @@
+"""GroupExecutor: a worker for each rank, in a process of its own; every rank gets every plan, and one answers.
+
+Knows the processes of all ranks. Does not know what the ranks exchange. The ranks are one unit: if one ends, or fails a
+step, what the others wait for never comes. So all are killed, and the supervisor starts a new engine. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.errors import EngineDeadError
+from quire.executor.base import StepFuture
+from quire.executor.messages import CallFailed, CallResult, CallWorker, encode, exception
+from quire.executor.process import END_S, ProcessExecutor
+from quire.processes.child import wait_or_kill
+from quire.protocol.plan import StepPlan, StepResult
+from quire.startup_timer import Report, no_report
+
+
+class GroupExecutor:
+    """An Executor for one process a rank.
+
+    Args:
+        target: see `ProcessExecutor`.
+        payloads: of each rank.
+        fds: descriptors that all ranks inherit.
+        report: receives the reports of rank 0.
+
+    Raises:
+        as `ProcessExecutor`, if any rank does not start; the others are killed.
+    """
+
+    recoverable: tuple[type[BaseException], ...] = ()
+
+    def __init__(
+        self,
+        target: str,
+        payloads: Sequence[bytes],
+        fds: Sequence[int] = (),
+        report: Report = no_report,
+    ):
+        self.members: list[ProcessExecutor] = []
+        self._dead: Exception | None = None
+        try:
+            for payload in payloads:
+                own = ProcessExecutor(target, payload, fds=fds, on_wait=self._check, wait=False)
+                self.members.append(own)
+            for rank, member in enumerate(self.members):
+                member.wait_started(report if rank == 0 else no_report)
+        except BaseException:
+            self._kill()
+            raise
+
+    def launch(self, plan: StepPlan) -> StepFuture:
+        return _GroupStep(self, self._send(encode(plan)))
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """One result for each rank. Raises as `ProcessExecutor.call`; the first failure counts."""
+        answers = self.answers(self._send(encode(CallWorker(name, list(args)))))
+        for answer in answers:
+            if isinstance(answer, CallFailed):
+                raise exception(answer)
+        return [answer.value for answer in answers if isinstance(answer, CallResult)]
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+    def answers(self, numbers: Sequence[int]) -> list[StepResult | CallResult | CallFailed]:
+        """The answers of all ranks. Raises EngineDeadError: a rank has died, so all were killed."""
+        try:
+            return [member.answer(at) for member, at in zip(self.members, numbers, strict=True)]
+        except Exception as error:
+            raise self.fail(error) from None
+
+    def fail(self, error: Exception) -> Exception:
+        """Kill all ranks. Returns the error, which every later use raises."""
+        self._kill()
+        self._dead = error
+        return error
+
+    def _send(self, message: bytes) -> list[int]:
+        if self._dead is not None:
+            raise self._dead
+        try:
+            return [member.request(message) for member in self.members]
+        except Exception as error:
+            raise self.fail(error) from None
+
+    def _check(self) -> None:
+        """Raises the cause of death of a rank that has ended: the one that is waited for may never answer."""
+        for member in self.members:
+            if member.process.poll() is not None:
+                member.fail()
+
+    def _kill(self) -> None:
+        for member in self.members:
+            member.process.kill()
+        for member in self.members:
+            wait_or_kill(member.process, END_S)
+
+
+class _GroupStep:
+    """The future of a step of all ranks."""
+
+    def __init__(self, group: GroupExecutor, numbers: list[int]):
+        self._group, self._numbers = group, numbers
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """The result of rank 0. Raises EngineDeadError: a rank failed, or drew other tokens."""
+        if self._result is None:
+            self._result = self._agreed(self._group.answers(self._numbers))
+        return self._result
+
+    def _agreed(self, answers: Sequence[StepResult | CallResult | CallFailed]) -> StepResult:
+        results = []
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, CallFailed):
+                error = EngineDeadError(f"rank {rank} failed a step: {answer.kind}: {answer.text}")
+                error.add_note(f"In the process of rank {rank}:\n{answer.detail}")
+                raise self._group.fail(error)
+            if isinstance(answer, StepResult):
+                results.append(answer)
+        first = results[0]
+        for rank, other in enumerate(results):
+            if other.tokens != first.tokens:
+                raise self._group.fail(
+                    EngineDeadError(
+                        f"rank {rank} drew other tokens than rank 0 in step {first.step}"
+                    )
+                )
+        return first

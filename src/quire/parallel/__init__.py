@@ -1,0 +1,1 @@
+"""The ranks that split a model, and what they exchange."""

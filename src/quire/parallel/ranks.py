@@ -1,0 +1,118 @@
+"""The ranks of tensor parallelism: which part of each layer this worker has, and what gathers the parts.
+
+Every weight is cut along its outputs, never along the inputs that a product sums over. So each output is one sum, in one
+rank and in the same order whatever the number of ranks, and results have the same bits (docs/decisions/0065).
+
+Shape suffixes: R ranks, T tokens, W width of one rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+PANEL = 32
+"""Outputs that the CPU kernels compute at once. Torch computes the ends of rows that are no multiple of 16 with other bits."""
+
+
+class Share(NamedTuple):
+    """A rank's part of `total` outputs: `length` of them, from `start`."""
+
+    start: int
+    length: int
+    total: int
+
+    def times(self, factor: int) -> Share:
+        """Of heads with `factor` outputs each."""
+        return Share(self.start * factor, self.length * factor, self.total * factor)
+
+
+class TensorRanks(Protocol):
+    """This rank, and its exchange with the others. All ranks call the same methods in the same order.
+
+    Attributes:
+        rank: from 0.
+        size: the number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    def gather(self, x_TW: Tensor) -> Tensor:
+        """The parts of all ranks side by side: [T, R * W].
+
+        Raises:
+            RankLost: another rank did not come in time.
+        """
+        ...
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The least of each number among the ranks."""
+        ...
+
+
+class LoneRank:
+    """The description of a rank for a plan of its memory: it exchanges nothing."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    def gather(self, x_TW: Tensor) -> Tensor:
+        raise RuntimeError("this rank has no partners")
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
+
+
+_current: ContextVar[TensorRanks | None] = ContextVar("tensor_ranks", default=None)
+
+
+@contextmanager
+def split_among(ranks: TensorRanks | None) -> Iterator[None]:
+    """Inside, layers are constructed as the parts of this rank; None: as whole layers."""
+    token = _current.set(ranks)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_ranks() -> TensorRanks | None:
+    """The ranks that split the layers under construction."""
+    return _current.get()
+
+
+def share_of(ranks: TensorRanks, total: int, copies: int = 1) -> Share:
+    """This rank's part of `total` outputs, where `copies` neighbouring ranks have the same part."""
+    length = total * copies // ranks.size
+    return Share(ranks.rank // copies * length, length, total)
+
+
+def shared_outputs(total: int) -> Sequence[Share]:
+    """This rank's part of a weight's outputs; none: each rank computes all, for there are no ranks, or parts of whole panels
+    cannot be made."""
+    ranks = current_ranks()
+    if ranks is None or total % (ranks.size * PANEL):
+        return ()
+    return (share_of(ranks, total),)
+
+
+def shared_heads(num_heads: int, num_kv_heads: int) -> Sequence[Share]:
+    """This rank's query heads, key heads and value heads; none: as `shared_outputs`, where heads cannot be divided.
+
+    Where there are fewer key heads than ranks, neighbours have the same one.
+    """
+    ranks = current_ranks()
+    if ranks is None or num_heads % ranks.size:
+        return ()
+    copies = max(1, ranks.size // num_kv_heads)
+    if num_kv_heads * copies % ranks.size:
+        return ()
+    kv = share_of(ranks, num_kv_heads, copies)
+    return share_of(ranks, num_heads), kv, kv

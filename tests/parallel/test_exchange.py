@@ -1,0 +1,53 @@
+"""The exchange through shared memory."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from quire.errors import RankLost
+from quire.parallel.address import SLOT, RankAddress, addresses
+from quire.parallel.shared_memory import SharedMemoryRanks
+
+SHAPES = [(1, 1), (3, 40), (1, SLOT), (5, SLOT // 3), (700, 4096), (0, 8), *[(1, 7)] * 200]
+
+
+def part(rank: int, turn: int, rows: int, width: int) -> torch.Tensor:
+    return (torch.arange(rows * width).view(rows, width) * (rank + 3) + turn).to(torch.uint8)
+
+
+def exchange(address: RankAddress) -> list[int]:
+    """Gather tensors of all shapes; the turns that went wrong."""
+    ranks = SharedMemoryRanks(os.dup(address.fd), address.rank, address.size)
+    wrong = []
+    for turn, (rows, width) in enumerate(SHAPES):
+        got = ranks.gather(part(address.rank, turn, rows, width))
+        parts = [part(rank, turn, rows, width) for rank in range(address.size)]
+        if not torch.equal(got, torch.cat(parts, -1)):
+            wrong.append(turn)
+    least = ranks.least([address.rank, -address.rank, 5])
+    return wrong if least == [0, 1 - address.size, 5] else [-1]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_rank_gets_all_parts(size: int) -> None:
+    """Each thread maps the memory for itself, as a process does; the kernels run without Python's lock."""
+    with addresses(size) as found, ThreadPoolExecutor(size) as threads:
+        assert list(threads.map(exchange, found)) == [[]] * size
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with addresses(2) as found:
+        ranks = SharedMemoryRanks(os.dup(found[0].fd), 0, 2, timeout_s=0.2)
+        with pytest.raises(RankLost, match=r"rank 0 of 2 waited .* s for rank 1"):
+            ranks.gather(torch.zeros(2, 8))
+
+
+def test_a_row_that_fits_no_slot_is_refused() -> None:
+    with addresses(2) as found:
+        ranks = SharedMemoryRanks(os.dup(found[0].fd), 0, 2)
+        with pytest.raises(ValueError, match="does not fit"):
+            ranks.gather(torch.zeros(1, SLOT + 1, dtype=torch.uint8))
