@@ -144,12 +144,15 @@ def test_synthetic_acceptance_is_refused() -> None:
         ({"model": "yuhuili/EAGLE-LLaMA3"}, "eagle"),
         ({"model": "some/draft"}, ""),
         ({"method": "qwen3_next_mtp"}, "mtp"),
+        ({"method": "peagle", "model": "d"}, "eagle3"),
         ({"method": "suffix, draft_model", "model": "d"}, "suffix,draft_model"),
         ({"method": ["suffix", "eagle3"], "model": "d"}, "suffix,eagle3"),
     ],
 )
 def test_methods_are_detected_by_name(given: dict[str, Any], method: str) -> None:
-    assert options(speculative_config=given | {"num_speculative_tokens": 3}).method == method
+    found = options(speculative_config=given | {"num_speculative_tokens": 3})
+    assert found.method == method
+    assert found.parallel_drafting == (given.get("method") == "peagle")
 
 
 # -- the checkpoint of a drafter ----------------------------------------------------------------------

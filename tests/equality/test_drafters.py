@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
+from quire.errors import ConfigError
 from quire.features.speculation import suffix
 from quire.features.speculation.chain import Chain
 from quire.features.speculation.drafter import Drafter
@@ -217,3 +218,75 @@ def test_a_drafter_that_fails_costs_proposals_only(
     finally:
         hook.drafter = good
     assert caplog.text.count(f"the drafter {kind.__name__} failed") == 1
+
+
+class Repeating(Drafter):
+    """Proposes the last token again."""
+
+    def __init__(self, options: Any):
+        self.most, self.last = options.num_speculative_tokens, dict[int, int]()
+
+    def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
+        self.last[row] = tokens[-1]
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        self.last[row] = tokens[-1]
+
+    def propose(self, row: int, limit: int) -> list[int]:
+        return [self.last[row]] * limit
+
+
+def test_a_class_of_the_users(checkpoint: str, plain: list[list[int]]) -> None:
+    config = {"method": "custom_class", "model": f"{__name__}.Repeating", "num_speculative_tokens": 3, "adaptive": False}  # fmt: skip
+    with engine(checkpoint, speculative_config=config) as one:
+        assert drafted(one, greedy(40)) > 400
+        assert one.found == plain
+    for model, why in ((f"{__name__}.Nothing", "cannot be imported"), ("builtins.str", "derived from")):  # fmt: skip
+        with pytest.raises(ConfigError, match=why), engine(checkpoint, speculative_config=config | {"model": model}):  # fmt: skip
+            pass
+
+
+SAMPLING = [
+    greedy(24),
+    SamplingParams(seed=1, max_tokens=24, ignore_eos=True, logprobs=1, presence_penalty=0.5),
+    SamplingParams(seed=2, max_tokens=24, ignore_eos=True, top_p=0.8, min_p=0.02, temperature=1.4),
+    SamplingParams(seed=3, max_tokens=24, logit_bias={7: 4.0}, stop_token_ids=[11], bad_words=[]),
+    greedy(24),
+    SamplingParams(seed=5, max_tokens=24, ignore_eos=True, logprobs=0, repetition_penalty=1.2),
+]
+
+
+def everything(one: Engine) -> list[Any]:
+    """Tokens, end and scores of each request."""
+    return [
+        (
+            [token for out in outputs for token in out.tokens],
+            (outputs[-1].finish, outputs[-1].stopped_by),
+            [value for out in outputs if out.logprobs for value in out.logprobs.values],
+        )
+        for outputs in one.run(PROMPTS, SAMPLING)
+    ]
+
+
+@pytest.fixture(scope="module")
+def sampled(checkpoint: str) -> list[Any]:
+    with engine(checkpoint) as one:
+        return everything(one)
+
+
+@pytest.mark.parametrize(
+    ("depth", "most", "more"),
+    [
+        (1, 8, {"max_num_batched_tokens": 24, "block_size": 16, "kv_cache_memory_bytes": 400 << 10}),
+        (2, 1, {"max_num_seqs": 3}),
+        (3, 5, {"enable_prefix_caching": False}),
+    ],
+)  # fmt: skip
+def test_past_answers_never_change_one(
+    checkpoint: str, sampled: list[Any], depth: int, most: int, more: dict[str, Any]
+) -> None:
+    config = {"method": "suffix", "num_speculative_tokens": most, "adaptive": False, "suffix_decoding_max_spec_factor": 4.0}  # fmt: skip
+    with engine(checkpoint, depth=depth, speculative_config=config, **more) as one:
+        for _ in range(2):
+            assert everything(one) == sampled
+        assert one.stats()["counts"]["spec_decode_num_accepted_tokens"] > 50

@@ -147,6 +147,8 @@ def speculative_options(config: Mapping[str, Any]) -> SpeculativeOptions | None:
     for old, key in OLD_KEYS.items():
         if old in keys:
             keys.setdefault(key, keys.pop(old))
+    if keys.get("method") == "peagle":
+        keys.setdefault("parallel_drafting", True)
     keys["method"] = ",".join(_methods(keys))
     _check_keys(keys)
     _drop_without_effect(keys)

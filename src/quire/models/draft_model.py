@@ -111,13 +111,15 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
         own = replace(target, model=name, revision=options.revision, hf_overrides={})
         path, fetch = find(own, resolved.config.load)
         hf_config = read_config(path)
+    if options.parallel_drafting:
+        hf_config = {**hf_config, "parallel_drafting": True}
     method = options.method or checked_method(_detected(hf_config))
     options = msgspec.structs.replace(options, method=method)
     options = _with_count(options, hf_config, is_embedded=Path(path).parent == EMBEDDED)
     names = hf_config.get("architectures") or [""]
     draft = DraftModel(
         path=path,
-        hf_config=dict(hf_config),
+        hf_config=hf_config,
         architecture=str(names[0]),
         dtype=_dtype(resolved, options),
         max_model_len=_length(resolved, options, hf_config),
