@@ -10,8 +10,10 @@ import pytest
 from equality.engines import VOCAB, engine, greedy, make_checkpoint
 from equality.test_speculation import PARAMS, answers
 
+from quire.engine import build
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
+from quire.worker.memory_plan import plan_memory
 from tests.models.speculator_checkpoints import (
     SUCCESSOR,
     Drawn,
@@ -20,6 +22,7 @@ from tests.models.speculator_checkpoints import (
     save,
     successor_target,
 )
+from tests.models.test_speculators import with_mtp
 
 SHORT = [msgspec.structs.replace(params, max_tokens=14) for params in PARAMS]
 KERNELS = pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
@@ -113,6 +116,22 @@ def test_right_heads_are_accepted(method: str, tmp_path: Path) -> None:
     assert any(found != [int(SUCCESSOR[t]) for t in (prompt[-1], *found[:-1])] for prompt, found in zip(asked, drawn, strict=True))  # fmt: skip
     exact = method in ("eagle", "mtp", "mlp_speculator")  # these have the target's logits
     assert right == more if exact else right > 0.4 * more
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+def test_mtp_layers_of_the_targets_own_checkpoint(family: str, tmp_path: Path) -> None:
+    """`model` is missing: the layers are among the target's tensors, of which none is counted twice."""
+    with_mtp(family, tmp_path)
+    asked = [[3, 4, 5, 6, 7, 8], [9] * 20, [1]]
+    own = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    with engine(str(tmp_path)) as one:
+        tokens = one.tokens(asked, SHORT[1:4])
+    with engine(str(tmp_path), speculative_config=own, max_num_batched_tokens=16) as one:
+        assert one.tokens(asked, SHORT[1:4]) == tokens
+        assert counts(one)[0] > 20
+        resolved = one.client.resolved
+    (speculator,) = build.draft_specs(resolved)
+    assert plan_memory(resolved, [speculator]).weights == plan_memory(resolved).weights
 
 
 @KERNELS

@@ -56,7 +56,7 @@ def spec_of(folder: Path) -> ModelSpec:
 
 
 def spec_for(method: str, folder: Path, target: ModelSpec) -> ModelSpec:
-    own = replace(target, path=str(folder), hf_config=read_config(str(folder)))
+    own = replace(target, path=str(folder), hf_config=read_config(str(folder)), dtype="bfloat16")
     return speculator_spec(method, own, target)
 
 
@@ -457,9 +457,11 @@ def mtp_reference(
 
 
 @pytest.mark.parametrize("name", MTP_CASES)
-def test_mtp_equals_a_plain_reference(name: str, tmp_path: Path) -> None:
+def test_mtp_equals_a_plain_reference(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
     target, theirs, layer, around = with_mtp(name, tmp_path)
-    own = load("mtp", tmp_path, target, build_model(target, CpuPlatform()))  # (the target skips it)
+    model = build_model(target, CpuPlatform())
+    assert "not used" not in caplog.text, "the target skips the layer"
+    own = load("mtp", tmp_path, target, model)
     assert own.model.embed_tokens is None
     assert own.lm_head is None
     assert len(own.attention_layers()) == 1

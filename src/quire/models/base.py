@@ -183,8 +183,11 @@ class CausalLM(LanguageModel):
         return None
 
     def ignores(self, name: str) -> bool:
-        """Whether checkpoints have this tensor, and Transformers does not use it either."""
-        return False
+        """Whether checkpoints have this tensor, and Transformers does not use it either; as those of MTP layers."""
+        first, count = self.cfg.num_hidden_layers, self.cfg.get("num_nextn_predict_layers", 0)
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        behind = layer.isdigit() and first <= int(layer) < first + count
+        return name.startswith("mtp.") or behind
 
     def head(self, cfg: TextConfig, tied: Embedding | None) -> Head:
         """The LM head; `tied`: the embedding whose table it uses."""

@@ -56,7 +56,8 @@ def speculator_spec(
         name, read = READERS[method]
         config = read(_Checkpoint.of(name, spec, target))
     config |= {"architectures": [name], "tie_word_embeddings": False}
-    return replace(spec, hf_config=config, architecture=name, max_model_len=target.max_model_len)
+    own = replace(spec, hf_config=config, architecture=name)
+    return replace(own, max_model_len=target.max_model_len, dtype=target.dtype)
 
 
 @dataclass
@@ -254,7 +255,7 @@ def _mask(checkpoint: _Checkpoint, width: int) -> dict[str, Any]:
         raise ConfigError(
             f"mask_hidden of {checkpoint.spec.path} has {state.shape[1]} features; it must have {width}"
         )
-    dtype = getattr(torch, checkpoint.spec.dtype)
+    dtype = getattr(torch, checkpoint.target.dtype)
     return {"mask_token_id": token, "mask_state": state.to(dtype)}
 
 
