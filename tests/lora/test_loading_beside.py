@@ -61,7 +61,7 @@ def test_a_large_adapter_does_not_stall_a_stream(tmp_path: Path) -> None:
     assert (tmp_path / "large" / "adapter_model.safetensors").stat().st_size > 480_000_000
     settings = {"dtype": "bfloat16", "load_format": "dummy", "max_lora_rank": RANK, "max_model_len": 512}  # fmt: skip
     with lora_engine(str(tmp_path / "model"), **settings) as one:
-        submit(one, [5, 6, 7], greedy(400))
+        submit(one, [5, 6, 7], greedy(480))
         one.client.outputs()
 
         def gaps(until: Any) -> list[float]:
@@ -72,12 +72,17 @@ def test_a_large_adapter_does_not_stall_a_stream(tmp_path: Path) -> None:
                 last += found[-1]
             return found
 
-        ordinary = gaps(lambda found: len(found) >= 40)
-        load = threading.Thread(target=one.client.call, args=("load_lora", "large", path))
-        load.start()
-        during = gaps(lambda found: not load.is_alive())
-        after = gaps(lambda found: len(found) >= 40)
-    said = f"slowest step: {max(ordinary):.3f} s before, {max(during):.3f} s of {len(during)} while it loads, {max(after):.3f} s after"
-    print(said)
-    assert len(during) > 3, said
-    assert max(during) < 5 * max(*ordinary, *after), said
+        ratios = []
+        for _ in range(3):  # other work on the machine stalls steps too
+            ordinary = max(gaps(lambda found: len(found) >= 30))
+            load = threading.Thread(target=one.client.call, args=("load_lora", "large", path, True))
+            load.start()
+            during = gaps(lambda found, load=load: not load.is_alive())
+            ratios.append(max(during) / ordinary)
+            print(
+                f"slowest step: {ordinary:.3f} s before, {max(during):.3f} s of {len(during)} during a load"
+            )
+            if ratios[-1] < 3:
+                break
+    assert min(ratios) < 3, ratios
+    assert len(during) > 3

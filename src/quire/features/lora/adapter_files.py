@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,28 +152,28 @@ def _checked_header(file: Path) -> tuple[Header, bytes]:
     return found, start
 
 
-def _read_bytes(file: Path) -> bytearray:
-    """The file's bytes. It does not hold Python's lock, so the requests that run go on."""
+def _read_bytes(file: Path) -> memoryview:
+    """The file's bytes. Python's lock is not held meanwhile, so the requests that run go on: the memory is not cleared first, as
+    that of a bytearray is."""
     with file.open("rb") as opened:
-        data = bytearray(file.stat().st_size)
-        del data[opened.readinto(data) :]
-    return data
+        data = memoryview(mmap(-1, max(1, file.stat().st_size)))
+        return data[: opened.readinto(data)]
 
 
 def _from_safetensors(
-    data: bytearray, found: Header, start: bytes, file: Path
+    data: memoryview, found: Header, start: bytes, file: Path
 ) -> dict[str, Tensor]:
     """Views of the file's bytes. Raises ValidationError: the file has changed since its header was read."""
     import torch
 
     end = len(start) + max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
-    if len(data) != end or not data.startswith(start):
+    if len(data) != end or data[: len(start)] != start:
         raise ValidationError(f"{file} changed while it was read")
     tensors = {}
     for name, tensor in found.items():
         dtype = getattr(torch, FLOATS[tensor["dtype"]])
         first, last = (len(start) + offset for offset in tensor["data_offsets"])
-        stored = memoryview(data)[first:last]
+        stored = data[first:last]
         part = bytearray(stored) if first % dtype.itemsize else stored
         flat = torch.frombuffer(part, dtype=dtype) if last > first else torch.empty(0, dtype=dtype)
         tensors[name] = flat.reshape(tensor["shape"])
