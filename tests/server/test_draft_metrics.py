@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 import pytest
 from asgi import browser, frames
-from scripted import make_state
+from scripted import ScriptedEngine, make_state
 
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
+from quire.observe.speculation_log import speculation_line
+from quire.protocol.output import EngineStats
 from quire.server.state import ServerState
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -91,3 +93,33 @@ def test_a_summary_has_no_steps(state: ServerState, monkeypatch: pytest.MonkeyPa
 
     assert set(with_mode("summary")["metrics"]["speculative_decoding"]) == KEYS
     assert "metrics" not in with_mode("none")
+
+
+def exported(state: ServerState) -> set[str]:
+    async def main() -> str:
+        async with browser(state) as client:
+            return (await client.get("/metrics")).text
+
+    lines = asyncio.run(main()).splitlines()
+    return {line.partition(" ")[0] for line in lines if line.startswith("vllm:spec_decode")}
+
+
+def test_counters_are_exported_only_with_speculation(state: ServerState) -> None:
+    post(state, TEXT)
+    found = exported(state)
+    assert sum("per_pos" in name for name in found) == 3
+    assert all(f'position="{at}"' in "".join(found) for at in range(3))
+    assert exported(make_state(ScriptedEngine())) == set()
+
+
+def test_the_log_line_has_the_form_of_vllm() -> None:
+    before = EngineStats(counts={"spec_decode_num_drafts": 10.0})
+    counts = {"drafts": 20.0, "draft_tokens": 30.0, "accepted_tokens": 15.0}
+    now = {f"spec_decode_num_{name}": value for name, value in counts.items()}
+    now |= {f"spec_decode_num_accepted_tokens_per_pos:{at}": 10.0 - 5 * at for at in range(2)}
+    assert speculation_line(EngineStats(counts=now), before, 5.0) == (
+        "SpecDecoding metrics: Mean acceptance length: 2.50, Accepted throughput: 3.00 tokens/s, Drafted throughput:"
+        " 6.00 tokens/s, Accepted: 15 tokens, Drafted: 30 tokens, Per-position acceptance rate: 1.000, 0.500, Avg Draft"
+        " acceptance rate: 50.0%"
+    )
+    assert speculation_line(before, before, 5.0) == ""
