@@ -23,7 +23,7 @@ from quire.native.fused_decoder import fuse_model, unfuse_model
 from quire.native.model import make_room, native_model
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CModel, CRows
-from quire.protocol.plan import StepPlan, StepResult
+from quire.protocol.plan import StepPlan, StepResult, WorkItem
 
 if TYPE_CHECKING:
     from quire.worker.request_rows import RequestRows
@@ -116,11 +116,9 @@ class NativeStep:
         work, rows = plan.work, self.rows
         rows.grow(work)
         count = len(work)
-        numbers = [item.row for item in work] + [item.num_tokens for item in work]
-        numbers += [item.samples for item in work] + [item.drafts for item in work]
-        work_4B = array("q", numbers)
         if self.model is not None and self.model.num_recorded:
             make_room(self.model, sum(item.num_tokens for item in work))
+        work_4B = _columns(work)
         status = self.kernels.step(
             self._model,
             self._address,
@@ -140,3 +138,24 @@ class NativeStep:
                 index: NOT_FINITE for index in (~np.isfinite(highest_B)).nonzero()[0].tolist()
             }
         return result
+
+    def draft(self, work: Sequence[WorkItem], draws: Sequence[int]) -> None:
+        """Run a step, then steps of one token for rows until each has drawn as often as `draws` says, by work item.
+
+        Raises:
+            PlanMismatch: as `run`.
+        """
+        work_4B, draws_B = _columns(work), array("q", draws)
+        status = self.kernels.draft(
+            self._model, self._address, work_4B.buffer_info()[0], len(work), draws_B.buffer_info()[0],
+            self._sampled, self._max_logit,
+        )  # fmt: skip
+        if status < 0:
+            raise PlanMismatch("a row lacks the tokens that a draft model computes")
+
+
+def _columns(work: Sequence[WorkItem]) -> array[int]:
+    """Rows, tokens, whether they draw, and draft tokens, of all work items."""
+    numbers = [item.row for item in work] + [item.num_tokens for item in work]
+    numbers += [item.samples for item in work] + [item.drafts for item in work]
+    return array("q", numbers)

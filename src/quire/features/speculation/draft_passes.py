@@ -91,14 +91,21 @@ class DraftPasses:
         """The row is freed."""
         self.sampler.leave(row)
 
+    def draw(self, work: Sequence[WorkItem], draws: Sequence[int]) -> None:
+        """`run`, then passes of one token for rows until each has drawn as often as `draws` says, by work item."""
+        if self.fast is not None and self._accepts_fast_step(self.fast, work):
+            self.fast.draft(work, draws)
+            return
+        self.run(work)
+        for number in range(1, max(draws)):
+            rows = [item.row for item, most in zip(work, draws, strict=True) if most > number]
+            self.run([WorkItem(row, 1) for row in rows])
+
     @torch.inference_mode()
     def run(self, work: Sequence[WorkItem]) -> None:
-        """Compute tokens of rows, and draw behind each row of which all tokens are computed then, and in place of its draft
-        tokens. The rows get the draws."""
+        """Compute tokens of rows by parts, and draw behind each row of which all tokens are computed then, and in place of its
+        draft tokens. The rows get the draws."""
         plan = StepPlan(0, [], list(work), [])
-        if self.fast is not None and self._accepts_fast_step(self.fast, plan):
-            self.fast.run(plan)
-            return
         batch = self.batcher.build(plan)
         batch.lengths_S = batch.lengths_S + self.rows.shift
         for item in work:
@@ -111,12 +118,13 @@ class DraftPasses:
         """hidden_TD"""
         return TokenModelInput(self.logits.model).forward(batch)
 
-    def _accepts_fast_step(self, fast: NativeStep, plan: StepPlan) -> bool:
+    def _accepts_fast_step(self, fast: NativeStep, work: Sequence[WorkItem]) -> bool:
         model = self.logits.model
         layers = getattr(getattr(model, "model", None), "layers", None)
         if (fused := getattr(layers, "fused", None)) is not self._fused:
             self._fused = fused
             fast.follow(model, self.logits.vocab_size)
-        if any(item.drafts for item in plan.work):
+        if any(item.drafts for item in work):
             return False
+        plan = StepPlan(0, [], list(work), [])
         return all(part.accepts_fast_step(plan) for part in (fast, model, self.sampler))

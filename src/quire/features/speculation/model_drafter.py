@@ -91,14 +91,14 @@ class ModelDrafter(Drafter):
                 left -= found[0].num_tokens
         if not planned:
             return {}
-        self.passes.run([item for item, _ in planned])
-        most = {item.row: limit for item, limit in planned if limit}
+        work, most = [item for item, _ in planned], [limit for _, limit in planned]
         if self.mask_token is None:
-            for number in range(1, max(most.values(), default=0)):
-                self.passes.run([WorkItem(row, 1) for row, limit in most.items() if limit > number])
+            self.passes.draw(work, most)
+        else:
+            self.passes.run(work)
         for item, limit in planned:
             self._keep(self._rows[item.row], item, limit)
-        return {row: self._rows[row].drafts for row in most}
+        return {item.row: self._rows[item.row].drafts for item, limit in planned if limit}
 
     def _plan(self, row: int, limit: int, left: int) -> tuple[WorkItem, int] | None:
         """A row's part of the first pass, and how many draft tokens it gets. `left`: tokens that the pass has room for."""

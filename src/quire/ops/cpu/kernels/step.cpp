@@ -162,6 +162,32 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64
   quire_sample(logits, width, 1, params, p.lengths64.data, S, m.vocab, p.tokens.at_least(S), most);
 }
 
+int step(const Model& m, const Rows& rows, const Work& planned, int64_t* drawn, float* whole) {
+  static thread_local Places p;  // of the calling thread
+  static thread_local Scratch<Step> keep;
+  static thread_local Scratch<const Step*> keep_all;
+  const long B = planned.B;
+  const Work w{planned.row, p.counts.at_least(B), planned.draws, planned.drafts, B};
+  const Size size = measure(rows, planned, p.counts.data);
+  if (!size.there) return -1;
+  Step* steps = keep.at_least(m.num_groups);
+  const Step** all = keep_all.at_least(m.num_groups);
+  place(m, rows, w, size, p, steps);
+  for (long g = 0; g < m.num_groups; g++) all[g] = steps + g;
+  bf16* x = p.x.at_least(size.tokens * m.layers[0]->hidden);
+  embed(m, p.ids.data, size.tokens, x);
+  bf16* residual = p.residual.at_least(size.tokens * m.layers[0]->hidden);
+  int64_t* adapters = adapters_of(rows, w, size.tokens, p);
+  compute(m, all, size.tokens, adapters, x, residual);
+  std::fill(drawn, drawn + B, 0);
+  std::fill(whole, whole + B, 0.f);
+  if (const long S = advance(rows, w, size.tokens, p)) {
+    draw(m, rows, w, S, p, adapters, x, size.tokens);
+    keep_right(rows, w, S, p, drawn, whole);
+  }
+  return (int)std::count_if(whole, whole + B, [](float most) { return !(fabsf(most) < INFINITY); });
+}
+
 }  // namespace
 
 }  // namespace quire
@@ -171,28 +197,22 @@ using namespace quire;
 // By work item, drawn: how many tokens it drew, the last ones of its row; whole: 0 if none. Returns how many of `whole` are not finite; or -1, with nothing
 // changed: a row lacks tokens. All tokens must be in the vocabulary, and all positions in the rotary table.
 EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_4B, long B, int64_t* drawn, float* whole) {
-  static thread_local Places p;  // of the calling thread
-  static thread_local Scratch<Step> keep;
-  static thread_local Scratch<const Step*> keep_all;
-  const Model& m = *model;
-  const Work planned{work_4B, work_4B + B, work_4B + 2 * B, work_4B + 3 * B, B};
-  const Work w{planned.row, p.counts.at_least(B), planned.draws, planned.drafts, B};
-  const Size size = measure(*rows, planned, p.counts.data);
-  if (!size.there) return -1;
-  Step* steps = keep.at_least(m.num_groups);
-  const Step** all = keep_all.at_least(m.num_groups);
-  place(m, *rows, w, size, p, steps);
-  for (long g = 0; g < m.num_groups; g++) all[g] = steps + g;
-  bf16* x = p.x.at_least(size.tokens * m.layers[0]->hidden);
-  embed(m, p.ids.data, size.tokens, x);
-  bf16* residual = p.residual.at_least(size.tokens * m.layers[0]->hidden);
-  int64_t* adapters = adapters_of(*rows, w, size.tokens, p);
-  compute(m, all, size.tokens, adapters, x, residual);
-  std::fill(drawn, drawn + B, 0);
-  std::fill(whole, whole + B, 0.f);
-  if (const long S = advance(*rows, w, size.tokens, p)) {
-    draw(m, *rows, w, S, p, adapters, x, size.tokens);
-    keep_right(*rows, w, S, p, drawn, whole);
+  return step(*model, *rows, {work_4B, work_4B + B, work_4B + 2 * B, work_4B + 3 * B, B}, drawn, whole);
+}
+
+// A step, then steps of one token for the rows of the work items that have not drawn as often as `draws` says.
+EXPORT int quire_draft(const Model* model, const Rows* rows, const int64_t* work_4B, long B, const int64_t* draws, int64_t* drawn,
+                       float* whole) {
+  static thread_local Scratch<int64_t> keep;  // of the calling thread
+  int64_t* next = keep.at_least(4 * B);
+  int status = quire_step(model, rows, work_4B, B, drawn, whole);
+  for (long n = 1; status >= 0; n++) {
+    long count = 0;
+    for (long b = 0; b < B; b++)
+      if (draws[b] > n) next[count++] = work_4B[b];
+    if (!count) break;
+    std::fill(next + B, next + 3 * B, 1), std::fill(next + 3 * B, next + 4 * B, 0);
+    status = step(*model, *rows, {next, next + B, next + 2 * B, next + 3 * B, count}, drawn, whole);
   }
-  return (int)std::count_if(whole, whole + B, [](float most) { return !(fabsf(most) < INFINITY); });
+  return status;
 }

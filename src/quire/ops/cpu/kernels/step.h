@@ -42,3 +42,5 @@ struct Work {  // of each of B work items: row, number of tokens to compute, whe
 
 EXPORT int quire_step(const quire::Model* model, const quire::Rows* rows, const int64_t* work_4B, long B, int64_t* drawn,
                       float* whole);
+EXPORT int quire_draft(const quire::Model* model, const quire::Rows* rows, const int64_t* work_4B, long B, const int64_t* draws,
+                       int64_t* drawn, float* whole);
