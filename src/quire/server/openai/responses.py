@@ -178,7 +178,9 @@ class ResponseBuilder:
 
     def ended(self, delta: OutputDelta, output: list[dict[str, Any]]) -> dict[str, Any]:
         why = INCOMPLETE.get(delta.finish_reason or "")
-        return self.response(status_of(delta), output, why=why)
+        metrics = self.generation.metrics
+        made = self.response(status_of(delta), output, why=why)
+        return made if metrics is None else made | {"metrics": metrics}
 
     def whole(self, delta: OutputDelta, large: bool) -> dict[str, Any]:
         items = ResponseItems(self.item_id, no_event, partial(self.logprobs, large=large))
