@@ -11,6 +11,7 @@ from equality.engines import VOCAB, engine, greedy, make_checkpoint
 from equality.test_speculation import PARAMS, answers
 
 from quire.engine import build
+from quire.errors import ConfigError
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.memory_plan import plan_memory
@@ -116,6 +117,16 @@ def test_right_heads_are_accepted(method: str, tmp_path: Path) -> None:
     assert any(found != [int(SUCCESSOR[t]) for t in (prompt[-1], *found[:-1])] for prompt, found in zip(asked, drawn, strict=True))  # fmt: skip
     exact = method in ("eagle", "mtp", "mlp_speculator")  # these have the target's logits
     assert right == more if exact else right > 0.4 * more
+
+
+def test_parallel_drafting_needs_a_mask(tmp_path: Path, targets: dict[str, str]) -> None:
+    method, own, tensors = RANDOM["eagle"]
+    drafts = config(method, save(tmp_path, own, tensors), parallel_drafting=True)
+    with (
+        pytest.raises(ConfigError, match=r"parallel_drafting: .* has no mask_hidden; leave"),
+        engine(targets["llama"], speculative_config=drafts),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])

@@ -115,7 +115,12 @@ def _mask_token(config: Mapping[str, Any], options: SpeculativeOptions) -> int:
 
 
 def _heads(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
+    """Raises ConfigError: parallel drafting is requested, and the speculator has no mask."""
     speculator: Any = parts.models[-1]
+    if options.parallel_drafting and speculator.mask is None:
+        raise ConfigError(
+            f"speculative_config.parallel_drafting: {options.model} has no mask_hidden; leave parallel_drafting out"
+        )
     rows, target = DraftRows(parts.rows, shift=1), parts.models[0].vocab_size
     ops, _ = _drawing(parts)
     last = int(resolved.hf_config["num_hidden_layers"]) + 1
