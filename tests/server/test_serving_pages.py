@@ -34,7 +34,11 @@ def test_every_route_is_in_the_table():
 
 
 def test_every_flag_and_variable_exists():
-    flags = {f"--{name.replace('_', '-')}" for name in options()} | {"--url", "--max-tokens"}
+    flags = {f"--{name.replace('_', '-')}" for name in options()} | {
+        "--url",
+        "--max-tokens",
+        "--lora-path",
+    }
     for parser in (cli.parser(), sweep.parser()):
         flags |= parser._option_string_actions.keys()
     for page in (SERVING, TROUBLE):
