@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of vectors, without /v1."""
     with serve(tmp_path_factory.mktemp("server") / "log", MODEL) as found:
         yield found
+        gc.collect()  # connections that clients leave open
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def test_langchain_embeddings(root: str, vectors: list[list[float]]):
 def test_cohere(root: str, vectors: list[list[float]], ranked: list[tuple[int, float]]):
     cohere = pytest.importorskip("cohere")
     client = cohere.ClientV2(api_key="x", base_url=root)
-    how: dict[str, Any] = {"model": MODEL, "texts": TEXTS, "input_type": None}
+    how: dict[str, Any] = {"model": MODEL, "texts": TEXTS, "input_type": "search_document"}
     found = client.embed(embedding_types=["float", "ubinary"], **how).embeddings
     same(found.float_, vectors)
     assert len(found.ubinary[0]) * 8 == len(vectors[0])
@@ -79,9 +81,10 @@ def test_cohere(root: str, vectors: list[list[float]], ranked: list[tuple[int, f
     assert [(one.index, pytest.approx(one.relevance_score)) for one in answer.results] == ranked
 
 
-def test_langchain_cohere(root: str, ranked: list[tuple[int, float]]):
+def test_langchain_cohere(root: str, vectors: list[list[float]], ranked: list[tuple[int, float]]):
     langchain_cohere = pytest.importorskip("langchain_cohere")
     how: dict[str, Any] = {"model": MODEL, "base_url": root, "cohere_api_key": "x"}
+    same(langchain_cohere.CohereEmbeddings(**how).embed_documents(TEXTS), vectors)
     found = langchain_cohere.CohereRerank(top_n=2, **how).rerank(TEXTS, "a cat")
     assert [(one["index"], pytest.approx(one["relevance_score"])) for one in found] == ranked
 

@@ -124,6 +124,7 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/messages", generating(messages.messages)),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
     ("POST", "/v1/embeddings", vector_routes.embeddings),
+    ("POST", "/v1/embed", vector_routes.cohere_embed),
     ("POST", "/v2/embed", vector_routes.cohere_embed),
     ("POST", "/pooling", vector_routes.pooling),
     ("POST", "/classify", vector_routes.classify),

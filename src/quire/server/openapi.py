@@ -32,7 +32,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": pooling.EmbeddingsRequest,
     "/pooling": pooling.PoolingRequest,
     "/classify": pooling.ClassifyRequest,
-    "/v2/embed": pooling.CohereEmbedRequest,
+    **dict.fromkeys(("/v1/embed", "/v2/embed"), pooling.CohereEmbedRequest),
     **dict.fromkeys(("/score", "/v1/score"), pooling.ScoreRequest),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), pooling.RerankRequest),
     "/tokenize": schemas.TokenizeRequest,

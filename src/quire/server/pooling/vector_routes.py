@@ -40,6 +40,10 @@ from quire.server.sse import until_disconnect
 from quire.server.state import ServerState
 
 COHERE_TYPES = ("float", "binary", "ubinary", "base64")
+COHERE_PROMPTS: dict[str, tuple[str, ...]] = {
+    "search_query": ("query",), "search_document": ("document", "passage"), "classification": (), "clustering": (),
+}  # fmt: skip
+"""The input types that Cohere's clients must send -> names of the same prompts in checkpoints."""
 COHERE_KEEPS = {"END": True, "START": False, "NONE": None}
 """`truncate` -> whether the beginning is kept; None: a longer text is refused."""
 
@@ -173,6 +177,21 @@ def _cohere_text(one: dict[str, Any], at: int) -> str:
     return "\n".join(texts)
 
 
+def cohere_prompt(input_type: str | None, pooling: PoolingInputs) -> str | None:
+    """The name of the prompt for an input type; None: there is none. A model without prompts takes Cohere's types.
+
+    Raises:
+        ValidationError: the model has prompts, but not this one.
+    """
+    known = {**pooling.info.prompts, **pooling.info.task_instructions}
+    if input_type is None or (input_type in COHERE_PROMPTS and not known):
+        return None
+    names = (input_type, *COHERE_PROMPTS.get(input_type, ()))
+    name = next((name for name in names if name in known), input_type)
+    pooling.prompt_text(name, "input_type")
+    return name
+
+
 def cohere_source(
     body: CohereEmbedRequest, texts: list[str], pooling: PoolingInputs
 ) -> PromptSource:
@@ -186,11 +205,10 @@ def cohere_source(
     options = TokenizeOptions(
         truncate=None if keeps is None else limit, keep_first=bool(keeps), parameter="texts"
     )
-    if body.input_type is not None:
-        pooling.prompt_text(body.input_type, "input_type")
+    name = cohere_prompt(body.input_type, pooling)
 
     def prepare(start: int, stop: int) -> list[Prompt]:
-        prompts = pooling.with_prompt(body.input_type, texts[start:stop])
+        prompts = pooling.with_prompt(name, texts[start:stop])
         found = pooling.tokenize(prompts, options, "embed")
         if keeps is None and (longest := max(len(one.tokens) for one in found)) > limit:
             raise invalid(f"a text has {longest} tokens, and `max_tokens` is {limit}; shorten it, or set `truncate` to END", "texts")  # fmt: skip
@@ -200,7 +218,7 @@ def cohere_source(
 
 
 async def cohere_embed(request: Request) -> Response:
-    """Vectors of texts, in Cohere's form."""
+    """Vectors of texts, in Cohere's form; version 1 has them without a type unless a request names types."""
     state: ServerState = request.app.state.quire
     engine = state.serving()
     inputs = pooling_of(request, engine)
@@ -222,7 +240,9 @@ async def cohere_embed(request: Request) -> Response:
     outputs = await until_disconnect(request.receive, batch.run())
     arrays = [one.outputs.array for one in outputs]
     large = len(types) * sum(array.size for array in arrays) >= LARGE_NUMBERS
-    vectors = {kind: _cohere_vectors(kind, arrays, large) for kind in dict.fromkeys(types)}
+    vectors: Any = {kind: _cohere_vectors(kind, arrays, large) for kind in dict.fromkeys(types)}
+    if plain := request.url.path.startswith("/v1") and not body.embedding_types:
+        vectors = vectors["float"]
     return json_answer(
         {
             "id": batch.id, "embeddings": vectors, "texts": texts if body.texts else None,
@@ -230,7 +250,7 @@ async def cohere_embed(request: Request) -> Response:
                 "api_version": {"version": "2"},
                 "billed_units": {"input_tokens": batch.num_tokens, "image_tokens": 0},
             },
-            "response_type": "embeddings_by_type",
+            "response_type": "embeddings_floats" if plain else "embeddings_by_type",
         },
         large, state.answering,
     )  # fmt: skip
