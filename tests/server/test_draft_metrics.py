@@ -84,6 +84,8 @@ def test_an_answer_reports_its_draft_tokens(state: ServerState, path: str) -> No
     none = post(state, path, speculative={"k": 0}).json()
     assert none["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
     assert none["choices"] == found["choices"]
+    if path == TEXT:
+        assert post(state, path, speculative={"k": 10**30}).json()["choices"] == found["choices"]
     assert post(state, path, vllm_xargs={"speculative": {"k": 0}}).json()["metrics"] == none["metrics"]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from quire.protocol.structured_outputs import StructuredOutputsParams as Structu
 log = get_logger(__name__)
 
 GREEDY_BELOW = 1e-5
+MOST_DRAFT_TOKENS = 128
 # below it, logits / temperature may overflow, and the result is the greedy choice anyway
 LOWEST_TEMPERATURE = 0.01
 
@@ -177,7 +178,8 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
                 f"{name}.{unknown[0]}: unknown key; the only one is k", parameter=name
             )
         if (most := options.get("k")) is not None:
-            options["k"] = read.whole_number(f"{name}.k", most, 0, None, "0 for no draft tokens")
+            most = read.whole_number(f"{name}.k", most, 0, None, "0 for no draft tokens")
+            options["k"] = min(most, MOST_DRAFT_TOKENS)
 
     def _read_constraint(self) -> None:
         if self.guided_decoding is not None:
