@@ -35,7 +35,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "draft_tensor_parallel_size": (1, 1),
     "suffix_decoding_max_tree_depth": (1, None),
     "suffix_decoding_max_cached_requests": (0, None),
-    "suffix_decoding_max_spec_factor": (0, None),
+    "suffix_decoding_max_spec_factor": (0, MOST),
     "suffix_decoding_min_token_prob": (0, 1),
 }
 OLD_KEYS = {
