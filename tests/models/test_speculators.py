@@ -228,12 +228,14 @@ def changed(tensors: Mapping[str, Tensor], **changes: Tensor | None) -> dict[str
         ({}, {"d2t": None}, "has no tensor d2t"),
         ({}, {"lm_head__weight": None}, r"has no tensor lm_head\.weight"),
         ({}, {"fc__weight": None}, r"has no tensor fc\.weight"),
+        ({}, {"fc__weight": torch.tensor(1.0)}, r"has no tensor fc\.weight"),
         ({"target_hidden_size": 64}, {}, "target_hidden_size .* is 64, but the target .* has hidden_size=48"),
         ({"hidden_size": 64}, {}, "hidden_size .* is 64, but the target .* has hidden_size=48"),
         ({"hidden_size": None}, {}, "hidden_size=None"),
         ({"draft_vocab_size": 41}, {"d2t": torch.zeros(41, dtype=torch.int64)}, r"lm_head\.weight .* shape \[40, 48\]"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, {}, r"fc\.weight .* takes 144 features.* \[1, 2\]"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, {}, r"layer_ids=\[1, 2, 5\] .* 4 layers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 3}}, {}, r"layer_ids=3 .* 4 layers"),
         ({"eagle_config": [1]}, {}, "eagle_config=.*this is an object"),
         ({"num_hidden_layers": 1 << 40}, {}, "num_hidden_layers=.*at most"),
     ],
@@ -350,6 +352,8 @@ def test_medusa_that_does_not_fit_is_refused(tmp_path: Path, target: ModelSpec) 
         r"token_map\[0\] .* is token 131": {"token_map": torch.tensor([VOCAB])},
         r"no tensor lm_heads\.0": {f"lm_heads__{i}__weight": None for i in range(HEADS)},
         r"no tensor lm_heads\.2": {"lm_heads__2__weight": None},
+        r"num_heads=999999 of .* 1 to 128": {"blocks__999998__layers__0__weight": torch.zeros(1)},
+        r"no tensor token_map": {"token_map": torch.tensor(3)},
         r"no tensor blocks\.0": {f"blocks__{i}__layers__{j}__weight": None for i in range(HEADS) for j in range(2)},
     }.items():  # fmt: skip
         folder = save(tmp_path, config, changed(tensors, **wrong))
@@ -391,6 +395,22 @@ def test_mlp_speculator_equals_a_plain_reference(
         for step, wanted in enumerate(plain.mlp_speculator(raw, tokens, tensors, config)):
             states = own(own.embed(tokens[step], step), torch.arange(5), states, step)
             assert (own.logits(states, step) - wanted).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"n_predict": 1 << 40}, r"n_predict=\d+ of .* from 1 to 128"),
+        ({"n_predict": "3"}, "n_predict='3' of"),
+        ({"n_predict": 3}, r"no tensor emb\.0\.weight"),
+    ],
+)
+def test_mlp_speculator_that_does_not_fit_is_refused(config: dict[str, Any], message: str, tmp_path: Path, target: ModelSpec) -> None:  # fmt: skip
+    tensors = {"proj.0.weight": torch.zeros(32, SIZE), "emb.0.weight": torch.zeros(VOCAB, 32)}
+    if config["n_predict"] == 3:
+        del tensors["emb.0.weight"]
+    with pytest.raises(ConfigError, match=message):
+        spec_for("mlp_speculator", save(tmp_path, config, tensors), target)
 
 
 # ------------------------------------------------------------------------------------ MTP

@@ -76,7 +76,7 @@ class Medusa(Speculator):
         """See `LanguageModel`. A head for the whole vocabulary is cut to the tokens of `token_map`."""
         for usual, found in super().checkpoint_tensors(name, tensor):
             is_head = usual.startswith("lm_heads.")
-            if is_head and int(usual.split(".")[1]) >= len(self.lm_heads):
+            if is_head and usual.split(".")[1] not in map(str, range(len(self.lm_heads))):
                 continue
             whole = is_head and self.target_ids_V is not None and len(found) > len(self.target_ids_V)  # fmt: skip
             yield usual, found[self.target_ids_V] if whole else found

@@ -95,5 +95,5 @@ class MlpSpeculator(Speculator):
             part, _, rest = usual.partition(".")
             number = rest.partition(".")[0]
             limit = len(self.proj) if part == "proj" else len(self.emb)
-            if not (self.tied and number.isdigit() and int(number) >= limit):
+            if not (self.tied and number.isdigit() and number not in map(str, range(limit))):
                 yield usual, found

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.config.engine import ModelSpec
 from quire.config.model_sizes import model_size
+from quire.config.speculation import MOST
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 from quire.models.checkpoint_files import stored_tensors, tensors, weight_files
@@ -102,8 +103,8 @@ class _Checkpoint:
         return model_size(self.target.hf_config, key)
 
     def tensor(self, name: str) -> Tensor:
-        """Raises ConfigError: it is missing."""
-        if (found := self.found.get(name)) is None:
+        """Raises ConfigError: it is missing, or a single number."""
+        if (found := self.found.get(name)) is None or not found.dim():
             raise ConfigError(
                 f"{self.spec.path} has no tensor {name}; {REMEDY}, of the method that is set"
             )
@@ -160,6 +161,14 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one[rows], other[rows])
 
 
+def _check_count(spec: ModelSpec, name: str, count: Any) -> None:
+    """Raises ConfigError: no speculator has so many parts."""
+    if type(count) is not int or not 0 < count <= MOST:
+        raise ConfigError(
+            f"{name}={count!r:.50} of {spec.path}: this is a whole number from 1 to {MOST}; {REMEDY}"
+        )
+
+
 def _target_ids(checkpoint: _Checkpoint, ids: Tensor, name: str, count: int) -> Tensor:
     """Raises ConfigError: an id is outside the target's vocabulary, or there are not `count`."""
     vocab = checkpoint.size("vocab_size")
@@ -205,8 +214,10 @@ def _eagle3(checkpoint: _Checkpoint) -> dict[str, Any]:
     config, vocab = _layers(checkpoint), checkpoint.size("vocab_size")
     width = checkpoint.option("target_hidden_size") or checkpoint.size("hidden_size")
     checkpoint.check("target_hidden_size", width, "hidden_size")
-    head = checkpoint.found.get("lm_head.weight")
-    words = checkpoint.option("draft_vocab_size") or (vocab if head is None else len(head))
+    words = checkpoint.option("draft_vocab_size")
+    if not words and "lm_head.weight" in checkpoint.found:
+        words = len(checkpoint.tensor("lm_head.weight"))
+    words = words or vocab
     after = _aux_layers(checkpoint) if checkpoint.option("use_aux_hidden_state", True) else []
     flags = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
     config |= {flag: bool(checkpoint.option(flag, False)) for flag in flags}
@@ -235,7 +246,9 @@ def _eagle3(checkpoint: _Checkpoint) -> dict[str, Any]:
 def _aux_layers(checkpoint: _Checkpoint) -> list[int]:
     layers, key = checkpoint.size("num_hidden_layers"), "eagle_aux_hidden_state_layer_ids"
     found = checkpoint.option(key) or [min(2, layers), layers // 2, max(layers - 3, 0)]
-    if not all(type(each) is int and 0 <= each <= layers for each in found):
+    if not isinstance(found, list) or not all(
+        type(each) is int and 0 <= each <= layers for each in found
+    ):
         raise ConfigError(
             f"{key}={found} of {checkpoint.spec.path}: these are whole numbers up to the target's {layers} layers; {REMEDY}"
         )
@@ -262,17 +275,22 @@ def _mask(checkpoint: _Checkpoint, width: int) -> dict[str, Any]:
 def _medusa(checkpoint: _Checkpoint) -> dict[str, Any]:
     first, vocab = checkpoint.tensor("blocks.0.layers.0.weight"), checkpoint.size("vocab_size")
     checkpoint.check("the width of blocks.0.layers.0.weight", first.shape[-1], "hidden_size")
-    heads, ids = checkpoint.count(r"^lm_heads\.(\d+)\."), checkpoint.found.get("token_map")
+    heads, blocks = (
+        checkpoint.count(rf"^{part}\.(\d{{1,9}})\.") for part in ("lm_heads", "blocks")
+    )
+    ids = checkpoint.tensor("token_map") if "token_map" in checkpoint.found else None
     words = vocab if ids is None else len(ids)
     config = {
         **_without_layers(checkpoint),
         "hidden_size": first.shape[-1],
-        "num_heads": checkpoint.count(r"^blocks\.(\d+)\."),
-        "num_hidden_layers": checkpoint.count(r"^blocks\.\d+\.layers\.(\d+)\."),
+        "num_heads": blocks,
+        "num_hidden_layers": checkpoint.count(r"^blocks\.\d+\.layers\.(\d{1,9})\."),
         "fc_bias": checkpoint.has(r"^blocks\..*\.bias$"),
         "draft_vocab_size": words,
-        "num_lm_heads": min(heads, 1) if checkpoint.option("original_lm_head") else heads,
+        "num_lm_heads": min(heads, 1 if checkpoint.option("original_lm_head") else blocks),
     }
+    for key in ("num_heads", "num_hidden_layers"):
+        _check_count(checkpoint.spec, key, config[key])
     if 1 < config["num_lm_heads"] < config["num_heads"]:
         checkpoint.tensor(f"lm_heads.{heads}.weight")
     if ids is not None:
@@ -288,7 +306,9 @@ def _mlp_speculator(checkpoint: _Checkpoint) -> dict[str, Any]:
     keys = ("n_predict", "tie_weights", "scale_input")
     options = {key: checkpoint.option(key) for key in keys if checkpoint.option(key) is not None}
     sizes = {"emb_dim": first.shape[-1], "inner_dim": first.shape[0]}
-    return {"n_predict": 3, **_without_layers(checkpoint), **sizes, **options}
+    config = {"n_predict": 3, **_without_layers(checkpoint), **sizes, **options}
+    _check_count(checkpoint.spec, "n_predict", config["n_predict"])
+    return config
 
 
 def _without_layers(checkpoint: _Checkpoint) -> dict[str, Any]:
@@ -309,10 +329,7 @@ def _mtp(spec: ModelSpec, target: ModelSpec, num_tokens: int) -> dict[str, Any]:
             )
     keys = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
     count = next((config[key] for key in keys if config.get(key)), 1)
-    if type(count) is not int or not 0 < count < 64:
-        raise ConfigError(
-            f"{' or '.join(keys)}={count} of {spec.path}: this is a number of layers, 1 to 63"
-        )
+    _check_count(spec, " or ".join(keys), count)
     behind = model_class(MTP[target.architecture]).behind
     layers = model_size(config, "num_hidden_layers")
     first = f"model.layers.{layers}.eh_proj." if behind else "mtp.fc."
