@@ -290,3 +290,13 @@ def test_past_answers_never_change_one(
         for _ in range(2):
             assert everything(one) == sampled
         assert one.stats()["counts"]["spec_decode_num_accepted_tokens"] > 50
+
+
+def test_a_chain_ends_with_a_draft_model(checkpoint: str, sampled: list[Any]) -> None:
+    """The model itself as draft model: what the suffixes do not propose is right."""
+    config = {"method": "suffix,draft_model", "model": checkpoint, "num_speculative_tokens": 3, "adaptive": False}  # fmt: skip
+    with engine(checkpoint, speculative_config=config) as one:
+        for _ in range(2):
+            assert everything(one) == sampled
+        counts = one.stats()["counts"]
+        assert counts["spec_decode_num_accepted_tokens"] > 0.5 * counts["spec_decode_num_draft_tokens"] > 50  # fmt: skip
