@@ -95,18 +95,20 @@ def quantized(form: str, dtype: torch.dtype, act: str, biased: bool) -> Experts:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["int8", "int4", "8 bits", "mixed"])
-def test_quantized_weights(form: str, dtype: torch.dtype) -> None:
-    for act, biased in (("silu", False), ("relu2", True), ("clamped_swiglu", True)):
-        made = quantized(form, dtype, act, biased)
-        for tokens in (1, 20):
-            x_TD, ids_TK, weights_TK = routed(tokens, dtype, 64)
-            ids_TK[0, 1] = EXPERTS
-            want = definitions.experts.reference(x_TD, ids_TK, weights_TK, made.of)
-            found = kernels.experts(x_TD, ids_TK, weights_TK, made.of)
-            assert made.of.prepared is not None
-            share = 1e-5 if dtype == torch.float32 else 4e-3
-            assert float((found - want).abs().max()) < share * float(want.abs().max())
+@pytest.mark.parametrize(
+    ("form", "act"),
+    [("int8", "silu"), ("int4", "clamped_swiglu"), ("8 bits", "relu2"), ("mixed", "gelu")],
+)
+def test_quantized_weights(form: str, act: str, dtype: torch.dtype) -> None:
+    made = quantized(form, dtype, act, act != "silu")
+    for tokens in (1, 12):
+        x_TD, ids_TK, weights_TK = routed(tokens, dtype, 64)
+        ids_TK[0, 1] = EXPERTS
+        want = definitions.experts.reference(x_TD, ids_TK, weights_TK, made.of)
+        found = kernels.experts(x_TD, ids_TK, weights_TK, made.of)
+        assert made.of.prepared is not None
+        share = 1e-5 if dtype == torch.float32 else 4e-3
+        assert float((found - want).abs().max()) < share * float(want.abs().max())
 
 
 def test_what_no_kernel_takes_runs_the_definition() -> None:
