@@ -217,7 +217,8 @@ time.sleep(60)
 """
 
 
-def test_no_orphan_when_the_parent_is_killed():
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_orphan_when_the_parent_is_killed(stopped):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT],
         stdout=subprocess.PIPE,
@@ -226,6 +227,8 @@ def test_no_orphan_when_the_parent_is_killed():
     with parent:
         child = int(parent.stdout.readline())
         assert _lives(child)
+        if stopped:
+            os.kill(child, signal.SIGSTOP)
         parent.kill()
     end = time.monotonic() + 60
     while _lives(child) and time.monotonic() < end:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -203,8 +204,11 @@ class _Step:
 def _spawn(fds: Sequence[int]) -> tuple[Connection, subprocess.Popen[bytes]]:
     parent_end, child_end = Pipe()
     fd = child_end.fileno()
+    lasting = int(threading.current_thread() is threading.main_thread())
     try:
-        child = start_child("quire.executor.worker_process", [fd, os.getpid()], fds=[fd, *fds])
+        child = start_child(
+            "quire.executor.worker_process", [fd, os.getpid(), lasting], fds=[fd, *fds]
+        )
     except BaseException:
         parent_end.close()
         raise

@@ -1,4 +1,4 @@
-"""A worker as a process: `python -m quire.executor.worker_process FD PARENT`.
+"""A worker as a process: `python -m quire.executor.worker_process FD PARENT LASTING`.
 
 Knows one socket and how to create the worker. When the process ends, it sends a last message with the reason, and it
 never outlives its parent. One thread reads messages, so that the parent's writes never wait for a step. The main
@@ -34,7 +34,7 @@ from quire.executor.messages import (
     revive_callables,
     worker_ended,
 )
-from quire.processes.child import exit_child, watch_parent
+from quire.processes.child import end_with_parent, exit_child, watch_parent
 from quire.protocol.plan import StepPlan
 from quire.startup_timer import Report
 
@@ -87,12 +87,12 @@ def call(worker: Any, message: Down) -> bytes:
         return encode(call_failed(error))
 
 
-def main(fd: int, parent: int) -> int:
+def main(fd: int, parent: int, lasting: bool) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent decides
     os.set_inheritable(fd, False)
-    # Not `end_with_parent`: the thread that makes a ProcessExecutor may end long before its process.
-    watch_parent(parent)
+    # The kernel ends a process that is stopped too, but already when the thread that started it ends.
+    (end_with_parent if lasting else watch_parent)(parent)
     our_logging.configure("worker")
     pipe = Connection(fd)
     inbox: SimpleQueue[Down] = SimpleQueue()
@@ -106,4 +106,4 @@ def main(fd: int, parent: int) -> int:
 
 
 if __name__ == "__main__":
-    exit_child(main(int(sys.argv[1]), int(sys.argv[2])))
+    exit_child(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"))
