@@ -22,6 +22,10 @@ KINDS = {
     "divergence": ("batch_invariance", "how often other requests change a bf16 answer"),
     "structured": ("structured_outputs", "the cost of structured outputs"),
     "embed": ("embed", "embedding and reranking beside sentence-transformers, ONNX and OpenVINO"),
+    "speculation": (
+        "speculation",
+        "the speed of speculative decoding, beside the same engine without",
+    ),
     "lora": ("lora", "the speed of LoRA adapters, beside the same engine without"),
     "gpu": ("gpu.run", "a GPU's kernels, steps and serving: checked, then timed"),
 }

@@ -281,8 +281,13 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
     }
 
 
-def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
-    """A directory with config.json and random weights; made once, then reused."""
+def checkpoint(
+    shape: Shape,
+    dtype: str,
+    folder: Path,
+    change: Callable[[str, Any], None] = lambda name, weight: None,
+) -> Path:
+    """A directory with config.json and random weights; made once, then reused. `change` may alter a weight, by its name."""
     import torch
     from safetensors.torch import save_file
 
@@ -297,6 +302,7 @@ def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
         weight = torch.ones(size, dtype=getattr(torch, dtype))
         if len(size) > 1:
             weight.normal_(0.0, 0.02, generator=generator)
+        change(name, weight)
         weights[name] = weight
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     done.write_text(json.dumps(config_of(shape, dtype), indent=2), encoding="utf-8")

@@ -1,0 +1,124 @@
+"""Checkpoints for the benchmark of speculation, of any shape of Qwen3: full cost, random weights, and text that can be guessed.
+
+`damped`: the last layers change little, so that the first ones alone are a draft model that is often right.
+`copying`: the first two layers continue a text as it went on after the last token's earlier places, so the model quotes its prompt.
+
+Shapes: V vocabulary, D hidden, E head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import Shape, checkpoint
+
+ADDED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+"""What a layer adds to the residual passes through these."""
+
+
+def layer_of(name: str) -> int:
+    """The number of a tensor's layer; -1: it belongs to none."""
+    words = name.split(".")
+    return int(words[2]) if words[1] == "layers" else -1
+
+
+def damped(
+    shape: Shape, folder: Path, layers: int = 4, factor: float = 0.02, spread: float = 0.5
+) -> tuple[Path, Path]:
+    """A target, and its first `layers` layers as a draft model.
+
+    Args:
+        factor: of what the target's other layers add. The smaller, the more often the draft is right.
+        spread: standard deviation of the logarithm of the embedding's row lengths: as in trained models, some tokens are
+            far more likely than others.
+    """
+    import torch
+
+    lengths_V1 = (
+        torch.empty(shape.vocab, 1).normal_(0.0, spread, generator=torch.Generator().manual_seed(1))
+    ).exp()
+
+    def change(name: str, weight: Any) -> None:
+        if "embed_tokens" in name:
+            weight.mul_(lengths_V1)
+        elif layer_of(name) >= layers and name.endswith(ADDED):
+            weight.mul_(factor)
+
+    short = replace(shape, name=f"{shape.name}-first-{layers}-{spread}", layers=layers)
+    whole = replace(shape, name=f"{shape.name}-damped-{layers}-{factor}-{spread}")
+    return checkpoint(whole, "bfloat16", folder, change), checkpoint(
+        short, "bfloat16", folder, change
+    )
+
+
+def copying(shape: Shape, folder: Path, factor: float = 0.01) -> Path:
+    """A target that quotes: an attention head of layer 0 notes each token's predecessor, and one of layer 1 finds the places
+    whose predecessor is the current token, and writes the tokens there (an induction head, arXiv 2209.11895).
+
+    Of several places it writes a mean. All other layers compute as usual, and add little (`factor`).
+    """
+    circuit = _Circuit(shape)
+
+    def change(name: str, weight: Any) -> None:
+        if "embed_tokens" in name:
+            circuit.embed(weight)
+        elif name.endswith(ADDED):
+            weight.mul_(factor)
+        if layer_of(name) in (0, 1):
+            circuit.change(layer_of(name), name.split(".", 3)[3].removesuffix(".weight"), weight)
+
+    return checkpoint(replace(shape, name=f"{shape.name}-copying"), "bfloat16", folder, change)
+
+
+class _Circuit:
+    """A hidden state has, from its first number on: a constant, E signs that name the token, and E that name its predecessor."""
+
+    def __init__(self, shape: Shape):
+        import torch
+
+        self.torch, self.size, self.heads = torch, shape.head_dim, shape.heads
+        self.token = slice(1, 1 + self.size)
+        self.before = slice(1 + self.size, 1 + 2 * self.size)
+        half = self.size // 2
+        frequencies = 1_000_000.0 ** -(torch.arange(half) / half)
+        self.fast = frequencies[: max(2, half // 8)]
+        self.slow = torch.arange(half * 5 // 8, half)  # these pairs hardly turn within a text
+
+    def embed(self, weight_VD: Any) -> None:
+        """Every row has the same length, so the first norm divides all by the same number."""
+        torch = self.torch
+        draw = torch.Generator().manual_seed(2)
+        signs = torch.randint(0, 2, (len(weight_VD), self.size), generator=draw) * 2 - 1
+        weight_VD.zero_()
+        weight_VD[:, 0] = 0.1
+        weight_VD[:, self.token] = 0.1 * signs.to(weight_VD.dtype)
+
+    def change(self, layer: int, name: str, weight: Any) -> None:
+        """Write the circuit into the first query head and its keys and values; sharpen the layer's attention."""
+        if name in ("self_attn.q_norm", "self_attn.k_norm"):
+            weight.fill_(math.sqrt(10.0 if layer == 0 else 4.0))
+        elif name == "self_attn.v_proj":
+            weight[: self.size] = 0.0
+            weight[: self.size, self.token] = self.torch.eye(self.size, dtype=weight.dtype)
+        elif name == "self_attn.o_proj":
+            weight[:, : self.size] = 0.0
+            target = self.before if layer == 0 else self.token
+            weight[target, : self.size] = self.torch.eye(self.size, dtype=weight.dtype) * (0.1 if layer == 0 else 1.0)  # fmt: skip
+        elif name in ("self_attn.q_proj", "self_attn.k_proj"):
+            weight[: self.size] = 0.0
+            self._match(layer, name.endswith("q_proj"), weight)
+
+    def _match(self, layer: int, query: bool, weight: Any) -> None:
+        half = self.size // 2
+        if layer == 0:  # turned back by one position, a query is its predecessor's key
+            turn = self.fast if query else self.torch.zeros_like(self.fast)
+            pairs = self.torch.arange(len(self.fast))
+            weight[pairs, 0] = turn.cos().to(weight.dtype)
+            weight[half + pairs, 0] = -turn.sin().to(weight.dtype)
+            return
+        columns = self.token if query else self.before
+        places = self.torch.cat([self.slow, half + self.slow])
+        weight[places, columns.start + self.torch.arange(len(places))] = 1.0
