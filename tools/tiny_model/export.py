@@ -37,8 +37,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors as bfloat16 in the order of their names, so that equal weights are equal files."""
-    ready = {name: weights[name].to(torch.bfloat16).contiguous() for name in sorted(weights)}
+    """Write tensors in the order of their names, so that equal weights are equal files; numbers with a point as bfloat16."""
+    ready = {
+        name: (w.bfloat16() if w.is_floating_point() else w).contiguous()
+        for name, w in sorted(weights.items())
+    }
     save_file(ready, path, metadata={"format": "pt", **metadata})
     path.chmod(0o644)  # it is written for its owner only
 

@@ -6,6 +6,7 @@ Shapes: B rows, T tokens of a row, N = B*T, D hidden, H query heads, K key-value
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -147,15 +148,24 @@ class Network(nn.Module):
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """Return the hidden states [B, T, D]; a token sees the earlier tokens of its own document only."""
+        return self.states(tokens_BT, documents_BT)[1]
+
+    def states(
+        self, tokens_BT: Tensor, documents_BT: Tensor, before: Sequence[int] = ()
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the states before some layers, and those after the last norm, each [B, T, D]."""
         length = tokens_BT.shape[1]
         weight = self.model.embed_tokens.weight
         same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
         mask = same & torch.ones(length, length, dtype=torch.bool, device=tokens_BT.device).tril()
         cos, sin = rotary(self.shape, length, weight.device, weight.dtype)
         x = self.model.embed_tokens(tokens_BT)
-        for layer in self.model.layers:
+        kept = []
+        for number, layer in enumerate(self.model.layers):
+            if number in before:
+                kept.append(x)
             x = layer(x, cos, sin, mask)
-        return self.model.norm(x)
+        return kept, self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the scores of the vocabulary for hidden states [..., D]."""
