@@ -15,6 +15,7 @@ from scripted import ScriptedEngine, make_state
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, StartupError
+from quire.protocol.pooling_info import PoolingInfo
 from quire.server.app import build_app
 from quire.server.process import launch, sockets
 from quire.server.process.banner import curl_line, failure, stages_table, warnings
@@ -201,6 +202,14 @@ def test_the_curl_line_contains_no_secret():
     assert "$QUIRE_API_KEY" in line
     assert "/v1/chat/completions" in line
     assert "/v1/completions" in curl_line(config, "unix:/tmp/s", "m", chats=False)
+    for tasks, path in (
+        (["embed", "token_embed"], "/v1/embeddings"),
+        (["classify"], "/classify"),
+        (["token_classify"], "/pooling"),
+    ):
+        line = curl_line(config, "http://a", "m", True, PoolingInfo(tasks=tasks))
+        assert f"{path} " in line
+        assert '\'{"model": "m", "input": ' in line
 
 
 def test_a_failed_start_is_one_report():

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import StartupError
 from quire.logging import get_logger
 from quire.platforms.cpu_affinity import threads
 from quire.protocol.output import EngineReady
+from quire.protocol.pooling_info import PoolingInfo
 from quire.server.adapters import runtime_updates
 from quire.server.process.sockets import LOOPBACKS, host_of
 from quire.startup_timer import table
@@ -79,20 +81,25 @@ def stages_table(stages: list[tuple[str, float]], total: float) -> str:
     return table([*rows, ("total since process start", f"{total:6.2f} s")])
 
 
-def curl_line(config: EngineConfig, url: str, name: str, chats: bool) -> str:
-    """A command for this model and this server that works without changes."""
+def curl_line(
+    config: EngineConfig, url: str, name: str, chats: bool, pooling: PoolingInfo | None = None
+) -> str:
+    """A command for this model and this server that works without changes. `pooling`: of a model that does not generate."""
     words = ["curl", "-s"]
     if url.startswith("unix:"):
         words += ["--unix-socket", url.removeprefix("unix:")]
         url = "http://localhost"
-    path = "/v1/chat/completions" if chats else "/v1/completions"
-    body: dict[str, object] = {"model": name}
-    if chats:
-        body["messages"] = [{"role": "user", "content": "Hello!"}]
-    else:
-        body["prompt"] = "Once upon a time"
-    body["max_tokens"] = 32
-    words += [f"{url}{path}", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    text = "Once upon a time"
+    path, body = "/v1/completions", dict[str, Any](prompt=text, max_tokens=32)
+    if pooling is not None:
+        routes = {"embed": "/v1/embeddings", "classify": "/classify"}
+        path = routes.get(pooling.tasks[0], "/pooling")
+        body = {"input": text}
+    elif chats:
+        messages = [{"role": "user", "content": "Hello!"}]
+        path, body = "/v1/chat/completions", {"messages": messages, "max_tokens": 32}
+    data = json.dumps({"model": name, **body})
+    words += [f"{url}{path}", "-H", "Content-Type: application/json", "-d", data]
     line = shlex.join(words)
     if config.server.needs_key:
         line += ' -H "Authorization: Bearer $QUIRE_API_KEY"'

@@ -310,7 +310,7 @@ class HttpSupervisor:
         log_warnings(self.config)
         show(facts_table(self.config, ready, self.url, names))
         show(f"  HTTP          {self.count} processes")
-        line = curl_line(self.config, self.url, names[0], self.chats)
+        line = curl_line(self.config, self.url, names[0], self.chats, ready.pooling)
         show(f"\nReady. Try:\n\n{line}\n")
         self.stats = StatsLog(self.client.stats, device=ready.device.upper())
         self.ticked = time.monotonic()

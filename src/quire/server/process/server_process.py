@@ -224,7 +224,8 @@ class ServerProcess:
         log.info("start-up\n%s", stages_table(client.ready.startup, total))
         log_warnings(self.config)
         show(facts_table(self.config, client.ready, self.url, names))
-        line = curl_line(self.config, self.url, names[0], engine.front.has_chat_template)
+        chats, pooling = engine.front.has_chat_template, client.ready.pooling
+        line = curl_line(self.config, self.url, names[0], chats, pooling)
         show(f"\nReady. Try:\n\n{line}\n")
 
     async def _watch(self) -> None:
