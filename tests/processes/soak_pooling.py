@@ -167,7 +167,8 @@ def main() -> int:
     with Served(MODEL, *FLAGS, *flags) as server:
         run, wrong, words = soak_pooling(server, given.seconds, given.clients, given.seed)
         said = server.lines
-        died = [line for line in said if "Traceback" in line or " CRITICAL" in line]
+        marks = ("Traceback", " CRITICAL ", " ERROR ")
+        died = [line for line in said if any(mark in line for mark in marks)]
     print(dict(run.did), words)
     for line in [*wrong[:20], *died[:3]]:
         print("WRONG:", line)
