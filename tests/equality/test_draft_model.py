@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from equality.engines import VOCAB, Engine, engine, greedy, make_checkpoint
-from equality.test_speculation import DTYPES, PROMPTS, answers
+from equality.test_speculation import PROMPTS, answers
 from safetensors.torch import load_file, save_file
 
 from quire.ops.cpu.bindings import best
@@ -60,24 +60,24 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "depth"),
+    [("float32", 2), pytest.param("bfloat16", 1, marks=NATIVE), pytest.param("bfloat16", 2, marks=NATIVE)],
+)  # fmt: skip
 def test_a_draft_model_never_changes_an_answer(
     target: str, draft: str, dtype: str, depth: int
 ) -> None:
     with engine(target, dtype=dtype) as one:
         expected = answers(one)
-    for num_drafts, more in (
-        (3, {}),
-        (5, {"max_num_batched_tokens": 24, "block_size": 16, "max_num_seqs": 3}),
-        (2, {"kv_cache_memory_bytes": 480 << 10, "block_size": 16, "max_model_len": 112}),
-    ):
-        with drafted(target, draft, num_drafts, dtype=dtype, depth=depth, **more) as one:
-            assert answers(one) == expected
-            assert answers(one) == expected  # with cached prompts
-            counts = one.stats()["counts"]
-            assert counts["spec_decode_num_draft_tokens"] > 100
-            assert not more or "max_model_len" not in more or one.stats()["preemptions"] > 0
+    chunks = {"max_num_batched_tokens": 24, "max_num_seqs": 3}
+    short = {"kv_cache_memory_bytes": 480 << 10, "max_model_len": 112}
+    for num_drafts, runs, more in ((5, 2, chunks), (2, 1, short)):
+        with drafted(target, draft, num_drafts, dtype=dtype, depth=depth, block_size=16, **more) as one:  # fmt: skip
+            for _ in range(runs):  # the second finds the prompts in the prefix cache
+                assert answers(one) == expected
+            stats = one.stats()
+            assert stats["counts"]["spec_decode_num_draft_tokens"] > 100
+            assert more is chunks or stats["preemptions"] > 0
             one.client.core.scheduler.check()
 
 
@@ -98,12 +98,11 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     """So the draft model has the target's noise, positions, keys and values: of chunks, cached prefixes and accepted tokens."""
     path = make_checkpoint(kind, tmp_path, **({} if kind == "gpt2" else {"intermediate_size": 128}))
     with drafted(path, path, block_size=16, **settings) as one:
-        first = one.tokens(PROMPTS, SAMPLED)
+        first = one.tokens(PROMPTS[:5], SAMPLED[:5])
+        assert one.tokens(PROMPTS[:5], SAMPLED[:5]) == first  # cached prompts
+        one.tokens(PROMPTS[:3], greedy(30))
         assert acceptance(one) == 1.0
-        assert one.tokens(PROMPTS, SAMPLED) == first  # cached prompts
-        one.tokens(PROMPTS, greedy(30))
-        assert acceptance(one) == 1.0
-        assert one.stats()["prefix_hits"] > 100
+        assert one.stats()["prefix_hits"] > 50
 
 
 def test_a_row_is_drafted_for_again_after_steps_without_draft_tokens(target: str) -> None:
@@ -122,14 +121,12 @@ def test_a_row_is_drafted_for_again_after_steps_without_draft_tokens(target: str
 
 
 def test_rows_beyond_the_draft_models_context_get_no_draft_tokens(target: str) -> None:
-    with engine(target) as one:
-        expected = one.tokens(PROMPTS, SAMPLED)
     with drafted(target, target, draft_max_model_len=50) as one:
-        assert one.tokens(PROMPTS, SAMPLED) == expected
+        expected = one.tokens(PROMPTS, SAMPLED)
         assert acceptance(one) == 1.0
         drafts = one.stats()["counts"]["spec_decode_num_draft_tokens"]
     with drafted(target, target) as one:
-        one.tokens(PROMPTS, SAMPLED)
+        assert one.tokens(PROMPTS, SAMPLED) == expected
         assert one.stats()["counts"]["spec_decode_num_draft_tokens"] > 1.5 * drafts
 
 
