@@ -90,6 +90,7 @@ def _draft_model(parts: WorkerParts, resolved: Resolved, options: SpeculativeOpt
         layers[0].kv_group,
         spec.max_model_len,
         spec.max_step_tokens,
+        options.num_speculative_tokens,
         has_windows=any(layer.spec.window is not None for layer in layers),
         vocab_size=model.vocab_size if own_ids_V is None and model.vocab_size < target else None,
         mask_token=_mask_token(spec.hf_config, options) if options.parallel_drafting else None,

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
 
 
+CHEAP_LAG = 16
+"""A row that gets one draft token, where it could get more, is drafted for only if it lacks at most so many tokens: one draft
+token is a trial under load, and is not worth the computation of a prompt."""
+
+
 @dataclass(slots=True)
 class _DraftedRow:
     computed: int  # the draft model has computed so many of the row's tokens
@@ -41,6 +46,7 @@ class ModelDrafter(Drafter):
         kv_group: of the draft model's layers.
         has_windows: some of its layers have a window. What leaves a window is lost, so it computes every step.
         max_step_tokens: the most tokens of a pass.
+        most: draft tokens of a row.
         vocab_size: rows with other tokens get no draft tokens, since the draft model has no embeddings of these; None: the
             draft model has all of the target's.
         mask_token: see the module.
@@ -52,6 +58,7 @@ class ModelDrafter(Drafter):
         kv_group: int,
         max_model_len: int,
         max_step_tokens: int,
+        most: int,
         *,
         has_windows: bool = False,
         vocab_size: int | None = None,
@@ -59,6 +66,7 @@ class ModelDrafter(Drafter):
     ):
         self.passes, self.rows = passes, passes.rows
         self.max_model_len, self.max_step_tokens = max_model_len, max_step_tokens
+        self.most = most
         self.has_windows, self.vocab_size, self.mask_token = has_windows, vocab_size, mask_token
         self.blocks = ComputedBlocks(self.rows, kv_group)
         self._rows: dict[int, _DraftedRow] = {}
@@ -110,6 +118,8 @@ class ModelDrafter(Drafter):
         limit = min(limit, min(self.max_model_len, rows.capacity(row)) - length + 1)
         end = length if limit > 0 else min(int(target.num_computed_tokens[row]), self.max_model_len)
         count = min(end - one.computed, left)
+        if limit == 1 < self.most and count > CHEAP_LAG and not self.has_windows:
+            return None
         if count < 1 or self._lacks_tokens(row, one.computed, one.computed + count):
             return None
         draws, masks = one.computed + count == length, 0
