@@ -12,6 +12,8 @@ from equality.pooling_models import array, make_pooling_checkpoint, run
 from lora.adapters import collect, lora_engine
 from safetensors.torch import load_file, save_file
 
+from quire import LLM
+from quire.errors import ValidationError
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import EngineRequest
 
@@ -26,6 +28,19 @@ def together(one: Any, adapters: list[str | None], given: list[list[int]] = GIVE
     for id, prompt, adapter in zip(ids, given, adapters, strict=True):
         one.client.submit(EngineRequest(id, prompt, EMBED, adapter=adapter))
     return [array(outputs[-1]) for outputs in collect(one, ids).values()]
+
+
+def check_llm(path: str, adapter: str, want: list[Any]) -> None:
+    """The same through LLM.embed: an adapter by name, and none."""
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_lora_rank": 8}
+    with LLM(
+        path, runner="pooling", enable_lora=True, lora_modules={"a": adapter}, **settings
+    ) as llm:
+        outputs = llm.embed(GIVEN[:2], lora_request=["a", None], use_tqdm=False)
+        for output, vector in zip(outputs, want, strict=True):
+            assert output.outputs.embedding == pytest.approx(vector.tolist(), abs=1e-5)
+        with pytest.raises(ValidationError, match="no adapter is called 'b'"):
+            llm.embed(GIVEN[0], lora_request="b", use_tqdm=False)
 
 
 @pytest.mark.parametrize(("kind", "modules"), [
@@ -58,6 +73,8 @@ def test_vectors_are_those_of_peft(kind: str, modules: list[str], tmp_path: Path
             assert abs(found[number] - base[number]).max() > 0.01
             (alone,) = together(one, ["a"], [GIVEN[number]])
             assert alone.tobytes() == found[number].tobytes()
+        if kind == "qwen3":
+            check_llm(path, str(tmp_path / "adapter"), found[:2])
         if kind == "bert":  # as PEFT names modules of a model with a head
             file = tmp_path / "adapter" / "adapter_model.safetensors"
             stored = load_file(file)
