@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ADAPTERS = "adapters_T"
 """The extra tensor of a batch with the number of each token's adapter; -1: none."""
+KEPT_STATES = "kept_states_T"
+"""The extra tensor of a batch with the entry of recurrent states that keeps a copy of the state after each token; 0: none."""
 TOKEN_TYPES = "token_types_T"
 """The extra tensor of a batch: 1 for the tokens of the second text of a pair, else 0. Absent: all are 0."""
 

@@ -52,6 +52,27 @@ class Problem:
         return torch.cat([part for row in ROWS for part in out[row]]), state
 
 
+def check_kept_states(name: str, problem: Problem, run: Run, most: int = 21) -> None:
+    """The states that a step keeps are those of steps that end there."""
+    kept = {6: 0, 7: 1, 8: most - 1}  # by entry: the token of row 2
+    at = range(LENGTHS[0] + LENGTHS[1], LENGTHS[0] + LENGTHS[1] + most)
+
+    def states(count: int, kept_T: Tensor | None) -> Tensor:
+        wide = torch.full((9, 3 + math.prod(problem.shape)), float("nan")).to(problem.dtype)
+        state = wide[:, 3:].unflatten(1, problem.shape)
+        state[2] = 0.0
+        inputs = [None if x is None else x[list(at[:count])] for x in problem.inputs]
+        problem.call(run, inputs, state, step_rows([(2, 0, count)])._replace(kept_T=kept_T))
+        return state
+
+    kept_T = torch.zeros(len(at), dtype=torch.int64)
+    kept_T[list(kept.values())] = torch.tensor(list(kept))
+    found = states(len(at), kept_T)
+    for entry, token in kept.items():
+        assert torch.equal(found[entry], states(token + 1, None)[2]), name
+    assert found[[0, 1, 3, 4, 5]].isnan().all(), f"{name} wrote to other entries"
+
+
 WHOLE = [[(row, 0, n) for row, n in zip(ROWS, LENGTHS, strict=True)]]
 CUT = [
     [(2, 0, 1), (4, 0, 3)],
@@ -117,6 +138,7 @@ def test_definitions_do_not_depend_on_cuts(dtype: torch.dtype, odd: bool) -> Non
         assert torch.equal(whole, cut), name
         assert torch.equal(after[list(ROWS)], after_cuts[list(ROWS)]), name
         assert after[[1, 3]].isnan().all(), f"{name} wrote to a row without tokens"
+        check_kept_states(name, problem, problem.op.reference)
 
 
 @pytest.fixture(params=[each.name for each in isa.usable()])
@@ -146,6 +168,7 @@ def test_cpu_kernels_equal_the_definitions(kernels: str, dtype: torch.dtype) -> 
         assert torch.equal(whole, cut), name
         assert torch.equal(after[rows], after_cuts[rows]), name
         assert after[[1, 3]].isnan().all(), f"{name} wrote to a row without tokens"
+        check_kept_states(name, problem, run)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])

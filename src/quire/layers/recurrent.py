@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.forward_context import current_batch
+from quire.forward_context import KEPT_STATES, current_batch
 from quire.kvcache.specs import StateSpec
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
@@ -41,7 +41,7 @@ from quire.ops.reference import rms_norm
 def step_rows() -> StateRows:
     """The rows of this step."""
     batch = current_batch()
-    return StateRows(batch.rows_B, batch.query_start_B1)
+    return StateRows(batch.rows_B, batch.query_start_B1, batch.extras.get(KEPT_STATES))
 
 
 class CausalConv(Layer):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.forward_context import current_adapters, current_batch
+from quire.forward_context import KEPT_STATES, current_adapters, current_batch
 from quire.layers.attention import Attention
 from quire.layers.decoder_layer import DecoderLayer, QueryScale, normed_sum
 from quire.layers.rotary import Angles, LayerRotaries
@@ -107,13 +107,14 @@ class ForwardPass:
                 scales = query_scale(current_batch().positions_T).bfloat16().float()
         cos_TP, sin_TP = (part.float().contiguous() for part in angles)
         meta, rows_B = attend.step_metadata(), current_batch().rows_B
+        kept_T = current_batch().extras.get(KEPT_STATES)
         step = CStep(
             cos_TP.data_ptr(), sin_TP.data_ptr(), None if scales is None else scales.data_ptr(),
             None if positions_T is None else positions_T.data_ptr(),
-            meta.slots_T.data_ptr(), rows_B.data_ptr(), meta.table_BN.data_ptr(), meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
+            meta.slots_T.data_ptr(), rows_B.data_ptr(), None if kept_T is None else kept_T.data_ptr(), meta.table_BN.data_ptr(), meta.starts_B1.data_ptr(), meta.lengths_B.data_ptr(),
             len(meta.slots_T), meta.rows, meta.table_BN.shape[1], cos_TP.shape[1],
         )  # fmt: skip
-        self.references += [step, cos_TP, sin_TP, scales, rows_B]
+        self.references += [step, cos_TP, sin_TP, scales, rows_B, kept_T]
         return ctypes.addressof(step)
 
 

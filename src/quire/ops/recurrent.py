@@ -27,10 +27,14 @@ TILE = 16
 
 
 class StateRows(NamedTuple):
-    """Which tokens of a step belong to which row: row rows_B[b] has the tokens starts_B1[b] : starts_B1[b + 1]."""
+    """Which tokens of a step belong to which row: row rows_B[b] has the tokens starts_B1[b] : starts_B1[b + 1].
+
+    The state after token t is also copied to entry kept_T[t]; 0: to none, since entry 0 is that of a row.
+    """
 
     rows_B: Tensor  # int64
     starts_B1: Tensor  # int32
+    kept_T: Tensor | None = None  # int64; None: all 0
 
 
 class Gates(NamedTuple):
@@ -85,6 +89,13 @@ def _put(state: Tensor, entries: Tensor, rows: StateRows) -> None:
     state[rows.rows_B[has]] = entries[has]
 
 
+def _keep(state: Tensor, entries: Tensor, tokens: list[int], rows: StateRows) -> None:
+    """Copy the states after these tokens where the step keeps them."""
+    if rows.kept_T is not None:
+        kept = rows.kept_T[tokens]
+        state[kept[kept > 0]] = entries[kept > 0]
+
+
 @op
 def causal_conv(
     x_TC: Tensor,
@@ -111,6 +122,10 @@ def causal_conv(
             total = total + tap_C * seen[j : j + end - start].float()
         total = total if bias_C is None else total + bias_C.float()
         y_TC[start:end] = (silu(total) if activate else total).to(x_TC.dtype)
+        if rows.kept_T is not None:
+            for t, kept in enumerate(rows.kept_T[start:end].tolist()):
+                if kept:
+                    state_RJ1C[kept] = seen[t + 1 : t + len(taps_JC)]
         entry.copy_(seen[end - start :])
     return y_TC
 
@@ -142,6 +157,10 @@ def linear_recurrence(
     beta_TG = step_TG if write_TG is None else 1 / (1 + torch.exp(-write_TG.float()))
     out_TGV = torch.empty_like(v_TGV, memory_format=torch.contiguous_format)
     s_BGKV = state[rows.rows_B].transpose(2, 3).flatten(3)
+
+    def in_tiles(s: Tensor) -> Tensor:
+        return s.unflatten(3, (-1, state.shape[-1])).transpose(2, 3)
+
     for inside, tokens in _by_token(rows):
         k = k_THK[tokens].repeat_interleave(each, 1)[..., None]
         q = q_THK[tokens].repeat_interleave(each, 1)[..., None]
@@ -150,8 +169,9 @@ def linear_recurrence(
         r = beta * (v - (s * k).sum(-2)) if delta else beta * v
         s = s + k * r[..., None, :]
         s_BGKV[inside] = s
+        _keep(state, in_tiles(s), tokens, rows)
         out_TGV[tokens] = (s * q).sum(-2)
-    _put(state, s_BGKV.unflatten(3, (-1, state.shape[-1])).transpose(2, 3), rows)
+    _put(state, in_tiles(s_BGKV), rows)
     if gates.skip_G is not None:
         out_TGV = out_TGV + gates.skip_G[:, None] * v_TGV
     return out_TGV
@@ -181,6 +201,10 @@ def selective_scan(
     x_TC, b_TN, c_TN = x_TC.float(), b_TN.float(), c_TN.float()
     y_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     s_BCN = state[rows.rows_B].transpose(2, 3).flatten(1, 2)
+
+    def in_tiles(s: Tensor) -> Tensor:
+        return s.unflatten(1, (-1, state.shape[-1])).transpose(2, 3)
+
     for inside, tokens in _by_token(rows):
         step, x = step_TC[tokens][..., None], x_TC[tokens][..., None]
         s = (
@@ -188,8 +212,9 @@ def selective_scan(
             + step * x * b_TN[tokens][:, None]
         )
         s_BCN[inside] = s
+        _keep(state, in_tiles(s), tokens, rows)
         y_TC[tokens] = (s * c_TN[tokens][:, None]).sum(-1)
-    _put(state, s_BCN.unflatten(1, (-1, state.shape[-1])).transpose(2, 3), rows)
+    _put(state, in_tiles(s_BCN), rows)
     return y_TC + skip_C * x_TC
 
 
@@ -216,6 +241,7 @@ def decaying_sum(x_TC: Tensor, decay_TC: Tensor, state_RC: Tensor, rows: StateRo
     y_TC, s_BC = torch.empty_like(x_TC), state_RC[rows.rows_B]
     for inside, tokens in _by_token(rows):
         s_BC[inside] = y_TC[tokens] = decay_TC[tokens] * s_BC[inside] + x_TC[tokens]
+        _keep(state_RC, s_BC[inside], tokens, rows)
     _put(state_RC, s_BC, rows)
     return y_TC
 
@@ -241,5 +267,6 @@ def wkv(
         most = torch.maximum(top, k)
         old, new = torch.exp(top - most), torch.exp(k - most)
         s_B3C[inside] = torch.stack((old * total + new * v, old * weights + new, most), 1)
+        _keep(state_R3C, s_B3C[inside], tokens, rows)
     _put(state_R3C, s_B3C, rows)
     return y_TC

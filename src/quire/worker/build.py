@@ -21,8 +21,8 @@ from quire.parallel.ranks import split_among
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
 from quire.startup_timer import Report, StartupStages, no_report, table
+from quire.worker.byte_sizes import GIB
 from quire.worker.memory_plan import (
-    GIB,
     MemoryPlan,
     forecast_specs,
     layer_specs,
@@ -128,7 +128,6 @@ def build_worker(
         from quire.worker.row_states import RowStates
         from quire.worker.sampling.load_processors import load_processors
         from quire.worker.sleep import WorkerSleep
-        from quire.worker.state_hook import StateHook
         from quire.worker.worker import Worker
 
         platform = platform_of(resolved.device)
@@ -148,7 +147,7 @@ def build_worker(
         if address.rank == 0:
             log.info("memory plan\n%s", table(plan.table()))
         resolved = replace(resolved, max_num_seqs=plan.max_num_seqs)
-        states = RowStates(resolved.max_num_seqs, plan.num_checkpoints)
+        states = RowStates(resolved.max_num_seqs, plan.num_checkpoints, plan.num_drafts)
         storages = allocate_kv_cache(resolved, platform, models, others, plan, states)
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
@@ -163,7 +162,7 @@ def build_worker(
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)
-    hooks = [*([StateHook(states)] if states.layers else []), *pooling_hooks]
+    hooks = [*build_state_hooks(states, rows), *pooling_hooks]
     worker = Worker(
         platform, model, parts.model_input, output, [*hooks, *parts.hooks, pages], rows, batcher,
         functions=parts.functions, models=models, fast_step=fast_step,
@@ -178,6 +177,15 @@ def build_worker(
     )  # fmt: skip
     ModuleHooks(worker)
     return worker
+
+
+def build_state_hooks(states: RowStates, rows: RequestRows) -> list[Hook]:
+    """What acts on recurrent states around a step."""
+    from quire.worker.state_hook import StateHook
+    from quire.worker.state_rollback import StateRollback
+
+    hooks: list[Hook] = [StateHook(states)] if states.layers else []
+    return [*hooks, StateRollback(states, rows)] if hooks and states.num_drafts else hooks
 
 
 def build_output(

@@ -46,12 +46,14 @@ class MemoryPlan:
     max_step_tokens: int
     state_bytes: int = 0  # of one request's recurrent states
     num_checkpoints: int = 0  # of these, for prefix caching
+    num_drafts: int = 0  # and of these, for each row: states behind its draft tokens
     adapters: AdapterMemory = NO_ADAPTERS
 
     @property
     def states(self) -> int:
-        """Bytes of the recurrent states: of each row, of the null row, and of the checkpoints."""
-        return (self.max_num_seqs + 1 + self.num_checkpoints) * self.state_bytes
+        """Bytes of the recurrent states: of each row and its draft tokens, the null row and the checkpoints."""
+        rows = self.max_num_seqs * (1 + self.num_drafts)
+        return (rows + 1 + self.num_checkpoints) * self.state_bytes
 
     @property
     def kv(self) -> int:
@@ -91,6 +93,7 @@ class MemoryPlan:
         if self.state_bytes:
             about = f"{size(self.states)} = {size(self.state_bytes)} for each of {self.max_num_seqs} + 1 rows and"
             about += f" {self.num_checkpoints} checkpoints"
+            about += f", {self.num_drafts} for the draft tokens of a row" * bool(self.num_drafts)
             about += " (no prefix caching)" * (not self.num_checkpoints)
             rows.insert(4, ("recurrent states", about))
         if self.adapters.num_bytes:
@@ -206,6 +209,7 @@ def make_plan(
         max_num_seqs=resolved.max_num_seqs,
         max_step_tokens=min(resolved.max_num_batched_tokens, resolved.max_model_len),
         state_bytes=state_bytes,
+        num_drafts=resolved.num_speculative_tokens if state_bytes else 0,
         adapters=adapters,
     )
     if cache.num_gpu_blocks_override is not None:
@@ -243,19 +247,20 @@ def _with_states(plan: MemoryPlan, room: int, resolved: Resolved) -> MemoryPlan:
         NotEnoughMemory: they do not fit; the message names the largest max_num_seqs that does.
     """
     rows, need = plan.max_num_seqs, _one_request(plan, resolved)
-    fits = (room - need) // plan.state_bytes - 1
+    each = 1 + plan.num_drafts  # states of a row
+    fits = ((room - need) // plan.state_bytes - 1) // each
     if resolved.config.scheduler.max_num_seqs is None and fits >= 1:
-        rows = min(rows, fits, max(room // 2 // plan.state_bytes - 1, 1))
+        rows = min(rows, fits, max((room // 2 // plan.state_bytes - 1) // each, 1))
         if rows < plan.max_num_seqs:
             logger.info(
                 "max_num_seqs is %d, not %d: the recurrent states of a request take %s",
-                rows, plan.max_num_seqs, size(plan.state_bytes),
+                rows, plan.max_num_seqs, size(each * plan.state_bytes),
             )  # fmt: skip
     if rows > fits and (fits >= 1 or need <= room):
         remedy = "Use a smaller model, or raise gpu_memory_utilization"
         raise NotEnoughMemory(
             f"Not enough memory: the recurrent states of max_num_seqs={rows} requests need"
-            f" {size((rows + 1) * plan.state_bytes)} beside {size(need)} for the KV cache of one request, and"
+            f" {size((rows * each + 1) * plan.state_bytes)} beside {size(need)} for the KV cache of one request, and"
             f" {size(room)} is left. {f'Set max_num_seqs={fits} or less' if fits >= 1 else remedy}."
         )
     return replace(plan, max_num_seqs=rows)

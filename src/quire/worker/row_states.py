@@ -7,6 +7,7 @@ that clearing or copying it is one operation, whatever the number of layers:
     row 1           | ...
     row max_rows    the null row: padding of captured steps writes there
     checkpoint 0    | ...
+    draft tokens    | of row 0, behind its known tokens; behind one draft token; ...
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from quire.platforms.memory import lazy_zeros
 
 
 class RowStates:
-    """The states of up to `max_rows` requests and copies of `num_checkpoints` of them, in the layers of `allocate`.
+    """The states of up to `max_rows` requests, copies of `num_checkpoints` of them, and `num_drafts` more for each row, in the
+    layers of `allocate`.
 
     Attributes:
-        storage: [max_rows + 1 + num_checkpoints, bytes of one request's state], uint8; None while it is not allocated.
+        storage: [max_rows * (1 + num_drafts) + 1 + num_checkpoints, bytes of one request's state], uint8; None while it is not allocated.
     """
 
-    def __init__(self, max_rows: int, num_checkpoints: int = 0):
+    def __init__(self, max_rows: int, num_checkpoints: int = 0, num_drafts: int = 0):
         self.max_rows, self.num_checkpoints = max_rows, num_checkpoints
+        self.num_drafts = num_drafts
         self.storage: Tensor | None = None
         self.layers: list[StateLayer] = []
 
@@ -39,7 +42,7 @@ class RowStates:
         num_bytes = sum(spec.num_bytes for spec in specs)
         if not num_bytes:
             return
-        entries = self.max_rows + 1 + self.num_checkpoints
+        entries = self.kept_entry(self.max_rows, 0)
         self.storage = lazy_zeros((entries, num_bytes), torch.uint8, device)
         start = 0
         for layer, spec in zip(layers, specs, strict=True):
@@ -77,3 +80,12 @@ class RowStates:
         """Make the row's state the checkpoint in this slot."""
         if self.storage is not None:
             self.storage[self.max_rows + 1 + slot].copy_(self.storage[row])
+
+    def kept_entry(self, row: int, number: int) -> int:
+        """The entry that keeps a row's state behind its known tokens and `number` draft tokens."""
+        return self.max_rows + 1 + self.num_checkpoints + row * self.num_drafts + number
+
+    def take_back(self, row: int, number: int) -> None:
+        """Let the row continue behind `number` draft tokens of the last step."""
+        if self.storage is not None:
+            self.storage[row].copy_(self.storage[self.kept_entry(row, number)])

@@ -36,7 +36,7 @@ CHECK(causal_conv) {
         Guarded<bf16> y((tokens + 1) * channels), parts((tokens + 1) * channels);
         const auto run = [&](const Step& step, long from, bf16* into, bf16* entries) {
           quire_causal_conv(x + from * apart, apart, 1, w, bias, entries, size + 16, into + from * channels, channels, J, 1,
-                            step.rows, step.starts, 2);
+                            step.rows, step.starts, 2, nullptr);
         };
         run(whole, 0, y, state);
         if (tokens > 1) run(begun, 0, parts, other);
@@ -73,7 +73,7 @@ CHECK(linear_recurrence) {
           quire_linear_recurrence(q + from * KEY_HEADS * K, KEY_HEADS * K, k + from * KEY_HEADS * K, KEY_HEADS * K,
                                   v + from * HEADS * V, HEADS * V, raw + from * HEADS, HEADS,
                                   delta ? write + from * HEADS : nullptr, HEADS, 0, bias, a_log, bias, 0.f, INFINITY, entries,
-                                  size + 16, into + from * HEADS * V, KEY_HEADS, K, HEADS, V, step.rows, step.starts, 2);
+                                  size + 16, into + from * HEADS * V, KEY_HEADS, K, HEADS, V, step.rows, step.starts, 2, nullptr);
         };
         run(whole, 0, y, state);
         if (tokens > 1) run(begun, 0, parts, other);
@@ -121,7 +121,7 @@ CHECK(selective_scan) {
       auto state = whole.state<float>();
       Guarded<float> y((tokens + 1) * CHANNELS);
       quire_selective_scan(x, CHANNELS, 1, step, a_log, b, N, c, N, skip, state, size + 16, y, CHANNELS, N, whole.rows,
-                           whole.starts, 2);
+                           whole.starts, 2, nullptr);
       std::vector<double> want, s(CHANNELS * N);
       for (long t = 0; t <= tokens; t++) {
         if (t == tokens) s.assign(CHANNELS * N, 0);
@@ -173,8 +173,8 @@ CHECK(sums_by_channel) {
     const auto decay = random.floats(CHANNELS), first = random.floats(CHANNELS);
     auto state = whole.state<float>(), means = wide.state<float>();
     Guarded<float> y((tokens + 1) * CHANNELS), mean((tokens + 1) * CHANNELS);
-    quire_decaying_sum(x, v, state, CHANNELS + 16, y, CHANNELS, whole.rows, whole.starts, 2);
-    quire_wkv(x, v, decay, first, means, 3 * CHANNELS + 16, mean, CHANNELS, wide.rows, wide.starts, 2);
+    quire_decaying_sum(x, v, state, CHANNELS + 16, y, CHANNELS, whole.rows, whole.starts, 2, nullptr);
+    quire_wkv(x, v, decay, first, means, 3 * CHANNELS + 16, mean, CHANNELS, wide.rows, wide.starts, 2, nullptr);
     std::vector<double> sums, found;
     for (long t = 0; t <= tokens; t++)
       for (long c = 0; c < CHANNELS; c++) {

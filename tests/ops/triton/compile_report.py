@@ -135,7 +135,9 @@ def launch_latent(heads: int) -> None:
 def launch_recurrent(tokens: int = 4) -> None:
     """The delta nets of Qwen 3.5, a layer of Mamba-2 and one of Mamba-1, RecurrentGemma's and RWKV's recurrences."""
     ints = torch.arange(tokens + 1, dtype=torch.int32)
-    of = StateRows(torch.zeros(tokens, dtype=torch.int64), ints)
+    of = StateRows(
+        torch.zeros(tokens, dtype=torch.int64), ints, torch.zeros(tokens, dtype=torch.int64)
+    )
     x, one = torch.zeros(tokens, 8192, dtype=BF16), torch.zeros(8192)
     q, v = x[:, :2048].unflatten(1, (16, 128)), x[:, :4096].unflatten(1, (32, 128))
     recurrent.causal_conv(

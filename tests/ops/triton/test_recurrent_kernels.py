@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.test_recurrent import ROWS, problems
+from ops.test_recurrent import ROWS, check_kept_states, problems
 from ops.triton.kernel_device import DEVICE
 
 from quire.ops import recurrent
@@ -35,6 +35,7 @@ def test_kernels_equal_the_definitions(odd: bool) -> None:
         assert torch.equal(whole, cut), name
         assert torch.equal(after[rows], after_cuts[rows]), name
         assert after[[1, 3]].isnan().all(), f"{name} wrote to a row without tokens"
+        check_kept_states(name, problem, run, 3)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])

@@ -31,7 +31,12 @@ def _kernels(*tensors: Tensor | None, tiled: tuple[int, ...]) -> Kernels | None:
 
 
 def _rows(rows: StateRows) -> tuple[Any, ...]:
-    return rows.rows_B.data_ptr(), rows.starts_B1.data_ptr(), len(rows.rows_B)
+    return (
+        rows.rows_B.data_ptr(),
+        rows.starts_B1.data_ptr(),
+        len(rows.rows_B),
+        _address(rows.kept_T),
+    )
 
 
 def _address(x: Tensor | None) -> int | None:

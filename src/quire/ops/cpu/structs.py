@@ -127,7 +127,7 @@ class CLayer(ctypes.Structure):
 
 class CStep(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *_all(c_void_p, "cos sin query_scale positions slots state_rows table starts lengths"),
+        *_all(c_void_p, "cos sin query_scale positions slots state_rows kept table starts lengths"),
         *_all(c_int64, "tokens rows table_step pairs"),
     ]
 

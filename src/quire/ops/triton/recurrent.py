@@ -44,8 +44,8 @@ def row_of(rows_ptr, starts_ptr):
 
 @triton.jit
 def conv_kernel(
-    x_ptr, w_ptr, bias_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr, x_step, state_step, channels,
-    HAS_BIAS: tl.constexpr, ACTIVATE: tl.constexpr, J: tl.constexpr, J2: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr, kept_ptr, x_step, state_step, channels,
+    KEEPS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATE: tl.constexpr, J: tl.constexpr, J2: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row, start, end = row_of(rows_ptr, starts_ptr)
     count = end - start
@@ -75,6 +75,20 @@ def conv_kernel(
         out = y_ptr + ((start + t) * channels)[:, None] + c[None, :]
         tl.store(out, total.to(y_ptr.dtype.element_ty), mask=mask)
     j = tl.arange(0, J2)
+    if KEEPS:
+        for t in range(count):
+            to = tl.load(kept_ptr + start + t)
+            at = t + 1 - (J - 1) + j
+            one = (j < J - 1)[:, None] & inside[None, :]
+            x = tl.load(
+                x_ptr + ((start + at) * x_step)[:, None] + c[None, :],
+                mask=one & (at >= 0)[:, None],
+                other=0.0,
+            )
+            old = state_at[None, :] + ((at + J - 1) * channels)[:, None]
+            x += tl.load(old, mask=one & (at < 0)[:, None], other=0.0)
+            entry = state_ptr + to * state_step + c
+            tl.store(entry[None, :] + (j * channels)[:, None], x, mask=one & (to > 0))
     at = count - (J - 1) + j
     kept = (j < J - 1)[:, None] & inside[None, :]
     last = tl.load(
@@ -93,9 +107,9 @@ def conv_kernel(
 
 @triton.jit
 def linear_recurrence_kernel(
-    q_ptr, k_ptr, v_ptr, raw_ptr, write_ptr, bias_ptr, a_log_ptr, skip_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr,
+    q_ptr, k_ptr, v_ptr, raw_ptr, write_ptr, bias_ptr, a_log_ptr, skip_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr, kept_ptr,
     q_step, k_step, v_step, raw_step, write_step, state_step, low, high, heads, key_heads, size, values,
-    DELTA: tl.constexpr, SKIP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEEPS: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     row, start, end = row_of(rows_ptr, starts_ptr)
     head = tl.program_id(1)
@@ -127,13 +141,16 @@ def linear_recurrence_kernel(
         if SKIP:
             y += tl.load(skip_ptr + head) * v
         tl.store(y_ptr + t * heads * values + of_value, y, mask=v_in)
+        if KEEPS:
+            to = tl.load(kept_ptr + t)
+            tl.store(entry + (to - row) * state_step, s, mask=inside & (to > 0))
     tl.store(entry, s, mask=inside)
 
 
 @triton.jit
 def scan_kernel(
-    x_ptr, step_ptr, a_log_ptr, b_ptr, c_ptr, skip_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr,
-    x_step, b_step, c_step, state_step, channels, states, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+    x_ptr, step_ptr, a_log_ptr, b_ptr, c_ptr, skip_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr, kept_ptr,
+    x_step, b_step, c_step, state_step, channels, states, KEEPS: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row, start, end = row_of(rows_ptr, starts_ptr)
     c, n = tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, N)
@@ -151,6 +168,9 @@ def scan_kernel(
         s = tl.exp(step[:, None] * rate) * s + (step * x)[:, None] * b[None, :]
         y = tl.sum(s * out[None, :], 1) + skip * x
         tl.store(y_ptr + t * channels + c, y, mask=c_in)
+        if KEEPS:
+            to = tl.load(kept_ptr + t)
+            tl.store(entry + (to - row) * state_step, s, mask=inside & (to > 0))
     tl.store(entry, s, mask=inside)
 
 
@@ -178,7 +198,8 @@ def gated_norm_kernel(
 
 @triton.jit
 def decaying_sum_kernel(
-    x_ptr, decay_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr, state_step, channels, C: tl.constexpr
+    x_ptr, decay_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr, kept_ptr, state_step, channels,
+    KEEPS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row, start, end = row_of(rows_ptr, starts_ptr)
     c = tl.program_id(1) * C + tl.arange(0, C)
@@ -189,12 +210,16 @@ def decaying_sum_kernel(
         s = tl.load(decay_ptr + at, mask=inside, other=0.0) * s
         s += tl.load(x_ptr + at, mask=inside, other=0.0)
         tl.store(y_ptr + at, s, mask=inside)
+        if KEEPS:
+            to = tl.load(kept_ptr + t)
+            tl.store(state_ptr + to * state_step + c, s, mask=inside & (to > 0))
     tl.store(state_ptr + row * state_step + c, s, mask=inside)
 
 
 @triton.jit
 def wkv_kernel(
-    k_ptr, v_ptr, decay_ptr, first_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr, state_step, channels, C: tl.constexpr
+    k_ptr, v_ptr, decay_ptr, first_ptr, state_ptr, y_ptr, rows_ptr, starts_ptr, kept_ptr, state_step, channels,
+    KEEPS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row, start, end = row_of(rows_ptr, starts_ptr)
     c = tl.program_id(1) * C + tl.arange(0, C)
@@ -217,12 +242,22 @@ def wkv_kernel(
         most = tl.maximum(top, k)
         old, new = tl.exp(top - most), tl.exp(k - most)
         total, weights, top = old * total + new * v, old * weights + new, most
+        if KEEPS:
+            to = tl.load(kept_ptr + t)
+            copy, here = entry + (to - row) * state_step, inside & (to > 0)
+            tl.store(copy, total, mask=here)
+            tl.store(copy + channels, weights, mask=here)
+            tl.store(copy + 2 * channels, top, mask=here)
     tl.store(entry, total, mask=inside)
     tl.store(entry + channels, weights, mask=inside)
     tl.store(entry + 2 * channels, top, mask=inside)
 
 
 # ---------------------------------------------------------------------------------------- as ops
+
+
+def _rows(rows: StateRows) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.rows_B, rows.starts_B1, rows.rows_B if rows.kept_T is None else rows.kept_T
 
 
 def _in_heads(x_THK: Tensor) -> Tensor:
@@ -247,8 +282,8 @@ def causal_conv(
     channels, taps = weight_CJ.shape
     y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
     conv_kernel[(len(rows.rows_B), triton.cdiv(channels, CHANNELS))](
-        x_TC, weight_CJ, weight_CJ if bias_C is None else bias_C, state_RJ1C, y_TC, *rows, x_TC.stride(0),
-        state_RJ1C.stride(0), channels, HAS_BIAS=bias_C is not None, ACTIVATE=activate, J=taps, J2=pow2(taps - 1), T=8,
+        x_TC, weight_CJ, weight_CJ if bias_C is None else bias_C, state_RJ1C, y_TC, *_rows(rows), x_TC.stride(0),
+        state_RJ1C.stride(0), channels, KEEPS=rows.kept_T is not None, HAS_BIAS=bias_C is not None, ACTIVATE=activate, J=taps, J2=pow2(taps - 1), T=8,
         C=CHANNELS, **EXACT,
     )  # fmt: skip
     return y_TC
@@ -276,8 +311,8 @@ def linear_recurrence(
     block = min(pow2(values), 32)
     linear_recurrence_kernel[(len(rows.rows_B), heads, triton.cdiv(values, block))](
         q, k, v, raw, write, gates.bias_G, gates.a_log_G, gates.bias_G if gates.skip_G is None else gates.skip_G,
-        state, out_TGV, *rows, q.stride(0), k.stride(0), v.stride(0), raw.stride(0), write.stride(0), state.stride(0),
-        gates.low, gates.high, heads, key_heads, size, values, DELTA=write_TG is not None,
+        state, out_TGV, *_rows(rows), q.stride(0), k.stride(0), v.stride(0), raw.stride(0), write.stride(0), state.stride(0),
+        gates.low, gates.high, heads, key_heads, size, values, KEEPS=rows.kept_T is not None, DELTA=write_TG is not None,
         SKIP=gates.skip_G is not None, W=state.shape[-1], K=pow2(size), V=block, **EXACT,
     )  # fmt: skip
     return out_TGV
@@ -302,8 +337,8 @@ def selective_scan(
     channels, states = a_log_CN.shape
     y_TC, block = torch.empty(x.shape, device=x.device), 64
     scan_kernel[(len(rows.rows_B), triton.cdiv(channels, block))](
-        x, step_TC.contiguous(), a_log_CN, b, c, skip_C, state, y_TC, *rows, x.stride(0), b.stride(0), c.stride(0),
-        state.stride(0), channels, states, W=state.shape[-1], C=block, N=pow2(states), **EXACT,
+        x, step_TC.contiguous(), a_log_CN, b, c, skip_C, state, y_TC, *_rows(rows), x.stride(0), b.stride(0), c.stride(0),
+        state.stride(0), channels, states, KEEPS=rows.kept_T is not None, W=state.shape[-1], C=block, N=pow2(states), **EXACT,
     )  # fmt: skip
     return y_TC
 
@@ -330,7 +365,16 @@ def decaying_sum(x_TC: Tensor, decay_TC: Tensor, state_RC: Tensor, rows: StateRo
     x, decay = x_TC.contiguous(), decay_TC.contiguous()
     y_TC, channels = torch.empty_like(x), x.shape[1]
     decaying_sum_kernel[(len(rows.rows_B), triton.cdiv(channels, CHANNELS))](
-        x, decay, state_RC, y_TC, *rows, state_RC.stride(0), channels, C=CHANNELS, **EXACT
+        x,
+        decay,
+        state_RC,
+        y_TC,
+        *_rows(rows),
+        state_RC.stride(0),
+        channels,
+        KEEPS=rows.kept_T is not None,
+        C=CHANNELS,
+        **EXACT,
     )
     return y_TC
 
@@ -344,6 +388,6 @@ def wkv(
     k, v = k_TC.contiguous(), v_TC.contiguous()
     y_TC, channels = torch.empty_like(k), k.shape[1]
     wkv_kernel[(len(rows.rows_B), triton.cdiv(channels, CHANNELS))](
-        k, v, decay_C, first_C, state_R3C, y_TC, *rows, state_R3C.stride(0), channels, C=CHANNELS, **EXACT
+        k, v, decay_C, first_C, state_R3C, y_TC, *_rows(rows), state_R3C.stride(0), channels, KEEPS=rows.kept_T is not None, C=CHANNELS, **EXACT
     )  # fmt: skip
     return y_TC

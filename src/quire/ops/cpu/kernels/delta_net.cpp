@@ -33,10 +33,10 @@ void compute(const DeltaNet& net, const Step& s, bf16* x) {
   }
   bf16 *q = keep_conv.at_least(T * channels), *normed = keep_normed.at_least(T * values);
   float* out = keep_out.at_least(T * values);
-  quire_causal_conv(in, row, 1, net.conv, nullptr, net.conv_state, net.conv_step, q, channels, net.taps, 1, s.state_rows, s.starts, s.rows);
+  quire_causal_conv(in, row, 1, net.conv, nullptr, net.conv_state, net.conv_step, q, channels, net.taps, 1, s.state_rows, s.starts, s.rows, s.kept);
   quire_linear_recurrence(q, channels, q + keys, channels, q + 2 * keys, channels, gates + net.heads, gates_row, gates, gates_row, 1,
                           net.bias, net.a_log, nullptr, 0.f, INFINITY, net.state, net.state_step, out, net.key_heads, net.K,
-                          net.heads, net.V, s.state_rows, s.starts, s.rows);
+                          net.heads, net.V, s.state_rows, s.starts, s.rows, s.kept);
   quire_gated_rms_norm(out, in + channels, row, 1, net.norm, 0, normed, T, net.heads, net.V, net.eps, 0);
   net.out.multiply(normed, values, x, net.out.outs, T);
 }

@@ -59,18 +59,18 @@ EXPORT void quire_cut(const float* x, long step, const quire::RowParams* params,
 
 EXPORT void quire_causal_conv(const void* x, long step, int is_bf16, const void* w, const void* bias, void* state, long state_step, void* y,
                               long channels, long J, int activate, const int64_t* rows, const int* starts,
-                              long count);
+                              long count, const int64_t* kept);
 EXPORT void quire_linear_recurrence(const void* q, long q_step, const void* k, long k_step, const void* v, long v_step,
                                     const void* raw, long raw_step, const void* write, long write_step, int is_bf16,
                                     const float* bias, const float* a_log, const float* skip, float low, float high,
                                     float* state, long state_step, float* y, long key_heads, long K, long heads, long V, const int64_t* rows,
-                                    const int* starts, long count);
+                                    const int* starts, long count, const int64_t* kept);
 EXPORT void quire_selective_scan(const void* x, long x_step, int is_bf16, const float* step, const float* a_log, const void* bs,
                                  long b_step, const void* cs, long c_step, const float* skip, float* state, long state_step, float* y,
-                                 long channels, long N, const int64_t* rows, const int* starts, long count);
+                                 long channels, long N, const int64_t* rows, const int* starts, long count, const int64_t* kept);
 EXPORT void quire_decaying_sum(const float* x, const float* decay, float* state, long state_step, float* y, long channels,
-                               const int64_t* rows, const int* starts, long count);
+                               const int64_t* rows, const int* starts, long count, const int64_t* kept);
 EXPORT void quire_wkv(const float* k, const float* v, const float* decay, const float* first, float* state, long state_step, float* y,
-                      long channels, const int64_t* rows, const int* starts, long count);
+                      long channels, const int64_t* rows, const int* starts, long count, const int64_t* kept);
 EXPORT void quire_gated_rms_norm(const float* x, const void* gate, long gate_step, int is_bf16, const void* w, long w_step,
                                  void* y, long tokens, long groups, long size, float eps, int gate_first);

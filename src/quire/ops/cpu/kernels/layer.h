@@ -84,7 +84,7 @@ struct Layer {  // fixed once the model is loaded; a half without weights (qkv o
 struct Step {  // shared by the layers of a group
   const float *cos, *sin, *query_scale;  // query_scale may be null
   const int64_t *positions, *slots;      // positions: lines of these three; null: a token's number
-  const int64_t* state_rows;             // of recurrent layers
+  const int64_t *state_rows, *kept;      // of recurrent layers; kept may be null (recurrent.h)
   const int *table, *starts, *lengths;
   int64_t tokens, rows, table_step, pairs;
 };

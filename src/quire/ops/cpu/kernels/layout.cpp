@@ -55,7 +55,7 @@ static const FieldLayout LAYOUTS[] = {
     WHOLE(EncoderStep), FIELD(EncoderStep, cos), FIELD(EncoderStep, sin), FIELD(EncoderStep, starts), FIELD(EncoderStep, rows),
     FIELD(EncoderStep, pairs),
 
-    WHOLE(Step), FIELD(Step, cos), FIELD(Step, sin), FIELD(Step, query_scale), FIELD(Step, positions), FIELD(Step, slots), FIELD(Step, state_rows),
+    WHOLE(Step), FIELD(Step, cos), FIELD(Step, sin), FIELD(Step, query_scale), FIELD(Step, positions), FIELD(Step, slots), FIELD(Step, state_rows), FIELD(Step, kept),
     FIELD(Step, table), FIELD(Step, starts), FIELD(Step, lengths), FIELD(Step, tokens), FIELD(Step, rows), FIELD(Step, table_step),
     FIELD(Step, pairs),
 

@@ -31,6 +31,8 @@ void convolve(const T* x, long step, const T* w, const T* bias, T* state, T* y, 
         for (int j = 1; j < J; j++) total = fma(tap[j], seen[j], total);
         total = total + offset;
         store(y + t * channels + c, activate ? activated(total, SILU) : total);
+        if (T* to = in.kept_at(state, t))
+          for (int j = 1; j < J; j++) store(to + c + (j - 1) * channels, seen[j]);
       }
       for (int j = 1; j < J; j++) store(entry + (j - 1) * channels, seen[j]);
     }
@@ -137,6 +139,7 @@ void recur(const Recurrence<T>& r, const StateRows& in) {
             Floats y = r.write ? delta_step(s, q, k, r.K, decay, beta, inputs.dot[i], v) : plain_step(s, q, k, r.K, decay, beta, v);
             if (r.skip) y = fma(floats(r.skip[head]), v, y);
             store(r.y + (t + i) * r.heads * r.V + at, y);
+            if (float* to = in.kept_at(r.state, t + i)) memcpy(to + one * r.K * 16, s, r.K * 16 * sizeof(float));
           }
       }
     }
@@ -166,6 +169,7 @@ void scan(const T* x, long x_step, const float* step, const float* a_log, const 
           total = fma(next, floats(read1(cs + t * c_step + n)), total);
         }
         store(y + t * channels + tile * 16, fma(load(skip + tile * 16), input, total));
+        if (float* to = in.kept_at(state, t)) memcpy(to + tile * N * 16, s, N * 16 * sizeof(float));
       }
     }
   });
@@ -183,6 +187,8 @@ struct Mean {
   Mean with(Floats key, Floats value) const {
     const Floats most = max(top, key), old = exp_of(top - most), now = exp_of(key - most);
     return {old * total + now * value, old * weights + now, most};
+  }
+  void write(float* to, long channels) const { store(to, total), store(to + channels, weights), store(to + 2 * channels, top);
   }
 };
 
@@ -216,8 +222,8 @@ using namespace quire;
 // J: taps, 2 to 4. x and y [tokens, channels], state [., J - 1, channels], w [channels, J]; channels: a multiple of 16.
 EXPORT void quire_causal_conv(const void* x, long step, int is_bf16, const void* w, const void* bias, void* state, long state_step, void* y,
                               long channels, long J, int activate, const int64_t* rows, const int* starts,
-                              long count) {
-  const StateRows in = {rows, starts, count, state_step};
+                              long count, const int64_t* kept) {
+  const StateRows in = {rows, starts, count, state_step, kept};
   with_type(is_bf16, [&](auto type) {
     using T = decltype(type);
     const auto run = J == 2 ? convolve<2, T> : J == 3 ? convolve<3, T> : convolve<4, T>;
@@ -230,8 +236,8 @@ EXPORT void quire_linear_recurrence(const void* q, long q_step, const void* k, l
                                     const void* raw, long raw_step, const void* write, long write_step, int is_bf16,
                                     const float* bias, const float* a_log, const float* skip, float low, float high,
                                     float* state, long state_step, float* y, long key_heads, long K, long heads, long V, const int64_t* rows,
-                                    const int* starts, long count) {
-  const StateRows in = {rows, starts, count, state_step};
+                                    const int* starts, long count, const int64_t* kept) {
+  const StateRows in = {rows, starts, count, state_step, kept};
   with_type(is_bf16, [&](auto type) {
     using T = const decltype(type);
     recur<decltype(type)>({(T*)q, (T*)k, (T*)v, (T*)raw, (T*)write, q_step, k_step, v_step, raw_step, write_step, bias, a_log, skip,
@@ -242,8 +248,8 @@ EXPORT void quire_linear_recurrence(const void* q, long q_step, const void* k, l
 // x [tokens, channels], step and y the same in float, a_log [channels, N], bs and cs [tokens, N].
 EXPORT void quire_selective_scan(const void* x, long x_step, int is_bf16, const float* step, const float* a_log, const void* bs,
                                  long b_step, const void* cs, long c_step, const float* skip, float* state, long state_step, float* y,
-                                 long channels, long N, const int64_t* rows, const int* starts, long count) {
-  const StateRows in = {rows, starts, count, state_step};
+                                 long channels, long N, const int64_t* rows, const int* starts, long count, const int64_t* kept) {
+  const StateRows in = {rows, starts, count, state_step, kept};
   with_type(is_bf16, [&](auto type) {
     using T = const decltype(type);
     scan<decltype(type)>((T*)x, x_step, step, a_log, (T*)bs, b_step, (T*)cs, c_step, skip, state, y, channels, N, in);
@@ -252,15 +258,17 @@ EXPORT void quire_selective_scan(const void* x, long x_step, int is_bf16, const 
 
 // x, decay and y [tokens, channels], state [., channels]; channels: a multiple of 16.
 EXPORT void quire_decaying_sum(const float* x, const float* decay, float* state, long state_step, float* y, long channels,
-                               const int64_t* rows, const int* starts, long count) {
-  const StateRows in = {rows, starts, count, state_step};
+                               const int64_t* rows, const int* starts, long count, const int64_t* kept) {
+  const StateRows in = {rows, starts, count, state_step, kept};
   each_part(in, channels / 16, [&](long b, long first, long last) {
     for (long c = first * 16; c < last * 16; c += 16) {
       float* entry = state + in.rows[b] * in.step + c;
       Floats sum = load(entry);
-      for (long at = in.starts[b] * channels + c; at < in.starts[b + 1] * channels; at += channels) {
+      for (long t = in.starts[b]; t < in.starts[b + 1]; t++) {
+        const long at = t * channels + c;
         sum = load(decay + at) * sum + load(x + at);
         store(y + at, sum);
+        if (float* to = in.kept_at(state, t)) store(to + c, sum);
       }
       store(entry, sum);
     }
@@ -269,22 +277,24 @@ EXPORT void quire_decaying_sum(const float* x, const float* decay, float* state,
 
 // k, v and y [tokens, channels], decay and first [channels], state [., 3, channels].
 EXPORT void quire_wkv(const float* k, const float* v, const float* decay, const float* first, float* state, long state_step, float* y,
-                      long channels, const int64_t* rows, const int* starts, long count) {
-  const StateRows in = {rows, starts, count, state_step};
+                      long channels, const int64_t* rows, const int* starts, long count, const int64_t* kept) {
+  const StateRows in = {rows, starts, count, state_step, kept};
   each_part(in, channels / 16, [&](long b, long from, long last) {
     for (long c = from * 16; c < last * 16; c += 16) {
       float* entry = state + in.rows[b] * in.step + c;
       Mean mean{load(entry), load(entry + channels), load(entry + 2 * channels)};
       mean.top = select(less(floats(0.f), mean.weights), mean.top, floats(-1e30f));  // of a row that starts
       const Floats fall = exp_of(load(decay + c)), more = load(first + c);
-      for (long at = in.starts[b] * channels + c; at < in.starts[b + 1] * channels; at += channels) {
+      for (long t = in.starts[b]; t < in.starts[b + 1]; t++) {
+        const long at = t * channels + c;
         const Floats key = load(k + at), value = load(v + at);
         const Mean now = mean.with(key + more, value);
         store(y + at, now.total / now.weights);
         mean.top = mean.top - fall;
         mean = mean.with(key, value);
+        if (float* to = in.kept_at(state, t)) mean.write(to + c, channels);
       }
-      store(entry, mean.total), store(entry + channels, mean.weights), store(entry + 2 * channels, mean.top);
+      mean.write(entry, channels);
     }
   });
 }

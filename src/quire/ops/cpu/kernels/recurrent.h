@@ -8,10 +8,17 @@
 namespace quire {
 
 // Row b has the tokens [starts[b], starts[b + 1]), and entry rows[b] of a state, whose entries are `step` elements apart.
+// The state after token t is also copied to entry kept[t]; 0: to none; kept may be null.
 struct StateRows {
   const int64_t* rows;
   const int* starts;
   long count, step;
+  const int64_t* kept;
+
+  template <class T>
+  T* kept_at(T* state, long t) const {
+    return kept && kept[t] ? state + kept[t] * step : nullptr;
+  }
 };
 
 inline Floats read16(const float* p) { return load(p); }

@@ -61,7 +61,7 @@ void place(const Model& m, const Rows& r, const Work& w, const Size& size, Place
   starts[B] = (int)t;
   for (long g = 0; g < m.num_groups; g++) {
     const Group& of = m.groups[g];
-    steps[g] = {of.cos, of.sin, of.query_scale, positions, slots + g * T, w.row, tables + g * B * width, starts, lengths, T, B, width, of.pairs};
+    steps[g] = {of.cos, of.sin, of.query_scale, positions, slots + g * T, w.row, nullptr, tables + g * B * width, starts, lengths, T, B, width, of.pairs};
   }
 }
 
@@ -131,7 +131,7 @@ void keep_right(const Rows& r, const Work& w, long S, const Places& p, int64_t* 
     for (; s < S && p.items.data[s] == b; s++) {
       if (!right) continue;
       const long n = p.lengths64.data[s];
-      right = tokens[n] == (int32_t)p.tokens.data[s] && s + 1 < S && p.items.data[s + 1] == b;
+      right = tokens[n] == (int32_t)p.tokens.data[s] && s + 1 < S && p.items.data[s + 1] == b && fabsf(p.whole.data[s + 1]) < INFINITY;
       tokens[n] = (int32_t)p.tokens.data[s];
       drawn[b]++, r.num_computed_tokens[row] = n, r.length[row] = n + 1;
       if (fabsf(whole[b]) < INFINITY) whole[b] = p.whole.data[s];
