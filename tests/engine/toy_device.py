@@ -114,6 +114,7 @@ class ToyDevice:
         self.spoilt_by_step: dict[int, set[str]] = {}
         self.entered_at: dict[str, int] = {}
         self.reads = self.launched = 0
+        self.right = 0.6  # probability that a draft token is right
         self.forcing = 0.0  # probability of forced tokens after a draw
         self.num_forced = 0
         self.fate = random.Random(0)
@@ -207,6 +208,8 @@ class ToyDevice:
                 self.spoilt_by_step.setdefault(plan.step, set()).add(row.id)
             drafts = max(end - len(row.tokens), 0)
             tokens.append(self._decide(item, row, sequence, end, drafts))
+            if self.states is not None and drafts:
+                self._take_state_back(item.row)
             if tokens[-1]:
                 drew.append((index, item.row, row, end - drafts))
         self.drew[plan.step] = drew
@@ -235,6 +238,12 @@ class ToyDevice:
             expected = 1 if start == 0 else (row.kin, histories(sequence[:start])[-1])
             assert found == expected, f"{row.id} continues from a wrong state"
         history = histories(sequence[:end])[-1]
+        self.states.rows[number] = POISON if row.spoilt else (row.kin, history)
+
+    def _take_state_back(self, number: int) -> None:
+        """The row's state is again that of the tokens that are right."""
+        row = self.rows[number]
+        history = histories(row.tokens[: row.num_computed_tokens])[-1]
         self.states.rows[number] = POISON if row.spoilt else (row.kin, history)
 
     def _enter(self, new: EnteredRow, step: int) -> None:
@@ -299,7 +308,7 @@ class ToyDevice:
         for _ in range(
             self.rng.choice([self.drafts, self.drafts, self.rng.randint(0, self.drafts)])
         ):
-            right = self.rng.random() < 0.6
+            right = self.rng.random() < self.right
             row.drafts.append(
                 next_token(history, row.kin[0]) if right else self.rng.randrange(VOCAB)
             )

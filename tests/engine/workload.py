@@ -304,7 +304,7 @@ def draw_setting(seed: int) -> Setting:
     kv = KVManager(pool, groups, size, caching=rng.random() < 0.9, hasher=RememberingHasher(size))
     device = ToyDevice(groups, num_blocks, size, drafts, rng)
     states = random.Random(~seed ^ 3)
-    if not drafts and states.random() < 0.5:
+    if states.random() < 0.5:
         device.add_states()
         if kv.caching and limits.chunked:
             checkpoints = draw_checkpoints(states, size)
@@ -317,6 +317,7 @@ def draw_setting(seed: int) -> Setting:
     # Its own generator, so that older seeds keep their workloads.
     fair = random.Random(~seed).random() < 0.3
     waiting = FairQueue({"b": 3.0}) if fair else None
+    device.right = random.Random(~seed ^ 4).choice([0.0, 0.6, 0.6, 1.0])
     device.fate = random.Random(~seed ^ 1)
     device.forcing = device.fate.choice([0.0, 0.0, 0.2, 0.7])
     scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
