@@ -64,10 +64,10 @@ class Oracle(Drafter):
         return self.chance.randrange(VOCAB)
 
 
-def answers(one: Engine, params: Any = PARAMS) -> list[Any]:
+def answers(one: Engine, params: Any = PARAMS, texts: list[list[int]] = PROMPTS) -> list[Any]:
     """Tokens, end, and scores of each request."""
     found = []
-    for outputs in one.run(PROMPTS, params):
+    for outputs in one.run(texts, params):
         tokens = [token for output in outputs for token in output.tokens]
         scores = [
             (scored.token_ids, scored.values, scored.ranks)

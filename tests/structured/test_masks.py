@@ -92,8 +92,8 @@ def test_tokens_that_are_drawn_move_the_grammar_on(reader: Reader):
         made.rows.token_ids_RL[rows, made.rows.length[rows]] = torch.tensor(
             drawn, dtype=torch.int32
         )
-        made.hook.after(StepPlan(1, [], [], []))
         made.rows.length[rows] += 1
+        made.hook.after(StepPlan(1, [], [], []))
         assert allowed(made, [0, 2]) == left
     made.leave(0)
     made.rows.leave(0)
@@ -132,7 +132,7 @@ def test_a_library_that_fails_fails_one_row(reader: Reader, when: str):
     for number in (0, 1):
         states.begin(number, GrammarRowSettings([EOS], False, 40, 40, False), [])
     states.at[0].matcher = Panics(when)  # type: ignore[assignment]
-    assert [states.feed(number, A) for number in (0, 1)] == [[], []]
+    assert [states.feed(number, [A]) for number in (0, 1)] == [[], []]
     masks_NW = states.fill([0, 1])
     assert states.at[0].error == LIBRARY_FAILED
     assert states.at[1].error is None

@@ -376,6 +376,8 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
 
         options = structured_options(resolved.config.structured.structured_outputs_config)
         masks = GrammarMasks(compiler, parts.rows, options.jumps and not parts.processors)
+        # At another depth the next step is queued before forced tokens are known.
+        masks.accepts_drafts = resolved.depth == 1
         parts.processors += [ThinkingBudget(), masks]
         parts.hooks.append(masks.hook)
         if resolved.config.lora.enable_lora:
@@ -402,12 +404,17 @@ def add_drafter(parts: WorkerParts, resolved: Resolved) -> None:
     from quire.features.speculation.methods import build_drafter
 
     model = parts.models[0]
-    if model.state_layers() or model.per_request:
+    if model.per_request:
         raise ConfigError(
-            f"speculative_config: {resolved.architecture} keeps a recurrent state, and cannot take tokens back yet;"
-            " leave the option out, the text is the same"
+            f"speculative_config: {resolved.architecture} runs on Transformers with a cache of its own, which cannot take"
+            " tokens back; leave the option out, the text is the same"
         )
     length = DraftLength(options.num_speculative_tokens, fixed=not options.adaptive)
     drafter = build_drafter(parts, resolved, options)
     named = resolved.config.observe.per_request_spec_decode_metrics != "none"
-    parts.hooks.append(SpeculationHook(parts.rows, drafter, length, options.most_at, named))
+    looking, waits = parts.processors, resolved.depth == 1
+    parts.hooks.append(
+        SpeculationHook(
+            parts.rows, drafter, length, options.most_at, named, processors=looking, waits=waits
+        )
+    )

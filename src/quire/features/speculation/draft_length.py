@@ -1,20 +1,27 @@
 """DraftLength: how many draft tokens each row gets, so that a step yields the most tokens for its time.
 
-Knows how many draft tokens were accepted, and how long steps took. Does not know tokens. Nothing that it decides can
-change a token, so it may follow the clock.
+Knows how many draft tokens were accepted, and how long steps and drafters took. Does not know tokens. Nothing that it
+decides can change a token, so it may follow the clock.
 
 A draft token at place j of a row is accepted with probability a^j, where a is the row's mean of late. It is worth its
-place if it adds more tokens than the rest of the step would produce in the time that it adds.
+place if it adds more tokens than the rest of the step would produce in the time that it adds. Where none is, as under load,
+rows still get one now and then (a probe), so that a change is noticed; probes may take PROBE_SHARE of the time.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable
 
-START = 0.6  # the acceptance that a row has at first
+START = 0.6  # the acceptance that the first rows have at first
 MEMORY = 0.8  # the weight of the past in a row's mean
+MEMORY_OF_ALL = 0.98  # and in the mean of all rows, with which a row starts
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
-PROBE = 32  # a row without draft tokens gets one again after so many steps
+PROBE_SHARE = 0.01
+LEAST_PROBE = 0.05  # the least cost of a probe, as a part of a step: drafters take it
+KEEP_PRICES = 16  # steps
+NO_COST = 0.01  # a drafter that takes less of a step's time is free
 
 
 class DraftLength:
@@ -28,47 +35,119 @@ class DraftLength:
     def __init__(self, most: int, fixed: bool = False):
         self.most, self.fixed = most, fixed
         self._accepted: dict[int, float] = {}  # by row
-        self._without: dict[int, int] = {}  # by row: steps without draft tokens
-        # Of a step, by the number of its tokens, rounded up to a power of two.
-        self._seconds: dict[int, float] = {}
+        self._mean = START  # of all rows
+        self._seconds: dict[int, float] = {}  # of a step, by its size
+        self._prices: dict[int, float] = {}  # by number of rows, as of late
+        self._num_timed = 0
+        self._pass_seconds = 0.0  # that a drafter takes for one more place of all rows
+        self._spare = 0.0  # seconds that probes may take
+        self._probes: set[int] = set()  # rows whose draft token is a probe
 
     def enter(self, row: int) -> None:
-        self._accepted[row], self._without[row] = START, 0
+        self._accepted[row] = self._mean
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
         """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
-        shares = accepted / min(drafts, accepted + 1)
-        self._accepted[row] = MEMORY * self._accepted[row] + (1 - MEMORY) * shares
+        share = accepted / min(drafts, accepted + 1)
+        self._accepted[row] = MEMORY * self._accepted[row] + (1 - MEMORY) * share
+        self._mean = MEMORY_OF_ALL * self._mean + (1 - MEMORY_OF_ALL) * share
 
     def timed(self, tokens: int, seconds: float) -> None:
         """A step that computed the next tokens of rows, and no prompts, took so long."""
-        bucket = _bucket(tokens)
-        before = self._seconds.get(bucket, seconds)
+        size = _size(tokens)
+        self._num_timed += 1
+        if size not in self._seconds or self._num_timed % KEEP_PRICES == 0:
+            self._prices.clear()
+        before = self._seconds.get(size, seconds)
         # A slow step may be the machine's fault; the least of late is what the step costs.
-        self._seconds[bucket] = min(seconds, before + 0.1 * (seconds - before))
+        self._seconds[size] = min(seconds, before + 0.1 * (seconds - before))
+        self._spare = min(self._spare + PROBE_SHARE * seconds, 2 * seconds)
 
-    def cut(self, proposals: dict[int, list[int]]) -> None:
-        """Shorten the proposals to the draft tokens that pay off together."""
+    def drafted(self, passes: int, seconds: float) -> None:
+        """A drafter computed proposals in so many passes of its model."""
+        each = seconds / max(passes, 1)
+        self._pass_seconds += 0.1 * (each - self._pass_seconds) if self._pass_seconds else each
+
+    # -- before drafting
+    def limits(self, room: dict[int, int]) -> dict[int, int]:
+        """The most draft tokens that may pay off, for each row: at most `room`; 0: propose none."""
         if self.fixed:
+            return {row: min(left, self.most) for row, left in room.items()}
+        least = max(self._price(len(room)), LEAST_GAIN)
+        limits = {row: min(left, self._places(row, least)) for row, left in room.items()}
+        if self._pass_seconds > NO_COST * self._time(len(room) or 1):
+            depth = self._best_depth(limits)
+            limits = {row: min(limit, depth) for row, limit in limits.items()}
+        idle = {row for row, limit in limits.items() if not limit and room[row] > 0}
+        self._probes = idle if idle and self._may_probe(len(room), len(idle)) else set()
+        return limits | dict.fromkeys(self._probes, 1)
+
+    def _places(self, row: int, least: float) -> int:
+        """How many places add at least so many tokens each."""
+        accepted = self._accepted[row]
+        if accepted < least:
+            return 0
+        return (
+            self.most
+            if accepted >= 1
+            else min(self.most, int(math.log(least) / math.log(accepted)))
+        )
+
+    def _price(self, num_rows: int) -> float:
+        """Tokens that rows produce in the time that a draft token adds to their step, at the best number of these."""
+        if num_rows not in self._prices:
+            base, most = self._time(num_rows), num_rows * (1 + self.most)
+            larger = {size for size in self._seconds if num_rows < size < most} | {
+                2 * num_rows,
+                most,
+            }
+            each = min((self._time(size) - base) / (size - num_rows) for size in larger)
+            self._prices[num_rows] = each * num_rows / base
+        return self._prices[num_rows]
+
+    def _best_depth(self, limits: dict[int, int]) -> int:
+        """How many passes of a drafter's model, for all rows, give the most tokens a second."""
+        expected = float(len(limits))
+        count, seconds = len(limits), 0.0
+        best, best_rate = 0, expected / self._time(count)
+        for depth in range(1, max(limits.values(), default=0) + 1):
+            rows = [row for row, limit in limits.items() if limit >= depth]
+            expected += sum(self._accepted[row] ** depth for row in rows)
+            count, seconds = count + len(rows), seconds + self._pass_seconds
+            if (rate := expected / (self._time(count) + seconds)) > best_rate:
+                best, best_rate = depth, rate
+        return best
+
+    def _may_probe(self, num_rows: int, idle: int) -> bool:
+        base = self._time(num_rows)
+        cost = max(self._time(num_rows + idle) - base, LEAST_PROBE * base) + self._pass_seconds
+        if self._spare < min(cost, base):
+            return False
+        self._spare -= cost
+        return True
+
+    # -- after drafting
+    def cut(self, proposals: dict[int, list[int]]) -> None:
+        """Shorten the proposals to the draft tokens that pay off together, and probes."""
+        if self.fixed or not any(proposals.values()):
             return
         gains = sorted(self._gains(proposals), reverse=True)
         most = self._best_count(len(proposals), [gain for gain, _, _ in gains])
-        lengths = dict.fromkeys(proposals, 0)
+        lengths = {row: int(row in self._probes) for row in proposals}
         for _, row, place in gains[:most]:
             lengths[row] = max(lengths[row], place)
         for row, drafts in proposals.items():
-            if drafts and not lengths[row]:
-                self._without[row] += 1
-                lengths[row] = self._without[row] % PROBE == 0
             del drafts[lengths[row] :]
 
     def _best_count(self, num_rows: int, gains: list[float]) -> int:
         """How many of the draft tokens, in this order, give the most tokens a second."""
-        expected = float(num_rows)
-        best, best_rate = 0, expected / self._time(num_rows)
-        for count, gain in enumerate(gains, 1):
-            expected += gain
-            if (rate := expected / self._time(num_rows + count)) > best_rate:
+        best, best_rate = 0, num_rows / self._time(num_rows)
+        totals = list(itertools.accumulate(gains, initial=float(num_rows)))
+        for count in range(1, len(totals)):
+            tokens = num_rows + count
+            if count + 1 < len(totals) and _size(tokens) == _size(tokens + 1):
+                continue  # the next one takes no time
+            if (rate := totals[count] / self._time(tokens)) > best_rate:
                 best, best_rate = count, rate
         return best
 
@@ -82,12 +161,24 @@ class DraftLength:
                 yield gain, row, place
 
     def _time(self, tokens: int) -> float:
-        """Seconds of a step of so many tokens: as measured, else as of the next smaller step that was measured."""
-        bucket = _bucket(tokens)
-        while bucket and bucket not in self._seconds:
-            bucket //= 2
-        return self._seconds.get(bucket, 1.0)
+        """Seconds of a step of so many tokens: as measured, or between the next sizes that were.
+
+        A step of up to twice the tokens of the largest one that was measured is taken to cost no more: it will be measured.
+        """
+        size = _size(tokens)
+        if (known := self._seconds.get(size)) is not None:
+            return known
+        below = max((n for n in self._seconds if n < size), default=0)
+        above = min((n for n in self._seconds if n > size), default=0)
+        if not below:
+            return self._seconds.get(above, 1.0)
+        if not above:
+            return self._seconds[below] * max(size / (2 * below), 1.0)
+        share = (size - below) / (above - below)
+        return (1 - share) * self._seconds[below] + share * self._seconds[above]
 
 
-def _bucket(tokens: int) -> int:
-    return 1 << (tokens - 1).bit_length()
+def _size(tokens: int) -> int:
+    """A number of tokens, rounded up to four significant bits."""
+    step = 1 << max(tokens.bit_length() - 4, 0)
+    return -(-tokens // step) * step

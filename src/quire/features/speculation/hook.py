@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quire.models.base import LanguageModel
     from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
     from quire.worker.request_rows import RequestRows
+    from quire.worker.sampling.logits_processors import Processor
 
 
 class SpeculationHook(Hook):
@@ -32,6 +33,9 @@ class SpeculationHook(Hook):
         length: how many draft tokens each row gets.
         most_at: the most of a row, where so many rows draw.
         names_requests: report the ids of requests, beside the counts of their draft tokens.
+        processors: logits processors that may cut or replace draft tokens (`Processor.look_ahead`).
+        waits: the result of a step is read before the next one runs. Draft tokens are proposed then, so that they follow the
+            forced tokens of the step. Else they are proposed when the step is queued.
     """
 
     name = NAME
@@ -43,10 +47,13 @@ class SpeculationHook(Hook):
         length: DraftLength,
         most_at: Callable[[int], int],
         names_requests: bool = False,
+        processors: Sequence[Processor] = (),
+        waits: bool = False,
     ):
         self.rows, self.drafter, self.length, self.most_at = rows, drafter, length, most_at
-        self.names_requests = names_requests
-        self.reports: deque[bytes] = deque()
+        self.names_requests, self.processors, self.waits = names_requests, processors, waits
+        # Of steps whose results are not read yet: the rows that drew, and the report.
+        self.reports: deque[tuple[list[int], DraftReport]] = deque()
         self._entered: dict[
             int, EnteredRow
         ] = {}  # by row: requests that the drafter does not know yet
@@ -120,8 +127,9 @@ class SpeculationHook(Hook):
             tokens = len(drew) + sum(drafts for _, drafts in self._verified.values() if drafts > 0)
             self.length.timed(tokens, time.perf_counter() - self._began)
         self.drafter.observe(plan, self._computed_tokens())
-        report.num_drafts = self._propose(drew)
-        self.reports.append(msgspec.msgpack.encode(report))
+        if not self.waits:
+            report.num_drafts = self._propose(drew)
+        self.reports.append((drew, report))
 
     def _computed_tokens(self) -> ComputedTokens | None:
         if self._computed is None or self._model is None:
@@ -144,22 +152,41 @@ class SpeculationHook(Hook):
 
     def _propose(self, drew: list[int]) -> dict[int, int]:
         """Give draft tokens to these rows. Returns how many each has."""
-        rows, limits, most = self.rows, {}, self.most_at(len(drew))
-        for row in drew:
-            length, known = int(rows.length[row]), self._known[row]
-            self.drafter.extend(row, rows.tokens_of(row, known, length))
+        rows, most = self.rows, self.most_at(len(drew))
+        lengths, accepts = rows.length[drew].tolist(), rows.accepts_drafts[drew].tolist()
+        room: dict[int, int] = {}
+        for row, length, accepted in zip(drew, lengths, accepts, strict=True):
+            self.drafter.extend(row, rows.tokens_of(row, self._known[row], length))
             self._known[row] = length
-            room = rows.max_model_len - length
-            limit = min(most, self._most[row], room) if rows.accepts_drafts[row] else 0
-            if limit > 0:
-                limits[row] = limit
-        found = self.drafter.propose_all(limits)
-        proposals = {row: found.get(row, []) for row in drew}
-        if proposals:
-            self.length.cut(proposals)
+            left = min(most, self._most[row], rows.max_model_len - length)
+            room[row] = left if accepted else 0
+        proposals = self._proposals(room)
+        for processor in self.processors:
+            processor.look_ahead(proposals, room)
         for row, drafts in proposals.items():
-            rows.put_drafts(row, drafts)
+            if drafts:
+                rows.put_drafts(row, drafts)
         return {row: len(drafts) for row, drafts in proposals.items()}
 
+    def _proposals(self, room: dict[int, int]) -> dict[int, list[int]]:
+        """The drafter's proposals that pay off."""
+        limits = {row: limit for row, limit in self.length.limits(room).items() if limit > 0}
+        if self.drafter.records and limits:  # it has no hidden states of forced tokens
+            rows = list(limits)
+            forced_B = self.rows.num_computed_tokens[rows] < self.rows.length[rows] - 1
+            limits = {row: limits[row] for row, forced in zip(rows, forced_B.tolist(), strict=True) if not forced}
+        began = time.perf_counter()
+        found = self.drafter.propose_all(limits)
+        if limits:
+            self.length.drafted(max(limits.values()), time.perf_counter() - began)
+        proposals = {row: found.get(row, []) for row in room}
+        self.length.cut(proposals)
+        return proposals
+
     def report(self) -> bytes | None:
-        return self.reports.popleft() if self.reports else None
+        if not self.reports:
+            return None
+        drew, report = self.reports.popleft()
+        if self.waits:
+            report.num_drafts = self._propose(drew)
+        return msgspec.msgpack.encode(report)

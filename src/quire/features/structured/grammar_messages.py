@@ -89,9 +89,15 @@ class Begin(Struct, array_like=True, tag=True):
 
 
 class Step(Struct, array_like=True, tag=True):
-    """Sampled tokens: (row number, token)."""
+    """Sampled tokens: (row number, tokens)."""
 
-    rows: list[tuple[int, int]]
+    rows: list[tuple[int, list[int]]]
+
+
+class LookAhead(Struct, array_like=True, tag=True):
+    """Draft tokens that may follow: (row number, tokens, the most that the row may have)."""
+
+    rows: list[tuple[int, list[int], int]]
 
 
 class Drop(Struct, array_like=True, tag=True):
@@ -114,3 +120,12 @@ class MaskReply(Struct, array_like=True):
     errors: list[str | None]
     bytes: int
     """Private memory of the process."""
+
+
+class LookAheadReply(Struct, array_like=True):
+    """The answer to `LookAhead`, by row. The masks behind each of the draft tokens follow as one message."""
+
+    drafts: list[list[int]]
+    """Those that may follow."""
+    over: list[list[bool]]
+    """As in `MaskReply`, behind each of them."""

@@ -35,6 +35,8 @@ from quire.features.structured.grammar_messages import (
     Drop,
     ForcedReply,
     GrammarRowSettings,
+    LookAhead,
+    LookAheadReply,
     MaskReply,
     Prepare,
     PrepareReply,
@@ -200,23 +202,36 @@ class GrammarProcess:
         self.send(Begin(number, settings, list(outputs)), until)
         return self.read_masks(until)
 
-    def step(self, rows: list[tuple[int, int]], until: float) -> None:
-        """Send sampled tokens (row number, token). Read the answers with `read_forced`, then `read_masks`."""
+    def step(self, rows: list[tuple[int, list[int]]], until: float) -> None:
+        """Send sampled tokens (row number, tokens). Read the answers with `read_forced`, then `read_masks`."""
         self.send(Step(rows), until)
 
     def read_forced(self, until: float) -> ForcedReply:
         return self._decoded(until, ForcedReply)
 
     def read_masks(self, until: float) -> tuple[MaskReply, np.ndarray]:
-        import numpy as np  # 0.1 s, which a server that only checks grammars does not need
-
         reply = self._decoded(until, MaskReply)
         self.bytes = reply.bytes
-        masks = np.frombuffer(self._read(until), np.int32)
-        if len(masks) != len(reply.over) * self.words:
+        return reply, self._masks(len(reply.over), until)
+
+    def _masks(self, count: int, until: float) -> np.ndarray:
+        import numpy as np  # 0.1 s, which a server that only checks grammars does not need
+
+        masks = np.frombuffer(self._read(until) if count else b"", np.int32)
+        if len(masks) != count * self.words:
             self.close()
             raise ProcessEnded("its masks have a different size")
-        return reply, masks.reshape(len(reply.over), self.words)
+        return masks.reshape(count, self.words)
+
+    def look_ahead(self, rows: list[tuple[int, list[int], int]], until: float) -> None:
+        """Send draft tokens (row number, tokens, the most that the row may have). Read the answer with `read_ahead`."""
+        self.send(LookAhead(rows), until)
+
+    def read_ahead(self, until: float) -> tuple[LookAheadReply, np.ndarray]:
+        """By row the draft tokens that may follow; and the masks behind each of them."""
+        reply = self._decoded(until, LookAheadReply)
+        count = sum(map(len, reply.drafts))
+        return reply, self._masks(count, until)
 
     def drop(self, number: int) -> None:
         with contextlib.suppress(ProcessEnded):

@@ -7,7 +7,7 @@ runs in its own process (`grammar_server.py`), because a matcher may take much t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -30,13 +30,16 @@ THREADS = 8
 class GrammarState:
     """The state of one row in the grammar."""
 
-    __slots__ = ("ended", "error", "known", "matcher", "num_fed", "over", "renewed", "settings")
+    __slots__ = (
+        "ended", "error", "known", "looks_ahead", "matcher", "num_fed", "over", "renewed", "settings",
+    )  # fmt: skip
 
     def __init__(self, matcher: Matcher, settings: GrammarRowSettings):
         self.matcher, self.settings = matcher, settings
         self.known: list[int] = []
         self.num_fed = 0  # tokens that the matcher has consumed: all before the first end token
         self.renewed = False
+        self.looks_ahead = True  # False: looking ahead failed
         self.over = False  # only an end token is allowed now
         self.ended = False  # an end token was sampled; only end tokens may follow
         self.error: str | None = None
@@ -81,15 +84,70 @@ class GrammarStates:
     def drop(self, number: int) -> None:
         self.at.pop(number, None)
 
-    def feed(self, number: int, token: int) -> list[int]:
-        """Feed a token; returns the forced tokens after it, which are fed too."""
+    def feed(self, number: int, tokens: Sequence[int]) -> list[int]:
+        """Feed tokens; returns the forced tokens after them, which are fed too."""
         state = self.at[number]
         try:
-            self._feed(state, token)
+            for token in tokens:
+                self._feed(state, token)
             return self._jump(state) if state.settings.jumps else []
         except BaseException:  # a Rust panic is no Exception
             state.error = LIBRARY_FAILED
             return []
+
+    def look_ahead(
+        self, number: int, drafts: Sequence[int], most: int
+    ) -> tuple[list[int], list[bool], list[np.ndarray]]:
+        """The draft tokens that may follow, forced tokens first, then those of `drafts` up to the first that is excluded.
+
+        Returns them, at most `most`, and by draft token: whether only an end token may follow, and the mask of what may.
+        The row's state remains.
+        """
+        state = self.at[number]
+        taken: list[int] = []
+        over: list[bool] = []
+        masks: list[np.ndarray] = []
+        if not (state.looks_ahead and state.goes_on):
+            return taken, over, masks
+        ahead = GrammarState(state.matcher, state.settings)
+        try:
+            for token in self._followers(state, drafts, most):
+                taken.append(token)
+                mask_1W = np.zeros((1, self.words), np.int32)
+                _compute(state.matcher, mask_1W, 0)
+                if state.matcher.is_error():
+                    break
+                self._set_ends(ahead, mask_1W[0])
+                if ahead.error is not None:
+                    break
+                over.append(ahead.over)
+                masks.append(mask_1W[0])
+            sound = not state.matcher.is_error() and (
+                not taken or state.matcher.rollback(len(taken))
+            )
+        except BaseException:  # a Rust panic is no Exception
+            sound = False
+        if not sound:  # only draft tokens may have caused it: the row goes on without them
+            state.looks_ahead, state.matcher = False, self.grammar.deep_copy()
+            state.matcher.consume_tokens(state.known[: state.num_fed])
+        return taken[: len(masks)], over, masks
+
+    def _followers(self, state: GrammarState, drafts: Sequence[int], most: int) -> Iterator[int]:
+        """Feed draft tokens one by one; yields each."""
+        matcher, wanted = state.matcher, list(drafts)
+        forced: list[int] = []
+        for _ in range(min(most, state.settings.room - len(state.known) - 1)):
+            forced = forced or matcher.compute_ff_tokens()
+            if forced:
+                token, forced = forced[0], forced[1:]
+                wanted = wanted[1:] if wanted[:1] == [token] else []
+            elif wanted and matcher.validate_tokens(wanted[:1]):
+                token, wanted = wanted[0], wanted[1:]
+            else:
+                return
+            if token in state.settings.ends or not matcher.consume_token(token):
+                return
+            yield token
 
     def fill(self, numbers: Sequence[int]) -> np.ndarray:
         """The masks of these rows, in order; zeros for rows that have ended or failed."""

@@ -4,7 +4,7 @@ Knows how a process limits itself. Does not know the engine or HTTP. It imports 
 has one thread, so that it can fork.
 
     client -> fork server:   Prepare; then FORK, with a socket, and END
-    client -> grammar:  Check, Compile, Begin, Step and Drop, on that socket
+    client -> grammar:  Check, Compile, Begin, Step, LookAhead and Drop, on that socket
 
 The kernel kills a grammar's process that exceeds its processor time for a message (ITIMER_PROF) or its memory
 (RLIMIT_AS), so the grammar libraries need not check a clock. When the client ends, the fork server kills all its children
@@ -37,6 +37,8 @@ from quire.features.structured.grammar_messages import (
     CompileReply,
     Drop,
     ForcedReply,
+    LookAhead,
+    LookAheadReply,
     MaskReply,
     Prepare,
     PrepareReply,
@@ -144,7 +146,7 @@ class GrammarServer:
         self._limited = False
 
     def run(self) -> None:
-        kinds = Check | Compile | Begin | Step | Drop
+        kinds = Check | Compile | Begin | Step | LookAhead | Drop
         with contextlib.suppress(ProcessEnded):
             while True:
                 message = msgspec.msgpack.decode(receive(self.pipe), type=kinds)
@@ -168,6 +170,13 @@ class GrammarServer:
                         forced = [self.states.feed(*row) for row in message.rows]
                         send(self.pipe, encode(ForcedReply(forced)))
                         self._fill([number for number, _ in message.rows])
+                    case LookAhead():
+                        for_rows(sum(1 + most for _, _, most in message.rows))
+                        found = [self.states.look_ahead(*row) for row in message.rows]
+                        drafts, over, masks = zip(*found, strict=True)
+                        send(self.pipe, encode(LookAheadReply(list(drafts), list(over))))
+                        if any(masks):
+                            send(self.pipe, b"".join(mask for own in masks for mask in own))
                     case Drop():
                         self.states.drop(message.number)
                 signal.setitimer(signal.ITIMER_PROF, 0)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,20 +34,20 @@ from quire.errors import ConfigError
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.gate import NAME, apply_compile_requests
-from quire.features.structured.grammar_messages import GrammarRowSettings, MaskReply
+from quire.features.structured.grammar_messages import GrammarRowSettings
 from quire.features.structured.grammar_process import STEP_S, GrammarProcess
+from quire.features.structured.look_ahead import GrammarLookAhead
+from quire.features.structured.row_grammar import RowGrammar
 from quire.forward_context import ForwardBatch
 from quire.logging import get_logger
 from quire.ops import masked_argmax
 from quire.processes.isolated_child import ProcessEnded
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
 from quire.worker.hooks import Hook
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.builtin_processors import allow_only
 from quire.worker.sampling.logits_processors import Processor, ProcessorRows, allow_only_in_mask
-from quire.worker.sampling.sampled_step import RequestFault
 
 log = get_logger(__name__)
 
@@ -63,47 +62,12 @@ NO_TOKENIZER = (
 FAILED = "its grammar could not be used; the server's log has the exception"
 
 
-@dataclass(slots=True, eq=False)
-class RowGrammar:
-    """The grammar state of a row. Belongs to the thread while `job` or `restart` runs, except `has_left`."""
-
-    row: int
-    number: int  # identifies the row in its grammar's process
-    constraint: StructuredOutputsParams
-    compiled: Future[GrammarProcess]
-    settings: GrammarRowSettings
-    start: int  # position of the first output token
-    tokens: list[int]  # the output so far, with the forced tokens that follow
-    process: GrammarProcess | None = None
-    deaths: int = 0  # how often the row's process ended
-    over: bool = False  # only an end-of-text token is allowed now
-    error: str | None = None
-    has_left: bool = False
-    job: Future[None] | None = None
-    restart: Future[None] | None = None  # entering a new process, which may take long
-
-    def fail(self, why: str) -> None:
-        """Set the row's error, which names the request field that the client used."""
-        self.error = RequestFault(f"{self.field}: {why}")
-
-    @property
-    def field(self) -> str:
-        """The request's field that holds the constraint."""
-        said, kind = self.constraint.field_name, self.constraint.kind
-        return said if said != FIELD else f"{said}.{kind}"
-
-    def update(self, reply: MaskReply, at: int) -> bool:
-        """Read the row's part of a process's answer. True: it has a mask."""
-        self.over = reply.over[at]
-        if reply.errors[at] is not None:
-            self.fail(reply.errors[at] or "")
-        return self.error is None
-
-
 class GrammarMasks(Processor):
     """One per worker; register `hook` with the worker's hooks."""
 
     mask_only = True
+
+    accepts_drafts = True
 
     def __init__(self, compiler: GrammarCompiler, rows: RequestRows, jumps: bool = True):
         self.compiler, self.rows, self.jumps = compiler, rows, jumps
@@ -115,6 +79,7 @@ class GrammarMasks(Processor):
         self._numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
         self._second = ThreadPoolExecutor(1, "grammar-restart")
+        self._ahead = GrammarLookAhead(self._thread, self._replace_process)
 
     # -- rows -----------------------------------------------------------------------------------
     def enter(self, new: EnteredRow) -> bool:
@@ -185,13 +150,25 @@ class GrammarMasks(Processor):
         ):
             if (place := length - grammar.start) < len(grammar.tokens):
                 unmasked.append((at, [grammar.tokens[place]]))
-            elif grammar.error is None and grammar.over:
-                unmasked.append((at, grammar.settings.ends))
             elif grammar.error is None:
-                mask_W = self._masks(0)[grammar.row, : words_SW.shape[1]]
+                over, mask_W = self._state_at(grammar, place - len(grammar.tokens))
+                if over:
+                    unmasked.append((at, grammar.settings.ends))
+                    continue
+                mask_W = mask_W[: words_SW.shape[1]]
                 words_SW[at, : len(mask_W)] &= mask_W
                 words_SW[at, len(mask_W) :] = 0
         return unmasked
+
+    def _state_at(self, grammar: RowGrammar, number: int) -> tuple[bool, np.ndarray]:
+        """Whether the output must end behind `number` draft tokens of the row, and the mask there."""
+        if number:
+            return grammar.ahead[number - 1]
+        return grammar.over, self._masks(0)[grammar.row]
+
+    def look_ahead(self, drafts: dict[int, list[int]], most: dict[int, int]) -> None:
+        """See `Processor.look_ahead`."""
+        self._ahead.cut(self.row_grammars, drafts, most)
 
     def _wait(self, grammar: RowGrammar, job: Future[None], until: float) -> None:
         """Wait for a row's job. A row whose mask is late fails; the step continues."""
@@ -206,6 +183,11 @@ class GrammarMasks(Processor):
         if drawing is None:
             return
         grammars, rows_P, lengths_P = drawing
+        kept_P = (
+            lengths_P < self.rows.length[rows_P]
+        )  # the others were drawn behind a wrong draft token
+        rows_P, lengths_P = rows_P[kept_P], lengths_P[kept_P]
+        grammars = [grammar for grammar, kept in zip(grammars, kept_P, strict=True) if kept]
         state = self.rows
         where = (
             torch.from_numpy(rows_P).to(state.device, non_blocking=True),
@@ -268,7 +250,10 @@ class GrammarMasks(Processor):
             rows[0].fail(TOO_LONG)
             return
         for grammar in rows:
-            grammar.restart = self._second.submit(self._enter_new_process, grammar)
+            self._replace_process(grammar)
+
+    def _replace_process(self, grammar: RowGrammar) -> None:
+        grammar.restart = self._second.submit(self._enter_new_process, grammar)
 
     def _enter_new_process(self, grammar: RowGrammar) -> None:
         """Enter a new process. The row at fault fails here again."""
@@ -321,7 +306,7 @@ class GrammarMasks(Processor):
         self, grammars: list[RowGrammar], tokens: list[int], lengths: list[int]
     ) -> list[_SentRows]:
         """Send each process its rows' tokens."""
-        by_process: dict[GrammarProcess, list[tuple[RowGrammar, int]]] = {}
+        new: dict[RowGrammar, list[int]] = {}
         for grammar, token, length in zip(grammars, tokens, lengths, strict=True):
             if (
                 grammar.error is not None
@@ -330,15 +315,17 @@ class GrammarMasks(Processor):
             ):
                 continue
             grammar.tokens.append(token)
+            new.setdefault(grammar, []).append(token)
+        by_process: dict[GrammarProcess, list[RowGrammar]] = {}
+        for grammar in new:
             if grammar.process is not None:
-                by_process.setdefault(grammar.process, []).append((grammar, token))
+                by_process.setdefault(grammar.process, []).append(grammar)
         sent: list[_SentRows] = []
         until = time.monotonic() + STEP_S
-        for process, pairs in by_process.items():
-            rows = [grammar for grammar, _ in pairs]
+        for process, rows in by_process.items():
             process.lock.acquire()
             try:
-                process.step([(grammar.number, token) for grammar, token in pairs], until)
+                process.step([(grammar.number, new[grammar]) for grammar in rows], until)
             except ProcessEnded:
                 process.lock.release()
                 self._restart(rows)

@@ -54,6 +54,20 @@ class XMatcher:
     def consume_tokens(self, tokens: Sequence[int]) -> bool:
         return all(self.consume_token(token) for token in tokens)
 
+    def validate_tokens(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens may follow; the state remains."""
+        count = 0
+        while (
+            self.stuck is None and count < len(tokens) and self.matcher.accept_token(tokens[count])
+        ):
+            count += 1
+        self.matcher.rollback(count)
+        return count
+
+    def rollback(self, num_tokens: int) -> bool:
+        self.matcher.rollback(num_tokens)
+        return True
+
     def compute_ff_tokens(self) -> list[int]:
         return []  # xgrammar knows forced text, but not its tokenization
 

@@ -6,6 +6,7 @@ preemption loses no state, and a row that cannot have spent its budget yet costs
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -57,6 +58,7 @@ class ThinkingBudget(Processor):
     """`thinking_token_budget`."""
 
     mask_only = True
+    accepts_drafts = True
 
     def __init__(self) -> None:
         self.rows: dict[int, ThinkingState] = {}
@@ -81,10 +83,14 @@ class ThinkingBudget(Processor):
 
     def _forced(self, selected: ProcessorRows) -> Iterator[tuple[int, int]]:
         """(index in S, token) of rows whose next token is forced."""
+        before, one = -1, None
         for at, row, length in zip(
             selected.at.tolist(), selected.rows.tolist(), selected.lengths.tolist(), strict=True
         ):
-            one = self.rows[row]
+            if one is None or row != before:
+                before, one = row, self.rows[row]
+            elif one is self.rows[row]:  # behind draft tokens, which may be wrong
+                one = copy.copy(one)
             if one.over or length - one.start < one.marks.budget:
                 continue
             one.take(selected.state.token_ids_RL[row, one.read : length].tolist())

@@ -159,9 +159,7 @@ class MinTokens(TokenTable):
         early = selected.outputs < least
         if not early.any():
             return None
-        return ProcessorRows(
-            selected.at[early], selected.rows[early], selected.lengths[early], selected.state
-        )
+        return selected.some(early)
 
 
 class LogitBias(TokenTable):

@@ -36,6 +36,11 @@ class ProcessorRows:
     state: RequestRows
     errors: dict[int, str] = field(default_factory=dict)  # by index in S: fails this row alone
 
+    def some(self, which_P: np.ndarray) -> ProcessorRows:
+        """A part of these."""
+        parts = (self.at[which_P], self.rows[which_P], self.lengths[which_P])
+        return ProcessorRows(*parts, self.state, self.errors)
+
     @property
     def outputs(self) -> np.ndarray:
         """int64 [P]: output tokens before the one being drawn."""
@@ -59,7 +64,8 @@ class Processor:
 
     accepts_drafts = False
     """True: the result depends only on the request and on the tokens before the position (`ProcessorRows.lengths`), so it
-    can be computed at several positions of a row in one step. Rows that use another processor get no draft tokens."""
+    can be computed at several positions of a row in one step, which are in S one after the other. Rows that use another
+    processor get no draft tokens."""
 
     @property
     def name(self) -> str:
@@ -89,8 +95,14 @@ class Processor:
         """
         raise NotImplementedError
 
+    def look_ahead(self, drafts: dict[int, list[int]], most: dict[int, int]) -> None:
+        """Rows will verify these draft tokens in their next step. Cut or replace those of rows that use this processor.
+
+        Called after all tokens of the step before are known. A row may have at most `most` draft tokens.
+        """
+
     def on_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Receives the tokens that the step drew, if `needs_tokens`."""
+        """Receives the tokens that the step adds to rows, in order, if `needs_tokens`."""
 
 
 class LogitsPipeline:

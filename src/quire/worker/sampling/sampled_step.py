@@ -82,6 +82,11 @@ class SampledStep:
         """Whether the draw `at` of S continues its row."""
         return self.continues_S is None or self.continues_S[at]
 
+    def faulty_draws(self) -> set[int]:
+        """Indices of S of the draws that fail their requests. Waits for the device."""
+        highest = (self.max_logit_S, self.max_allowed_logit_S)
+        return {*self.draw_errors, *itertools.chain(*map(_not_finite, highest))}
+
     def copy_to_host(self) -> None:
         """Queue the copies to the host. On the CPU there is nothing to copy."""
         if self.tokens_S is not None and self.tokens_S.device.type != "cpu":

@@ -169,6 +169,9 @@ class Sampler:
             tokens_S = self._sample(logits_SV, rows_S, lengths_S, sampled)
             if drafts_S is not None:
                 self._verify(tokens_S == drafts_S, rows_S, lengths_S, sampled)
+            if self.pipeline.needs_tokens:
+                kept = [at for at in range(len(rows_S)) if sampled.continues(at)]
+                self.pipeline.on_tokens(rows_S[kept], tokens_S[kept].tolist())
         if self.invalid:
             for index, item in enumerate(plan.work):
                 if (error := self.invalid.get(item.row)) is not None:
@@ -209,8 +212,6 @@ class Sampler:
         sampled.draw_errors = errors
         self.rows.write_sampled(rows_S, lengths_S, tokens_S)
         sampled.tokens_S = tokens_S
-        if self.pipeline.needs_tokens:
-            self.pipeline.on_tokens(rows_S, tokens_S.tolist())
         return tokens_S
 
     def _verify(
@@ -218,15 +219,18 @@ class Sampler:
     ) -> None:
         """Keep each row's draws up to the first that differs from the draft token at its position.
 
+        A draw that fails its request waits for the next step, so that the request gets the tokens before it.
+
         The kept draws are the tokens that steps without draft tokens draw: logits, noise and processors are functions of
         the tokens before, and of the position (Daliri et al., arXiv 2408.07978, with the target's own noise).
         """
-        right_S = equal_S.tolist()
+        right_S, faulty = equal_S.tolist(), sampled.faulty_draws()
         firsts = np.flatnonzero(np.diff(rows_S, prepend=-1))
         kept_S = [False] * len(rows_S)
         ends: list[int] = []
         for first, end in itertools.pairwise([*firsts.tolist(), len(rows_S)]):
-            last = next((at for at in range(first, end - 1) if not right_S[at]), end - 1)
+            ends_at = (at for at in range(first, end - 1) if not right_S[at] or at + 1 in faulty)
+            last = next(ends_at, end - 1)
             kept_S[first : last + 1] = [True] * (last + 1 - first)
             ends.append(last)
         sampled.continues_S = kept_S

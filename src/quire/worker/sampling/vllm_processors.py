@@ -174,6 +174,7 @@ class VllmProcessorAdapter(Processor):
     def __init__(self, inner: Any):
         self.inner = inner
         self.changes_argmax = not inner.is_argmax_invariant()
+        self.accepts_drafts = bool(getattr(inner, "accepts_drafts", False))
         self.members: list[int | None] = []  # rows, by index in the processor's batch
         self.index: dict[int, int] = {}
         self.waiting: dict[int, EnteredRow] = {}  # rows that have not drawn yet
@@ -204,6 +205,26 @@ class VllmProcessorAdapter(Processor):
             self.outputs[row].append(token)
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
+        """One call of the processor for each place of rows with draft tokens, with the draft tokens before it as outputs."""
+        firsts = np.flatnonzero(np.diff(selected.rows, prepend=-1))
+        if len(firsts) == len(selected.rows):
+            return self._apply(logits_SV, selected)
+        place_P = np.arange(len(selected.rows))
+        place_P -= np.repeat(firsts, np.diff(firsts, append=len(place_P)))
+        known = {row: len(self.outputs[row]) for row in selected.rows[firsts].tolist()}
+        try:
+            for place in range(int(place_P.max()) + 1):
+                part = selected.some(place_P == place)
+                for row, length in zip(part.rows.tolist(), part.lengths.tolist(), strict=True):
+                    outputs, start = self.outputs[row], int(part.state.num_prompt[row])
+                    outputs += part.state.tokens_of(row, start + len(outputs), length)
+                logits_SV = self._apply(logits_SV, part)
+        finally:
+            for row, count in known.items():
+                del self.outputs[row][count:]
+        return logits_SV
+
+    def _apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
         self.inner.update_state(self._update(selected.rows.tolist()))
         index_P = np.array([self.index[row] for row in selected.rows.tolist()], np.int64)
         device = logits_SV.device

@@ -1,0 +1,58 @@
+"""RowGrammar: the grammar state of a row, on the worker's side.
+
+Knows the row's output, its process and its faults. Does not know how they are used (`masks.py`).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.features.structured.grammar_messages import GrammarRowSettings, MaskReply
+from quire.features.structured.grammar_process import GrammarProcess
+from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
+from quire.worker.sampling.sampled_step import RequestFault
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(slots=True, eq=False)
+class RowGrammar:
+    """The grammar state of a row. Belongs to the thread while `job` or `restart` runs, except `has_left`."""
+
+    row: int
+    number: int  # identifies the row in its grammar's process
+    constraint: StructuredOutputsParams
+    compiled: Future[GrammarProcess]
+    settings: GrammarRowSettings
+    start: int  # position of the first output token
+    tokens: list[int]  # the output so far, with the forced tokens that follow
+    process: GrammarProcess | None = None
+    deaths: int = 0  # how often the row's process ended
+    over: bool = False  # only an end-of-text token is allowed now
+    error: str | None = None
+    has_left: bool = False
+    job: Future[None] | None = None
+    restart: Future[None] | None = None  # entering a new process, which may take long
+    looks_ahead: bool = True  # False: no draft tokens, since looking ahead failed
+    # behind each draft token: whether only an end-of-text token may follow, and the mask
+    ahead: list[tuple[bool, np.ndarray]] = field(default_factory=list)
+
+    def fail(self, why: str) -> None:
+        """Set the row's error, which names the request field that the client used."""
+        self.error = RequestFault(f"{self.field}: {why}")
+
+    @property
+    def field(self) -> str:
+        """The request's field that holds the constraint."""
+        said, kind = self.constraint.field_name, self.constraint.kind
+        return said if said != FIELD else f"{said}.{kind}"
+
+    def update(self, reply: MaskReply, at: int) -> bool:
+        """Read the row's part of a process's answer. True: it has a mask."""
+        self.over = reply.over[at]
+        if reply.errors[at] is not None:
+            self.fail(reply.errors[at] or "")
+        return self.error is None
