@@ -82,9 +82,6 @@ MUTATIONS = {
         BATCH, "InputBatchBuilder.count", "length_B - rows.num_drafts[rows_B]", "length_B",
     ),
     "a draw is after another token": (BATCH, "_draws", "np.repeat(first, draws) + number_S", "np.repeat(first, draws)"),
-    "new draft tokens follow the old ones": (
-        ROWS, "RequestRows.put_drafts", "self.length[row] - self.num_drafts[row]", "self.length[row]",
-    ),
     "refused tokens stay computed": (
         ROWS, "RequestRows.take_back", "lengths - 1", "np.maximum(lengths - 1, self.num_computed_tokens[rows])",
     ),
@@ -229,7 +226,10 @@ def engine(
     if answers is not None:
         right = rng.choice([0.0, 0.6, 0.9, 1.0])
         drafter, length = Guesser(answers, right, rng), DraftLength(k, fixed=rng.random() < 0.7)
-        hooks += [StateRollback(states, rows), SpeculationHook(rows, drafter, length)]
+        hooks += [
+            StateRollback(states, rows),
+            SpeculationHook(rows, drafter, length, lambda rows: k, waits=depth == 1),
+        ]
         gates = [SpeculationGate(k)]
     worker = Worker(None, model, TokenModelInput(model), sampler, hooks, rows)  # type: ignore[arg-type]
     kv = KVManager(
@@ -251,12 +251,13 @@ def draw_requests(rng: random.Random) -> list[EngineRequest]:
         prompt = shared[: rng.randint(0, 9)] + [
             rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))
         ]
+        most = rng.randint(1, 30)
         words = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 2))] for _ in range(12)]
         kinds: list[dict[str, Any]] = [
             {},
             {"presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.5},
             {"bad_word_ids": words},
-            {"min_tokens": rng.randint(0, 20), "stop_token_ids": [3, 4, 5, 6]},
+            {"min_tokens": rng.randint(0, most), "stop_token_ids": [3, 4, 5, 6]},
             {"top_k": 5, "top_p": 0.8},
             {"min_p": 0.1, "logit_bias": {1: 3.0, 2: -3.0}},
             {
@@ -270,7 +271,7 @@ def draw_requests(rng: random.Random) -> list[EngineRequest]:
             },  # it fails on the way
         ]
         params = SamplingParams(
-            max_tokens=rng.randint(1, 30), seed=number, temperature=rng.choice([0.0, 0.7, 1.3]),
+            max_tokens=most, seed=number, temperature=rng.choice([0.0, 0.7, 1.3]),
             logprobs=rng.choice([None, None, 2]), ignore_eos=True, **rng.choice(kinds),
         )  # fmt: skip
         found.append(EngineRequest(str(number), prompt, params, priority=rng.randint(0, 1)))

@@ -21,8 +21,8 @@ from quire.parallel.ranks import split_among
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
 from quire.startup_timer import Report, StartupStages, no_report, table
-from quire.worker.byte_sizes import GIB
 from quire.worker.memory_plan import (
+    GIB,
     MemoryPlan,
     forecast_specs,
     layer_specs,

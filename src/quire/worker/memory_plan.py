@@ -209,7 +209,9 @@ def make_plan(
         max_num_seqs=resolved.max_num_seqs,
         max_step_tokens=min(resolved.max_num_batched_tokens, resolved.max_model_len),
         state_bytes=state_bytes,
-        num_drafts=resolved.speculation.num_speculative_tokens if state_bytes and resolved.speculation else 0,
+        num_drafts=resolved.speculation.num_speculative_tokens
+        if state_bytes and resolved.speculation
+        else 0,
         adapters=adapters,
     )
     if cache.num_gpu_blocks_override is not None:

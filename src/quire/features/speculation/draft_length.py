@@ -71,7 +71,7 @@ class DraftLength:
     # -- before drafting
     def limits(self, room: dict[int, int]) -> dict[int, int]:
         """The most draft tokens that may pay off, for each row: at most `room`; 0: propose none."""
-        if self.fixed:
+        if self.fixed or not room:
             return {row: min(left, self.most) for row, left in room.items()}
         least = max(self._price(len(room)), LEAST_GAIN)
         limits = {row: min(left, self._places(row, least)) for row, left in room.items()}

@@ -174,7 +174,11 @@ class SpeculationHook(Hook):
         if self.drafter.records and limits:  # it has no hidden states of forced tokens
             rows = list(limits)
             forced_B = self.rows.num_computed_tokens[rows] < self.rows.length[rows] - 1
-            limits = {row: limits[row] for row, forced in zip(rows, forced_B.tolist(), strict=True) if not forced}
+            limits = {
+                row: limits[row]
+                for row, forced in zip(rows, forced_B.tolist(), strict=True)
+                if not forced
+            }
         began = time.perf_counter()
         found = self.drafter.propose_all(limits)
         if limits:

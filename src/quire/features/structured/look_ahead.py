@@ -13,13 +13,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
 
 from quire.features.structured.grammar_process import STEP_S, GrammarProcess
 from quire.features.structured.row_grammar import RowGrammar
+from quire.logging import get_logger
 from quire.processes.isolated_child import ProcessEnded
 
-Wanted = list[tuple[RowGrammar, list[int], int]]
+log = get_logger(__name__)
+
+Proposals = list[tuple[RowGrammar, list[int], int]]
 """Rows, what is proposed for each, and the most that each may have."""
 
 
@@ -33,54 +35,60 @@ class GrammarLookAhead:
         self, grammars: dict[int, RowGrammar], drafts: dict[int, list[int]], most: dict[int, int]
     ) -> None:
         """Replace the draft tokens of these rows by those that may follow, at most `most` of each row. Waits for that."""
-        wanted: Wanted = []
+        proposals: Proposals = []
         for row in drafts.keys() & grammars.keys():
             grammar, proposed, drafts[row] = grammars[row], drafts[row], []
             if grammar.looks_ahead and most[row] and (proposed or not grammar.settings.jumps):
-                wanted.append((grammar, proposed, most[row]))
-        if not wanted:
+                proposals.append((grammar, proposed, most[row]))
+        if not proposals:
             return
-        job = self.thread.submit(self._look_ahead, wanted)
+        job = self.thread.submit(self._look_ahead, proposals)
         try:
             drafts.update(job.result(STEP_S))
-        except Late:
-            for grammar, _, _ in wanted:
+        except Exception as error:
+            if not isinstance(error, TimeoutError):
+                log.exception("looking ahead in grammars failed")
+            for grammar, _, _ in proposals:
                 grammar.looks_ahead = False
 
     # -- in the thread
-    def _look_ahead(self, wanted: Wanted) -> dict[int, list[int]]:
-        by_process: dict[GrammarProcess, Wanted] = {}
-        for one in wanted:
+    def _look_ahead(self, proposals: Proposals) -> dict[int, list[int]]:
+        by_process: dict[GrammarProcess, Proposals] = {}
+        for one in proposals:
             grammar = one[0]
             if grammar.error is None and grammar.restart is None and grammar.process is not None:
                 by_process.setdefault(grammar.process, []).append(one)
         found: dict[int, list[int]] = {}
-        sent: list[tuple[GrammarProcess, Wanted]] = []
+        sent: list[tuple[GrammarProcess, Proposals]] = []
         until = time.monotonic() + STEP_S
-        for process, asked in by_process.items():
+        for process, of_process in by_process.items():
             process.lock.acquire()
             try:
-                process.look_ahead([(g.number, tokens, most) for g, tokens, most in asked], until)
+                process.look_ahead(
+                    [(g.number, tokens, most) for g, tokens, most in of_process], until
+                )
             except ProcessEnded:
                 process.lock.release()
-                self._give_up(asked)
+                self._give_up(of_process)
             else:
-                sent.append((process, asked))
-        for process, asked in sent:
+                sent.append((process, of_process))
+        for process, of_process in sent:
             try:
                 reply, masks_NW = process.read_ahead(until)
             except ProcessEnded:
-                self._give_up(asked)
+                self._give_up(of_process)
                 continue
             finally:
                 process.lock.release()
             masks = iter(masks_NW)
-            for (grammar, _, _), tokens, over in zip(asked, reply.drafts, reply.over, strict=True):
+            for (grammar, _, _), tokens, over in zip(
+                of_process, reply.drafts, reply.over, strict=True
+            ):
                 grammar.ahead = list(zip(over, masks, strict=False))
                 found[grammar.row] = tokens
         return found
 
-    def _give_up(self, asked: Wanted) -> None:
-        for grammar, _, _ in asked:
+    def _give_up(self, of_process: Proposals) -> None:
+        for grammar, _, _ in of_process:
             grammar.looks_ahead = False
             self.restart(grammar)

@@ -170,8 +170,8 @@ class Sampler:
             if drafts_S is not None:
                 self._verify(tokens_S == drafts_S, rows_S, lengths_S, sampled)
             if self.pipeline.needs_tokens:
-                kept = [at for at in range(len(rows_S)) if sampled.continues(at)]
-                self.pipeline.on_tokens(rows_S[kept], tokens_S[kept].tolist())
+                kept_draws = [at for at in range(len(rows_S)) if sampled.continues(at)]
+                self.pipeline.on_tokens(rows_S[kept_draws], tokens_S[kept_draws].tolist())
         if self.invalid:
             for index, item in enumerate(plan.work):
                 if (error := self.invalid.get(item.row)) is not None:
