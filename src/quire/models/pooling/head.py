@@ -59,6 +59,7 @@ def without_heads(
     logits = [] if model.splade is None else model.splade.stages
     stages = (*model.head, *model.token_head, *logits)
     own = {name for stage in stages if not stage.folder for name in stage.names}
+    own |= {name.rpartition(".")[0] for stage in stages if stage.is_tied for name in stage.names}
     for name, tensor in found:
         module = name.rpartition(".")[0]
         if module not in own and module != "lm_head":
