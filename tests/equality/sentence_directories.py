@@ -2,7 +2,7 @@
 
 A program of its own: importing sentence-transformers takes seconds and leaves sockets open, so one run serves all tests.
 
-    python sentence_directories.py BASE CLASSIFIER FOLDER    # texts on the standard input, as JSON
+    python sentence_directories.py BASE CLASSIFIER MASKED FOLDER    # texts on the standard input, as JSON
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
 """Name -> pooling modes, and the modules behind them."""
 
 
-def main(base: str, classifier: str, into: str) -> None:
+def main(base: str, classifier: str, masked: str, into: str) -> None:
     import numpy as np
     import sentence_transformers
     import torch
     from sentence_transformers.sentence_transformer import modules
+    from sentence_transformers.sparse_encoder import modules as sparse_modules
 
     texts: list[str] = json.load(sys.stdin)
 
@@ -55,6 +56,14 @@ def main(base: str, classifier: str, into: str) -> None:
         )
         made.save_pretrained(str(Path(into) / name))
         np.save(Path(into) / f"{name}.npy", made.encode(texts, prompt=""))
+    parts = [
+        modules.Transformer(masked, transformer_task="fill-mask", max_seq_length=60),
+        sparse_modules.SpladePooling("max"),
+    ]
+    sparse = sentence_transformers.SparseEncoder(modules=parts, device="cpu")
+    sparse.save_pretrained(str(Path(into) / "sparse"))
+    weights = sparse.encode(texts, convert_to_sparse_tensor=False, convert_to_tensor=True)
+    np.save(Path(into) / "sparse.npy", weights.numpy())
     cross = sentence_transformers.CrossEncoder(classifier, device="cpu")
     cross.save_pretrained(str(Path(into) / "cross"))
     pairs = list(zip(texts, reversed(texts), strict=True))

@@ -40,14 +40,23 @@ def bert_pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, qwen3: str, bert_pairs: str) -> Path:
+def masked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_pooling_checkpoint(
+        "bert", tmp_path_factory.mktemp("masked"), "AutoModelForMaskedLM"
+    )[0]
+
+
+@pytest.fixture(scope="module")
+def saved(
+    tmp_path_factory: pytest.TempPathFactory, qwen3: str, bert_pairs: str, masked: str
+) -> Path:
     """The directories of `sentence_directories.py`, and its numbers."""
     if importlib.util.find_spec("sentence_transformers") is None:
         pytest.skip("sentence-transformers is not installed")
     into = tmp_path_factory.mktemp("sentences")
     program = Path(__file__).with_name("sentence_directories.py")
     texts = json.dumps([text(prompt) for prompt in GIVEN])
-    command = [sys.executable, str(program), qwen3, bert_pairs, str(into)]
+    command = [sys.executable, str(program), qwen3, bert_pairs, masked, str(into)]
     done = subprocess.run(command, input=texts, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return into
@@ -88,6 +97,18 @@ def test_scores_are_those_of_a_cross_encoder(saved: Path) -> None:
         # the tokenizer of these tests puts no separators, and all token types are 0
         found = run(one, [a + b for a, b in pairs], PoolingParams(task="classify"))
         close(found, expected[:, None])
+
+
+def test_sparse_vectors_are_those_of_sentence_transformers(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = np.load(saved / "sparse.npy")
+    with engine(str(saved / "sparse"), max_model_len=None) as one:
+        info = one.client.ready.pooling
+        assert info is not None
+        assert info.tasks == ["embed"]
+        assert "not used" not in caplog.text
+        close(run(one, GIVEN, EMBED), expected)
 
 
 HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
