@@ -15,6 +15,7 @@ from equality.engines import VOCAB, Engine, engine, greedy, make_checkpoint
 from equality.test_speculation import PROMPTS, answers
 from safetensors.torch import load_file, save_file
 
+from quire.features.speculation.model_drafter import ModelDrafter
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.sampling.gumbel import draw, keys, seed_words
@@ -118,6 +119,42 @@ def test_a_row_is_drafted_for_again_after_steps_without_draft_tokens(target: str
         rows.put_drafts = sometimes
         one.tokens(PROMPTS, SAMPLED)
         assert acceptance(one) == 1.0
+
+
+def test_cached_prompts_that_the_draft_model_lacks(target: str) -> None:
+    """The requests that computed them had no draft tokens."""
+    prompts = [[*range(3, 60), last] for last in range(60, 64)]
+    without = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, speculative={"k": 0})
+    with drafted(target, target, block_size=16) as one:
+        one.tokens(prompts[:1], without)
+        one.tokens(prompts, SAMPLED[:4])
+        assert acceptance(one) == 1.0
+        stats = one.stats()
+        assert stats["prefix_hits"] >= 4 * 48
+        counts = stats["counts"]  # rows have blocks for their draft tokens
+        drafts = counts["spec_decode_num_draft_tokens"] / counts["spec_decode_num_drafts"]
+        assert drafts > 3.8
+
+
+def test_kept_keys_are_those_of_a_new_computation(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model is the target with some noise, so its draft tokens are right and wrong."""
+    noise = torch.Generator().manual_seed(1)
+    tensors = load_file(Path(target, "model.safetensors"))
+    for tensor in tensors.values():
+        tensor += 0.1 * tensor.std() * torch.randn(tensor.shape, generator=noise)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(Path(target, "config.json"))
+    counts = []
+    for keeps in (True, False):
+        with drafted(target, str(tmp_path)) as one:
+            if not keeps:
+                monkeypatch.setattr(ModelDrafter, "_confirm", lambda _, __, row, ___: setattr(row, "computed", 0))  # fmt: skip
+            one.tokens(PROMPTS[:5], SAMPLED[:5])
+            assert 0.2 < acceptance(one) < 0.9
+            counts.append(one.stats()["counts"])
+    assert counts[0] == counts[1]
 
 
 def test_rows_beyond_the_draft_models_context_get_no_draft_tokens(target: str) -> None:
