@@ -130,7 +130,7 @@ def test_parallel_drafting_needs_a_mask(tmp_path: Path, targets: dict[str, str])
         pass
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 def test_mtp_layers_of_the_targets_own_checkpoint(family: str, tmp_path: Path) -> None:
     """`model` is missing: the layers are among the target's tensors, of which none is counted twice."""
     with_mtp(family, tmp_path)
