@@ -194,3 +194,17 @@ def test_the_fast_path_records_the_same_bits(numbers: list[int], tmp_path: Path)
         assert one.tokens(asked, greedy(COUNT)) == tokens
     for number in numbers:
         assert torch.equal(torch.cat(seen[number]), expected[number])
+
+
+def test_the_output_of_the_last_norm(tmp_path: Path) -> None:
+    """The native model and the Transformers backend, whose norm is another module."""
+    path, given = make_checkpoint("llama", tmp_path), prompts(2, seed=4)
+    found = []
+    for more in ({}, {"model_impl": "transformers"}):
+        with engine(path, **more) as one:
+            hook = read(one, [3, LAST])
+            one.tokens(given, greedy(3))
+            found.append([hook.of_request(id, after) for id in "01" for after in (3, LAST)])
+    for native, through in zip(*found, strict=True):
+        torch.testing.assert_close(native, through, atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(found[0][0], found[0][1], atol=0.1)
