@@ -37,7 +37,7 @@ def logprobs(one: Engine, adapter: str | None) -> torch.Tensor:
     return torch.tensor([values[0] for part in parts for values in part.values])
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq ordered", "awq", "fp8"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8"])
 def test_adapters_on_quantized_checkpoints(name: str, plain: Path, tmp_path: Path) -> None:
     (form,) = [form for form in FORMS if form.name == name]
     stored, dense, _ = quantized(plain, tmp_path, form)
