@@ -10,6 +10,7 @@ import pytest
 import torch
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 from equality.test_native_step import Counted
+from equality.test_speculation import Oracle, config, hook_of
 
 from quire.forward_context import ForwardBatch
 from quire.layers.lora import AdapterTable, LoraWeights, lora_targets
@@ -124,3 +125,25 @@ def test_rows_with_an_adapter_of_the_table_run_by_parts(tmp_path: Path) -> None:
         together = one.tokens(texts, greedy(8))
         assert count.by_parts
         assert [one.tokens([text], greedy(8))[0] for text in texts] == together
+
+
+def test_draft_tokens_of_rows_with_and_without_adapters(tmp_path: Path) -> None:
+    """They are verified in the native step, each with its row's adapter."""
+    path, texts = make_checkpoint("qwen3", tmp_path, **SIZES), prompts(7)
+    settings = {"dtype": "bfloat16", "enable_prefix_caching": False}
+    with engine(path, **settings) as one:
+        with_adapters(one)
+        expected = one.tokens(texts, greedy(16)), one.tokens(texts, DRAWN)
+    for right, params, answers in (
+        (0.0, DRAWN, expected[1]),
+        (0.8, greedy(16), expected[0]),
+        (0.8, DRAWN, expected[1]),
+    ):
+        known = {tuple(text): answer for text, answer in zip(texts, answers, strict=True)}
+        with engine(path, **settings, speculative_config=config(3, adaptive=False)) as one:
+            count = Counted(with_adapters(one))
+            hook_of(one).drafter = Oracle(known, right)
+            assert one.tokens(texts, params) == answers
+            assert not count.by_parts
+            accepted = one.stats()["counts"]["spec_decode_num_accepted_tokens"]
+            assert (accepted > 20) == (right > 0)

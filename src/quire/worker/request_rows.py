@@ -147,6 +147,7 @@ class RequestRows:
             raise RuntimeError(f"row {row} is freed, but no request has it")
         self.ids[row] = self.params[row] = None
         self.length[row] = self.num_drafts[row] = 0
+        self.accepts_drafts[row] = False
         self.faults.pop(row, None)
 
     def faults_of(self, work: Sequence[WorkItem]) -> dict[int, str]:

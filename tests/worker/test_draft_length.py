@@ -1,0 +1,106 @@
+"""How many draft tokens pay: by what was accepted, and by what steps and drafters cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from quire.features.speculation.draft_length import DraftLength
+
+Cost = Callable[[int], float]
+
+
+def flat(tokens: int) -> float:
+    """A device that reads weights: up to 16 tokens take the time of one."""
+    return 1.0 + max(tokens - 16, 0) / 16
+
+
+def steep(tokens: int) -> float:
+    """A device that computes: each token takes time."""
+    return 0.1 + tokens / 10
+
+
+def simulated(
+    cost: Cost, rows: int, right: float, *, steps: int = 3000, most: int = 5, drafting: float = 0.0
+) -> tuple[float, float]:
+    """Tokens a second relative to a server without draft tokens, and the draft tokens of a row and step at the end."""
+    length, draw = DraftLength(most), random.Random(1)
+    for row in range(rows):
+        length.enter(row)
+    drafts, tokens, seconds, late = dict.fromkeys(range(rows), 0), 0, 0.0, 0
+    for step in range(steps):
+        size, accepted = rows + sum(drafts.values()), {}
+        for row, count in drafts.items():
+            if count:
+                accepted[row] = next((n for n in range(count) if draw.random() >= right), count)
+                length.learn(row, count, accepted[row])
+        took = cost(size) * draw.choice([1.0, 1.0, 1.1])
+        length.timed(size, took)
+        limits = length.limits(dict.fromkeys(range(rows), most))
+        wanted = {row: limit for row, limit in limits.items() if limit}
+        if wanted and drafting:
+            passes = max(wanted.values())
+            length.drafted(passes, passes * drafting)
+            took += passes * drafting
+        proposals = {row: [1] * limits[row] for row in range(rows)}
+        length.cut(proposals)
+        drafts = {row: len(found) for row, found in proposals.items()}
+        tokens, seconds = tokens + rows + sum(accepted.values()), seconds + took
+        late += sum(drafts.values()) * (step >= steps - 500)
+    plain = rows / (cost(rows) * 31 / 30)
+    return tokens / seconds / plain, late / 500 / rows
+
+
+def test_right_draft_tokens_pay_where_steps_read_weights() -> None:
+    speed, drafts = simulated(flat, 1, 0.9)
+    assert speed > 2.5
+    assert drafts > 4
+
+
+def test_wrong_draft_tokens_cost_next_to_nothing() -> None:
+    for cost in (flat, steep):
+        for rows in (1, 4, 16, 32):
+            speed, drafts = simulated(cost, rows, 0.0)
+            assert speed > 0.97, (cost, rows)
+            assert drafts < 0.3, (cost, rows)
+
+
+def test_under_load_rows_get_none_unless_they_pay() -> None:
+    speed, drafts = simulated(steep, 32, 0.6)
+    assert speed > 0.97
+    assert drafts < 0.1
+    assert simulated(flat, 4, 0.6)[0] > 1.3
+
+
+def test_a_drafter_that_takes_long_is_asked_less() -> None:
+    assert simulated(flat, 1, 0.8, drafting=0.05)[0] > 1.8
+    speed, drafts = simulated(flat, 1, 0.8, drafting=5.0)
+    assert speed > 0.9
+    assert drafts < 0.1
+
+
+def test_draft_tokens_come_back_when_they_are_right_again() -> None:
+    length = DraftLength(4)
+    length.enter(0)
+    got = []
+    for step in range(600):
+        length.timed(1 + (got[-1] if got else 0), 1.0)
+        if got and got[-1]:
+            length.learn(0, got[-1], 0 if step < 300 else got[-1])
+        proposals = {0: [1] * length.limits({0: 4})[0]}
+        length.cut(proposals)
+        got.append(len(proposals[0]))
+    assert sum(got[200:300]) < 60
+    assert got[-50:] == [4] * 50
+
+
+def test_a_fixed_number_stays() -> None:
+    length = DraftLength(3, fixed=True)
+    length.enter(0)
+    for _ in range(50):
+        length.timed(4, 1.0)
+        length.learn(0, 3, 0)
+    assert length.limits({0: 9, 1: 2}) == {0: 3, 1: 2}
+    proposals = {0: [1, 2, 3]}
+    length.cut(proposals)
+    assert proposals == {0: [1, 2, 3]}
