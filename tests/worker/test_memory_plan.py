@@ -7,10 +7,18 @@ from dataclasses import replace
 import pytest
 
 from quire.config.engine import EngineConfig, Resolved
+from quire.config.speculation import SpeculativeOptions
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.worker.memory_plan import activation_bytes, forecast_weights, make_plan, size, specs_of
+from quire.worker.memory_plan import (
+    MemoryPlan,
+    activation_bytes,
+    forecast_weights,
+    make_plan,
+    size,
+    specs_of,
+)
 
 FULL = CacheSpec(2, 8, 8, "bfloat16")  # 64 bytes a token
 NARROW = WindowSpec(2, 8, 8, "bfloat16", window=32)
@@ -137,6 +145,23 @@ def test_states_that_do_not_fit_name_the_largest_max_num_seqs() -> None:
     assert with_states(4, 5 * STATE + 17 * block).num_blocks == 16
     with pytest.raises(NotEnoughMemory, match="smaller model"):
         with_states(1, STATE + 17 * block)
+
+
+def test_each_row_has_states_behind_its_draft_tokens() -> None:
+    block = 3 * 64 * 16
+    asked = resolved(kv_cache_memory_bytes=17 * STATE + 41 * block, max_num_seqs=4)
+    drafts = SpeculativeOptions(method="ngram", num_speculative_tokens=3)
+    asked = replace(asked, max_num_seqs=4, prefix_caching=False, speculation=drafts)
+
+    def plan_of(state_bytes: int) -> MemoryPlan:
+        return make_plan(asked, 1000, 1 << 40, 1 << 40, [FULL] * 3, state_bytes=state_bytes)
+
+    plan = plan_of(STATE)
+    assert (plan.num_drafts, plan.states, plan.num_blocks) == (3, 17 * STATE, 40)
+    assert "3 for the draft tokens of a row" in dict(plan.table())["recurrent states"]
+    with pytest.raises(NotEnoughMemory, match=r"Set max_num_seqs=3 or less"):
+        plan_of(STATE + 3 * block)
+    assert plan_of(0).num_drafts == 0
 
 
 def test_an_eighth_of_the_cache_keeps_checkpoints_for_prefix_caching() -> None:
