@@ -16,7 +16,7 @@ CHECK(layer) {
   for (long t = 0; t < T; t++) slots[t] = t < block ? block + t : t - block;
   Guarded<int> table(2), starts(2), lengths(1);
   table[0] = 1, table[1] = 0, starts[0] = 0, starts[1] = (int)T, lengths[0] = (int)T;
-  const quire::Step s{cos, sin, nullptr, nullptr, slots, nullptr, table, starts, lengths, T, 1, 2, P};
+  const quire::Step s{cos, sin, nullptr, nullptr, slots, nullptr, nullptr, table, starts, lengths, T, 1, 2, P};
   for (int first : {1, 0}) {
     auto x = random.bf16s(T * hidden), residual = random.bf16s(T * hidden);
     Guarded<bf16> x2(T * hidden), residual2(T * hidden), qkv(T * width), o(T * heads * D), gated(T * inner);
@@ -75,7 +75,7 @@ CHECK(layer) {
     memcpy(back_cos.data + t * P, cos.data + positions[t] * P, P * sizeof(float));
     memcpy(back_sin.data + t * P, sin.data + positions[t] * P, P * sizeof(float));
   }
-  const quire::Step placed{back_cos, back_sin, nullptr, positions, slots, nullptr, table, starts, lengths, T, 1, 2, P};
+  const quire::Step placed{back_cos, back_sin, nullptr, positions, slots, nullptr, nullptr, table, starts, lengths, T, 1, 2, P};
   const quire::Step* others[] = {&placed};
   quire_layers(both, groups, 2, others, T, nullptr, x3, residual3, 1, &in);
   same("layers by position", x3.data, x2.data, T * hidden);
@@ -92,7 +92,7 @@ CHECK(layer_options) {
   for (long t = 0; t < T; t++) slots[t] = t < block ? block + t : t - block;
   Guarded<int> table(2), starts(2), lengths(1);
   table[0] = 1, table[1] = 0, starts[0] = 0, starts[1] = (int)T, lengths[0] = (int)T;
-  const quire::Step s{cos, sin, scales, nullptr, slots, nullptr, table, starts, lengths, T, 1, 2, P};
+  const quire::Step s{cos, sin, scales, nullptr, slots, nullptr, nullptr, table, starts, lengths, T, 1, 2, P};
   const auto flat_q = random.bf16s(SmallLayer::heads * SmallLayer::D), flat_k = random.bf16s(SmallLayer::kv * SmallLayer::D);
   const quire::Layer* one[] = {&l};
   const quire::Step* only[] = {&s};
@@ -148,7 +148,7 @@ CHECK(gated_layers) {
   table[0] = 1, table[1] = 0, starts[0] = 0;
   const auto run = [&](long from, long end, bf16* y) {
     starts[1] = (int)(end - from), lengths[0] = (int)end;
-    const quire::Step s{cos + from * P, sin + from * P, nullptr, nullptr, slots + from, rows, table, starts, lengths, end - from, 1, 2, P};
+    const quire::Step s{cos + from * P, sin + from * P, nullptr, nullptr, slots + from, rows, nullptr, table, starts, lengths, end - from, 1, 2, P};
     const quire::Step* steps[] = {&s};
     Guarded<bf16> residual((end - from) * hidden);
     memcpy(y, x + from * hidden, (end - from) * hidden * sizeof(bf16));

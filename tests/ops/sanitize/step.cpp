@@ -64,7 +64,7 @@ CHECK(step) {
     }
     starts[B] = (int)t;
     l.keys = other_keys.data, l.values = other_values.data;
-    const quire::Step s{cos, sin, nullptr, positions, slots, nullptr, places, starts, lengths, T, B, 2, P};
+    const quire::Step s{cos, sin, nullptr, positions, slots, nullptr, nullptr, places, starts, lengths, T, B, 2, P};
     const quire::Step* steps[] = {&s};
     Guarded<bf16> residual(T * hidden);
     quire_layers(layers, groups, 2, steps, T, nullptr, x, residual, 1, &m.norm);
@@ -85,6 +85,13 @@ CHECK(step) {
     const int64_t next[4][1] = {{2}, {1}, {1}, {0}}, verify[4][1] = {{2}, {4}, {1}, {3}};
     for (int i = 0; i < 3; i++) quire_step(&m, &rows, next[0], 1, drawn, whole);
     const int32_t drew[] = {tokens[2 * L + 23], tokens[2 * L + 24]};
+    // The same three by one call.
+    const int64_t draws[] = {3}, after_three[] = {25, 26};
+    computed[2] = 22, length[2] = 23, tokens[2 * L + 23] = tokens[2 * L + 24] = 0;
+    quire_draft(&m, &rows, next[0], 1, draws, drawn, whole);
+    const int64_t moved[] = {computed[2], length[2]};
+    same("draft", moved, after_three, 2);
+    same("tokens of a draft", tokens.data + 2 * L + 23, drew, 2);
     computed[2] = 22, length[2] = 25, drafts[2] = 2, tokens[2 * L + 24] = (drew[1] + 1) % (int)V;
     quire_step(&m, &rows, verify[0], 1, drawn, whole);
     const int64_t after[] = {2, 24, 25, 0}, found[] = {drawn[0], computed[2], length[2], drafts[2]};
