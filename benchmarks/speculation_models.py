@@ -26,12 +26,13 @@ def layer_of(name: str) -> int:
 
 
 def damped(
-    shape: Shape, folder: Path, layers: int = 4, factor: float = 0.02, spread: float = 0.5
+    shape: Shape, folder: Path, layers: int = 4, factor: float = 0.18, spread: float = 0.5
 ) -> tuple[Path, Path]:
     """A target, and its first `layers` layers as a draft model.
 
     Args:
-        factor: of what the target's other layers add. The smaller, the more often the draft is right.
+        factor: of what the target's other layers add. The smaller, the more often the draft is right: 0.18 gives about 0.8 with
+            the shape of Qwen3-0.6B, 0.1 about 0.9.
         spread: standard deviation of the logarithm of the embedding's row lengths: as in trained models, some tokens are
             far more likely than others.
     """
