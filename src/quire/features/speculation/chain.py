@@ -47,4 +47,5 @@ class Chain(Drafter):
         for drafter in self.drafters:
             left = {row: limit for row, limit in limits.items() if not found.get(row)}
             found |= drafter.propose_all(left)
+        self.num_first = max(drafter.num_first for drafter in self.drafters)
         return found

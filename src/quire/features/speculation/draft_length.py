@@ -66,7 +66,8 @@ class DraftLength:
     def drafted(self, passes: int, seconds: float) -> None:
         """A drafter computed proposals in so many passes of its model."""
         each = seconds / max(passes, 1)
-        self._pass_seconds += 0.1 * (each - self._pass_seconds) if self._pass_seconds else each
+        before = self._pass_seconds or each
+        self._pass_seconds = min(each, before + 0.1 * (each - before))  # as in `timed`
 
     # -- before drafting
     def limits(self, room: dict[int, int]) -> dict[int, int]:

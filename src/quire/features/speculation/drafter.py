@@ -65,6 +65,9 @@ class Drafter:
     """
 
     records: Sequence[int] = ()
+    num_first = 0
+    """Tokens that the first pass of the last proposals computed; many: it caught up with a prompt, which says nothing about later
+    ones."""
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         """As `Hook.use_models`."""

@@ -66,6 +66,7 @@ class GuardedDrafter(Drafter):
         limits = {row: limit for row, limit in limits.items() if row not in self._lost}
         try:
             found = self.drafter.propose_all(limits)
+            self.num_first = self.drafter.num_first
             return {row: self._valid(drafts, limits[row]) for row, drafts in found.items()}
         except torch.AcceleratorError:
             raise

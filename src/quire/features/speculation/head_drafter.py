@@ -1,9 +1,10 @@
 """HeadDrafter: a speculator draws the next tokens of rows from the target's hidden states: EAGLE, MTP, Medusa, MLP speculators.
 
-Knows which positions a step computed, and the passes of a speculator. In each step the speculator computes what the target
-computed, so that its keys and values are in the same blocks. Does not know any speculator (`models/speculators`).
+Knows which positions the target computed, and the passes of a speculator. A speculator with keys and values computes all of
+them, in the same blocks, but not in each step: states of the target wait until the row gets draft tokens, or many wait. So
+steps without draft tokens cost little. Does not know any speculator (`models/speculators`).
 
-    positions   |-- before --|-- of this step --|          the speculator reads the token behind each
+    positions   |-- before --|-- waiting ------|          the speculator reads the token behind each
     pass 0                    states of the target -> d1
     pass 1                                          state of pass 0 -> d2
 
@@ -15,6 +16,7 @@ Shape suffixes: T tokens of a pass, E features of the target's states, D feature
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +50,30 @@ class HeadPasses(DraftPasses):
         return found_TD
 
 
+MOST_OF_ROW, MOST_OF_ALL = 64, 1024
+"""Positions that wait: of a row without draft tokens, and of all rows together."""
+
+
+@dataclass(slots=True)
+class _WaitingPositions:
+    """Of a row, up to the last that the target computed: where they begin, and their states, by step [n, E]."""
+
+    start: int
+    states_nE: list[Tensor]
+    count: int = 0
+
+    def add(self, states_nE: Tensor) -> None:
+        self.states_nE.append(states_nE)
+        self.count += len(states_nE)
+
+    def take_first(self, count: int) -> Tensor:
+        """The states of the first positions, which then wait no longer."""
+        states_NE = torch.cat(self.states_nE)
+        self.start, self.count = self.start + count, self.count - count
+        self.states_nE = [states_NE[count:]]
+        return states_NE[:count]
+
+
 class HeadDrafter(Drafter):
     """Drafts for rows of less than `max_model_len` tokens. The last of the worker's models is the speculator.
 
@@ -74,8 +100,8 @@ class HeadDrafter(Drafter):
             most,
             mask,
         )
-        self._step: ComputedTokens | None = None
-        self._entered: set[int] = set()
+        self._waiting: dict[int, _WaitingPositions] = {}  # by row
+        self._stepped: list[int] = []  # rows of the last step
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         self.passes.use_model(models[-1])
@@ -83,39 +109,83 @@ class HeadDrafter(Drafter):
             models[-1].use_target(models[0])  # type: ignore[operator]
 
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
-        for row in self._entered.intersection(
-            (*plan.freed_rows, *(new.row for new in plan.entered))
-        ):
-            self._entered.discard(row)
-            self.passes.leave(row)
+        for row in (*plan.freed_rows, *(new.row for new in plan.entered)):
+            if self._waiting.pop(row, None) is not None:
+                self.passes.leave(row)
         for new in plan.entered:
             self.passes.enter(new)
-            self._entered.add(new.row)
-        self._step = step
+            self._waiting[new.row] = _WaitingPositions(0, [])
+        self._stepped = [] if step is None else step.rows
+        if step is not None and step.rows:
+            self._keep(step)
+            self._compute(self._overdue())
+
+    @torch.inference_mode()
+    def _keep(self, step: ComputedTokens) -> None:
+        """Copy the states of a step: the next one overwrites them."""
+        spans = [
+            (at, end - start)
+            for at, start, end in zip(step.places, step.starts, step.ends, strict=True)
+        ]
+        most = max(at + count for at, count in spans)
+        states_TE = torch.cat([step.states[number][:most] for number in self.records], dim=-1)
+        for row, start, (at, count) in zip(step.rows, step.starts, spans, strict=True):
+            if (one := self._waiting.get(row)) is None:
+                continue
+            if not self.has_layers or one.start + one.count != start:
+                one.start, one.states_nE, one.count = start, [], 0
+            one.add(states_TE[at : at + count])
+
+    def _overdue(self) -> dict[int, int]:
+        """By row: how many positions no longer wait for draft tokens. The last one does, since the first pass of a draft draws
+        behind it."""
+        if not self.has_layers:
+            return {}
+        waiting = {row: one.count - 1 for row, one in self._waiting.items()}
+        if sum(waiting.values()) <= MOST_OF_ALL:
+            return {row: count for row, count in waiting.items() if count >= MOST_OF_ROW}
+        return {row: count for row, count in waiting.items() if count > 0}
+
+    def _compute(self, counts: dict[int, int]) -> None:
+        """Keys and values of positions behind which nothing is drawn."""
+        work, states_nE = [], []
+        for row, count in counts.items():
+            one = self._waiting[row]
+            first, last = one.start, min(one.start + count, self.max_model_len)
+            own_nE = one.take_first(count)
+            if first < last:
+                # one token more than are computed: so nothing is drawn
+                self.rows.set_counts(row, first, last + 1)
+                work.append(WorkItem(row, last - first, samples=False))
+                states_nE.append(own_nE[: last - first])
+        if work:
+            self.passes.step(0, work, self._target_states(torch.cat(states_nE)))
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        step, self._step = self._step, None
-        if step is None:
-            return {}
-        most: dict[
-            int, int
-        ] = {}  # by row that gets draft tokens: how many, and behind which position
-        ends: dict[int, int] = {}
+        most: dict[int, int] = {}  # by row that gets draft tokens: how many
+        ends: dict[int, int] = {}  # and behind which position
         work: list[WorkItem] = []
-        places: list[int] = []  # of the states, among the step's tokens; -1: a mask's
-        for row, start, end, at in zip(step.rows, step.starts, step.ends, step.places, strict=True):
-            if limit := self._limit(row, end, limits.get(row, 0)):
-                most[row], ends[row] = limit, end + 1
-            last = min(end, self.max_model_len)
-            first = start if self.has_layers else end - 1 if limit else last
-            if first < last:
-                masks = self._put_masks(row, end, limit)
-                self.rows.set_counts(row, first, end, masks)
-                work.append(WorkItem(row, last - first + masks, drafts=masks, samples=limit > 0))
-                places += [*range(at + first - start, at + last - start), *([-1] * masks)]
+        states_nE: list[Tensor] = []
+        for row in self._stepped:
+            one = self._waiting.get(row)
+            if one is None or not one.count:
+                continue
+            end = one.start + one.count
+            if not (limit := self._limit(row, end, limits.get(row, 0))):
+                continue
+            most[row], ends[row] = limit, end + 1
+            if not self.has_layers:
+                one.take_first(one.count - 1)
+            first, masks = one.start, self._put_masks(row, end, limit)
+            states_nE.append(one.take_first(one.count))
+            if self.mask is not None:
+                states_nE.append(self.mask[1].to(states_nE[-1]).expand(masks, -1))
+            self.rows.set_counts(row, first, end, masks)
+            work.append(WorkItem(row, end - first + masks, drafts=masks))
         if not work:
             return {}
-        self._run(work, most, self._states(step, places))
+        self.num_first = sum(item.num_tokens for item in work)
+        self._run(work, most, self._target_states(torch.cat(states_nE)))
         return {row: self.rows.tokens_of(row, ends[row], ends[row] + most[row]) for row in most}
 
     def _limit(self, row: int, end: int, limit: int) -> int:
@@ -134,12 +204,8 @@ class HeadDrafter(Drafter):
         return limit - 1
 
     @torch.inference_mode()
-    def _states(self, step: ComputedTokens, places: list[int]) -> Tensor:
+    def _target_states(self, states_TE: Tensor) -> Tensor:
         """What pass 0 takes of the target's hidden states."""
-        at_T = torch.tensor(places, device=self.rows.device)
-        states_TE = torch.cat([step.states[number][at_T] for number in self.records], dim=-1)
-        if self.mask is not None:
-            states_TE[at_T < 0] = self.mask[1].to(states_TE)
         found_TD: Tensor = self.passes.logits.model.target_states(states_TE)
         return found_TD
 

@@ -181,7 +181,7 @@ class SpeculationHook(Hook):
             }
         began = time.perf_counter()
         found = self.drafter.propose_all(limits)
-        if limits:
+        if limits and self.drafter.num_first <= (self.length.most + 2) * len(limits):
             self.length.drafted(max(limits.values()), time.perf_counter() - began)
         proposals = {row: found.get(row, []) for row in room}
         self.length.cut(proposals)

@@ -100,6 +100,7 @@ class ModelDrafter(Drafter):
         if not planned:
             return {}
         work, most = [item for item, _ in planned], [limit for _, limit in planned]
+        self.num_first = sum(item.num_tokens for item in work)
         if self.mask_token is None:
             self.passes.draw(work, most)
         else:
