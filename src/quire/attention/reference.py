@@ -43,9 +43,8 @@ class Span:
     rows: slice
     entries: Tensor  # int64 [rows * K * blocks per tile]: block * K + head
     unseen_BS: Tensor | None  # True where no query attends to the key: it may be unwritten memory
-    tiles: list[
-        tuple[slice, Tensor | None]
-    ]  # queries of each row; hidden_BQS: True where the query must not attend to the key
+    # queries of each row; hidden_BQS: True where the query must not attend to the key
+    tiles: list[tuple[slice, Tensor | None]]
 
 
 _Kind = tuple[int | None, bool, int, int, int]

@@ -40,9 +40,8 @@ class Piece:
         tuple[Tensor, Tensor] | None
     )  # each row's last block, and its unused slots: [B, 1, block_size, 1]
     mask: Tensor | None  # of a short piece: added to its scores, [B, 1, Q * G or 1, S]
-    blocks: list[
-        tuple[slice, slice, Tensor]
-    ]  # of a long row: queries, keys, mask with the queries in reverse order
+    # of a long row: queries, keys, mask with the queries in reverse order
+    blocks: list[tuple[slice, slice, Tensor]]
 
 
 Scratch = list[Tensor]

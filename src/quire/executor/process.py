@@ -70,9 +70,8 @@ class ProcessExecutor:
         self._pipe, self.process = _spawn(fds)
         self._on_wait = on_wait
         self._num_sent = self._num_answered = 0
-        self._answers: dict[
-            int, StepResult | CallResult | CallFailed
-        ] = {}  # answers not requested yet
+        # answers not requested yet
+        self._answers: dict[int, StepResult | CallResult | CallFailed] = {}
         self._dead: Exception | None = None
         try:
             self._send(encode(StartWorker(target, payload, import_path())))

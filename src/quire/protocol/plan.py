@@ -69,6 +69,5 @@ class StepResult(Struct, array_like=True, omit_defaults=True, gc=False, tag="res
     extras: dict[str, bytes] = {}  # hook -> gate
     # forced tokens, which follow without a draw; none of them is computed yet
     forced_tokens: dict[int, list[int]] = {}
-    tensors: dict[
-        int, TensorData
-    ] = {}  # outputs of requests that generate no tokens, with the last chunk
+    # outputs of requests that generate no tokens, with the last chunk
+    tensors: dict[int, TensorData] = {}

@@ -24,9 +24,8 @@ class SchedulerLimits:
     chunked: bool = True  # False: a prompt is computed in one step or waits
     max_chunk: int = 0  # the most tokens of one prompt in a step; 0: the step's token budget
     drafts: int = 0  # draft tokens that a row may have beyond its next token
-    lookahead: int = (
-        0  # tokens behind those of a step that a row may have blocks for, where blocks are free
-    )
+    # tokens behind those of a step that a row may have blocks for, where blocks are free
+    lookahead: int = 0
     depth: int = 1  # steps that may be in flight at once
     run_ahead: bool = True  # False: a row is planned again only when its next token is known
     by_priority: bool = False

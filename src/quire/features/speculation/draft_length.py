@@ -88,20 +88,16 @@ class DraftLength:
         accepted = self._accepted[row]
         if accepted < least:
             return 0
-        return (
-            self.most
-            if accepted >= 1
-            else min(self.most, int(math.log(least) / math.log(accepted)))
-        )
+        if accepted >= 1:
+            return self.most
+        return min(self.most, int(math.log(least) / math.log(accepted)))
 
     def _price(self, num_rows: int) -> float:
         """Tokens that rows produce in the time that a draft token adds to their step, at the best number of these."""
         if num_rows not in self._prices:
             base, most = self._time(num_rows), num_rows * (1 + self.most)
-            larger = {size for size in self._seconds if num_rows < size < most} | {
-                2 * num_rows,
-                most,
-            }
+            larger = {size for size in self._seconds if num_rows < size < most}
+            larger |= {2 * num_rows, most}
             each = min((self._time(size) - base) / (size - num_rows) for size in larger)
             self._prices[num_rows] = each * num_rows / base
         return self._prices[num_rows]

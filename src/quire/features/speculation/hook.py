@@ -54,9 +54,8 @@ class SpeculationHook(Hook):
         self.names_requests, self.processors, self.waits = names_requests, processors, waits
         # Of steps whose results are not read yet: the rows that drew, and the report.
         self.reports: deque[tuple[list[int], DraftReport]] = deque()
-        self._entered: dict[
-            int, EnteredRow
-        ] = {}  # by row: requests that the drafter does not know yet
+        # by row: requests that the drafter does not know yet
+        self._entered: dict[int, EnteredRow] = {}
         self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
         self._most: dict[int, int] = {}  # by row: the most draft tokens that its request wants
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens

@@ -69,9 +69,8 @@ class SampledStep:
         self.max_allowed_logit_S: Tensor | None = (
             None  # the highest logit that is allowed; None: all are
         )
-        self.params: list[
-            SamplingParams | None
-        ] = []  # of the rows of S, if `max_allowed_logit_S` is set
+        # of the rows of S, if `max_allowed_logit_S` is set
+        self.params: list[SamplingParams | None] = []
         self.scored: list[tuple[ScoredTokens, list[int]]] = []  # each with its draws, indices of S
         self.prompts: dict[int, tuple[int, ScoredTokens]] = {}  # by item: first position, scores
         self.errors: dict[int, str] = {}  # by item

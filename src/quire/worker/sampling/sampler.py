@@ -78,9 +78,8 @@ class Sampler:
         self.logprobs: dict[int, tuple[int, Tensor | None]] = {}
         # Rows with prompt logprobs: the number of best tokens to report.
         self.prompt_logprobs: dict[int, int] = {}
-        self.invalid: dict[
-            int, RequestFault
-        ] = {}  # rows with unusable parameters, which fail when they run
+        # rows with unusable parameters, which fail when they run
+        self.invalid: dict[int, RequestFault] = {}
         # Rows that need more than a draw by the numbers of `params_R`.
         self.slow_path_rows: set[int] = set()
 
