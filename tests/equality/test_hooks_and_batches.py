@@ -130,8 +130,8 @@ def test_a_part_without_fast_path_support_is_not_skipped(part: str, path: str) -
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_model_that_records_hidden_states_refuses_the_fast_path(depth: int, path: str) -> None:
-    """No hook refuses here; and it may begin and end while the worker has the model."""
+def test_a_model_that_records_hidden_states_keeps_the_fast_path(depth: int, path: str) -> None:
+    """And by parts it records the same; it may begin and end while the worker has the model."""
     with engine(path, depth, dtype="bfloat16") as one:
         worker = worker_of(one)
         batches, build = [], worker.batcher.build
@@ -142,8 +142,15 @@ def test_a_model_that_records_hidden_states_refuses_the_fast_path(depth: int, pa
         worker.model.record_hidden_states([1])
         one.client.call("reset_prefix_cache")
         assert one.tokens(prompts(3), greedy(6)) == wanted
-        assert batches
+        assert not batches or best() is None
+        last = {number: states.clone() for number, states in worker.model.fast_states.items()}
+        worker.unfuse("test")
+        one.client.call("reset_prefix_cache")
+        assert one.tokens(prompts(3), greedy(6)) == wanted
         assert all(len(batch.hidden_states[1]) == batch.num_tokens for batch in batches)
+        found = batches[-1].hidden_states[1]
+        assert best() is None or torch.equal(last[1][: len(found)], found)
+        worker.fuse("test")
         worker.model.record_hidden_states([])
         batches.clear()
         one.client.call("reset_prefix_cache")
