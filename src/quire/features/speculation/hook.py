@@ -122,7 +122,8 @@ class SpeculationHook(Hook):
             if item.samples and rows.num_computed_tokens[item.row] == rows.length[item.row] - 1
         ]
         report = self._verify_counts()
-        if drew and len(drew) == len(plan.work):
+        computed = sum(item.num_tokens for item in plan.work)
+        if drew and len(drew) == len(plan.work) and computed <= len(drew) * (1 + self.length.most):
             tokens = len(drew) + sum(drafts for _, drafts in self._verified.values() if drafts > 0)
             self.length.timed(tokens, time.perf_counter() - self._began)
         self.drafter.observe(plan, self._computed_tokens())
