@@ -21,6 +21,10 @@ LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs tim
 PROBE_SHARE = 0.01
 LEAST_PROBE = 0.05  # the least cost of a probe, as a part of a step: drafters take it
 KEEP_PRICES = 16  # steps
+PLAIN_EVERY, LEARN_EVERY = (
+    64,
+    8,
+)  # steps between those without draft tokens: if their time is known, and if not
 NO_COST = 0.01  # a drafter that takes less of a step's time is free
 
 
@@ -39,6 +43,7 @@ class DraftLength:
         self._seconds: dict[int, float] = {}  # of a step, by its size
         self._prices: dict[int, float] = {}  # by number of rows, as of late
         self._num_timed = 0
+        self._since_plain = LEARN_EVERY  # steps
         self._pass_seconds = 0.0  # that a drafter takes for one more place of all rows
         self._spare = 0.0  # seconds that probes may take
         self._probes: set[int] = set()  # rows whose draft token is a probe
@@ -74,6 +79,9 @@ class DraftLength:
         """The most draft tokens that may pay off, for each row: at most `room`; 0: propose none."""
         if self.fixed or not room:
             return {row: min(left, self.most) for row, left in room.items()}
+        if self._wants_plain_step(len(room)):
+            self._probes = set()
+            return dict.fromkeys(room, 0)
         least = max(self._price(len(room)), LEAST_GAIN)
         limits = {row: min(left, self._places(row, least)) for row, left in room.items()}
         if self._pass_seconds > NO_COST * self._time(len(room) or 1):
@@ -82,6 +90,15 @@ class DraftLength:
         idle = {row for row, limit in limits.items() if not limit and room[row] > 0}
         self._probes = idle if idle and self._may_probe(len(room), len(idle)) else set()
         return limits | dict.fromkeys(self._probes, 1)
+
+    def _wants_plain_step(self, num_rows: int) -> bool:
+        """Whether a step without draft tokens should run, so that its time is known: it is what draft tokens must beat."""
+        self._since_plain += 1
+        is_known = any(0.75 * num_rows <= size <= num_rows for size in self._seconds)
+        if self._since_plain < (PLAIN_EVERY if is_known else LEARN_EVERY):
+            return False
+        self._since_plain = 0
+        return True
 
     def _places(self, row: int, least: float) -> int:
         """How many places add at least so many tokens each."""
@@ -158,9 +175,10 @@ class DraftLength:
                 yield gain, row, place
 
     def _time(self, tokens: int) -> float:
-        """Seconds of a step of so many tokens: as measured, or between the next sizes that were.
+        """Seconds of a step of so many tokens: as measured, between the next sizes that were, or on the line through the two
+        largest.
 
-        A step of up to twice the tokens of the largest one that was measured is taken to cost no more: it will be measured.
+        If only one was measured, up to twice its tokens are taken to cost no more: they will be measured.
         """
         size = _size(tokens)
         if (known := self._seconds.get(size)) is not None:
@@ -170,7 +188,11 @@ class DraftLength:
         if not below:
             return self._seconds.get(above, 1.0)
         if not above:
-            return self._seconds[below] * max(size / (2 * below), 1.0)
+            before = max((n for n in self._seconds if n < below), default=0)
+            if not before:
+                return self._seconds[below] * max(size / (2 * below), 1.0)
+            slope = max(self._seconds[below] - self._seconds[before], 0.0) / (below - before)
+            return self._seconds[below] + slope * (size - below)
         share = (size - below) / (above - below)
         return (1 - share) * self._seconds[below] + share * self._seconds[above]
 
