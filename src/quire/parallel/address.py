@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from msgspec import Struct
 
+from quire.errors import Unsupported
 from quire.parallel.ranks import TensorRanks
 
 SLOT = 1 << 20
@@ -37,7 +38,13 @@ class RankAddress(Struct, array_like=True):
 
 @contextmanager
 def addresses(size: int) -> Iterator[list[RankAddress]]:
-    """Of all ranks. Child processes inherit the descriptor if they start inside."""
+    """Of all ranks. Child processes inherit the descriptor if they start inside.
+
+    Raises:
+        Unsupported: the operating system has no memory without a name.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise Unsupported("several ranks on this operating system", "use Linux, or 1 rank")
     fd = os.memfd_create("quire-ranks", 0)
     try:
         os.ftruncate(fd, num_bytes(size))

@@ -383,8 +383,8 @@ def forecast_specs(
     states, ranks = 0, resolved.config.parallel.tensor_parallel_size
     for spec in (resolved.spec, *others):
         cacheless = spec.pooling is not None and not spec.pooling.causal
-        states_of = has_states(spec.architecture, spec.hf_config, spec.options.model_impl)
-        if ranks > 1 or cacheless or states_of:
+        stateful = has_states(spec.architecture, spec.hf_config, spec.options.model_impl)
+        if ranks > 1 or cacheless or stateful:
             model = construct_part(spec, ranks)
             specs += layer_specs(resolved, [model], [spec])
             states += state_bytes_of([model])

@@ -1,6 +1,6 @@
 """GrammarLookAhead: the draft tokens of rows with a grammar, and the masks behind each.
 
-Knows rows' grammars and their processes. Does not know who proposes draft tokens, or logits. A grammar's process steps
+Knows rows' grammars and their processes. Does not know drafters or logits. A grammar's process steps
 along the draft tokens and back: it cuts them at the first that the grammar excludes, and puts forced tokens first. Rows
 whose forced tokens are known without a draw have none left here.
 
