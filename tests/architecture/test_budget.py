@@ -12,7 +12,7 @@ from functools import cache
 from source_rules import ROOT, SOURCE, source_files
 
 PAGE = ROOT / "docs" / "design" / "budget.md"
-WHOLE_PYTHON, WHOLE_CPP = 54_000, 8_000
+WHOLE_PYTHON, WHOLE_CPP = 58_000, 8_000
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
