@@ -16,12 +16,22 @@ import gguf
 import llama_cpp
 import numpy as np
 
-KINDS = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+KINDS = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen35",
+}
 NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+RECURRENT = {
+    "in_proj_qkv": "attn_qkv.weight", "in_proj_z": "attn_gate.weight", "in_proj_a": "ssm_alpha.weight", "in_proj_b": "ssm_beta.weight",
+    "conv1d": "ssm_conv1d.weight", "norm": "ssm_norm.weight", "out_proj": "ssm_out.weight", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias",
 }  # fmt: skip
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
 
@@ -75,8 +85,11 @@ def write(source: Path, target: Path) -> None:
             whole = experts.setdefault(f"blk.{layer}.{NAMES[f'mlp.{part}']}_exps.weight", {})
             whole[int(number)] = bits
             continue
+        if part.startswith("linear_attn."):
+            recurrent(writer, layer, part.removeprefix("linear_attn."), bits)
+            continue
         to = NAMES[part]
-        if kind == "gemma3" and part == "post_attention_layernorm":
+        if kind in ("gemma3", "qwen35") and part == "post_attention_layernorm":
             to = "post_attention_norm"
         if kind == "llama" and to in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if to == "attn_q" else "num_key_value_heads"]
@@ -90,9 +103,20 @@ def write(source: Path, target: Path) -> None:
     writer.close()
 
 
+def recurrent(writer: Any, layer: str, part: str, bits: Any) -> None:
+    """Add a tensor of a gated delta net. With as many key heads as value heads, the file has the checkpoint's order."""
+    name = f"blk.{layer}.{RECURRENT[part]}"
+    if part == "A_log":
+        writer.add_tensor(name, -np.exp(float32(bits)))
+    elif part == "conv1d":
+        writer.add_tensor(name, float32(bits[:, 0]))
+    else:
+        add(writer, name, bits)
+
+
 def plus_one(kind: str, name: str, bits: Any) -> Any:
-    """The norms of Gemma as 1 + weight, as its GGUF files store them; all random norms are ones."""
-    return np.full_like(bits, 0x4000) if kind == "gemma3" and "norm" in name else bits
+    """Norms that multiply by 1 + weight, as GGUF files store them; all random norms of the checkpoints are ones."""
+    return np.full_like(bits, 0x4000) if kind in ("gemma3", "qwen35") and "norm" in name else bits
 
 
 def describe(writer: Any, config: dict[str, Any]) -> None:
@@ -107,9 +131,10 @@ def describe(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1))
+    writer.add_rope_dimension_count(rotated)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     if config.get("num_experts"):
         writer.add_expert_count(config["num_experts"])
@@ -117,6 +142,14 @@ def describe(writer: Any, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if heads := config.get("linear_num_value_heads"):
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+        writer.add_full_attention_interval(config["full_attention_interval"])
+        writer.add_rope_dimension_sections([rotated // 2, 0, 0, 0])
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
