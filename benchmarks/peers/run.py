@@ -97,6 +97,12 @@ def main(argv: Sequence[str]) -> int:
     add("--once", nargs="*", default=[], metavar="ROWSxIN/OUT", help="run in the first round only")
     add("--threads", type=int, default=os.cpu_count(), help="compute threads of vLLM; the others choose")  # fmt: skip
     add("--kv-gib", type=int, help="for keys and values of each; unset: what the workloads need")
+    add(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        help="seconds for a start, and for a turn; a slower engine leaves the run",
+    )
     add("--peers", type=Path, default=Path(".cache/peers"), help="folder of the environments")
     add("--scripts", type=Path, default=Path("benchmarks/peers"), help="folder of the scripts")
     add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "quire-bench", help="folder of the random checkpoints")  # fmt: skip
@@ -139,6 +145,8 @@ def _measure(given: argparse.Namespace, command: str) -> int:
             turns += _rounds(running, shape, chosen, given)
             for name, one in running.items():
                 engines[name]["resident_mib"] = round(one.resident / 2**20)
+                if one.ended:
+                    engines[name]["about"]["left the run"] = one.ended
     result = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "command": command,
@@ -258,7 +266,8 @@ class Running:
             python, environment = _of_its_own(given.peers, asked["python"], given.cache)
         if not python.exists():
             raise StartupError(f"{name}: no {python}; run {given.scripts}/install.py {asked['python']}")  # fmt: skip
-        self.name, self.asked = name, asked
+        self.name, self.asked, self.patience = name, asked, given.patience
+        self.ended = ""  # why it left the run
         self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
         began = time.perf_counter()
         self.process: Any = subprocess.Popen(
@@ -290,14 +299,17 @@ class Running:
         return answer
 
     def _answer(self) -> dict[str, Any]:
-        late = threading.Timer(PATIENCE_S, self.signal, [signal.SIGKILL])
+        began = time.perf_counter()
+        late = threading.Timer(self.patience, self.signal, [signal.SIGKILL])
         late.start()
         try:
             line = self.process.stdout.readline()
-        finally:  # else it keeps this process, which a signal may end, for PATIENCE_S
+        finally:  # else it keeps this process, which a signal may end, for that long
             late.cancel()
         if not line:
             self.said.seek(0)
+            if time.perf_counter() - began >= self.patience:
+                raise StartupError(f"{self.name} took more than {self.patience:g} s")
             raise StartupError(f"{self.name} ended: {last_words(self.said.read())}")
         found: dict[str, Any] = json.loads(line)
         return found
@@ -360,8 +372,15 @@ def _rounds(
             prompts = workload.prompts(shape.vocab)
             ours: list[list[int]] | None = None
             for name, one in running.items():
+                if one.ended:
+                    continue
                 before = probe
-                answer = one.ask(prompts, workload.output)
+                try:
+                    answer = one.ask(prompts, workload.output)
+                except StartupError as why:
+                    one.ended = f"in {workload.name}, round {number}: {why}"
+                    print(one.ended, flush=True)
+                    continue
                 probe = roofline.probe("bfloat16")
                 engine = ENGINES[name]
                 least = roofline.seconds(

@@ -98,7 +98,7 @@ def test_an_engine_reads_its_head_and_its_scales_too():
 
 def an_engine(tmp_path: Path, script: str = ENGINE) -> run.Running:
     (tmp_path / "engine.py").write_text(script.format(scripts=str(SCRIPTS)))
-    given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path)
+    given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path, patience=60.0)
     asked = {"python": None, "script": "engine.py", "model": "m", "group": "16 bits", "kv_gib": 1}
     return run.Running("made up", asked, given)
 
@@ -132,10 +132,23 @@ def test_an_engine_answers_and_is_stopped_between(tmp_path):
     assert engine.process.poll() is not None
 
 
+def test_an_engine_that_fails_in_a_turn_leaves_the_run(tmp_path, monkeypatch):
+    probe = Probe(bytes_per_s=1e9, flops_per_s=1e9)
+    monkeypatch.setattr(run.roofline, "probe", lambda dtype: probe)
+    some = [Workload(1, 4, 8), Workload(1, 4, 3)]  # 8 tokens: this engine returns fewer
+    given = argparse.Namespace(rounds=1, once=[])
+    engine = an_engine(tmp_path)
+    try:
+        assert run._rounds({"quire": engine}, SHAPES["tiny"], some, given) == []
+        assert engine.ended == "in 1x4/8, round 1: made up: not 8 tokens for each prompt"
+    finally:
+        engine.close()
+
+
 def test_a_missing_or_failed_engine_is_reported(tmp_path):
     with pytest.raises(StartupError, match="ended: ModuleNotFoundError: No module named 'nothing'"):
         an_engine(tmp_path, "import nothing")
-    given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path)
+    given = argparse.Namespace(scripts=tmp_path, peers=tmp_path, cache=tmp_path, patience=60.0)
     with pytest.raises(StartupError, match=r"no .*/other/bin/python; run .*install\.py other"):
         run.Running("made up", {"python": "other", "script": "engine.py"}, given)
 
