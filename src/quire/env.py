@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,9 @@ VARIABLES: dict[str, Variable] = {
         Variable("LOGGING_FORMAT", str, "text", "text, or json (one JSON object per line)."),
         Variable("LOGGING_COLOR", str, "auto", "Colored log lines: auto, 1 or 0 (NO_COLOR is honored)."),
         Variable("CACHE_ROOT", str, "~/.cache/quire", "Cache directory for compiled kernels and downloads."),
-        Variable("HOST_IP", str, "", "This node's address for sockets between nodes.", no_effect="one node serves a model; --host sets the address of the server"),
+        Variable("HOST_IP", str, "", "This machine's address for other machines of an engine; unset: that from which it reaches the head."),
+        Variable("CLUSTER_KEY_FILE", str, None, "File with the key that the machines of an engine share, at least 16 bytes."),
+        Variable("NODES_TIMEOUT_S", int, 50, "Seconds that the machines of an engine wait for each other at the start."),
         Variable("PLUGINS", str, None, "Comma-separated names of the plugins to load; unset: all that are installed for Quire."),
         Variable("DEVICE", str, None, "cpu, cuda, or the name of a platform plugin; unset: detected."),
         Variable("WORKER_MULTIPROC_METHOD", str, "spawn", "How workers start.", no_effect="workers are new processes, never forks"),
@@ -95,7 +97,8 @@ IMAGE_FETCH_TIMEOUT VIDEO_FETCH_TIMEOUT AUDIO_FETCH_TIMEOUT USE_TRITON_FLASH_ATT
 USE_FLASHINFER_SAMPLER TORCH_PROFILER_DIR DISABLE_COMPILE_CACHE USE_PRECOMPILED
 DEBUG_LOG_API_SERVER_RESPONSE NCCL_SO_PATH TORCH_COMPILE_LEVEL WORKER_MULTIPROC CPU_SGL_KERNEL
 CPU_MOE_PREPACK KV_CACHE_LAYOUT SLEEP_WHEN_IDLE HTTP_TIMEOUT_KEEP_ALIVE DISABLED_KERNELS
-USE_AOT_COMPILE LOOPBACK_IP MODEL_REDIRECT_PATH SERVER_PORT IMAGE VERSION
+RAY_EXTRA_ENV_VARS_TO_COPY RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY RAY_DP_PACK_STRATEGY RAY_PER_WORKER_GPUS
+RAY_BUNDLE_INDICES RAY_DP_PLACEMENT_NODE_IPS USE_AOT_COMPILE LOOPBACK_IP MODEL_REDIRECT_PATH SERVER_PORT IMAGE VERSION
 DISABLE_REQUEST_ID_RANDOMIZATION USE_DEEP_GEMM MOE_DP_CHUNK_SIZE ENABLE_COHERE_API
 """
 QUIET = frozenset(_QUIET.split())
@@ -164,6 +167,17 @@ def for_a_child(**changes: str) -> dict[str, str]:
     always accidents, so they are removed.
     """
     return {**_importable(dict(os.environ)), **changes}
+
+
+def adopt(environment: Mapping[str, str], not_ending: Sequence[str]) -> None:
+    """Set the variables of another machine's process that this one does not set, but those whose names end so.
+
+    Without OMP_NUM_THREADS, which Ray sets to 1, unless the other process has it.
+    """
+    os.environ.pop("OMP_NUM_THREADS", None)
+    for name, value in environment.items():
+        if not name.endswith(tuple(not_ending)):
+            os.environ.setdefault(name, value)
 
 
 def bare_for_a_child() -> dict[str, str]:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from quire import env
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
+from quire.processes.port_holder import port_holder
 from quire.server.process.accept import MOST_FILES, Acceptor, allow_files
 from quire.server.process.connection import HEAD_BYTES, Connection
 
@@ -133,7 +134,7 @@ def bind(server: ServerConfig) -> socket.socket:
             listener.close()
         why = error.strerror or str(error)
         raise ConfigError(
-            f"cannot listen on {host} port {server.port}: {why}; choose another with --host or --port"
+            f"cannot listen on {host} port {server.port}: {why}{port_holder(server.port)}; choose another with --host or --port"
         ) from error
     listener.set_inheritable(False)
     return listener
