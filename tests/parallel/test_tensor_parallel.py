@@ -53,5 +53,6 @@ def test_what_cannot_be_split_is_refused_before_loading() -> None:
         ConfigError, match=r"tensor_parallel_size=3 does not divide the 4 attention heads.*use 2"
     ):
         LLM(MODEL, tensor_parallel_size=3)
-    with pytest.raises(Unsupported, match="enable-lora"):
-        LLM(MODEL, tensor_parallel_size=2, enable_lora=True)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with pytest.raises(Unsupported, match="speculative-config"):
+        LLM(MODEL, tensor_parallel_size=2, speculative_config=drafts)

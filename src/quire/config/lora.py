@@ -36,7 +36,7 @@ class LoraConfig:
     lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Number format of the adapters' weights; auto: the model's dtype."""
     fully_sharded_loras: bool = False
-    """Split both matrices of an adapter between devices (accepted; one device has all of both)."""
+    """Split both matrices of an adapter between devices (accepted without effect: each rank has all of A, and of B its own outputs)."""
     lora_target_modules: list[str] = field(default_factory=list)
     """Names of the layers that adapters may change, such as q_proj; tensors for other layers are left out. Unset: all."""
     allowed_lora_paths: list[str] = field(default_factory=list)

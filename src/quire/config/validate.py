@@ -101,7 +101,7 @@ def _warn_of_ignored(config: EngineConfig) -> None:
     ignored = {
         (f"prefix_caching_hash_algo={algorithm}", "blocks are found by blake2b with a key of this server"): algorithm != "blake2b",
         (f"swap_space={swap:g}", "preempted requests are recomputed"): swap not in (0, 4),
-        ("fully_sharded_loras", "one device has all of both matrices"): config.lora.fully_sharded_loras,
+        ("fully_sharded_loras", "each rank has all of A, and of B its own outputs"): config.lora.fully_sharded_loras,
         ("preemption_mode=swap", "preempted requests are recomputed"): config.scheduler.preemption_mode == "swap",
         ("model_loader_extra_config", f"load_format={form} maps the files, and has no options"): config.load.model_loader_extra_config,
     }  # fmt: skip

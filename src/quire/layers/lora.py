@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,9 +21,10 @@ from quire.forward_context import ADAPTERS, ForwardBatch
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Router
-from quire.layers.weight_slots import named_layers
+from quire.layers.weight_slots import named_layers, own_part
 from quire.layers.weights import WeightRef
-from quire.ops.lora import LoraFactors, LoraTable, NewPart
+from quire.ops.lora import LANES, LoraFactors, LoraTable, NewPart
+from quire.parallel.ranks import Share
 
 if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
@@ -64,13 +65,36 @@ class Target(Protocol):
 class Place(NamedTuple):
     """Where a module of a checkpoint is in a model: outputs [start, start + outs) of a weight.
 
-    `rows`: gives the weight's rows [first, last) as floats [O, I]; None: of a table.
+    `rows`: gives the weight's rows [first, last) as floats [O, I]; None: of a table. `shares`: of the module's outputs, this
+    rank has these parts, one after the other; none: all.
     """
 
     target: Target
     start: int
     outs: int
     rows: Callable[[int, int], Tensor] | None
+    shares: tuple[Share, ...] = ()
+
+    @property
+    def all_outs(self) -> int:
+        """Outputs of the module, with those of other ranks."""
+        return sum(share.total for share in self.shares) or self.outs
+
+    def own(self, weights: LoraWeights) -> LoraWeights:
+        """What this rank has of a module's weights: every rank multiplies all inputs by A."""
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else own_part(tensor, self.shares)
+
+        if not self.shares:
+            return weights
+        return replace(
+            weights,
+            b_OR=cut(weights.b_OR),
+            bias_O=cut(weights.bias_O),
+            base_bias_O=cut(weights.base_bias_O),
+            magnitude_O=cut(weights.magnitude_O),
+        )
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
@@ -85,9 +109,11 @@ def places_of(model: nn.Module) -> dict[str, Place]:
         rows, start = _rows_of(ref), 0
         if ref.parts and ref.packed:
             packed = f"{path.rpartition('.')[0]}.{ref.packed}"
-            found[packed] = Place(ref, 0, ref.num_out, rows)
-        for name, outs in zip(ref.checkpoint_names(path), ref.outputs, strict=True):
-            found[name] = Place(ref, start, outs, rows)
+            found[packed] = Place(ref, 0, ref.num_out, rows, ref.shares)
+        for number, name in enumerate(ref.checkpoint_names(path)):
+            outs, shares = ref.outputs[number], ref.shares
+            own = shares[number : number + 1] if ref.parts else shares
+            found[name] = Place(ref, start, outs, rows, own)
             start += outs
     return found
 
@@ -95,7 +121,7 @@ def places_of(model: nn.Module) -> dict[str, Place]:
 def lora_targets(model: Any) -> dict[str, tuple[int, int]]:
     """By module name in checkpoints, inputs and outputs of what adapters may change; of an embedding, words and features."""
     places: Mapping[str, Place] = model.adapter_places()
-    return {name: (place.target.num_in, place.outs) for name, place in places.items()}
+    return {name: (place.target.num_in, place.all_outs) for name, place in places.items()}
 
 
 def _rows_of(ref: WeightRef) -> Callable[[int, int], Tensor]:
@@ -221,7 +247,8 @@ class AdapterWeights:
         for name, weights in modules.items():
             place = places[name]
             _check(name, place, weights)
-            by_target.setdefault(id(place.target), []).append((name, place, weights))
+            of_target = by_target.setdefault(id(place.target), [])
+            of_target.append((name, place, place.own(weights)))
         self.factors: list[tuple[Target, LoraFactors]] = []
         for group in by_target.values():
             self.factors.append((group[0][1].target, _factors(group, dtype)))
@@ -239,7 +266,7 @@ def _check(name: str, place: Place, weights: LoraWeights) -> None:
         raise ValidationError(
             f"the adapter's factors of {name} do not fit: it is {kind} in the model"
         )
-    num_in, outs = place.target.num_in, place.outs
+    num_in, outs = place.target.num_in, place.all_outs
     a_RI, b_OR = weights.a_RI, weights.b_OR
     if is_table and (weights.magnitude_O is not None or a_RI is None):
         raise ValidationError(
@@ -290,16 +317,14 @@ def _offset(place: Place, each: LoraWeights, gain_O: Tensor) -> Tensor:
 
 
 def _row_norms(place: Place, each: LoraWeights) -> Tensor:
-    """Of W + s B A."""
+    """Of W + s B A, computed for so few rows at once that a rank which has a part of them gets the same bits."""
     if place.rows is None:
         raise TypeError("a table has no rows of outputs")
     weight_OI = place.rows(place.start, place.start + place.outs)
     if each.a_RI is None or each.b_OR is None:
         return weight_OI.norm(dim=1)
     norms = []
-    for rows, b_OR in zip(
-        weight_OI.split(ROWS_AT_ONCE), each.b_OR.float().split(ROWS_AT_ONCE), strict=True
-    ):
+    for rows, b_OR in zip(weight_OI.split(LANES), each.b_OR.float().split(LANES), strict=True):
         norms.append((rows.cpu() + each.scale * (b_OR @ each.a_RI.float())).norm(dim=1))
     return torch.cat(norms)
 

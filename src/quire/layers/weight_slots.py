@@ -74,7 +74,7 @@ class WeightSlot(NamedTuple):
             ConfigError: the tensor (`called` in the checkpoint) has another shape, or is quantized where config.json
                 says it is not, or the reverse.
         """
-        tensor = self._own_part(self._in_shape(tensor, called))
+        tensor = own_part(self._in_shape(tensor, called), self.shares, self.cut)
         into = self.layer.get_parameter(self.name)
         if tensor.dtype != into.dtype and not (_is_plain(tensor) and _is_plain(into)):
             raise ConfigError(
@@ -101,16 +101,6 @@ class WeightSlot(NamedTuple):
             into = self.layer.get_parameter(self.name)
         into.data.narrow(self.dim, self.start, self.length).copy_(tensor)
 
-    def _own_part(self, tensor: Tensor) -> Tensor:
-        """What this rank has of a tensor; a view, if it is one piece: then nothing else of the file is read."""
-        if not self.shares:
-            return tensor
-        begin, pieces = 0, []
-        for share in self.shares:
-            pieces.append(tensor.narrow(self.cut, begin + share.start, share.length))
-            begin += share.total
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.cut)
-
     def _in_shape(self, tensor: Tensor, called: str) -> Tensor:
         """Allow missing or extra dimensions of length 1, and one per-part tensor that is shared by all parts."""
         want = self.shape()
@@ -127,6 +117,18 @@ class WeightSlot(NamedTuple):
         raise ConfigError(
             f"weight {called} has shape {list(tensor.shape)}, but config.json requires {list(want)}"
         )
+
+
+def own_part(tensor: Tensor, shares: Sequence[Share], dim: int = 0) -> Tensor:
+    """What this rank has of a checkpoint tensor: these parts of dimension `dim`, one after the other; none: all. A view, if it is
+    one piece: then nothing else of the file is read."""
+    if not shares:
+        return tensor
+    begin, pieces = 0, []
+    for share in shares:
+        pieces.append(tensor.narrow(dim, begin + share.start, share.length))
+        begin += share.total
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 class StackedSlot:

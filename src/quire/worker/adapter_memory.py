@@ -1,13 +1,15 @@
 """How much memory LoRA adapters take, calculated before anything is loaded.
 
 Knows the shapes of a model's linear layers, and the headers of the configured adapters. An adapter takes what its true ranks
-take; those that are loaded later are planned with max_lora_rank on every linear layer.
+take; those that are loaded later are planned with max_lora_rank on every linear layer. Where several ranks split a layer, each
+has all of A, and of B its own outputs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from quire.models import registry
 from quire.models.checkpoint_files import stored_tensors
 from quire.models.location import find_adapter
 from quire.models.safetensors_header import header
+from quire.worker.rank_memory import construct_part
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -28,7 +31,16 @@ class AdapterMemory(NamedTuple):
     about: str = ""
 
 
+class AdaptedLayer(NamedTuple):
+    """Inputs and outputs of a linear layer; `own`: the outputs that one rank has."""
+
+    ins: int
+    outs: int
+    own: int
+
+
 NO_ADAPTERS = AdapterMemory()
+LORA_B = ".lora_B.weight"
 
 
 def forecast_adapters(resolved: Resolved) -> AdapterMemory:
@@ -38,8 +50,9 @@ def forecast_adapters(resolved: Resolved) -> AdapterMemory:
         return NO_ADAPTERS
     chosen = options.lora_dtype
     item = ITEMSIZE[resolved.dtype if chosen == "auto" else chosen]
-    largest = _factors(resolved) * options.max_lora_rank * item
-    own = [_bytes_of(resolved, one["path"], largest, item) for one in options.lora_modules]
+    layers = _layers(resolved)
+    largest = _factors(resolved, layers) * options.max_lora_rank * item
+    own = [_bytes_of(resolved, one["path"], layers, largest, item) for one in options.lora_modules]
     known = sorted(own, reverse=True)[: options.capacity]
     others = options.capacity - len(known)
     parts = [f"{len(known)} of lora_modules"] * bool(known)
@@ -47,38 +60,51 @@ def forecast_adapters(resolved: Resolved) -> AdapterMemory:
     return AdapterMemory(sum(known) + others * largest, " and ".join(parts))
 
 
-def _bytes_of(resolved: Resolved, path: str, largest: int, item: int) -> int:
+def _bytes_of(
+    resolved: Resolved, path: str, layers: Mapping[str, AdaptedLayer], largest: int, item: int
+) -> int:
     """Bytes of an adapter in memory, by its header. One that cannot be read is refused later, by its reader."""
     config = resolved.config
     try:
         folder = Path(find_adapter(path, config.load, config.model.hf_token))
-        tensors = header(folder / "adapter_model.safetensors").values()
+        tensors = header(folder / "adapter_model.safetensors")
     except (QuireError, OSError):
         return largest
-    return sum(math.prod(tensor["shape"]) for tensor in tensors) * item
+    total = 0
+    for name, tensor in tensors.items():
+        count = math.prod(tensor["shape"])
+        layer = layers.get(name.removeprefix("base_model.model.").removesuffix(LORA_B))
+        if name.endswith(LORA_B) and layer is not None:
+            count = count * layer.own // layer.outs
+        total += count * item
+    return total
 
 
-def _factors(resolved: Resolved) -> int:
+def _factors(resolved: Resolved, layers: Mapping[str, AdaptedLayer]) -> int:
     """Elements of an adapter of rank 1 on every linear layer but the head."""
-    config, chosen = resolved.hf_config, resolved.config.lora.lora_target_modules
-    impl, _ = registry.choose_impl(resolved.architecture, config, resolved.config.model.model_impl)
-    sizes: dict[str, tuple[int, int]] = {}
-    if impl == "native":
-        from quire.models.construction import construct
+    words, chosen = resolved.hf_config.get("vocab_size"), resolved.config.lora.lora_target_modules
+    return sum(
+        layer.ins + layer.own
+        for name, layer in layers.items()
+        if words not in (layer.ins, layer.outs)
+        and (not chosen or name.rpartition(".")[2] in chosen)
+    )
 
-        places = construct(resolved.spec).adapter_places()
+
+def _layers(resolved: Resolved) -> dict[str, AdaptedLayer]:
+    """The linear layers by their names in checkpoints."""
+    config, ranks = resolved.hf_config, resolved.config.parallel.tensor_parallel_size
+    impl, _ = registry.choose_impl(resolved.architecture, config, resolved.config.model.model_impl)
+    found: dict[str, AdaptedLayer] = {}
+    if impl == "native":
+        places = construct_part(resolved.spec, ranks).adapter_places()
         names = Counter(id(place.target) for place in places.values())
         for name, place in places.items():
             if names[id(place.target)] == 1 or place.outs < place.target.num_out:  # not fused
-                sizes[name] = place.target.num_in, place.outs
-    else:
-        found = stored_tensors(resolved.path, config, resolved.config.load.load_format)
-        for name, _, shape in [] if isinstance(found, int) else found:
-            if len(shape) == 2:
-                sizes[name.removesuffix(".weight")] = shape[1], shape[0]
-    return sum(
-        ins + outs
-        for name, (ins, outs) in sizes.items()
-        if config.get("vocab_size") not in (ins, outs)
-        and (not chosen or name.rpartition(".")[2] in chosen)
-    )
+                found[name] = AdaptedLayer(place.target.num_in, place.all_outs, place.outs)
+        return found
+    stored = stored_tensors(resolved.path, config, resolved.config.load.load_format)
+    for name, _, shape in [] if isinstance(stored, int) else stored:
+        if len(shape) == 2:
+            found[name.removesuffix(".weight")] = AdaptedLayer(shape[1], shape[0], shape[0])
+    return found

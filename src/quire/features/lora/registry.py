@@ -30,6 +30,7 @@ FILE = "lora-adapters"
 POLL_S = 0.01
 MAX_NAMES = 4096
 NO_SLOT = -1
+OTHER_FILES = "two ranks of this engine read different files of the adapter: put the same ones on every machine, and load it again"
 
 
 class CallWorkers(Protocol):
@@ -362,7 +363,7 @@ class LoraRegistry:
 
 
 def merged(answers: list[Any]) -> dict[int, dict[str, Any]]:
-    """The reports that all workers have made, by ticket; one with an error if any worker has one."""
+    """The reports that all workers have made, by ticket; one with an error if any worker has one, or read other files."""
     first = {int(ticket): report for ticket, report in answers[0].items()} if answers else {}
     for answer in answers[1:]:
         for ticket in list(first):
@@ -370,6 +371,8 @@ def merged(answers: list[Any]) -> dict[int, dict[str, Any]]:
                 del first[ticket]
             elif "error" in report:
                 first[ticket] = report
+            elif report["version"] != first[ticket].get("version", report["version"]):
+                first[ticket] = {"error": OTHER_FILES}
     return first
 
 
