@@ -10,7 +10,8 @@ import pytest
 import torch
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 from equality.test_native_step import Counted
-from equality.test_speculation import Oracle, config, hook_of
+from equality.test_speculation import config, hook_of
+from worker.known_answers import KnownAnswers
 
 from quire.forward_context import ForwardBatch
 from quire.layers.lora import AdapterTable, LoraWeights, lora_targets
@@ -142,7 +143,7 @@ def test_draft_tokens_of_rows_with_and_without_adapters(tmp_path: Path) -> None:
         known = {tuple(text): answer for text, answer in zip(texts, answers, strict=True)}
         with engine(path, **settings, speculative_config=config(3, adaptive=False)) as one:
             count = Counted(with_adapters(one))
-            hook_of(one).drafter = Oracle(known, right)
+            hook_of(one).drafter = KnownAnswers(known, right)
             assert one.tokens(texts, params) == answers
             assert not count.by_parts
             accepted = one.stats()["counts"]["spec_decode_num_accepted_tokens"]

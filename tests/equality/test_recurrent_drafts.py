@@ -6,22 +6,16 @@ from pathlib import Path
 
 import pytest
 from equality.engines import engine
-from equality.test_speculation import PARAMS, Oracle, answers, config, hook_of
-from models.cases import VOCAB, write
+from equality.test_speculation import PARAMS, answers, config, hook_of
+from models.cases import write
 from models.recurrent_cases import CASES
+from worker.known_answers import KnownAnswers
 
 PROMPTS = [
     [3 + (7 * number + place * place) % 120 for place in range(length)]
     for number, length in enumerate((3, 21, 1, 34))
 ]
 NAMES = [("mamba2", "float32"), ("rwkv", "float32"), ("qwen3_5 tiled", "bfloat16"), ("recurrent gemma", "float32")]  # fmt: skip
-
-
-class SmallOracle(Oracle):
-    """Of a smaller vocabulary."""
-
-    def _wrong(self) -> int:
-        return self.chance.randrange(VOCAB)
 
 
 @pytest.mark.parametrize(("name", "dtype"), NAMES)
@@ -40,7 +34,7 @@ def test_states_are_taken_back(name: str, dtype: str, tmp_path: Path) -> None:
         with engine(
             path, depth, speculative_config=config(3, adaptive=False), **settings, **more
         ) as one:
-            hook_of(one).drafter = SmallOracle(known, right)
+            hook_of(one).drafter = KnownAnswers(known, right)
             assert answers(one, params, PROMPTS) == expected
             counts = one.stats()["counts"]
             drafted = counts["spec_decode_num_draft_tokens"]

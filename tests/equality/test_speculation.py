@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from equality.engines import VOCAB, Engine, engine, greedy, make_checkpoint, prompts
+from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
+from worker.known_answers import KnownAnswers
 
 from quire.errors import ConfigError
-from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.hook import SpeculationHook
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
@@ -33,35 +31,6 @@ PARAMS = [
     SamplingParams(seed=5, max_tokens=40, ignore_eos=True, logit_bias={7: 3.0, 9: -4.0}, min_tokens=5, stop_token_ids=[11]),
     SamplingParams(seed=6, max_tokens=40, ignore_eos=True, allowed_token_ids=list(range(3, 60))),
 ]  # fmt: skip
-
-
-class Oracle(Drafter):
-    """Knows the answers; proposes some wrong tokens, or too few."""
-
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float):
-        self.answers, self.right, self.chance = answers, right, random.Random(1)
-        self.rows: dict[int, list[int]] = {}
-
-    def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
-        self.rows[row] = list(tokens)
-
-    def leave(self, row: int) -> None:
-        del self.rows[row]
-
-    def extend(self, row: int, tokens: Sequence[int]) -> None:
-        self.rows[row] += tokens
-
-    def propose(self, row: int, limit: int) -> list[int]:
-        have = self.rows[row]
-        for prompt, answer in self.answers.items():
-            known = len(have) - len(prompt)
-            if tuple(have[: len(prompt)]) == prompt and answer[:known] == have[len(prompt) :]:
-                follow = answer[known : known + self.chance.randint(0, limit)]
-                return [t if self.chance.random() < self.right else self._wrong() for t in follow]
-        return [self._wrong() for _ in range(limit)]
-
-    def _wrong(self) -> int:
-        return self.chance.randrange(VOCAB)
 
 
 def answers(one: Engine, params: Any = PARAMS, texts: list[list[int]] = PROMPTS) -> list[Any]:
@@ -116,7 +85,7 @@ def test_drafts_never_change_an_answer(checkpoint: str, dtype: str, depth: int) 
             **more,
         }
         with engine(checkpoint, depth=depth, **settings) as one:
-            hook_of(one).drafter = Oracle(known, right)
+            hook_of(one).drafter = KnownAnswers(known, right)
             assert answers(one) == expected
             counts = one.stats()["counts"]
             accepted = counts["spec_decode_num_accepted_tokens"]
@@ -159,7 +128,7 @@ def test_rows_whose_processors_count_tokens_get_no_drafts(checkpoint: str) -> No
         worker = one.client.core.executor.worker
         pipeline = worker.model_output.pipeline
         pipeline.__init__(worker.rows, [Counting(), *pipeline.processors])
-        hook_of(one).drafter = Oracle({}, 0.0)
+        hook_of(one).drafter = KnownAnswers({}, 0.0)
         found = answers(one, params)
     assert [length for lengths in seen for length in lengths] == list(
         range(len(PROMPTS[7]), len(PROMPTS[7]) + 40)
@@ -185,7 +154,7 @@ def test_stop_tokens_and_limits_inside_accepted_drafts(checkpoint: str) -> None:
     with engine(checkpoint) as one:
         expected = answers(one, stops)
     with engine(checkpoint, max_model_len=100, speculative_config=config(7, adaptive=False)) as one:
-        hook_of(one).drafter = Oracle(known, 1.0)
+        hook_of(one).drafter = KnownAnswers(known, 1.0)
         assert answers(one, stops) == expected
         ends = [len(prompt) + 40 for prompt in PROMPTS]
         assert max(ends) > 90  # close to max_model_len
@@ -198,7 +167,7 @@ def test_a_preempted_request_loses_its_drafts_only(checkpoint: str) -> None:
     with engine(checkpoint) as one:
         expected = answers(one)
     with engine(checkpoint, **settings, speculative_config=config(3, adaptive=False)) as one:
-        hook_of(one).drafter = Oracle({}, 0.0)
+        hook_of(one).drafter = KnownAnswers({}, 0.0)
         assert answers(one) == expected
         assert one.stats()["preemptions"] > 0
 
@@ -208,7 +177,7 @@ def test_draft_tokens_get_only_blocks_that_are_free(tmp_path: Path) -> None:
     blocks = sum(-(-(len(prompt) + 40) // 16) for prompt in PROMPTS)
     settings = {"num_gpu_blocks_override": blocks, "block_size": 16, "enable_prefix_caching": False}
     with engine(path, **settings, speculative_config=config(5, adaptive=False)) as one:
-        hook_of(one).drafter = Oracle({}, 0.0)
+        hook_of(one).drafter = KnownAnswers({}, 0.0)
         one.tokens(PROMPTS, greedy(40))
         assert one.stats()["preemptions"] == 0
 
@@ -227,10 +196,10 @@ def test_the_number_of_drafts_follows_their_worth(checkpoint: str) -> None:
         expected = answers(one)
     with engine(checkpoint, speculative_config=config(4)) as one:
         hook = hook_of(one)
-        hook.drafter = Oracle({}, 0.0)
+        hook.drafter = KnownAnswers({}, 0.0)
         assert answers(one) == expected
         wrong = one.stats()["counts"]["spec_decode_num_draft_tokens"]
     with engine(checkpoint, speculative_config=config(4, adaptive=False)) as one:
-        hook_of(one).drafter = Oracle({}, 0.0)
+        hook_of(one).drafter = KnownAnswers({}, 0.0)
         assert answers(one) == expected
         assert one.stats()["counts"]["spec_decode_num_draft_tokens"] > 2 * wrong

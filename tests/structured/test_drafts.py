@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 
 from engines import Engine, engine
 from test_engine import EOS, SPECIALS, crowd, params, prompt
-from test_speculation import Oracle, answers, config, hook_of
+from test_speculation import answers, config, hook_of
+from worker.known_answers import KnownAnswers
 
 from quire.features.structured.grammar_messages import GrammarRowSettings
 from quire.features.structured.grammar_rows import GrammarStates
@@ -85,7 +86,7 @@ def test_draft_tokens_change_no_answer(
     with engine(
         checkpoint, depth, max_num_seqs=32, speculative_config=config(4, adaptive=False), **settings
     ) as one:
-        hook_of(one).drafter = Oracle(known, right)
+        hook_of(one).drafter = KnownAnswers(known, right)
         assert answers(one, each, prompts) == expected
         counts = one.stats()["counts"]
         assert counts["spec_decode_num_draft_tokens"] > 20
@@ -104,7 +105,7 @@ def test_forced_tokens_save_steps_where_they_must_be_drawn(checkpoint: str, plai
     expected = answers(plain, each, prompts)
     steps = plain.stats()["steps"] - before
     with engine(checkpoint, speculative_config=config(6, adaptive=False)) as one:
-        hook_of(one).drafter = Oracle({}, 1.0)
+        hook_of(one).drafter = KnownAnswers({}, 1.0)
         hook_of(one).drafter.propose = lambda row, limit: []  # type: ignore[method-assign]
         assert answers(one, each, prompts) == expected
         assert one.stats()["steps"] < 0.6 * steps
@@ -125,6 +126,21 @@ def test_a_thinking_budget_takes_draft_tokens(checkpoint: str, plain: Engine) ->
     expected = answers(plain, each, prompts)
     known = {tuple(p): found[0] for p, found in zip(prompts, expected, strict=True)}
     with engine(checkpoint, speculative_config=config(5, adaptive=False)) as one:
-        hook_of(one).drafter = Oracle(known, 0.8)
+        hook_of(one).drafter = KnownAnswers(known, 0.8)
         assert answers(one, each, prompts) == expected
         assert one.stats()["counts"]["spec_decode_num_accepted_tokens"] > 30
+
+
+def test_where_steps_are_queued_ahead_forced_tokens_are_draft_tokens(
+    checkpoint: str, plain: Engine
+) -> None:
+    """Behind draft tokens in flight, a forced token that needs no draw would cost the request its row."""
+    each = [params(Form(regex="(one|two) hundred and (six|ten)"), seed) for seed in range(4)]
+    prompts = [prompt(seed) for seed in range(4)]
+    expected = answers(plain, each, prompts)
+    with engine(checkpoint, 2, speculative_config=config(4, adaptive=False)) as one:
+        hook_of(one).drafter = KnownAnswers({}, 0.0)
+        assert answers(one, each, prompts) == expected
+        stats = one.stats()
+        assert stats["counts"]["spec_decode_num_accepted_tokens"] > 20
+        assert stats["preemptions"] == 0

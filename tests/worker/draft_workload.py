@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from worker.known_answers import KnownAnswers
 
 from quire.engine.core import EngineCore
 from quire.executor.inline import InlineExecutor
 from quire.features.speculation.draft_length import DraftLength
-from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.gate import SpeculationGate
 from quire.features.speculation.hook import SpeculationHook
 from quire.features.thinking.budget import ThinkingBudget
@@ -181,33 +181,6 @@ class HistoryBias(Processor):
         return logits_SV
 
 
-class Guesser(Drafter):
-    """Proposes the known answers, with some wrong tokens."""
-
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float, rng: random.Random):
-        self.answers, self.right, self.rng = answers, right, rng
-        self.rows: dict[int, list[int]] = {}
-
-    def enter(self, row: int, tokens: Sequence[int], scope: bytes = b"") -> None:
-        self.rows[row] = list(tokens)
-
-    def leave(self, row: int) -> None:
-        del self.rows[row]
-
-    def extend(self, row: int, tokens: Sequence[int]) -> None:
-        self.rows[row] += tokens
-
-    def propose(self, row: int, limit: int) -> list[int]:
-        have = self.rows[row]
-        found = (
-            a[len(have) - len(p) :]
-            for p, a in self.answers.items()
-            if (*p, *a)[: len(have)] == tuple(have) and len(p) < len(have)
-        )
-        follow = next(found, [])[: self.rng.randint(0, limit)]
-        return [t if self.rng.random() < self.right else self.rng.randrange(VOCAB) for t in follow]
-
-
 def engine(
     rng: random.Random, answers: dict[tuple[int, ...], list[int]] | None, has_state: bool
 ) -> EngineCore:
@@ -225,7 +198,10 @@ def engine(
     gates = []
     if answers is not None:
         right = rng.choice([0.0, 0.6, 0.9, 1.0])
-        drafter, length = Guesser(answers, right, rng), DraftLength(k, fixed=rng.random() < 0.7)
+        drafter, length = (
+            KnownAnswers(answers, right, rng),
+            DraftLength(k, fixed=rng.random() < 0.7),
+        )
         hooks += [
             StateRollback(states, rows),
             SpeculationHook(rows, drafter, length, lambda rows: k, waits=depth == 1),

@@ -375,9 +375,9 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
         from quire.features.thinking.budget import ThinkingBudget
 
         options = structured_options(resolved.config.structured.structured_outputs_config)
-        masks = GrammarMasks(compiler, parts.rows, options.jumps and not parts.processors)
-        # At another depth the next step is queued before forced tokens are known.
-        masks.accepts_drafts = resolved.depth == 1
+        # Behind draft tokens in flight, forced tokens would cost the row: where steps are queued ahead, they are draft tokens.
+        jumps = options.jumps and (resolved.depth == 1 or resolved.speculation is None)
+        masks = GrammarMasks(compiler, parts.rows, jumps and not parts.processors)
         parts.processors += [ThinkingBudget(), masks]
         parts.hooks.append(masks.hook)
         if resolved.config.lora.enable_lora:
