@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.compat.vllm_values import SpeculativeConfig
@@ -245,3 +246,39 @@ def test_the_embedded_model_has_drafters() -> None:
     asked = engine_config({"model": "quire-tiny", "speculative_config": {"method": "medusa"}})
     with pytest.raises(ConfigError, match="model is missing: method medusa needs a checkpoint"):
         resolve_without_weights(asked)
+
+
+def test_models_with_a_cache_of_their_own_are_refused_before_weights_are_read(
+    drafter: Any, tmp_path: Path
+) -> None:
+    own = {"architectures": ["XGLMForCausalLM"], "model_type": "xglm"}
+    with pytest.raises(
+        ConfigError,
+        match=r"draft\d runs on Transformers with a cache of its own \(.*take tokens back",
+    ):
+        drafter(LLAMA | own)  # fmt: skip
+    target = folder(tmp_path / "own", LLAMA | own)
+    made = engine_config(
+        {"model": target, "speculative_config": NGRAM, "skip_tokenizer_init": True}
+    )
+    with pytest.raises(ConfigError, match=r"speculative_config: XGLMForCausalLM runs on .* leave"):
+        resolve_without_weights(made)
+
+
+@pytest.mark.parametrize(
+    ("names", "method"),
+    [
+        (["fc.weight", "layers.0.self_attn.q_proj.weight"], "eagle"),
+        (["fc.weight", "midlayer.hidden_norm.weight", "d2t"], "eagle3"),
+        (["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"], "draft_model"),
+    ],
+)
+def test_heads_with_the_config_of_a_llama_are_detected(
+    drafter: Any, tmp_path: Path, names: list[str], method: str
+) -> None:
+    from safetensors.numpy import save_file
+
+    checkpoint = Path(folder(tmp_path / "heads", LLAMA | {"num_hidden_layers": 1}))
+    save_file(dict.fromkeys(names, np.zeros(1, np.float32)), checkpoint / "model.safetensors")
+    assert drafter(LLAMA, {"model": str(checkpoint)}).speculation.method == method
+    assert drafter(LLAMA | {"draft_vocab_size": 9}).speculation.method == "eagle3"

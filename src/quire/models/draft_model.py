@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from quire.config.context_length import model_length
-from quire.config.engine import EngineConfig, Resolved
+from quire.config.engine import EngineConfig, ModelSpec, Resolved
 from quire.config.model_sizes import model_size
 from quire.config.quantization import fitting
 from quire.config.quantization_config import stored_quantization
@@ -27,12 +27,17 @@ from quire.config.speculation import (
     check_count,
     checked_method,
 )
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelNotFound
+from quire.models.checkpoint_files import stored_tensors
 from quire.models.hf_config import read_config
 from quire.models.location import EMBEDDED, Fetch, find
+from quire.models.registry import choose_impl
+from quire.models.transformers.modes import PER_REQUEST, choose_mode
 
 BY_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp_speculator", "eagle": "eagle"}
 """model_type of a drafter's config.json -> its method; `mtp` in a model_type or an architecture: mtp."""
+OF_EAGLE3 = ("draft_vocab_size", "eagle_config")
+"""Keys of config.json that only EAGLE-3 has."""
 COUNTS = {
     "mlp_speculator": ("n_predict",),
     "medusa": ("n_predict", "medusa_num_heads", "num_heads"),
@@ -99,6 +104,7 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
         return resolved, _nothing
     if resolved.pooling is not None:
         raise ConfigError(f"{KEY}: {resolved.architecture} pools, and generates no tokens; leave it out")  # fmt: skip
+    _check_cache(resolved.spec, f"{KEY}: {resolved.architecture}")
     if options.drafts_with_model is None:
         return replace(resolved, speculation=options), _nothing
     target = resolved.config.model
@@ -113,7 +119,9 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
         hf_config = read_config(path)
     if options.parallel_drafting:
         hf_config = {**hf_config, "parallel_drafting": True}
-    method = options.method or checked_method(_detected(hf_config))
+    method = options.method or checked_method(
+        _detected(hf_config, path, resolved.config.load.load_format)
+    )
     options = msgspec.structs.replace(options, method=method)
     options = _with_count(options, hf_config, is_embedded=Path(path).parent == EMBEDDED)
     names = hf_config.get("architectures") or [""]
@@ -125,6 +133,8 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
         max_model_len=_length(resolved, options, hf_config),
         quantization=fitting(options.quantization, stored_quantization(hf_config)),
     )
+    if options.drafts_with_model == "draft_model":
+        _check_cache(replace(resolved, draft=draft).draft_spec, f"{KEY}.model={name}")
     if options.drafts_with_model == "draft_model" and not options.use_heterogeneous_vocab:
         _check_vocabulary(resolved, options, draft)
     return replace(resolved, speculation=options, draft=draft), fetch
@@ -132,6 +142,18 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
 
 def _nothing() -> None:
     """No drafter with a checkpoint."""
+
+
+def _check_cache(spec: ModelSpec | None, names: str) -> None:
+    """Raises ConfigError: the model cannot take tokens back, as far as its config shows."""
+    if spec is None or choose_impl(spec.architecture, spec.hf_config, spec.options.model_impl)[0] == "native":  # fmt: skip
+        return
+    mode, why = choose_mode(spec.hf_config, spec.max_model_len, spec.max_step_tokens)
+    if mode == PER_REQUEST:
+        raise ConfigError(
+            f"{names} runs on Transformers with a cache of its own ({why}), which cannot take tokens back; leave the option"
+            " out, the text is the same"
+        )
 
 
 def _embedded(target: str, options: SpeculativeOptions) -> str | None:
@@ -142,8 +164,8 @@ def _embedded(target: str, options: SpeculativeOptions) -> str | None:
     return name if embedded and (EMBEDDED / name / "config.json").is_file() else None
 
 
-def _detected(hf_config: Mapping[str, Any]) -> str:
-    """The method of a checkpoint, by its config.json."""
+def _detected(hf_config: Mapping[str, Any], path: str, load_format: str) -> str:
+    """The method of a checkpoint, by its config.json, and the names of its tensors if they are there."""
     kind = str(hf_config.get("speculators_model_type") or hf_config.get("model_type"))
     names = " ".join(map(str, hf_config.get("architectures") or ()))
     if kind in BY_MODEL_TYPE:
@@ -152,8 +174,22 @@ def _detected(hf_config: Mapping[str, Any]) -> str:
         return kind
     if "mtp" in kind or "MTP" in names:
         return "mtp"
-    eagle = "eagle3" if "Eagle3" in names else "eagle" if "Eagle" in names else None
-    return eagle or "draft_model"
+    if "Eagle3" in names or any(key in hf_config for key in OF_EAGLE3):
+        return "eagle3"
+    return "eagle" if "Eagle" in names else _detected_by_tensors(path, load_format)
+
+
+def _detected_by_tensors(path: str, load_format: str) -> str:
+    """SafeAILab's heads have the config.json of a Llama with one layer; what shows is that `fc` joins embeddings and states."""
+    try:
+        stored = stored_tensors(path, None, load_format)
+    except ModelNotFound:  # not fetched yet
+        return "draft_model"
+    names = set() if isinstance(stored, int) else {name.removeprefix("model.") for name, *_ in stored}  # fmt: skip
+    if "fc.weight" not in names:
+        return "draft_model"
+    norm = ("hidden_norm.weight", "d2t")
+    return "eagle3" if any(name.endswith(norm) for name in names) else "eagle"
 
 
 def _with_count(
