@@ -57,9 +57,11 @@ class DraftLength:
         self._accepted[row] = MEMORY * self._accepted[row] + (1 - MEMORY) * share
         self._mean = MEMORY_OF_ALL * self._mean + (1 - MEMORY_OF_ALL) * share
 
-    def timed(self, tokens: int, seconds: float) -> None:
-        """A step that computed the next tokens of rows, and no prompts, took so long."""
+    def timed(self, num_rows: int, tokens: int, seconds: float) -> None:
+        """A step that computed the next tokens of rows, and no prompts, took so long. `tokens`: draft tokens included."""
         size = _size(tokens)
+        if tokens == num_rows:
+            self._since_plain = 0
         self._num_timed += 1
         if size not in self._seconds or self._num_timed % KEEP_PRICES == 0:
             self._prices.clear()
@@ -76,26 +78,32 @@ class DraftLength:
 
     # -- before drafting
     def limits(self, room: dict[int, int]) -> dict[int, int]:
-        """The most draft tokens that may pay off, for each row: at most `room`; 0: propose none."""
+        """The most draft tokens that may pay off, at most `room`, for the rows that get any."""
         if self.fixed or not room:
-            return {row: min(left, self.most) for row, left in room.items()}
+            return {row: min(left, self.most) for row, left in room.items() if left > 0}
+        self._probes = set()
         if self._wants_plain_step(len(room)):
-            self._probes = set()
-            return dict.fromkeys(room, 0)
-        least = max(self._price(len(room)), LEAST_GAIN)
-        limits = {row: min(left, self._places(row, least)) for row, left in room.items()}
-        if self._pass_seconds > NO_COST * self._time(len(room) or 1):
-            depth = self._best_depth(limits)
-            limits = {row: min(limit, depth) for row, limit in limits.items()}
-        idle = {row for row, limit in limits.items() if not limit and room[row] > 0}
-        self._probes = idle if idle and self._may_probe(len(room), len(idle)) else set()
+            return {}
+        least, limits = max(self._price(len(room)), LEAST_GAIN), {}
+        for row, left in room.items():
+            if (limit := min(left, self._places(row, least))) > 0:
+                limits[row] = limit
+        if limits and self._pass_seconds > NO_COST * self._time(len(room)):
+            depth = self._best_depth(limits, len(room))
+            limits = {row: min(limit, depth) for row, limit in limits.items()} if depth else {}
+        if len(limits) < len(room) and self._spare >= LEAST_PROBE * self._time(len(room)):
+            idle = {row for row, left in room.items() if left > 0 and row not in limits}
+            if idle and self._may_probe(len(room), len(idle)):
+                self._probes = idle
         return limits | dict.fromkeys(self._probes, 1)
 
     def _wants_plain_step(self, num_rows: int) -> bool:
         """Whether a step without draft tokens should run, so that its time is known: it is what draft tokens must beat."""
         self._since_plain += 1
+        if self._since_plain < LEARN_EVERY:
+            return False
         is_known = any(0.75 * num_rows <= size <= num_rows for size in self._seconds)
-        if self._since_plain < (PLAIN_EVERY if is_known else LEARN_EVERY):
+        if is_known and self._since_plain < PLAIN_EVERY:
             return False
         self._since_plain = 0
         return True
@@ -119,10 +127,9 @@ class DraftLength:
             self._prices[num_rows] = each * num_rows / base
         return self._prices[num_rows]
 
-    def _best_depth(self, limits: dict[int, int]) -> int:
-        """How many passes of a drafter's model, for all rows, give the most tokens a second."""
-        expected = float(len(limits))
-        count, seconds = len(limits), 0.0
+    def _best_depth(self, limits: dict[int, int], num_rows: int) -> int:
+        """How many passes of a drafter's model, for all rows with a limit, give the most tokens a second."""
+        expected, count, seconds = float(num_rows), num_rows, 0.0
         best, best_rate = 0, expected / self._time(count)
         for depth in range(1, max(limits.values(), default=0) + 1):
             rows = [row for row, limit in limits.items() if limit >= depth]
@@ -141,12 +148,12 @@ class DraftLength:
         return True
 
     # -- after drafting
-    def cut(self, proposals: dict[int, list[int]]) -> None:
-        """Shorten the proposals to the draft tokens that pay off together, and probes."""
+    def cut(self, proposals: dict[int, list[int]], num_rows: int) -> None:
+        """Shorten the proposals to the draft tokens that pay off together, and probes. `num_rows`: of the step."""
         if self.fixed or not any(proposals.values()):
             return
         gains = sorted(self._gains(proposals), reverse=True)
-        most = self._best_count(len(proposals), [gain for gain, _, _ in gains])
+        most = self._best_count(num_rows, [gain for gain, _, _ in gains])
         lengths = {row: int(row in self._probes) for row in proposals}
         for _, row, place in gains[:most]:
             lengths[row] = max(lengths[row], place)

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from quire.worker.request_rows import RequestRows
 
 
+CHEAP_LAG = 16
+"""A row that gets one draft token, where it could get more, is drafted for only if the drafter's model lacks at most so many of its
+tokens: one draft token is a trial under load, and is not worth the computation of more."""
+
+
 @dataclass(slots=True)
 class ComputedTokens:
     """What the target computed in a step, and what it recorded of that (`Drafter.records`).
@@ -46,14 +51,14 @@ class ComputedTokens:
             counts = batch.query_lens
             starts = [end - count for end, count in zip(batch.lengths, counts, strict=True)]
         else:
-            starts = rows.num_computed_tokens[numbers].tolist()
-            known = zip(plan.work, starts, rows.length[numbers].tolist(), strict=True)
+            starts = list(map(rows.num_computed_tokens.item, numbers))
+            known = zip(plan.work, starts, map(rows.length.item, numbers), strict=True)
             counts = [min(item.num_tokens, length - start) for item, start, length in known]
         return cls(numbers, starts, list(itertools.accumulate(counts, initial=0))[:-1])
 
     def finish(self, rows: RequestRows, states: Mapping[int, Tensor]) -> ComputedTokens:
         """The step has run."""
-        self.ends, self.states = rows.num_computed_tokens[self.rows].tolist(), states
+        self.ends, self.states = list(map(rows.num_computed_tokens.item, self.rows)), states
         return self
 
 

@@ -23,7 +23,8 @@ PER_POSITION = ACCEPTED + "_per_pos:{}"
 class DraftReport(Struct, array_like=True):
     """What the hook did in a step."""
 
-    num_drafts: dict[int, int]  # by row that drew: the draft tokens that it has now
+    # by row that drew: the draft tokens that it has now; a row may be missing if it had none before, and has none
+    num_drafts: dict[int, int]
     # for each row that had draft tokens: how many were verified, and accepted
     verified: list[tuple[int, int]]
     ids: list[str] = []  # of their requests, if answers report them

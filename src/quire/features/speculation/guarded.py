@@ -63,11 +63,14 @@ class GuardedDrafter(Drafter):
             self._report(error)
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        limits = {row: limit for row, limit in limits.items() if row not in self._lost}
+        if self._lost:
+            limits = {row: limit for row, limit in limits.items() if row not in self._lost}
         try:
             found = self.drafter.propose_all(limits)
             self.num_first = self.drafter.num_first
-            return {row: self._valid(drafts, limits[row]) for row, drafts in found.items()}
+            return {
+                row: self._valid(drafts, limits[row]) for row, drafts in found.items() if drafts
+            }
         except torch.AcceleratorError:
             raise
         except Exception as error:

@@ -1,8 +1,7 @@
 """HeadDrafter: a speculator draws the next tokens of rows from the target's hidden states: EAGLE, MTP, Medusa, MLP speculators.
 
 Knows which positions the target computed, and the passes of a speculator. A speculator with keys and values computes all of
-them, in the same blocks, but not in each step: states of the target wait until the row gets draft tokens, or many wait. So
-steps without draft tokens cost little. Does not know any speculator (`models/speculators`).
+them, in the same blocks, but not in each step (`waiting_positions.py`). Does not know any speculator (`models/speculators`).
 
     positions   |-- before --|-- waiting ------|          the speculator reads the token behind each
     pass 0                    states of the target -> d1
@@ -15,15 +14,15 @@ Shape suffixes: T tokens of a pass, E features of the target's states, D feature
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire.features.speculation.draft_passes import DraftPasses
-from quire.features.speculation.drafter import ComputedTokens, Drafter
+from quire.features.speculation.drafter import CHEAP_LAG, ComputedTokens, Drafter
+from quire.features.speculation.waiting_positions import IDLE_STEPS, WaitingPositions, too_many
 from quire.forward_context import ForwardBatch
 from quire.models.base import LanguageModel
 from quire.protocol.plan import WorkItem
@@ -50,37 +49,14 @@ class HeadPasses(DraftPasses):
         return found_TD
 
 
-MOST_OF_ROW, MOST_OF_ALL = 64, 1024
-"""Positions that wait: of a row without draft tokens, and of all rows together."""
-
-
-@dataclass(slots=True)
-class _WaitingPositions:
-    """Of a row, up to the last that the target computed: where they begin, and their states, by step [n, E]."""
-
-    start: int
-    states_nE: list[Tensor]
-    count: int = 0
-
-    def add(self, states_nE: Tensor) -> None:
-        self.states_nE.append(states_nE)
-        self.count += len(states_nE)
-
-    def take_first(self, count: int) -> Tensor:
-        """The states of the first positions, which then wait no longer."""
-        states_NE = torch.cat(self.states_nE)
-        self.start, self.count = self.start + count, self.count - count
-        self.states_nE = [states_NE[count:]]
-        return states_NE[:count]
-
-
 class HeadDrafter(Drafter):
     """Drafts for rows of less than `max_model_len` tokens. The last of the worker's models is the speculator.
 
     Args:
         records: numbers of the target's layers whose states the speculator takes, one beside the other.
         has_layers: the speculator has keys and values, so it computes every token; False: those of rows that draw.
-        most: how many tokens it can guess; None: any number.
+        num_drafts: draft tokens of a row.
+        most: how many tokens the speculator can guess; None: any number.
     """
 
     def __init__(
@@ -88,20 +64,17 @@ class HeadDrafter(Drafter):
         passes: HeadPasses,
         records: Sequence[int],
         max_model_len: int,
+        num_drafts: int,
         *,
         has_layers: bool,
         most: int | None = None,
         mask: tuple[int, Tensor] | None = None,
     ):
         self.passes, self.rows, self.records = passes, passes.rows, tuple(records)
-        self.max_model_len, self.has_layers, self.most, self.mask = (
-            max_model_len,
-            has_layers,
-            most,
-            mask,
-        )
-        self._waiting: dict[int, _WaitingPositions] = {}  # by row
-        self._stepped: list[int] = []  # rows of the last step
+        self.max_model_len, self.num_drafts = max_model_len, num_drafts
+        self.has_layers, self.most, self.mask = has_layers, most, mask
+        self._waiting: dict[int, WaitingPositions] = {}  # by row
+        self._step: ComputedTokens | None = None  # the last one
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         self.passes.use_model(models[-1])
@@ -114,37 +87,43 @@ class HeadDrafter(Drafter):
                 self.passes.leave(row)
         for new in plan.entered:
             self.passes.enter(new)
-            self._waiting[new.row] = _WaitingPositions(0, [])
-        self._stepped = [] if step is None else step.rows
-        if step is not None and step.rows:
+            self._waiting[new.row] = WaitingPositions()
+        self._step = step
+        if self.has_layers and step is not None and step.rows:
             self._keep(step)
-            self._compute(self._overdue())
+            if rows := too_many(self._waiting):
+                self._make_room(rows)
 
     @torch.inference_mode()
     def _keep(self, step: ComputedTokens) -> None:
         """Copy the states of a step: the next one overwrites them."""
-        spans = [
-            (at, end - start)
-            for at, start, end in zip(step.places, step.starts, step.ends, strict=True)
-        ]
-        most = max(at + count for at, count in spans)
+        kept = []
+        for row, start, end, at in zip(step.rows, step.starts, step.ends, step.places, strict=True):
+            if (one := self._waiting.get(row)) is not None and not one.is_lost:
+                kept.append((one, start, at, at + end - start))
+        if not kept:
+            return
+        most = kept[-1][-1]
         states_TE = torch.cat([step.states[number][:most] for number in self.records], dim=-1)
-        for row, start, (at, count) in zip(step.rows, step.starts, spans, strict=True):
-            if (one := self._waiting.get(row)) is None:
-                continue
-            if not self.has_layers or one.start + one.count != start:
-                one.start, one.states_nE, one.count = start, [], 0
-            one.add(states_TE[at : at + count])
+        for one, start, first, last in kept:
+            one.add(start, states_TE[first:last])
 
-    def _overdue(self) -> dict[int, int]:
-        """By row: how many positions no longer wait for draft tokens. The last one does, since the first pass of a draft draws
-        behind it."""
-        if not self.has_layers:
-            return {}
-        waiting = {row: one.count - 1 for row, one in self._waiting.items()}
-        if sum(waiting.values()) <= MOST_OF_ALL:
-            return {row: count for row, count in waiting.items() if count >= MOST_OF_ROW}
-        return {row: count for row, count in waiting.items() if count > 0}
+    @torch.inference_mode()
+    def _take_last(self, rows: Container[int]) -> None:
+        """Without keys and values only the state of a row's last position counts, and it is used before the next step."""
+        step = self._step or ComputedTokens([], [], [])
+        for row, start, end, at in zip(step.rows, step.starts, step.ends, step.places, strict=True):
+            if row in rows and row in self._waiting:
+                last = slice(at + end - start - 1, at + end - start)
+                states_1E = torch.cat([step.states[number][last] for number in self.records], -1)
+                self._waiting[row] = WaitingPositions(end - 1, [states_1E], 1)
+
+    def _make_room(self, rows: Sequence[int]) -> None:
+        """Of a prompt the last position goes on waiting, since the first pass of a draft draws behind it."""
+        idle = [row for row in rows if self._waiting[row].steps > IDLE_STEPS]
+        for row in idle:
+            self._waiting[row].lose()
+        self._compute({row: self._waiting[row].count - 1 for row in rows if row not in idle})
 
     def _compute(self, counts: dict[int, int]) -> None:
         """Keys and values of positions behind which nothing is drawn."""
@@ -166,16 +145,18 @@ class HeadDrafter(Drafter):
         ends: dict[int, int] = {}  # and behind which position
         work: list[WorkItem] = []
         states_nE: list[Tensor] = []
-        for row in self._stepped:
+        if not self.has_layers:
+            self._take_last(limits)
+        for row, wanted in limits.items():
             one = self._waiting.get(row)
             if one is None or not one.count:
                 continue
+            if wanted == 1 < self.num_drafts and one.steps > CHEAP_LAG:
+                continue
             end = one.start + one.count
-            if not (limit := self._limit(row, end, limits.get(row, 0))):
+            if not (limit := self._limit(row, end, wanted)):
                 continue
             most[row], ends[row] = limit, end + 1
-            if not self.has_layers:
-                one.take_first(one.count - 1)
             first, masks = one.start, self._put_masks(row, end, limit)
             states_nE.append(one.take_first(one.count))
             if self.mask is not None:

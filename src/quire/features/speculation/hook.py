@@ -58,6 +58,8 @@ class SpeculationHook(Hook):
         self._entered: dict[int, EnteredRow] = {}
         self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
         self._most: dict[int, int] = {}  # by row: the most draft tokens that its request wants
+        self._drafted: set[int] = set()  # rows that may have draft tokens
+        self._reported: set[int] = set()  # rows that have some, as far as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
         self._began = 0.0
         self._model: LanguageModel | None = None
@@ -87,7 +89,9 @@ class SpeculationHook(Hook):
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         if self._entered:
             self._enter_drafter(plan)
-        if batch is not None:
+        if not self._drafted:
+            self._verified = {}
+        elif batch is not None:
             draws = Counter(batch.drawing)
             self._verified = {row: (place, draws[at] - 1) for at, row, place in batch.first_draws()}
         else:
@@ -107,25 +111,24 @@ class SpeculationHook(Hook):
     def _drafts_of(self, item: WorkItem) -> tuple[int, tuple[int, int]] | None:
         """As `_verified`, before the rows have advanced; None: the row has no draft tokens, or draws none."""
         rows, row = self.rows, item.row
-        if not (item.samples and rows.num_drafts[row]):
+        drafts, length = rows.num_drafts.item(row), rows.length.item(row)
+        if not (item.samples and drafts):
             return None
-        length = int(rows.length[row])
-        known = length - int(rows.num_drafts[row])
-        end = min(int(rows.num_computed_tokens[row]) + item.num_tokens, length)
-        return row, (known, end - known)
+        end = min(rows.num_computed_tokens.item(row) + item.num_tokens, length)
+        return row, (length - drafts, end - length + drafts)
 
     def after(self, plan: StepPlan) -> None:
-        rows = self.rows
+        computed_of, length_of = self.rows.num_computed_tokens.item, self.rows.length.item
         drew = [
             item.row
             for item in plan.work
-            if item.samples and rows.num_computed_tokens[item.row] == rows.length[item.row] - 1
+            if item.samples and computed_of(item.row) == length_of(item.row) - 1
         ]
         report = self._verify_counts()
         computed = sum(item.num_tokens for item in plan.work)
         if drew and len(drew) == len(plan.work) and computed <= len(drew) * (1 + self.length.most):
             tokens = len(drew) + sum(drafts for _, drafts in self._verified.values() if drafts > 0)
-            self.length.timed(tokens, time.perf_counter() - self._began)
+            self.length.timed(len(drew), tokens, time.perf_counter() - self._began)
         self.drafter.observe(plan, self._computed_tokens())
         if not self.waits:
             report.num_drafts = self._propose(drew)
@@ -151,41 +154,40 @@ class SpeculationHook(Hook):
         return report
 
     def _propose(self, drew: list[int]) -> dict[int, int]:
-        """Give draft tokens to these rows. Returns how many each has."""
+        """Give draft tokens to these rows. Returns how many each has, where the gate does not know that it has none."""
         rows, most = self.rows, self.most_at(len(drew))
-        lengths, accepts = rows.length[drew].tolist(), rows.accepts_drafts[drew].tolist()
         room: dict[int, int] = {}
-        for row, length, accepted in zip(drew, lengths, accepts, strict=True):
+        for row in drew:
+            length = rows.length.item(row)
             self.drafter.extend(row, rows.tokens_of(row, self._known[row], length))
             self._known[row] = length
             left = min(most, self._most[row], rows.max_model_len - length)
-            room[row] = left if accepted else 0
+            room[row] = left if rows.accepts_drafts.item(row) else 0
         proposals = self._proposals(room)
         for processor in self.processors:
             processor.look_ahead(proposals, room)
-        for row, drafts in proposals.items():
-            if drafts:
-                rows.put_drafts(row, drafts)
-        return {row: len(drafts) for row, drafts in proposals.items()}
+        counts = {row: len(drafts) for row, drafts in proposals.items() if drafts}
+        for row in counts:
+            rows.put_drafts(row, proposals[row])
+        self._drafted = self._drafted.difference(drew) | counts.keys()
+        report = dict.fromkeys(self._reported.intersection(drew), 0) | counts
+        self._reported = self._reported.difference(drew) | counts.keys()
+        return report
 
     def _proposals(self, room: dict[int, int]) -> dict[int, list[int]]:
         """The drafter's proposals that pay off."""
-        limits = {row: limit for row, limit in self.length.limits(room).items() if limit > 0}
+        limits = self.length.limits(room)
         if self.drafter.records and limits:  # it has no hidden states of forced tokens
-            rows = list(limits)
-            forced_B = self.rows.num_computed_tokens[rows] < self.rows.length[rows] - 1
-            limits = {
-                row: limits[row]
-                for row, forced in zip(rows, forced_B.tolist(), strict=True)
-                if not forced
-            }
+            computed_of, length_of = self.rows.num_computed_tokens.item, self.rows.length.item
+            forced = [row for row in limits if computed_of(row) < length_of(row) - 1]
+            for row in forced:
+                del limits[row]
         began = time.perf_counter()
         found = self.drafter.propose_all(limits)
         if limits and self.drafter.num_first <= (self.length.most + 2) * len(limits):
             self.length.drafted(max(limits.values()), time.perf_counter() - began)
-        proposals = {row: found.get(row, []) for row in room}
-        self.length.cut(proposals)
-        return proposals
+        self.length.cut(found, len(room))
+        return found
 
     def report(self) -> bytes | None:
         if not self.reports:
@@ -193,4 +195,5 @@ class SpeculationHook(Hook):
         drew, report = self.reports.popleft()
         if self.waits:
             report.num_drafts = self._propose(drew)
-        return msgspec.msgpack.encode(report)
+        is_empty = not (report.num_drafts or report.verified)
+        return None if is_empty else msgspec.msgpack.encode(report)

@@ -129,6 +129,7 @@ def _heads(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) 
         HeadPasses(rows, TargetLogits(target, speculator.target_ids_V), ops, native=False),
         speculator.after or (last,),
         resolved.max_model_len,
+        options.num_speculative_tokens,
         has_layers=bool(speculator.attention_layers()),
         most=speculator.most,
         mask=speculator.mask,

@@ -19,17 +19,12 @@ from typing import TYPE_CHECKING
 
 from quire.features.speculation.draft_passes import DraftPasses
 from quire.features.speculation.draft_rows import ComputedBlocks
-from quire.features.speculation.drafter import ComputedTokens, Drafter
+from quire.features.speculation.drafter import CHEAP_LAG, ComputedTokens, Drafter
 from quire.protocol.plan import WorkItem
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
     from quire.protocol.plan import StepPlan
-
-
-CHEAP_LAG = 16
-"""A row that gets one draft token, where it could get more, is drafted for only if it lacks at most so many tokens: one draft
-token is a trial under load, and is not worth the computation of a prompt."""
 
 
 @dataclass(slots=True)

@@ -36,8 +36,8 @@ class GrammarLookAhead:
     ) -> None:
         """Replace the draft tokens of these rows by those that may follow, at most `most` of each row. Waits for that."""
         proposals: Proposals = []
-        for row in drafts.keys() & grammars.keys():
-            grammar, proposed, drafts[row] = grammars[row], drafts[row], []
+        for row in most.keys() & grammars.keys():
+            grammar, proposed = grammars[row], drafts.pop(row, [])
             if grammar.looks_ahead and most[row] and (proposed or not grammar.settings.jumps):
                 proposals.append((grammar, proposed, most[row]))
         if not proposals:

@@ -98,7 +98,8 @@ class Processor:
     def look_ahead(self, drafts: dict[int, list[int]], most: dict[int, int]) -> None:
         """Rows will verify these draft tokens in their next step. Cut or replace those of rows that use this processor.
 
-        Called after all tokens of the step before are known. A row may have at most `most` draft tokens.
+        Called after all tokens of the step before are known. `most`: of each row that drew a token, how many it may have;
+        a row without draft tokens may be missing in `drafts`.
         """
 
     def on_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
