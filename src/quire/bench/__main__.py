@@ -15,6 +15,10 @@ KINDS = {
     "throughput": ("throughput", "offline throughput of many prompts, without a server"),
     "latency": ("latency", "latency of one batch, without a server"),
     "startup": ("startup", "cold and warm start time, in new processes"),
+    "plan-parallel": (
+        "plan_parallel",
+        "which layout of several devices would be fastest, on paper",
+    ),
 }
 """Name -> (module with `main(argv) -> int`, what it measures)."""
 
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     lines = ["usage: quire bench WHAT ...", ""]
-    lines += [f"  {name:<11} {about}" for name, (_, about) in KINDS.items()]
+    lines += [f"  {name:<14} {about}" for name, (_, about) in KINDS.items()]
     return "\n".join([*lines, "", "`quire bench WHAT --help` lists its options.", ""])
 
 
