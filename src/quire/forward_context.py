@@ -19,6 +19,8 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.parallel.dealt_tokens import DealtTokens
+
 
 ADAPTERS = "adapters_T"
 """The extra tensor of a batch with the number of each token's adapter; -1: none."""
@@ -64,6 +66,8 @@ class ForwardBatch:
     embeddings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
+    # if ranks compute the other tokens of the step (prefill context parallelism): `slots` are those of all tokens, by place
+    dealt: DealtTokens | None = None
 
     def first_draws(self) -> list[tuple[int, int, int]]:
         """Of each row that draws: its index in B, the worker's row, and the position of its first draw."""

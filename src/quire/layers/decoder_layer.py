@@ -367,7 +367,7 @@ class Layers(nn.ModuleList):
         self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: Norm | None
     ) -> Tensor:
         """The output of the last layer, normed if there is a norm; positions: see `Rotary.forward`."""
-        if self.fused is not None:
+        if self.fused is not None and current_batch().dealt is None:  # kernels gather no keys
             return self.fused.run(x_TD, positions, rotary)
         residual_TD: Tensor | None = None
         for number, (layer, angles) in enumerate(zip(self, rotary(positions), strict=True)):

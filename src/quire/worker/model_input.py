@@ -49,9 +49,12 @@ class TokenModelInput:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the batch's tokens."""
+        hidden_TD: Tensor = self.model(*self.inputs(batch))
+        return hidden_TD
+
+    def inputs(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """embeddings_TD, and the positions for the rotary embedding."""
         embeddings_TD = self.model.embed(batch.token_ids_T)
         for at_N, new_ND in batch.embeddings:
             embeddings_TD[at_N] = new_ND.to(embeddings_TD.dtype)
-        positions = batch.extras.get(ROPE_POSITIONS, batch.positions_T)
-        hidden_TD: Tensor = self.model(embeddings_TD, positions)
-        return hidden_TD
+        return embeddings_TD, batch.extras.get(ROPE_POSITIONS, batch.positions_T)
