@@ -3,6 +3,7 @@
 Keys and values of a head are products of its own matrices and the latent vector. The layer multiplies queries by the key
 matrices and results by the value matrices instead, so the KV cache has the latent vector and one rotated key, and a step
 computes the same for any number of new tokens.
+Ranks have some of the heads each, and all of them the whole latent vector.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
 Shape suffixes: T tokens, H heads, D features, I inputs and O outputs of a head's matrix, R size of the latent vector,
@@ -27,22 +28,24 @@ from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot
 from quire.layers.weights import WeightRef
 from quire.ops.experts import HeadWeights, per_head
 from quire.ops.reference import rotate
+from quire.parallel.ranks import Share, shared_heads
 
 NORM_EPS = 1e-6
 """Of the norms inside the layer, whatever `rms_norm_eps` says."""
 
 
 class HeadsSlot(StackedSlot):
-    """The destination of `kv_b_proj`, [H * (N + E), R]: of each head, the key matrix, transposed, and the value matrix."""
+    """The destination of `kv_b_proj`, [H * (N + E), R]: of each head, the key matrix, transposed, and the value matrix; this rank has
+    some of the heads."""
 
-    def __init__(self, keys: Sequence[WeightSlot], values: Sequence[WeightSlot]):
+    def __init__(self, keys: Sequence[WeightSlot], values: Sequence[WeightSlot], heads: Share):
         super().__init__([*keys, *values])
-        self.keys, self.values = keys, values
+        self.keys, self.values, self.heads = keys, values, heads
 
     def shape(self) -> tuple[int, ...]:
         """The shape in checkpoints."""
         (latent, nope), (value, _) = self.keys[0].shape(), self.values[0].shape()
-        return (len(self.keys) * (nope + value), latent)
+        return (self.heads.total * (nope + value), latent)
 
     def fill(self, tensor: Tensor, device: torch.device, called: str) -> None:
         """Fill all matrices; see `WeightSlot.fill`."""
@@ -50,22 +53,23 @@ class HeadsSlot(StackedSlot):
             raise ConfigError(
                 f"weight {called} has shape {list(tensor.shape)}, but config.json requires {list(self.shape())}"
             )
-        by_head = tensor.unflatten(0, (len(self.keys), -1))
+        by_head = tensor.unflatten(0, (self.heads.total, -1))[self.heads.start :]
         nope = self.keys[0].shape()[1]
-        for one, key, value in zip(by_head, self.keys, self.values, strict=True):
+        for one, key, value in zip(by_head, self.keys, self.values, strict=False):
             for slot, part in ((key, one[:nope].T), (value, one[nope:])):
                 slot._replace(dim=0, length=len(part)).fill(part, device, called)
 
 
 class LatentProjections(Layer):
-    """The key and value matrices of all heads: products of one head's vectors with its own matrix."""
+    """The key and value matrices of heads: products of one head's vectors with its own matrix."""
 
     may_defer = True
 
-    def __init__(self, heads: int, latent: int, nope: int, value: int):
+    def __init__(self, heads: Share, latent: int, nope: int, value: int):
         super().__init__()
-        self.keys = [WeightRef(self, nope, latent, prefix=f"key_{h}_") for h in range(heads)]
-        self.values = [WeightRef(self, latent, value, prefix=f"value_{h}_") for h in range(heads)]
+        self.heads, numbers = heads, range(heads.length)
+        self.keys = [WeightRef(self, nope, latent, prefix=f"key_{h}_") for h in numbers]
+        self.values = [WeightRef(self, latent, value, prefix=f"value_{h}_") for h in numbers]
         self._of_keys, self._of_values = HeadWeights(self.keys), HeadWeights(self.values)
 
     def weights(self) -> Iterable[WeightRef]:
@@ -77,7 +81,7 @@ class LatentProjections(Layer):
             [WeightSlot(self, ref.prefix + "weight", ref=ref) for ref in refs]
             for refs in (self.keys, self.values)
         )
-        return {f"{path}.weight": HeadsSlot(keys, values)}
+        return {f"{path}.weight": HeadsSlot(keys, values, self.heads)}
 
     def absorb(self, q_THN: Tensor) -> Tensor:
         """Queries as vectors that are multiplied by the latent vector: q_THR."""
@@ -100,20 +104,24 @@ class LatentAttention(nn.Module):
 
     def __init__(self, cfg: Any, layer: int, *, interleaved: bool = True):
         super().__init__()
-        self.heads, self.latent = cfg.num_attention_heads, cfg.kv_lora_rank
+        count: int = cfg.num_attention_heads
+        shares = shared_heads(count, count)[:1]
+        share = shares[0] if shares else Share(0, count, count)
+        self.heads, self.latent = share.length, cfg.kv_lora_rank
         self.nope, self.turning = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
         bias, hidden, size = cfg.attention_bias, cfg.hidden_size, self.nope + self.turning
         self.interleaved, rank = interleaved, cfg.get("q_lora_rank")
+        own = [each.times(size) for each in shares]
         if rank:
             self.q_a_proj = Linear(hidden, rank, bias=bias)
             self.q_a_layernorm = RMSNorm(rank, NORM_EPS)
-            self.q_b_proj = Linear(rank, self.heads * size)
+            self.q_b_proj = Linear(rank, self.heads * size, shares=own)
         else:
-            self.q_proj = Linear(hidden, self.heads * size)
+            self.q_proj = Linear(hidden, self.heads * size, shares=own)
         self.kv_a_proj_with_mqa = Linear(hidden, self.latent + self.turning, bias=bias)
         self.kv_a_layernorm = RMSNorm(self.latent, NORM_EPS)
-        self.kv_b_proj = LatentProjections(self.heads, self.latent, self.nope, cfg.v_head_dim)
-        self.o_proj = Linear(self.heads * cfg.v_head_dim, hidden, bias=bias)
+        self.kv_b_proj = LatentProjections(share, self.latent, self.nope, cfg.v_head_dim)
+        self.o_proj = Linear(count * cfg.v_head_dim, hidden, bias=bias, gathers=bool(shares))
         self.attn = Attention(
             self.heads, 1, self.latent + self.turning, v_head_dim=self.latent, latent=True,
             scale=size**-0.5 * score_factor(cfg.rope(layer)), layer_index=layer,
