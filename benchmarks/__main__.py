@@ -27,6 +27,7 @@ KINDS = {
         "the speed of speculative decoding, beside the same engine without",
     ),
     "lora": ("lora", "the speed of LoRA adapters, beside the same engine without"),
+    "ranks": ("ranks", "the exchange of ranks beside gloo, and the host's part of their step"),
     "gpu": ("gpu.run", "a GPU's kernels, steps and serving: checked, then timed"),
 }
 """Word -> (module with `main(argv) -> int`, what it measures)."""
