@@ -41,7 +41,11 @@ def exchanges(numbers: Sequence[int], repeats: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder, addresses(SIZE) as found:
         command = [sys.executable, "-m", "benchmarks.ranks", asked, folder]
         children = [
-            subprocess.Popen([*command, msgspec.json.encode(each).decode()], pass_fds=[each.fd], stdout=subprocess.PIPE)
+            subprocess.Popen(
+                [*command, msgspec.json.encode(each).decode()],
+                pass_fds=[each.fd],
+                stdout=subprocess.PIPE,
+            )
             for each in found
         ]
         try:
@@ -63,7 +67,7 @@ def rank(asked: str, folder: str, address_text: str) -> None:
     numbers, repeats = json.loads(asked)
     torch.set_num_threads(1)
     address = msgspec.json.decode(address_text, type=RankAddress)
-    ranks = address.join()
+    ranks: Any = address.join()
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/gloo", rank=address.rank, world_size=SIZE
     )
@@ -124,12 +128,20 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     shapes.add_options(parser, "qwen3-0.6b")
     add("--bytes", nargs="+", type=int, default=BYTES, metavar="N", help="of an exchange")
-    add("--repeats", type=int, default=2000, help="exchanges of the smallest number of bytes; fewer of more")
+    add(
+        "--repeats",
+        type=int,
+        default=2000,
+        help="exchanges of the smallest number of bytes; fewer of more",
+    )
     add("--rows", nargs="+", type=int, default=[1, 16], metavar="N", help="of a step; 0: no steps")
     add("--steps", type=int, default=40)
     given = parser.parse_args(argv)
     found = exchanges(given.bytes, given.repeats)
-    lines = ["| exchange, bytes | median, us | least, us | of gloo's, medians |", "|---|---|---|---|"]
+    lines = [
+        "| exchange, bytes | median, us | least, us | of gloo's, medians |",
+        "|---|---|---|---|",
+    ]
     for name, (middle, least) in found.items():
         what, number = name.rsplit(", ", 1)
         gloo = found.get(f"{what}, gloo, {number}")
@@ -152,7 +164,9 @@ def main(argv: Sequence[str]) -> int:
         command = " ".join(["python -m benchmarks ranks", *argv])
         result = {"command": command, "shape": given.shape, "cores": os.cpu_count(), "exchanges_us": found, "steps": costs}  # fmt: skip
         title = "What the exchange of ranks costs"
-        print(f"kept in {result_files.keep(given.out, 'ranks', title, result, chr(10).join(lines))}")
+        print(
+            f"kept in {result_files.keep(given.out, 'ranks', title, result, chr(10).join(lines))}"
+        )
     return 0
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import signal
+import struct
+import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from quire.errors import RankLost
-from quire.parallel.address import SLOT, RankAddress, addresses
+from quire.parallel.address import HEADER, SLOT, RankAddress, addresses, num_bytes
 from quire.parallel.shared_memory import SharedMemoryRanks
 
 SHAPES = [(1, 1), (3, 40), (1, SLOT), (5, SLOT // 3), (700, 4096), (0, 8), *[(1, 7)] * 200]
@@ -39,11 +44,42 @@ def test_every_rank_gets_all_parts(size: int) -> None:
         assert list(threads.map(exchange, found)) == [[]] * size
 
 
+def waiting(
+    found: list[RankAddress], process: int = 0, timeout_s: float = 60.0
+) -> SharedMemoryRanks:
+    """Rank 0 of two; rank 1 is said to be in this process, and never comes."""
+    ranks = SharedMemoryRanks(os.dup(found[0].fd), 0, 2, timeout_s=timeout_s)
+    with mmap.mmap(found[0].fd, num_bytes(2)) as memory:
+        struct.pack_into("i", memory, HEADER + 8, process)
+    return ranks
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     with addresses(2) as found:
-        ranks = SharedMemoryRanks(os.dup(found[0].fd), 0, 2, timeout_s=0.2)
-        with pytest.raises(RankLost, match=r"rank 0 of 2 waited .* s for rank 1"):
-            ranks.gather(torch.zeros(2, 8))
+        ranks = waiting(found, os.getpid(), timeout_s=0.5)
+        began = time.thread_time()
+        for _ in range(2):  # then at once
+            with pytest.raises(
+                RankLost, match=r"rank 0 of 2 waited for rank 1, which did not come within 0.5 s"
+            ):
+                ranks.gather(torch.zeros(2, 8))
+        assert time.thread_time() - began < 0.3, "a rank that waits sleeps"
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "timeout_s"),
+    [(signal.SIGKILL, "has ended", 60.0), (signal.SIGSTOP, "is stopped", 0.7)],
+)
+def test_a_rank_whose_process_has_ended_or_is_stopped(
+    number: int, cause: str, timeout_s: float
+) -> None:
+    with addresses(2) as found, subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            process.send_signal(number)  # (nothing waits for it: it stays a zombie)
+            with pytest.raises(RankLost, match=cause):
+                waiting(found, process.pid, timeout_s).gather(torch.zeros(2, 8))
+        finally:
+            process.kill()
 
 
 def test_a_row_that_fits_no_slot_is_refused() -> None:

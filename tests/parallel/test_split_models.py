@@ -22,7 +22,7 @@ def size_of(model: nn.Module) -> int:
 
 QUICK = {
     *("llama one kv head", "llama tied", "qwen3", "mistral window", "qwen3 moe", "gpt-oss", "phi3"),
-    *("gemma2", "glm4", "olmo2", "cohere", "deepseek v3"),
+    *("gemma2", "gemma4", "glm4", "olmo2", "cohere", "deepseek v3"),
 }
 PARAMETERS = [
     pytest.param(c, id=c.name.replace(" ", "-"), marks=() if c.name in QUICK else pytest.mark.slow)

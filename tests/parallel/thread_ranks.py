@@ -15,6 +15,8 @@ from torch import Tensor
 class ThreadRanks:
     """See `TensorRanks` (parallel/ranks.py)."""
 
+    link: int | None = None  # the kernels cannot exchange
+
     def __init__(self, rank: int, size: int, slots: list[Any], barrier: threading.Barrier):
         self.rank, self.size = rank, size
         self.slots, self.barrier = slots, barrier
@@ -27,6 +29,9 @@ class ThreadRanks:
         found = torch.cat(self.slots, -1)
         self.barrier.wait()
         return found
+
+    def check(self) -> None:
+        """Nothing: a rank that does not come breaks the barrier."""
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         found: list[int] = self.gather(torch.tensor([numbers])).view(self.size, -1).amin(0).tolist()

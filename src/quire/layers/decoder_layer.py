@@ -22,7 +22,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormFactory, RMSNorm
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.ops.reference import multiply_sigmoid, rotate
-from quire.parallel.ranks import shared_heads, shared_outputs
+from quire.parallel.ranks import current_ranks, shared_heads, shared_outputs
 
 
 class QueryScale(NamedTuple):
@@ -57,7 +57,6 @@ class SelfAttention(nn.Module):
         rope: whether this layer applies rotary positions.
         causal: None: as config.json says. False: a token attends to later tokens too, and the layer has no KV cache; `window` then counts to both sides.
             Without softcap, sinks and `shared`.
-        splits: whether ranks may have a part of the heads each (parallel/ranks.py); else each rank computes all.
         names: of queries, keys, values, all three packed, and the output projection in checkpoints.
     """
 
@@ -86,15 +85,14 @@ class SelfAttention(nn.Module):
         interleaved: bool = False,
         rope: bool = True,
         causal: bool | None = None,
-        splits: bool = True,
         names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     ):
         super().__init__()
         self.checkpoint_names = {**self.checkpoint_names, "o_proj": names[4]}
         self.size = head_dim or cfg.head_dim
         heads: tuple[int, int] = cfg.num_attention_heads, kv_heads or cfg.num_key_value_heads
-        can_split = splits and causal is not False and not (full_qk_norm or sinks or shared)
-        shares = shared_heads(*heads) if can_split else ()
+        self.shares = shares = shared_heads(*heads) if causal is not False else ()  # of heads
+        self.ranks = current_ranks() if shares else None
         self.heads, self.kv_heads = (shares[0].length, shares[1].length) if shares else heads
         sizes = self.size * (2 if output_gate else 1), self.size, self.size
         self.sizes = [
@@ -115,8 +113,8 @@ class SelfAttention(nn.Module):
         self.k_norm: Norm | None = None
         if qk_norm or full_qk_norm:
             make = norm or partial(RMSNorm, eps=cfg.rms_norm_eps)
-            q_size, k_size = self.sizes[:2] if full_qk_norm else (self.size, self.size)
-            self.q_norm, self.k_norm = make(q_size), make(k_size)
+            counts = heads if full_qk_norm else (1, 1)
+            self.q_norm, self.k_norm = (make(count * self.size) for count in counts)
         self.query_scale, self.interleaved, self.rope = query_scale, interleaved, rope
         self.attn: Any  # Attention or PackedAttention
         if causal is None:
@@ -130,6 +128,7 @@ class SelfAttention(nn.Module):
             layer_index=layer,
             sinks=nn.Parameter(torch.empty(self.heads), requires_grad=False) if sinks else None,
         )  # fmt: skip
+        self.attn.own_shares["sinks"] = shares[:1]
 
     def forward(self, x_TD: Tensor, angles: Angles) -> Tensor:
         q_THD, k_TKD, v_TKD = self.project(x_TD)
@@ -155,8 +154,8 @@ class SelfAttention(nn.Module):
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q_THD (with the gates, if there are), k_TKD and v_TKD, before the norms of heads and the rotation."""
         q, k, v = self.qkv(x_TD).split(self.sizes, -1)
-        if self.full_qk_norm and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.full_qk_norm:
+            q, k = self._flat_norms(q, k)
         q_THD = q.unflatten(-1, (self.heads, -1))
         if self.query_scale is not None:
             scale_T = self.query_scale(current_batch().positions_T)
@@ -166,6 +165,29 @@ class SelfAttention(nn.Module):
             k.unflatten(-1, (self.kv_heads, self.size)),
             v.unflatten(-1, (self.kv_heads, self.size)),
         )
+
+    def _flat_norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The norms of all heads at once. Ranks gather these before, and each keeps its own."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        if self.ranks is None:
+            return self.q_norm(q), self.k_norm(k)
+        all_TRW = self.ranks.gather(torch.cat((q, k), -1)).unflatten(-1, (self.ranks.size, -1))
+        q_TRW, k_TRW = all_TRW.split((q.shape[-1], k.shape[-1]), -1)
+        k_TRW = k_TRW[:, :: self.kv_copies]
+        found = []
+        for norm, part, share in zip(
+            (self.q_norm, self.k_norm), (q_TRW, k_TRW), self.shares, strict=False
+        ):
+            own = share.times(self.size)
+            found.append(norm(part.flatten(1)).narrow(-1, own.start, own.length))
+        return found[0], found[1]
+
+    @property
+    def kv_copies(self) -> int:
+        """So many neighbouring ranks have the same keys and values."""
+        size = 1 if self.ranks is None else self.ranks.size
+        return size * self.shares[1].length // self.shares[1].total if self.shares else 1
 
     def _norm_and_rope(self) -> QKNormRope | None:
         """For the backend's own pass; None: it does not know these norms."""

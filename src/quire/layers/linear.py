@@ -49,7 +49,6 @@ class Linear(Layer):
         gathers: bool = False,
     ):
         super().__init__()
-        self.ranks = current_ranks() if gathers else None
         if isinstance(num_out, int) and gathers and (shares := shared_outputs(num_out)):
             num_out = shares[0].length
         self.ref = WeightRef(
@@ -64,16 +63,16 @@ class Linear(Layer):
             exact=exact,
             shares=shares,
         )
+        if gathers:
+            self.ref.input_ranks = current_ranks()
+            self.ref.output_ranks = current_ranks() if shares else None
 
     def weights(self) -> Iterable[WeightRef]:
         return (self.ref,)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """y_TW"""
-        if self.ranks is None:
-            return self.ref.multiply(x_TI)
-        y_TW = self.ref.multiply(self.ranks.gather(x_TI))
-        return self.ranks.gather(y_TW) if self.ref.shares else y_TW
+        return self.ref.multiply(x_TI)
 
     def extra_repr(self) -> str:
         ref = self.ref

@@ -228,6 +228,8 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.deferred: dict[str, list[tuple[WeightSlot, Tensor]]] = {}  # what `join` will store
+        self.own_shares: dict[str, Sequence[Share]] = {}
+        """Of parameters that no weight has: what this rank has of them; others: all."""
 
     def weights(self) -> Iterable[WeightRef]:
         """The weights that this layer multiplies by."""
@@ -249,7 +251,8 @@ class Layer(nn.Module):
         weight_names = {name for ref in own_weights for name in ref.parameters()}
         for name, _ in self.named_parameters(recurse=False):
             if name not in weight_names:
-                found[f"{path}.{name}"] = WeightSlot(self, name)
+                shares = tuple(self.own_shares.get(name, ()))
+                found[f"{path}.{name}"] = WeightSlot(self, name, shares=shares)
         return found
 
     def new(self, name: str, *shape: int) -> None:

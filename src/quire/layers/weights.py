@@ -25,7 +25,7 @@ from quire.ops.cpu.structs import ACTIVATIONS, HALVES, UNGATED_FROM, CWeight
 from quire.ops.experts import CodedWeight
 from quire.ops.lora import LoraTable
 from quire.ops.reference import act_and_mul, activate, linear
-from quire.parallel.ranks import Share
+from quire.parallel.ranks import Share, TensorRanks
 
 PANEL = 32
 """Outputs that the CPU kernels compute at once."""
@@ -199,6 +199,10 @@ class WeightRef:
     """Whether it computes logits: that allows less error than other weights."""
     lora: LoraTable | None = None
     """The factors of the loaded adapters."""
+    input_ranks: TensorRanks | None = None
+    """The ranks that have a part of x each; None: x is whole."""
+    output_ranks: TensorRanks | None = None
+    """The ranks that compute a part of y each, of which all is the product; None: the outputs are all that is wanted."""
 
     def __init__(
         self,
@@ -315,7 +319,13 @@ class WeightRef:
         set_parameter(self.layer, self.prefix + "weight", shape)
 
     def multiply(self, x_TI: Tensor) -> Tensor:
-        """y_TW: x times the weight transposed, plus bias; if gated, the gated product."""
+        """y_TW: x times the weight transposed, plus bias; if gated, the gated product. Parts of ranks are gathered."""
+        if self.input_ranks is not None:
+            x_TI = self.input_ranks.gather(x_TI)
+        y_TW = self._product(x_TI)
+        return y_TW if self.output_ranks is None else self.output_ranks.gather(y_TW)
+
+    def _product(self, x_TI: Tensor) -> Tensor:
         if self.lora is not None and (numbers_T := current_adapters()) is not None:
             return adapted_product(self, x_TI, numbers_T, self.lora)
         if self.prepared is not None:
@@ -335,11 +345,15 @@ class WeightRef:
             return None
         if prepared.outs % PANEL and not padded:
             return None
+        ranks = self.input_ranks, self.output_ranks
+        links = [None if each is None else each.link for each in ranks]
+        if sum(each is not None for each in ranks) != sum(link is not None for link in links):
+            return None  # the kernels cannot exchange with these ranks
         bias = None if bias_O is None else bias_O.data_ptr()
         lora = None if self.lora is None else self.lora.address
         return CWeight(
-            **prepared.kernel_args(), bias=bias, outs=prepared.padded, ins=prepared.ins, lora=lora
-        )
+            **prepared.kernel_args(), bias=bias, outs=prepared.padded, ins=prepared.ins, lora=lora, x_ranks=links[0], y_ranks=links[1]
+        )  # fmt: skip
 
     @property
     def outputs(self) -> list[int]:

@@ -23,6 +23,7 @@ from quire.layers.norm import Norm, RMSNorm
 from quire.layers.rotary import LayerRotaries
 from quire.layers.state import StateLayer
 from quire.models.hf_config import TextConfig
+from quire.parallel.ranks import TensorRanks, current_ranks
 
 if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
@@ -35,6 +36,8 @@ class Decoder(nn.Module):
     """
 
     checkpoint_names: Mapping[str, str] = {}
+    ranks: TensorRanks | None = None
+    """They split the layers."""
 
     def __init__(
         self,
@@ -47,7 +50,10 @@ class Decoder(nn.Module):
         head_dim: Sequence[int] | None = None,
     ):
         super().__init__()
-        self.embed_tokens = Embedding(cfg.vocab_size, cfg.hidden_size, scale=embedding_scale)
+        self.embed_tokens = Embedding(
+            cfg.vocab_size, cfg.hidden_size, scale=embedding_scale, splits=True
+        )
+        self.ranks = current_ranks()
         self.layers = Layers(layer(i) for i in range(cfg.num_hidden_layers))
         self.norm = norm
         ropes = [cfg.rope(i) for i in range(cfg.num_hidden_layers)]

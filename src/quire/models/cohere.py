@@ -20,14 +20,13 @@ class Cohere(CausalLM):
         rope = window is not None or not cfg.get("layer_types")
         own_norms = bool(cfg.get("use_qk_norm"))
         attention = SelfAttention(
-            cfg, i, qkv_bias=bias, o_bias=bias, window=window, rope=rope, interleaved=True,
-            splits=not own_norms,
+            cfg, i, qkv_bias=bias, o_bias=bias, window=window, rope=rope, interleaved=True
         )  # fmt: skip
         if own_norms:
-            attention.q_norm, attention.k_norm = (
-                LayerNorm(heads, attention.size, eps=cfg.layer_norm_eps)
-                for heads in (attention.heads, attention.kv_heads)
-            )
+            attention.q_norm = LayerNorm(attention.heads, attention.size, eps=cfg.layer_norm_eps)
+            attention.k_norm = LayerNorm(attention.kv_heads, attention.size, eps=cfg.layer_norm_eps)
+            attention.q_norm.own_shares["weight"] = attention.shares[:1]
+            attention.k_norm.own_shares["weight"] = attention.shares[1:2]
         return ParallelLayer(cfg, attention, GatedMLP(cfg), self.norm)
 
     def norm(self, size: int) -> Norm:

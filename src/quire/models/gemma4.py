@@ -56,14 +56,15 @@ class Gemma4Attention(SelfAttention):
         bias, window = cfg.attention_bias, cfg.window(i)
         super().__init__(
             cfg, i, head_dim=size, kv_heads=kv_heads, qkv_bias=bias, o_bias=bias, qk_norm=True,
-            window=window, scale=1.0, shared=shared, splits=False,
+            window=window, scale=1.0, shared=shared,
         )  # fmt: skip
         self.eps = cfg.rms_norm_eps
         count = 3 - (cfg.attention_k_eq_v and cfg.layer_types[i] == "full_attention")
         count = 1 if shared is not None else count
         self.sizes = self.sizes[:count]
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=False))
-        self.qkv = Linear(cfg.hidden_size, parts, bias=bias)
+        own = [share.times(self.size) for share in self.shares[:count]]
+        self.qkv = Linear(cfg.hidden_size, parts, bias=bias, shares=own)
         if shared is not None:
             self.k_norm = None
 
@@ -139,7 +140,7 @@ class Gemma4Decoder(Decoder):
                 f" vocabulary has {cfg.vocab_size} tokens, and each needs an embedding for each layer"
             )
         words = cfg.vocab_size_per_layer_input
-        self.embed_tokens_per_layer = Embedding(words, layers * size, scale=size**0.5)
+        self.embed_tokens_per_layer = Embedding(words, layers * size, scale=size**0.5, splits=True)
         self.per_layer_model_projection = Linear(cfg.hidden_size, layers * size)
         self.per_layer_projection_norm = RMSNorm(size, cfg.rms_norm_eps)
         self.shape, self.factor = (layers, size), cfg.hidden_size**-0.5

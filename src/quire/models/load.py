@@ -27,7 +27,7 @@ from quire.config.engine import ModelSpec
 from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE
 from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, Unsupported
-from quire.layers.weight_slots import Layer, Slot, WeightSlot, slots_of
+from quire.layers.weight_slots import Layer, Slot, slots_of
 from quire.layers.weights import UNQUANTIZED, WeightRef, weights_of
 from quire.logging import get_logger
 from quire.models import registry
@@ -385,15 +385,17 @@ def _resolve_tied_head(
         slots[embeddings].fill(table, device, "lm_head.weight")
         filled.add(embeddings)
         return
-    own = slots[embeddings].layer.get_parameter("weight")
-    if torch.equal(table.to(device=own.device, dtype=own.dtype), own):
+    own = table_layer.get_parameter("weight")
+    if torch.equal(
+        table[table_layer.first :][: len(own)].to(device=own.device, dtype=own.dtype), own
+    ):
         return
     log.warning(
         "config.json ties the head to the embeddings, but the checkpoint has a separate head, which is used"
     )
     with construction(own.dtype):
         model.lm_head = model.head(model.cfg, None)
-    WeightSlot(model.lm_head, "weight").fill(table, device, "lm_head.weight")
+    model.lm_head.slots("lm_head")["lm_head.weight"].fill(table, device, "lm_head.weight")
 
 
 def _missing(slots: Mapping[str, Slot], filled: set[str]) -> list[str]:

@@ -27,6 +27,7 @@ from quire.native.fused_encoder import fuse_encoder
 from quire.native.layer_halves import has_attention, has_mlp, inherits, native_layer, native_norm
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CLayer, CNorm, CStep
+from quire.parallel.ranks import TensorRanks
 
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 
@@ -125,8 +126,14 @@ Part = Callable[[ForwardPass, Tensor, Tensor | None], tuple[Tensor, Tensor | Non
 class NativeRun:
     """Consecutive halves of layers in one call, and the last norm if it is given. It overwrites x and the residual."""
 
-    def __init__(self, kernels: Kernels, layers: Sequence[tuple[CLayer, int]], norm: CNorm | None):
-        self.kernels, self.norm, self.count = kernels, norm, len(layers)
+    def __init__(
+        self,
+        kernels: Kernels,
+        layers: Sequence[tuple[CLayer, int]],
+        norm: CNorm | None,
+        ranks: TensorRanks | None,
+    ):
+        self.kernels, self.norm, self.count, self.ranks = kernels, norm, len(layers), ranks
         self.structs = [layer for layer, _ in layers]
         self.layers = (_P * self.count)(*(ctypes.addressof(layer) for layer in self.structs))
         self.groups = (_L * self.count)(*(group for _, group in layers))
@@ -141,6 +148,8 @@ class NativeRun:
             self.layers, self.groups, self.count, forward.steps, len(x_TD), forward.adapters, x_TD.data_ptr(),
             residual_TD.data_ptr(), first, norm,
         )  # fmt: skip
+        if self.ranks is not None:
+            self.ranks.check()
         return x_TD, residual_TD
 
 
@@ -149,6 +158,7 @@ class FusedDecoder:
 
     def __init__(self, decoder: Decoder, native_layers: Sequence[CLayer], kernels: Kernels):
         self.layers, self.norm, self.kernels = decoder.layers, decoder.norm, kernels
+        self.ranks = decoder.ranks
         self.found: list[tuple[Any, CLayer]] = list(zip(decoder.layers, native_layers, strict=True))
         self.groups: dict[StepGroup, Attention] = {}  # one attention of each
         self.group_of_layer = []
@@ -192,7 +202,7 @@ class FusedDecoder:
 
         def call(*modules: Part, norm: CNorm | None = None) -> None:
             if run:
-                parts.append(NativeRun(self.kernels, list(run), norm))
+                parts.append(NativeRun(self.kernels, list(run), norm, self.ranks))
                 run.clear()
             parts.extend(modules)
 

@@ -111,6 +111,8 @@ def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
     native.qkv, native.o, native.q_norm, native.k_norm = qkv, o, q_norm, k_norm
     native.flat_norms, native.kv_parts = attention.full_qk_norm, len(attention.sizes) - 1
     native.gated = attention.output_gate
+    if attention.full_qk_norm and attention.ranks is not None:
+        native.flat_ranks, native.kv_copies = attention.ranks.link, attention.kv_copies
     if isinstance(attention, Gemma4Attention) and native.kv_parts:
         native.v_norm = CNorm(None, RMS, attention.eps)
     *addresses, native.kind = cache_addresses(spec.cache)

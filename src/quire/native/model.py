@@ -32,6 +32,9 @@ def native_model(model: object) -> CModel | None:
     if model.lm_head is None:
         return None
     table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
+    ranks = decoder.embed_tokens.ranks
+    if ranks is not None and ranks.link is None:
+        return None  # the kernels cannot exchange with these ranks
     if table is None or head is None or not isinstance(fused, FusedDecoder):
         return None
     if (run := fused.whole) is None or run.norm is None:
@@ -42,8 +45,8 @@ def native_model(model: object) -> CModel | None:
     scale = decoder.embed_tokens.scale
     found = CModel(
         head, run.norm, ctypes.addressof(run.layers), ctypes.addressof(run.groups), ctypes.addressof(groups), *table[:2],
-        recorded.data_ptr(), None,
-        run.count, len(groups), len(tables[0][1][0]), table[2], model.vocab_size, len(recorded), 0,
+        None if ranks is None else ranks.link, recorded.data_ptr(), None,
+        run.count, len(groups), len(tables[0][1][0]), table[2], model.vocab_size, len(recorded), 0, decoder.embed_tokens.words,
         1.0 if scale is None else float(torch.tensor(scale, dtype=torch.bfloat16)),
         model.lm_head.scale, model.lm_head.softcap or 0.0,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from quire.native.fused_decoder import fuse_model, unfuse_model
 from quire.native.model import make_room, native_model
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CModel, CRows
+from quire.parallel.ranks import TensorRanks
 from quire.protocol.plan import StepPlan, StepResult, WorkItem
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class NativeStep:
         self.model: CModel | None = None
         self.fused: Sequence[object] = ()
         self.adapters: AdapterTable | None = None  # of the first of these
+        self.ranks: TensorRanks | None = None  # that split the model
         # The kernels keep these addresses: none of these arrays may move.
         tokens_RL = rows.token_ids_RL
         self._tables = (ctypes.c_void_p * len(rows.blocks))(
@@ -90,6 +92,7 @@ class NativeStep:
 
     def _set_model(self, model: CModel | None) -> None:
         self.model = model
+        self.ranks = None if model is None else model.references[0].model.ranks
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
         adapters = self.adapters
         self._rows.adapters = None if adapters is None else adapters.number_of_row.ctypes.data
@@ -127,6 +130,8 @@ class NativeStep:
             self._sampled,
             self._max_logit,
         )
+        if self.ranks is not None:
+            self.ranks.check()
         if status < 0:
             raise PlanMismatch(f"step {plan.step}: a row lacks the tokens that the plan computes")
         draws = zip(work, self._sampled_B[:count].tolist(), strict=True)
@@ -150,6 +155,8 @@ class NativeStep:
             self._model, self._address, work_4B.buffer_info()[0], len(work), draws_B.buffer_info()[0],
             self._sampled, self._max_logit,
         )  # fmt: skip
+        if self.ranks is not None:
+            self.ranks.check()
         if status < 0:
             raise PlanMismatch("a row lacks the tokens that a draft model computes")
 

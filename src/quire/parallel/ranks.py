@@ -39,10 +39,12 @@ class TensorRanks(Protocol):
     Attributes:
         rank: from 0.
         size: the number of ranks.
+        link: the address of the C struct `RankLink` (kernels/exchange.h), so that kernels gather; None: they cannot.
     """
 
     rank: int
     size: int
+    link: int | None
 
     def gather(self, x_TW: Tensor) -> Tensor:
         """The parts of all ranks side by side: [T, R * W].
@@ -50,6 +52,10 @@ class TensorRanks(Protocol):
         Raises:
             RankLost: another rank did not come in time.
         """
+        ...
+
+    def check(self) -> None:
+        """Raises RankLost: another rank did not come to an exchange of the kernels since the last check."""
         ...
 
     def least(self, numbers: Sequence[int]) -> list[int]:
@@ -60,11 +66,16 @@ class TensorRanks(Protocol):
 class LoneRank:
     """The description of a rank for a plan of its memory: it exchanges nothing."""
 
+    link: int | None = None
+
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
 
     def gather(self, x_TW: Tensor) -> Tensor:
         raise RuntimeError("this rank has no partners")
+
+    def check(self) -> None:
+        """Nothing was exchanged."""
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)

@@ -18,7 +18,11 @@ from torch import Tensor
 
 from quire.errors import RankLost, Unsupported
 from quire.ops.cpu.bindings import best
+from quire.ops.cpu.structs import RANK_ENDED, RANK_STOPPED, CRankLink
 from quire.parallel.address import SLOT, num_bytes
+
+START_S = 1800.0
+"""How long ranks may be apart while they read weights. (One that ends is noticed at once.)"""
 
 
 class SharedMemoryRanks:
@@ -26,8 +30,7 @@ class SharedMemoryRanks:
 
     Args:
         fd: of the memory, inherited from the executor. It is closed.
-        timeout_s: how long a rank waits for another. The executor ends all ranks when one ends, so this is for a rank that is
-            alive and does not come: it may read weights from a slow disk.
+        timeout_s: how long a rank waits for another that is alive.
 
     Raises:
         Unsupported: there are no native kernels.
@@ -43,13 +46,16 @@ class SharedMemoryRanks:
         self._kernels, self._timeout_ms = kernels, int(timeout_s * 1000)
         self._memory = mmap.mmap(fd, num_bytes(size))
         os.close(fd)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        memory = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._link = CRankLink(memory, rank, size, SLOT, self._timeout_ms)
+        self.link: int | None = ctypes.addressof(self._link)
+        kernels.join_ranks(self.link)
 
     def gather(self, x_TW: Tensor) -> Tensor:
         """The parts of all ranks side by side: [T, R * W].
 
         Raises:
-            RankLost: another rank did not come in time.
+            RankLost: another rank did not come in time, has ended, or is stopped.
         """
         x_TW = x_TW.contiguous()
         rows, width = x_TW.shape
@@ -57,18 +63,27 @@ class SharedMemoryRanks:
         num_bytes = width * x_TW.itemsize
         if num_bytes > SLOT:
             raise ValueError(f"a row of {num_bytes} bytes does not fit into a slot of {SLOT}")
-        lost = self._kernels.all_gather(
-            self._address, self.rank, self.size, SLOT, x_TW.data_ptr(), rows, num_bytes,
-            all_TX.data_ptr(), self._timeout_ms,
-        )  # fmt: skip
-        if lost:
-            raise RankLost(
-                f"rank {self.rank} of {self.size} waited {self._timeout_ms / 1000:g} s for rank {lost - 1}"
-            )
+        self._kernels.all_gather(self.link, x_TW.data_ptr(), rows, num_bytes, all_TX.data_ptr())
+        self.check()
         return all_TX
 
+    def check(self) -> None:
+        """Raises RankLost: another rank did not come to an exchange of the kernels, so their results mean nothing."""
+        fault = self._link.fault
+        if not fault:
+            return
+        causes = {RANK_ENDED: "has ended", RANK_STOPPED: "is stopped (SIGSTOP, or a debugger)"}
+        cause = causes.get(fault, f"did not come within {self._link.timeout_ms / 1000:g} s")
+        raise RankLost(
+            f"rank {self.rank} of {self.size} waited for rank {self._link.lost}, which {cause}"
+        )
+
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number among the ranks."""
+        """The least of each number among the ranks, which may come far apart."""
         own = torch.tensor([numbers], dtype=torch.int64)
-        found: list[int] = self.gather(own).view(self.size, -1).amin(0).tolist()
+        self._link.timeout_ms = max(self._timeout_ms, int(START_S * 1000))
+        try:
+            found: list[int] = self.gather(own).view(self.size, -1).amin(0).tolist()
+        finally:
+            self._link.timeout_ms = self._timeout_ms
         return found

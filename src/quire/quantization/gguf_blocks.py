@@ -225,7 +225,7 @@ def _tables(model: nn.Module) -> Iterable[WeightRef]:
     shared = {ref.layer for ref in weights_of(model)}
     for layer in model.modules():
         if isinstance(layer, Embedding) and layer not in shared:
-            yield TableRef(layer, *reversed(layer.weight.shape))
+            yield TableRef(layer, *reversed(layer.weight.shape), shares=layer.shares)
 
 
 def _fits(ref: WeightRef, kinds: Sequence[str]) -> bool:

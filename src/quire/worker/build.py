@@ -157,8 +157,6 @@ def build_worker(
     parts = WorkerParts(platform, models, model_input, rows, processors)
     plug_in(parts)
     output, fast_step, pooling_hooks = build_output(resolved, platform, parts)
-    if ranks is not None:
-        fast_step = None  # the kernels do not exchange
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = KVPagePrefaulter(plan.num_blocks + 1, step)
     pages.begin(storages)

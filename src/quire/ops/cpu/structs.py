@@ -1,6 +1,6 @@
 """The structs that Python fills and the CPU kernels read: ctypes mirrors of the C++ ones, compared when a library loads.
 
-Knows names, types and the order of fields. Does not know what they mean: kernels/layer.h, encoder.h, route.h, experts.h, step.h and sampling.h say so.
+Knows names, types and the order of fields. Does not know what they mean: kernels/layer.h, encoder.h, exchange.h, route.h, experts.h, step.h and sampling.h say so.
 A field that is added on one side alone, or in another place, refuses the library.
 """
 
@@ -32,6 +32,9 @@ HALVES = 6
 """The number for both halves of a gated layer's product, without an activation."""
 
 
+RANK_LATE, RANK_ENDED, RANK_STOPPED = 1, 2, 3
+"""Why an exchange failed (`RankFault` in kernels/exchange.h); 0: it did not."""
+
 RMS, RMS_PLUS_ONE, LAYER_NORM = 1, 2, 3
 """Numbers of the norms (`NormKind` in kernels/norm_rope_act.h); 0: no norm."""
 
@@ -40,7 +43,14 @@ class CWeight(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(c_void_p, "data scale sum zero codes order blocks bias"),
         *_all(c_int64, "outs ins group"),
-        ("lora", c_void_p),
+        *_all(c_void_p, "lora x_ranks y_ranks"),
+    ]
+
+
+class CRankLink(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = [
+        ("memory", c_void_p),
+        *_all(c_int64, "rank size slot timeout_ms lost fault"),
     ]
 
 
@@ -119,8 +129,8 @@ class CLayer(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "qkv o gate_up down"),
         *_all(CNorm, "attention_in attention_out mlp_in mlp_out q_norm k_norm v_norm"),
-        *_all(c_void_p, "keys values key_scales value_scales sinks delta_net mixture"),
-        *_all(c_int64, "kind hidden heads kv_heads D turns interleaved block_size window act kv_parts flat_norms gated parallel"),
+        *_all(c_void_p, "keys values key_scales value_scales sinks delta_net mixture flat_ranks"),
+        *_all(c_int64, "kind hidden heads kv_heads D turns interleaved block_size window act kv_parts flat_norms gated parallel kv_copies"),
         *_all(c_float, "scale softcap residual_scale"),
     ]  # fmt: skip
 
@@ -166,8 +176,8 @@ class CModel(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         ("head", CWeight),
         ("norm", CNorm),
-        *_all(c_void_p, "layers group_of_layer groups table blocks recorded states"),
-        *_all(c_int64, "count num_groups positions packed vocab num_recorded state_rows"),
+        *_all(c_void_p, "layers group_of_layer groups table blocks table_ranks recorded states"),
+        *_all(c_int64, "count num_groups positions packed vocab num_recorded state_rows words"),
         *_all(c_float, "embedding_scale logit_scale softcap"),
     ]
 
@@ -195,6 +205,7 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
     CWeight,
     CLoraPart,
     CLora,
+    CRankLink,
     CRouting,
     CExperts,
     CMixture,

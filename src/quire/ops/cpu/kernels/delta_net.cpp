@@ -38,7 +38,7 @@ void compute(const DeltaNet& net, const Step& s, bf16* x) {
                           net.bias, net.a_log, nullptr, 0.f, INFINITY, net.state, net.state_step, out, net.key_heads, net.K,
                           net.heads, net.V, s.state_rows, s.starts, s.rows, s.kept);
   quire_gated_rms_norm(out, in + channels, row, 1, net.norm, 0, normed, T, net.heads, net.V, net.eps, 0);
-  net.out.multiply(normed, values, x, net.out.outs, T);
+  net.out.multiply(normed, values, x, net.out.all_outs(), T);
 }
 
 }  // namespace quire

@@ -47,10 +47,30 @@ inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, bf16* q, lon
 inline void prepare_flat(const Layer& l, const Step& s, bf16* q, long t) {
   const long wide = l.heads * l.D;
   const auto normed = [&](const Norm& norm, bf16* x, long size) { norms<1>(x, 0, norm.weight, x, 0, size, norm.eps, (int)norm.kind); };
-  if (l.flat_norms) normed(l.q_norm, q, wide), normed(l.k_norm, q + wide, l.kv_heads * l.D);
+  if (l.flat_norms && !l.flat_ranks) normed(l.q_norm, q, wide), normed(l.k_norm, q + wide, l.kv_heads * l.D);
   if (!s.query_scale) return;
   const Floats scale = floats(s.query_scale[s.positions ? s.positions[t] : t]);
   for (long i = 0; i < wide; i += 16) store(q + i, widen(q + i) * scale);
+}
+
+// Norms over the heads of all ranks, of which each keeps its own.
+static void norm_among_ranks(const Layer& l, bf16* qkv, long width, long T) {
+  static thread_local Scratch<bf16> keep_all, keep_ordered;  // of the calling thread
+  const long size = l.flat_ranks->size, rank = l.flat_ranks->rank, q = l.heads * l.D, k = l.kv_heads * l.D, own = q + k;
+  const long queries = size * q, keys = size / l.kv_copies * k;
+  bf16 *all = keep_all.at_least(T * size * own), *ordered = keep_ordered.at_least(T * (queries + keys));
+  gather(*l.flat_ranks, qkv, width * sizeof(bf16), T, own * sizeof(bf16), all, size * own * sizeof(bf16));
+#pragma omp parallel for if (T > 1) schedule(static)
+  for (long t = 0; t < T; t++) {
+    const bf16* from = all + t * size * own;
+    bf16 *to_q = ordered + t * (queries + keys), *to_k = to_q + queries, *to = qkv + t * width;
+    for (long r = 0; r < size; r++) memcpy(to_q + r * q, from + r * own, q * sizeof(bf16));
+    for (long r = 0; r < size; r += l.kv_copies) memcpy(to_k + r / l.kv_copies * k, from + r * own + q, k * sizeof(bf16));
+    norms<1>(to_q, 0, l.q_norm.weight, to_q, 0, queries, l.q_norm.eps, (int)l.q_norm.kind);
+    norms<1>(to_k, 0, l.k_norm.weight, to_k, 0, keys, l.k_norm.eps, (int)l.k_norm.kind);
+    memcpy(to, to_q + rank * q, q * sizeof(bf16));
+    memcpy(to + q, to_k + rank / l.kv_copies * k, k * sizeof(bf16));
+  }
 }
 
 static void prepare(const Layer& l, const Step& s, bf16* qkv, bf16* q) {
@@ -84,6 +104,7 @@ static void attend(const Layer& l, const Step& s, const bf16* x, bf16* y) {
   bf16 *qkv = keep_qkv.at_least(T * width), *o = keep_o.at_least(T * wide);
   bf16* q = l.gated ? keep_q.at_least(T * wide) : qkv;
   l.qkv.multiply(x, l.hidden, qkv, width, T);
+  if (l.flat_ranks) norm_among_ranks(l, qkv, width, T);
   prepare(l, s, qkv, q);
   quire_attention(q, l.gated ? wide : width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
                   s.lengths, l.sinks, s.rows, l.heads, l.kv_heads, D, D, l.block_size, l.window, l.scale, l.softcap);
@@ -111,7 +132,7 @@ static void attention_half(const Layer& l, const Step& s, bf16* x, bf16* residua
 
 static void mlp(const Layer& l, long T, bf16* x) {
   static thread_local Scratch<bf16> keep_inner;  // of the calling thread
-  const long inner = l.down.ins;
+  const long inner = l.down.own_ins();
   if (l.mixture) return compute(*l.mixture, x, T);
   bf16* gated = keep_inner.at_least(T * inner);
   l.gate_up.multiply(x, l.hidden, gated, inner, T, l.act);

@@ -1,5 +1,6 @@
 // The layers that layer.cpp reads. native/fused_decoder.py fills them in.
 #pragma once
+#include "exchange.h"
 #include "exports.h"
 #include "lora.h"
 
@@ -16,9 +17,17 @@ struct Weight {
   const bf16* bias;
   int64_t outs, ins, group;
   LoraTable lora;        // null: no adapter may change it
+  RankLink *x_ranks, *y_ranks;  // x, or y, is this rank's part, and all parts are gathered; null: whole
+
+  long own_ins() const { return x_ranks ? ins / x_ranks->size : ins; }    // of x
+  long all_outs() const { return y_ranks ? outs * y_ranks->size : outs; }  // of y, if it is not gated
 
   // With the adapters of the calling thread's `AdapterScope`, whose tokens x then has; tokens without one keep their bits.
   void multiply(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act = NO_ACTIVATION) const {
+    x_ranks || y_ranks ? multiply_among_ranks(x, x_row, y, y_row, rows, act) : multiply_alone(x, x_row, y, y_row, rows, act);
+  }
+  // Without an exchange.
+  void multiply_alone(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act) const {
     touched_by_adapters(lora) ? multiply_adapted(x, x_row, y, y_row, rows, act) : product(x, x_row, y, y_row, rows, act);
   }
   void product(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act) const {
@@ -39,6 +48,7 @@ struct Weight {
   long bits() const { return zero || blocks ? 4 : scale ? 8 : 16; }
 
  private:
+  void multiply_among_ranks(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act) const;
   void multiply_adapted(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act) const;
   void panels_bf16(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
   void panels_int8(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act, long panel0, long panel1) const;
@@ -73,11 +83,13 @@ struct Layer {  // fixed once the model is loaded; a half without weights (qkv o
   const float* sinks;
   const DeltaNet* delta_net;  // in place of attention; may be null
   const Mixture* mixture;     // the MLP, in place of gate_up and down; may be null
+  RankLink* flat_ranks;       // that split the heads of flat norms; may be null
   int64_t kind, hidden, heads, kv_heads, D, turns, interleaved, block_size, window, act;
   int64_t kv_parts;    // 2: keys and values; 1: keys, which are values before norm and rotation; 0: those of another layer
   int64_t flat_norms;  // q_norm and k_norm are over all heads at once
   int64_t gated;       // a head's query has a gate behind it, of its output
   int64_t parallel;    // the MLP's input is the attention's
+  int64_t kv_copies;   // of flat_ranks: so many neighbours have the same keys and values
   float scale, softcap, residual_scale;
 };
 

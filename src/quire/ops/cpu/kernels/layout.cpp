@@ -16,12 +16,16 @@ using namespace quire;
 static const FieldLayout LAYOUTS[] = {
     WHOLE(Weight), FIELD(Weight, data), FIELD(Weight, scale), FIELD(Weight, sum), FIELD(Weight, zero), FIELD(Weight, codes), FIELD(Weight, order),
     FIELD(Weight, blocks), FIELD(Weight, bias), FIELD(Weight, outs), FIELD(Weight, ins), FIELD(Weight, group), FIELD(Weight, lora),
+    FIELD(Weight, x_ranks), FIELD(Weight, y_ranks),
 
     WHOLE(LoraPart), FIELD(LoraPart, start), FIELD(LoraPart, outs), FIELD(LoraPart, first), FIELD(LoraPart, rank), FIELD(LoraPart, at),
     FIELD(LoraPart, scale),
 
     WHOLE(Lora), FIELD(Lora, a), FIELD(Lora, b), FIELD(Lora, gain), FIELD(Lora, offset), FIELD(Lora, parts), FIELD(Lora, count),
     FIELD(Lora, rank), FIELD(Lora, ins), FIELD(Lora, is_bf16),
+
+    WHOLE(RankLink), FIELD(RankLink, memory), FIELD(RankLink, rank), FIELD(RankLink, size), FIELD(RankLink, slot),
+    FIELD(RankLink, timeout_ms), FIELD(RankLink, lost), FIELD(RankLink, fault),
 
     WHOLE(Routing), FIELD(Routing, k), FIELD(Routing, score), FIELD(Routing, renormalize), FIELD(Routing, rounds),
     FIELD(Routing, groups), FIELD(Routing, top_groups), FIELD(Routing, top2), FIELD(Routing, eps), FIELD(Routing, scale),
@@ -45,7 +49,7 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Layer, v_norm), FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales), FIELD(Layer, value_scales),
     FIELD(Layer, sinks), FIELD(Layer, delta_net), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
     FIELD(Layer, turns), FIELD(Layer, interleaved), FIELD(Layer, block_size), FIELD(Layer, window), FIELD(Layer, act),
-    FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, gated), FIELD(Layer, parallel), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
+    FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, gated), FIELD(Layer, parallel), FIELD(Layer, flat_ranks), FIELD(Layer, kv_copies), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
 
     WHOLE(EncoderLayer), FIELD(EncoderLayer, qkv), FIELD(EncoderLayer, o), FIELD(EncoderLayer, up), FIELD(EncoderLayer, down),
     FIELD(EncoderLayer, after_attention), FIELD(EncoderLayer, after_mlp), FIELD(EncoderLayer, bias), FIELD(EncoderLayer, heads),
@@ -64,6 +68,7 @@ static const FieldLayout LAYOUTS[] = {
     WHOLE(Model), FIELD(Model, head), FIELD(Model, norm), FIELD(Model, layers), FIELD(Model, group_of_layer), FIELD(Model, groups),
     FIELD(Model, table), FIELD(Model, blocks), FIELD(Model, recorded), FIELD(Model, states), FIELD(Model, count), FIELD(Model, num_groups), FIELD(Model, positions), FIELD(Model, packed),
     FIELD(Model, vocab), FIELD(Model, num_recorded), FIELD(Model, state_rows), FIELD(Model, embedding_scale), FIELD(Model, logit_scale), FIELD(Model, softcap),
+    FIELD(Model, table_ranks), FIELD(Model, words),
 
     WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, num_computed_tokens), FIELD(Rows, length), FIELD(Rows, num_drafts), FIELD(Rows, blocks),
     FIELD(Rows, params), FIELD(Rows, adapters), FIELD(Rows, tokens_step), FIELD(Rows, blocks_step),

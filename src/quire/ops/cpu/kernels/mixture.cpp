@@ -24,7 +24,7 @@ void compute(const Mixture& m, bf16* x, long tokens) {
     }
   quire_route(floats, m.correction, &m.routing, tokens, count, ids, weights);
   bf16 *shared = nullptr, *gate = nullptr;
-  const long inner = m.shared_down.ins, gate_row = m.shared_gate.outs;
+  const long inner = m.shared_down.own_ins(), gate_row = m.shared_gate.outs;
   if (m.shared_down.data) {
     bf16* gated = keep_inner.at_least(tokens * inner);
     shared = keep_shared.at_least(tokens * hidden);

@@ -73,7 +73,8 @@ int64_t* adapters_of(const Rows& r, const Work& w, long T, Places& p) {
   return found;
 }
 
-void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
+// Rows of the table; ids: of its own words.
+void look_up(const Model& m, const int64_t* ids, long T, bf16* x) {
   const long hidden = m.layers[0]->hidden;
   if (m.blocks)
     quire_block_rows((const uint8_t*)m.table, m.blocks, ids, x, T, hidden);
@@ -81,6 +82,25 @@ void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
     quire_unpack_rows(m.table, ids, x, T, hidden);
   else
     for (long t = 0; t < T; t++) memcpy(x + t * hidden, m.table + ids[t] * hidden, hidden * sizeof(bf16));
+}
+
+// Every rank looks up its words, and another in the place of each word that it has not. All get all of it, and take each row from the rank
+// that has its word.
+void look_up_among_ranks(const Model& m, const int64_t* ids, long T, bf16* x) {
+  static thread_local Scratch<int64_t> keep_ids;
+  static thread_local Scratch<bf16> keep_own, keep_all;  // of the calling thread
+  const long hidden = m.layers[0]->hidden, row = hidden * sizeof(bf16), size = m.table_ranks->size, first = m.table_ranks->rank * m.words;
+  int64_t* own_ids = keep_ids.at_least(T);
+  for (long t = 0; t < T; t++) own_ids[t] = std::clamp<int64_t>(ids[t] - first, 0, m.words - 1);
+  bf16 *own = keep_own.at_least(T * hidden), *all = keep_all.at_least(T * size * hidden);
+  look_up(m, own_ids, T, own);
+  gather(*m.table_ranks, own, row, T, row, all, size * row);
+  for (long t = 0; t < T; t++) memcpy(x + t * hidden, all + (t * size + ids[t] / m.words) * hidden, row);
+}
+
+void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
+  const long hidden = m.layers[0]->hidden;
+  m.table_ranks ? look_up_among_ranks(m, ids, T, x) : look_up(m, ids, T, x);
   if (m.embedding_scale != 1) quire_scale(x, hidden, T, hidden, m.embedding_scale, 0);
 }
 
@@ -141,7 +161,7 @@ void keep_right(const Rows& r, const Work& w, long S, const Places& p, int64_t* 
 }
 
 void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64_t* adapters, const bf16* x, long T) {
-  const long hidden = m.layers[0]->hidden, width = m.head.outs;
+  const long hidden = m.layers[0]->hidden, width = m.head.all_outs();
   const bf16* from = x;
   if (S < T) {
     bf16* some = p.hidden.at_least(S * hidden);

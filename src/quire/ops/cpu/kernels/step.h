@@ -18,9 +18,10 @@ struct Model {  // fixed once it is loaded
   const Group* groups;
   const bf16* table;      // the embeddings, [vocab, hidden], or packed
   const int64_t* blocks;  // of a table in blocks of GGUF files, else null
+  RankLink* table_ranks;    // each of them has `words` rows of the table; null: this table has all
   const int64_t* recorded;  // numbers of layers, in order, behind which a step keeps the residual stream; count + 1: the final norm's output
   bf16* states;             // of these, [num_recorded, state_rows, hidden]
-  int64_t count, num_groups, positions, packed, vocab, num_recorded, state_rows;
+  int64_t count, num_groups, positions, packed, vocab, num_recorded, state_rows, words;
   float embedding_scale, logit_scale, softcap;
 };
 
