@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,15 +77,11 @@ def rank(asked: str, folder: str, address_text: str) -> None:
         own = torch.ones(1, number // 4)
         part = own[:, : number // 4 // SIZE].contiguous()
         parts = [torch.empty_like(part) for _ in range(SIZE)]
-
-        def added(own: Any = own) -> None:
-            ranks.gather(own.view(-1, min(own.numel(), 1 << 16))).unflatten(1, (SIZE, -1)).sum(1)
-
         ways: dict[str, Callable[[], Any]] = {
-            "gather": lambda part=part: ranks.gather(part.view(-1, min(part.numel(), 1 << 16))),
-            "gather, gloo": lambda parts=parts, part=part: distributed.all_gather(parts, part),
-            "all-reduce": added,
-            "all-reduce, gloo": lambda own=own: distributed.all_reduce(own),
+            "gather": partial(ranks.gather, rows_of(part)),
+            "gather, gloo": partial(distributed.all_gather, parts, part),
+            "all-reduce": partial(added, ranks, rows_of(own)),
+            "all-reduce, gloo": partial(distributed.all_reduce, own),
         }
         count = max(5, repeats * BYTES[0] // max(number, BYTES[0]))
         for name, way in ways.items():
@@ -96,6 +93,16 @@ def rank(asked: str, folder: str, address_text: str) -> None:
             found[f"{name}, {number}"] = [median(times[WARM:]), min(times[WARM:])]
     distributed.destroy_process_group()
     print(json.dumps(found))
+
+
+def rows_of(numbers: Any) -> Any:
+    """The same numbers in rows that fit into a slot."""
+    return numbers.view(-1, min(numbers.numel(), 1 << 16))
+
+
+def added(ranks: Any, own: Any) -> Any:
+    """The sum over the ranks."""
+    return ranks.gather(own).unflatten(1, (SIZE, -1)).sum(1)
 
 
 def steps(path: Path, rows: int, count: int, size: int) -> tuple[float, float]:

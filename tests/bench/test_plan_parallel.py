@@ -135,7 +135,7 @@ def test_groups_within_a_machine_use_its_link():
     assert (model.tensor_link, model.part_link, model.stage_link) == (fast, fast, slow)
 
 
-RUNS = ["llama", "llama one kv head", "llama tied", "qwen3 moe", "deepseek v3"]
+RUNS = ["llama", "llama one kv head", "llama tied", "qwen3 moe", "deepseek v3", "olmo2"]
 
 
 @pytest.mark.parametrize("name", RUNS)

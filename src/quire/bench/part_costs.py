@@ -12,6 +12,7 @@ from torch import nn
 from quire.bench.parallel_costs import PartCosts
 from quire.config.engine import ModelSpec, Resolved
 from quire.errors import QuireError
+from quire.layers.decoder_layer import SelfAttention
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts, Router
@@ -36,7 +37,7 @@ def part_costs(resolved: Resolved, ranks: int) -> PartCosts:
     experts = sum(_size(ref) for each in of_experts for ref in each.weights())
     every = [ref for each in model.modules() if isinstance(each, Layer) for ref in each.weights()]
     head = sum(_size(ref) for ref in every if ref.is_head)
-    table = sum(m.num_in * m.num_out for m in model.modules() if isinstance(m, Embedding))
+    table = sum(m.words * m.num_out for m in model.modules() if isinstance(m, Embedding))
     dense = sum(_size(ref) for ref in every if not ref.is_head) - experts
     numbers, of_weight = sum(p.numel() for p in model.parameters()), bytes_of_weight(spec)
     config = model.cfg
@@ -78,15 +79,19 @@ def inner_exchanges(model: nn.Module) -> list[int]:
 def drawn_exchanges(model: CausalLM) -> list[int]:
     """Of each exchange of the LM head: the logits of a token that one rank gives."""
     head = model.lm_head
-    return [] if head is None or head.ranks is None else [head.ref.num_out]
+    return [] if head is None or head.ref.output_ranks is None else [head.ref.num_out]
 
 
 def _exchanges(model: nn.Module) -> Iterator[int]:
     for layer in model.modules():
-        if isinstance(layer, Linear) and layer.ranks is not None:
-            yield layer.ref.num_in // layer.ranks.size
-            if layer.ref.shares:
-                yield layer.ref.num_out
+        if isinstance(layer, Embedding) and layer.ranks is not None:
+            yield layer.num_out
+        if isinstance(layer, SelfAttention) and layer.ranks is not None and layer.full_qk_norm:
+            yield sum(layer.sizes[:2])
+        if isinstance(layer, Linear) and (ranks := layer.ref.input_ranks) is not None:
+            yield layer.ref.num_in // ranks.size
+        if isinstance(layer, Linear) and layer.ref.output_ranks is not None:
+            yield layer.ref.num_out
 
 
 def _size(ref: WeightRef) -> int:

@@ -121,6 +121,7 @@ def build_worker(
         forecast = plan_memory(resolved, others)
     with stages("importing torch"):
         from quire.attention.base import load_backend
+        from quire.parallel.same_threads import use_same_threads
         from quire.platforms.base import platform_of
         from quire.quantization.apply import weight_bytes
         from quire.worker.module_hooks import ModuleHooks
@@ -142,6 +143,8 @@ def build_worker(
         specs = layer_specs(resolved, models, (resolved.spec, *others))
         weights = sum(weight_bytes(model) for model in models)
         sizes = agreed(ranks, weights, forecast)
+        if ranks is not None:
+            use_same_threads(ranks)
         state_bytes = state_bytes_of(models)
         plan = make_plan(resolved, *sizes, specs, others, state_bytes, forecast.adapters)
         if address.rank == 0:
