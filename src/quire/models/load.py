@@ -386,9 +386,8 @@ def _resolve_tied_head(
         filled.add(embeddings)
         return
     own = table_layer.get_parameter("weight")
-    if torch.equal(
-        table[table_layer.first :][: len(own)].to(device=own.device, dtype=own.dtype), own
-    ):
+    part = table[table_layer.first :][: len(own)]
+    if torch.equal(part.to(device=own.device, dtype=own.dtype), own):
         return
     log.warning(
         "config.json ties the head to the embeddings, but the checkpoint has a separate head, which is used"
