@@ -64,6 +64,7 @@ def test_splade_is_that_of_its_masked_language_model(kind: str, tmp_path: Path) 
         info = one.client.ready.pooling
         assert info is not None
         assert (info.tasks, info.num_dimensions, info.normalizes) == (["embed"], 211, False)
+        assert info.similarity == "dot"
         found = run(one, GIVEN, EMBED)
         close(found, [weights(model, prompt, how) for prompt in GIVEN])
         alone = [run(one, [prompt], EMBED)[0].tobytes() for prompt in reversed(GIVEN)]
@@ -87,6 +88,10 @@ def test_a_masked_language_model_that_cannot_be_splade_is_refused(tmp_path: Path
 
     refused(Unsupported, "without a module SpladePooling", None)
     refused(ConfigError, "pooling_strategy='median': known are max, sum", {"pooling_strategy": "median"})  # fmt: skip
+    about = tmp_path / "config_sentence_transformers.json"
+    about.write_text(json.dumps({"similarity_fn_name": "hamming"}))
+    refused(ConfigError, "similarity_fn_name='hamming': known are cosine, dot", {})
+    about.unlink()
     edit_config(path, hidden_act="relu")
     refused(Unsupported, "SPLADE with BertForMaskedLM relu", {})
 

@@ -108,6 +108,19 @@ def test_scores_of_vectors(serving):
     scores = [one["score"] for one in server.ask("/score", {"queries": "abc", "documents": ["abd", "xyz"]}).json()["data"]]  # fmt: skip
     query, *others = [vector_of([CLS, *letters(text), SEP]) for text in ("abc", "abd", "xyz")]
     assert scores == [float(np.dot(query, one)) for one in others]
+    apart = np.stack(others) - query
+    for similarity, expected in (
+        ("euclidean", (apart**2).sum(1) ** 0.5),
+        ("manhattan", np.abs(apart).sum(1)),
+    ):
+        other = serving(replace(EMBEDS, similarity=similarity))
+        found = other.ask("/score", {"queries": "abc", "documents": ["abd", "xyz"]}).json()["data"]
+        assert [one["score"] for one in found] == pytest.approx((-expected).tolist(), rel=1e-5)
+    body, asked = {"queries": "abc", "documents": ["abd"]}, {"cosine": True, "dot": None}
+    for similarity, activation in asked.items():
+        other = serving(replace(EMBEDS, similarity=similarity))
+        other.ask("/score", body)
+        assert other.client.asked[-1].params.use_activation is activation
     late = serving(replace(EMBEDS, tasks=["token_embed"]))
     (score,) = late.ask("/score", {"queries": "abc", "documents": "abd"}).json()["data"]
     query, document = (rows_of([CLS, *letters(text), SEP]) for text in ("abc", "abd"))

@@ -1,7 +1,7 @@
 """Scores of pairs of texts: what the model reads of each pair, and the score from its outputs.
 
     classify     a model with one label reads both texts at once (cross-encoder)
-    embed        the dot product of two vectors of length 1 (bi-encoder)
+    embed        the similarity of two vectors (bi-encoder): the dot product of vectors of length 1, unless the checkpoint has another
     token_embed  sum over the query's tokens of the largest dot product with a token of the document (late interaction)
 
 Knows texts, templates and vectors. Does not know HTTP.
@@ -9,7 +9,7 @@ Knows texts, templates and vectors. Does not know HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,8 @@ from quire.protocol.pooling_params import PoolingParams
 log = get_logger(__name__)
 
 Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]
+LATE = "late interaction"
+OF_LENGTH_1 = ("cosine", LATE)
 
 
 def score_task(info: PoolingInfo) -> str:
@@ -133,11 +135,17 @@ class Pairs:
         own = self.options.template or self.front.client.resolved.config.model.chat_template
         return self.task == "classify" and own is not None
 
+    @property
+    def similarity(self) -> str:
+        """How vectors are compared: a key of `SIMILARITIES`."""
+        info = self.front.need_pooling("a score").info
+        return LATE if self.task == "token_embed" else info.similarity
+
     def params(self, value: PoolingParams | None = None) -> PoolingParams:
         """Raises ValidationError: a parameter does not fit the model."""
         params = self.front.need_pooling("a score").params(value, self.task)
         if self.task != "classify":
-            params.use_activation = True  # vectors of length 1
+            params.use_activation = True if self.similarity in OF_LENGTH_1 else None
         return params
 
     @property
@@ -196,12 +204,24 @@ class Pairs:
         firsts, seconds = arrays[: len(self.queries)], arrays[len(self.queries) :]
         if len(firsts) == 1:
             firsts = firsts * len(seconds)
-        return [_similarity(one, other) for one, other in zip(firsts, seconds, strict=True)]
+        compare = SIMILARITIES[self.similarity]
+        return [compare(one, other) for one, other in zip(firsts, seconds, strict=True)]
 
 
-def _similarity(query: Any, document: Any) -> float:
-    if query.ndim == 1:
-        return float(np.dot(query, document))
+def _late_interaction(query: Any, document: Any) -> float:
     if not len(query) or not len(document):
         return 0.0
     return float((query @ document.T).max(axis=1).sum())
+
+
+def _dot(query: Any, document: Any) -> float:
+    return float(np.dot(query, document))
+
+
+SIMILARITIES: dict[str, Callable[[Any, Any], float]] = {
+    "cosine": _dot,  # of vectors of length 1
+    "dot": _dot,
+    "euclidean": lambda query, document: -float(np.linalg.norm(query - document)),
+    "manhattan": lambda query, document: -float(np.abs(query - document).sum()),
+    LATE: _late_interaction,
+}

@@ -383,7 +383,7 @@ class _Reader:
             default_activation=activation != "identity" if choose is None else choose,
             include_prompt=files.include_prompt,
             task_instructions=dict(instructions) if isinstance(instructions, dict) else {},
-            similarity=files.similarity,
+            similarity=files.similarity or ("dot" if self.use == SPLADE else "cosine"),
             do_lower_case=files.lowercases,
             architecture=self.architecture,
         )

@@ -36,6 +36,7 @@ SENTENCE, TOKENS = "sentence_embedding", "token_embeddings"
 IGNORED = ("Dropout", "MultiVectorMask")
 """Modules without effect on the vectors; the mask's words are the client's choice."""
 MAX_WIDTH = 1 << 20
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 
 class SentenceFiles(Struct, kw_only=True):
@@ -53,7 +54,7 @@ class SentenceFiles(Struct, kw_only=True):
     max_length: int = 0
     lowercases: bool = False
     prompts: dict[str, str] = {}
-    similarity: str = "cosine"
+    similarity: str = ""  # unset: the kind of the model decides
     true_false: tuple[int, int | None] | None = None
     """A cross-encoder's tokens of yes and no: its score is the difference of their logits."""
     is_cross_encoder: bool = False
@@ -105,7 +106,12 @@ def read_sentence_files(path: str) -> SentenceFiles | None:
     if not isinstance(prompts, dict):
         raise ConfigError(f"{root / 'config_sentence_transformers.json'}: prompts is not an object")
     files.prompts = {str(name): str(text or "") for name, text in prompts.items()}
-    files.similarity = str(about.get("similarity_fn_name") or "cosine")
+    files.similarity = str(about.get("similarity_fn_name") or "")
+    if files.similarity not in ("", *SIMILARITIES):
+        raise ConfigError(
+            f"{root / 'config_sentence_transformers.json'}: similarity_fn_name={files.similarity!r:.50}: known are"
+            f" {', '.join(SIMILARITIES)}"
+        )
     return files
 
 
