@@ -126,3 +126,25 @@ def test_a_fixed_number_stays() -> None:
     proposals = {0: [1, 2, 3]}
     length.cut(proposals, len(proposals))
     assert proposals == {0: [1, 2, 3]}
+
+
+def test_steps_rest_where_looking_for_draft_tokens_takes_time_and_finds_none() -> None:
+    length = DraftLength(4)
+    length.enter(0)
+    length.timed(1, 1, 1e-3)
+
+    def looked(found: bool, seconds: float) -> int:
+        """Steps that rest behind this one."""
+        length.looked(found, 1, seconds)
+        return next(n for n in range(99) if not length.rests())
+
+    rests = [looked(False, 1e-4) for _ in range(100)]
+    assert rests[:3] == [0] * 3
+    assert rests == sorted(rests)
+    assert rests[-1] == 10  # looking takes a tenth of a step, so a hundredth of eleven
+    assert looked(False, 1e-6) == 0
+    assert looked(True, 1e-4) == looked(False, 1e-4) == 0
+    for _ in range(9):
+        length.looked(False, 1, 1e-4)
+    length.enter(1)
+    assert not length.rests()

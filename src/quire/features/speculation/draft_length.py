@@ -26,6 +26,7 @@ PLAIN_EVERY, LEARN_EVERY = (
     8,
 )  # steps between those without draft tokens: if their time is known, and if not
 NO_COST = 0.01  # a drafter that takes less of a step's time is free
+MAX_REST = 15  # steps in which no draft tokens are looked for
 
 
 class DraftLength:
@@ -47,9 +48,11 @@ class DraftLength:
         self._pass_seconds = 0.0  # that a drafter takes for one more place of all rows
         self._spare = 0.0  # seconds that probes may take
         self._probes: set[int] = set()  # rows whose draft token is a probe
+        self._vain = self._rest = 0  # how often none were found, one after the other; steps to rest
 
     def enter(self, row: int) -> None:
         self._accepted[row] = self._mean
+        self._vain = self._rest = 0
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
         """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
@@ -75,6 +78,21 @@ class DraftLength:
         each = seconds / max(passes, 1)
         before = self._pass_seconds or each
         self._pass_seconds = min(each, before + 0.1 * (each - before))  # as in `timed`
+
+    # -- where looking for draft tokens takes a part of a step's time
+    def rests(self) -> bool:
+        """Whether this step looks for none."""
+        if not self._rest:
+            return False
+        self._rest -= 1
+        return True
+
+    def looked(self, found: bool, num_rows: int, seconds: float) -> None:
+        """A step looked for draft tokens. The longer none are found, the more steps rest, up to NO_COST of the time."""
+        self._vain = 0 if found or self.fixed else self._vain + 1
+        if self._vain >= 4:
+            worth = seconds / (NO_COST * self._time(num_rows))
+            self._rest = min(MAX_REST, self._vain // 2, int(worth))
 
     # -- before drafting
     def limits(self, room: dict[int, int]) -> dict[int, int]:

@@ -53,7 +53,8 @@ class SpeculationHook(Hook):
         self.rows, self.drafter, self.length, self.most_at = rows, drafter, length, most_at
         self.names_requests, self.processors, self.waits = names_requests, processors, waits
         # Of steps whose results are not read yet: the rows that drew, and the report.
-        self.reports: deque[tuple[list[int], DraftReport]] = deque()
+        # None: the step rested.
+        self.reports: deque[tuple[list[int], DraftReport] | None] = deque()
         # by row: requests that the drafter does not know yet
         self._entered: dict[int, EnteredRow] = {}
         self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
@@ -118,6 +119,10 @@ class SpeculationHook(Hook):
         return row, (length - drafts, end - length + drafts)
 
     def after(self, plan: StepPlan) -> None:
+        if not self._drafted and self.length.rests():
+            self.drafter.observe(plan, self._computed_tokens())
+            self.reports.append(None)
+            return
         computed_of, length_of = self.rows.num_computed_tokens.item, self.rows.length.item
         drew = [
             item.row
@@ -155,7 +160,7 @@ class SpeculationHook(Hook):
 
     def _propose(self, drew: list[int]) -> dict[int, int]:
         """Give draft tokens to these rows. Returns how many each has, where the gate does not know that it has none."""
-        rows, most = self.rows, self.most_at(len(drew))
+        began, rows, most = time.perf_counter(), self.rows, self.most_at(len(drew))
         room: dict[int, int] = {}
         for row in drew:
             length = rows.length.item(row)
@@ -170,6 +175,9 @@ class SpeculationHook(Hook):
         for row in counts:
             rows.put_drafts(row, proposals[row])
         self._drafted = self._drafted.difference(drew) | counts.keys()
+        if drew:
+            found = bool(counts) or any(processor.looks_ahead for processor in self.processors)
+            self.length.looked(found, len(drew), time.perf_counter() - began)
         report = dict.fromkeys(self._reported.intersection(drew), 0) | counts
         self._reported = self._reported.difference(drew) | counts.keys()
         return report
@@ -190,9 +198,9 @@ class SpeculationHook(Hook):
         return found
 
     def report(self) -> bytes | None:
-        if not self.reports:
+        if not self.reports or (last := self.reports.popleft()) is None:
             return None
-        drew, report = self.reports.popleft()
+        drew, report = last
         if self.waits:
             report.num_drafts = self._propose(drew)
         is_empty = not (report.num_drafts or report.verified)

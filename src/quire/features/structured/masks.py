@@ -166,6 +166,10 @@ class GrammarMasks(Processor):
             return grammar.ahead[number - 1]
         return grammar.over, self._masks(0)[grammar.row]
 
+    @property
+    def looks_ahead(self) -> bool:
+        return bool(self.row_grammars)
+
     def look_ahead(self, drafts: dict[int, list[int]], most: dict[int, int]) -> None:
         """See `Processor.look_ahead`."""
         self._ahead.cut(self.row_grammars, drafts, most)

@@ -71,6 +71,11 @@ class Processor:
     def name(self) -> str:
         return type(self).__name__
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `look_ahead` may find draft tokens now."""
+        return False
+
     def validate(self, params: SamplingParams) -> None:
         """Raise ValueError if these parameters cannot be served."""
 
