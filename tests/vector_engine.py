@@ -125,6 +125,10 @@ class VectorClient:
                 found = np.stack([numbers_of([token], params, labels) for token in request.tokens])
         return TensorData("float32", found.shape, found.astype(np.float32).tobytes())
 
+    @property
+    def engines(self) -> list[Any]:
+        return [self]
+
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         return self.ready
 

@@ -81,6 +81,9 @@ VARIABLES: dict[str, Variable] = {
         Variable("USE_V1", bool, True, "vLLM's choice between two engines.", no_effect="Quire has one engine"),
         Variable("CPU_OMP_THREADS_BIND", str, "auto", "Cores to compute on: auto (one NUMA node), nobind, or a list such as 0-3,8."),
         Variable("CPU_NUM_OF_RESERVED_CPU", int, 0, "Number of cores that do not compute."),
+        Variable("DP_RANK", int, None, "Data parallel rank of this program, if a script of yours starts one program for each engine."),
+        Variable("DP_SIZE", int, None, "Number of these programs."),
+        Variable("DP_MASTER_IP", str, "", "Address of the first of them; unset or loopback: all are on this machine, and divide its cores and memory."),
     )
 }  # fmt: skip
 
@@ -91,7 +94,7 @@ _OF_PYTHON = (
 
 _QUIET = """
 BATCH_INVARIANT NO_USAGE_STATS DO_NOT_TRACK USAGE_SOURCE USAGE_STATS_SERVER TARGET_DEVICE
-CONFIG_ROOT ASSETS_CACHE RPC_TIMEOUT RPC_BASE_PATH PORT DP_RANK DP_SIZE DP_RANK_LOCAL DP_MASTER_IP
+CONFIG_ROOT ASSETS_CACHE RPC_TIMEOUT RPC_BASE_PATH PORT DP_RANK_LOCAL
 DP_MASTER_PORT TRACE_FUNCTION ALLOW_INSECURE_SERIALIZATION XGRAMMAR_CACHE_MB USE_MODELSCOPE
 IMAGE_FETCH_TIMEOUT VIDEO_FETCH_TIMEOUT AUDIO_FETCH_TIMEOUT USE_TRITON_FLASH_ATTN FLASH_ATTN_VERSION
 USE_FLASHINFER_SAMPLER TORCH_PROFILER_DIR DISABLE_COMPILE_CACHE USE_PRECOMPILED

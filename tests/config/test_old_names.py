@@ -201,7 +201,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 def test_a_flag_of_the_server_is_no_keyword():
     with pytest.raises(TypeError, match="quire serve --api-server-count"):
         engine_config({"api_server_count": 2})
-    assert engine_config({"api_server_count": 1, "host": None}).server.api_server_count == 1
+    assert engine_config({"api_server_count": None, "host": None}).server.host is None
     config = engine_config({"enable_auto_tool_choice": True, "tool_call_parser": "hermes"})
     assert config.server.tool_call_parser == "hermes"
 

@@ -24,7 +24,7 @@ model_impl=transformers model_impl=vllm generation_config=vllm chat_template=t c
 max_loras=4 max_lora_rank=64 max_cpu_loras=2 lora_dtype=float16 attention_backend=TORCH_SDPA attention_backend=XFORMERS distributed_executor_backend=mp distributed_executor_backend=uni
 tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 long_prefill_token_threshold=7 max_num_queued_reqs=3
 max_num_queued_tokens=99 host=h port=1 uds=/s root_path=/r ssl_keyfile=k ssl_certfile=c ssl_ca_certs=a ssl_cert_reqs=1 ssl_ciphers=x
-api_server_count=2 shutdown_timeout=5 tool_call_parser=hermes reasoning_parser=qwen3 tool_parser_plugin=/p.py response_role=r sse_keep_alive_interval=5 uvicorn_log_level=info
+api_server_count=2 data_parallel_size_local=1 data_parallel_rank=1 data_parallel_start_rank=1 data_parallel_address=1.2.3.4 data_parallel_rpc_port=9 data_parallel_backend=ray data_parallel_supervisor_port=9 shutdown_timeout=5 tool_call_parser=hermes reasoning_parser=qwen3 tool_parser_plugin=/p.py response_role=r sse_keep_alive_interval=5 uvicorn_log_level=info
 otlp_traces_endpoint=http://c:4318 kv_cache_metrics_sample=0.5
 disable_access_log_for_endpoints=/health,/metrics max_log_len=9 log_level=DEBUG prefix_caching_hash_algo=sha256 h11_max_incomplete_event_size=9
 """
@@ -32,7 +32,7 @@ SWITCHES = """
 enable_prefix_caching enable_chunked_prefill enforce_eager trust_remote_code skip_tokenizer_init disable_log_stats enable_log_requests
 enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_force_include_usage enable_request_id_headers enable_lora fully_sharded_loras
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
-disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
+data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
 """
 LISTS = "cudagraph_capture_sizes collect_detailed_traces served_model_name api_key allowed_hosts allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware lora_target_modules"
 OBJECTS = (
@@ -48,7 +48,7 @@ mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_conn
 kv_offloading_size=4 profiler_config={"profiler":"torch"}
 io_processor_plugin=x decode_context_parallel_size=2 prefill_context_parallel_size=2 nnodes=2
 enable_eplb enable_dbo headless grpc scheduler_cls=a.b worker_cls=a.b
-worker_extension_cls=a.b tool_server=demo disable_sliding_window data_parallel_rank=1 data_parallel_hybrid_lb tokens_only enable_scale_out
+worker_extension_cls=a.b tool_server=demo disable_sliding_window tokens_only enable_scale_out
 """
 # Nothing to tune here: taken, with a warning that says why
 WARNED = """
@@ -63,14 +63,14 @@ guided_decoding_disable_fallback tokenizer_pool_size=2 tokenizer_pool_type=x tok
 safetensors_load_strategy=eager show_hidden_metrics_for_version=0.9
 enable_per_request_metrics logging_config={"a":1} log_config_file=/f
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
-data_parallel_address=1.2.3.4 numa_bind device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
+numa_bind device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
 attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backend=x exclude_tools_when_tool_choice_none
 mm_encoder_tp_mode=data disable_chunked_mm_input interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
 """
 # The flags that vLLM 0.32 has beside all of these
 NEWER = """
 --aggregate-engine-logging --anthropic-disabled-thinking-effort --aux-output-config --cohere-format --cohere-is-reasoning-model
---cpu-distributed-timeout-seconds --data-parallel-supervisor-port --dcp-q-replicate --dp-supervisor-probe-failure-threshold
+--cpu-distributed-timeout-seconds --dcp-q-replicate --dp-supervisor-probe-failure-threshold
 --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s --dp-sync-interval --ec-manager-config --elastic-ep-max-dp-size
 --enable-batch-sharded-sampling --enable-cumem-allocator --enable-flashinfer-autotune --enable-hc-sp
 --enable-moe-shared-loras --enable-nccl-comm-suspend --enable-shm-tensor-arena

@@ -345,7 +345,8 @@ def test_a_suspension_of_the_supervisor_is_not_a_hang_of_workers(
     keeper = object.__new__(http_supervisor.HttpSupervisor)
     keeper.__dict__.update(
         children=[child], policy=RestartPolicy(heartbeat=8),
-        stop_at=None, stats=None, engine_died_at=None, engine=Mock(state=EngineState(1, "starting")), config=Mock(),
+        stop_at=None, logs=[], engine_died_at=None, config=Mock(),
+        client=Mock(state=Mock(return_value=EngineState(1, "starting"))),
     )  # fmt: skip
     assert keeper._turn() is None
     assert process.process.kill.called is not was_stopped

@@ -45,6 +45,10 @@ class ToldClient:
         self.condition: Condition = "ready"
         self.counted = EngineStats()
 
+    @property
+    def engines(self) -> list[Any]:
+        return [self]
+
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         return self.ready
 

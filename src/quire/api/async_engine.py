@@ -276,9 +276,10 @@ class AsyncEngine:
         except StopIteration as done:
             return done.value
 
-    async def call(self, name: str, *args: Any) -> Any:
-        """Call a named function of the engine, without blocking the loop."""
-        return await in_own_thread(self.client.call, name, *args)
+    async def call(self, name: str, *args: Any, engine: int | None = None) -> Any:
+        """Call a named function of the engine, without blocking the loop. `engine`: of this one of several alone."""
+        client = self.client if engine is None else self.client.engines[engine]
+        return await in_own_thread(client.call, name, *args)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engine. Streams that still run end with EngineDeadError."""

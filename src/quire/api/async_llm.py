@@ -100,6 +100,7 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
         Args:
             request_id: must differ from the ids of all running requests.
             trace_headers, session_id: accepted; they have no effect.
+            data_parallel_rank: of the engine that must serve it; None: the least busy one.
             prompt_text: reported as `prompt` when the prompt is given as token ids.
             tenant: the owner of the request: tenants get fair shares, and share no cached prefixes.
 
@@ -108,15 +109,13 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
             QueueFull: too many requests wait.
             EngineDeadError: the engine has stopped.
         """
-        if data_parallel_rank:
-            raise Unsupported("data_parallel_rank", "an AsyncLLM has one engine")
         if hasattr(prompt, "__aiter__"):
             raise Unsupported("a streamed prompt", "pass the whole prompt")
         new_output = asyncio.Event()
         stream = await self.open(
             prompt, sampling_params, request_id, new_output.set, lora_request=lora_request, priority=priority,
             tokenization_kwargs=tokenization_kwargs, prompt_text=prompt_text, arrived=arrival_time,
-            tenant=tenant,
+            tenant=tenant, data_parallel_rank=data_parallel_rank,
         )  # fmt: skip
         with closing(stream):
             while not stream.ended:

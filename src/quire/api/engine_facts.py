@@ -69,7 +69,7 @@ class EngineFacts:
             ),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=resolved.config.parallel.tensor_parallel_size, pipeline_parallel_size=1,
-                data_parallel_size=1, world_size=resolved.config.parallel.tensor_parallel_size,
+                data_parallel_size=resolved.config.parallel.data_parallel_size, world_size=resolved.config.parallel.tensor_parallel_size,
             ),
             speculative_config=resolved.speculation,
             lora_config=resolved.config.lora if resolved.config.lora.enable_lora else None,

@@ -9,6 +9,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from quire.engine.client import EngineClient
@@ -75,9 +76,10 @@ class MetricsWatch:
             name, process=False, http=False,
             legacy=observe.legacy_metrics, custom=observe.custom_histogram_buckets,
         )  # fmt: skip
-        ready = client.ready
-        info = cache_info(config.cache, ready, client.resolved)
-        self.metrics.attach(lambda: engine_stats(client), ready.max_model_len, info)
+        ready, numbers = client.ready, config.parallel.ranks
+        for number, one in zip(numbers, client.engines, strict=True):
+            info = cache_info(config.cache, one.ready, one.resolved)
+            self.metrics.attach(partial(engine_stats, one), ready.max_model_len, info, number)
         self.interval = config.observe.log_stats_interval
         self._log: StatsLog | None = None
         if not config.observe.disable_log_stats:

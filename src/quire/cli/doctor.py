@@ -122,17 +122,18 @@ def _weights(report: DoctorReport, resolved: Resolved) -> list[TensorHeader] | i
 def _plan(report: DoctorReport, resolved: Resolved, found: list[TensorHeader] | int) -> MemoryPlan:
     """The memory plan; if it does not fit, the plan with the longest context that does."""
     about, (specs, states) = report.facts, forecast_specs(resolved)
+    available = about.available_bytes // (
+        resolved.config.parallel.share[1] if resolved.device == "cpu" else 1
+    )
     loaded = loaded_tensors(found, resolved.spec, resolved.device)
     weights = in_memory(loaded, ITEMSIZE[resolved.dtype], resolved.quantization)
     try:
-        forecast_weights(resolved.spec, resolved.device, about.available_bytes, found)
-        return make_plan(
-            resolved, weights, about.total_bytes, about.available_bytes, specs, (), states
-        )
+        forecast_weights(resolved.spec, resolved.device, available, found)
+        return make_plan(resolved, weights, about.total_bytes, available, specs, (), states)
     except NotEnoughMemory as why:
         report.findings.append(DoctorFinding("error", str(why)))
     shorter = replace(resolved, auto_max_model_len=True)
-    return make_plan(shorter, weights, about.total_bytes, about.available_bytes, specs, (), states)
+    return make_plan(shorter, weights, about.total_bytes, available, specs, (), states)
 
 
 # The report as text
@@ -182,6 +183,8 @@ def _model(report: DoctorReport, resolved: Resolved) -> list[tuple[str, str]]:
         ("step", f"{resolved.max_num_batched_tokens} tokens, {resolved.max_num_seqs} requests"),
         ("prefix caching", "on" if prefixes else "off"),
     ]
+    if (engines := resolved.config.parallel.share[1]) > 1:
+        rows.append(("engines", f"{engines} divide this machine; the tables below are for each"))
     if report.weights:
         where = "not downloaded yet" if report.remote else _files(report, resolved)
         rows.insert(2, ("weights", f"{size(report.weights)}, {where}"))

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire import env
 from quire.config.api_key_file import plain_keys
+from quire.config.data_parallel import from_environment
 from quire.config.engine import EngineConfig
 from quire.config.model import EMBEDDER
 from quire.config.options import coerce, options
@@ -49,7 +50,7 @@ def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> En
         _check_server_fields(fields)
     known = options()
     plain_keys(coerce(known["api_key"], fields.get("api_key")), spelt("api_key", source))
-    for name, value in env.fields().items():
+    for name, value in (env.fields() | from_environment()).items():
         if name == "api_key" and fields.get(name) is None and source == "flag":
             plain_keys(value, env.spelt("API_KEY"))
         if fields.get(name) is None and not (

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from quire.config.ranges import AtLeast1
+from msgspec import Meta
+
+from quire.config.ranges import AtLeast0, AtLeast1
+
+LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +21,25 @@ class ParallelConfig:
     pipeline_parallel_size: AtLeast1 = 1
     """Number of devices that each run a range of layers."""
     data_parallel_size: AtLeast1 = 1
-    """Number of engines that share the requests."""
+    """Number of engines with all weights that share the requests (docs/parallel.md)."""
+    data_parallel_size_local: AtLeast0 | None = None
+    """How many of these engines run on this machine, and divide its cores and memory; unset: all."""
+    data_parallel_rank: AtLeast0 | None = None
+    """Serve only this one of the engines: your load balancer distributes the requests among the servers."""
+    data_parallel_start_rank: AtLeast0 | None = None
+    """First of the engines of this machine: the server distributes its requests among these, your load balancer among the servers."""
+    data_parallel_external_lb: bool = False
+    """Your load balancer distributes the requests among engines, of which each has a server (as with data_parallel_rank)."""
+    data_parallel_hybrid_lb: bool = False
+    """Your load balancer distributes the requests among machines (as with data_parallel_start_rank)."""
+    data_parallel_multi_port_external_lb: bool = False
+    """A server for each engine of this machine, at the ports from --port on; your load balancer distributes the requests."""
+    data_parallel_address: str | None = None
+    """Address of the server whose engines run on several machines."""
+    data_parallel_rpc_port: Annotated[int, Meta(ge=0, le=65535)] = 29550
+    """Port of that server for engines on other machines."""
+    data_parallel_backend: Literal["mp", "ray"] = "mp"
+    """mp: each engine is a child of its server; ray: not supported yet."""
     enable_expert_parallel: bool = False
     """Place whole experts on each device instead of a slice of every expert."""
     distributed_executor_backend: str | None = None
@@ -27,3 +50,42 @@ class ParallelConfig:
     """Do not record steps as CUDA graphs."""
     cudagraph_capture_sizes: list[AtLeast1] = field(default_factory=list)
     """Batch sizes whose steps are recorded as CUDA graphs, on devices that support them; unset: 1, 2, 4, 8, 16 ... max_num_seqs."""
+
+    @property
+    def is_external(self) -> bool:
+        """Whether this server has one engine of several, and knows nothing of the others."""
+        return self.data_parallel_rank is not None
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.data_parallel_hybrid_lb or self.data_parallel_start_rank is not None
+
+    @property
+    def ranks(self) -> range:
+        """The data parallel ranks of the engines among which this server or program distributes its requests."""
+        if self.data_parallel_rank is not None:
+            return range(self.data_parallel_rank, self.data_parallel_rank + 1)
+        if not self.is_hybrid:
+            return range(self.data_parallel_size)
+        first = self.data_parallel_start_rank or 0
+        return range(first, first + (self.data_parallel_size_local or 1))
+
+    @property
+    def local_ranks(self) -> range:
+        """Those of them that run on this machine: the first ones."""
+        count = self.data_parallel_size_local
+        own = self.data_parallel_rank is not None or self.is_hybrid or count is None
+        return self.ranks if own else range(count or 0)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(which, of how many) engines that divide this machine's cores and memory."""
+        count = self.data_parallel_size_local or 1
+        if self.data_parallel_rank is None:
+            return 0, max(1, len(self.local_ranks))
+        return (self.data_parallel_rank - (self.data_parallel_start_rank or 0)) % count, count
+
+    def place_on_machine(self, rank: int, size: int) -> tuple[int, int]:
+        """(which, of how many) of the processes that compute on this machine is rank `rank` of `size` of this engine."""
+        index, engines = self.share
+        return index * size + rank, engines * size

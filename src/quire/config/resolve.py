@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from quire import env
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.context_length import learned_positions, model_length
+from quire.config.data_parallel import check_device
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.model_sizes import model_size
 from quire.config.pooling import PoolingModel
@@ -105,6 +106,7 @@ def resolve(
     )
     _check_checkpoints(resolved)
     _check_ranks(resolved)
+    check_device(config.parallel, facts.device)
     _log(resolved, facts)
     return resolved
 

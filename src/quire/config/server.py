@@ -50,8 +50,10 @@ class ServerConfig:
     """CORS: allow credentials."""
     middleware: list[str] = field(default_factory=list)
     """ASGI middleware to run around every request: package.module.Class, or the path of an async function(request, call_next)."""
-    api_server_count: AtLeast1 = 1
-    """Number of HTTP processes in front of the engine."""
+    api_server_count: AtLeast1 | None = None
+    """Number of HTTP processes in front of the engines; unset: 1, or with several engines one for each, if there are cores for them."""
+    data_parallel_supervisor_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    """Port that answers /health for all servers of data_parallel_multi_port_external_lb; unset: none."""
     disable_frontend_multiprocessing: bool = False
     """Run the engine in the HTTP process (for one-core machines and debugging)."""
     shutdown_timeout: Amount = 30

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.config import unsupported
 from quire.config.cache import KV_DTYPES
+from quire.config.data_parallel import check_data_parallel
 from quire.config.engine import EngineConfig
 from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
 from quire.config.options import coerce, options
@@ -47,6 +48,7 @@ def check_options(config: EngineConfig) -> None:
     quantization_method(config.model.quantization)
     _check_structured(config.structured.structured_outputs_config)
     _check_lora(config)
+    check_data_parallel(config.parallel, config.server)
 
 
 def _check_lora(config: EngineConfig) -> None:
@@ -81,9 +83,8 @@ def _check_structured(options: Mapping[str, Any]) -> None:
 
 
 def _check_supported(config: EngineConfig) -> None:
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        if (size := getattr(config.parallel, name)) > 1:
-            raise Unsupported(f"{name}={size}", unsupported.DEVICES[1])
+    if (size := config.parallel.pipeline_parallel_size) > 1:
+        raise Unsupported(f"pipeline_parallel_size={size}", unsupported.DEVICES[1])
     for (section, name, unsupported_value), remedy in unsupported.SETTINGS.items():
         if getattr(getattr(config, section), name) == unsupported_value:
             value = "" if unsupported_value is True else f"={unsupported_value}"

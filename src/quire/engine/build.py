@@ -24,11 +24,10 @@ from quire.config.speculation import speculative_options
 from quire.config.structured import structured_options
 from quire.config.validate import check_options
 from quire.engine import lora, rpc, sleep
-from quire.engine.client import InlineClient
+from quire.engine.client import EngineClient, InlineClient
 from quire.engine.core import EngineCore
+from quire.engine.engine_processes import start_engines
 from quire.engine.flight_recorder import FlightRecorder
-from quire.engine.process_client import ProcessClient
-from quire.engine.supervisor import EngineSupervisor
 from quire.errors import ConfigError
 from quire.features.fair_share.fair_queue import FairQueue
 from quire.features.lora.gate import LoraGate
@@ -57,7 +56,6 @@ from quire.observe.mfu import StepCostCounter, StepCosts
 from quire.parallel.address import RankAddress, addresses
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
-from quire.processes.restart_policy import RestartPolicy
 from quire.processes.watchdog import Watchdog
 from quire.protocol.output import EngineReady
 from quire.scheduler.gate import Gate
@@ -77,7 +75,7 @@ if TYPE_CHECKING:
 @overload
 def make_client(
     config: EngineConfig | Resolved, *, process: Literal[True], wait: bool = True
-) -> ProcessClient: ...
+) -> EngineClient: ...
 @overload
 def make_client(
     config: EngineConfig | Resolved, *, process: Literal[False] = False, report: Report = no_report
@@ -88,8 +86,9 @@ def make_client(
     process: bool = False,
     wait: bool = True,
     report: Report = no_report,
-) -> InlineClient | ProcessClient:
-    """Create an engine in this process, where a caller of `outputs` runs the steps; or in a process of its own.
+) -> EngineClient:
+    """Create an engine in this process, where a caller of `outputs` runs the steps; or in a process of its own. Several
+    engines have processes of their own in any case.
 
     With `wait=False` the child may still be loading: call `wait_ready` before anything else.
     `report` receives the progress of an engine in this process; that of a child is in `EngineClient.state`.
@@ -99,22 +98,13 @@ def make_client(
         StartupError: the child could not start.
     """
     resolved = config if isinstance(config, Resolved) else resolve_config(config)
-    if process:
-        supervisor = EngineSupervisor(resolved_to_bytes(resolved), policy=restart_policy())
-        client = ProcessClient(resolved, supervisor.folder, supervisor.board, supervisor)
+    if process or len(resolved.config.parallel.ranks) > 1:
+        client = start_engines(resolved)
         if wait:
             client.wait_ready()
         return client
     core, ready = build_core(resolved, report)
     return InlineClient(core, resolved, ready, shut=core.executor.close)
-
-
-def restart_policy() -> RestartPolicy:
-    return RestartPolicy(
-        heartbeat=float(env.get("HEARTBEAT_TIMEOUT_S")),
-        start=float(env.get("ENGINE_READY_TIMEOUT_S")),
-        restarts=int(env.get("MAX_ENGINE_RESTARTS")),
-    )
 
 
 def resolve_config(

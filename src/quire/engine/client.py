@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -53,6 +53,10 @@ class EngineClient(Protocol):
     resolved: Resolved
     ready: EngineReady
     """Valid once `wait_ready` has returned."""
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """The engines that share the requests: this one alone, or a client for each."""
 
     @property
     def epoch(self) -> int:
@@ -119,6 +123,10 @@ class InlineClient:
         self._replied = threading.Condition()
         self._numbers = itertools.count(1)
         self._dead: EngineDeadError | None = None
+
+    @property
+    def engines(self) -> Sequence[InlineClient]:
+        return [self]
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         return self.ready

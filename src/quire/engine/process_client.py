@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -63,6 +64,14 @@ class EngineSockets:
         self.up.close()
 
 
+class AskedCall(NamedTuple):
+    """A call whose answer is not known yet."""
+
+    number: int
+    epoch: int
+    name: str
+
+
 class UnfinishedRequest:
     """An unfinished request of this client."""
 
@@ -79,6 +88,11 @@ class ProcessClient:
         board: the engine's state.
         supervisor: the engine's supervisor, if this client must close it.
         client: this client's number among the frontends.
+        suspects: which requests ran when engines died; several clients of one frontend share it.
+
+    Attributes:
+        on_report: called when the engine sent statistics.
+        give_back: takes requests that had not begun when the engine died; None: its next process gets them.
     """
 
     ready: EngineReady
@@ -90,10 +104,14 @@ class ProcessClient:
         board: StateBoard,
         supervisor: EngineSupervisor | None = None,
         client: int = 0,
+        suspects: Suspects | None = None,
     ):
         self.resolved, self.client, self.supervisor = resolved, client, supervisor
+        self.on_report: Callable[[], None] = lambda: None
+        self.give_back: Callable[[list[EngineRequest]], None] | None = None
         self._folder, self._board = folder, board
-        self._suspects, self._poison, self._cleared = Suspects(), frozenset[str](), set[str]()
+        self._suspects = Suspects() if suspects is None else suspects
+        self._poison, self._cleared = frozenset[str](), set[str]()
         self._context: zmq.Context[Any] = zmq.Context()
         self._decoder = FrameDecoder[list[FromEngine]](list[FromEngine])
         self._sending, self._reading = threading.Lock(), threading.Lock()
@@ -107,6 +125,10 @@ class ProcessClient:
         self._stats = EngineStats()  # the latest that the engine sent
         self.epoch = self.state().epoch
         self._sockets = EngineSockets(self._context, folder / str(self.epoch), client)
+
+    @property
+    def engines(self) -> Sequence[ProcessClient]:
+        return [self]
 
     def state(self) -> EngineState:
         return self._board.read() if self.supervisor is None else self.supervisor.state
@@ -143,11 +165,7 @@ class ProcessClient:
         self.check()
         if request.client != self.client:
             request = msgspec.structs.replace(request, client=self.client)
-        if self._is_poison(request):
-            raise ValidationError(
-                "the engine died twice while this request ran, so the server does not run it again now; change the"
-                " prompt or the parameters"
-            )
+        self.refuse_poison(request)
         data = self._encoded(request)  # a request that cannot be encoded is not registered
         with self._sending:
             # The engine refuses an id that is in use; this client keeps the first request.
@@ -170,11 +188,19 @@ class ProcessClient:
             self._put(Abort(ids, why))
 
     def call(self, name: str, *args: Any) -> Any:
+        return self.answer_to(self.ask(name, *args))
+
+    def ask(self, name: str, *args: Any) -> AskedCall:
+        """Send a call, for `answer_to`. Raises EngineDeadError, EngineDelayed."""
         number = next(self._numbers)
         self.check()
         with self._sending:
-            epoch = self.epoch
             self._put(Call(number, name, list(args), self.client))
+            return AskedCall(number, self.epoch, name)
+
+    def answer_to(self, call: AskedCall) -> Any:
+        """Wait for the answer. Raises as `call`."""
+        number, epoch, name = call
         while True:
             if self._reading.acquire(blocking=False):  # no other thread receives messages
                 try:
@@ -196,6 +222,17 @@ class ProcessClient:
                 self._receive(LOOK_AGAIN_MS)
             outputs, self._outputs = self._outputs, []
             return outputs
+
+    def unstarted(self) -> list[str]:
+        """Ids of requests without outputs so far that any engine may serve, the oldest first."""
+        all_of_them = list(self._unfinished.items())
+        return [id for id, one in all_of_them if not one.has_started and one.request.engine is None]
+
+    def forget(self, id: str) -> EngineRequest | None:
+        """Remove a request that the engine gave back (`withdraw`); None: it has ended."""
+        with self._sending:
+            found = self._unfinished.pop(id, None)
+        return None if found is None else found.request
 
     def close(self, seconds: float = 5.0) -> None:
         if self._dead is None:
@@ -238,6 +275,8 @@ class ProcessClient:
         elif state.condition == "delayed":
             self._end_all(state)
         elif state.condition in ("dead", "closed") and self._dead is None:
+            if self.give_back is not None:
+                self._end_all(state)
             self._dead = EngineDeadError(state.error or "the engine was shut down")
 
     def _handle(self, messages: list[FromEngine]) -> None:
@@ -256,6 +295,7 @@ class ProcessClient:
                         self._replied.notify_all()
                 case EngineStats():
                     self._stats = message
+                    self.on_report()
 
     def _follow_replacement(self, state: EngineState) -> None:
         """The engine was replaced: end the requests that had begun, send the rest to the new process."""
@@ -271,15 +311,15 @@ class ProcessClient:
             self._sockets = EngineSockets(
                 self._context, self._folder / str(self.epoch), self.client
             )
-            ran = self._note_deaths(state)
-            for id, unfinished in list(self._unfinished.items()):
-                if unfinished.aborted:  # the old process may not have received the abort
-                    self._end(id, "abort")
-                elif id in ran or self._is_poison(unfinished.request):
-                    self._end(id, "error", error, "reported")
-                else:
-                    unfinished.sent += 1
-                    self._resend(unfinished.request)
+            # Its gauges are those of the dead process; the next one reports when it has work.
+            self._stats = msgspec.structs.replace(
+                self._stats, running=0, waiting=0, deferred=0, kv_usage=0.0
+            )
+            again = self._end_begun(state, error, "reported")
+            for unfinished in again if self.give_back is None else ():
+                unfinished.sent += 1
+                self._resend(unfinished.request)
+        self._return(again)
 
     def _note_deaths(self, state: EngineState) -> set[str]:
         """Ids of this client's requests that must not be sent again: they may have run, or were sent twice."""
@@ -298,12 +338,31 @@ class ProcessClient:
         """No engine will run for a while, so end all requests instead of letting them wait."""
         error = f"the engine failed and will be restarted later (see the server's log under {state.incident})"
         with self._sending:
-            self._note_deaths(state)
-            for id, unfinished in list(self._unfinished.items()):
-                if unfinished.aborted:
-                    self._end(id, "abort")
-                else:
-                    self._end(id, "error", error, "overloaded")
+            again = self._end_begun(state, error, "overloaded")
+            for unfinished in again if self.give_back is None else ():
+                self._end(unfinished.request.id, "error", error, "overloaded")
+        self._return(again)
+
+    def _end_begun(
+        self, state: EngineState, error: str, kind: ErrorKind
+    ) -> list[UnfinishedRequest]:
+        """End the requests that were aborted, or may have run. Returns the others."""
+        ran, again = self._note_deaths(state), []
+        for id, unfinished in list(self._unfinished.items()):
+            if unfinished.aborted:  # the old process may not have received the abort
+                self._end(id, "abort")
+            elif id in ran or self._is_poison(unfinished.request):
+                self._end(id, "error", error, kind)
+            else:
+                again.append(unfinished)
+                if self.give_back is not None:
+                    del self._unfinished[id]
+        return again
+
+    def _return(self, again: Sequence[UnfinishedRequest]) -> None:
+        """Let other engines have these requests. Without `_sending`: they are sent by other clients."""
+        if self.give_back is not None and again:
+            self.give_back([unfinished.request for unfinished in again])
 
     def _end(
         self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "internal"
@@ -323,6 +382,14 @@ class ProcessClient:
             if len(self._cleared) >= MAX_DIGESTS:
                 self._cleared.clear()
             self._cleared.add(digest)
+
+    def refuse_poison(self, request: EngineRequest) -> None:
+        """Raises ValidationError: the request ran at two deaths of the engine."""
+        if self._is_poison(request):
+            raise ValidationError(
+                "the engine died twice while this request ran, so the server does not run it again now; change the"
+                " prompt or the parameters"
+            )
 
     def _is_poison(self, request: EngineRequest) -> bool:
         known = self.state().poison

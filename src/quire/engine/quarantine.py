@@ -7,6 +7,7 @@ and a clock. Does not know how a death is detected.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
@@ -26,36 +27,40 @@ MOST_PARAMS = 1 << 16  # larger parameters get a short form
 
 
 class Suspects:
-    """Counts deaths by digest."""
+    """Counts deaths by digest. Several threads may use it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
+        self._lock = threading.Lock()
         # (count, time of the last one); oldest first
         self._deaths: dict[str, tuple[int, float]] = {}
 
     def ran(self, digests: Iterable[str]) -> None:
         """The engine died while the requests with these digests ran."""
-        now = self._clock()
-        for digest in set(digests):
-            count, _ = self._deaths.pop(digest, (0, now))
-            self._deaths[digest] = count + 1, now
-        for digest, (_, last) in list(self._deaths.items()):
-            if len(self._deaths) <= MAX_DIGESTS and now - last <= FORGET_S:
-                break
-            del self._deaths[digest]
+        with self._lock:
+            now = self._clock()
+            for digest in set(digests):
+                count, _ = self._deaths.pop(digest, (0, now))
+                self._deaths[digest] = count + 1, now
+            for digest, (_, last) in list(self._deaths.items()):
+                if len(self._deaths) <= MAX_DIGESTS and now - last <= FORGET_S:
+                    break
+                del self._deaths[digest]
 
     def completed(self, digest: str) -> bool:
         """A request finished, so its deaths are forgotten. Returns whether it had any."""
-        return self._deaths.pop(digest, None) is not None
+        with self._lock:
+            return self._deaths.pop(digest, None) is not None
 
     def poison(self) -> list[str]:
         """Digests of the requests that ran at DEATHS deaths."""
         now = self._clock()
-        return [
-            digest
-            for digest, (count, last) in self._deaths.items()
-            if count >= DEATHS and now - last <= FORGET_S
-        ]
+        with self._lock:
+            return [
+                digest
+                for digest, (count, last) in self._deaths.items()
+                if count >= DEATHS and now - last <= FORGET_S
+            ]
 
     def __bool__(self) -> bool:
         return bool(self._deaths)

@@ -50,10 +50,23 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         ended = (core.scheduler.abort(id) for id in ids)
         core.outbox += [output for output in ended if output is not None]
 
+    def withdraw(ids: list[str], count: int) -> list[str]:
+        """Remove up to `count` of these requests that no step has computed yet, the next ones first, without outputs and
+        without counting their end: another engine gets them. Returns their ids."""
+        scheduler, candidates, found = core.scheduler, set(ids), list[str]()
+        for request in list(scheduler.waiting):
+            if len(found) == count:
+                break
+            if request.id in candidates and request.queued < 0:
+                request.is_subrequest = True
+                scheduler.abort(request.id)
+                found.append(request.id)
+        return found
+
     def count_ended(outputs: dict[FinishReason, int]) -> None:
         """Count the end of a request that consisted of many inner ones: its number of outputs by finish reason."""
         for finish, count in outputs.items():
             core.scheduler.finished[finish] += count
 
-    named = (reset_prefix_cache, stats, collective_rpc, abort_client, requests, end, count_ended)  # fmt: skip
+    named = (reset_prefix_cache, stats, collective_rpc, abort_client, requests, end, withdraw, count_ended)  # fmt: skip
     return {f.__name__: f for f in named}

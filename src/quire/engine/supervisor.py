@@ -48,12 +48,19 @@ class EngineSupervisor:
     Args:
         payload: what the child reads from stdin: a resolved configuration (`config/serialize.py`).
         frontends: how many frontends there will be.
+        suspects: which requests ran when engines died; several supervisors share it.
 
     Raises:
         StartupError: no directory for the sockets.
     """
 
-    def __init__(self, payload: bytes, frontends: int = 1, policy: RestartPolicy | None = None):
+    def __init__(
+        self,
+        payload: bytes,
+        frontends: int = 1,
+        policy: RestartPolicy | None = None,
+        suspects: Suspects | None = None,
+    ):
         self.folder = own_folder()
         self._lock = hold(self.folder)
         remove_stale(self.folder.parent)
@@ -64,7 +71,7 @@ class EngineSupervisor:
         self._closing = threading.Event()
         self.child: SupervisedProcess | None = None
         self.board = StateBoard()
-        self._suspects = Suspects()
+        self._suspects = Suspects() if suspects is None else suspects
         self._thread = threading.Thread(
             target=self._supervise, name="engine-supervisor", daemon=True
         )
@@ -81,9 +88,13 @@ class EngineSupervisor:
             self._change(condition="dead", error="the thread that supervises the engine has ended")
         return self.board.latest
 
+    def stop(self) -> None:
+        """Order the child to end; `close` waits for that."""
+        self._closing.set()
+
     def close(self, seconds: float = 5.0) -> None:
         """Stop the child; kill it if it does not end."""
-        self._closing.set()
+        self.stop()
         self._thread.join(seconds + 2.0)
         if self.board.latest.condition != "dead":
             self._change(condition="closed")

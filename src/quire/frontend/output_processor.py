@@ -186,6 +186,7 @@ class OutputProcessor:
             metrics.num_generation_tokens += len(output.tokens)
             if self.num_cached_tokens is None or output.num_cached_tokens > self.num_cached_tokens:
                 self.num_cached_tokens = output.num_cached_tokens
+        metrics.engine = output.engine
         if output.queued and not metrics.scheduled_ts:
             metrics.scheduled_ts = metrics.queued_ts + output.queued
         if output.preemptions > metrics.num_preemptions:

@@ -28,6 +28,8 @@ class RequestMetrics:
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     finished_time: float | None = None
+    engine: int = 0
+    """The place of its engine among those of the client."""
 
     @property
     def first_token_latency(self) -> float:

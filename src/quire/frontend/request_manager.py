@@ -107,11 +107,43 @@ class RequestManager:
         return self.inputs.need_tokenizer()
 
     # -- in -------------------------------------------------------------------------------------
-    def accept(self, prompt: Any, params: RequestParams | None = None, **options: Any) -> Accepted:
-        """Validate a request; see `InputProcessor.accept` and `PoolingInputs.accept` for options and errors."""
+    def accept(
+        self,
+        prompt: Any,
+        params: RequestParams | None = None,
+        *,
+        data_parallel_rank: int | None = None,
+        **options: Any,
+    ) -> Accepted:
+        """Validate a request; see `InputProcessor.accept` and `PoolingInputs.accept` for options and errors.
+
+        `data_parallel_rank`: of the engine that must serve it.
+        """
+        accepted: Accepted
         if isinstance(params, PoolingParams):
-            return self.need_pooling("AsyncLLM.encode").accept(prompt, params, **options)
-        return self.accept_generation(prompt, params, **options)
+            pooled = self.need_pooling("AsyncLLM.encode")
+            accepted = pooled.accept(prompt, params, **options)
+        else:
+            accepted = self.accept_generation(prompt, params, **options)
+        if data_parallel_rank is not None:
+            self._check_rank(data_parallel_rank)
+            for child in accepted.children:
+                child.engine = data_parallel_rank
+        return accepted
+
+    def _check_rank(self, rank: int) -> None:
+        """Raises ValidationError: this server or program has no such engine."""
+        ranks = self.client.resolved.config.parallel.ranks
+        if rank not in ranks:
+            known = (
+                f"the engines {ranks[0]} to {ranks[-1]}"
+                if len(ranks) > 1
+                else f"the engine {ranks[0]}"
+            )
+            raise ValidationError(
+                f"data_parallel_rank={rank}: requests reach {known} here",
+                parameter="data_parallel_rank", value=rank,
+            )  # fmt: skip
 
     def accept_generation(
         self, prompt: Any, params: SamplingParams | None = None, **options: Any

@@ -109,7 +109,7 @@ def start_engine(
     from quire.engine.build import make_client, resolve_config
 
     resolved = resolve_config(config, check_startup)
-    if not process:
+    if not process and len(resolved.config.parallel.ranks) == 1:
         tokenizer = load_tokenizer(resolved)
         return make_client(resolved, report=report), tokenizer
     client = make_client(resolved, process=True, wait=False)

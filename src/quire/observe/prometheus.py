@@ -13,15 +13,11 @@ from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import PurePath
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.gc_collector import GCCollector
@@ -30,22 +26,15 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
 
 from quire.config.engine import Resolved
 from quire.logging import get_logger
 from quire.observe.buckets import buckets, checked
+from quire.observe.engine_snapshots import ENGINE, SnapshotCollector
 from quire.observe.http_metrics import HttpMetrics
 from quire.observe.metric_table import (
     ALIASES,
-    COUNT_LABELS,
-    COUNTS,
-    ENGINE_HISTOGRAMS,
-    INFOS,
     OBSERVED,
-    SNAPSHOTS,
-    ObservedMetric,
-    SnapshotMetric,
 )
 from quire.observe.processes import FamilyCollector, Processes, allocate_files
 from quire.protocol.output import EngineReady, EngineStats
@@ -57,68 +46,8 @@ BY_KEY = b"quire:key_"
 """Metric families with the label `key`, the name of an API key, begin with this text."""
 MAX_ADAPTER_LABELS = 1024
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-ENGINE = "0"
 LIMITS = REQUESTS, TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
 """The limits of the waiting queue: the reasons for rejecting requests."""
-
-
-class SnapshotCollector(Collector):
-    """Reads the engine's statistics at each scrape."""
-
-    def __init__(
-        self,
-        model_name: str,
-        stats: Callable[[], EngineStats],
-        legacy: bool,
-        custom: Mapping[str, tuple[float, ...]],
-    ):
-        self.model_name, self.stats = model_name, stats
-        self.custom = custom
-        self.rows = [row for row in SNAPSHOTS if legacy or not row.legacy]
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self.stats()
-        for row in self.rows:
-            yield self.metric(row, stats)
-        for key, values in stats.histograms.items():
-            yield self.histogram(ENGINE_HISTOGRAMS[key], values)
-        yield from self.counters(stats.counts)
-        for name, (words, labels) in INFOS.items():
-            if stats.labels.keys() >= set(labels):
-                info = GaugeMetricFamily(name, words, labels=labels)
-                info.add_metric([stats.labels[label] for label in labels], time.time())
-                yield info
-
-    def counters(self, counts: Mapping[str, float]) -> Iterable[Metric]:
-        """`counts`: by a name of COUNTS, which a colon and the value of its label may follow."""
-        families: dict[str, CounterMetricFamily] = {}
-        for key, count in counts.items():
-            name, _, value = key.partition(":")
-            labels = [COUNT_LABELS[name]] if value else []
-            if name not in families:
-                labels = ["model_name", "engine", *labels]
-                families[name] = CounterMetricFamily(*COUNTS[name], labels=labels)
-            families[name].add_metric([self.model_name, ENGINE, *([value] if value else [])], count)
-        return families.values()
-
-    def histogram(self, row: ObservedMetric, values: list[float]) -> Metric:
-        metric = HistogramMetricFamily(row.name, row.help, labels=["model_name", "engine"])
-        bounds = [*map(floatToGoString, buckets(row.family, 0, self.custom)), "+Inf"]
-        counts = zip(bounds, accumulate(values[:-1]), strict=True)
-        metric.add_metric([self.model_name, ENGINE], list(counts), values[-1])
-        return metric
-
-    def metric(self, row: SnapshotMetric, stats: EngineStats) -> Metric:
-        labels = ["model_name", "engine"] + ([row.label] if row.label else [])
-        kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
-        metric = kind(row.name, row.help, labels=labels)
-        value = row.value(stats)
-        if isinstance(value, Mapping):
-            for label, number in value.items():
-                metric.add_metric([self.model_name, ENGINE, label], number)
-        else:
-            metric.add_metric([self.model_name, ENGINE], value)
-        return metric
 
 
 class AliasCollector(Collector):
@@ -200,9 +129,12 @@ class ServerMetrics:
         self.custom = checked(custom or {})
         process = process and shared is None
         self.registry = self._exported = CollectorRegistry()
-        self._observed: dict[str, Histograms] = {}
-        self._latest: Callable[[], EngineStats] = EngineStats
-        snapshots = SnapshotCollector(model_name, lambda: self._latest(), legacy, self.custom)
+        self._families: dict[str, Histograms] = {}
+        self._observed: list[dict[str, Histograms]] = []
+        """For each engine, in the order of `attach`."""
+        self._caches: Gauge | None = None
+        self._engines: dict[str, Callable[[], EngineStats]] = {}
+        snapshots = SnapshotCollector(model_name, self._engines, legacy, self.custom)
         self.registry.register(snapshots)
         if shared is not None:
             allocate_files()
@@ -269,9 +201,8 @@ class ServerMetrics:
                 f"Tokens of {kind}s per second, as in the log line.",
                 "model_name", "engine", mode="mostrecent",
             )  # fmt: skip
-            self.throughput[kind] = made.labels(self.model_name, ENGINE)
-        rows = gauge("quire:max_num_seqs", "Maximum requests that run at once.", "model_name", "engine")  # fmt: skip
-        self.rows = rows.labels(self.model_name, ENGINE)
+            self.throughput[kind] = made
+        self.rows = gauge("quire:max_num_seqs", "Maximum requests that run at once.", "model_name", "engine")  # fmt: skip
         self.operations = gauge(
             "vllm:sleep_mode_operations_in_flight", "Sleep and wake-up operations in progress.",
             "model_name", "engine", "operation", mode="livesum",
@@ -284,11 +215,19 @@ class ServerMetrics:
         gauge("quire:build_info", "1, with the version as a label.", "version").labels(__version__).set(1)  # fmt: skip
 
     def attach(
-        self, stats: Callable[[], EngineStats], max_model_len: int, info: Mapping[str, Any]
+        self,
+        stats: Callable[[], EngineStats],
+        max_model_len: int,
+        info: Mapping[str, Any],
+        engine: int = 0,
     ) -> None:
-        """Connect to a ready engine: its statistics and its cache settings."""
-        self._latest = stats
-        for row in OBSERVED:
+        """Connect to a ready engine: its statistics and its cache settings; once for each engine, in order.
+
+        `engine`: its number, for labels.
+        """
+        label = str(engine)
+        self._engines[label] = stats
+        for row in OBSERVED if not self._families else ():
             histogram = Histograms(
                 row.name,
                 row.help,
@@ -296,26 +235,30 @@ class ServerMetrics:
                 buckets=buckets(row.family, max_model_len, self.custom),
                 registry=self.registry,
             )
-            self._observed[row.name] = histogram.labels(self.model_name, ENGINE)
+            self._families[row.name] = histogram
             for alias, source in ALIASES.items():
                 if self.legacy and source == row.name:
                     self.registry.register(AliasCollector(alias, histogram))
-        labels = {key: str(value) for key, value in info.items()} | {"engine": ENGINE}
-        gauge = Gauge(
-            "vllm:cache_config_info", "Configuration of the KV cache, as labels.", list(labels),
-            registry=self.registry, multiprocess_mode="max",
-        )  # fmt: skip
-        gauge.labels(**labels).set(1)
+        self._observed.append(
+            {name: family.labels(self.model_name, label) for name, family in self._families.items()}
+        )
+        labels = {key: str(value) for key, value in info.items()} | {"engine": label}
+        if self._caches is None:
+            self._caches = Gauge(
+                "vllm:cache_config_info", "Configuration of the KV cache, as labels.", list(labels),
+                registry=self.registry, multiprocess_mode="max",
+            )  # fmt: skip
+        self._caches.labels(**labels).set(1)
 
-    def observe(self, name: str, value: float) -> None:
-        """Add a value to a histogram; does nothing before `attach`."""
-        if (histogram := self._observed.get(name)) is not None:
-            histogram.observe(value)
+    def observe(self, name: str, value: float, engine: int = 0) -> None:
+        """Add a value to a histogram; does nothing before `attach`. `engine`: its place in the order of `attach`."""
+        if engine < len(self._observed):
+            self._observed[engine][name].observe(value)
 
-    def observe_all(self, name: str, values: Sequence[float]) -> None:
+    def observe_all(self, name: str, values: Sequence[float], engine: int = 0) -> None:
         """Add many values; as `observe`."""
-        if values and (histogram := self._observed.get(name)) is not None:
-            histogram.observe_all(values)
+        if values and engine < len(self._observed):
+            self._observed[engine][name].observe_all(values)
 
     def refused(self, reason: str = REQUESTS) -> None:
         """Count a request that was rejected because too many wait."""
@@ -366,14 +309,11 @@ class ServerMetrics:
             seconds = time.monotonic() - began
             self.slept.labels(self.model_name, ENGINE, operation).observe(seconds)
 
-    def rates(self, prompt: float, generation: float) -> None:
-        """Set the throughput gauges: tokens per second since the last statistics line."""
+    def rates(self, prompt: float, generation: float, engine: int = 0) -> None:
+        """Set the throughput gauges: tokens per second since the last statistics line. `engine`: its number."""
         for kind, value in (("prompt", prompt), ("generation", generation)):
             if kind in self.throughput:
-                self.throughput[kind].set(value)
-
-    def latest(self) -> EngineStats:
-        return self._latest()
+                self.throughput[kind].labels(self.model_name, str(engine)).set(value)
 
     def render(self, named: bool = True) -> bytes:
         """All metrics as text. `named` False: without per-key metrics, and without the directory of a model's path."""

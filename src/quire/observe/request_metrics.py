@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from quire.observe.prometheus import ServerMetrics
@@ -40,6 +41,8 @@ class RequestTimer:
     first: float | None = None
     last: float | None = None
     gaps: list[float] = field(default_factory=list)
+    engine: int = 0
+    """Which engine serves the request; 0 until its first output."""
 
     def output(self, *, whole: bool = False) -> None:
         """New tokens arrived; `whole`: all at once, which shows nothing about the first token's time."""
@@ -48,7 +51,9 @@ class RequestTimer:
             pass
         elif self.last is None:
             self.first = now
-            self.metrics.observe("vllm:time_to_first_token_seconds", now - self.arrived)
+            self.metrics.observe(
+                "vllm:time_to_first_token_seconds", now - self.arrived, self.engine
+            )
         else:
             self.gaps.append(now - self.last)
             if len(self.gaps) == MOST_GAPS:
@@ -56,7 +61,7 @@ class RequestTimer:
         self.last = now
 
     def _tell_gaps(self) -> None:
-        self.metrics.observe_all("vllm:inter_token_latency_seconds", self.gaps)
+        self.metrics.observe_all("vllm:inter_token_latency_seconds", self.gaps, self.engine)
         self.gaps.clear()
 
     def end(
@@ -72,13 +77,14 @@ class RequestTimer:
         """`output_tokens`: token count of each completion; none for a request that generates no tokens. `times`: the frontend's RequestMetrics, if any."""
         self._tell_gaps()
         now = self.last or time.monotonic()
+        self.engine = int(getattr(times, "engine", self.engine))
         queued = float(getattr(times, "queued", 0.0) or 0.0)
         preemptions = int(getattr(times, "num_preemptions", 0) or 0)
         latency = getattr(times, "first_token_latency", None)
         if self.first is None and latency:
             self.first = self.arrived + latency
-            self.metrics.observe("vllm:time_to_first_token_seconds", latency)
-        observe = self.metrics.observe
+            self.metrics.observe("vllm:time_to_first_token_seconds", latency, self.engine)
+        observe = partial(self.metrics.observe, engine=self.engine)
         latencies = self._latencies(now, queued)
         observe("vllm:e2e_request_latency_seconds", latencies.whole)
         observe("vllm:request_queue_time_seconds", queued)

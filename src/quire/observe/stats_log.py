@@ -27,6 +27,8 @@ class StatsLog:
     prompt: float = 0.0
     """Prompt tokens per second at the last tick; `generation` likewise."""
     generation: float = 0.0
+    engine: int = 0
+    """Number of the engine."""
 
     def tick(self, seconds: float, write: bool = True) -> str:
         """Log and return the line for the last `seconds`; at level DEBUG while the engine is idle."""
@@ -42,7 +44,7 @@ class StatsLog:
         deferred = f"Deferred: {now.deferred} reqs, " if now.deferred else ""
         preemptions = f"Preemptions: {now.preemptions}, " if now.preemptions else ""
         line = (
-            f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, "
+            f"Engine {self.engine:03d}: Avg prompt throughput: {prompt:.1f} tokens/s, "
             f"Avg generation throughput: {generation:.1f} tokens/s, "
             f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, {deferred}{preemptions}"
             f"{self.device} KV cache usage: {100 * now.kv_usage:.1f}%, Prefix cache hit rate: {hits:.1f}%"

@@ -35,12 +35,14 @@ def bind_to_cores(computing: bool = True, rank: int = 0, size: int = 1) -> list[
     if not hasattr(os, "sched_setaffinity"):
         return []  # only Linux has it
     allowed = sorted(os.sched_getaffinity(0))
-    bind, node = _bind(), one_node(allowed) if computing else allowed
+    bind, node = _bind(), allowed
+    if computing:
+        node = one_node(allowed) if size == 1 else by_node(allowed)
     if "|" in bind:  # a list for each process
         bind = (bind.split("|") * size)[rank]
     cores = chosen_cores(bind, int(env.get("CPU_NUM_OF_RESERVED_CPU")), allowed, node)
     if size > 1 and "|" not in _bind():
-        cores = part_of_cores(cores or allowed, rank, size)
+        cores = part_of_cores(cores or node, rank, size)
     if cores:
         os.sched_setaffinity(0, cores)
         logger.info("computing on cores %s", ",".join(map(str, cores)))
@@ -125,6 +127,14 @@ def one_node(allowed: list[int], root: Path = Path("/")) -> list[int]:
     return best[2] if best else allowed
 
 
+def by_node(allowed: list[int], root: Path = Path("/")) -> list[int]:
+    """The allowed cores, those of each NUMA node side by side, so that several processes do not share a node needlessly."""
+    found: list[int] = []
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
+        found += sorted(set(allowed) & set(_cores_in(folder / "cpulist")))
+    return [*found, *(core for core in allowed if core not in found)]
+
+
 def threads(cores: list[int], root: Path = Path("/")) -> int:
     """The number of threads for these cores: one per physical core, because two on one share its multipliers; and at
     most the CPU quota, because a cgroup that exceeds it stops all its threads for the rest of each period."""
@@ -135,6 +145,13 @@ def threads(cores: list[int], root: Path = Path("/")) -> int:
         seen.update(_siblings(core, root))
     quota = detect.cpu_quota(root)
     return max(1, count if quota is None else min(count, int(quota)))
+
+
+def physical_cores() -> int:
+    """The number that this process may use, and at most its CPU quota."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return threads(sorted(os.sched_getaffinity(0)))
 
 
 def _siblings(core: int, root: Path) -> list[int]:

@@ -56,6 +56,7 @@ class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="o
     client: int = 0
     tensor: TensorData | None = None  # the output of a request that generates no tokens
     details: dict[str, Any] = {}  # by gate: what it reports of the request and this step
+    engine: int = 0  # its place among the engines of a frontend, which sets it
 
 
 class Reply(Struct, array_like=True, omit_defaults=True, gc=False, tag="reply"):

@@ -46,6 +46,7 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     is_subrequest: bool = (
         False  # part of a larger request, whose end its frontend counts (engine/rpc.py)
     )
+    engine: int | None = None  # the data parallel rank of the engine that must serve it; None: any
 
 
 class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):

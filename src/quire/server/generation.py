@@ -116,6 +116,8 @@ class Generation:
     """The LoRA adapter that the request names as its model."""
     copies: int = 1
     """Number of choices that repeat their prompt's entries."""
+    data_parallel_rank: int | None = None
+    """The engine that must serve the request; None: any."""
     counts: list[TokenCount] = field(init=False)
     metrics: dict[str, Any] | None = None
     """Of the answer, when its only completion has ended; None: it reports none."""
@@ -235,8 +237,9 @@ class Generation:
             if running.stream.ended:
                 self._end(running)
             return []
-        running.timer.output(whole=running.params.output_kind == FINAL_ONLY)
         running.times = getattr(output, "metrics", None)
+        running.timer.engine = getattr(running.times, "engine", 0)
+        running.timer.output(whole=running.params.output_kind == FINAL_ONLY)
         if output.finished and self.state.config.observe.per_request_spec_decode_metrics != "none":
             self._note_speculation(output)
         deltas = output_deltas(output, running.which, self.params.n, self.counts[running.which])
@@ -312,6 +315,8 @@ class Generation:
     ) -> OutputStream | BeamStream:
         engine = self.engine
         open_request = partial(engine.open, priority=self.priority, tenant=tenant)
+        if self.data_parallel_rank is not None:
+            open_request = partial(open_request, data_parallel_rank=self.data_parallel_rank)
         if self.adapter is not None:
             open_request = partial(open_request, adapter=self.adapter)
         if self.beams is None:

@@ -96,8 +96,11 @@ class ServerState:
         engine.in_thread = self.texts.run_sized
         engine.inputs.max_text_bytes = max(MAX_TEXT_BYTES, BYTES_PER_TOKEN * limit)
         self.created, self.fingerprint = int(time.time()), fingerprint(client)
-        info = cache_info(self.config.cache, client.ready, client.resolved)
-        self.metrics.attach(engine.stats, limit, info)
+        for number, one in zip(self.config.parallel.ranks, client.engines, strict=True):
+            info = cache_info(self.config.cache, one.ready, one.resolved)
+            self.metrics.attach(one.stats, limit, info, number)
+            rows = self.metrics.rows.labels(self.metrics.model_name, str(number))
+            rows.set(one.ready.max_num_seqs)
         self.engine, self.phase = engine, ServerPhase.READY
 
     def serving(self) -> AsyncEngine:

@@ -116,7 +116,7 @@ def build_worker(
     """
     stages = StartupStages(report)
     load_plugins()
-    bind_to_cores(resolved.device == "cpu", address.rank, address.size)
+    bind_to_cores(resolved.device == "cpu", *resolved.config.parallel.place_on_machine(address.rank, address.size))  # fmt: skip
     with stages("planning memory"):
         forecast = plan_memory(resolved, others)
     with stages("importing torch"):

@@ -362,7 +362,8 @@ def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryP
     machine, cache = facts(), resolved.config.cache
     offloaded = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
     size = resolved.config.parallel.tensor_parallel_size
-    available = machine.available_bytes // size  # the ranks share this machine
+    engines = resolved.config.parallel.share[1] if resolved.device == "cpu" else 1
+    available = machine.available_bytes // (size * engines)  # they share this machine
     whole = forecast_weights(resolved.spec, resolved.device, machine.available_bytes + offloaded)
     weights = max(0, int(whole * part_of_weights(resolved.spec, size)) - offloaded)
     apart = [spec for spec in others if spec.path != resolved.path]  # MTP layers are counted

@@ -47,6 +47,7 @@ class PoolingCollector:
     def add(self, index: int, output: EngineOutput, now: float) -> bool:
         """Add an engine output of piece `index`. False: the engine has nothing left to abort."""
         piece, metrics = self.children[index], self.metrics
+        metrics.engine = output.engine
         if output.queued and not metrics.scheduled_ts:
             metrics.scheduled_ts = metrics.queued_ts + output.queued
         metrics.num_preemptions = max(metrics.num_preemptions, output.preemptions)

@@ -29,6 +29,7 @@ from quire.server.openai.chat_output import make_output_reader
 from quire.server.openai.chunks import (
     ChunkEncoder,
     ChunkFrames,
+    data_parallel_rank,
     interval,
     load_report,
     new_id,
@@ -269,6 +270,7 @@ async def generation_of(
         state, engine, new_id(kind, request, body), [prompt], params,
         priority(request, body), body.timeout, interval(body, state),
         request.scope.get(TENANT), reader, beam_search_params(body, params, engine.inputs.defaults),
+        data_parallel_rank=data_parallel_rank(request),
     )  # fmt: skip
 
 

@@ -48,6 +48,12 @@ def priority(request: Request, body: Named) -> int:
     return int(header) if re.fullmatch(r"-?\d{1,9}", header) else body.priority
 
 
+def data_parallel_rank(request: Request) -> int | None:
+    """The header X-data-parallel-rank: the engine that must serve the request; None, or another text: any."""
+    header = request.headers.get("x-data-parallel-rank", "")
+    return int(header) if re.fullmatch(r"\d{1,9}", header) else None
+
+
 def interval(body: Sampling, state: ServerState) -> int:
     """Tokens between two events of a stream: the server's setting, or the request's if that is larger."""
     return max(state.config.server.stream_interval, body.stream_interval or 1)

@@ -28,6 +28,7 @@ from quire.server.openai import logprobs as shapes
 from quire.server.openai.chunks import (
     ChunkEncoder,
     ChunkFrames,
+    data_parallel_rank,
     interval,
     load_report,
     new_id,
@@ -181,6 +182,7 @@ async def completions(request: Request) -> Response | EventStream:
         copies=params.n if repeated else 1,
     )  # fmt: skip
     generation.adapter = adapter
+    generation.data_parallel_rank = data_parallel_rank(request)
     as_ids = body.return_tokens_as_token_ids
     as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
     builder = CompletionChoiceBuilder(

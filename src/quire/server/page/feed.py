@@ -18,10 +18,14 @@ FRESH = 0.8  # of the interval: a viewer whose clock runs a little fast still ge
 
 
 class LiveFeed:
-    """One for each application; created at the first request."""
+    """One for each engine of an application; created at the first request.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.clock = clock
+    Args:
+        number: which of several engines; None: there is one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, number: int | None = None):
+        self.clock, self.number = clock, number
         self.every = EVERY_S
         self._seen: dict[str, Any] | None = None
         self._at = 0.0
@@ -39,7 +43,8 @@ class LiveFeed:
         )  # a viewer that disconnects does not cancel it for the others
 
     async def _ask(self, engine: AsyncEngine) -> dict[str, Any]:
-        seen: dict[str, Any] = await engine.call("live")
+        which = {} if self.number is None else {"engine": self.number}
+        seen: dict[str, Any] = await engine.call("live", **which)
         self._seen, self._at = seen, self.clock()
         self.every = max(EVERY_S, seen["cost_ms"] / 1000 / SHARE)
         return seen

@@ -5,6 +5,7 @@ let history = [];  // {at, output, prompt}: for the speeds
 let speeds = [];
 let chosen = null;  // the request under the pointer
 let held = false, timer = null, looking = false;
+let engine = 0;  // which of several engines is shown
 const rows = new Map();  // by request number
 
 const count = number => Math.round(number).toLocaleString("en");
@@ -201,7 +202,7 @@ function reveal(row) {
 async function fetchWords(row) {
   row.asked = performance.now();
   try {
-    const words = await (await ask(`ui/words?n=${row.life.n}`)).json();
+    const words = await (await ask(`ui/words?n=${row.life.n}&engine=${engine}`)).json();
     const more = left => left ? `, without ${count(left)} tokens` : "";
     row.words?.replaceChildren(
       make("span", "", "Prompt" + (words.prompt_left ? " (its beginning" + more(words.prompt_left) + ")" : "")), make("pre", "", words.prompt),
@@ -218,14 +219,16 @@ async function look() {
   if (looking || held || !shown()) return;  // lookSoon starts it again
   looking = true;
   let wait = 250;
+  const which = engine;
   try {
-    const found = await (await ask(`ui/state?since=${finished()}`)).json();
+    const found = await (await ask(`ui/state?since=${finished()}&engine=${engine}`)).json();
     wait = found.every_ms;
     setReady(true);
     if (found.busy) tell("wait", "in a long step");
-    else {
+    else if (which === engine) {
       take(found);
       put("model", found.model);
+      nameEngines(found.engines);
       tell("good", "live");
       redraw();
     }
@@ -236,6 +239,20 @@ async function look() {
   looking = false;
   timer ??= setTimeout(look, wait);
 }
+
+function nameEngines(names) {
+  $("engines").hidden = names.length < 2;
+  if ($("engine-number").length !== names.length) $("engine-number").replaceChildren(...names.map((name, at) => new Option(name, at)));
+}
+
+$("engine-number").onchange = event => {
+  engine = Number(event.target.value);
+  [seen, steps, history, speeds] = [null, [], [], []];
+  for (const row of rows.values()) row.item.remove();
+  rows.clear();
+  choose(null);
+  lookSoon();
+};
 
 function lookSoon() {
   clearTimeout(timer);

@@ -49,8 +49,10 @@ async def ui_state(request: Request) -> Response:
     engine = state.serving()
     if not engine.is_ready():
         raise unavailable("the engine is being restarted", 1)
-    if (feed := getattr(request.app.state, "feed", None)) is None:
-        feed = request.app.state.feed = LiveFeed()
+    which = engine_of(request)
+    if (feeds := getattr(request.app.state, "feeds", None)) is None:
+        feeds = request.app.state.feeds = {}
+    feed = feeds.setdefault(which, LiveFeed(number=which))
     try:
         seen = await asyncio.wait_for(feed.look(engine), PATIENCE_S)
     except TimeoutError:
@@ -62,6 +64,7 @@ async def ui_state(request: Request) -> Response:
     found = viewer_state(seen, since, tenant_of(request))
     found["memory"] = found["memory"] | {"server": resident_bytes([os.getpid()])}
     found["model"] = state.model_name
+    found["engines"] = list(state.config.parallel.ranks)
     return json_response(found | {"every_ms": round(1000 * feed.every)})
 
 
@@ -79,7 +82,9 @@ async def ui_words(request: Request) -> Response:
             " --api-key-file (or with QUIRE_SERVER_DEV_MODE=1, if no other user can reach it)",
         )
     engine = state.serving()
-    words = await engine.call("live_words", number(request, "n"))
+    which = engine_of(request)
+    only = {} if which is None else {"engine": which}
+    words = await engine.call("live_words", number(request, "n"), **only)
     if words is None or words["tenant"] != tenant_of(request):
         raise ApiError(404, "unknown request, or it has ended")
     return json_response({
@@ -106,6 +111,14 @@ def same_site(request: Request) -> None:
 def tenant_of(request: Request) -> str:
     tenant = request.scope.get(TENANT)
     return "" if tenant is None else str(tenant.id)
+
+
+def engine_of(request: Request) -> int | None:
+    """Which of several engines the viewer sees; None: there is one. Raises ApiError: 400."""
+    count, which = len(state_of(request).config.parallel.ranks), number(request, "engine")
+    if which >= count:
+        raise invalid(f"`engine` must be below {count}", "engine")
+    return which if count > 1 else None
 
 
 def number(request: Request, name: str) -> int:

@@ -80,6 +80,8 @@ class PoolingBatch:
     adapter: str | None = None
     numbers_per_token: int = 0
     """Length of a token's row in the answer; 0: the answer has no rows of tokens."""
+    data_parallel_rank: int | None = None
+    """The engine that must serve the request; None: any."""
     num_tokens: int = 0
     num_cached: int = 0
     _outputs: dict[int, Output] = field(default_factory=dict)
@@ -155,7 +157,7 @@ class PoolingBatch:
         tenant = self.tenant.id if self.tenant is not None else ""
         running.stream = await self.engine.open(
             prompt, self.params, name, partial(self._on_output, running), priority=self.priority, tenant=tenant,
-            lora_request=self.adapter,
+            lora_request=self.adapter, data_parallel_rank=self.data_parallel_rank,
         )  # fmt: skip
 
     def _count(self, num_tokens: int) -> None:

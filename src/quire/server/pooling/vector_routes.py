@@ -24,7 +24,7 @@ from quire.server.errors import invalid
 from quire.server.large_answers import LongList, json_answer
 from quire.server.limits import take_from_key
 from quire.server.middleware import TENANT
-from quire.server.openai.chunks import new_id, priority
+from quire.server.openai.chunks import data_parallel_rank, new_id, priority
 from quire.server.pooling.batch import PoolingBatch, PromptSource
 from quire.server.pooling.inputs import check_common, check_count, input_source, pooling_of
 from quire.server.pooling.schemas import (
@@ -57,7 +57,7 @@ def new_batch(
     take_from_key(request, source.count)
     return PoolingBatch(
         state, engine, new_id(prefix, request, body), source, params, priority(request, body), body.timeout,
-        request.scope.get(TENANT), adapter, numbers_per_token,
+        request.scope.get(TENANT), adapter, numbers_per_token, data_parallel_rank(request),
     )  # fmt: skip
 
 

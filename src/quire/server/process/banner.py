@@ -6,14 +6,13 @@ Knows facts and their layout. Does not know where they come from.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import StartupError
 from quire.logging import get_logger
-from quire.platforms.cpu_affinity import threads
+from quire.platforms.cpu_affinity import physical_cores
 from quire.protocol.output import EngineReady
 from quire.protocol.pooling_info import PoolingInfo
 from quire.server.adapters import runtime_updates
@@ -33,6 +32,7 @@ def facts_table(config: EngineConfig, ready: EngineReady, url: str, names: list[
         ("architecture", f"{ready.architecture} ({ready.model_impl}), {ready.dtype} on {ready.device}"),
         ("context", f"{ready.max_model_len} tokens"),
         ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {contexts:.1f} full contexts"),
+        *([("engines", f"{len(config.parallel.ranks)}, each with a KV cache of its own")] if len(config.parallel.ranks) > 1 else []),
         ("address", url),
         ("API key", "needed" if config.server.needs_key else "none"),
     ]  # fmt: skip
@@ -47,12 +47,14 @@ def warnings(config: EngineConfig, cores: int) -> list[str]:
             f"listening on {host} without an API key: every host that reaches this machine can use the model; set"
             " --api-key, or listen on --host 127.0.0.1 only"
         )
-    engines = 0 if server.disable_frontend_multiprocessing else 1
+    count, fronts = len(config.parallel.ranks), server.api_server_count or 1
+    engines = 0 if server.disable_frontend_multiprocessing else count
     ranks = config.parallel.tensor_parallel_size
     workers = ranks if ranks > 1 or config.parallel.distributed_executor_backend == "mp" else 0
-    if cores < (needed := server.api_server_count + engines + workers):
+    workers *= count
+    if cores < (needed := fronts + engines + workers):
         found.append(
-            f"{cores} physical cores for {needed} processes ({server.api_server_count} HTTP, {engines} engine, {workers}"
+            f"{cores} physical cores for {needed} processes ({fronts} HTTP, {engines} engine, {workers}"
             " worker): they delay one another; use more cores, or fewer processes (--api-server-count)"
         )
     if runtime_updates():
@@ -68,8 +70,7 @@ def warnings(config: EngineConfig, cores: int) -> list[str]:
 
 
 def log_warnings(config: EngineConfig) -> None:
-    cores = threads(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 0
-    for text in warnings(config, cores or os.cpu_count() or 1):
+    for text in warnings(config, physical_cores()):
         log.warning("%s", text)
 
 

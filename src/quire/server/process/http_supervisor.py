@@ -27,9 +27,8 @@ from prometheus_client.multiprocess import mark_process_dead
 from quire import env
 from quire.config.engine import EngineConfig
 from quire.config.serialize import resolved_to_bytes
-from quire.engine.build import resolve_config, restart_policy
-from quire.engine.process_client import ProcessClient
-from quire.engine.supervisor import EngineSupervisor
+from quire.engine.build import resolve_config
+from quire.engine.engine_processes import connect, restart_policy, supervise
 from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.frontend.startup import check_startup
 from quire.logging import get_logger
@@ -40,7 +39,12 @@ from quire.processes.supervisor import SupervisedProcess
 from quire.protocol.output import EngineDied, EngineOpen
 from quire.server.process.banner import curl_line, facts_table, failure, log_warnings, stages_table
 from quire.server.process.http_worker import KEYS, MODULE
-from quire.server.process.server_process import ABORTED_S, DEATH_TOLD_S, closes_with_terminal
+from quire.server.process.server_process import (
+    ABORTED_S,
+    DEATH_TOLD_S,
+    closes_with_terminal,
+    stats_logs,
+)
 from quire.server.process.sockets import LAST_ANSWERS_S, address, bind_beside
 from quire.server.shared_usage import forget
 from quire.startup_timer import since_process_start
@@ -82,15 +86,15 @@ class HttpSupervisor:
         self.count = len(listeners)
         resolved = resolve_config(config, check_startup)
         self.payload, self.policy = resolved_to_bytes(resolved), restart_policy()
-        # This process is the last of the engine's frontends.
-        self.engine = EngineSupervisor(self.payload, self.count + 1, self.policy)
-        folder = self.engine.folder
+        # This process is the last of the engines' frontends.
+        self.engines = supervise(resolved, self.count + 1)
+        self.folder = folder = self.engines[0].folder
         self.metrics_folder, self.usage_folder = folder / "metrics", folder / KEYS
         self.metrics_folder.mkdir()
         self.usage_folder.mkdir()
-        self.client = ProcessClient(resolved, folder, self.engine.board, self.engine, self.count)
-        self.stats: StatsLog | None = None
-        """Not None: the server is ready."""
+        self.client = connect(resolved, self.engines, self.count, self.count)
+        self.logs: list[StatsLog] = []
+        """Not empty: the server is ready."""
         self.ticked = 0.0
         self.children = [
             HttpWorkerSlot(number, own, RestartCount(self.policy))
@@ -143,16 +147,16 @@ class HttpSupervisor:
         self._read_status()
         for child in self.children:
             self._check(child)
-        state = self.engine.state
+        state = self.client.state()
         if self.stop_at is not None:
             return self._stopped(self.stop_at)
-        if self.stats is None:
+        if not self.logs:
             if state.condition == "dead":
                 return self._failed(StartupError(state.error, state.traceback))
             for child in self.children:
                 if child.process is None and child.died is not None:
                     return self._failed(StartupError(child.died.error, child.died.traceback))
-            if state.ready is not None and all(child.is_open for child in self.children):
+            if state.condition == "ready" and all(child.is_open for child in self.children):
                 self._greet()
         elif state.condition == "dead":
             return self._engine_died(state.error)
@@ -178,7 +182,7 @@ class HttpSupervisor:
             match message:
                 case EngineOpen(chats=chats):
                     child.is_open, self.chats = True, chats
-                    if self.stats is not None:
+                    if self.logs:
                         log.info("HTTP process %d is ready again", child.number)
                 case EngineDied():
                     child.died = message
@@ -190,7 +194,7 @@ class HttpSupervisor:
                 child.cleanup = None
             ends = self.stop_at is not None or self.engine_died_at is not None
             is_due = child.cleanup is None and time.monotonic() >= child.start_at
-            if self.stats is not None and not child.is_given_up and not ends and is_due:
+            if self.logs and not child.is_given_up and not ends and is_due:
                 self._start(child, again=True)
         elif process.has_ended:
             self._ended(child, process)
@@ -219,10 +223,11 @@ class HttpSupervisor:
     def _spawn(
         self, number: int, listener: int, again: bool, status_fd: int
     ) -> subprocess.Popen[bytes]:
-        board = self.engine.board.fd
-        args = (self.engine.folder, number, self.count, listener, status_fd, os.getpid(), int(again), board)  # fmt: skip
+        boards = [place.board.fd for place in self.engines]
+        folders = [place.folder for place in self.engines]
+        args = (number, self.count, listener, status_fd, os.getpid(), int(again), *boards, *folders)
         environment = env.for_a_child(PROMETHEUS_MULTIPROC_DIR=str(self.metrics_folder))
-        return start_child(MODULE, args, self.payload, [listener, status_fd, board], environment)
+        return start_child(MODULE, args, self.payload, [listener, status_fd, *boards], environment)
 
     def _ended(self, child: HttpWorkerSlot, process: SupervisedProcess) -> None:
         """Restart the process, if that is allowed and the server is not stopping."""
@@ -236,12 +241,12 @@ class HttpSupervisor:
             log.warning(
                 "the shared counts of HTTP process %d could not be corrected: %s", child.number, why
             )
-        if self.stop_at is not None or self.engine.state.condition == "dead":
+        if self.stop_at is not None or self.client.state().condition == "dead":
             child.is_given_up = True
             self._close_listener(child)
             return
         what = f"HTTP process {child.number} (pid {process.pid}) {how_it_ended(process.process)}"
-        if self.stats is None:
+        if not self.logs:
             child.died = child.died or EngineDied(
                 f"{what} before it was ready; its log lines above give the reason"
             )
@@ -312,13 +317,14 @@ class HttpSupervisor:
         show(f"  HTTP          {self.count} processes")
         line = curl_line(self.config, self.url, names[0], self.chats, ready.pooling)
         show(f"\nReady. Try:\n\n{line}\n")
-        self.stats = StatsLog(self.client.stats, device=ready.device.upper())
+        self.logs = stats_logs(self.client)
         self.ticked = time.monotonic()
 
     def _tick(self) -> None:
         every, now = self.config.observe.log_stats_interval, time.monotonic()
-        if self.stats is not None and every and now - self.ticked >= every:
-            self.stats.tick(now - self.ticked, write=not self.config.observe.disable_log_stats)
+        if self.logs and every and now - self.ticked >= every:
+            for stats in self.logs:
+                stats.tick(now - self.ticked, write=not self.config.observe.disable_log_stats)
             self.ticked = now
 
     def _read_stats(self) -> None:

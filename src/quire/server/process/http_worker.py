@@ -1,5 +1,5 @@
-"""One of several HTTP processes: `python -m quire.server.process.http_worker FOLDER NUMBER COUNT LISTENER STATUS
-PARENT AGAIN BOARD`.
+"""One of several HTTP processes: `python -m quire.server.process.http_worker NUMBER COUNT LISTENER STATUS PARENT AGAIN
+BOARD... FOLDER...`, with a board and a folder of each engine.
 
 Reads its configuration from stdin; inherits its socket and a status pipe. Knows how to be a child process: it reports
 to the supervisor (`http_supervisor.py`) that it is open, alive, or why it failed; it ends on STOP, and with its parent.
@@ -11,6 +11,8 @@ import asyncio
 import gc
 import os
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from socket import socket
@@ -19,8 +21,9 @@ from quire import env
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import Resolved
 from quire.config.serialize import resolved_from_bytes
+from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER
-from quire.engine.process_client import ProcessClient
+from quire.engine.engine_processes import EnginePlace, connect
 from quire.engine.shared_state import StateBoard
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
@@ -49,7 +52,7 @@ class HttpWorker(ServerProcess):
         self,
         resolved: Resolved,
         listener: socket,
-        client: ProcessClient,
+        client: EngineClient,
         status: StatusWriter,
         ledger: UsageLedger,
         is_replacement: bool,
@@ -62,7 +65,7 @@ class HttpWorker(ServerProcess):
         if is_replacement:  # new connections may wait: the other processes serve
             self.opened.clear()
         self.state.front, self.state.fronts = ledger.front, ledger.fronts
-        self.is_primary = client.client == 0
+        self.is_primary = ledger.front == 0
         self.logs_stats = False  # the supervisor does
 
     async def run(self) -> int:
@@ -105,21 +108,31 @@ def processes() -> dict[int, str]:
             words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             if (name := name_of(words)) is not None:
                 found[pid] = name
+    return numbered(found)
+
+
+def numbered(names: Mapping[int, str]) -> dict[int, str]:
+    """The same, with numbers behind names that several processes have."""
+    counts, seen = Counter(names.values()), Counter[str]()
+    found = {}
+    for pid, name in sorted(names.items()):
+        found[pid] = name if counts[name] == 1 else f"{name} {seen[name]}"
+        seen[name] += 1
     return found
 
 
 def name_of(words: list[str]) -> str | None:
     """server 0, server 1, ...; engine; worker; None: another process."""
     if MODULE in words:
-        return f"server {words[words.index(MODULE) + 2]}"
+        return f"server {words[words.index(MODULE) + 1]}"
     if "quire.engine.engine_process" in words:
         return "engine"
     return "worker" if "quire.executor.worker_process" in words else None
 
 
 def main(words: list[str]) -> int:
-    folder, *numbers = words
-    number, count, listener, status_fd, parent, again, board = (int(word) for word in numbers)
+    number, count, listener, status_fd, parent, again = map(int, words[:6])
+    boards, folders = words[6 : 6 + len(words[6:]) // 2], words[6 + len(words[6:]) // 2 :]
     begin_child(f"server {number}", parent)
     gc.set_threshold(*COLLECT_AFTER)
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
@@ -127,9 +140,13 @@ def main(words: list[str]) -> int:
     if resolved.config.lora.enable_lora:
         load_plugins()  # they may register resolvers of adapters
     status = StatusWriter(status_fd)
-    client = ProcessClient(resolved, Path(folder), StateBoard(board), client=number)
+    places = [
+        EnginePlace(Path(folder), StateBoard(int(board)))
+        for board, folder in zip(boards, folders, strict=True)
+    ]
+    client = connect(resolved, places, number, count)
     with asyncio.Runner(loop_factory=event_loop()) as runner, socket(fileno=listener) as own:
-        ledger = UsageLedger(Path(folder) / KEYS, number, count)
+        ledger = UsageLedger(places[0].folder / KEYS, number, count)
         front = HttpWorker(resolved, own, client, status, ledger, bool(again))
         try:
             return runner.run(front.run())

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from socket import socket
 
+from quire.config.data_parallel import check_data_parallel, num_http_processes
 from quire.config.engine import EngineConfig
 from quire.engine.build import make_client, resolve_config
 from quire.engine.client import EngineClient
@@ -23,6 +24,7 @@ from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.startup import check_startup
 from quire.observe.buckets import checked
 from quire.observe.tracing import Tracer, tracer_of
+from quire.platforms.cpu_affinity import physical_cores
 from quire.server.api_keys import ApiKeys
 from quire.server.process import tls
 from quire.server.process.command_line import hide_secrets
@@ -42,8 +44,13 @@ def serve(config: EngineConfig) -> int:
     Raises:
         ConfigError: the options are invalid; nothing was started.
     """
+    if config.parallel.data_parallel_multi_port_external_lb:
+        from quire.server.process.port_supervisor import PortSupervisor
+
+        check_data_parallel(config.parallel, config.server)
+        return PortSupervisor(config).run()
     with listening(config) as (config, listeners, tenants, tracer):
-        if config.server.api_server_count > 1:
+        if len(listeners) > 1:
             from quire.server.process.http_supervisor import serve_many
 
             if tracer is not None:
@@ -66,8 +73,9 @@ async def serve_in_loop(config: EngineConfig) -> int:
     Raises:
         ConfigError: also for several HTTP processes.
     """
-    if (count := config.server.api_server_count) > 1:
+    if (count := config.server.api_server_count or 1) > 1:
         raise ConfigError(f"api_server_count={count} needs `quire serve`; leave it out here")
+    config = replace(config, server=replace(config.server, api_server_count=1))
     with listening(config) as (config, (listener,), tenants, tracer):
         from quire.server.process.server_process import ServerProcess
 
@@ -84,7 +92,9 @@ def listening(
     Raises:
         ConfigError: as `serve`.
     """
-    count = config.server.api_server_count
+    check_data_parallel(config.parallel, config.server)
+    count = num_http_processes(config.parallel, config.server, physical_cores())
+    config = replace(config, server=replace(config.server, api_server_count=count))
     if count > 1 and config.server.disable_frontend_multiprocessing:
         raise ConfigError(
             f"api_server_count={count} needs the engine in a separate process: leave out"

@@ -208,7 +208,6 @@ class ServerProcess:
         await self._connected(engine)
         if state.phase is not ServerPhase.LOADING:
             return  # stop signal while it loaded
-        state.metrics.rows.set(client.ready.max_num_seqs)
         for name, seconds in client.ready.startup:
             state.metrics.startup.labels(name).set(seconds)
         engine.front.formats.log_choices()
@@ -234,7 +233,7 @@ class ServerProcess:
         engine = state.engine
         if engine is None or self.client is None:
             return
-        stats = StatsLog(engine.stats, device=self.client.ready.device.upper())
+        logs = stats_logs(self.client)
         every = observe.log_stats_interval
         before = time.monotonic()
         epoch = self.client.epoch
@@ -256,8 +255,9 @@ class ServerProcess:
             epoch = new
             now = time.monotonic()
             if every and now - before >= every:
-                stats.tick(now - before, write=self.logs_stats)
-                state.metrics.rates(stats.prompt, stats.generation)
+                for stats in logs:
+                    stats.tick(now - before, write=self.logs_stats)
+                    state.metrics.rates(stats.prompt, stats.generation, stats.engine)
                 before = now
 
     async def _drain(self) -> None:
@@ -293,6 +293,15 @@ class ServerProcess:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a call to the engine failed: %s", error)
+
+
+def stats_logs(client: EngineClient) -> list[StatsLog]:
+    """One for each engine."""
+    device, numbers = client.ready.device.upper(), client.resolved.config.parallel.ranks
+    return [
+        StatsLog(one.stats, device=device, engine=number)
+        for number, one in zip(numbers, client.engines, strict=True)
+    ]
 
 
 def closes_with_terminal() -> bool:

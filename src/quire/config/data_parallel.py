@@ -1,0 +1,76 @@
+"""Data parallelism: which combinations of its options are refused, and how many HTTP processes serve several engines.
+
+Knows numbers of engines and who balances: this server among all engines (internal), or among those of its machine while a
+load balancer distributes among machines (hybrid); or a load balancer among all (external, multi-port).
+"""
+
+from __future__ import annotations
+
+from quire import env
+from quire.config.parallel import LOOPBACK, ParallelConfig
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError, Unsupported
+
+
+def check_data_parallel(parallel: ParallelConfig, server: ServerConfig) -> None:
+    """Raises ConfigError: two options contradict each other. Unsupported: engines on several machines, Ray."""
+    size, local, rank = (
+        parallel.data_parallel_size,
+        parallel.data_parallel_size_local,
+        parallel.data_parallel_rank,
+    )
+    first = parallel.data_parallel_start_rank
+    of = f"data_parallel_size={size}"
+    refused = {
+        f"data_parallel_size_local={local} is more than {of}: set --data-parallel-size to the engines of all machines": local is not None and local > size,
+        f"data_parallel_rank={rank}: with {of} the ranks are 0 to {size - 1}": rank is not None and rank >= size,
+        f"data_parallel_start_rank={first} and data_parallel_size_local={local} are engines up to {(first or 0) + (local or 1) - 1}, but with {of} the last is {size - 1}": first is not None and first + (local or 1) > size,
+        "data_parallel_hybrid_lb and data_parallel_external_lb name two balancers: leave one out": parallel.is_hybrid and parallel.data_parallel_external_lb,
+        "data_parallel_hybrid_lb needs data_parallel_size_local: the number of engines on this machine": parallel.is_hybrid and rank is None and local is None,
+        "data_parallel_external_lb needs data_parallel_rank: which of the engines this server has": parallel.data_parallel_external_lb and rank is None,
+        f"data_parallel_multi_port_external_lb needs at least 2 engines on this machine, and data_parallel_size_local is {local}": parallel.data_parallel_multi_port_external_lb and (local or 0) < 2,
+        f"data_parallel_multi_port_external_lb: {of} is not a multiple of data_parallel_size_local={local}": parallel.data_parallel_multi_port_external_lb and bool(local) and size % (local or 1) != 0,
+        f"disable_frontend_multiprocessing with {of}: several engines need processes of their own; leave it out": server.disable_frontend_multiprocessing and len(parallel.ranks) > 1,
+    }  # fmt: skip
+    for why, is_given in refused.items():
+        if is_given:
+            raise ConfigError(why)
+    if parallel.data_parallel_backend == "ray":
+        raise Unsupported("data_parallel_backend=ray", "use mp, with a server on each machine (--data-parallel-hybrid-lb)")  # fmt: skip
+    balances_elsewhere = parallel.is_external or parallel.is_hybrid
+    if local is not None and local < size and not balances_elsewhere:
+        raise Unsupported(
+            f"data_parallel_size_local={local} of {of} engines behind one server",
+            "start a server on each machine with --data-parallel-hybrid-lb --data-parallel-start-rank N",
+        )
+
+
+def check_device(parallel: ParallelConfig, device: str) -> None:
+    """Raises Unsupported: several engines of one server would use the same accelerator."""
+    if len(parallel.ranks) > 1 and device != "cpu":
+        raise Unsupported(
+            f"data_parallel_size={parallel.data_parallel_size} behind one server on {device}",
+            "start a server for each device: CUDA_VISIBLE_DEVICES=N quire serve MODEL --data-parallel-rank N",
+        )
+
+
+def from_environment() -> dict[str, int]:
+    """The options of one of several programs that were started with VLLM_DP_RANK: each has one engine.
+
+    They divide this machine's cores if VLLM_DP_MASTER_IP is this machine, or unset.
+    """
+    if env.get("DP_RANK") is None:
+        return {}
+    size, rank = int(env.get("DP_SIZE") or 1), int(env.get("DP_RANK"))
+    found = {"data_parallel_size": size, "data_parallel_rank": rank}
+    if env.get("DP_MASTER_IP") in LOOPBACK:
+        found |= {"data_parallel_size_local": size, "data_parallel_start_rank": 0}
+    return found
+
+
+def num_http_processes(parallel: ParallelConfig, server: ServerConfig, cores: int) -> int:
+    """One for each engine, but none that would take a core from an engine; or as configured."""
+    if server.api_server_count is not None:
+        return server.api_server_count
+    engines = len(parallel.ranks)
+    return max(1, min(engines, cores - engines)) if engines > 1 else 1

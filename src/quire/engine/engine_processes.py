@@ -1,0 +1,88 @@
+"""Starts the processes of the engines that share the requests of one server or program, and connects to them.
+
+Knows how many engines a configuration has here, and their number and share of the machine. Does not know requests, or how
+an engine is built. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from quire import env
+from quire.config.engine import Resolved
+from quire.config.serialize import resolved_to_bytes
+from quire.engine.client import EngineClient
+from quire.engine.data_parallel import DataParallelClient
+from quire.engine.process_client import ProcessClient
+from quire.engine.quarantine import Suspects
+from quire.engine.shared_state import StateBoard
+from quire.engine.supervisor import EngineSupervisor
+from quire.processes.restart_policy import RestartPolicy
+
+
+class EnginePlace(NamedTuple):
+    """Where a frontend finds an engine."""
+
+    folder: Path
+    board: StateBoard
+    supervisor: EngineSupervisor | None = None
+    """In the process that supervises the engine."""
+
+
+def restart_policy() -> RestartPolicy:
+    return RestartPolicy(
+        heartbeat=float(env.get("HEARTBEAT_TIMEOUT_S")),
+        start=float(env.get("ENGINE_READY_TIMEOUT_S")),
+        restarts=int(env.get("MAX_ENGINE_RESTARTS")),
+    )
+
+
+def payloads(resolved: Resolved) -> list[bytes]:
+    """What the process of each engine is built from."""
+    config, parallel = resolved.config, resolved.config.parallel
+    ranks = parallel.local_ranks
+    if len(parallel.ranks) == 1:
+        return [resolved_to_bytes(resolved)]
+    return [
+        resolved_to_bytes(replace(resolved, config=replace(config, parallel=replace(
+            parallel, data_parallel_rank=rank, data_parallel_start_rank=ranks.start,
+            data_parallel_size_local=len(ranks),
+        ))))
+        for rank in ranks
+    ]  # fmt: skip
+
+
+def supervise(resolved: Resolved, frontends: int = 1) -> list[EnginePlace]:
+    """Start every engine's process. Raises StartupError: no directory for the sockets."""
+    found: list[EnginePlace] = []
+    suspects, policy = Suspects(), restart_policy()
+    try:
+        for payload in payloads(resolved):
+            one = EngineSupervisor(payload, frontends, policy, suspects)
+            found.append(EnginePlace(one.folder, one.board, one))
+    except BaseException:
+        for place in found:
+            if place.supervisor is not None:
+                place.supervisor.close()
+        raise
+    return found
+
+
+def connect(
+    resolved: Resolved, places: Sequence[EnginePlace], number: int = 0, frontends: int = 1
+) -> EngineClient:
+    """The client of frontend `number` of `frontends` that send requests."""
+    suspects = Suspects()
+    clients = [
+        ProcessClient(resolved, place.folder, place.board, place.supervisor, number, suspects)
+        for place in places
+    ]
+    return clients[0] if len(clients) == 1 else DataParallelClient(clients, frontends)
+
+
+def start_engines(resolved: Resolved) -> EngineClient:
+    """Start the engines for one frontend in this process; they may still be loading."""
+    return connect(resolved, supervise(resolved))
