@@ -3,7 +3,8 @@
 It compares decode steps of 32 rows of an engine that takes adapters (none used, one, 8 and 32 different ones) and a prefill with
 one adapter with those of an engine that takes none. Goals: 0.99, 0.95, 0.80 and 0.60 of its speed.
 
-Both engines are in this process and take turns within each round, so that other load on the machine slows both; medians of the
+The engines are in this process and take turns within each round, whose order alternates, so that other load on the machine slows
+all. A second engine without adapters is the control: what its speed differs from 1 is noise. Medians of the
 rounds' ratios count. The adapters are random, for all seven projections. With `--peers`, vLLM on the CPU then decodes
 the same with its own adapters (`benchmarks/peers/lora_vllm.py`).
 """
@@ -83,35 +84,33 @@ def step_seconds(
 
 def measure(asked: argparse.Namespace, model: Path, paths: Sequence[Path]) -> dict[str, Any]:
     """Seconds of steps by number of different adapters, and of prefills, and their ratios."""
-    rows, length = asked.rows, max(600, asked.output + 32)
-    plain = Quire(model, asked.dtype, rows, length, {})
+    rows, length, names = asked.rows, max(600, asked.output + 32), [path.name for path in paths]
     options = {"enable_lora": True, "max_loras": len(paths), "max_lora_rank": asked.rank}
+    plain, control = (Quire(model, asked.dtype, rows, length, {}) for _ in range(2))
     lora = Quire(model, asked.dtype, rows, length, options)
-    names = [path.name for path in paths]
     for name, path in zip(names, paths, strict=True):
         lora.client.call("load_lora", name, str(path))
-    steps: dict[str, list[float]] = {}
-    prefills: dict[str, list[float]] = {}
     text, vocabulary = Workload(4, 512, 1), SHAPES[asked.shape].vocab - 1
     prompts, longer = Workload(rows, 16, 1).prompts(vocabulary), text.prompts(vocabulary)
+    cases: list[tuple[str, Quire, int]] = [("plain", plain, 0), ("control", control, 0)]
+    cases += [(str(distinct), lora, distinct) for distinct in GOALS if distinct <= len(paths)]
+    steps: dict[str, list[float]] = {name: [] for name, *_ in cases}
+    prefills: dict[str, list[float]] = {"plain": [], "control": [], "1": []}
     for number in range(asked.rounds + 1):
-        found = {"plain": step_seconds(plain, prompts, asked.output, [None] * rows)}
-        for distinct in GOALS:
-            if distinct <= len(paths):
-                case = assigned(names, distinct, rows)
-                found[str(distinct)] = step_seconds(lora, prompts, asked.output, case)
-        once = {
-            "plain": plain.run(text, longer).seconds,
-            "1": lora.run(text, longer, [names[0]] * text.rows).seconds,
-        }
-        if number:  # the first round warms up
-            for name, seconds in found.items():
-                steps.setdefault(name, []).append(seconds)
-            for name, seconds in once.items():
-                prefills.setdefault(name, []).append(seconds)
-            print({name: f"{1e3 * seconds:.1f} ms" for name, seconds in found.items()}, flush=True)
-    plain.close()
-    lora.close()
+        for name, engine, distinct in cases if number % 2 else cases[::-1]:
+            case = assigned(names, distinct, rows)
+            seconds = step_seconds(engine, prompts, asked.output, case)
+            if number:  # the first round warms up
+                steps[name].append(seconds)
+            if name in prefills:
+                seconds = engine.run(text, longer, assigned(names, distinct, text.rows)).seconds
+                if number:
+                    prefills[name].append(seconds)
+        print(
+            {name: f"{1e3 * each[-1]:.1f} ms" for name, each in steps.items() if each}, flush=True
+        )
+    for engine in (plain, control, lora):
+        engine.close()
     return report(steps) | {"prefill": report(prefills)}
 
 

@@ -12,6 +12,7 @@ namespace quire {
 
 constexpr long CHUNK = 32;                     // tokens that share the factors while these are in a cache
 constexpr long SERIAL_MAX_PRODUCTS = 1 << 15;  // up to this many one thread is faster than starting a team
+constexpr long TOGETHER = 4;                    // panels of a line of y: lines of many tokens share a set of the L1 cache
 constexpr int WIDE = LEAF == 16 ? 4 : 2;       // tokens, and rows of A, whose sums fit the registers
 
 struct Chunk {  // tokens order[first] .. of one adapter
@@ -61,12 +62,27 @@ namespace {
 inline Floats widened(const bf16* p) { return widen(p); }
 inline Floats widened(const float* p) { return load(p); }
 
+// Where all values are bf16, the order of lanes that costs least does: sums by lane and over lanes keep their bits.
+template <class X, class W>
+constexpr bool ANY_ORDER = std::is_same_v<X, bf16> && std::is_same_v<W, bf16>;
+template <bool ANY, class T>
+inline Floats lanes(const T* p) {
+  if constexpr (ANY) return widen_apart(p);
+  else return widened(p);
+}
+template <bool ANY, class T>
+inline void put(T* p, Floats x) {
+  if constexpr (ANY) store_apart(p, x);
+  else store(p, x);
+}
+
 inline long panels_of(const LoraPart& part) { return (part.outs + 15) / 16; }
 
 // h[i][r] of N tokens and R rows of A; x: a line of each token, and its last inputs, fewer than 16, padded with zeros.
 template <int N, int R, class X, class W>
 inline void dots(const X* const* x, const X (*ends)[16], const W* a, long ins, float* h, long h_row) {
   const long whole = ins / 16 * 16, a_row = (ins + 15) / 16 * 16;
+  constexpr bool ANY = ANY_ORDER<X, W>;
   Floats sums[N][R];
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++)
@@ -75,10 +91,10 @@ inline void dots(const X* const* x, const X (*ends)[16], const W* a, long ins, f
   const auto step = [&](long k, const auto& at) __attribute__((always_inline)) {
     Floats w[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) w[r] = widened(a + r * a_row + k);
+    for (int r = 0; r < R; r++) w[r] = lanes<ANY>(a + r * a_row + k);
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
-      const Floats v = widened(at(i));
+      const Floats v = lanes<ANY>(at(i));
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) sums[i][r] = fma(v, w[r], sums[i][r]);
     }
@@ -88,7 +104,7 @@ inline void dots(const X* const* x, const X (*ends)[16], const W* a, long ins, f
 #pragma GCC unroll 4  // else the sums are kept in memory
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) h[i * h_row + r] = sum_of(sums[i][r]);
+    for (int r = 0; r < R; r++) h[i * h_row + r] = ANY ? sum_apart(sums[i][r]) : sum_of(sums[i][r]);
 }
 
 // Rows [r0, r1) of A with all tokens of a chunk.
@@ -118,8 +134,8 @@ void shrink(const Lora& of, const X* x, long x_row, const int64_t* order, long c
   for (; i < count; i++) some(i, std::integral_constant<int, 1>{});
 }
 
-// One panel of outputs of N tokens.
-template <int N, class X, class W>
+// One panel of outputs of N tokens. ANY: in any order of lanes, without gain and offset.
+template <int N, bool ANY, class X, class W>
 inline void panel_of(const Lora& of, const LoraPart& part, long panel, X* const* y, const float* h, long h_row) {
   const W* b = (const W*)of.b + part.at + panel * part.rank * 16;
   const long out = part.start + panel * 16, left = std::min(16L, part.outs - panel * 16);
@@ -127,7 +143,7 @@ inline void panel_of(const Lora& of, const LoraPart& part, long panel, X* const*
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) sums[i] = floats(0.f);
   for (long r = 0; r < part.rank; r++) {
-    const Floats w = widened(b + r * 16);
+    const Floats w = lanes<ANY>(b + r * 16);
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) sums[i] = fma(floats(h[i * h_row + part.first + r]), w, sums[i]);
   }
@@ -135,24 +151,26 @@ inline void panel_of(const Lora& of, const LoraPart& part, long panel, X* const*
   for (int i = 0; i < N; i++) {
     alignas(64) X some[16] = {};
     if (left < 16) memcpy(some, y[i] + out, left * sizeof(X));
-    Floats v = widened(left < 16 ? some : y[i] + out) + sums[i];
-    if (of.gain) v = v * load(of.gain + out);
-    if (of.offset) v = v + load(of.offset + out);
-    store(left < 16 ? some : y[i] + out, v);
+    X* at = left < 16 ? some : y[i] + out;
+    Floats v = lanes<ANY>(at) + sums[i];
+    if (!ANY && of.gain) v = v * load(of.gain + out);
+    if (!ANY && of.offset) v = v + load(of.offset + out);
+    put<ANY>(at, v);
     if (left < 16) memcpy(y[i] + out, some, left * sizeof(X));
   }
 }
 
 // Panels [p0, p1), counted through all parts, of all tokens of a chunk.
-template <class X, class W>
+template <bool ANY, class X, class W>
 void expand(const Lora& of, X* y, long y_row, const int64_t* order, long count, long p0, long p1, const float* h, long h_row) {
   for (long k = 0, before = 0; k < of.count; before += panels_of(of.parts[k++])) {
     const long first = std::max(p0 - before, 0L), last = std::min(p1 - before, panels_of(of.parts[k]));
-    for (long panel = first; panel < last; panel++) {
+    for (long panel = first; panel < last; panel += TOGETHER) {
       const auto some = [&](long i, auto n) {
         X* lines[n];
         for (int j = 0; j < n; j++) lines[j] = y + order[i + j] * y_row;
-        panel_of<n, X, W>(of, of.parts[k], panel, lines, h + i * h_row, h_row);
+        for (long each = panel; each < std::min(last, panel + TOGETHER); each++)
+          panel_of<n, ANY, X, W>(of, of.parts[k], each, lines, h + i * h_row, h_row);
       };
       long i = 0;
       for (; i + 4 <= count; i += 4) some(i, std::integral_constant<int, 4>{});
@@ -213,7 +231,9 @@ void add(const AdapterTokens& tokens, LoraTable table, const X* x, long x_row, X
     });
 #pragma omp barrier
     each_share(tokens, table, t, team, expand_cost, [&](const Chunk& c, const Lora& of, long p0, long p1) {
-      const auto run = of.is_bf16 ? expand<X, bf16> : expand<X, float>;
+      constexpr bool ANY = ANY_ORDER<X, bf16>;
+      const auto of_bf16 = of.gain || of.offset ? expand<false, X, bf16> : expand<ANY, X, bf16>;
+      const auto run = of.is_bf16 ? of_bf16 : expand<false, X, float>;
       run(of, y, y_row, order + c.first, c.count, p0, p1, h + c.first * most, most);
     });
   }

@@ -375,6 +375,29 @@ inline Ints widen(const int8_t* p) { return Lanes<Ints>::widen(p); }
 inline Ints widen_bits(const uint16_t* p) { return Lanes<Ints>::widen(p); }  // 16 bits, zero-extended
 inline Floats magnitude(Floats x) { return as_floats(as_ints(x) & 0x7fffffff); }
 
+// The same with the lanes in the order that costs least, which is the machine's; `sum_apart` has the bits of `sum_of` in order.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline Floats widen_apart(const bf16* p) {  // even values, odd values
+  const LeafI words = read<LeafI>(p);
+  return {(LeafF)(words << 16), (LeafF)(words & (int32_t)0xffff0000)};
+}
+inline void store_apart(bf16* p, Floats x) {
+  const LeafI words = logical_right(rounded_bits(x.lo), 16) | (rounded_bits(x.hi) & (int32_t)0xffff0000);
+  memcpy(p, &words, sizeof(words));
+}
+inline float sum_apart(Floats x) {
+  const auto quarter = [](LeafF y) {
+    const __m128 z = _mm_add_ps(_mm256_extractf128_ps(y, 1), _mm256_castps256_ps128(y));
+    return (z[0] + z[2]) + (z[1] + z[3]);
+  };
+  return quarter(x.lo) + quarter(x.hi);
+}
+#else
+inline Floats widen_apart(const bf16* p) { return widen(p); }
+inline void store_apart(bf16* p, Floats x) { store(p, x); }
+inline float sum_apart(Floats x) { return sum_of(x); }
+#endif
+
 // Lanes [from, to); either may be outside of 0..16.
 inline Mask span(long from, long to) {
 #if defined(__AVX512F__)
