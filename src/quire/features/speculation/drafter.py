@@ -56,6 +56,14 @@ class ComputedTokens:
             counts = [min(item.num_tokens, length - start) for item, start, length in known]
         return cls(numbers, starts, list(itertools.accumulate(counts, initial=0))[:-1])
 
+    @classmethod
+    def without_drafts(cls, plan: StepPlan, rows: RequestRows) -> ComputedTokens:
+        """Of a step that has run, and had no draft tokens: all that it computed is right."""
+        numbers = [item.row for item in plan.work]
+        counts = [item.num_tokens for item in plan.work]
+        starts = [rows.num_computed_tokens.item(item.row) - item.num_tokens for item in plan.work]
+        return cls(numbers, starts, list(itertools.accumulate(counts, initial=0))[:-1])
+
     def finish(self, rows: RequestRows, states: Mapping[int, Tensor]) -> ComputedTokens:
         """The step has run."""
         self.ends, self.states = list(map(rows.num_computed_tokens.item, self.rows)), states

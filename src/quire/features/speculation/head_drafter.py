@@ -17,12 +17,19 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.features.speculation.draft_passes import DraftPasses
 from quire.features.speculation.drafter import CHEAP_LAG, ComputedTokens, Drafter
-from quire.features.speculation.waiting_positions import IDLE_STEPS, WaitingPositions, too_many
+from quire.features.speculation.waiting_positions import (
+    IDLE_STEPS,
+    States,
+    WaitingPositions,
+    joined,
+    too_many,
+)
 from quire.forward_context import ForwardBatch
 from quire.models.base import LanguageModel
 from quire.protocol.plan import WorkItem
@@ -75,6 +82,8 @@ class HeadDrafter(Drafter):
         self.has_layers, self.most, self.mask = has_layers, most, mask
         self._waiting: dict[int, WaitingPositions] = {}  # by row
         self._step: ComputedTokens | None = None  # the last one
+        self._memory: dict[int, Tensor] = {}  # by record: where the last step left it
+        self._words: dict[int, np.ndarray] = {}  # the same
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         self.passes.use_model(models[-1])
@@ -94,7 +103,6 @@ class HeadDrafter(Drafter):
             if rows := too_many(self._waiting):
                 self._make_room(rows)
 
-    @torch.inference_mode()
     def _keep(self, step: ComputedTokens) -> None:
         """Copy the states of a step: the next one overwrites them."""
         kept = []
@@ -104,9 +112,21 @@ class HeadDrafter(Drafter):
         if not kept:
             return
         most = kept[-1][-1]
-        states_TE = torch.cat([step.states[number][:most] for number in self.records], dim=-1)
+        states = [self._states(number, step.states[number])[:most] for number in self.records]
+        states_TE = joined(states, axis=1)
         for one, start, first, last in kept:
             one.add(start, states_TE[first:last])
+
+    def _states(self, number: int, states: Tensor) -> States:
+        """What a layer recorded. The fast path records in the same tensor each time."""
+        if self._memory.get(number) is not states:
+            self._memory[number], self._words = states, {}
+            return states
+        if states.dtype != torch.bfloat16 or states.device.type != "cpu":
+            return states
+        if number not in self._words:
+            self._words[number] = states.view(torch.int16).numpy()
+        return self._words[number]
 
     @torch.inference_mode()
     def _take_last(self, rows: Container[int]) -> None:

@@ -98,7 +98,9 @@ class SpeculationHook(Hook):
         else:
             self._verified = dict(filter(None, map(self._drafts_of, plan.work)))
         if self.drafter.records:
-            self._batch, self._computed = batch, ComputedTokens.before(plan, batch, self.rows)
+            drafts = self._drafted or any(item.drafts for item in plan.work)
+            self._batch = batch
+            self._computed = ComputedTokens.before(plan, batch, self.rows) if drafts else None
         self._began = time.perf_counter()
 
     def _enter_drafter(self, plan: StepPlan) -> None:
@@ -120,7 +122,7 @@ class SpeculationHook(Hook):
 
     def after(self, plan: StepPlan) -> None:
         if not self._drafted and self.length.rests():
-            self.drafter.observe(plan, self._computed_tokens())
+            self.drafter.observe(plan, self._computed_tokens(plan))
             self.reports.append(None)
             return
         computed_of, length_of = self.rows.num_computed_tokens.item, self.rows.length.item
@@ -134,17 +136,18 @@ class SpeculationHook(Hook):
         if drew and len(drew) == len(plan.work) and computed <= len(drew) * (1 + self.length.most):
             tokens = len(drew) + sum(drafts for _, drafts in self._verified.values() if drafts > 0)
             self.length.timed(len(drew), tokens, time.perf_counter() - self._began)
-        self.drafter.observe(plan, self._computed_tokens())
+        self.drafter.observe(plan, self._computed_tokens(plan))
         if not self.waits:
             report.num_drafts = self._propose(drew)
         self.reports.append((drew, report))
 
-    def _computed_tokens(self) -> ComputedTokens | None:
-        if self._computed is None or self._model is None:
+    def _computed_tokens(self, plan: StepPlan) -> ComputedTokens | None:
+        if not self.drafter.records or self._model is None:
             return None
         batch = self._batch
         states = self._model.fast_states if batch is None else batch.hidden_states
-        return self._computed.finish(self.rows, states)
+        computed = self._computed or ComputedTokens.without_drafts(plan, self.rows)
+        return computed.finish(self.rows, states)
 
     def _verify_counts(self) -> DraftReport:
         """What this step verified."""
