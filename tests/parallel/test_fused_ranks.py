@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from equality.engines import greedy, make_checkpoint, prompts
 from torch import Tensor
 
 from quire.attention.cpu import CpuAttention
@@ -22,9 +24,11 @@ from quire.ops.dispatch import OPS, bind
 from quire.parallel.address import addresses
 from quire.parallel.ranks import split_among
 from quire.parallel.shared_memory import SharedMemoryRanks
+from quire.protocol.sampling_params import SamplingParams
 from quire.quantization.apply import pack_weights, quantize_weights
 from tests.equality.test_fused_options import CENTERED, Family, logits
 from tests.models.harness import Runner
+from tests.parallel.thread_engine import split_engine
 
 pytestmark = pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
 
@@ -124,3 +128,22 @@ def test_fused_layers_of_ranks_have_the_bits_of_one_process(case: str) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4_g32"])
 def test_quantized_weights_of_ranks(quantization: str) -> None:
     check("tied", 2, quantization)
+
+
+def test_a_step_of_ranks_is_one_call_of_the_kernels(tmp_path: Path) -> None:
+    """From tokens to drawn tokens, with the words of a tied table on both ranks."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 384, "head_dim": 64}
+    path = make_checkpoint("qwen3", tmp_path, **sizes, tie_word_embeddings=True)
+    params = [greedy(9), SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)]
+    found, steps = [], []
+    for size in (1, 2, 4):
+        with split_engine(path, size, dtype="bfloat16", max_num_batched_tokens=32) as one:
+            executor: Any = one.client.core.executor
+            workers = executor.workers if size > 1 else [executor.worker]
+            for worker in workers:
+                run = worker.fast_step.run
+                worker.fast_step.run = lambda plan, run=run: (steps.append(plan.step), run(plan))[1]
+            found.append(one.tokens(prompts(4, seed=2), params * 2))
+            assert all(worker.model.model.embed_tokens.words == 384 // size for worker in workers)
+    assert found[0] == found[1] == found[2]
+    assert len(steps) > 7 * 9  # of all ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,10 @@ from quire.engine import build
 from quire.executor.group import GroupExecutor
 from quire.executor.messages import decode_down, decode_up
 from quire.executor.worker_process import call, step
+from quire.ops.cpu.bindings import best
+from quire.parallel.address import addresses
+from quire.parallel.ranks import TensorRanks
+from quire.parallel.shared_memory import SharedMemoryRanks
 from quire.protocol.plan import StepPlan
 from quire.worker import build as worker_build
 from tests.parallel.thread_ranks import ThreadRanks
@@ -28,10 +33,10 @@ LOCK = threading.RLock()
 class ThreadAddress:
     """See `RankAddress` (parallel/address.py)."""
 
-    def __init__(self, ranks: ThreadRanks):
+    def __init__(self, ranks: TensorRanks):
         self.rank, self.size, self.ranks = ranks.rank, ranks.size, ranks
 
-    def join(self) -> ThreadRanks:
+    def join(self) -> TensorRanks:
         return self.ranks
 
 
@@ -69,14 +74,18 @@ class ThreadGroup(GroupExecutor):
         slots: list[Any] = [None] * size
         barrier = threading.Barrier(size, timeout=120)
         self._dead, self.barrier = None, barrier
-        ranks = [ThreadRanks(rank, size, slots, barrier) for rank in range(size)]
+        ranks: list[Any] = [ThreadRanks(rank, size, slots, barrier) for rank in range(size)]
+        if best() is not None:  # then kernels exchange, too
+            with addresses(size) as found:
+                fds = [os.dup(each.fd) for each in found]
+            ranks = [SharedMemoryRanks(fd, rank, size, 120, 120) for rank, fd in enumerate(fds)]
         self.members: list[Any] = [
             ThreadMember(lambda own=own: self._make(resolved, own)) for own in ranks
         ]
         for member in self.members:
             member.started.result()
 
-    def _make(self, resolved: Resolved, ranks: ThreadRanks) -> Any:
+    def _make(self, resolved: Resolved, ranks: TensorRanks) -> Any:
         features = build.worker_features(resolved, build.build_compiler(resolved))
         specs, address = build.draft_specs(resolved), ThreadAddress(ranks)
         try:

@@ -21,9 +21,6 @@ from quire.ops.cpu.bindings import best
 from quire.ops.cpu.structs import RANK_ENDED, RANK_STOPPED, CRankLink
 from quire.parallel.address import SLOT, num_bytes
 
-START_S = 1800.0
-"""How long ranks may be apart while they read weights. (One that ends is noticed at once.)"""
-
 
 class SharedMemoryRanks:
     """See `TensorRanks` (parallel/ranks.py).
@@ -31,12 +28,15 @@ class SharedMemoryRanks:
     Args:
         fd: of the memory, inherited from the executor. It is closed.
         timeout_s: how long a rank waits for another that is alive.
+        start_s: the same while they read weights. (One that ends is noticed at once.)
 
     Raises:
         Unsupported: there are no native kernels.
     """
 
-    def __init__(self, fd: int, rank: int, size: int, timeout_s: float = 60.0):
+    def __init__(
+        self, fd: int, rank: int, size: int, timeout_s: float = 60.0, start_s: float = 1800.0
+    ):
         kernels = best()
         if kernels is None:
             raise Unsupported(
@@ -44,6 +44,7 @@ class SharedMemoryRanks:
             )
         self.rank, self.size = rank, size
         self._kernels, self._timeout_ms = kernels, int(timeout_s * 1000)
+        self._start_ms = int(start_s * 1000)
         self._memory = mmap.mmap(fd, num_bytes(size))
         os.close(fd)
         memory = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -81,7 +82,7 @@ class SharedMemoryRanks:
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The least of each number among the ranks, which may come far apart."""
         own = torch.tensor([numbers], dtype=torch.int64)
-        self._link.timeout_ms = max(self._timeout_ms, int(START_S * 1000))
+        self._link.timeout_ms = self._start_ms
         try:
             found: list[int] = self.gather(own).view(self.size, -1).amin(0).tolist()
         finally:
