@@ -115,7 +115,7 @@ def test_fewer_draft_tokens_with_more_requests() -> None:
         ({"method": "custom_class"}, "model=None: method custom_class"),
         ({"lookup": 1}, "speculative_config.lookup: unknown key"),
         ({"tensor_parallel_size": 1}, "use draft_tensor_parallel_size"),
-        ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size=2: must be 1$"),
+        ({"draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size=0: must be at least 1"),
         ({"suffix_decoding_min_token_prob": 1.5}, "min_token_prob=1.5: must be 0 to 1"),
         ({"suffix_decoding_max_cached_requests": -1}, "must be at least 0"),
         ({"rejection_sample_method": "never"}, "rejection_sample_method"),

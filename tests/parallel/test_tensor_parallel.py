@@ -53,6 +53,5 @@ def test_what_cannot_be_split_is_refused_before_loading() -> None:
         ConfigError, match=r"tensor_parallel_size=3 does not divide the 4 attention heads.*use 2"
     ):
         LLM(MODEL, tensor_parallel_size=3)
-    drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    with pytest.raises(Unsupported, match="speculative-config"):
-        LLM(MODEL, tensor_parallel_size=2, speculative_config=drafts)
+    with pytest.raises(Unsupported, match="model-impl transformers"):
+        LLM(MODEL, tensor_parallel_size=2, model_impl="transformers")

@@ -76,6 +76,8 @@ class ModelSpec:
     load: LoadConfig
     pooling: PoolingModel | None = None
     """What it computes in place of logits; None: it generates."""
+    is_split: bool = True
+    """Whether the ranks that split the main model split this one too; else each has all of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +155,7 @@ class Resolved:
             max_model_len=draft.max_model_len,
             quantization=draft.quantization,
             pooling=None,
+            is_split=self.speculation is None or self.speculation.draft_tensor_parallel_size != 1,
         )
 
     @property

@@ -131,7 +131,6 @@ def _check_ranks(resolved: Resolved) -> None:
         )
     refused = {
         f"{about} on {resolved.device}": resolved.device != "cpu",
-        f"{about} with --speculative-config": bool(resolved.config.speculation.speculative_config),
         f"{about} with --model-impl transformers": resolved.config.model.model_impl
         == "transformers",
     }

@@ -32,7 +32,7 @@ DEFAULT_LOOKUP = 5
 RANGES: dict[str, tuple[float, float | None]] = {
     "num_speculative_tokens": (1, MOST),
     "max_model_len": (1, None),
-    "draft_tensor_parallel_size": (1, 1),
+    "draft_tensor_parallel_size": (1, None),
     "suffix_decoding_max_tree_depth": (1, None),
     "suffix_decoding_max_cached_requests": (0, None),
     "suffix_decoding_max_spec_factor": (0, MOST),
@@ -81,6 +81,7 @@ class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     `method`: one, or several with commas between them; "": that of the draft model's config.json.
     `num_speculative_tokens` 0: what the draft model's config.json says. `disable_by_batch_size` 0: at no size.
+    `draft_tensor_parallel_size` 1: each rank has the whole drafter; None: ranks split it as the model.
     """
 
     method: str
@@ -90,7 +91,7 @@ class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     dtype: str | None = None
     quantization: str | None = None
     max_model_len: int | None = None
-    draft_tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int = 24

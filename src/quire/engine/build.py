@@ -402,9 +402,9 @@ def add_drafter(parts: WorkerParts, resolved: Resolved) -> None:
     length = DraftLength(options.num_speculative_tokens, fixed=not options.adaptive)
     drafter = build_drafter(parts, resolved, options)
     named = resolved.config.observe.per_request_spec_decode_metrics != "none"
-    looking, waits = parts.processors, resolved.depth == 1
     parts.hooks.append(
         SpeculationHook(
-            parts.rows, drafter, length, options.most_at, named, processors=looking, waits=waits
+            parts.rows, drafter, length, options.most_at, named, processors=parts.processors,
+            ranks=parts.ranks, waits=resolved.depth == 1,
         )
-    )
+    )  # fmt: skip

@@ -105,6 +105,10 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
     if resolved.pooling is not None:
         raise ConfigError(f"{KEY}: {resolved.architecture} pools, and generates no tokens; leave it out")  # fmt: skip
     _check_cache(resolved.spec, f"{KEY}: {resolved.architecture}")
+    ranks = resolved.config.parallel.tensor_parallel_size
+    if (own_ranks := options.draft_tensor_parallel_size) not in (None, 1, ranks):
+        fits = "1" if ranks == 1 else f"1 or {ranks}, that of the model"
+        raise ConfigError(f"{KEY}.draft_tensor_parallel_size={own_ranks}: must be {fits}")
     if options.drafts_with_model is None:
         return replace(resolved, speculation=options), _nothing
     target = resolved.config.model

@@ -83,6 +83,7 @@ class WorkerParts:
         processors: logits processors in the order in which they run; at first those of the user.
         hooks: in the order in which they run.
         functions: further functions of the worker.
+        ranks: those that split the main model; None: this worker has all of it.
     """
 
     platform: Platform
@@ -92,6 +93,7 @@ class WorkerParts:
     processors: list[Processor]
     hooks: list[Hook] = field(default_factory=list)
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    ranks: TensorRanks | None = None
 
 
 PlugIn = Callable[[WorkerParts], None]
@@ -157,7 +159,7 @@ def build_worker(
     rows, options, model = batcher.rows, resolved.config.model, models[0]
     processors = load_processors(options.logits_processors, resolved, platform.device)
     model_input = build_model_input(resolved, platform, plan, model)
-    parts = WorkerParts(platform, models, model_input, rows, processors)
+    parts = WorkerParts(platform, models, model_input, rows, processors, ranks=ranks)
     plug_in(parts)
     output, fast_step, pooling_hooks = build_output(resolved, platform, parts)
     step = -(-resolved.max_num_batched_tokens // resolved.block_size)
@@ -176,7 +178,7 @@ def build_worker(
         allocate=lambda models: allocate_kv_cache(resolved, platform, models, others, plan, states),
         on_cache_reset=pages.begin,
     )  # fmt: skip
-    ModuleHooks(worker)
+    ModuleHooks(worker, address.rank)
     return worker
 
 
@@ -242,10 +244,10 @@ def build_models(
 
     offload = build_offload(resolved, platform)
     with split_among(ranks):
-        models = [
-            build_model(resolved.spec, platform, offload, report),
-            *(build_model(spec, platform) for spec in others),
-        ]
+        models = [build_model(resolved.spec, platform, offload, report)]
+    for spec in others:
+        with split_among(ranks if spec.is_split else None):
+            models.append(build_model(spec, platform))
     models[0].pooler = build_pooler(resolved.spec, platform.device)
     report("loading the model", 1.0)
     return models

@@ -366,8 +366,8 @@ def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryP
     available = machine.available_bytes // (size * engines)  # they share this machine
     whole = forecast_weights(resolved.spec, resolved.device, machine.available_bytes + offloaded)
     weights = max(0, int(whole * part_of_weights(resolved.spec, size)) - offloaded)
-    apart = [spec for spec in others if spec.path != resolved.path]  # MTP layers are counted
-    weights += sum(forecast_weights(spec, resolved.device, available - weights) for spec in apart)
+    for spec in filter(lambda each: each.path != resolved.path, others):  # MTP layers are counted
+        weights += int(forecast_weights(spec, resolved.device, available - weights) * part_of_weights(spec, size))  # fmt: skip
     specs, states = forecast_specs(resolved, others)
     sizes = weights, machine.total_bytes, available
     return make_plan(resolved, *sizes, specs, others, states, forecast_adapters(resolved))

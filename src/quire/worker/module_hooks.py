@@ -28,10 +28,9 @@ HookKeys = dict[tuple[str, str], set[Any]]
 class RpcWorker:
     """The worker, as a user's function gets it, with the attributes of vLLM's worker that such functions use."""
 
-    rank = local_rank = 0
-
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Worker, rank: int):
         self.worker = worker
+        self.rank = self.local_rank = rank
         self.device = worker.platform.device
         self.model_runner = self  # functions read worker.model_runner.model
 
@@ -43,10 +42,10 @@ class RpcWorker:
 
 
 class ModuleHooks:
-    """Wraps the worker functions that can add or lose hooks."""
+    """Wraps the worker functions that can add or lose hooks. `rank`: of this worker, for the user's functions."""
 
-    def __init__(self, worker: Worker):
-        self.worker = worker
+    def __init__(self, worker: Worker, rank: int = 0):
+        self.worker, self.rank = worker, rank
         self.has_hooks = False
         self._follow_model()
         functions = worker.functions
@@ -98,7 +97,9 @@ class ModuleHooks:
 
     def call_function(self, function: Any, *args: Any, **keywords: Any) -> Any:
         """Return `function(worker, *args, **keywords)`; raises as `apply`."""
-        return self.apply(lambda model: function(RpcWorker(self.worker), *args, **keywords))
+        return self.apply(
+            lambda model: function(RpcWorker(self.worker, self.rank), *args, **keywords)
+        )
 
     def sleep(self, level: int) -> None:
         """Replaces the worker's `sleep_worker`."""

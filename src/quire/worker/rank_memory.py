@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 def construct_part(spec: ModelSpec, size: int) -> CausalLM:
-    """Rank 0's part of a native model on "meta"; the whole model, if `size` is 1.
+    """Rank 0's part of a native model on "meta"; the whole model, if `size` is 1, or ranks do not split it.
 
     Raises:
         Unsupported: the model has no native class, so its layers cannot be split.
     """
+    size = size if spec.is_split else 1
     impl, reason = choose_impl(spec.architecture, spec.hf_config, spec.options.model_impl)
     if size > 1 and impl != "native":
         raise Unsupported(
@@ -33,7 +34,7 @@ def construct_part(spec: ModelSpec, size: int) -> CausalLM:
 
 def part_of_weights(spec: ModelSpec, size: int) -> float:
     """The part of a model's weights that one of `size` ranks has: of the numbers, in whatever format they are stored."""
-    if size == 1:
+    if size == 1 or not spec.is_split:
         return 1.0
     own, whole = (
         sum(parameter.numel() for parameter in construct_part(spec, ranks).parameters())

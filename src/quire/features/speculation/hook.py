@@ -16,11 +16,13 @@ import msgspec
 from quire.features.speculation.draft_length import DraftLength
 from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.features.speculation.gate import NAME, DraftReport
+from quire.features.speculation.rank_agreement import RankAgreement
 from quire.worker.hooks import Hook
 
 if TYPE_CHECKING:
     from quire.forward_context import ForwardBatch
     from quire.models.base import LanguageModel
+    from quire.parallel.ranks import TensorRanks
     from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
     from quire.worker.request_rows import RequestRows
     from quire.worker.sampling.logits_processors import Processor
@@ -34,6 +36,7 @@ class SpeculationHook(Hook):
         most_at: the most of a row, where so many rows draw.
         names_requests: report the ids of requests, beside the counts of their draft tokens.
         processors: logits processors that may cut or replace draft tokens (`Processor.look_ahead`).
+        ranks: those that split the model; they take the same draft tokens.
         waits: the result of a step is read before the next one runs. Draft tokens are proposed then, so that they follow the
             forced tokens of the step. Else they are proposed when the step is queued.
     """
@@ -48,9 +51,11 @@ class SpeculationHook(Hook):
         most_at: Callable[[int], int],
         names_requests: bool = False,
         processors: Sequence[Processor] = (),
+        ranks: TensorRanks | None = None,
         waits: bool = False,
     ):
         self.rows, self.drafter, self.length, self.most_at = rows, drafter, length, most_at
+        self.agree = RankAgreement(ranks, length.most)
         self.names_requests, self.processors, self.waits = names_requests, processors, waits
         # Of steps whose results are not read yet: the rows that drew, and the report.
         # None: the step rested.
@@ -63,6 +68,8 @@ class SpeculationHook(Hook):
         self._reported: set[int] = set()  # rows that have some, as far as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
         self._began = 0.0
+        # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: passes and seconds.
+        self._step_time, self._draft_time = (0, 0, 0.0), (0, 0.0)
         self._model: LanguageModel | None = None
         self._batch: ForwardBatch | None = None
         self._computed: ComputedTokens | None = None
@@ -135,7 +142,7 @@ class SpeculationHook(Hook):
         computed = sum(item.num_tokens for item in plan.work)
         if drew and len(drew) == len(plan.work) and computed <= len(drew) * (1 + self.length.most):
             tokens = len(drew) + sum(drafts for _, drafts in self._verified.values() if drafts > 0)
-            self.length.timed(len(drew), tokens, time.perf_counter() - self._began)
+            self._step_time = len(drew), tokens, time.perf_counter() - self._began
         self.drafter.observe(plan, self._computed_tokens(plan))
         if not self.waits:
             report.num_drafts = self._propose(drew)
@@ -174,16 +181,31 @@ class SpeculationHook(Hook):
         proposals = self._proposals(room)
         for processor in self.processors:
             processor.look_ahead(proposals, room)
+        if drew:
+            proposals = self._agreed(drew, proposals, time.perf_counter() - began)
         counts = {row: len(drafts) for row, drafts in proposals.items() if drafts}
         for row in counts:
             rows.put_drafts(row, proposals[row])
         self._drafted = self._drafted.difference(drew) | counts.keys()
-        if drew:
-            found = bool(counts) or any(processor.looks_ahead for processor in self.processors)
-            self.length.looked(found, len(drew), time.perf_counter() - began)
         report = dict.fromkeys(self._reported.intersection(drew), 0) | counts
         self._reported = self._reported.difference(drew) | counts.keys()
         return report
+
+    def _agreed(
+        self, drew: list[int], proposals: dict[int, list[int]], look_s: float
+    ) -> dict[int, list[int]]:
+        """The draft tokens that all ranks have. The times that they learn from are the same too, so all rest in the same steps."""
+        (rows, tokens, step_s), (passes, draft_s) = self._step_time, self._draft_time
+        self._step_time, self._draft_time = (0, 0, 0.0), (0, 0.0)
+        seconds, agreed = self.agree((step_s, draft_s, look_s), drew, proposals)
+        step_s, draft_s, look_s = seconds
+        if tokens:
+            self.length.timed(rows, tokens, step_s)
+        if passes:
+            self.length.drafted(passes, draft_s)
+        found = any(agreed.values()) or any(each.looks_ahead for each in self.processors)
+        self.length.looked(found, len(drew), look_s)
+        return agreed
 
     def _proposals(self, room: dict[int, int]) -> dict[int, list[int]]:
         """The drafter's proposals that pay off."""
@@ -196,7 +218,7 @@ class SpeculationHook(Hook):
         began = time.perf_counter()
         found = self.drafter.propose_all(limits)
         if limits and self.drafter.num_first <= (self.length.most + 2) * len(limits):
-            self.length.drafted(max(limits.values()), time.perf_counter() - began)
+            self._draft_time = max(limits.values()), time.perf_counter() - began
         self.length.cut(found, len(room))
         return found
 
