@@ -292,8 +292,6 @@ def test_ineffective_options_are_reported(settle, warnings, keywords, says):
 UNREAD = {
     "enable_auto_tool_choice": "calls are read wherever their format is known; the help says so",
     "enable_server_load_tracking": "/load always counts",
-    "data_parallel_address": "for engines of one server on several machines, which are refused",
-    "data_parallel_rpc_port": "likewise",
     "fail_on_environ_validation": "read from the keywords, before there is a configuration",
 }
 
@@ -330,7 +328,6 @@ REFUSED = [
     ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size=3 does not divide the .* attention heads"),
     ({"tensor_parallel_size": 2, "enable_lora": True}, Unsupported, "tensor_parallel_size=2 with --enable-lora"),
     ({"pipeline_parallel_size": 2}, Unsupported, "pipeline_parallel_size=2"),
-    ({"data_parallel_size": 2, "data_parallel_size_local": 1}, Unsupported, "data_parallel_size_local=1 of data_parallel_size=2"),
     ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0"),
     ({"enable_expert_parallel": True}, Unsupported, "enable_expert_parallel .*leave the flag out"),
     ({"enable_prompt_embeds": True}, Unsupported, "enable_prompt_embeds .*token ids"),

@@ -13,7 +13,7 @@ from quire.errors import ConfigError, Unsupported
 
 
 def check_data_parallel(parallel: ParallelConfig, server: ServerConfig) -> None:
-    """Raises ConfigError: two options contradict each other. Unsupported: engines on several machines, Ray."""
+    """Raises ConfigError: two options contradict each other. Unsupported: Ray."""
     size, local, rank = (
         parallel.data_parallel_size,
         parallel.data_parallel_size_local,
@@ -31,18 +31,15 @@ def check_data_parallel(parallel: ParallelConfig, server: ServerConfig) -> None:
         f"data_parallel_multi_port_external_lb needs at least 2 engines on this machine, and data_parallel_size_local is {local}": parallel.data_parallel_multi_port_external_lb and (local or 0) < 2,
         f"data_parallel_multi_port_external_lb: {of} is not a multiple of data_parallel_size_local={local}": parallel.data_parallel_multi_port_external_lb and bool(local) and size % (local or 1) != 0,
         f"disable_frontend_multiprocessing with {of}: several engines need processes of their own; leave it out": server.disable_frontend_multiprocessing and len(parallel.ranks) > 1,
+        "headless needs data_parallel_start_rank: which of the engines this machine has": server.headless and first is None,
+        f"headless runs no HTTP processes, and api_server_count is {server.api_server_count}: leave one out": server.headless and server.api_server_count is not None,
+        "headless runs engines for another server, which balances: leave data_parallel_rank and the _lb options out": server.headless and (rank is not None or parallel.data_parallel_hybrid_lb or parallel.data_parallel_external_lb or parallel.data_parallel_multi_port_external_lb),
     }  # fmt: skip
     for why, is_given in refused.items():
         if is_given:
             raise ConfigError(why)
     if parallel.data_parallel_backend == "ray":
         raise Unsupported("data_parallel_backend=ray", "use mp, with a server on each machine (--data-parallel-hybrid-lb)")  # fmt: skip
-    balances_elsewhere = parallel.is_external or parallel.is_hybrid
-    if local is not None and local < size and not balances_elsewhere:
-        raise Unsupported(
-            f"data_parallel_size_local={local} of {of} engines behind one server",
-            "start a server on each machine with --data-parallel-hybrid-lb --data-parallel-start-rank N",
-        )
 
 
 def check_device(parallel: ParallelConfig, device: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire import env
 from quire.config.engine import Resolved
@@ -22,14 +22,21 @@ from quire.engine.shared_state import StateBoard
 from quire.engine.supervisor import EngineSupervisor
 from quire.processes.restart_policy import RestartPolicy
 
+if TYPE_CHECKING:
+    from quire.engine.remote_engines import RemoteEngine
+
 
 class EnginePlace(NamedTuple):
     """Where a frontend finds an engine."""
 
     folder: Path
     board: StateBoard
-    supervisor: EngineSupervisor | None = None
+    supervisor: EngineSupervisor | RemoteEngine | None = None
     """In the process that supervises the engine."""
+
+    def close(self) -> None:
+        if self.supervisor is not None:
+            self.supervisor.close()
 
 
 def restart_policy() -> RestartPolicy:
@@ -44,7 +51,7 @@ def payloads(resolved: Resolved) -> list[bytes]:
     """What the process of each engine is built from."""
     config, parallel = resolved.config, resolved.config.parallel
     ranks = parallel.local_ranks
-    if len(parallel.ranks) == 1:
+    if len(parallel.ranks) == len(ranks) == 1:
         return [resolved_to_bytes(resolved)]
     return [
         resolved_to_bytes(replace(resolved, config=replace(config, parallel=replace(
@@ -56,7 +63,30 @@ def payloads(resolved: Resolved) -> list[bytes]:
 
 
 def supervise(resolved: Resolved, frontends: int = 1) -> list[EnginePlace]:
-    """Start every engine's process. Raises StartupError: no directory for the sockets."""
+    """Start the processes of the engines of this machine, and listen for the nodes of the others.
+
+    Raises:
+        StartupError: no directory for the sockets.
+        ConfigError: the address for nodes cannot be used.
+    """
+    parallel = resolved.config.parallel
+    rest = range(len(parallel.local_ranks), len(parallel.ranks))
+    if not rest:
+        return supervise_local(resolved, frontends)
+    from quire.engine.remote_engines import RemoteEngines
+
+    remote = RemoteEngines(resolved, rest, frontends)
+    others = [EnginePlace(one.folder, one.board, one) for one in remote.engines.values()]
+    try:
+        return [*supervise_local(resolved, frontends), *others]
+    except BaseException:
+        for place in others:
+            place.close()
+        raise
+
+
+def supervise_local(resolved: Resolved, frontends: int = 1) -> list[EnginePlace]:
+    """Start the processes of the engines of this machine. Raises StartupError: no directory for the sockets."""
     found: list[EnginePlace] = []
     suspects, policy = Suspects(), restart_policy()
     try:
@@ -65,8 +95,7 @@ def supervise(resolved: Resolved, frontends: int = 1) -> list[EnginePlace]:
             found.append(EnginePlace(one.folder, one.board, one))
     except BaseException:
         for place in found:
-            if place.supervisor is not None:
-                place.supervisor.close()
+            place.close()
         raise
     return found
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import zmq
@@ -41,6 +41,9 @@ from quire.protocol.output import (
 )
 from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 from quire.protocol.tensor_data import FrameDecoder
+
+if TYPE_CHECKING:
+    from quire.engine.remote_engines import RemoteEngine
 
 LOOK_AGAIN_MS = 200  # how often a wait checks the engine's state
 
@@ -102,7 +105,7 @@ class ProcessClient:
         resolved: Resolved,
         folder: Path,
         board: StateBoard,
-        supervisor: EngineSupervisor | None = None,
+        supervisor: EngineSupervisor | RemoteEngine | None = None,
         client: int = 0,
         suspects: Suspects | None = None,
     ):

@@ -44,10 +44,14 @@ def serve(config: EngineConfig) -> int:
     Raises:
         ConfigError: the options are invalid; nothing was started.
     """
+    check_data_parallel(config.parallel, config.server)
+    if config.server.headless:
+        from quire.engine.engine_node import serve_engines
+
+        return serve_engines(resolve_config(bounded(config), check_startup))
     if config.parallel.data_parallel_multi_port_external_lb:
         from quire.server.process.port_supervisor import PortSupervisor
 
-        check_data_parallel(config.parallel, config.server)
         return PortSupervisor(config).run()
     with listening(config) as (config, listeners, tenants, tracer):
         if len(listeners) > 1:
