@@ -37,9 +37,10 @@ PROMPT, WARM = 16, 5
 def exchanges(numbers: Sequence[int], repeats: int) -> dict[str, list[float]]:
     """Microseconds of an exchange, the median and the least, by "what, bytes"."""
     from quire.parallel.address import addresses
+    from quire.parallel.layout import RankLayout
 
     asked = json.dumps([list(numbers), repeats])
-    with tempfile.TemporaryDirectory() as folder, addresses(SIZE) as found:
+    with tempfile.TemporaryDirectory() as folder, addresses(RankLayout(tensor=SIZE)) as found:
         command = [sys.executable, "-m", "benchmarks.ranks", asked, folder]
         children = [
             subprocess.Popen(
@@ -68,7 +69,7 @@ def rank(asked: str, folder: str, address_text: str) -> None:
     numbers, repeats = json.loads(asked)
     torch.set_num_threads(1)
     address = msgspec.json.decode(address_text, type=RankAddress)
-    ranks: Any = address.join()
+    ranks: Any = address.join().tensor
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/gloo", rank=address.rank, world_size=SIZE
     )

@@ -64,7 +64,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("SKIP_MODEL_NAME_VALIDATION", bool, False, "1: accept any model name in requests."),
         Variable("MEDIA_LOADING_THREAD_COUNT", int, 8, "Threads that download media.", no_effect="media input is not supported yet"),
         Variable("MEDIA_URL_ALLOW_REDIRECTS", bool, True, "0: refuse media URLs that redirect.", no_effect="media input is not supported yet"),
-        Variable("PP_LAYER_PARTITION", str, None, "Layers of each pipeline stage.", no_effect="pipeline parallelism is not supported yet"),
+        Variable("PP_LAYER_PARTITION", str, None, "Number of layers of each pipeline stage, such as 10,22; unset: as equal as possible."),
         Variable("ENGINE_READY_TIMEOUT_S", int, 600, "Seconds that an engine process may take to start, or to run a function."),
         Variable("EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "Seconds that a step may take before its worker counts as hung."),
         Variable("CPU_ISA", str, "auto", "Native CPU kernels: auto, amx, avx512bf16, avx512vnni, avx512, avx2, portable, or none (plain torch)."),

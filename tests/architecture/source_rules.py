@@ -59,6 +59,7 @@ FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKI
 }
 ASKS_FOR_FEATURES = {  # files that may import features: the others must not know that features exist
     "quire/engine/build.py": "it puts the rooms together",
+    "quire/engine/worker_parts.py": "it puts the rooms of a worker together",
     "quire/engine/lora.py": "its functions answer calls, which features cannot do: they are below the engine",
     "quire/frontend/input_processor.py": "a request that a feature cannot serve is refused before it travels",
 }

@@ -326,8 +326,8 @@ def test_overrides_merge():
 
 REFUSED = [
     ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size=3 does not divide the .* attention heads"),
-    ({"tensor_parallel_size": 2, "enable_lora": True}, Unsupported, "tensor_parallel_size=2 with --enable-lora"),
-    ({"pipeline_parallel_size": 2}, Unsupported, "pipeline_parallel_size=2"),
+    ({"pipeline_parallel_size": 2, "enable_lora": True}, Unsupported, "pipeline_parallel_size=2 with --enable-lora"),
+    ({"prefill_context_parallel_size": 2}, Unsupported, "prefill_context_parallel_size=2"),
     ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0"),
     ({"enable_expert_parallel": True}, Unsupported, "enable_expert_parallel .*leave the flag out"),
     ({"enable_prompt_embeds": True}, Unsupported, "enable_prompt_embeds .*token ids"),

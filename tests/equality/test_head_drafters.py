@@ -10,11 +10,11 @@ import pytest
 from equality.engines import VOCAB, engine, greedy, make_checkpoint
 from equality.test_speculation import PARAMS, answers
 
-from quire.engine import build
+from quire.engine import worker_parts
 from quire.errors import ConfigError
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.memory_plan import plan_memory
+from quire.worker.forecast import plan_memory
 from tests.models.speculator_checkpoints import (
     SUCCESSOR,
     Drawn,
@@ -142,7 +142,7 @@ def test_mtp_layers_of_the_targets_own_checkpoint(family: str, tmp_path: Path) -
         assert one.tokens(asked, SHORT[1:4]) == tokens
         assert counts(one)[0] > 20
         resolved = one.client.resolved
-    (speculator,) = build.draft_specs(resolved)
+    (speculator,) = worker_parts.draft_specs(resolved)
     assert plan_memory(resolved, [speculator]).weights == plan_memory(resolved).weights
 
 

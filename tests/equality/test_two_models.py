@@ -14,7 +14,7 @@ from engines import Engine, greedy, make_checkpoint, prompts
 from torch import Tensor
 
 from quire.config.engine import EngineConfig, ModelSpec, Resolved
-from quire.engine import build
+from quire.engine import build, worker_parts
 from quire.engine.client import InlineClient
 from quire.executor.inline import InlineExecutor
 from quire.forward_context import ForwardBatch
@@ -23,7 +23,7 @@ from quire.ops.cpu.bindings import best
 from quire.platforms.detect import facts
 from quire.protocol.plan import StepPlan
 from quire.worker.build import WorkerParts, build_worker
-from quire.worker.memory_plan import plan_memory
+from quire.worker.forecast import plan_memory
 from quire.worker.model_input import ModelInput, TokenModelInput
 
 SIZES = {"intermediate_size": 128, "head_dim": 32, "tie_word_embeddings": False}
@@ -99,7 +99,7 @@ class Run:
 
     def executor(self, resolved: Resolved, compiler: Any, report: Any) -> InlineExecutor:
         def plug_in(parts: WorkerParts) -> None:
-            build.worker_features(resolved, compiler)(parts)
+            worker_parts.worker_features(resolved, compiler)(parts)
             self.input = RunsLast(parts.model_input, parts.models, self.fast)
             parts.model_input = self.input
 

@@ -11,7 +11,7 @@ from lora.adapters import lora_engine, write
 from quire.config.engine import EngineConfig
 from quire.engine.build import resolve_config
 from quire.errors import NotEnoughMemory
-from quire.worker.memory_plan import plan_memory
+from quire.worker.forecast import plan_memory
 
 KEYWORDS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enable_lora": True}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,12 +21,14 @@ from quire.native.model import native_model
 from quire.ops.cpu.bindings import best
 from quire.ops.dispatch import OPS, bind
 from quire.parallel.address import addresses
+from quire.parallel.layout import RankLayout
 from quire.parallel.ranks import split_among
 from quire.parallel.shared_memory import SharedMemoryRanks
 from quire.protocol.sampling_params import SamplingParams
 from quire.quantization.apply import pack_weights, quantize_weights
 from tests.equality.test_fused_options import CENTERED, Family, logits
 from tests.models.harness import Runner
+from tests.parallel.test_exchange import joined
 from tests.parallel.thread_engine import split_engine
 
 pytestmark = pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
@@ -107,8 +108,9 @@ def check(case: str, size: int, quantization: str | None = None) -> None:
         tensors[name] = drawn.bfloat16()
     wanted = logits(runner(construct(case), tensors, quantization))
     assert wanted[0].std() > 0.1
-    with addresses(size) as found, ThreadPoolExecutor(size) as threads:
-        ranks = [SharedMemoryRanks(os.dup(each.fd), each.rank, size) for each in found]
+    layout = RankLayout(tensor=size)
+    with addresses(layout) as found, ThreadPoolExecutor(size) as threads:
+        ranks = [joined(each) for each in found]
         runners = [runner(construct(case, each), tensors, quantization) for each in ranks]
         for own, each in zip(ranks, runners, strict=True):
             fuse_model(each.model)

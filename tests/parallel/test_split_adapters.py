@@ -14,7 +14,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.build import resolve_config
 from quire.features.lora.registry import OTHER_FILES, merged
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.memory_plan import plan_memory
+from quire.worker.forecast import plan_memory
 from tests.parallel.thread_engine import split_engine
 
 HIDDEN, INNER, WORDS, LAYERS = 128, 256, 384, 2

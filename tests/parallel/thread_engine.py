@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +15,18 @@ import pytest
 from equality.engines import Engine, engine
 
 from quire.config.engine import Resolved
-from quire.engine import build
+from quire.engine import build, worker_parts
 from quire.executor.group import GroupExecutor
 from quire.executor.messages import decode_down, decode_up
 from quire.executor.worker_process import call, step
 from quire.ops.cpu.bindings import best
-from quire.parallel.address import addresses
-from quire.parallel.ranks import TensorRanks
-from quire.parallel.shared_memory import SharedMemoryRanks
+from quire.parallel.address import RankAddress, addresses
+from quire.parallel.layout import RankLayout
+from quire.parallel.ranks import Ranks
+from quire.parallel.stage_sockets import StageSockets
 from quire.protocol.plan import StepPlan
 from quire.worker import build as worker_build
+from tests.parallel.stages import own_sockets
 from tests.parallel.thread_ranks import ThreadRanks
 
 LOCK = threading.RLock()
@@ -33,11 +36,29 @@ LOCK = threading.RLock()
 class ThreadAddress:
     """See `RankAddress` (parallel/address.py)."""
 
-    def __init__(self, ranks: TensorRanks):
-        self.rank, self.size, self.ranks = ranks.rank, ranks.size, ranks
+    def __init__(self, rank: int, layout: RankLayout, ranks: Ranks):
+        self.rank, self.layout, self.place, self.ranks = rank, layout, ranks.place, ranks
 
-    def join(self) -> TensorRanks:
+    def join(self) -> Ranks:
         return self.ranks
+
+
+def thread_addresses(layout: RankLayout) -> list[ThreadAddress]:
+    """Of all ranks: stages are connected by sockets; without kernels, ranks that split layers exchange through a list."""
+    groups: dict[tuple[int, ...], tuple[list[Any], threading.Barrier]] = {}
+    found = []
+    with addresses(layout) as shared:
+        for rank in range(layout.size):
+            place, fd, tensor = layout.place(rank), -1, None
+            if layout.tensor > 1 and best() is not None:
+                fd = os.dup(shared[rank].fd)
+            elif layout.tensor > 1:
+                new = [None] * layout.tensor, threading.Barrier(layout.tensor, timeout=120)
+                group = groups.setdefault(tuple(layout.tensor_group(rank)), new)
+                tensor = ThreadRanks(place.tensor, layout.tensor, *group)
+            ranks = RankAddress(rank, layout, fd, own_sockets(shared[rank])).join()
+            found.append(ThreadAddress(rank, layout, replace(ranks, tensor=ranks.tensor or tensor)))
+    return found
 
 
 class ThreadMember:
@@ -70,29 +91,36 @@ class ThreadGroup(GroupExecutor):
     """A group of threads."""
 
     def __init__(self, resolved: Resolved):
-        size = resolved.config.parallel.tensor_parallel_size
-        slots: list[Any] = [None] * size
-        barrier = threading.Barrier(size, timeout=120)
-        self._dead, self.barrier = None, barrier
-        ranks: list[Any] = [ThreadRanks(rank, size, slots, barrier) for rank in range(size)]
-        if best() is not None:  # then kernels exchange, too
-            with addresses(size) as found:
-                fds = [os.dup(each.fd) for each in found]
-            ranks = [SharedMemoryRanks(fd, rank, size, 120, 120) for rank, fd in enumerate(fds)]
+        layout = RankLayout.of(resolved.config.parallel)
+        self._dead, self.answering = None, layout.answering
+        self.addresses = thread_addresses(layout)
         self.members: list[Any] = [
-            ThreadMember(lambda own=own: self._make(resolved, own)) for own in ranks
+            ThreadMember(lambda own=own: self._make(resolved, own)) for own in self.addresses
         ]
         for member in self.members:
             member.started.result()
 
-    def _make(self, resolved: Resolved, ranks: TensorRanks) -> Any:
-        features = build.worker_features(resolved, build.build_compiler(resolved))
-        specs, address = build.draft_specs(resolved), ThreadAddress(ranks)
+    def _make(self, resolved: Resolved, address: ThreadAddress) -> Any:
+        compiler = worker_parts.build_compiler(resolved)
+        features = worker_parts.worker_features(resolved, compiler)
+        specs = worker_parts.draft_specs(resolved)
         try:
             return worker_build.build_worker(resolved, features, specs, address=address)  # type: ignore[arg-type]
         except BaseException:
-            self.barrier.abort()
+            self.leave()
             raise
+
+    def close(self) -> None:
+        super().close()
+        self.leave()
+
+    def leave(self) -> None:
+        """Let no rank wait for another."""
+        for each in self.addresses:
+            if isinstance(tensor := each.ranks.tensor, ThreadRanks):
+                tensor.barrier.abort()
+            if isinstance(link := each.ranks.stages, StageSockets):
+                link.close()
 
     @property
     def workers(self) -> list[Any]:
@@ -101,19 +129,20 @@ class ThreadGroup(GroupExecutor):
 
 @contextmanager
 def split_engine(
-    path: str, size: int = 2, depth: int | None = None, **settings: Any
+    path: str, size: int = 2, depth: int | None = None, pipeline: int = 1, **settings: Any
 ) -> Iterator[Engine]:
-    """As `engine`, with `size` ranks; 1: without ranks."""
-    if size == 1:
+    """As `engine`, with `pipeline` stages of `size` ranks; 1 and 1: without ranks."""
+    if size * pipeline == 1:
         with engine(path, depth, **settings) as one:
             yield one
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "build_executor", lambda resolved, *_: ThreadGroup(resolved))
         patch.setattr(worker_build, "bind_to_cores", lambda *_: [])
-        for name in ("build_models", "plan_memory", "plan_on"):
+        for name in ("build_models", "forecast_specs", "plan_memory", "plan_on"):
             patch.setattr(worker_build, name, locked(getattr(worker_build, name)))
-        with engine(path, depth, tensor_parallel_size=size, **settings) as one:
+        sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": pipeline}
+        with engine(path, depth, **sizes, **settings) as one:
             yield one
 
 

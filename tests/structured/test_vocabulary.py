@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.engine.build import build_compiler, resolve_config
+from quire.engine.build import resolve_config
+from quire.engine.worker_parts import build_compiler
 from quire.errors import ConfigError
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.frontend.startup import load_tokenizer

@@ -56,7 +56,7 @@ class EngineFacts:
     def vllm_config(self) -> Any:
         """The parts of vLLM's configuration object that describe Quire's engine too."""
         ready, resolved = self.client.ready, self.client.resolved
-        cache = resolved.config.cache
+        cache, parallel = resolved.config.cache, resolved.config.parallel
         return SimpleNamespace(
             model_config=self.model_config,
             cache_config=SimpleNamespace(
@@ -68,8 +68,9 @@ class EngineFacts:
                 max_model_len=ready.max_model_len,
             ),
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=resolved.config.parallel.tensor_parallel_size, pipeline_parallel_size=1,
-                data_parallel_size=resolved.config.parallel.data_parallel_size, world_size=resolved.config.parallel.tensor_parallel_size,
+                tensor_parallel_size=parallel.tensor_parallel_size,
+                pipeline_parallel_size=parallel.pipeline_parallel_size,
+                data_parallel_size=parallel.data_parallel_size, world_size=parallel.world_size,
             ),
             speculative_config=resolved.speculation,
             lora_config=resolved.config.lora if resolved.config.lora.enable_lora else None,

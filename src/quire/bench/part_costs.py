@@ -19,7 +19,9 @@ from quire.layers.moe import Experts, Router
 from quire.layers.weight_slots import Layer
 from quire.layers.weights import WeightRef
 from quire.models.base import CausalLM
-from quire.worker.memory_plan import ITEMSIZE, forecast_weights
+from quire.parallel.layout import RankLayout
+from quire.worker.forecast import forecast_weights
+from quire.worker.memory_plan import ITEMSIZE
 from quire.worker.rank_memory import construct_part
 
 UNBOUNDED = 1 << 62  # bytes
@@ -30,7 +32,7 @@ BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}
 def part_costs(resolved: Resolved, ranks: int) -> PartCosts:
     """Raises Unsupported: the model has no native class."""
     spec = resolved.spec
-    model, item = construct_part(spec, ranks), ITEMSIZE[resolved.dtype]
+    model, item = construct_part(spec, RankLayout(tensor=ranks)), ITEMSIZE[resolved.dtype]
     specs = [layer.spec for layer in model.attention_layers()]
     of_experts = [m for m in model.modules() if isinstance(m, Experts)]
     routers = [m for m in model.modules() if isinstance(m, Router)]
@@ -68,7 +70,7 @@ def bytes_of_weight(spec: ModelSpec) -> float:
         whole = forecast_weights(spec, "cuda", UNBOUNDED)
     except QuireError:
         return ITEMSIZE[spec.dtype]
-    return whole / sum(p.numel() for p in construct_part(spec, 1).parameters())
+    return whole / sum(p.numel() for p in construct_part(spec).parameters())
 
 
 def inner_exchanges(model: nn.Module) -> list[int]:

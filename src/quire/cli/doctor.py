@@ -1,7 +1,7 @@
 """`quire doctor MODEL [flags of serve]`: would it start here, how many requests would fit, and what would go wrong?
 
 Reads config.json, the small files beside it and the headers of the weights; loads neither weights nor torch (except
-for a model with recurrent states, which it constructs without weights, and for a tokenizer without tokenizer.json, which
+for a model with recurrent states or several ranks, which it constructs without weights, and for a tokenizer without tokenizer.json, which
 needs Transformers). For a hub id that is not in the local cache, it fetches only these. Exit status 0: it would start, 1: not, 2: usage error.
 Knows how the engine and the frontend decide before they are built. `doctor_checks.py` has the single checks.
 """
@@ -29,17 +29,12 @@ from quire.models.checkpoint_files import (
 )
 from quire.models.registry import choose_impl
 from quire.models.supported import own_cache
+from quire.parallel.layout import RankLayout
 from quire.platforms.detect import PlatformFacts, facts
 from quire.startup_timer import table
-from quire.worker.memory_plan import (
-    ITEMSIZE,
-    MemoryPlan,
-    forecast_specs,
-    forecast_weights,
-    loaded_tensors,
-    make_plan,
-    size,
-)
+from quire.worker.forecast import forecast_specs, forecast_weights, loaded_tensors
+from quire.worker.memory_plan import ITEMSIZE, MemoryPlan, make_plan, size
+from quire.worker.rank_memory import part_of_weights
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
 """Request lengths in the table "What fits"."""
@@ -120,20 +115,28 @@ def _weights(report: DoctorReport, resolved: Resolved) -> list[TensorHeader] | i
 
 
 def _plan(report: DoctorReport, resolved: Resolved, found: list[TensorHeader] | int) -> MemoryPlan:
-    """The memory plan; if it does not fit, the plan with the longest context that does."""
-    about, (specs, states) = report.facts, forecast_specs(resolved)
-    available = about.available_bytes // (
-        resolved.config.parallel.share[1] if resolved.device == "cpu" else 1
-    )
+    """The memory plan of the rank with the fewest blocks; if it does not fit, that with the longest context that does."""
+    about, layout = report.facts, RankLayout.of(resolved.config.parallel)
+    engines = resolved.config.parallel.share[1] if resolved.device == "cpu" else 1
+    available = about.available_bytes // engines
     loaded = loaded_tensors(found, resolved.spec, resolved.device)
-    weights = in_memory(loaded, ITEMSIZE[resolved.dtype], resolved.quantization)
+    whole = in_memory(loaded, ITEMSIZE[resolved.dtype], resolved.quantization)
+
+    def smallest(resolved: Resolved) -> MemoryPlan:
+        plans = []
+        for stage in range(layout.pipeline):
+            specs, own, states = forecast_specs(resolved, (), layout, stage)
+            weights = int(whole * part_of_weights(resolved.spec, layout, stage))
+            sizes = weights, about.total_bytes, available // layout.size
+            plans.append(make_plan(resolved, *sizes, specs, (), states, own=own))
+        return min(plans, key=lambda plan: plan.num_blocks)
+
     try:
         forecast_weights(resolved.spec, resolved.device, available, found)
-        return make_plan(resolved, weights, about.total_bytes, available, specs, (), states)
+        return smallest(resolved)
     except NotEnoughMemory as why:
         report.findings.append(DoctorFinding("error", str(why)))
-    shorter = replace(resolved, auto_max_model_len=True)
-    return make_plan(shorter, weights, about.total_bytes, available, specs, (), states)
+    return smallest(replace(resolved, auto_max_model_len=True))
 
 
 # The report as text

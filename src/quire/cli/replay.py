@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
             log.warning(
                 "the recorded engine used %s, which is not imported: results may differ", name
             )
-        from quire.engine.build import build_compiler, build_executor, resolve_config
+        from quire.engine.build import resolve_config
+        from quire.engine.worker_parts import build_compiler, build_executor
 
         config = config_of(recorded, args.model, len(args.lora_path))
         adapters = [find_adapter(path, config.load) for path in args.lora_path]

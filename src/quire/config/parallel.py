@@ -19,7 +19,9 @@ class ParallelConfig:
     tensor_parallel_size: AtLeast1 = 1
     """Number of ranks that split each layer; on a CPU, processes that share the machine's cores (docs/parallel.md)."""
     pipeline_parallel_size: AtLeast1 = 1
-    """Number of devices that each run a range of layers."""
+    """Number of stages that each compute a range of the layers; on a CPU, processes that share the machine's cores (docs/parallel.md)."""
+    prefill_context_parallel_size: AtLeast1 = 1
+    """Number of ranks that each compute a part of a prompt's tokens."""
     data_parallel_size: AtLeast1 = 1
     """Number of engines with all weights that share the requests (docs/parallel.md)."""
     data_parallel_size_local: AtLeast0 | None = None
@@ -89,3 +91,9 @@ class ParallelConfig:
         """(which, of how many) of the processes that compute on this machine is rank `rank` of `size` of this engine."""
         index, engines = self.share
         return index * size + rank, engines * size
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of one engine."""
+        sizes = self.pipeline_parallel_size, self.prefill_context_parallel_size
+        return sizes[0] * sizes[1] * self.tensor_parallel_size

@@ -15,12 +15,12 @@ from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.context_length import learned_positions, model_length
 from quire.config.data_parallel import check_device
 from quire.config.engine import EngineConfig, Resolved
-from quire.config.model_sizes import model_size
 from quire.config.pooling import PoolingModel
 from quire.config.quantization import ONLINE, fitting, quantization_method
 from quire.config.quantization_config import stored_quantization
+from quire.config.ranks import check_ranks
 from quire.config.validate import check
-from quire.errors import ConfigError, Unsupported
+from quire.errors import ConfigError
 from quire.logging import get_logger
 
 logger = get_logger(__name__)
@@ -105,7 +105,7 @@ def resolve(
         pooling=pooling,
     )
     _check_checkpoints(resolved)
-    _check_ranks(resolved)
+    check_ranks(resolved)
     check_device(config.parallel, facts.device)
     _log(resolved, facts)
     return resolved
@@ -114,29 +114,7 @@ def resolve(
 def _executor(config: EngineConfig) -> str:
     """Several ranks need a process each."""
     chosen = config.parallel.distributed_executor_backend or "uni"
-    return "mp" if config.parallel.tensor_parallel_size > 1 else chosen
-
-
-def _check_ranks(resolved: Resolved) -> None:
-    """Raises ConfigError, Unsupported: tensor_parallel_size ranks cannot split this model, or serve with these features."""
-    size = resolved.config.parallel.tensor_parallel_size
-    if size == 1:
-        return
-    about = f"tensor_parallel_size={size}"
-    heads = model_size(resolved.hf_config, "num_attention_heads", 1)
-    if heads % size:
-        nearest = max(n for n in range(1, size) if heads % n == 0)
-        raise ConfigError(
-            f"{about} does not divide the {heads} attention heads of {resolved.architecture}; use {nearest}"
-        )
-    refused = {
-        f"{about} on {resolved.device}": resolved.device != "cpu",
-        f"{about} with --model-impl transformers": resolved.config.model.model_impl
-        == "transformers",
-    }
-    for what, is_given in refused.items():
-        if is_given:
-            raise Unsupported(what, "use tensor_parallel_size=1")
+    return "mp" if config.parallel.world_size > 1 else chosen
 
 
 def _check_checkpoints(resolved: Resolved) -> None:
@@ -289,14 +267,19 @@ def _prefix_caching(config: EngineConfig, per_request_cache: bool) -> bool:
 
 
 def _depth(config: EngineConfig, facts: PlatformDefaults) -> int:
+    """A plan for each stage, and what the host plans ahead."""
     scheduler = config.scheduler
     if scheduler.num_scheduler_steps > 1 and scheduler.async_scheduling is None:
         logger.warning(
             "num_scheduler_steps=%d is an old name: the host plans one step ahead (async_scheduling, depth 2)",
             scheduler.num_scheduler_steps,
         )
-        return 2
-    return facts.depth if scheduler.async_scheduling is None else 1 + scheduler.async_scheduling
+        own = 2
+    elif scheduler.async_scheduling is None:
+        own = facts.depth
+    else:
+        own = 1 + scheduler.async_scheduling
+    return config.parallel.pipeline_parallel_size - 1 + own
 
 
 def _attention(config: EngineConfig, facts: PlatformDefaults) -> str | None:

@@ -11,33 +11,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
 
 import msgspec
 
 from quire import env
 from quire.config.api_key_file import read_keys
-from quire.config.engine import EngineConfig, ModelSpec, Resolved
+from quire.config.engine import EngineConfig, Resolved
 from quire.config.resolve import resolve
-from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
 from quire.config.speculation import speculative_options
-from quire.config.structured import structured_options
 from quire.config.validate import check_options
 from quire.engine import lora, rpc, sleep
 from quire.engine.client import EngineClient, InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.engine_processes import start_engines
 from quire.engine.flight_recorder import FlightRecorder
-from quire.errors import ConfigError
+from quire.engine.worker_parts import build_compiler, build_executor
 from quire.features.fair_share.fair_queue import FairQueue
 from quire.features.lora.gate import LoraGate
 from quire.features.lora.registry import FILE as ADAPTERS_FILE
 from quire.features.lora.registry import LoraRegistry
+from quire.features.pipeline.gate import PipelineGate
 from quire.features.speculation.gate import SpeculationGate
 from quire.features.state_checkpoints.gate import CheckpointGate
-from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.gate import GrammarGate
-from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_metrics import ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
@@ -53,7 +50,6 @@ from quire.observe.buckets import buckets, checked
 from quire.observe.inspector import Inspector
 from quire.observe.metric_table import ITERATION, STATES
 from quire.observe.mfu import StepCostCounter, StepCosts
-from quire.parallel.address import RankAddress, addresses
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
 from quire.processes.watchdog import Watchdog
@@ -63,12 +59,9 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.startup_timer import Report, no_report
 from quire.version import __version__
-from quire.worker.build import PlugIn, WorkerInfo, WorkerParts, build_worker
-from quire.worker.memory_plan import ITEMSIZE, forecast_weights
-
-if TYPE_CHECKING:
-    from quire.executor.base import Executor
-    from quire.worker.worker import Worker
+from quire.worker.build import WorkerInfo
+from quire.worker.forecast import forecast_weights
+from quire.worker.memory_plan import ITEMSIZE
 
 
 # -- public ---------------------------------------------------------------------------------------
@@ -152,7 +145,8 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
     kv_layout = layout(info.layer_specs(), resolved.block_size, info.max_model_len)
     gate = GrammarGate(compiler, elsewhere=resolved.executor == "mp")
     speculation = build_speculation(resolved)
-    scheduler = build_scheduler(resolved, info, kv_layout, [gate, *speculation])
+    gates = [gate, *speculation, *build_pipeline(resolved)]
+    scheduler = build_scheduler(resolved, info, kv_layout, gates)
     custom = checked(resolved.config.observe.custom_histogram_buckets)
     core = EngineCore(
         scheduler, executor, resolved.depth, token_bounds=buckets(ITERATION, 0, custom)
@@ -238,22 +232,6 @@ def add_process_observers(core: EngineCore, watchdog: Watchdog, folder: Path) ->
         core.observers.add(FlightRecorder(folder, stopped))
 
 
-def build_compiler(resolved: Resolved) -> GrammarCompiler:
-    """The grammar compiler: one for each process that compiles, so the gate and an inline worker share it."""
-    options = resolved.config.model
-    folder = resolved.tokenizer_folder
-    size = int(resolved.hf_config.get("vocab_size") or 0)
-    compiler = GrammarCompiler(Vocabulary(tokenizer_json(folder), size))
-    generates = resolved.pooling is None and not options.skip_tokenizer_init
-    if generates and (Path(folder) / "tokenizer.json").is_file():
-        other = (
-            structured_options(resolved.config.structured.structured_outputs_config).backend
-            == "xgrammar"
-        )
-        compiler.warm(other)  # while weights load; later it would delay running requests
-    return compiler
-
-
 def build_scheduler(
     resolved: Resolved, info: WorkerInfo, kv_layout: CacheLayout, gates: Sequence[Gate]
 ) -> Scheduler:
@@ -277,6 +255,8 @@ def build_scheduler(
         drafts=0 if (drafts := resolved.speculation) is None else drafts.num_speculative_tokens,
         lookahead=drafts.num_speculative_tokens if drafts and resolved.draft else 0,
         depth=resolved.depth,
+        # The stages before the last would wait for a token that is not drawn yet.
+        run_ahead=resolved.config.parallel.pipeline_parallel_size == 1,
         by_priority=options.scheduling_policy == "priority",
         max_waiting=options.max_num_queued_reqs or 0,
         max_waiting_tokens=options.max_num_queued_tokens or 0,
@@ -290,6 +270,12 @@ def build_scheduler(
 def build_speculation(resolved: Resolved) -> list[SpeculationGate]:
     options = resolved.speculation
     return [] if options is None else [SpeculationGate(options.num_speculative_tokens)]
+
+
+def build_pipeline(resolved: Resolved) -> list[PipelineGate]:
+    """What fills the stages of a pipeline."""
+    several = resolved.config.parallel.pipeline_parallel_size > 1
+    return [PipelineGate(resolved.depth, resolved.chunked_prefill)] if several else []
 
 
 def build_checkpoints(resolved: Resolved, info: WorkerInfo) -> list[CheckpointGate]:
@@ -307,104 +293,3 @@ def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPoo
         return BlockPool(num_blocks, num_groups)
     bounds = buckets("kv_cache_residency", 0, checked(observe.custom_histogram_buckets))
     return ObservedBlockPool(num_blocks, num_groups, bounds, observe.kv_cache_metrics_sample)
-
-
-# -- the worker -----------------------------------------------------------------------------------
-def build_executor(
-    resolved: Resolved, compiler: GrammarCompiler, report: Report = no_report
-) -> Executor:
-    if resolved.executor == "mp":
-        from quire.executor.group import GroupExecutor
-        from quire.executor.process import ProcessExecutor
-
-        target, payload = "quire.engine.build:worker_from_wire", resolved_to_bytes(resolved)
-        if (size := resolved.config.parallel.tensor_parallel_size) == 1:
-            return ProcessExecutor(target, payload_of(payload, RankAddress()), report)
-        with addresses(size) as ranks:
-            payloads = [payload_of(payload, own) for own in ranks]
-            return GroupExecutor(target, payloads, [ranks[0].fd], report)
-    from quire.executor.inline import InlineExecutor
-
-    features = worker_features(resolved, compiler)
-    return InlineExecutor(build_worker(resolved, features, draft_specs(resolved), report))
-
-
-def payload_of(resolved: bytes, address: RankAddress) -> bytes:
-    """What the worker of a rank is built from in its process."""
-    return msgspec.msgpack.encode((resolved, address))
-
-
-def worker_from_wire(payload: bytes, report: Report) -> Worker:
-    encoded, address = msgspec.msgpack.decode(payload, type=tuple[bytes, RankAddress])
-    resolved = resolved_from_bytes(encoded)
-    features = worker_features(resolved, build_compiler(resolved))
-    return build_worker(resolved, features, draft_specs(resolved), report, address)
-
-
-def draft_specs(resolved: Resolved) -> list[ModelSpec]:
-    """The drafter's model, if it has one.
-
-    Raises:
-        ConfigError: a speculator does not fit the main model.
-    """
-    spec, options = resolved.draft_spec, resolved.speculation
-    if spec is None or options is None:
-        return []
-    if (method := options.drafts_with_model) is None or method == "draft_model":
-        return [spec]
-    from quire.models.speculators.spec import speculator_spec
-
-    return [speculator_spec(method, spec, resolved.spec, options.num_speculative_tokens)]
-
-
-def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
-    """The features' parts of a worker, in the order in which they run."""
-
-    def plug_in(parts: WorkerParts) -> None:
-        from quire.features.structured.masks import GrammarMasks
-        from quire.features.thinking.budget import ThinkingBudget
-
-        options = structured_options(resolved.config.structured.structured_outputs_config)
-        # Behind draft tokens in flight, forced tokens would cost the row: where steps are queued ahead, they are draft tokens.
-        jumps = options.jumps and (resolved.depth == 1 or resolved.speculation is None)
-        masks = GrammarMasks(compiler, parts.rows, jumps and not parts.processors)
-        parts.processors += [ThinkingBudget(), masks]
-        parts.hooks.append(masks.hook)
-        if resolved.config.lora.enable_lora:
-            from quire.features.lora.hook import LoraHook
-
-            adapters = LoraHook(parts.rows, resolved.config.lora)
-            parts.hooks.append(adapters)
-            parts.functions |= adapters.functions
-        add_drafter(parts, resolved)
-
-    return plug_in
-
-
-def add_drafter(parts: WorkerParts, resolved: Resolved) -> None:
-    """What proposes draft tokens, if `speculative_config` says so.
-
-    Raises:
-        ConfigError: the model cannot take tokens back.
-    """
-    if (options := resolved.speculation) is None:
-        return
-    from quire.features.speculation.draft_length import DraftLength
-    from quire.features.speculation.hook import SpeculationHook
-    from quire.features.speculation.methods import build_drafter
-
-    model = parts.models[0]
-    if model.per_request:
-        raise ConfigError(
-            f"speculative_config: {resolved.architecture} runs on Transformers with a cache of its own, which cannot take"
-            " tokens back; leave the option out, the text is the same"
-        )
-    length = DraftLength(options.num_speculative_tokens, fixed=not options.adaptive)
-    drafter = build_drafter(parts, resolved, options)
-    named = resolved.config.observe.per_request_spec_decode_metrics != "none"
-    parts.hooks.append(
-        SpeculationHook(
-            parts.rows, drafter, length, options.most_at, named, processors=parts.processors,
-            ranks=parts.ranks, waits=resolved.depth == 1,
-        )
-    )  # fmt: skip

@@ -6,7 +6,7 @@ step, what the others wait for never comes. So all are killed, and the superviso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import EngineDeadError
@@ -24,7 +24,8 @@ class GroupExecutor:
     Args:
         target: see `ProcessExecutor`.
         payloads: of each rank.
-        fds: descriptors that all ranks inherit.
+        fds: descriptors that each rank inherits.
+        answering: the ranks that draw tokens; the first of them answers.
         report: receives the reports of rank 0.
 
     Raises:
@@ -37,14 +38,16 @@ class GroupExecutor:
         self,
         target: str,
         payloads: Sequence[bytes],
-        fds: Sequence[int] = (),
+        fds: Sequence[Sequence[int]],
         report: Report = no_report,
+        answering: Sequence[int] = (0,),
     ):
         self.members: list[ProcessExecutor] = []
+        self.answering = list(answering)
         self._dead: Exception | None = None
         try:
-            for payload in payloads:
-                own = ProcessExecutor(target, payload, fds=fds, on_wait=self._check, wait=False)
+            for payload, own_fds in zip(payloads, fds, strict=True):
+                own = ProcessExecutor(target, payload, fds=own_fds, on_wait=self._check, wait=False)
                 self.members.append(own)
             for rank, member in enumerate(self.members):
                 member.wait_started(report if rank == 0 else no_report)
@@ -69,13 +72,21 @@ class GroupExecutor:
 
     def answers(self, numbers: Sequence[int]) -> list[StepResult | CallResult | CallFailed]:
         """The answers of all ranks. Raises EngineDeadError: a rank has died, so all were killed."""
+        return [self.answer(rank, at) for rank, at in enumerate(numbers)]
+
+    def answer(self, rank: int, number: int) -> StepResult | CallResult | CallFailed:
+        """The answer of one rank. Raises as `answers`."""
         try:
-            return [member.answer(at) for member, at in zip(self.members, numbers, strict=True)]
+            return self.members[rank].answer(number)
         except Exception as error:
             raise self.fail(error) from None
 
     def fail(self, error: Exception) -> Exception:
-        """Kill all ranks. Returns the error, which every later use raises."""
+        """Kill all ranks. Returns what every later use raises: this error, or the death of a rank that caused it."""
+        try:
+            self._check()
+        except Exception as cause:
+            error = cause
         self._kill()
         self._dead = error
         return error
@@ -109,26 +120,27 @@ class _GroupStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """The result of rank 0. Raises EngineDeadError: a rank failed, or drew other tokens."""
+        """The result of the first answering rank. Raises EngineDeadError: a rank failed, or drew other tokens."""
         if self._result is None:
-            self._result = self._agreed(self._group.answers(self._numbers))
+            results = [self._own(rank, at) for rank, at in enumerate(self._numbers)]
+            self._result = self._agreed({rank: results[rank] for rank in self._group.answering})
         return self._result
 
-    def _agreed(self, answers: Sequence[StepResult | CallResult | CallFailed]) -> StepResult:
-        results = []
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, CallFailed):
-                error = EngineDeadError(f"rank {rank} failed a step: {answer.kind}: {answer.text}")
-                error.add_note(f"In the process of rank {rank}:\n{answer.detail}")
-                raise self._group.fail(error)
-            if isinstance(answer, StepResult):
-                results.append(answer)
-        first = results[0]
-        for rank, other in enumerate(results):
-            if other.tokens != first.tokens:
-                raise self._group.fail(
-                    EngineDeadError(
-                        f"rank {rank} drew other tokens than rank 0 in step {first.step}"
-                    )
-                )
-        return first
+    def _own(self, rank: int, number: int) -> StepResult:
+        """A rank's result. What other ranks wait for does not come if one has failed: then all are killed at once."""
+        answer = self._group.answer(rank, number)
+        if isinstance(answer, StepResult):
+            return answer
+        error = EngineDeadError(f"rank {rank} failed a step")
+        if isinstance(answer, CallFailed):
+            error = EngineDeadError(f"rank {rank} failed a step: {answer.kind}: {answer.text}")
+            error.add_note(f"In the process of rank {rank}:\n{answer.detail}")
+        raise self._group.fail(error)
+
+    def _agreed(self, results: Mapping[int, StepResult]) -> StepResult:
+        first = min(results)
+        for rank, other in results.items():
+            if other.tokens != results[first].tokens:
+                why = f"rank {rank} drew other tokens than rank {first} in step {other.step}"
+                raise self._group.fail(EngineDeadError(why))
+        return results[first]

@@ -40,6 +40,17 @@ class CacheLayout:
         """How many tokens fit in num_blocks, for requests of `length` tokens (a window needs only its own)."""
         return int(num_blocks / self.blocks_for(length, max_step_tokens) * length)
 
+    def of_layers(self, own: range) -> CacheLayout:
+        """The same groups with only these layers, numbered from 0: what a stage of a pipeline keeps of a request."""
+        groups = []
+        for group in self.groups:
+            pairs = [
+                each for each in zip(group.layers, group.shapes, strict=False) if each[0] in own
+            ]
+            layers = tuple(layer - own.start for layer, _ in pairs)
+            groups.append(CacheGroup(group.spec, layers, tuple(shape for _, shape in pairs)))
+        return CacheLayout(tuple(groups), self.block_size, _cost(groups) * self.block_size)
+
 
 def max_blocks(
     groups: Sequence[CacheGroup], block_size: int, num_tokens: int, max_step_tokens: int
@@ -80,11 +91,7 @@ def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> C
         for part in parts:
             shapes = tuple(effective[layer] for layer in part)
             groups.append(CacheGroup(shapes[0], tuple(part), shapes))
-    cost = sum(
-        shared[0].spec.bytes_per_token * max(len(part.layers) for part in shared)
-        for shared in by_shape(groups).values()
-    )
-    return CacheLayout(tuple(groups), block_size, cost * block_size)
+    return CacheLayout(tuple(groups), block_size, _cost(groups) * block_size)
 
 
 class GroupPart(NamedTuple):
@@ -104,6 +111,14 @@ def by_shape(groups: Sequence[CacheGroup]) -> dict[tuple[int, int, int, str], li
             parts = out.setdefault(key, {})
             parts.setdefault(number, GroupPart(number, spec, [])).layers.append(layer)
     return {key: list(parts.values()) for key, parts in out.items()}
+
+
+def _cost(groups: Sequence[CacheGroup]) -> int:
+    """Bytes of a token in all storage tensors."""
+    return sum(
+        shared[0].spec.bytes_per_token * max(len(part.layers) for part in shared)
+        for shared in by_shape(groups).values()
+    )
 
 
 def _effective(spec: CacheSpec, max_model_len: int) -> CacheSpec:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from quire.forward_context import current_batch
 from quire.layers.attention import Attention, PackedAttention
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormFactory, RMSNorm
-from quire.layers.rotary import Angles, LayerRotaries
+from quire.layers.rotary import Angles
 from quire.ops.reference import multiply_sigmoid, rotate
 from quire.parallel.ranks import current_ranks, shared_heads, shared_outputs
 
@@ -366,40 +366,3 @@ def normed_sum(
         total_TD = x_TD if residual_TD is None else residual_TD + x_TD
         return total_TD, total_TD
     return (norm(x_TD), x_TD) if residual_TD is None else norm.add(x_TD, residual_TD)
-
-
-class FusedLayers(Protocol):
-    """All layers and the last norm in few kernel calls, with the same results."""
-
-    def run(self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries) -> Tensor:
-        """As `Layers.forward`; may overwrite x."""
-        ...
-
-
-class Layers(nn.ModuleList):
-    """The decoder layers of a model, in order.
-
-    A layer takes (x_TD, residual_TD or None, angles) and returns (x_TD, residual_TD); its output is their sum.
-    """
-
-    fused: FusedLayers | None = None  # set if kernel calls compute several modules at once
-    recorded: frozenset[int] = frozenset()  # see `LanguageModel.record_hidden_states`
-
-    def forward(
-        self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries, norm: Norm | None
-    ) -> Tensor:
-        """The output of the last layer, normed if there is a norm; positions: see `Rotary.forward`."""
-        if self.fused is not None and current_batch().dealt is None:  # kernels gather no keys
-            return self.fused.run(x_TD, positions, rotary)
-        residual_TD: Tensor | None = None
-        for number, (layer, angles) in enumerate(zip(self, rotary(positions), strict=True)):
-            self.record(number, x_TD, residual_TD)
-            x_TD, residual_TD = layer(x_TD, residual_TD, angles)
-        self.record(len(self), x_TD, residual_TD)
-        return normed_sum(norm, x_TD, residual_TD)[0]
-
-    def record(self, number: int, x_TD: Tensor, residual_TD: Tensor | None) -> None:
-        """Copy the output of `number` layers to the batch, if it is wanted."""
-        if number in self.recorded:
-            copied = x_TD.clone() if residual_TD is None else x_TD + residual_TD
-            current_batch().hidden_states[number] = copied

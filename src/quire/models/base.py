@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from quire.errors import Unsupported
 from quire.layers.attention import Attention
-from quire.layers.decoder_layer import Layers
 from quire.layers.embedding import Embedding, Head
+from quire.layers.layer_list import Layers
 from quire.layers.lora import AdapterTable, Place, places_of
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.rotary import LayerRotaries
 from quire.layers.state import StateLayer
 from quire.models.hf_config import TextConfig
 from quire.parallel.ranks import TensorRanks, current_ranks
+from quire.parallel.stages import ONE_STAGE, PipelineStage, StageLink, current_stage
 
 if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
@@ -32,12 +33,16 @@ if TYPE_CHECKING:
 class Decoder(nn.Module):
     """Turns embeddings and positions into hidden states. `layer(i)` makes layer i; see `Layers` for its call.
 
+    A stage of a pipeline has a range of the layers; the first has the embeddings, and the last the norm. Hidden states and
+    residual go from one to the next.
+
     `norm`: the last norm. `embedding_scale`: see `Embedding`. `head_dim`: of each layer, if they differ.
     """
 
     checkpoint_names: Mapping[str, str] = {}
     ranks: TensorRanks | None = None
     """They split the layers."""
+    stage: PipelineStage = ONE_STAGE
 
     def __init__(
         self,
@@ -50,19 +55,36 @@ class Decoder(nn.Module):
         head_dim: Sequence[int] | None = None,
     ):
         super().__init__()
-        self.embed_tokens = Embedding(
-            cfg.vocab_size, cfg.hidden_size, scale=embedding_scale, splits=True
-        )
-        self.ranks = current_ranks()
-        self.layers = Layers(layer(i) for i in range(cfg.num_hidden_layers))
-        self.norm = norm
-        ropes = [cfg.rope(i) for i in range(cfg.num_hidden_layers)]
-        self.rotary = LayerRotaries(head_dim or cfg.head_dim, ropes, max_length)
+        self.stage, self.ranks = current_stage(), current_ranks()
+        own = self.stage.layers(cfg.num_hidden_layers)
+        self.embed_tokens: Embedding = None  # type: ignore[assignment]
+        if self.stage.is_first or (self.stage.is_last and cfg.tie_word_embeddings):
+            self.embed_tokens = Embedding(
+                cfg.vocab_size, cfg.hidden_size, scale=embedding_scale, splits=True
+            )
+        self.layers = Layers((layer(i) for i in own), own.start, cfg.num_hidden_layers)
+        self.norm: Norm = norm if self.stage.is_last else None  # type: ignore[assignment]
+        ropes = [cfg.rope(i) for i in own]
+        sizes = [head_dim[i] for i in own] if head_dim else cfg.head_dim
+        self.rotary = LayerRotaries(sizes, ropes, max_length)
 
     def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
+        if self.stage.link is not None:
+            return self._stage_forward(self.stage.link, embeddings_TD, positions)
         hidden_TD = self.layers(embeddings_TD, positions, self.rotary, self.norm)
         self.layers.record(len(self.layers) + 1, hidden_TD, None)
         return hidden_TD
+
+    def _stage_forward(self, link: StageLink, x_TD: Tensor, positions: Tensor) -> Tensor:
+        residual_TD: Tensor | None = None
+        if not self.stage.is_first:
+            x_TD, *rest = link.receive()
+            residual_TD = rest[0] if rest else None
+        if self.stage.is_last:
+            return self.layers(x_TD, positions, self.rotary, self.norm, residual_TD)
+        found = self.layers.advance(x_TD, residual_TD, positions, self.rotary)
+        link.send([tensor_TD for tensor_TD in found if tensor_TD is not None])
+        return found[0]
 
 
 class LanguageModel(nn.Module):
@@ -169,8 +191,14 @@ class CausalLM(LanguageModel):
     def __init__(self, cfg: TextConfig, max_length: int = 0):
         super().__init__()
         self.cfg = cfg
+        stages = current_stage().layout.pipeline
+        if stages > 1 and (why := self.why_uncut(cfg)):
+            about = f"pipeline_parallel_size={stages} for {type(self).__name__}, where {why}"
+            raise Unsupported(about, "use 1")
         self.model: Decoder = self.decoder(cfg, max_length or cfg.max_position_embeddings)
-        self.lm_head: Head | None = self.head(cfg, self.model.embed_tokens if cfg.tie_word_embeddings else None)  # fmt: skip
+        self.lm_head: Head | None = None
+        if self.model.stage.is_last:
+            self.lm_head = self.head(cfg, self.model.embed_tokens if cfg.tie_word_embeddings else None)  # fmt: skip
 
     decoder_class: type[Decoder] = Decoder
 
@@ -188,6 +216,10 @@ class CausalLM(LanguageModel):
         """Factor of the embeddings; None: 1."""
         return None
 
+    def why_uncut(self, cfg: TextConfig) -> str:
+        """Why stages of a pipeline cannot have a range of the layers each; empty: they can."""
+        return ""
+
     def ignores(self, name: str) -> bool:
         """Whether checkpoints have this tensor, and Transformers does not use it either; as those of MTP layers."""
         first, count = self.cfg.num_hidden_layers, self.cfg.get("num_nextn_predict_layers", 0)
@@ -204,7 +236,9 @@ class CausalLM(LanguageModel):
         raise NotImplementedError
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """embeddings_TD."""
+        """embeddings_TD; [T, 0] on a later stage of a pipeline, which receives hidden states."""
+        if not self.model.stage.is_first:
+            return torch.empty(len(token_ids_T), 0)
         return self.model.embed_tokens(token_ids_T)
 
     def forward(self, embeddings_TD: Tensor, positions: Tensor) -> Tensor:
@@ -240,4 +274,5 @@ class CausalLM(LanguageModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
+        table = self.model.embed_tokens
+        return next(self.parameters()).dtype if table is None else table.weight.dtype

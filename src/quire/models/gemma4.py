@@ -168,6 +168,12 @@ class Gemma4(Gemma2):
             embedding_scale=self.embedding_scale(cfg), head_dim=sizes,
         )  # fmt: skip
 
+    def why_uncut(self, cfg: TextConfig) -> str:
+        if cfg.get("hidden_size_per_layer_input"):
+            return "each layer reads its own embedding of each token"
+        shares = cfg.get("num_kv_shared_layers", 0)
+        return "layers share the keys and values of earlier ones" if shares else ""
+
     def norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.cfg.rms_norm_eps)
 

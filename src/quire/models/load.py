@@ -12,7 +12,6 @@ add to these names. Does not know file formats (`checkpoint_files.py`), or the l
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -39,6 +38,7 @@ from quire.models.hf_config import WRAPPED
 from quire.models.offload import Offload
 from quire.models.pooling.head import without_heads
 from quire.models.progress import LoadProgress
+from quire.models.tensor_names import UNUSED, OtherStages, is_nothing, of_the_decoder, own_name
 from quire.models.transformers.modes import check_weights
 from quire.ops.dispatch import bind
 from quire.platforms.memory import release_file_pages, separate_blocks
@@ -60,16 +60,6 @@ if TYPE_CHECKING:
     from quire.platforms.base import Platform
 
 log = get_logger(__name__)
-
-WRAPPERS = re.compile(r"^(?:thinker\.)?(?:model\.)?(?:language_model|text_model|llm)\.|^thinker\.(?=model\.|lm_head\.)")  # fmt: skip
-"""The prefixes that wrapper checkpoints put before the names of their text model."""
-
-UNUSED = re.compile(
-    r"\.(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias"
-    r"|(?:[qkv]|kv|prob_output)_(?:scale|zero_point)"
-    r"|(?:input|output)_(?:global_)?(?:scale|zero_point)|weight_shape|(?:activation|input)_scale_ub)$"
-)
-"""Tensors that are recomputed (rotary buffers, masks), and scales of caches and activations, which are not used."""
 
 HOST = torch.device("cpu")
 SHOWN = 5  # names in a message, at most
@@ -180,6 +170,8 @@ def _with_weights(
     until = 0.1 if packs and files else 0.8
     found = progress.each("reading weights", found, lambda one: one[1].nbytes, stored, until)
     quantized = stored_quantization(spec.hf_config)
+    others = OtherStages(model)
+    found = (each for each in found if own_name(each[0], ()) not in others)
     found = decoded(without_heads(found, spec.pooling), quantized, getattr(torch, spec.dtype))
     # Quantize each weight as it is loaded where its floats would take memory: the 16-bit model need not fit.
     decodes = quantized is not None and quantized.is_decoded
@@ -276,7 +268,7 @@ def fill(
     Raises:
         ConfigError: tensors are missing, have other shapes, or belong to the decoder but fit no slot.
     """
-    slots = slots_of(model)
+    slots, others = slots_of(model), OtherStages(model)
     filled: set[str] = set()
     heads: dict[str, Tensor] = {}  # the LM head of a checkpoint whose config.json ties it
     unexpected: list[str] = []
@@ -285,7 +277,7 @@ def fill(
     complete = _CompleteWeights()
     named = (own for each in found for own in model.checkpoint_tensors(*each))
     for called, tensor in named:
-        name = _own_name(called, slots)
+        name = own_name(called, slots)
         if name in slots:
             slot = slots[name]
             slot.fill(tensor, HOST if slot.layer in offloaded else device, called)
@@ -293,14 +285,15 @@ def fill(
             if on_loaded is not None:
                 for ref in complete.completed_by(slot):
                     on_loaded(ref)
+        elif name in others:
+            continue
         elif name == "lm_head.weight":
             heads[name] = tensor
         elif UNUSED.search(name):
             scales += name.endswith(("_scale", "_zero_point"))
-        elif not (_nothing(name, tensor) or model.ignores(name)):
-            (unexpected if _of_the_decoder(name, len(model.model.layers)) else unused).append(
-                called
-            )
+        elif not (is_nothing(name, tensor) or model.ignores(name)):
+            of_decoder = of_the_decoder(name, others.total)
+            (unexpected if of_decoder else unused).append(called)
     if scales:
         log.info(
             "%d scales of activations or keys and values are not used: they are dynamic", scales
@@ -345,29 +338,6 @@ class _CompleteWeights:
                 yield ref
 
 
-def _own_name(called: str, slots: Mapping[str, Slot]) -> str:
-    """The tensor's name in a text model without a wrapper."""
-    if called in slots:
-        return called
-    name = WRAPPERS.sub("", called)
-    # Saved without an LM head.
-    if name.startswith(("layers.", "embed_tokens.", "norm.")) or f"model.{name}" in slots:
-        name = f"model.{name}"
-    return name
-
-
-def _nothing(name: str, tensor: Tensor) -> bool:
-    """Whether it is a bias of zeros, which GPTQ tools write for every layer."""
-    return name.endswith("_proj.bias") and not tensor.any()
-
-
-def _of_the_decoder(name: str, num_layers: int) -> bool:
-    """Whether the decoder would compute something else without it. (Not of layers that config.json cuts off.)"""
-    if layer := re.match(r"(?:model|backbone)\.layers\.(\d+)\.", name):
-        return int(layer[1]) < num_layers
-    return name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
-
-
 def _resolve_tied_head(
     model: CausalLM,
     slots: dict[str, Slot],
@@ -384,6 +354,8 @@ def _resolve_tied_head(
     if embeddings not in filled:
         slots[embeddings].fill(table, device, "lm_head.weight")
         filled.add(embeddings)
+        return
+    if model.lm_head is None:
         return
     own = table_layer.get_parameter("weight")
     part = table[table_layer.first :][: len(own)]

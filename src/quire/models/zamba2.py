@@ -143,6 +143,9 @@ class Zamba2(CausalLM):
     decoder_names: ClassVar = {"norm": "final_layernorm"}
     decoder_class = EmbeddingDecoder
 
+    def why_uncut(self, cfg: TextConfig) -> str:
+        return "layers share transformers, which read the embeddings"
+
     def layer(self, i: int) -> nn.Module:
         cfg = self.cfg
         bias, conv_bias = cfg.get("add_bias_linear", False), cfg.get("use_conv_bias", True)

@@ -154,9 +154,10 @@ class NativeRun:
 
 
 class FusedDecoder:
-    """A decoder's layers and last norm, as native runs with modules between them."""
+    """A decoder's layers and its last norm, if it has the last layer, as native runs with modules between them."""
 
     def __init__(self, decoder: Decoder, native_layers: Sequence[CLayer], kernels: Kernels):
+        self.is_last = decoder.stage.is_last
         self.layers, self.norm, self.kernels = decoder.layers, decoder.norm, kernels
         self.ranks = decoder.ranks
         self.found: list[tuple[Any, CLayer]] = list(zip(decoder.layers, native_layers, strict=True))
@@ -182,13 +183,14 @@ class FusedDecoder:
         only = parts[0]
         return only if len(parts) == 1 and isinstance(only, NativeRun) else None
 
-    def run(self, x_TD: Tensor, positions: Tensor, rotary: LayerRotaries) -> Tensor:
-        """As `Layers.forward`; overwrites x."""
+    def run(
+        self, x_TD: Tensor, residual_TD: Tensor | None, positions: Tensor, rotary: LayerRotaries
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `FusedLayers`; overwrites both."""
         forward = ForwardPass(self.groups, positions, rotary)
-        residual_TD: Tensor | None = None
         for part in self._parts(self.layers.recorded):
             x_TD, residual_TD = part(forward, x_TD, residual_TD)
-        return x_TD
+        return x_TD, residual_TD
 
     def _parts(self, recorded: frozenset[int]) -> list[Part]:
         if recorded not in self.parts:
@@ -221,7 +223,9 @@ class FusedDecoder:
                 call(_calling(layer.finish, None))
         if len(self.layers) in recorded:
             call(self._recording(len(self.layers)))
-        if run and (norm := native_norm(self.norm)) is not None:
+        if not self.is_last:
+            call()
+        elif run and (norm := native_norm(self.norm)) is not None:
             call(norm=norm)
         else:
             call(self._norm)

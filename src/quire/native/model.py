@@ -29,7 +29,7 @@ def native_model(model: object) -> CModel | None:
     ):
         return None
     decoder = model.model
-    if model.lm_head is None:
+    if model.lm_head is None or decoder.stage.layout.pipeline > 1:
         return None
     table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
     ranks = decoder.embed_tokens.ranks

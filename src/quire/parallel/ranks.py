@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from quire.parallel.layout import FIRST, ONE_RANK, RankLayout, RankPlace
+from quire.parallel.stages import PipelineStage, StageLink
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +83,33 @@ class LoneRank:
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One rank: its place in the layout, and its exchanges with the others; None: it shares this with no other.
+
+    tensor: with the ranks that split each layer. context: with those that compute other parts of a context. stages: with the
+    other stages.
+    """
+
+    place: RankPlace = FIRST
+    layout: RankLayout = ONE_RANK
+    tensor: TensorRanks | None = None
+    context: TensorRanks | None = None
+    stages: StageLink | None = None
+
+    @property
+    def stage(self) -> PipelineStage:
+        return PipelineStage(self.place.stage, self.layout, self.stages)
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The least of each number among all ranks."""
+        found = list(numbers)
+        for group in (self.tensor, self.context, self.stages):
+            if group is not None:
+                found = group.least(found)
+        return found
 
 
 _current: ContextVar[TensorRanks | None] = ContextVar("tensor_ranks", default=None)

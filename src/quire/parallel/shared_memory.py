@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Sequence
 
 import torch
@@ -19,14 +18,15 @@ from torch import Tensor
 from quire.errors import RankLost, Unsupported
 from quire.ops.cpu.bindings import best
 from quire.ops.cpu.structs import RANK_ENDED, RANK_STOPPED, CRankLink
-from quire.parallel.address import SLOT, num_bytes
+from quire.parallel.address import SLOT
 
 
 class SharedMemoryRanks:
     """See `TensorRanks` (parallel/ranks.py).
 
     Args:
-        fd: of the memory, inherited from the executor. It is closed.
+        memory: of all groups; this group has a region from byte `begin` on.
+        rank, size: within the group.
         timeout_s: how long a rank waits for another that is alive.
         start_s: the same while they read weights. (One that ends is noticed at once.)
 
@@ -35,7 +35,13 @@ class SharedMemoryRanks:
     """
 
     def __init__(
-        self, fd: int, rank: int, size: int, timeout_s: float = 60.0, start_s: float = 1800.0
+        self,
+        memory: mmap.mmap,
+        begin: int,
+        rank: int,
+        size: int,
+        timeout_s: float = 60.0,
+        start_s: float = 1800.0,
     ):
         kernels = best()
         if kernels is None:
@@ -45,10 +51,9 @@ class SharedMemoryRanks:
         self.rank, self.size = rank, size
         self._kernels, self._timeout_ms = kernels, int(timeout_s * 1000)
         self._start_ms = int(start_s * 1000)
-        self._memory = mmap.mmap(fd, num_bytes(size))
-        os.close(fd)
-        memory = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._link = CRankLink(memory, rank, size, SLOT, self._timeout_ms)
+        self._memory = memory
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory, begin))
+        self._link = CRankLink(address, rank, size, SLOT, self._timeout_ms)
         self.link: int | None = ctypes.addressof(self._link)
         kernels.join_ranks(self.link)
 

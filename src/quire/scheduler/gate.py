@@ -10,6 +10,7 @@ A gate can also hold the blocks of a request back after the request has lost its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ class Gate:
             ValidationError: it can never run.
         """
         return received
+
+    def begin(self, running: Sequence[Request]) -> None:
+        """A plan begins; `running`: the requests with a row."""
 
     def ready(self, request: Request) -> bool:
         """May the scheduler consider this waiting request? False: skip it. May start work that the request needs."""

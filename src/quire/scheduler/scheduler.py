@@ -117,6 +117,8 @@ class Scheduler:
         builder = PlanBuilder(self.limits.max_step_tokens)
         self.held_blocks.retry()
         self._preempt_for_row()
+        for gate in self.gates:
+            gate.begin(self.running)
         for request in self._decoding_first():
             if request.row == NO_ROW:
                 continue

@@ -19,6 +19,7 @@ from quire.models import registry
 from quire.models.checkpoint_files import stored_tensors
 from quire.models.location import find_adapter
 from quire.models.safetensors_header import header
+from quire.parallel.layout import RankLayout
 from quire.worker.rank_memory import construct_part
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -97,7 +98,7 @@ def _layers(resolved: Resolved) -> dict[str, AdaptedLayer]:
     impl, _ = registry.choose_impl(resolved.architecture, config, resolved.config.model.model_impl)
     found: dict[str, AdaptedLayer] = {}
     if impl == "native":
-        places = construct_part(resolved.spec, ranks).adapter_places()
+        places = construct_part(resolved.spec, RankLayout(tensor=ranks)).adapter_places()
         names = Counter(id(place.target) for place in places.values())
         for name, place in places.items():
             if names[id(place.target)] == 1 or place.outs < place.target.num_out:  # not fused

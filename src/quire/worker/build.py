@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,26 +18,19 @@ from quire.errors import ConfigError
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.parallel.address import RankAddress
-from quire.parallel.ranks import split_among
+from quire.parallel.ranks import Ranks, split_among
+from quire.parallel.stages import within_stage
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
 from quire.startup_timer import Report, StartupStages, no_report, table
-from quire.worker.memory_plan import (
-    GIB,
-    MemoryPlan,
-    forecast_specs,
-    layer_specs,
-    make_plan,
-    plan_memory,
-    state_bytes_of,
-)
+from quire.worker.forecast import ForecastSpecs, forecast_specs, plan_memory
+from quire.worker.memory_plan import GIB, MemoryPlan, make_plan
 
 if TYPE_CHECKING:
     from quire.attention.base import AttentionBackend
     from quire.layers.attention import Attention
     from quire.models.base import LanguageModel
     from quire.models.offload import Offload
-    from quire.parallel.ranks import TensorRanks
     from quire.platforms.base import Platform
     from quire.worker.hooks import Hook
     from quire.worker.input_batch import InputBatchBuilder
@@ -48,7 +42,7 @@ if TYPE_CHECKING:
     from quire.worker.worker import FastStep, ModelOutput, Worker
 
 log = get_logger(__name__)
-ALONE = RankAddress()
+ALONE, ALL = RankAddress(), Ranks()
 
 
 class WorkerInfo(msgspec.Struct):
@@ -83,7 +77,7 @@ class WorkerParts:
         processors: logits processors in the order in which they run; at first those of the user.
         hooks: in the order in which they run.
         functions: further functions of the worker.
-        ranks: those that split the main model; None: this worker has all of it.
+        ranks: this worker among the ranks of its engine.
     """
 
     platform: Platform
@@ -93,7 +87,12 @@ class WorkerParts:
     processors: list[Processor]
     hooks: list[Hook] = field(default_factory=list)
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    ranks: TensorRanks | None = None
+    ranks: Ranks = ALL
+
+    @property
+    def draws(self) -> bool:
+        """Whether this worker draws tokens: other stages than the last only compute hidden states."""
+        return self.ranks.stage.is_last
 
 
 PlugIn = Callable[[WorkerParts], None]
@@ -118,19 +117,21 @@ def build_worker(
     """
     stages = StartupStages(report)
     load_plugins()
-    bind_to_cores(resolved.device == "cpu", *resolved.config.parallel.place_on_machine(address.rank, address.size))  # fmt: skip
+    bind_to_cores(resolved.device == "cpu", *resolved.config.parallel.place_on_machine(address.rank, address.layout.size))  # fmt: skip
     with stages("planning memory"):
-        forecast = plan_memory(resolved, others)
+        place = address.layout, address.place.stage
+        found = forecast_specs(resolved, others, *place)
+        forecast = plan_memory(resolved, others, *place, found)
     with stages("importing torch"):
         from quire.attention.base import load_backend
         from quire.parallel.same_threads import use_same_threads
         from quire.platforms.base import platform_of
-        from quire.quantization.apply import weight_bytes
+        from quire.worker.agreed_plan import plan_loaded
         from quire.worker.module_hooks import ModuleHooks
         from quire.worker.page_prefault import KVPagePrefaulter
         from quire.worker.row_states import RowStates
-        from quire.worker.sampling.load_processors import load_processors
         from quire.worker.sleep import WorkerSleep
+        from quire.worker.stage_worker import StageWorker
         from quire.worker.worker import Worker
 
         platform = platform_of(resolved.device)
@@ -138,39 +139,34 @@ def build_worker(
             load_backend(resolved.attention_backend)  # an error now, not after loading
         platform.prepare(forecast.weights)
         ranks = address.join()
-        forecast = plan_on(platform, resolved, forecast, others)
+        forecast = plan_on(platform, resolved, forecast, others, found)
     with stages("loading the model"):
         models = build_models(resolved, platform, others, stages.loaded, ranks)
     with stages("allocating the KV cache"):
-        specs = layer_specs(resolved, models, (resolved.spec, *others))
-        weights = sum(weight_bytes(model) for model in models)
-        sizes = agreed(ranks, weights, forecast)
-        if ranks is not None:
-            use_same_threads(ranks)
-        state_bytes = state_bytes_of(models)
-        plan = make_plan(resolved, *sizes, specs, others, state_bytes, forecast.adapters)
-        if address.rank == 0:
-            log.info("memory plan\n%s", table(plan.table()))
+        specs, plan = plan_loaded(resolved, models, others, forecast, found, ranks)
+        use_same_threads(ranks)
+        if not (ranks.place.part or ranks.place.tensor):
+            of_stage = f" of stage {ranks.place.stage}" * bool(ranks.stages)
+            log.info("memory plan%s\n%s", of_stage, table(plan.table()))
         resolved = replace(resolved, max_num_seqs=plan.max_num_seqs)
         states = RowStates(resolved.max_num_seqs, plan.num_checkpoints, plan.num_drafts)
         storages = allocate_kv_cache(resolved, platform, models, others, plan, states)
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
-    rows, options, model = batcher.rows, resolved.config.model, models[0]
-    processors = load_processors(options.logits_processors, resolved, platform.device)
-    model_input = build_model_input(resolved, platform, plan, model)
-    parts = WorkerParts(platform, models, model_input, rows, processors, ranks=ranks)
+    rows, model = batcher.rows, models[0]
+    parts = build_parts(resolved, platform, plan, models, rows, ranks)
     plug_in(parts)
     output, fast_step, pooling_hooks = build_output(resolved, platform, parts)
-    step = -(-resolved.max_num_batched_tokens // resolved.block_size)
-    pages = KVPagePrefaulter(plan.num_blocks + 1, step)
+    step_blocks = -(-resolved.max_num_batched_tokens // resolved.block_size)
+    pages = KVPagePrefaulter(plan.num_blocks + 1, step_blocks)
     pages.begin(storages)
-    hooks = [*build_state_hooks(states, rows), *pooling_hooks]
-    worker = Worker(
-        platform, model, parts.model_input, output, [*hooks, *parts.hooks, pages], rows, batcher,
+    hooks = [*build_state_hooks(states, rows), *pooling_hooks, *parts.hooks, pages]
+    make = Worker if ranks.stages is None else partial(StageWorker, link=ranks.stages)
+    worker = make(
+        platform, model, parts.model_input, output, hooks, rows, batcher,
         functions=parts.functions, models=models, fast_step=fast_step,
     )  # fmt: skip
-    info = describe(model, specs, plan, stages)
+    info = describe(model, specs, plan, stages, ranks)
     worker.functions["info"] = lambda: msgspec.to_builtins(info)
     WorkerSleep(
         worker, storages, states, platform.device,
@@ -180,6 +176,25 @@ def build_worker(
     )  # fmt: skip
     ModuleHooks(worker, address.rank)
     return worker
+
+
+def build_parts(
+    resolved: Resolved,
+    platform: Platform,
+    plan: MemoryPlan,
+    models: list[LanguageModel],
+    rows: RequestRows,
+    ranks: Ranks,
+) -> WorkerParts:
+    """The parts of a worker before features add theirs."""
+    from quire.worker.sampling.load_processors import load_processors
+
+    model_input = build_model_input(resolved, platform, plan, models[0])
+    parts = WorkerParts(platform, models, model_input, rows, [], ranks=ranks)
+    if parts.draws:
+        names = resolved.config.model.logits_processors
+        parts.processors = load_processors(names, resolved, platform.device)
+    return parts
 
 
 def build_state_hooks(states: RowStates, rows: RequestRows) -> list[Hook]:
@@ -199,6 +214,11 @@ def build_output(
 
     model, rows = parts.models[0], parts.rows
     is_native = "native" in platform.kernels
+    if not parts.draws and (link := parts.ranks.stages) is not None:
+        from quire.worker.stage_worker import StageOutput
+
+        step = make_native_step(rows, None) if is_native else None
+        return StageOutput(model, rows, link), step, []
     if resolved.pooling is not None:
         from quire.worker.pooling.output import PooledOutput
         from quire.worker.pooling.token_types import TokenTypesHook
@@ -214,17 +234,23 @@ def build_output(
 
 
 def describe(
-    model: LanguageModel, specs: Sequence[CacheSpec], plan: MemoryPlan, stages: StartupStages
+    model: LanguageModel,
+    specs: Sequence[CacheSpec],
+    plan: MemoryPlan,
+    stages: StartupStages,
+    ranks: Ranks,
 ) -> WorkerInfo:
+    shares_prefixes = model.supports_prefix_caching and (
+        plan.num_checkpoints > 0 or not plan.state_bytes
+    )
+    shares_prefixes &= all(layer.spec.causal for layer in model.attention_layers())
     return WorkerInfo(
         specs=[_flat(spec) for spec in specs],
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         model_impl=model.description,
-        prefix_caching=model.supports_prefix_caching
-        and (plan.num_checkpoints > 0 or not plan.state_bytes)
-        and all(layer.spec.causal for layer in model.attention_layers()),
+        prefix_caching=bool(ranks.least([int(shares_prefixes)])[0]),
         state_bytes=plan.states,
         num_checkpoints=plan.num_checkpoints,
         stages=stages.done,
@@ -236,30 +262,21 @@ def build_models(
     platform: Platform,
     others: Sequence[ModelSpec],
     report: Report = no_report,
-    ranks: TensorRanks | None = None,
+    ranks: Ranks = ALL,
 ) -> list[LanguageModel]:
     """The main model, with its pooler if it has one, and the others, with their weights: this rank's parts."""
     from quire.models.load import build_model
     from quire.models.pooling.head import build_pooler
 
     offload = build_offload(resolved, platform)
-    with split_among(ranks):
+    with split_among(ranks.tensor), within_stage(ranks.stage):
         models = [build_model(resolved.spec, platform, offload, report)]
     for spec in others:
-        with split_among(ranks if spec.is_split else None):
+        with split_among(ranks.tensor if spec.is_split else None):
             models.append(build_model(spec, platform))
     models[0].pooler = build_pooler(resolved.spec, platform.device)
     report("loading the model", 1.0)
     return models
-
-
-def agreed(ranks: TensorRanks | None, weights: int, forecast: MemoryPlan) -> tuple[int, int, int]:
-    """Bytes of the weights, and of the machine's memory, in all and available: the least favourable among the ranks, so that
-    all make the same plan."""
-    if ranks is None:
-        return weights, forecast.total, forecast.available
-    less_weights, total, available = ranks.least([-weights, forecast.total, forecast.available])
-    return -less_weights, total, available
 
 
 def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
@@ -275,19 +292,23 @@ def build_offload(resolved: Resolved, platform: Platform) -> Offload | None:
 
 
 def plan_on(
-    platform: Platform, resolved: Resolved, forecast: MemoryPlan, others: Sequence[ModelSpec]
+    platform: Platform,
+    resolved: Resolved,
+    forecast: MemoryPlan,
+    others: Sequence[ModelSpec],
+    found: ForecastSpecs,
 ) -> MemoryPlan:
     """Repeat the plan with the device's own numbers: the forecast does not know what else uses the device's memory."""
     from quire.platforms.base import Memory
 
-    specs, states = forecast_specs(resolved, others)
     # A row needs its tokens and, for each group, two block tables: a permanent one, and one for the running step.
     groups = len(forecast.layout.groups)
     blocks = -(-forecast.max_model_len // resolved.block_size) + 1
     tables = 4 * resolved.max_num_seqs * (forecast.max_model_len + 2 * groups * blocks)
     now = platform.plannable(Memory(forecast.total, forecast.available), tables)
     sizes = forecast.weights, now.total, now.available
-    return make_plan(resolved, *sizes, specs, others, states, forecast.adapters)
+    specs, own, states = found
+    return make_plan(resolved, *sizes, specs, others, states, forecast.adapters, own)
 
 
 def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> InputBatchBuilder:

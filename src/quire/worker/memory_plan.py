@@ -6,22 +6,16 @@ plan fits, it says how many blocks there are; if not, the error says which numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from quire.config.engine import ModelSpec, Resolved
 from quire.config.model_sizes import model_size
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
-from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.kvcache.specs import CacheSpec
 from quire.logging import get_logger
-from quire.models.checkpoint_files import TensorHeader, as_loaded, in_memory, stored_tensors
-from quire.models.registry import has_states
-from quire.models.transformers.modes import check_own_cache
-from quire.platforms.detect import facts
-from quire.worker.adapter_memory import NO_ADAPTERS, AdapterMemory, forecast_adapters
-from quire.worker.rank_memory import construct_part, part_of_weights
+from quire.worker.adapter_memory import NO_ADAPTERS, AdapterMemory
 
 logger = get_logger(__name__)
 GIB = 1 << 30
@@ -110,27 +104,6 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
-    """The cache specs of a model's layers, forecast from config.json; checked again when the layers are built.
-
-    dtype: format of the cached elements (kvcache/specs.py).
-    """
-    heads = model_size(config, "num_attention_heads", 1)
-    hidden = model_size(config, "hidden_size", heads)
-    layers = model_size(config, "num_hidden_layers", 1)
-    if latent := config.get("kv_lora_rank"):
-        return [CacheSpec(1, latent + (config.get("qk_rope_head_dim") or 0), 0, dtype)] * layers
-    kv_heads = model_size(config, "num_key_value_heads", heads)
-    dim = model_size(config, "head_dim", max(hidden // heads, 1))
-    full = CacheSpec(kv_heads, dim, config.get("v_head_dim") or dim, dtype)
-    window = config.get("sliding_window")
-    kinds = config.get("layer_types")
-    if not window or not kinds:
-        return [full] * layers
-    narrow = WindowSpec(kv_heads, dim, full.v_head_dim, dtype, window)
-    return [narrow if kind == "sliding_attention" else full for kind in kinds]
-
-
 def activation_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
     """The peak of memory in a step: a few hidden states, the inner values of an MLP, and float32 logits twice."""
     config = spec.hf_config
@@ -142,39 +115,6 @@ def activation_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
     return int(step + logits)
 
 
-def loaded_tensors(
-    found: Iterable[TensorHeader] | int, spec: ModelSpec, device: str
-) -> Iterable[TensorHeader] | int:
-    """The tensors as a model gets them, before `--quantization`."""
-    keeps_codes = device == "cpu" and spec.dtype == "bfloat16" and spec.quantization is None
-    return as_loaded(found, spec.hf_config, keeps_codes)
-
-
-def forecast_weights(
-    spec: ModelSpec, device: str, available: int, found: Iterable[TensorHeader] | int | None = None
-) -> int:
-    """The bytes of the weights in memory, from the headers of their files, or from `found`.
-
-    Raises:
-        NotEnoughMemory: the weights do not fit before they are quantized.
-        ModelNotFound, ConfigError: as `models.checkpoint_files.stored_tensors`.
-    """
-    if found is None:
-        found = stored_tensors(spec.path, spec.hf_config, spec.load.load_format)
-    loaded = loaded_tensors(found, spec, device)
-    loading = in_memory(loaded, ITEMSIZE[spec.dtype])
-    if spec.quantization is None:
-        return loading
-    # An accelerator gets one weight after the other, and each is quantized at once; so are decoded weights.
-    if loading > available and device == "cpu" and loaded is found:
-        raise NotEnoughMemory(
-            f"Not enough memory: quantizing to {spec.quantization} first loads the weights as {spec.dtype},"
-            f" which takes {size(loading)}, but {size(available)} is available. Use a quantized checkpoint."
-        )
-    small_head = device == "cpu"  # on an accelerator the head is not quantized
-    return in_memory(loaded, ITEMSIZE[spec.dtype], spec.quantization, small_head=small_head)
-
-
 def make_plan(
     resolved: Resolved,
     weights: int,
@@ -184,10 +124,11 @@ def make_plan(
     others: Sequence[ModelSpec] = (),
     state_bytes: int = 0,
     adapters: AdapterMemory = NO_ADAPTERS,
+    own: range | None = None,
 ) -> MemoryPlan:
     """Choose the number of blocks, and with `auto` also the longest context.
 
-    `weights`, `specs`, `state_bytes` (of one request): of all models. `others`: the models beside the main one; one model computes at a time.
+    `weights`, `specs`, `state_bytes` (of one request): of all models. `own`: which of the specs are of this rank's stage; None: all. `others`: the models beside the main one; one model computes at a time.
 
     Raises:
         NotEnoughMemory: weights and activations leave too little for one request of max_model_len, or for the states of
@@ -195,6 +136,8 @@ def make_plan(
     """
     cache = resolved.config.cache
     kv_layout = layout(specs, resolved.block_size, resolved.max_model_len)
+    if own is not None and len(own) < len(specs):
+        kv_layout = kv_layout.of_layers(own)
     plan = MemoryPlan(
         total=total,
         available=available,
@@ -352,69 +295,3 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | N
         f"Not enough memory: one request of max_model_len={plan.max_model_len} needs {cost} of KV cache,"
         f" and {available} is left ({sums}). {remedy}."
     )
-
-
-def plan_memory(resolved: Resolved, others: Sequence[ModelSpec] = ()) -> MemoryPlan:
-    """The plan before anything is loaded, from config.json and the headers of the weight files.
-
-    `others`: the models of the worker beside the main one.
-    """
-    machine, cache = facts(), resolved.config.cache
-    offloaded = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
-    size = resolved.config.parallel.tensor_parallel_size
-    engines = resolved.config.parallel.share[1] if resolved.device == "cpu" else 1
-    available = machine.available_bytes // (size * engines)  # they share this machine
-    whole = forecast_weights(resolved.spec, resolved.device, machine.available_bytes + offloaded)
-    weights = max(0, int(whole * part_of_weights(resolved.spec, size)) - offloaded)
-    for spec in filter(lambda each: each.path != resolved.path, others):  # MTP layers are counted
-        weights += int(forecast_weights(spec, resolved.device, available - weights) * part_of_weights(spec, size))  # fmt: skip
-    specs, states = forecast_specs(resolved, others)
-    sizes = weights, machine.total_bytes, available
-    return make_plan(resolved, *sizes, specs, others, states, forecast_adapters(resolved))
-
-
-def forecast_specs(
-    resolved: Resolved, others: Sequence[ModelSpec] = ()
-) -> tuple[list[CacheSpec], int]:
-    """The cache specs of all models, and the bytes of one request's states.
-
-    From config.json alone for whole models that only have attention; others are constructed, without weights.
-    """
-    specs: list[CacheSpec] = []
-    states, ranks = 0, resolved.config.parallel.tensor_parallel_size
-    for spec in (resolved.spec, *others):
-        cacheless = spec.pooling is not None and not spec.pooling.causal
-        stateful = has_states(spec.architecture, spec.hf_config, spec.options.model_impl)
-        if ranks > 1 or cacheless or stateful:
-            model = construct_part(spec, ranks)
-            specs += layer_specs(resolved, [model], [spec])
-            states += state_bytes_of([model])
-        else:
-            specs += specs_of(spec.hf_config, resolved.kv_dtype_for(spec.dtype))
-    return specs, states
-
-
-def layer_specs(
-    resolved: Resolved, models: Sequence[Any], of: Sequence[ModelSpec]
-) -> list[CacheSpec]:
-    """The cache spec of each layer of the models `of`; if the main model keeps its own cache, its forecast remains.
-
-    Raises:
-        Unsupported: such a model is configured with another cache format.
-    """
-    dtype = resolved.kv_dtype
-    if any(model.per_request for model in models):
-        check_own_cache(resolved.dtype, dtype, resolved.architecture)
-    specs = [
-        layer.spec.cache_spec(resolved.kv_dtype_for(spec.dtype))
-        for model, spec in zip(models, of, strict=True)
-        for layer in model.attention_layers()
-    ]
-    if specs or not models[0].per_request:
-        return specs
-    return specs_of(resolved.hf_config, dtype)
-
-
-def state_bytes_of(models: Sequence[Any]) -> int:
-    """Bytes of one request's recurrent states, in all layers of the models."""
-    return sum(layer.state_spec().num_bytes for model in models for layer in model.state_layers())

@@ -1,4 +1,4 @@
-"""What one rank holds of a model that several ranks split. Knows shapes. Loads torch only to construct models, without weights."""
+"""What one rank holds of a model that several ranks share. Knows shapes. Loads torch only to construct models, without weights."""
 
 from __future__ import annotations
 
@@ -7,37 +7,49 @@ from typing import TYPE_CHECKING
 from quire.config.engine import ModelSpec
 from quire.errors import Unsupported
 from quire.models.registry import choose_impl
+from quire.parallel.layout import ONE_RANK, RankLayout
 from quire.parallel.ranks import LoneRank, split_among
+from quire.parallel.stages import PipelineStage, within_stage
 
 if TYPE_CHECKING:
     from quire.models.base import CausalLM
 
 
-def construct_part(spec: ModelSpec, size: int) -> CausalLM:
-    """Rank 0's part of a native model on "meta"; the whole model, if `size` is 1, or ranks do not split it.
+def construct_part(spec: ModelSpec, layout: RankLayout = ONE_RANK, stage: int = 0) -> CausalLM:
+    """The part of a native model that the first rank of a stage has, on "meta"; the whole model, if there is one rank, or ranks
+    do not split it.
 
     Raises:
-        Unsupported: the model has no native class, so its layers cannot be split.
+        Unsupported: the model has no native class, or its layers cannot be in several stages.
     """
-    size = size if spec.is_split else 1
+    layout = layout if spec.is_split else ONE_RANK
     impl, reason = choose_impl(spec.architecture, spec.hf_config, spec.options.model_impl)
-    if size > 1 and impl != "native":
+    if layout.size > 1 and impl != "native":
+        tensor, pipeline = layout.tensor, layout.pipeline
         raise Unsupported(
-            f"tensor_parallel_size={size} for {spec.architecture}, which runs as {impl} ({reason})",
+            f"tensor_parallel_size={tensor} and pipeline_parallel_size={pipeline} for {spec.architecture}, which runs as {impl}"
+            f" ({reason})",
             "use 1",
         )
-    from quire.models.construction import construct
+    from quire.models.base import CausalLM
+    from quire.models.construction import construct, model_class
 
-    with split_among(LoneRank(0, size) if size > 1 else None):
+    if layout.pipeline > 1 and not issubclass(model_class(spec.architecture), CausalLM):
+        what = (
+            f"pipeline_parallel_size={layout.pipeline} for {spec.architecture}, which is an encoder"
+        )
+        raise Unsupported(what, "use 1")
+    ranks = LoneRank(0, layout.tensor) if layout.tensor > 1 else None
+    with split_among(ranks), within_stage(PipelineStage(stage, layout)):
         return construct(spec)
 
 
-def part_of_weights(spec: ModelSpec, size: int) -> float:
-    """The part of a model's weights that one of `size` ranks has: of the numbers, in whatever format they are stored."""
-    if size == 1 or not spec.is_split:
+def part_of_weights(spec: ModelSpec, layout: RankLayout, stage: int) -> float:
+    """The part of a model's weights that a rank has: of the numbers, in whatever format they are stored."""
+    if layout.size == 1 or not spec.is_split:
         return 1.0
     own, whole = (
-        sum(parameter.numel() for parameter in construct_part(spec, ranks).parameters())
-        for ranks in (size, 1)
+        sum(parameter.numel() for parameter in model.parameters())
+        for model in (construct_part(spec, layout, stage), construct_part(spec))
     )
     return own / whole

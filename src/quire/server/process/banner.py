@@ -49,7 +49,7 @@ def warnings(config: EngineConfig, cores: int) -> list[str]:
         )
     count, fronts = len(config.parallel.ranks), server.api_server_count or 1
     engines = 0 if server.disable_frontend_multiprocessing else count
-    ranks = config.parallel.tensor_parallel_size
+    ranks = config.parallel.world_size
     workers = ranks if ranks > 1 or config.parallel.distributed_executor_backend == "mp" else 0
     workers *= count
     if cores < (needed := fronts + engines + workers):

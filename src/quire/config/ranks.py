@@ -1,0 +1,73 @@
+"""What several ranks cannot serve: refused before anything is loaded, with the remedy.
+
+Knows the configuration and config.json. Does not know layers: what only they show, `worker/rank_memory.py` refuses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire import env
+from quire.config.model_sizes import model_size
+from quire.errors import ConfigError, Unsupported
+
+if TYPE_CHECKING:
+    from quire.config.engine import Resolved
+
+VARIABLE = "PP_LAYER_PARTITION"
+PARTITION = f"QUIRE_{VARIABLE}"
+
+
+def layer_partition(stages: int) -> tuple[int, ...]:
+    """The number of layers of each stage of a pipeline, if QUIRE_PP_LAYER_PARTITION gives them; else nothing.
+
+    Raises:
+        ConfigError: it does not name a number for each stage.
+    """
+    text = env.get(VARIABLE)
+    if stages == 1 or not text:
+        return ()
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if min(counts, default=0) < 1 or len(counts) != stages:
+        raise ConfigError(
+            f"{PARTITION}={text}: pipeline_parallel_size={stages} needs {stages} numbers of layers, each at least 1, such as"
+            f" {','.join(['8'] * stages)}"
+        )
+    return counts
+
+
+def check_ranks(resolved: Resolved) -> None:
+    """Raises ConfigError, Unsupported: several ranks cannot have this model, or serve with these features."""
+    _check_heads(resolved)
+    layer_partition(resolved.config.parallel.pipeline_parallel_size)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(resolved.config.parallel, name)) > 1:
+            _refuse(resolved, name, size)
+
+
+def _check_heads(resolved: Resolved) -> None:
+    size = resolved.config.parallel.tensor_parallel_size
+    heads = model_size(resolved.hf_config, "num_attention_heads", 1)
+    if heads % size:
+        nearest = max(n for n in range(1, size) if heads % n == 0)
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide the {heads} attention heads of {resolved.architecture}; use {nearest}"
+        )
+
+
+def _refuse(resolved: Resolved, name: str, size: int) -> None:
+    config, about = resolved.config, f"{name}={size}"
+    stages = name == "pipeline_parallel_size"
+    refused = {
+        f"{about} on {resolved.device}": resolved.device != "cpu",
+        f"{about} with --enable-lora": stages and config.lora.enable_lora,
+        f"{about} with --speculative-config": stages
+        and bool(config.speculation.speculative_config),
+        f"{about} with --model-impl transformers": config.model.model_impl == "transformers",
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise Unsupported(what, f"use {name}=1")

@@ -1,0 +1,145 @@
+"""The executor and its workers from a configuration: ranks, processes, and the features' parts of each worker.
+
+Loads torch only where it builds a worker (`worker/build.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.config.engine import ModelSpec, Resolved
+from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
+from quire.config.structured import structured_options
+from quire.errors import ConfigError
+from quire.features.structured.compiler import GrammarCompiler
+from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
+from quire.parallel.address import RankAddress, addresses
+from quire.parallel.layout import RankLayout
+from quire.startup_timer import Report, no_report
+from quire.worker.build import PlugIn, WorkerParts, build_worker
+
+if TYPE_CHECKING:
+    from quire.executor.base import Executor
+    from quire.worker.worker import Worker
+
+
+def build_compiler(resolved: Resolved) -> GrammarCompiler:
+    """The grammar compiler: one for each process that compiles, so the gate and an inline worker share it."""
+    options = resolved.config.model
+    folder = resolved.tokenizer_folder
+    size = int(resolved.hf_config.get("vocab_size") or 0)
+    compiler = GrammarCompiler(Vocabulary(tokenizer_json(folder), size))
+    generates = resolved.pooling is None and not options.skip_tokenizer_init
+    if generates and (Path(folder) / "tokenizer.json").is_file():
+        other = (
+            structured_options(resolved.config.structured.structured_outputs_config).backend
+            == "xgrammar"
+        )
+        compiler.warm(other)  # while weights load; later it would delay running requests
+    return compiler
+
+
+def build_executor(
+    resolved: Resolved, compiler: GrammarCompiler, report: Report = no_report
+) -> Executor:
+    if resolved.executor == "mp":
+        from quire.executor.group import GroupExecutor
+        from quire.executor.process import ProcessExecutor
+
+        target, payload = "quire.engine.worker_parts:worker_from_wire", resolved_to_bytes(resolved)
+        layout = RankLayout.of(resolved.config.parallel)
+        if layout.size == 1:
+            return ProcessExecutor(target, payload_of(payload, RankAddress()), report)
+        with addresses(layout) as ranks:
+            payloads = [payload_of(payload, own) for own in ranks]
+            fds = [own.fds for own in ranks]
+            return GroupExecutor(target, payloads, fds, report, layout.answering)
+    from quire.executor.inline import InlineExecutor
+
+    features = worker_features(resolved, compiler)
+    return InlineExecutor(build_worker(resolved, features, draft_specs(resolved), report))
+
+
+def payload_of(resolved: bytes, address: RankAddress) -> bytes:
+    """What the worker of a rank is built from in its process."""
+    return msgspec.msgpack.encode((resolved, address))
+
+
+def worker_from_wire(payload: bytes, report: Report) -> Worker:
+    encoded, address = msgspec.msgpack.decode(payload, type=tuple[bytes, RankAddress])
+    resolved = resolved_from_bytes(encoded)
+    features = worker_features(resolved, build_compiler(resolved))
+    return build_worker(resolved, features, draft_specs(resolved), report, address)
+
+
+def draft_specs(resolved: Resolved) -> list[ModelSpec]:
+    """The drafter's model, if it has one.
+
+    Raises:
+        ConfigError: a speculator does not fit the main model.
+    """
+    spec, options = resolved.draft_spec, resolved.speculation
+    if spec is None or options is None:
+        return []
+    if (method := options.drafts_with_model) is None or method == "draft_model":
+        return [spec]
+    from quire.models.speculators.spec import speculator_spec
+
+    return [speculator_spec(method, spec, resolved.spec, options.num_speculative_tokens)]
+
+
+def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
+    """The features' parts of a worker, in the order in which they run."""
+
+    def plug_in(parts: WorkerParts) -> None:
+        from quire.features.structured.masks import GrammarMasks
+        from quire.features.thinking.budget import ThinkingBudget
+
+        options = structured_options(resolved.config.structured.structured_outputs_config)
+        if parts.draws:
+            # Behind draft tokens in flight, forced tokens would cost the row: where steps are queued ahead, they are draft tokens.
+            jumps = options.jumps and (resolved.depth == 1 or resolved.speculation is None)
+            masks = GrammarMasks(compiler, parts.rows, jumps and not parts.processors)
+            parts.processors += [ThinkingBudget(), masks]
+            parts.hooks.append(masks.hook)
+        if resolved.config.lora.enable_lora:
+            from quire.features.lora.hook import LoraHook
+
+            adapters = LoraHook(parts.rows, resolved.config.lora)
+            parts.hooks.append(adapters)
+            parts.functions |= adapters.functions
+        add_drafter(parts, resolved)
+
+    return plug_in
+
+
+def add_drafter(parts: WorkerParts, resolved: Resolved) -> None:
+    """What proposes draft tokens, if `speculative_config` says so.
+
+    Raises:
+        ConfigError: the model cannot take tokens back.
+    """
+    if (options := resolved.speculation) is None:
+        return
+    from quire.features.speculation.draft_length import DraftLength
+    from quire.features.speculation.hook import SpeculationHook
+    from quire.features.speculation.methods import build_drafter
+
+    model = parts.models[0]
+    if model.per_request:
+        raise ConfigError(
+            f"speculative_config: {resolved.architecture} runs on Transformers with a cache of its own, which cannot take"
+            " tokens back; leave the option out, the text is the same"
+        )
+    length = DraftLength(options.num_speculative_tokens, fixed=not options.adaptive)
+    drafter = build_drafter(parts, resolved, options)
+    named = resolved.config.observe.per_request_spec_decode_metrics != "none"
+    parts.hooks.append(
+        SpeculationHook(
+            parts.rows, drafter, length, options.most_at, named, processors=parts.processors,
+            ranks=parts.ranks.tensor, waits=resolved.depth == 1,
+        )
+    )  # fmt: skip

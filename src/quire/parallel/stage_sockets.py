@@ -1,0 +1,174 @@
+"""StageSockets: stages of a pipeline hand tensors over through connected stream sockets, on one machine or between machines.
+
+Knows sockets and frames. Does not know layers or plans. A wait takes no processor time, and ends when the other stage ends:
+its socket closes.
+
+    frame: length of the header (8 bytes), header (msgpack), the tensors' bytes one after the other
+
+Shape suffixes: T tokens, D features.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from quire import env
+from quire.errors import PlanMismatch, RankLost
+from quire.parallel.address import StageSocketFds
+
+LENGTH = struct.Struct("<Q")
+MAX_HEADER = 1 << 26
+"""Bytes of a header, at most: it has the tokens of a step."""
+START_S = 1800.0
+"""How long a stage may load its part of the model after another has."""
+
+
+class StageFrame(msgspec.Struct, array_like=True):
+    """The header of a frame: the step, (dtype, shape) of the tensors, and what is no tensor."""
+
+    step: int
+    tensors: list[tuple[str, list[int]]] = []
+    data: bytes = b""
+
+
+class StageSockets:
+    """See `StageLink` (parallel/stages.py).
+
+    Args:
+        fds: of the sockets. They are closed with this object.
+        timeout_s: how long a stage waits for another that is alive; None: as long as a step may take
+            (QUIRE_EXECUTE_MODEL_TIMEOUT_SECONDS).
+    """
+
+    def __init__(self, stage: int, size: int, fds: StageSocketFds, timeout_s: float | None = None):
+        self.stage, self.size, self.step = stage, size, 0
+        self._timeout_s = timeout_s or float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS"))
+        self._previous, self._next = (
+            None if fd < 0 else socket.socket(fileno=fd) for fd in (fds.previous, fds.next)
+        )
+        self._others = [socket.socket(fileno=fd) for fd in fds.others]
+        self._wait_at_most(self._timeout_s)
+        self._decoder = msgspec.msgpack.Decoder(StageFrame)
+
+    def send(self, tensors_TD: Sequence[Tensor]) -> None:
+        """To the next stage. Raises RankLost: it has ended, or does not receive in time."""
+        tensors = [tensor.contiguous() for tensor in tensors_TD]
+        about = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in tensors]
+        parts = [_bytes_of(each) for each in tensors]
+        self._send(self._next, self.stage + 1, StageFrame(self.step, about), parts)
+
+    def receive(self) -> list[Tensor]:
+        """What the previous stage sent for this step.
+
+        Raises:
+            RankLost: it has ended, or does not send in time.
+            PlanMismatch: it sent those of another step.
+        """
+        frame = self._frame(self._previous, self.stage - 1)
+        if frame.step != self.step:
+            raise PlanMismatch(
+                f"stage {self.stage - 1} sent hidden states of step {frame.step} for step {self.step}"
+            )
+        found = []
+        for dtype, shape in frame.tensors:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            self._fill(self._previous, self.stage - 1, _bytes_of(tensor))
+            found.append(tensor)
+        return found
+
+    def announce(self, data: bytes) -> None:
+        """From the last stage to all others. Raises RankLost: one has ended."""
+        for stage, one in enumerate(self._others):
+            self._send(one, stage, StageFrame(self.step, data=data))
+
+    def announced(self, wait: bool) -> bytes | None:
+        """What the last stage announced next; None: nothing has come yet. Raises RankLost: it has ended, or does not send in time."""
+        last = self._others[0]
+        if not wait and not select.select([last], [], [], 0)[0]:
+            return None
+        return self._frame(last, self.size - 1).data
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The least of each number among the stages."""
+        found = list(numbers)
+        self._wait_at_most(START_S)
+        if self._previous is not None:
+            before = self._frame(self._previous, self.stage - 1)
+            found = [min(pair) for pair in zip(found, _numbers(before), strict=True)]
+        frame = StageFrame(0, data=msgspec.msgpack.encode(found))
+        if self._next is not None:
+            self._send(self._next, self.stage + 1, frame)
+            found = _numbers(self._frame(self._others[0], self.size - 1))
+        else:
+            self.announce(frame.data)
+        self._wait_at_most(self._timeout_s)
+        return found
+
+    def close(self) -> None:
+        """The other stages find that this one has ended."""
+        for one in self._sockets():
+            one.close()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [one for one in (self._previous, self._next, *self._others) if one is not None]
+
+    def _wait_at_most(self, seconds: float) -> None:
+        for one in self._sockets():
+            one.settimeout(seconds)
+
+    # -- frames ---------------------------------------------------------------------------------
+    def _send(
+        self,
+        to: socket.socket | None,
+        stage: int,
+        frame: StageFrame,
+        parts: Sequence[memoryview] = (),
+    ) -> None:
+        header = msgspec.msgpack.encode(frame)
+        try:
+            to.sendall(LENGTH.pack(len(header)) + header)  # type: ignore[union-attr]
+            for part in parts:
+                to.sendall(part)  # type: ignore[union-attr]
+        except OSError as error:
+            raise self._lost(stage, error) from None
+
+    def _frame(self, source: socket.socket | None, stage: int) -> StageFrame:
+        length = LENGTH.unpack(self._fill(source, stage, memoryview(bytearray(LENGTH.size))))[0]
+        if length > MAX_HEADER:
+            raise RankLost(f"stage {stage} sent a header of {length} bytes")
+        return self._decoder.decode(self._fill(source, stage, memoryview(bytearray(length))))
+
+    def _fill(self, source: socket.socket | None, stage: int, into: memoryview) -> memoryview:
+        """Read as many bytes as fit."""
+        left = into
+        try:
+            while left:
+                if not (count := source.recv_into(left)):  # type: ignore[union-attr]
+                    raise RankLost(f"stage {stage} of {self.size} has ended")
+                left = left[count:]
+        except OSError as error:
+            raise self._lost(stage, error) from None
+        return into
+
+    def _lost(self, stage: int, error: OSError) -> RankLost:
+        about = f"stage {self.stage} of {self.size}"
+        if isinstance(error, TimeoutError):
+            return RankLost(f"{about} waited {self._timeout_s:g} s for stage {stage}")
+        return RankLost(f"{about} lost stage {stage}, which has ended: {error}")
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _numbers(frame: StageFrame) -> list[int]:
+    return msgspec.msgpack.decode(frame.data, type=list[int])

@@ -1,0 +1,169 @@
+"""The forecast of a worker's memory, before anything is loaded: from config.json and the headers of the weight files.
+
+Knows files and shapes, and the part of them that a rank holds. `memory_plan.py` divides the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from quire.config.engine import ModelSpec, Resolved
+from quire.config.model_sizes import model_size
+from quire.errors import NotEnoughMemory
+from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.models.checkpoint_files import TensorHeader, as_loaded, in_memory, stored_tensors
+from quire.models.registry import has_states
+from quire.models.transformers.modes import check_own_cache
+from quire.parallel.layout import RankLayout
+from quire.platforms.detect import facts
+from quire.worker.adapter_memory import forecast_adapters
+from quire.worker.memory_plan import GIB, ITEMSIZE, MemoryPlan, make_plan, size
+from quire.worker.rank_memory import construct_part, part_of_weights
+
+
+class ForecastSpecs(NamedTuple):
+    """What the layers of all models keep for requests.
+
+    specs: the cache spec of each layer, of all stages. own: those of this rank's stage. states: bytes of one request's
+    recurrent states in this stage.
+    """
+
+    specs: list[CacheSpec]
+    own: range
+    states: int
+
+
+def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
+    """The cache specs of a model's layers, forecast from config.json; checked again when the layers are built.
+
+    dtype: format of the cached elements (kvcache/specs.py).
+    """
+    heads = model_size(config, "num_attention_heads", 1)
+    hidden = model_size(config, "hidden_size", heads)
+    layers = model_size(config, "num_hidden_layers", 1)
+    if latent := config.get("kv_lora_rank"):
+        return [CacheSpec(1, latent + (config.get("qk_rope_head_dim") or 0), 0, dtype)] * layers
+    kv_heads = model_size(config, "num_key_value_heads", heads)
+    dim = model_size(config, "head_dim", max(hidden // heads, 1))
+    full = CacheSpec(kv_heads, dim, config.get("v_head_dim") or dim, dtype)
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
+    if not window or not kinds:
+        return [full] * layers
+    narrow = WindowSpec(kv_heads, dim, full.v_head_dim, dtype, window)
+    return [narrow if kind == "sliding_attention" else full for kind in kinds]
+
+
+def loaded_tensors(
+    found: Iterable[TensorHeader] | int, spec: ModelSpec, device: str
+) -> Iterable[TensorHeader] | int:
+    """The tensors as a model gets them, before `--quantization`."""
+    keeps_codes = device == "cpu" and spec.dtype == "bfloat16" and spec.quantization is None
+    return as_loaded(found, spec.hf_config, keeps_codes)
+
+
+def forecast_weights(
+    spec: ModelSpec, device: str, available: int, found: Iterable[TensorHeader] | int | None = None
+) -> int:
+    """The bytes of the weights in memory, from the headers of their files, or from `found`.
+
+    Raises:
+        NotEnoughMemory: the weights do not fit before they are quantized.
+        ModelNotFound, ConfigError: as `models.checkpoint_files.stored_tensors`.
+    """
+    if found is None:
+        found = stored_tensors(spec.path, spec.hf_config, spec.load.load_format)
+    loaded = loaded_tensors(found, spec, device)
+    loading = in_memory(loaded, ITEMSIZE[spec.dtype])
+    if spec.quantization is None:
+        return loading
+    # An accelerator gets one weight after the other, and each is quantized at once; so are decoded weights.
+    if loading > available and device == "cpu" and loaded is found:
+        raise NotEnoughMemory(
+            f"Not enough memory: quantizing to {spec.quantization} first loads the weights as {spec.dtype},"
+            f" which takes {size(loading)}, but {size(available)} is available. Use a quantized checkpoint."
+        )
+    small_head = device == "cpu"  # on an accelerator the head is not quantized
+    return in_memory(loaded, ITEMSIZE[spec.dtype], spec.quantization, small_head=small_head)
+
+
+def plan_memory(
+    resolved: Resolved,
+    others: Sequence[ModelSpec] = (),
+    layout: RankLayout | None = None,
+    stage: int = 0,
+    found: ForecastSpecs | None = None,
+) -> MemoryPlan:
+    """The plan of a rank before anything is loaded, from config.json and the headers of the weight files.
+
+    `others`: the models of the worker beside the main one. `layout`: None: the configured one. `found`: of this stage, if it
+    is known.
+    """
+    machine, cache = facts(), resolved.config.cache
+    layout = layout or RankLayout.of(resolved.config.parallel)
+    offloaded = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
+    engines = resolved.config.parallel.share[1] if resolved.device == "cpu" else 1
+    available = machine.available_bytes // (layout.size * engines)  # they share this machine
+    whole = forecast_weights(resolved.spec, resolved.device, machine.available_bytes + offloaded)
+    weights = max(0, int(whole * part_of_weights(resolved.spec, layout, stage)) - offloaded)
+    for spec in filter(lambda each: each.path != resolved.path, others):  # MTP layers are counted
+        whole = forecast_weights(spec, resolved.device, available - weights)
+        weights += int(whole * part_of_weights(spec, layout, stage))
+    specs, own, states = found or forecast_specs(resolved, others, layout, stage)
+    sizes = weights, machine.total_bytes, available
+    return make_plan(resolved, *sizes, specs, others, states, forecast_adapters(resolved), own)
+
+
+def forecast_specs(
+    resolved: Resolved,
+    others: Sequence[ModelSpec] = (),
+    layout: RankLayout | None = None,
+    stage: int = 0,
+) -> ForecastSpecs:
+    """What the layers of all models keep.
+
+    From config.json alone for whole models that only have attention; others are constructed, without weights.
+    """
+    layout = layout or RankLayout.of(resolved.config.parallel)
+    specs: list[CacheSpec] = []
+    own, states = range(0), 0
+    for spec in (resolved.spec, *others):
+        cacheless = spec.pooling is not None and not spec.pooling.causal
+        stateful = has_states(spec.architecture, spec.hf_config, spec.options.model_impl)
+        if not (layout.size > 1 or cacheless or stateful):
+            specs += specs_of(spec.hf_config, resolved.kv_dtype_for(spec.dtype))
+            continue
+        for number in range(layout.pipeline):
+            model, start = construct_part(spec, layout, number), len(specs)
+            specs += layer_specs(resolved, [model], [spec])
+            if number == stage:
+                own = range(start, len(specs))
+                states += state_bytes_of([model])
+    return ForecastSpecs(specs, own if layout.pipeline > 1 else range(len(specs)), states)
+
+
+def layer_specs(
+    resolved: Resolved, models: Sequence[Any], of: Sequence[ModelSpec]
+) -> list[CacheSpec]:
+    """The cache spec of each layer of the models `of`; if the main model keeps its own cache, its forecast remains.
+
+    Raises:
+        Unsupported: such a model is configured with another cache format.
+    """
+    dtype = resolved.kv_dtype
+    if any(model.per_request for model in models):
+        check_own_cache(resolved.dtype, dtype, resolved.architecture)
+    specs = [
+        layer.spec.cache_spec(resolved.kv_dtype_for(spec.dtype))
+        for model, spec in zip(models, of, strict=True)
+        for layer in model.attention_layers()
+    ]
+    if specs or not models[0].per_request:
+        return specs
+    return specs_of(resolved.hf_config, dtype)
+
+
+def state_bytes_of(models: Sequence[Any]) -> int:
+    """Bytes of one request's recurrent states, in all layers of the models."""
+    return sum(layer.state_spec().num_bytes for model in models for layer in model.state_layers())
