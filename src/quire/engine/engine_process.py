@@ -24,7 +24,7 @@ from quire import env
 from quire.engine import sleep
 from quire.engine.core import Answered, EngineCore
 from quire.errors import QuireError
-from quire.logging import get_logger
+from quire.logging import configure, get_logger
 from quire.platforms.cpu_affinity import leave_a_core
 from quire.processes.child import STOP, begin_child, exit_child
 from quire.processes.status_pipe import StatusWriter
@@ -152,6 +152,8 @@ def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     sockets = FrontendSockets(folder, frontends)
     sleep_file = folder.parent / sleep.FILE
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
+    if (rank := resolved.config.parallel.data_parallel_rank) is not None:
+        configure(f"engine {rank}")
     if resolved.device == "cpu":
         leave_a_core()
     core, ready = build_core(
