@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.parallel.ranks import split_among
+
 
 class ThreadRanks:
     """See `TensorRanks` (parallel/ranks.py)."""
@@ -52,3 +54,15 @@ def on_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(copy_context().run, guarded, rank) for rank in range(size)]
         return [future.result() for future in futures]
+
+
+LOADING = threading.Lock()
+
+
+def load_on(ranks: ThreadRanks, load: Callable[[], Any]) -> Any:
+    """What `load` gives as this rank's part. One rank loads at a time, and none runs meanwhile: the default dtype is the process's."""
+    with LOADING, split_among(ranks):
+        found = load()
+    ranks.least([0])
+    ranks.gathered.clear()
+    return found

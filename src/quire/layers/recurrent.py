@@ -24,6 +24,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.state import StateLayer
 from quire.layers.weight_slots import Layer, set_parameter
 from quire.ops.recurrent import (
+    TILE,
     Gates,
     StateRows,
     causal_conv,
@@ -36,6 +37,7 @@ from quire.ops.recurrent import (
     softplus,
 )
 from quire.ops.reference import rms_norm
+from quire.parallel.ranks import Share, current_ranks, shared_heads, shared_outputs
 
 
 def step_rows() -> StateRows:
@@ -49,13 +51,22 @@ class CausalConv(Layer):
 
     weight: Tensor
 
-    def __init__(self, channels: int, taps: int, *, bias: bool = False, activate: bool = True):
+    def __init__(
+        self,
+        channels: int,
+        taps: int,
+        *,
+        bias: bool = False,
+        activate: bool = True,
+        shares: Sequence[Share] = (),
+    ):
         super().__init__()
         self.channels, self.taps, self.activate = channels, taps, activate
         self.new("weight", channels, taps)
         if bias:
             self.new("bias", channels)
         self.dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+        self.own_shares |= {"weight": shares, "bias": shares}
 
     @property
     def state_shape(self) -> tuple[int, int]:
@@ -73,11 +84,18 @@ class GatedNorm(Layer):
     random_mean = 1.0
 
     def __init__(
-        self, features: int, eps: float, *, group: int | None = None, gate_first: bool = False
+        self,
+        features: int,
+        eps: float,
+        *,
+        group: int | None = None,
+        gate_first: bool = False,
+        shares: Sequence[Share] = (),
     ):
         super().__init__()
         self.eps, self.group, self.gate_first = eps, group or features, gate_first
         self.new("weight", features)
+        self.own_shares["weight"] = shares
 
     def forward(self, x_TD: Tensor, gate_TD: Tensor) -> Tensor:
         return gated_rms_norm(x_TD, gate_TD, self.weight, self.eps, self.group, self.gate_first)
@@ -97,13 +115,28 @@ class RecurrentLayer(StateLayer):
             (self.recurrence_shape, self.conv1d.state_shape), ("float32", self.conv1d.dtype)
         )
 
-    def new_float(self, name: str, *shape: int) -> None:
+    def new_float(self, name: str, *shape: int, shares: Sequence[Share] = ()) -> None:
         """Register an empty parameter of float32."""
         set_parameter(self, name, torch.empty(*shape, dtype=torch.float32))
+        self.own_shares[name] = shares
+
+
+def own_heads(value_heads: int, key_heads: int, *sizes: int) -> tuple[Share, Share, bool]:
+    """This rank's value heads and key heads, and whether other ranks have others; all, if they cannot be divided.
+
+    Where there are fewer key heads than ranks, neighbours have the same one. `sizes`: of a value and of a key. Heads of a size that
+    is no multiple of 16 are not divided: torch computes the ends of rows with other bits.
+    """
+    found = () if any(size % TILE for size in sizes) else shared_heads(value_heads, key_heads)
+    if found:
+        return found[0], found[1], True
+    return Share(0, value_heads, value_heads), Share(0, key_heads, key_heads), False
 
 
 class GatedDeltaNet(RecurrentLayer):
     """The gated delta rule (Yang et al. 2024, arXiv 2412.06464) of Qwen3-Next and Qwen 3.5.
+
+    Ranks split the heads. The gates of all heads are computed on each rank: they are few outputs.
 
     `interleaved`: the checkpoint stores its projections as `in_proj_qkvz` and `in_proj_ba`, whose rows are in the order
     of the key heads: each with its query, key, values and gates, as Qwen3-Next has them.
@@ -111,25 +144,38 @@ class GatedDeltaNet(RecurrentLayer):
 
     def __init__(self, cfg: Any, *, interleaved: bool = False):
         super().__init__()
-        self.key_heads, self.K = cfg.linear_num_key_heads, cfg.linear_key_head_dim
-        self.heads, self.V = cfg.linear_num_value_heads, cfg.linear_value_head_dim
+        self.K, self.V = cfg.linear_key_head_dim, cfg.linear_value_head_dim
+        heads = cfg.linear_num_value_heads, cfg.linear_num_key_heads
+        ranks = current_ranks()
+        # A rank has all value heads of its key heads where the checkpoint stores them together.
+        divides = ranks is None or not interleaved or heads[1] % ranks.size == 0
+        sizes = (self.V, self.K) if divides else (1,)
+        self.own, keys_own, split = own_heads(*heads, *sizes)
+        self.own_keys, self.all_key_heads = keys_own, heads[1]
+        self.heads, self.key_heads = self.own.length, keys_own.length
         keys, values = self.key_heads * self.K, self.heads * self.V
         self.sizes, hidden = [keys, keys, values], cfg.hidden_size
+        key, value = keys_own.times(self.K), self.own.times(self.V)
+        shares = (key, key, value) if split else ()
         self.interleaved = interleaved
         if interleaved:
-            self.in_proj_qkvz = Linear(hidden, 2 * keys + 2 * values)
-            self.in_proj_ba = Linear(hidden, 2 * self.heads)
+            each = keys_own.times(2 * (keys + values) // self.key_heads)
+            self.in_proj_qkvz = Linear(
+                hidden, 2 * keys + 2 * values, shares=(each,) if split else ()
+            )
+            self.in_proj_ba = Linear(hidden, 2 * self.own.total)
         else:
             parts = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}
-            self.in_proj = Linear(hidden, parts, packed="in_proj_qkvz")
-            gates = {"in_proj_b": self.heads, "in_proj_a": self.heads}
+            z = (value,) if split else ()
+            self.in_proj = Linear(hidden, parts, packed="in_proj_qkvz", shares=(*shares, *z))
+            gates = {"in_proj_b": self.own.total, "in_proj_a": self.own.total}
             self.in_gates = Linear(hidden, gates, packed="in_proj_ba")
-        self.conv1d = CausalConv(2 * keys + values, cfg.linear_conv_kernel_dim)
+        self.conv1d = CausalConv(2 * keys + values, cfg.linear_conv_kernel_dim, shares=shares)
         self.recurrence_shape = recurrence_shape(self.heads, self.K, self.V)
-        self.new_float("dt_bias", self.heads)
-        self.new_float("A_log", self.heads)
+        self.new_float("dt_bias", self.heads, shares=(self.own,))
+        self.new_float("A_log", self.heads, shares=(self.own,))
         self.norm = GatedNorm(self.V, cfg.rms_norm_eps)
-        self.out_proj = Linear(values, hidden)
+        self.out_proj = Linear(self.own.total * self.V, hidden, gathers=split)
 
     def forward(self, x_TD: Tensor, angles: object = None) -> Tensor:
         rows, (state, conv_state) = step_rows(), self.state
@@ -147,12 +193,13 @@ class GatedDeltaNet(RecurrentLayer):
         if not self.interleaved:
             qkv_TC, z_TD = self.in_proj(x_TD).split((sum(self.sizes), self.sizes[2]), -1)
             b_TG, a_TG = self.in_gates(x_TD).chunk(2, -1)
-            return qkv_TC, z_TD, b_TG, a_TG
+            return qkv_TC, z_TD, self.own.of(b_TG), self.own.of(a_TG)
         each = self.heads // self.key_heads
         by_head = self.in_proj_qkvz(x_TD).unflatten(-1, (self.key_heads, -1))
         *qkv, z = by_head.split((self.K, self.K, each * self.V, each * self.V), -1)
-        b, a = self.in_proj_ba(x_TD).unflatten(-1, (self.key_heads, -1)).chunk(2, -1)
-        return torch.cat([x.flatten(1) for x in qkv], -1), z.flatten(1), b.flatten(1), a.flatten(1)
+        b, a = self.in_proj_ba(x_TD).unflatten(-1, (self.all_key_heads, -1)).chunk(2, -1)
+        b_TG, a_TG = self.own.of(b.flatten(1)), self.own.of(a.flatten(1))
+        return torch.cat([x.flatten(1) for x in qkv], -1), z.flatten(1), b_TG, a_TG
 
 
 class Mamba2Sizes(NamedTuple):
@@ -167,6 +214,9 @@ class Mamba2Sizes(NamedTuple):
 
 class Mamba2Mixer(RecurrentLayer):
     """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060).
+
+    Ranks split the heads; the step sizes of all heads are computed on each rank. Where ranks share a group of the norm, each norms all
+    features.
 
     Args:
         bias, conv_bias, out_bias: of the projections (out: of the last one, if it differs), and of the convolution.
@@ -193,17 +243,29 @@ class Mamba2Mixer(RecurrentLayer):
         super().__init__()
         low, high = limits or (0.0, None)
         self.limits = low, high if isinstance(high, int | float) else float("inf")
-        self.sizes = sizes
-        inner, shared = sizes.heads * sizes.head_size, sizes.groups * sizes.states
-        self.inner, self.shared, self.channels = inner, shared, inner + 2 * shared
-        self.in_proj = Linear(hidden, inner + self.channels + sizes.heads, bias=bias)
-        self.conv1d = CausalConv(self.channels, sizes.taps, bias=conv_bias)
-        self.recurrence_shape = recurrence_shape(sizes.heads, sizes.states, sizes.head_size)
+        self.own, groups, split = own_heads(
+            sizes.heads, sizes.groups, sizes.head_size, sizes.states
+        )
+        self.sizes = sizes._replace(heads=self.own.length, groups=groups.length)
+        value, key = self.own.times(sizes.head_size), groups.times(sizes.states)
+        self.value, steps = value, Share(0, sizes.heads, sizes.heads)
+        self.parts = (value.length, value.length, key.length, key.length, sizes.heads)
+        self.channels = value.length + 2 * key.length
+        shares = (value, value, key, key, steps) if split else ()
+        self.in_proj = Linear(hidden, sum(self.parts), bias=bias, shares=shares)
+        self.conv1d = CausalConv(self.channels, sizes.taps, bias=conv_bias, shares=shares[1:4])
+        self.recurrence_shape = recurrence_shape(self.own.length, sizes.states, sizes.head_size)
         for name in ("dt_bias", "A_log", "D"):
-            self.new_float(name, sizes.heads)
-        group = inner // sizes.groups
-        self.norm = GatedNorm(inner, eps, group=group, gate_first=gate_first) if norm else None
-        self.out_proj = Linear(inner, hidden, bias=bias if out_bias is None else out_bias)
+            self.new_float(name, self.own.length, shares=(self.own,))
+        group = value.total // sizes.groups
+        spans = bool(norm and value.length % group)
+        self.norm_ranks = current_ranks() if spans else None
+        features, cut = (value.total, ()) if spans else (value.length, (value,))
+        self.norm: GatedNorm | None = None
+        if norm:
+            self.norm = GatedNorm(features, eps, group=group, gate_first=gate_first, shares=cut)
+        out_bias = bias if out_bias is None else out_bias
+        self.out_proj = Linear(value.total, hidden, bias=out_bias, gathers=split)
         self.scales = scales
 
     def forward(self, x_TD: Tensor, angles: object = None) -> Tensor:
@@ -211,26 +273,28 @@ class Mamba2Mixer(RecurrentLayer):
         y = self.in_proj(x_TD)
         if self.scales is not None:
             y = y * self._scale(y)
-        z_TD, xbc_TC, dt_TG = y.split((self.inner, self.channels, sizes.heads), -1)
+        z_TD, xbc_TC, dt_TG = y.split((self.parts[0], self.channels, self.parts[4]), -1)
         xbc_TC = self.conv1d(xbc_TC, conv_state, rows)
-        x, b, c = xbc_TC.split((self.inner, self.shared, self.shared), -1)
+        x, b, c = xbc_TC.split(self.parts[1:4], -1)
         x_TGV = x.unflatten(-1, (sizes.heads, sizes.head_size))
         b_THK, c_THK = (part.unflatten(-1, (sizes.groups, sizes.states)) for part in (b, c))
-        gates = Gates(self.dt_bias, self.A_log, self.D, *self.limits)
-        y_TGV = linear_recurrence(c_THK, b_THK, x_TGV, dt_TG, None, gates, state, rows)
+        gates, raw_TG = Gates(self.dt_bias, self.A_log, self.D, *self.limits), self.own.of(dt_TG)
+        y_TGV = linear_recurrence(c_THK, b_THK, x_TGV, raw_TG, None, gates, state, rows)
         y_TD = y_TGV.flatten(1)
-        if self.norm is not None:
+        if self.norm is None:
+            return self.out_proj((y_TD * silu(z_TD.float())).to(x_TD.dtype))
+        if self.norm_ranks is None:
             return self.out_proj(self.norm(y_TD, z_TD))
-        return self.out_proj((y_TD * silu(z_TD.float())).to(x_TD.dtype))
+        gather = self.norm_ranks.gather
+        return self.out_proj(self.value.of(self.norm(gather(y_TD), gather(z_TD))))
 
     def _scale(self, like: Tensor) -> Tensor:
-        sizes = (self.inner, self.inner, self.shared, self.shared, self.sizes.heads)
-        values = [like.new_full((n,), s) for n, s in zip(sizes, self.scales or (), strict=True)]
-        return torch.cat(values)
+        parts = zip(self.parts, self.scales or (), strict=True)
+        return torch.cat([like.new_full((n,), s) for n, s in parts])
 
 
 class MambaMixer(RecurrentLayer):
-    """Mamba-1 (Gu and Dao 2023, arXiv 2312.00752).
+    """Mamba-1 (Gu and Dao 2023, arXiv 2312.00752). Ranks split the channels.
 
     Args:
         norm_eps: of RMS norms of the step, B and C; None: no norms.
@@ -251,20 +315,22 @@ class MambaMixer(RecurrentLayer):
         norm_names: Sequence[str] | None = None,
     ):
         super().__init__()
-        self.inner, self.parts, self.norm_eps = inner, (rank, states, states), norm_eps
-        self.in_proj = Linear(hidden, 2 * inner, bias=bias)
-        self.conv1d = CausalConv(inner, taps, bias=conv_bias)
-        self.x_proj = Linear(inner, sum(self.parts))
-        self.dt_proj = Linear(rank, inner, bias=True)
-        self.recurrence_shape = scan_shape(inner, states)
-        self.new_float("A_log", inner, states)
-        self.new_float("D", inner)
+        self.parts, self.norm_eps, shares = (rank, states, states), norm_eps, shared_outputs(inner)
+        own, split = shares[0].length if shares else inner, bool(shares)
+        self.inner = own
+        self.in_proj = Linear(hidden, 2 * own, bias=bias, shares=(*shares, *shares))
+        self.conv1d = CausalConv(own, taps, bias=conv_bias, shares=shares)
+        self.x_proj = Linear(inner, sum(self.parts), gathers=split)
+        self.dt_proj = Linear(rank, own, bias=True, shares=shares)
+        self.recurrence_shape = scan_shape(own, states)
+        self.new_float("A_log", own, states, shares=shares)
+        self.new_float("D", own, shares=shares)
         self.norms: list[RMSNorm] = []
         if norm_eps is not None and norm_names is not None:
             self.norms = [RMSNorm(size, norm_eps) for size in self.parts]
             for name, norm in zip(norm_names, self.norms, strict=True):
                 self.register_module(name, norm)
-        self.out_proj = Linear(inner, hidden, bias=bias)
+        self.out_proj = Linear(inner, hidden, bias=bias, gathers=split)
 
     def forward(self, x_TD: Tensor, angles: object = None) -> Tensor:
         rows, (state, conv_state) = step_rows(), self.state
@@ -284,13 +350,15 @@ class MambaMixer(RecurrentLayer):
 
 
 class ShortConv(StateLayer):
-    """Gated short convolution of LFM2: out(C * conv(B * x)), where B, C, x are products of the input."""
+    """Gated short convolution of LFM2: out(C * conv(B * x)), where B, C, x are products of the input. Ranks split the channels."""
 
     def __init__(self, hidden: int, taps: int, *, bias: bool = False):
         super().__init__()
-        self.in_proj = Linear(hidden, 3 * hidden, bias=bias)
-        self.conv = CausalConv(hidden, taps, bias=bias, activate=False)
-        self.out_proj = Linear(hidden, hidden, bias=bias)
+        shares = shared_outputs(hidden)
+        own, split = shares[0].length if shares else hidden, bool(shares)
+        self.in_proj = Linear(hidden, 3 * own, bias=bias, shares=(*shares, *shares, *shares))
+        self.conv = CausalConv(own, taps, bias=bias, activate=False, shares=shares)
+        self.out_proj = Linear(hidden, hidden, bias=bias, gathers=split)
 
     def state_spec(self) -> StateSpec:
         return StateSpec((self.conv.state_shape,), (self.conv.dtype,))

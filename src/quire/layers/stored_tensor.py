@@ -38,8 +38,8 @@ class StoredTensor(NamedTuple):
             return [outs * width for outs, width in zip(outputs, self.widths, strict=True)]
         return [1 if self.per_part else -(-part // self.pack_factor) for part in outputs]
 
-    def shares(self, outputs: Sequence[Share]) -> tuple[Share, ...]:
-        """What a rank has of each part's tensor along `dim`.
+    def shares(self, outputs: Sequence[Share], part: int = 0) -> tuple[Share, ...]:
+        """What a rank has of the tensor of a part along `dim`, where `outputs` are its pieces of the part's outputs.
 
         Raises:
             ConfigError: an element of the tensor holds outputs of two ranks.
@@ -47,14 +47,18 @@ class StoredTensor(NamedTuple):
         if self.per_part:
             return ()
         factor = Fraction(self.pack_factor)
-        for share in outputs:
+        for number, share in enumerate(outputs, 1):
             end = share.start + share.length
-            if share.start % factor or (end % factor and end != share.total):
+            inside = (
+                number < len(outputs) and share.total % factor
+            )  # the next piece begins within an element
+            if inside or share.start % factor or (end % factor and end != share.total):
                 raise ConfigError(
                     f"tensor_parallel_size: a checkpoint tensor packs {factor} of {share.total} outputs into one element, so"
                     f" a rank cannot have outputs {share.start} to {end}; use a smaller tensor_parallel_size"
                 )
-        starts, lengths, totals = (self.lengths(counts) for counts in zip(*outputs, strict=True))
+        own = self._replace(widths=self.widths[part : part + 1] * len(outputs))
+        starts, lengths, totals = (own.lengths(counts) for counts in zip(*outputs, strict=True))
         return tuple(map(Share, starts, lengths, totals))
 
     def shape_for(self, outputs: Sequence[int]) -> tuple[int, ...]:

@@ -188,7 +188,8 @@ class WeightRef:
         prefix: begins the names of the parameters, for a layer with several weights.
         exact: it is never quantized.
         dtype: of the weight; None: the model's.
-        shares: of each part, the outputs that this rank has; `num_out` counts only these. None: this rank has all outputs.
+        shares: the outputs that this rank has of each part, in order, maybe several pieces of a part; `num_out` counts only these.
+            None: this rank has all outputs.
 
     Attributes:
         format: how the checkpoint stores it; `UNQUANTIZED` once it is loaded.
@@ -257,12 +258,12 @@ class WeightRef:
         layout = dict(self.layout)
         if self.bias is not None:
             layout["bias"] = StoredTensor((self.num_out,), self.dtype)
-        found = {}
+        found, cuts = {}, self._shares_of_parts()
         for name, stored in layout.items():
-            shares = stored.shares(self.shares) if self.shares else ()
+            own = [stored.shares(cut, part) for part, cut in enumerate(cuts)] if self.shares else ()
             whole = WeightSlot(
                 self.layer, self.prefix + name, per_part=stored.per_part, optional=stored.optional, ref=self,
-                shares=shares, cut=stored.dim,
+                shares=tuple(share for cut in own for share in cut), cut=stored.dim,
             )  # fmt: skip
             if not self.parts:
                 found[f"{path}.{name}"] = whole
@@ -273,9 +274,19 @@ class WeightRef:
             lengths = stored.lengths(self.outputs)
             for number, part in enumerate(self.checkpoint_names(path)):
                 found[f"{part}.{name}"] = whole._replace(
-                    dim=dim, start=start, length=lengths[number], shares=shares[number : number + 1]
+                    dim=dim, start=start, length=lengths[number], shares=own[number] if own else ()
                 )
                 start += lengths[number]
+        return found
+
+    def _shares_of_parts(self) -> list[list[Share]]:
+        """The shares of each part: those that together have its outputs."""
+        found, left = [], list(self.shares)
+        for outs in self.outputs:
+            cut: list[Share] = []
+            while left and sum(share.length for share in cut) < outs:
+                cut.append(left.pop(0))
+            found.append(cut)
         return found
 
     def convert(self) -> None:

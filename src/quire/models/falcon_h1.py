@@ -15,6 +15,7 @@ from quire.models.base import CausalLM
 from quire.models.hf_config import TextConfig
 from quire.models.mamba_hybrids import NORMS, mamba2, named
 from quire.ops.recurrent import silu
+from quire.parallel.ranks import shared_outputs
 
 
 class BothMixers(nn.Module):
@@ -51,9 +52,11 @@ class ScaledMLP(nn.Module):
     def __init__(self, cfg: TextConfig, factors: Sequence[float]):
         super().__init__()
         self.factors, inner = factors, cfg.intermediate_size
-        parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up = Linear(cfg.hidden_size, parts, bias=cfg.mlp_bias)
-        self.down_proj = Linear(inner, cfg.hidden_size, bias=cfg.mlp_bias)
+        shares = shared_outputs(inner)
+        own = shares[0].length if shares else inner
+        parts = {"gate_proj": own, "up_proj": own}
+        self.gate_up = Linear(cfg.hidden_size, parts, bias=cfg.mlp_bias, shares=(*shares, *shares))
+        self.down_proj = Linear(inner, cfg.hidden_size, bias=cfg.mlp_bias, gathers=bool(shares))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_TI, up_TI = self.gate_up(x_TD).chunk(2, -1)

@@ -15,6 +15,7 @@ from quire.models.hf_config import TextConfig
 from quire.models.mamba import BACKBONE
 from quire.models.mamba_hybrids import mamba2
 from quire.ops.experts import Routing
+from quire.parallel.ranks import shared_outputs
 
 
 class SquaredMLP(nn.Module):
@@ -22,8 +23,10 @@ class SquaredMLP(nn.Module):
 
     def __init__(self, hidden: int, inner: int, bias: bool):
         super().__init__()
-        self.up_proj = Linear(hidden, inner, bias=bias)
-        self.down_proj = Linear(inner, hidden, bias=bias)
+        shares = shared_outputs(inner)
+        own = shares[0].length if shares else inner
+        self.up_proj = Linear(hidden, own, bias=bias, shares=shares)
+        self.down_proj = Linear(inner, hidden, bias=bias, gathers=bool(shares))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(F.relu(self.up_proj(x_TD)).square())

@@ -17,6 +17,8 @@ def native_delta_net(net: nn.Module) -> CDeltaNet | None:
     """The struct; None: the kernels do not compute some part of it."""
     if type(net) is not GatedDeltaNet or not net.state or net.K % TILE or net.V % TILE:
         return None
+    if net.own.length < net.own.total:
+        return None  # the gates of all heads are computed on each rank
     (state, conv_state), conv, norm = net.state, net.conv1d, net.norm
     first = (net.in_proj_qkvz, net.in_proj_ba) if net.interleaved else (net.in_proj, net.in_gates)
     weights = [

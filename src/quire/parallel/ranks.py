@@ -36,6 +36,10 @@ class Share(NamedTuple):
         """Of heads with `factor` outputs each."""
         return Share(self.start * factor, self.length * factor, self.total * factor)
 
+    def of(self, x_TX: Tensor) -> Tensor:
+        """This rank's part of outputs that it has all of."""
+        return x_TX[..., self.start : self.start + self.length]
+
 
 class TensorRanks(Protocol):
     """This rank, and its exchange with the others. All ranks call the same methods in the same order.
