@@ -329,7 +329,7 @@ REFUSED = [
     ({"pipeline_parallel_size": 2, "enable_lora": True}, Unsupported, "pipeline_parallel_size=2 with --enable-lora"),
     ({"prefill_context_parallel_size": 2}, Unsupported, "prefill_context_parallel_size=2"),
     ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0"),
-    ({"enable_expert_parallel": True}, Unsupported, "enable_expert_parallel .*leave the flag out"),
+    ({"enable_eplb": True}, ConfigError, "enable_eplb moves whole experts .*add --enable-expert-parallel"),
     ({"enable_prompt_embeds": True}, Unsupported, "enable_prompt_embeds .*token ids"),
     ({"distributed_executor_backend": "ray"}, Unsupported, "distributed_executor_backend=ray .*uni"),
     ({"distributed_executor_backend": "x"}, ConfigError, "distributed_executor_backend='x': choose from uni, mp"),

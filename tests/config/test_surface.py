@@ -22,7 +22,7 @@ load_format=hf load_format=npcache load_format=pt load_format=safetensors downlo
 quantization=awq scheduling_policy=priority num_scheduler_steps=1 preemption_mode=recompute preemption_mode=swap runner=generate
 model_impl=transformers model_impl=vllm generation_config=vllm chat_template=t chat_template_content_format=openai hf_token=secret
 max_loras=4 max_lora_rank=64 max_cpu_loras=2 lora_dtype=float16 attention_backend=TORCH_SDPA attention_backend=XFORMERS distributed_executor_backend=mp distributed_executor_backend=uni
-tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 long_prefill_token_threshold=7 max_num_queued_reqs=3
+tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 expert_placement_strategy=round_robin long_prefill_token_threshold=7 max_num_queued_reqs=3
 max_num_queued_tokens=99 host=h port=1 uds=/s root_path=/r ssl_keyfile=k ssl_certfile=c ssl_ca_certs=a ssl_cert_reqs=1 ssl_ciphers=x
 api_server_count=2 data_parallel_size_local=1 data_parallel_rank=1 data_parallel_start_rank=1 data_parallel_address=1.2.3.4 data_parallel_rpc_port=9 data_parallel_backend=ray data_parallel_supervisor_port=9 shutdown_timeout=5 tool_call_parser=hermes reasoning_parser=qwen3 tool_parser_plugin=/p.py response_role=r sse_keep_alive_interval=5 uvicorn_log_level=info
 otlp_traces_endpoint=http://c:4318 kv_cache_metrics_sample=0.5
@@ -32,12 +32,12 @@ SWITCHES = """
 enable_prefix_caching enable_chunked_prefill enforce_eager trust_remote_code skip_tokenizer_init disable_log_stats enable_log_requests
 enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_force_include_usage enable_request_id_headers enable_lora fully_sharded_loras
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
-headless data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_prompt_embeds
+headless data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_eplb enable_prompt_embeds
 """
 LISTS = "cudagraph_capture_sizes collect_detailed_traces served_model_name api_key allowed_hosts allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware lora_target_modules"
 OBJECTS = (
     "hf_overrides override_generation_config model_loader_extra_config default_chat_template_kwargs"
-    " custom_histogram_buckets structured_outputs_config"
+    " custom_histogram_buckets structured_outputs_config eplb_config"
 )
 
 # Features of later work: a value that asks for one is refused, naming it
@@ -47,7 +47,7 @@ limit_mm_per_prompt={"image":4} limit_mm_per_prompt=image=4,video=1
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4 profiler_config={"profiler":"torch"}
 io_processor_plugin=x decode_context_parallel_size=2 nnodes=2
-enable_eplb enable_dbo grpc scheduler_cls=a.b worker_cls=a.b
+enable_dbo grpc scheduler_cls=a.b worker_cls=a.b
 worker_extension_cls=a.b tool_server=demo disable_sliding_window tokens_only enable_scale_out
 """
 # Nothing to tune here: taken, with a warning that says why

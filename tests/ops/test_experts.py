@@ -252,6 +252,35 @@ def test_a_layer_equals_its_definition(method: str, act: str) -> None:
     assert float((found.float() - plain).abs().max()) < share * float(plain.abs().max())
 
 
+@pytest.mark.parametrize("method", ["bf16", "int8"])
+@pytest.mark.parametrize("act", ["silu", "relu2"])
+def test_products_of_pairs_and_their_sum_are_the_whole(method: str, act: str) -> None:
+    """With ids outside of the experts, and each product by its definition too."""
+    if bindings.best() is None:
+        pytest.skip("the native kernels do not run on this CPU")
+    torch.manual_seed(7)
+    layer = Experts(HIDDEN, 128, EXPERTS, act=act).bfloat16()
+    for ref in layer.weights():
+        ref.dtype = torch.bfloat16
+        for tensor in ref.parameters().values():
+            tensor.data = (torch.randn(tensor.shape) * ref.num_in**-0.5).bfloat16()
+    refs = list(layer.weights())
+    pack_weights(refs) if method == "bf16" else quantize_weights(refs, method)
+    for tokens in (1, 6, 70):
+        x_TD, ids_TK, weights_TK = routed(tokens)
+        ids_TK[0, 1] = -1
+        whole = definitions.experts.implementations["native"](x_TD, ids_TK, weights_TK, layer.of)
+        y_PD, ids_P = x_TD, ids_TK.flatten()
+        for down in (False, True):
+            given = y_PD, ids_P, layer.of, down
+            y_PD = definitions.expert_products.implementations["native"](*given)
+            assert torch.equal(y_PD, definitions.expert_products.reference(*given))
+        total = definitions.weighted_sum.implementations["native"]
+        y_TKD = y_PD.view(*ids_TK.shape, -1)
+        assert torch.equal(total(y_TKD, weights_TK), whole)
+        assert torch.equal(definitions.weighted_sum.reference(y_TKD, weights_TK), whole)
+
+
 @pytest.mark.parametrize("method", [None, "int8"])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_each_head_is_multiplied_by_its_own_weight(

@@ -78,6 +78,8 @@ class ModelSpec:
     """What it computes in place of logits; None: it generates."""
     is_split: bool = True
     """Whether the ranks that split the main model split this one too; else each has all of it."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Where ranks have its experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +141,7 @@ class Resolved:
             options=self.config.model,
             load=self.config.load,
             pooling=self.pooling,
+            parallel=self.config.parallel,
         )
 
     @property
@@ -156,6 +159,7 @@ class Resolved:
             quantization=draft.quantization,
             pooling=None,
             is_split=self.speculation is None or self.speculation.draft_tensor_parallel_size != 1,
+            parallel=ParallelConfig(),
         )
 
     @property

@@ -114,7 +114,9 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
     }
 
 
-MERGED = frozenset({"hf_overrides", "structured_outputs_config", "speculative_config"})
+MERGED = frozenset(
+    {"hf_overrides", "structured_outputs_config", "speculative_config", "eplb_config"}
+)
 """Objects that several old names fill."""
 
 

@@ -11,6 +11,7 @@ SPELLINGS = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "intermediate_size": ("intermediate_size", "n_inner"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
 }
 """Most models' key -> all keys for the same size, the usual one first."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -43,7 +43,14 @@ class ParallelConfig:
     data_parallel_backend: Literal["mp", "ray"] = "mp"
     """mp: each engine is a child of its server; ray: not supported yet."""
     enable_expert_parallel: bool = False
-    """Place whole experts on each device instead of a slice of every expert."""
+    """Place whole experts on each rank instead of a part of every expert."""
+    expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
+    """With enable_expert_parallel: linear: neighbouring experts on one rank; round_robin: on different ranks."""
+    enable_eplb: bool = False
+    """Move experts between ranks, and copy busy ones, so that all ranks have as many tokens."""
+    eplb_config: dict[str, Any] = field(default_factory=dict)
+    """A JSON object with window_size, step_interval, num_redundant_experts, log_balancedness and log_balancedness_interval:
+    docs/parallel.md."""
     distributed_executor_backend: str | None = None
     """uni: the worker runs in the engine's process; mp: in a process of its own; unset: uni."""
     attention_backend: str | None = None

@@ -50,7 +50,7 @@ def check_ranks(resolved: Resolved) -> None:
 
 def _check_heads(resolved: Resolved) -> None:
     size = resolved.config.parallel.tensor_parallel_size
-    heads = model_size(resolved.hf_config, "num_attention_heads", 1)
+    heads = model_size(resolved.hf_config, "num_attention_heads", size)  # size: it has none
     if heads % size:
         nearest = max(n for n in range(1, size) if heads % n == 0)
         raise ConfigError(

@@ -15,6 +15,7 @@ from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.context_length import learned_positions, model_length
 from quire.config.data_parallel import check_device
 from quire.config.engine import EngineConfig, Resolved
+from quire.config.experts import check_experts
 from quire.config.pooling import PoolingModel
 from quire.config.quantization import ONLINE, fitting, quantization_method
 from quire.config.quantization_config import stored_quantization
@@ -107,6 +108,7 @@ def resolve(
     _check_checkpoints(resolved)
     check_ranks(resolved)
     check_device(config.parallel, facts.device)
+    check_experts(config.parallel, hf_config)
     _log(resolved, facts)
     return resolved
 

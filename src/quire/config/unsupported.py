@@ -132,7 +132,6 @@ LOAD_FORMATS: dict[str, str] = {
 """Load formats -> what to do instead."""
 
 SETTINGS: dict[tuple[str, str, object], str] = {
-    ("parallel", "enable_expert_parallel", True): "a server uses one device; leave the flag out",
     ("model", "enable_prompt_embeds", True): "send token ids instead",
     ("parallel", "distributed_executor_backend", "ray"): EXECUTORS,
     ("parallel", "distributed_executor_backend", "external_launcher"): EXECUTORS,

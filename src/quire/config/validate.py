@@ -10,6 +10,7 @@ from quire.config import unsupported
 from quire.config.cache import KV_DTYPES
 from quire.config.data_parallel import check_data_parallel
 from quire.config.engine import EngineConfig
+from quire.config.experts import eplb_options
 from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
 from quire.config.options import coerce, options
 from quire.config.quantization import quantization_method
@@ -49,6 +50,7 @@ def check_options(config: EngineConfig) -> None:
     _check_structured(config.structured.structured_outputs_config)
     _check_lora(config)
     check_data_parallel(config.parallel, config.server)
+    eplb_options(config.parallel)
 
 
 def _check_lora(config: EngineConfig) -> None:

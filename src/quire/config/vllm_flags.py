@@ -95,6 +95,10 @@ def _speculative(key: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {"speculative_config": {key: value}}
 
 
+def _eplb(key: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {"eplb_config": {key: value}}
+
+
 _WHITESPACE, _PROPERTIES = "disable_any_whitespace", "disable_additional_properties"
 _SPECULATIVE = {"method": "method", "model": "model", "tokens": "num_speculative_tokens"}
 _OLD_SPECULATIVE = {
@@ -106,6 +110,12 @@ _OLD_SPECULATIVE = {
     "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
     "speculative_max_model_len": "max_model_len",
     "speculative_model_quantization": "quantization",
+}
+_EPLB: dict[str, tuple[Kind, str]] = {
+    "eplb_window_size": ("value", "window_size"),
+    "eplb_step_interval": ("value", "step_interval"),
+    "eplb_log_balancedness": ("flag", "log_balancedness"),
+    "num_redundant_experts": ("value", "num_redundant_experts"),
 }
 TASKS: dict[str, dict[str, Any]] = {
     "embed": {"runner": "pooling", "convert": "embed"},
@@ -127,6 +137,7 @@ _MAPPED = (
     VllmFlag("guided_decoding_disable_additional_properties", "flag", "W", f"use structured_outputs_config={{'{_PROPERTIES}': true}}", (), _structured(_PROPERTIES)),
     *(VllmFlag(f"spec_{key}", "value", "A", "", (), _speculative(name)) for key, name in _SPECULATIVE.items()),
     *(VllmFlag(name, "value", "W", f"use speculative_config={{'{key}': ...}}", (), _speculative(key)) for name, key in _OLD_SPECULATIVE.items()),
+    *(VllmFlag(name, kind, "W", f"use eplb_config={{'{key}': ...}}", (), _eplb(key)) for name, (kind, key) in _EPLB.items()),
     VllmFlag("model_tag", "value", "A", "", (), lambda v: {"model": v}),
     VllmFlag("device", "value", "W", "the device is detected; QUIRE_DEVICE=cpu or cuda forces one", ("auto", "cpu"), lambda v: {}),
 )  # fmt: skip

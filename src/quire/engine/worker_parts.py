@@ -95,6 +95,7 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
     """The features' parts of a worker, in the order in which they run."""
 
     def plug_in(parts: WorkerParts) -> None:
+        from quire.features.expert_balance.hook import add_expert_balance
         from quire.features.structured.masks import GrammarMasks
         from quire.features.thinking.budget import ThinkingBudget
 
@@ -111,6 +112,7 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
             adapters = LoraHook(parts.rows, resolved.config.lora)
             parts.hooks.append(adapters)
             parts.functions |= adapters.functions
+        add_expert_balance(parts, resolved)
         add_drafter(parts, resolved)
 
     return plug_in

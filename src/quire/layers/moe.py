@@ -17,10 +17,19 @@ from torch import Tensor, nn
 
 from quire.errors import ConfigError
 from quire.layers.linear import Linear
-from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot, set_parameter
+from quire.layers.split_experts import CutExperts, PlacedExperts, can_move, split_experts
+from quire.layers.weight_slots import (
+    Layer,
+    Slot,
+    StackedSlot,
+    UnreadSlot,
+    WeightSlot,
+    set_parameter,
+)
 from quire.layers.weights import UNQUANTIZED, WeightRef
 from quire.ops.experts import ExpertWeights, Routing, add_shared, experts, route, router_logits
 from quire.ops.reference import rms_norm
+from quire.parallel.expert_placement import Placement
 
 PROJ = ("gate_proj", "up_proj", "down_proj")
 W123 = ("w1", "w3", "w2")
@@ -135,26 +144,41 @@ class Experts(Layer):
         super().__init__()
         self.stacked, self.by_expert, self.on_input = stacked, by_expert, on_input
         self.transposed, self.interleaved = transposed, interleaved
+        self.num_experts, self.split = num_experts, split_experts(num_in, inner, num_experts)
         gated = act != "relu2"
         first = names[:2] if gated else names[1:2]
+        cuts = (self.split.inner, self.split.out) if isinstance(self.split, CutExperts) else None
+        own_inner, own_out = (cut.length for cut in cuts) if cuts else (inner, num_in)
+        inner_shares, out_shares = ([cuts[0]] * len(first), cuts[1:]) if cuts else ((), ())
         up, down = [], []
-        for e in range(num_experts):
-            parts = {f"experts.{e}.{name}": inner for name in first}
+        for seat, e in enumerate(self.numbers):
+            parts = {f"experts.{e}.{name}": own_inner for name in first}
             up.append(
-                WeightRef(self, num_in, parts, bias=bias, gated=gated, act=act, prefix=f"up_{e}_")
+                WeightRef(
+                    self, num_in, parts, bias=bias, gated=gated, act=act, prefix=f"up_{seat}_", shares=inner_shares
+                )
+            )  # fmt: skip
+            parts = {f"experts.{e}.{names[2]}": own_out}
+            down.append(
+                WeightRef(self, inner, parts, bias=bias, prefix=f"down_{seat}_", shares=out_shares)
             )
-            parts = {f"experts.{e}.{names[2]}": num_in}
-            down.append(WeightRef(self, inner, parts, bias=bias, prefix=f"down_{e}_"))
         self.of = ExpertWeights(up, down, act)
         self.refs: Sequence[WeightRef] = (*up, *down)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The experts whose weights this rank has, in the order of these weights."""
+        if isinstance(self.split, PlacedExperts):
+            return self.split.experts
+        return range(self.num_experts)
 
     def weights(self) -> Iterable[WeightRef]:
         return self.refs
 
     def slots(self, path: str) -> dict[str, Slot]:
         if any(not (ref.format is UNQUANTIZED or ref.format.gives_floats) for ref in self.refs):
-            return super().slots(path)
-        found = super().slots(path) if self.by_expert else {}
+            return self._by_expert(path)
+        found = self._by_expert(path) if self.by_expert else {}
         parent, half = path.rpartition(".")[0], len(self.refs) // 2
         for refs, called in zip((self.refs[:half], self.refs[half:]), self.stacked, strict=True):
             names = {"weight": called}
@@ -162,20 +186,65 @@ class Experts(Layer):
                 names["bias"] = f"{called}_bias"
             for name, stored in names.items():
                 found[f"{parent}.{stored}"] = StackedSlot(
-                    [WeightSlot(self, ref.prefix + name, ref=ref) for ref in refs],
+                    [
+                        WeightSlot(self, ref.prefix + name, ref=ref, shares=ref.shares)
+                        for ref in refs
+                    ],
                     transposed=self.transposed,
                     interleaved=self.interleaved and refs[0].gated,
                     is_alternative=self.by_expert,
+                    numbers=self.numbers,
+                    total=self.num_experts,
                 )
         return found
 
+    def _by_expert(self, path: str) -> dict[str, Slot]:
+        """Those of each expert's weights. The tensors of experts that only other ranks have are not read."""
+        own = super().slots(path)
+        absent, number = set(range(self.num_experts)) - set(self.numbers), self.numbers[0]
+        begin = f"experts.{number}."
+        others = [
+            name.replace(begin, f"experts.{e}.", 1) for name in own if begin in name for e in absent
+        ]
+        return {**own, **dict.fromkeys(others, UnreadSlot(self))}
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether each rank has whole experts."""
+        return isinstance(self.split, PlacedExperts)
+
+    def can_move(self) -> bool:
+        """Whether experts may take the places of others; once the weights are loaded."""
+        return self.is_placed and can_move(self._seats())
+
+    def move(self, where: Placement) -> int:
+        """Give the ranks' seats these experts; the number of this rank's seats that changed."""
+        if not isinstance(self.split, PlacedExperts):
+            raise TypeError("each rank has a part of every expert")
+        seats = self._seats()
+        changed = self.split.move(where, seats)
+        for refs, number in zip(seats, self.numbers, strict=True):
+            for ref in refs:
+                names = (name.rpartition(".")[2] for name in ref.parts)
+                ref.parts = {
+                    f"experts.{number}.{name}": outs
+                    for name, outs in zip(names, ref.outputs, strict=True)
+                }
+        self.of.prepared = None  # it has addresses of tensors that may be others now
+        return changed
+
+    def _seats(self) -> list[tuple[WeightRef, WeightRef]]:
+        half = len(self.refs) // 2
+        return list(zip(self.refs[:half], self.refs[half:], strict=True))
+
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """y_TD"""
+        compute = experts if self.split is None else self.split
         if not self.on_input:
-            return experts(x_TD, ids_TK, weights_TK, self.of)
+            return compute(x_TD, ids_TK, weights_TK, self.of)
         count, k = ids_TK.shape
         x_ND = (x_TD[:, None] * weights_TK[..., None].to(x_TD.dtype)).flatten(0, 1)
-        y_ND = experts(
+        y_ND = compute(
             x_ND, ids_TK.reshape(-1, 1), torch.ones_like(weights_TK).view(-1, 1), self.of
         )
         return y_ND if k == 1 else y_ND.view(count, k, -1).float().sum(1).to(x_TD.dtype)

@@ -141,6 +141,7 @@ class StackedSlot:
         transposed: the orientation of matrices where their shape does not show it: the checkpoint has [E, in, out].
         interleaved: outputs of the two halves of a parameter alternate in the checkpoint.
         is_alternative: other slots fill the same parameters part by part.
+        numbers: of these weights among the `total` of the tensor; None: it has no others.
     """
 
     dim: int | None = None
@@ -153,6 +154,8 @@ class StackedSlot:
         transposed: bool = False,
         interleaved: bool = False,
         is_alternative: bool = False,
+        numbers: Sequence[int] | None = None,
+        total: int = 0,
     ):
         self.slots, self.interleaved, self.is_alternative = (
             tuple(slots),
@@ -161,6 +164,7 @@ class StackedSlot:
         )
         self.layer, self.name, self.ref = slots[0].layer, slots[0].name, slots[0].ref
         self.transposed = transposed and len(slots[0].shape()) == 2
+        self.numbers, self.total = numbers or range(len(slots)), total or len(slots)
 
     def targets(self) -> tuple[WeightSlot, ...]:
         """As of a `WeightSlot`."""
@@ -169,7 +173,7 @@ class StackedSlot:
     def shape(self) -> tuple[int, ...]:
         """The shape in checkpoints of the usual orientation."""
         one = self.slots[0].shape()
-        return (len(self.slots), *(one[::-1] if self.transposed else one))
+        return (self.total, *(one[::-1] if self.transposed else one))
 
     def fill(self, tensor: Tensor, device: torch.device, called: str) -> None:
         """Fill all weights; see `WeightSlot.fill`."""
@@ -180,21 +184,44 @@ class StackedSlot:
                 f"weight {called} has shape {list(found)}, but config.json requires {list(want)}"
             )
         turned = self.transposed is usual and len(want) == 3
-        for number, slot in enumerate(self.slots):
+        for number, slot in zip(self.numbers, self.slots, strict=True):
             one = tensor[number].T if turned else tensor[number]
-            if self.interleaved:
-                half = len(one) // 2
-                parts = [(0, one[::2]), (half, one[1::2])]
-            elif turned:
-                parts = [(0, one)]
-            else:
+            if not self.interleaved and not turned:
                 slot.fill(one, device, called)
                 continue
-            for start, part in parts:  # a copy, which a CPU defers
-                slot._replace(dim=0, start=start, length=len(part)).fill(part, device, called)
+            parts = (one[::2], one[1::2]) if self.interleaved else (one,)
+            length = slot.own_shape()[0] // len(parts)
+            for half, part in enumerate(parts):  # a copy, which a CPU defers
+                shares = slot.shares[half : half + 1] if self.interleaved else slot.shares
+                slot._replace(dim=0, start=half * length, length=length, shares=shares).fill(
+                    part, device, called
+                )
 
 
-Slot = WeightSlot | StackedSlot
+class UnreadSlot:
+    """The destination of a checkpoint tensor that this rank does not need: nothing of it is read."""
+
+    dim: int | None = None
+    optional = is_alternative = True
+    ref: WeightRef | None = None
+    name = ""
+
+    def __init__(self, layer: nn.Module):
+        self.layer = layer
+
+    def targets(self) -> tuple[WeightSlot, ...]:
+        """None."""
+        return ()
+
+    def shape(self) -> tuple[int, ...]:
+        """Unknown."""
+        return ()
+
+    def fill(self, tensor: Tensor, device: torch.device, called: str) -> None:
+        """Nothing."""
+
+
+Slot = WeightSlot | StackedSlot | UnreadSlot
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:

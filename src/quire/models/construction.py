@@ -17,11 +17,13 @@ from quire.errors import ConfigError
 from quire.models import registry
 from quire.models.base import CausalLM
 from quire.models.hf_config import TextConfig
+from quire.parallel.expert_placement import ExpertOptions, sharing_experts
 
 
 def construct(spec: ModelSpec) -> CausalLM:
     """The native model of `spec` on "meta", without weights."""
-    with construction(getattr(torch, spec.dtype)):
+    experts = ExpertOptions.of(spec.parallel)
+    with construction(getattr(torch, spec.dtype)), sharing_experts(experts):
         model: CausalLM = model_class(spec.architecture)(
             TextConfig(spec.hf_config), spec.max_model_len
         )

@@ -18,6 +18,8 @@ def native_mixture(mlp: nn.Module) -> CMixture | None:
     """The struct; None: the kernels do not compute some part of it."""
     if type(mlp) is not MoE or type(mlp.gate) is not Router or type(mlp.experts) is not Experts:
         return None
+    if mlp.experts.split is not None:
+        return None  # ranks exchange between its products
     gate, shared = mlp.gate, mlp.shared
     whole = gate.ref.dtype == torch.float32
     router: CWeight | None = CWeight()

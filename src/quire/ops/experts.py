@@ -5,7 +5,8 @@ Knows arithmetic. Does not know layers, or how weights are stored. A token's res
 
 Sources: Mixtral (arXiv 2401.04088), DeepSeek-V2 and V3 (2405.04434, 2412.19437), SparseMixer (2409.12136).
 
-Shape suffixes: T tokens, D features, E experts, K experts of a token, G groups of experts.
+Shape suffixes: T tokens, D features, E experts, K experts of a token, P = T * K pairs of a token and an expert, N rows, I inner
+features, G groups of experts.
 """
 
 from __future__ import annotations
@@ -147,22 +148,42 @@ class ExpertWeights:
 
 
 @op
+def expert_products(x_ND: Tensor, ids_P: Tensor, of: ExpertWeights, down: bool) -> Tensor:
+    """y_PD: of each pair of a token and an expert, the product of the token with the expert's gate and up, and the activation;
+    with `down`, the product with its down.
+
+    Pair p has row p * N // P of x. Rows of ids outside of the experts are zeros.
+    """
+    each, y_PD = len(ids_P) // max(len(x_ND), 1), None
+    for expert, weight in enumerate(of.down if down else of.gate_up):
+        (pairs,) = (ids_P == expert).nonzero(as_tuple=True)
+        if len(pairs):
+            some = weight.multiply(x_ND[pairs // each])
+            some = F.relu(some).square() if of.act == "relu2" and not down else some
+            y_PD = some.new_zeros(len(ids_P), some.shape[1]) if y_PD is None else y_PD
+            y_PD[pairs] = some
+    return x_ND.new_zeros(len(ids_P), x_ND.shape[1]) if y_PD is None else y_PD
+
+
+@op
+def weighted_sum(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+    """y_TD: the sum of each token's rows times their weights, in float32, in their order."""
+    sum_TD = torch.zeros_like(y_TKD[:, 0], dtype=torch.float32)
+    for place in range(weights_TK.shape[1]):
+        sum_TD += y_TKD[:, place] * weights_TK[:, place, None]
+    return sum_TD.to(y_TKD.dtype)
+
+
+@op
 def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights) -> Tensor:
     """y_TD: the sum of each token's experts times their weights, in float32, in the router's order.
 
     Each expert's output is rounded to x's dtype before it is weighed. ids outside of the experts add nothing.
     """
-    y_TKD = x_TD.new_zeros(*ids_TK.shape, x_TD.shape[1])
-    for expert in range(len(of.down)):
-        t, k = (ids_TK == expert).nonzero(as_tuple=True)
-        if len(t):
-            inner = of.gate_up[expert].multiply(x_TD[t])
-            inner = F.relu(inner).square() if of.act == "relu2" else inner
-            y_TKD[t, k] = of.down[expert].multiply(inner)
-    sum_TD = torch.zeros_like(x_TD, dtype=torch.float32)
-    for place in range(ids_TK.shape[1]):
-        sum_TD += y_TKD[:, place] * weights_TK[:, place, None]
-    return sum_TD.to(x_TD.dtype)
+    ids_P = ids_TK.flatten()
+    inner_PI = expert_products.reference(x_TD, ids_P, of, False)
+    y_PD = expert_products.reference(inner_PI, ids_P, of, True)
+    return weighted_sum.reference(y_PD.view(*ids_TK.shape, y_PD.shape[1]), weights_TK)
 
 
 @dataclass(eq=False, slots=True)

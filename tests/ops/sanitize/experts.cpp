@@ -80,6 +80,12 @@ CHECK(experts) {
         Guarded<bf16> y(tokens * HIDDEN), part(HIDDEN), want(HIDDEN);
         quire_experts(&mixture.experts, x, apart, ids, weights, y, tokens);
         const std::string name = named("experts", {act, count, tokens});
+        const long pairs = tokens * chosen, inner = mixture.down[0].ins;
+        Guarded<bf16> middle(pairs * inner), outer(pairs * HIDDEN), sum_of(tokens * HIDDEN);
+        quire_expert_products(&mixture.experts, 0, x, apart, tokens, ids, pairs, middle, inner);
+        quire_expert_products(&mixture.experts, 1, middle, inner, pairs, ids, pairs, outer, HIDDEN);
+        quire_weighted_sum(outer, weights, sum_of, tokens, chosen, HIDDEN);
+        same(named("expert_products", {act, count, tokens}), sum_of.data, y.data, tokens * HIDDEN);
         for (long t : {0L, tokens / 2, tokens - 1}) {
           std::vector<float> sum(HIDDEN);
           for (long j = 0; j < chosen; j++) {

@@ -114,6 +114,36 @@ def _experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights
     return y_TD
 
 
+@definitions.expert_products.on("native")
+def _expert_products(x_ND: Tensor, ids_P: Tensor, of: ExpertWeights, down: bool) -> Tensor:
+    kernels, fits = best(), x_ND.dtype == torch.bfloat16 and x_ND.stride(-1) == 1
+    native = native_experts(of, 1) if kernels is not None and fits else None
+    if kernels is None or native is None or not len(ids_P):
+        return definitions.expert_products.reference(x_ND, ids_P, of, down)
+    _, gate_up, downs = native.references
+    outs = downs[0].outs if down else gate_up[0].outs // (1 if of.act == "relu2" else 2)
+    y_PD = torch.empty(len(ids_P), outs, dtype=torch.bfloat16)
+    ids_P = ids_P.contiguous()
+    kernels.expert_products(
+        ctypes.addressof(native), down, x_ND.data_ptr(), x_ND.stride(0), len(x_ND), ids_P.data_ptr(), len(ids_P),
+        y_PD.data_ptr(), outs,
+    )  # fmt: skip
+    return y_PD
+
+
+@definitions.weighted_sum.on("native")
+def _weighted_sum(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+    kernels, (tokens, chosen, size) = best(), y_TKD.shape
+    fits = y_TKD.dtype == torch.bfloat16 and y_TKD.is_contiguous() and size % 16 == 0
+    if kernels is None or not fits:
+        return definitions.weighted_sum.reference(y_TKD, weights_TK)
+    y_TD, weights_TK = torch.empty(tokens, size, dtype=torch.bfloat16), weights_TK.contiguous()
+    kernels.weighted_sum(
+        y_TKD.data_ptr(), weights_TK.data_ptr(), y_TD.data_ptr(), tokens, chosen, size
+    )
+    return y_TD
+
+
 @definitions.per_head.on("native")
 def _per_head(x_THI: Tensor, of: HeadWeights) -> Tensor:
     kernels, weights = best(), native_heads(of)

@@ -128,3 +128,44 @@ EXPORT void quire_per_head(const Weight* weights, long heads, const bf16* x, lon
     weights[h].panels(x + h * x_head, x_row, y + h * y_head, y_row, tokens, NO_ACTIVATION, panel0, panel1);
   });
 }
+
+// y of each pair of a row and an expert: the row times the expert's gate and up, with the activation; or times its down. Pair i has
+// row i * rows / pairs of x. y: [pairs, outs]; zeros where an id is outside of the experts.
+EXPORT void quire_expert_products(const Experts* experts, int down, const bf16* x, long x_row, long rows, const int64_t* ids, long pairs,
+                                  bf16* y, long outs) {
+  static thread_local Pairs keep;  // of the calling thread
+  Experts e = *experts;
+  e.chosen = pairs / rows;
+  sort(e, ids, rows, keep);
+  const Weight* weights = down ? e.down : e.gate_up;
+  const long ins = weights->ins, act = down ? NO_ACTIVATION : e.act;
+  const int64_t *first = keep.first.data, *token = keep.token.data, *place = keep.place.data;
+  bf16* sorted = keep.outer.at_least(pairs * outs);
+#pragma omp parallel
+  {
+    const long t = omp_get_thread_num(), team = omp_get_num_threads();
+    deal(weights, first, e.count, t, team, [&](long i, long panel0, long panel1) {
+      const long a = first[i], count = first[i + 1] - a;
+      long step = x_row;
+      const bf16* from = gather(x, step, token + a, count, ins);
+      weights[i].panels(from, step, sorted + a * outs, outs, count, act, panel0, panel1);
+    });
+#pragma omp barrier
+    for (long i = pairs * t / team; i < pairs * (t + 1) / team; i++) {
+      if (place[i] >= 0)
+        memcpy(y + i * outs, sorted + place[i] * outs, outs * sizeof(bf16));
+      else
+        std::fill(y + i * outs, y + (i + 1) * outs, bf16{});
+    }
+  }
+}
+
+// y of each token: the sum of its rows of x times their weights, in their order. x: [tokens, chosen, D]; D is a multiple of 16.
+EXPORT void quire_weighted_sum(const bf16* x, const float* weights, bf16* y, long tokens, long chosen, long D) {
+  static thread_local Scratch<int64_t> keep;  // of the calling thread
+  const Experts e{nullptr, nullptr, 0, chosen, D, NO_ACTIVATION};
+  int64_t* place = keep.at_least(chosen);
+  for (long j = 0; j < chosen; j++) place[j] = j;
+#pragma omp parallel for if (tokens * chosen * D > 1 << 16) schedule(static)
+  for (long r = 0; r < tokens; r++) add(e, x + r * chosen * D, place, weights + r * chosen, y + r * D, 0, D);
+}

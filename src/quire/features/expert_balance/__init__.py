@@ -1,0 +1,1 @@
+"""Experts move between ranks so that all have as many tokens (EPLB)."""

@@ -1,0 +1,211 @@
+"""How ranks share the experts of a mixture layer: a part of every expert each, or whole experts each.
+
+Knows weights, seats (parallel/expert_placement.py) and the exchange. Does not know routers or checkpoints. All ranks have all tokens,
+so each knows which pairs of a token and an expert every rank computes. The outputs of a token's experts are added in the
+router's order on every rank, which is the order of one process: the bits are the same.
+
+Shape suffixes: T tokens, D features, I inner features, K experts of a token, P = T * K pairs, N pairs of this rank, R ranks, M most
+pairs of a rank, E experts, C copies of an expert, B bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.layers.weights import WeightRef
+from quire.ops.experts import ExpertWeights, expert_products, weighted_sum
+from quire.parallel.expert_placement import Placement, expert_options, placement
+from quire.parallel.ranks import Share, TensorRanks, current_ranks, shared_outputs
+
+CHUNK = 1 << 16
+"""Bytes of an expert's weights that ranks exchange as one row."""
+
+
+class CutExperts:
+    """Each rank has the same part of every expert's outputs, as of any other weight."""
+
+    def __init__(self, ranks: TensorRanks, inner: Share, out: Share):
+        self.ranks, self.inner, self.out = ranks, inner, out
+
+    def __call__(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights
+    ) -> Tensor:
+        """y_TD, as `experts` (ops/experts.py)."""
+        if not len(x_TD):
+            return torch.zeros_like(x_TD)
+        ids_P = ids_TK.flatten()
+        inner_PI = self.ranks.gather(expert_products(x_TD, ids_P, of, False))
+        y_PD = expert_products(inner_PI, ids_P, of, True)
+        return self.ranks.gather(weighted_sum(y_PD.view(*ids_TK.shape, -1), weights_TK))
+
+    def exchanges(self, tokens: int, chosen: int, features: int) -> list[tuple[int, int]]:
+        """Rows and features of a rank's part in each exchange."""
+        return [(tokens * chosen, self.inner.length), (tokens, self.out.length)]
+
+
+class PlacedExperts:
+    """Each rank has whole experts.
+
+    Attributes:
+        experts: of this rank's seats.
+        loads_E: tokens of each expert, counted while it is a tensor.
+    """
+
+    def __init__(self, ranks: TensorRanks, where: Placement):
+        self.ranks = ranks
+        self.loads_E: Tensor | None = None
+        self.place(where)
+
+    def place(self, where: Placement) -> None:
+        """The seats have these experts from now on."""
+        self.where, self.experts = where, where[self.ranks.rank]
+        seats: dict[int, list[tuple[int, int]]] = {}
+        for rank, experts in enumerate(where):
+            for seat, expert in enumerate(experts):
+                seats.setdefault(expert, []).append((rank, seat))
+        self.num_experts = len(seats)
+        # As lists: layers are constructed on "meta".
+        self._copies = [len(seats[e]) for e in range(len(seats))]
+        most = max(self._copies)
+        self._seats = [seats[e] + seats[e][:1] * (most - len(seats[e])) for e in range(len(seats))]
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def seats_of(self, ids_P: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+        """The rank and the seat of each pair; copies of an expert take turns from token to token, which have `chosen` pairs each."""
+        if self._tables is None:
+            self._tables = torch.tensor(self._copies), torch.tensor(self._seats)
+        copies_E, seats_EC2 = self._tables
+        turns_P = torch.arange(len(ids_P)) // chosen % copies_E[ids_P]
+        rank_P, seat_P = seats_EC2[ids_P, turns_P].unbind(1)
+        return rank_P, seat_P
+
+    def __call__(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights
+    ) -> Tensor:
+        """y_TD, as `experts` (ops/experts.py)."""
+        if not len(x_TD):
+            return torch.zeros_like(x_TD)
+        ids_P, size = ids_TK.flatten(), self.ranks.size
+        if self.loads_E is not None:
+            self.loads_E += ids_P.bincount(minlength=self.num_experts)
+        rank_P, seat_P = self.seats_of(ids_P, ids_TK.shape[1])
+        most = int(rank_P.bincount(minlength=size).max())
+        (own_N,) = (rank_P == self.ranks.rank).nonzero(as_tuple=True)
+        y_MD = x_TD.new_zeros(most, x_TD.shape[1])
+        if len(own_N):
+            seat_N = seat_P[own_N]
+            inner_NI = expert_products(x_TD[own_N // ids_TK.shape[1]], seat_N, of, False)
+            y_MD[: len(own_N)] = expert_products(inner_NI, seat_N, of, True)
+        y_MRD = self.ranks.gather(y_MD).view(most, size, -1)
+        place_P = torch.empty_like(rank_P)
+        for rank in range(size):
+            (pairs,) = (rank_P == rank).nonzero(as_tuple=True)
+            place_P[pairs] = torch.arange(len(pairs))
+        return weighted_sum(y_MRD[place_P, rank_P].view(*ids_TK.shape, -1), weights_TK)
+
+    def exchanges(self, tokens: int, chosen: int, features: int) -> list[tuple[int, int]]:
+        """As of `CutExperts`, if every rank has about as many pairs."""
+        return [(-(-tokens * chosen // self.ranks.size), features)]
+
+    def move(self, where: Placement, of: Sequence[Sequence[WeightRef]]) -> int:
+        """Give the seats these experts, whose weights come from ranks that have them; the number of seats that changed.
+
+        Args:
+            of: the weights of each seat.
+        """
+        source = {e: rank for rank in reversed(range(len(where))) for e in self.where[rank]}
+        missing = [
+            [e for e in new if e not in old] for new, old in zip(where, self.where, strict=True)
+        ]
+        sent: list[list[int]] = [[] for _ in where]
+        for e in dict.fromkeys(e for each in missing for e in each):
+            sent[source[e]].append(e)
+        seat_of = {e: seat for seat, e in enumerate(self.experts)}
+        num_bytes = sum(t.nbytes for t in _tensors(of[0]))
+        arrived: dict[int, Tensor] = {}
+        for turn in range(max(map(len, sent))):
+            own = sent[self.ranks.rank][turn : turn + 1]
+            packed_B = _packed(of[seat_of[own[0]]] if own else (), num_bytes)
+            all_BRC = self.ranks.gather(packed_B.view(-1, CHUNK)).view(-1, self.ranks.size, CHUNK)
+            for rank, experts in enumerate(sent):
+                if turn < len(experts) and experts[turn] in missing[self.ranks.rank]:
+                    arrived[experts[turn]] = all_BRC[:, rank].flatten()[:num_bytes]
+        changed = [
+            (seat, e)
+            for seat, (e, old) in enumerate(zip(where[self.ranks.rank], self.experts, strict=True))
+            if e != old
+        ]
+        for _, e in changed:  # from another seat of this rank
+            if e not in arrived:
+                arrived[e] = _packed(of[seat_of[e]], num_bytes)[:num_bytes]
+        for seat, e in changed:
+            _unpack(arrived[e], of[seat])
+        self.place(where)
+        return len(changed)
+
+
+Split = CutExperts | PlacedExperts
+
+
+def split_experts(num_in: int, inner: int, num_experts: int) -> Split | None:
+    """How ranks share experts of these sizes; None: there are no ranks, or each has all of the experts.
+
+    Experts are cut where that is not asked otherwise. Experts whose sizes do not divide into whole panels are placed.
+
+    Raises:
+        ConfigError: the ranks cannot share so many whole experts.
+    """
+    if (ranks := current_ranks()) is None:
+        return None
+    options, cuts = expert_options(), (*shared_outputs(inner), *shared_outputs(num_in))
+    if len(cuts) == 2 and not options.whole:
+        return CutExperts(ranks, *cuts)
+    if num_experts < ranks.size and not options.whole:
+        return None
+    return PlacedExperts(ranks, placement(num_experts, ranks.size, options))
+
+
+def can_move(of: Sequence[Sequence[WeightRef]]) -> bool:
+    """Whether the weights of all seats are tensors of the same shapes and types, so that one can take the place of another."""
+    shapes = {
+        tuple(
+            (type(ref.prepared), *((t.tensor.shape, t.tensor.dtype) for t in ref.tensors()))
+            for ref in refs
+        )
+        for refs in of
+    }
+    return len(shapes) == 1 and all(
+        len(ref.tensors()) > (ref.bias is not None) for refs in of for ref in refs
+    )
+
+
+def _tensors(refs: Iterable[WeightRef]) -> list[Tensor]:
+    return [each.tensor for ref in refs for each in ref.tensors()]
+
+
+def _packed(refs: Iterable[WeightRef], num_bytes: int) -> Tensor:
+    """The bytes of an expert's weights, and zeros up to whole chunks."""
+    packed_B = torch.zeros(-(-num_bytes // CHUNK) * CHUNK, dtype=torch.uint8)
+    start = 0
+    for tensor in _tensors(refs):
+        packed_B[start : start + tensor.nbytes] = tensor.contiguous().flatten().view(torch.uint8)
+        start += tensor.nbytes
+    return packed_B
+
+
+def _unpack(packed_B: Tensor, refs: Iterable[WeightRef]) -> None:
+    """Store the bytes in the weights. Kernels keep the addresses of prepared weights; other tensors may be those of a mapped file."""
+    start = 0
+    for ref in refs:
+        for each in ref.tensors():
+            tensor = each.tensor
+            part_B = packed_B[start : start + tensor.nbytes].clone()
+            start += tensor.nbytes
+            part = part_B.view(tensor.dtype).view(tensor.shape)
+            if ref.prepared is None:
+                each.set(part)
+            else:
+                tensor.copy_(part)
