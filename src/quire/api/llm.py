@@ -313,7 +313,9 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, UnsupportedMethods):
         return self.front.need_tokenizer()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        return 1
+        """The number of ranks of all engines; without `include_dp` of one."""
+        parallel = self.config.parallel
+        return parallel.world_size * (parallel.data_parallel_size if include_dp else 1)
 
     def get_metrics(self) -> list[Metric]:
         """The series of /metrics, as objects with name, labels and value."""

@@ -150,8 +150,11 @@ async def is_sleeping(request: Request) -> Response:
 
 
 async def get_world_size(request: Request) -> Response:
-    """The number of devices that run the model."""
-    return json_response({"world_size": 1})
+    """The number of ranks that run the model; without `include_dp` those of one engine."""
+    parallel = state_of(request).config.parallel
+    alone = request.query_params.get("include_dp", "true").lower() in env.FALSE
+    engines = 1 if alone else parallel.data_parallel_size
+    return json_response({"world_size": parallel.world_size * engines})
 
 
 async def pause(request: Request) -> Response:
