@@ -20,6 +20,7 @@ class Chain(Drafter):
 
     def __init__(self, drafters: Sequence[Drafter]):
         self.drafters = list(drafters)
+        self.observes = any(drafter.observes for drafter in self.drafters)
         self.records = sorted({number for drafter in drafters for number in drafter.records})
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:

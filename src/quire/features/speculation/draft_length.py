@@ -52,7 +52,7 @@ class DraftLength:
 
     def enter(self, row: int) -> None:
         self._accepted[row] = self._mean
-        self._vain = self._rest = 0
+        self._vain, self._rest = self._vain // 2, 0
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
         """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
@@ -89,10 +89,10 @@ class DraftLength:
 
     def looked(self, found: bool, num_rows: int, seconds: float) -> None:
         """A step looked for draft tokens. The longer none are found, the more steps rest, up to NO_COST of the time."""
-        self._vain = 0 if found or self.fixed else self._vain + 1
+        self._vain = 0 if found or self.fixed else min(self._vain + 1, 2 * MAX_REST)
         if self._vain >= 4:
             worth = seconds / (NO_COST * self._time(num_rows))
-            self._rest = min(MAX_REST, self._vain // 2, int(worth))
+            self._rest = min(MAX_REST, self._vain, int(worth))
 
     # -- before drafting
     def limits(self, room: dict[int, int]) -> dict[int, int]:

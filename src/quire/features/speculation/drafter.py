@@ -78,6 +78,7 @@ class Drafter:
     """
 
     records: Sequence[int] = ()
+    observes = True  # False: `observe` does nothing
     num_first = 0
     """Tokens that the first pass of the last proposals computed; many: it caught up with a prompt, which says nothing about later
     ones."""

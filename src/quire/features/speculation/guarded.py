@@ -25,7 +25,8 @@ class GuardedDrafter(Drafter):
     """Logs a drafter's first exception. Rows whose tokens the drafter failed to take get no proposals."""
 
     def __init__(self, drafter: Drafter, rows: RequestRows):
-        self.drafter, self.rows, self.records = drafter, rows, drafter.records
+        self.drafter, self.rows = drafter, rows
+        self.records, self.observes = drafter.records, drafter.observes
         self._lost: set[int] = set()  # rows
         self._is_logged = False
 

@@ -67,7 +67,7 @@ class SpeculationHook(Hook):
         self._drafted: set[int] = set()  # rows that may have draft tokens
         self._reported: set[int] = set()  # rows that have some, as far as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
-        self._began = 0.0
+        self._began, self._rests = 0.0, False
         # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: passes and seconds.
         self._step_time, self._draft_time = (0, 0, 0.0), (0, 0.0)
         self._model: LanguageModel | None = None
@@ -97,6 +97,9 @@ class SpeculationHook(Hook):
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         if self._entered:
             self._enter_drafter(plan)
+        self._rests = not self._drafted and self.length.rests()
+        if self._rests and not self.drafter.records:
+            return
         if not self._drafted:
             self._verified = {}
         elif batch is not None:
@@ -128,8 +131,9 @@ class SpeculationHook(Hook):
         return row, (length - drafts, end - length + drafts)
 
     def after(self, plan: StepPlan) -> None:
-        if not self._drafted and self.length.rests():
-            self.drafter.observe(plan, self._computed_tokens(plan))
+        if self._rests:
+            if self.drafter.observes:
+                self.drafter.observe(plan, self._computed_tokens(plan))
             self.reports.append(None)
             return
         computed_of, length_of = self.rows.num_computed_tokens.item, self.rows.length.item
@@ -217,7 +221,9 @@ class SpeculationHook(Hook):
                 del limits[row]
         began = time.perf_counter()
         found = self.drafter.propose_all(limits)
-        if limits and self.drafter.num_first <= (self.length.most + 2) * len(limits):
+        # what a drafter without a model takes does not grow with its proposals
+        has_model = self.drafter.observes
+        if limits and has_model and self.drafter.num_first <= (self.length.most + 2) * len(limits):
             self._draft_time = max(limits.values()), time.perf_counter() - began
         self.length.cut(found, len(room))
         return found

@@ -29,6 +29,8 @@ class NgramDrafter(Drafter):
         shortest, longest: how many of the last tokens must have occurred before (`prompt_lookup_min`, `prompt_lookup_max`).
     """
 
+    observes = False
+
     def __init__(self, shortest: int, longest: int):
         self.shortest, self.longest = shortest, longest
         self.rows: dict[int, _IndexedRow] = {}

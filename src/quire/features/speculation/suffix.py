@@ -110,6 +110,8 @@ class SuffixDrafter(Drafter):
         least_chance: of the last proposed token, by how often it followed (`suffix_decoding_min_token_prob`).
     """
 
+    observes = False
+
     def __init__(self, depth: int, max_answers: int, factor: float, least_chance: float):
         self.depth, self.max_answers = depth, max_answers
         self.factor, self.least_chance = factor, least_chance
