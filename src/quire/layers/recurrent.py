@@ -248,7 +248,7 @@ class Mamba2Mixer(RecurrentLayer):
         )
         self.sizes = sizes._replace(heads=self.own.length, groups=groups.length)
         value, key = self.own.times(sizes.head_size), groups.times(sizes.states)
-        self.value, steps = value, Share(0, sizes.heads, sizes.heads)
+        steps = Share(0, sizes.heads, sizes.heads)
         self.parts = (value.length, value.length, key.length, key.length, sizes.heads)
         self.channels = value.length + 2 * key.length
         shares = (value, value, key, key, steps) if split else ()
@@ -266,6 +266,8 @@ class Mamba2Mixer(RecurrentLayer):
             self.norm = GatedNorm(features, eps, group=group, gate_first=gate_first, shares=cut)
         out_bias = bias if out_bias is None else out_bias
         self.out_proj = Linear(value.total, hidden, bias=out_bias, gathers=split)
+        if spans:
+            self.out_proj.ref.input_ranks = None  # the norm has gathered them
         self.scales = scales
 
     def forward(self, x_TD: Tensor, angles: object = None) -> Tensor:
@@ -286,7 +288,7 @@ class Mamba2Mixer(RecurrentLayer):
         if self.norm_ranks is None:
             return self.out_proj(self.norm(y_TD, z_TD))
         gather = self.norm_ranks.gather
-        return self.out_proj(self.value.of(self.norm(gather(y_TD), gather(z_TD))))
+        return self.out_proj(self.norm(gather(y_TD), gather(z_TD)))
 
     def _scale(self, like: Tensor) -> Tensor:
         parts = zip(self.parts, self.scales or (), strict=True)
