@@ -1,4 +1,4 @@
-"""RankAddress: how a worker finds the other ranks of its engine, on one machine. No torch here until `join`.
+"""RankAddress: how a worker finds the other ranks of its engine. No torch here until `join`.
 
 Ranks that split layers share a block of memory without a name: it is gone when the last process that maps it ends. It has
 one region for each group. Stages are connected by pairs of sockets without a name.
@@ -12,11 +12,13 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from msgspec import Struct, field
 
 from quire.errors import Unsupported
 from quire.parallel.layout import ONE_RANK, RankLayout, RankPlace
+from quire.parallel.machines import Machines
 from quire.parallel.ranks import Ranks, TensorRanks
 from quire.parallel.stages import StageLink
 
@@ -38,12 +40,14 @@ class StageSocketFds(Struct, array_like=True):
 
 
 class RankAddress(Struct, array_like=True):
-    """A rank's number in the layout, and the descriptors of what it shares with others."""
+    """A rank's number in the layout, the descriptors of what it shares with others of its machine, and how it finds those of
+    other machines; None: there are no other machines."""
 
     rank: int = 0
     layout: RankLayout = ONE_RANK
     fd: int = -1
     sockets: StageSocketFds = field(default_factory=StageSocketFds)
+    machines: Machines | None = None
 
     @property
     def place(self) -> RankPlace:
@@ -55,35 +59,73 @@ class RankAddress(Struct, array_like=True):
         sockets = self.sockets
         return [fd for fd in (self.fd, sockets.previous, sockets.next, *sockets.others) if fd >= 0]
 
+    @property
+    def local(self) -> tuple[int, int]:
+        """The rank's number among those of its machine, and their number."""
+        if self.machines is None:
+            return self.rank, self.layout.size
+        return self.machines.place(self.rank)
+
     def join(self) -> Ranks:
-        """The exchanges with the others. It takes over the descriptors."""
+        """The exchanges with the others. It takes over the descriptors.
+
+        Raises:
+            RankLost, StartupError: ranks of other machines did not come in time.
+        """
         layout, place = self.layout, self.place
-        tensor = context = None
+        memory = None
         if self.fd >= 0:
             memory = mmap.mmap(self.fd, memory_bytes(layout))
             os.close(self.fd)
-            number = place.stage * layout.prefill + place.part
-            begin = number * num_bytes(layout.tensor)
-            tensor = _shared(memory, begin, place.tensor, layout.tensor)
-            number = place.stage * layout.tensor + place.tensor
-            begin = _tensor_bytes(layout) + number * num_bytes(layout.prefill)
-            context = _shared(memory, begin, place.part, layout.prefill)
-        return Ranks(place, layout, tensor, context, self._stages())
+        store = None if self.machines is None else self.machines.meet()
+        number = place.stage * layout.prefill + place.part
+        begin = number * num_bytes(layout.tensor)
+        tensor = self._exchange(layout.tensor_group(self.rank), memory, begin, store)
+        number = place.stage * layout.tensor + place.tensor
+        begin = _tensor_bytes(layout) + number * num_bytes(layout.prefill)
+        context = self._exchange(layout.context_group(self.rank), memory, begin, store)
+        return Ranks(place, layout, tensor, context, self._stages(store))
 
-    def _stages(self) -> StageLink | None:
+    def _exchange(
+        self, group: list[int], memory: mmap.mmap | None, begin: int, store: Any
+    ) -> TensorRanks | None:
+        """With a group of ranks: through memory on one machine, by gloo between machines."""
+        if len(group) == 1:
+            return None
+        if self.machines is not None and (memory is None or self.machines.spans(group)):
+            return self.machines.group(store, f"ranks {group}", group, self.rank)
+        from quire.parallel.shared_memory import SharedMemoryRanks
+
+        if memory is None:
+            raise ValueError("ranks without memory that they share")
+        return SharedMemoryRanks(memory, begin, group.index(self.rank), len(group))
+
+    def _stages(self, store: Any) -> StageLink | None:
         if self.layout.pipeline == 1:
             return None
         from quire.parallel.stage_sockets import StageSockets
 
-        return StageSockets(self.place.stage, self.layout.pipeline, self.sockets)
+        fds = self.sockets if self.machines is None else self._far_sockets(self.machines, store)
+        return StageSockets(self.place.stage, self.layout.pipeline, fds)
 
-
-def _shared(memory: mmap.mmap, begin: int, rank: int, size: int) -> TensorRanks | None:
-    if size == 1:
-        return None
-    from quire.parallel.shared_memory import SharedMemoryRanks
-
-    return SharedMemoryRanks(memory, begin, rank, size)
+    def _far_sockets(self, machines: Machines, store: Any) -> StageSocketFds:
+        """Sockets to the other stages, as `_connect` makes them on one machine."""
+        columns = [self.layout.stage_group(first) for first in range(self.layout.size // self.layout.pipeline)]  # fmt: skip
+        pairs = [
+            (f"{name} {one}", one, to)
+            for stages in columns
+            for one, following in itertools.pairwise(stages)
+            for name, to in (("next", following), ("last", stages[-1]))
+        ]
+        found = machines.sockets(store, pairs, self.rank)
+        own = self.layout.stage_group(self.rank)
+        before = own[: own.index(self.rank)]
+        others = own[:-1] if self.rank == own[-1] else [self.rank]
+        return StageSocketFds(
+            previous=found[f"next {before[-1]}"] if before else -1,
+            next=found.get(f"next {self.rank}", -1),
+            others=[found[f"last {one}"] for one in others],
+        )
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""GlooRanks: the ranks of a group on several machines exchange tensors by gloo, torch's TCP collectives.
+
+Knows torch's process group of gloo, and that its ranks find each other through a store. Does not know layers or machines.
+
+Shape suffixes: R ranks, T tokens, W width of one rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from quire.errors import RankLost
+from quire.parallel.rendezvous import RendezvousClient
+
+dist: Any = torch.distributed  # most of its names have no types
+
+
+class RendezvousStore(dist.Store):  # type: ignore[misc]
+    """A rendezvous as torch's store, in the part that gloo uses."""
+
+    def __init__(self, client: RendezvousClient):
+        super().__init__()
+        self._client = client
+
+    def set(self, key: str, value: Any) -> None:
+        self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._client.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._client.get(key)
+
+
+def prefixed(name: str, store: Any) -> Any:
+    """A store in which each key begins with the name."""
+    return dist.PrefixStore(name, store)
+
+
+def torchrun_store(size: int, seconds: float) -> Any:
+    """The store of torchrun, which its environment names, for the next engine of `size` ranks."""
+    store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=seconds))))[0]
+    before = store.add("quire ranks", 1) - 1  # each rank adds 1 for each of its engines
+    return prefixed(f"quire {before // size}", store)
+
+
+class GlooRanks:
+    """See `TensorRanks` (parallel/ranks.py).
+
+    Args:
+        store: where the ranks of the group, and of no other, find each other.
+        rank, size: in the group.
+        host: this machine's address, at which the others reach this rank.
+        timeout_s: how long this rank waits for the others, at the start and in each exchange.
+
+    Raises:
+        RankLost: the others did not come in time.
+    """
+
+    link: int | None = None
+
+    def __init__(self, store: Any, rank: int, size: int, host: str, timeout_s: float):
+        self.rank, self.size, self._timeout_s = rank, size, timeout_s
+        gloo = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=timeout_s)
+        try:
+            self._group = gloo(store, rank, size, options)
+        except RuntimeError as why:
+            raise RankLost(f"rank {rank} of {size} at {host}: {why}") from why
+
+    def limit(self, timeout_s: float) -> None:
+        """How long this rank waits for the others in each exchange from now on."""
+        self._timeout_s = timeout_s
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def gather(self, x_TW: Tensor) -> Tensor:
+        """The parts of all ranks side by side: [T, R * W].
+
+        Raises:
+            RankLost: another rank did not come in time, or its connection broke.
+        """
+        rows, width = x_TW.shape
+        own = x_TW.contiguous().view(-1).view(torch.uint8)
+        all_RTW = torch.empty(self.size, rows, width, dtype=x_TW.dtype)
+        if own.numel():
+            try:
+                self._group._allgather_base(all_RTW.view(-1).view(torch.uint8), own).wait()
+            except RuntimeError as why:
+                raise RankLost(
+                    f"rank {self.rank} of {self.size} lost another rank in an exchange of {own.numel()} bytes"
+                    f" (limit {self._timeout_s:g} s): {why}"
+                ) from why
+        return all_RTW.transpose(0, 1).reshape(rows, self.size * width)
+
+    def check(self) -> None:
+        """Kernels do not exchange by gloo."""
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The least of each number among the ranks."""
+        own = torch.tensor([numbers], dtype=torch.int64)
+        found: list[int] = self.gather(own).view(self.size, -1).amin(0).tolist()
+        return found
