@@ -6,14 +6,13 @@ step, what the others wait for never comes. So all are killed, and the superviso
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import EngineDeadError
 from quire.executor.base import StepFuture
 from quire.executor.messages import CallFailed, CallResult, CallWorker, encode, exception
-from quire.executor.process import END_S, ProcessExecutor
-from quire.processes.child import wait_or_kill
+from quire.executor.process import ProcessExecutor, Start
 from quire.protocol.plan import StepPlan, StepResult
 from quire.startup_timer import Report, no_report
 
@@ -24,9 +23,10 @@ class GroupExecutor:
     Args:
         target: see `ProcessExecutor`.
         payloads: of each rank.
-        fds: descriptors that each rank inherits.
+        starts: how the process of each rank starts (`ProcessExecutor`).
         answering: the ranks that draw tokens; the first of them answers.
         report: receives the reports of rank 0.
+        on_end: called when the ranks have ended; True: this executor was stopped, False: a rank failed.
 
     Raises:
         as `ProcessExecutor`, if any rank does not start; the others are killed.
@@ -38,16 +38,17 @@ class GroupExecutor:
         self,
         target: str,
         payloads: Sequence[bytes],
-        fds: Sequence[Sequence[int]],
+        starts: Sequence[Start],
         report: Report = no_report,
         answering: Sequence[int] = (0,),
+        on_end: Callable[[bool], None] = lambda stopped: None,
     ):
         self.members: list[ProcessExecutor] = []
-        self.answering = list(answering)
+        self.answering, self._on_end = list(answering), on_end
         self._dead: Exception | None = None
         try:
-            for payload, own_fds in zip(payloads, fds, strict=True):
-                own = ProcessExecutor(target, payload, fds=own_fds, on_wait=self._check, wait=False)
+            for payload, start in zip(payloads, starts, strict=True):
+                own = ProcessExecutor(target, payload, start=start, on_wait=self._check, wait=False)
                 self.members.append(own)
             for rank, member in enumerate(self.members):
                 member.wait_started(report if rank == 0 else no_report)
@@ -69,6 +70,7 @@ class GroupExecutor:
     def close(self) -> None:
         for member in self.members:
             member.close()
+        self._on_end(True)
 
     def answers(self, numbers: Sequence[int]) -> list[StepResult | CallResult | CallFailed]:
         """The answers of all ranks. Raises EngineDeadError: a rank has died, so all were killed."""
@@ -109,7 +111,8 @@ class GroupExecutor:
         for member in self.members:
             member.process.kill()
         for member in self.members:
-            wait_or_kill(member.process, END_S)
+            member.wait_or_kill()
+        self._on_end(False)
 
 
 class _GroupStep:

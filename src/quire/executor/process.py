@@ -13,7 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, Protocol
 
 from quire.config.serialize import import_path
 from quire.errors import ConfigError, EngineDeadError, StartupError, StepFailed
@@ -40,13 +40,27 @@ LOOK_AGAIN_S = 1.0
 END_S = 5.0  # how long a child may take to end after its socket is closed
 
 
+class FarProcess(Protocol):
+    """A process on another machine, as far as this one can see and end it."""
+
+    def poll(self) -> int | None:
+        """None: it runs."""
+
+    def kill(self) -> None: ...
+
+    def how_it_ended(self) -> str: ...
+
+
+Start = Callable[[], tuple[Connection, "subprocess.Popen[bytes] | FarProcess"]]
+
+
 class ProcessExecutor:
     """An Executor for one child process.
 
     Args:
         target: "module:function"; the child calls it with `payload` and a `Report` to create the worker.
         report: receives the child's reports.
-        fds: descriptors that the child inherits.
+        start: starts the child, or finds it on another machine; returns this end of its connection, and the process.
         on_wait: called now and then while it waits for the child; its exceptions end the wait.
         wait: until the worker is created; else `wait_started` must be called next.
 
@@ -63,11 +77,11 @@ class ProcessExecutor:
         payload: bytes,
         report: Report = no_report,
         *,
-        fds: Sequence[int] = (),
+        start: Start | None = None,
         on_wait: Callable[[], None] = lambda: None,
         wait: bool = True,
     ):
-        self._pipe, self.process = _spawn(fds)
+        self._pipe, self.process = (start or spawn)()
         self._on_wait = on_wait
         self._num_sent = self._num_answered = 0
         # answers not requested yet
@@ -109,7 +123,14 @@ class ProcessExecutor:
         if self._dead is None:
             self._dead = EngineDeadError("the worker was shut down")
         self._pipe.close()
-        wait_or_kill(self.process, END_S)
+        self.wait_or_kill()
+
+    def wait_or_kill(self) -> None:
+        """Kill the child if it does not end by itself soon."""
+        if isinstance(self.process, subprocess.Popen):
+            wait_or_kill(self.process, END_S)
+        else:
+            self.process.kill()
 
     # -- messages -------------------------------------------------------------------------------
     def request(self, message: bytes) -> int:
@@ -167,10 +188,15 @@ class ProcessExecutor:
         self._dead = self._cause(last)
         raise self._dead
 
+    def _how_it_ended(self) -> str:
+        if isinstance(self.process, subprocess.Popen):
+            return how_it_ended(self.process, END_S)
+        return self.process.how_it_ended()
+
     def _cause(self, last: WorkerEnded | None) -> Exception:
         starting = not self._num_sent
         if last is None:
-            text = f"the worker's process {how_it_ended(self.process, END_S)}"
+            text = f"the worker's process {self._how_it_ended()}"
             return StartupError(text) if starting else EngineDeadError(text)
         error = exception(last)
         if starting and isinstance(error, ConfigError):
@@ -200,7 +226,8 @@ class _Step:
         return self._answer
 
 
-def _spawn(fds: Sequence[int]) -> tuple[Connection, subprocess.Popen[bytes]]:
+def spawn(fds: Sequence[int] = ()) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start a child on this machine. It inherits the descriptors `fds`."""
     parent_end, child_end = Pipe()
     fd = child_end.fileno()
     lasting = int(threading.current_thread() is threading.main_thread())
