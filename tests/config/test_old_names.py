@@ -23,7 +23,7 @@ def loud(row: VllmFlag):
     """A value that asks for something."""
     if row.kind == "flag":
         return True
-    if row.name == "max_num_scheduled_tokens":
+    if row.name in ("max_num_scheduled_tokens", "distributed_timeout_seconds"):
         return 512
     return ["loud"] if row.kind == "list" else "loud"
 

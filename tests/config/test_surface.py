@@ -46,7 +46,7 @@ enable_prompt_adapter default_mm_loras={"audio":"d"} enable_tower_connector_lora
 limit_mm_per_prompt={"image":4} limit_mm_per_prompt=image=4,video=1
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4 profiler_config={"profiler":"torch"}
-io_processor_plugin=x decode_context_parallel_size=2 nnodes=2
+io_processor_plugin=x decode_context_parallel_size=2
 enable_dbo grpc scheduler_cls=a.b worker_cls=a.b
 worker_extension_cls=a.b tool_server=demo disable_sliding_window tokens_only enable_scale_out
 """
@@ -70,7 +70,7 @@ mm_encoder_tp_mode=data disable_chunked_mm_input interleave_mm_strings skip_mm_p
 # The flags that vLLM 0.32 has beside all of these
 NEWER = """
 --aggregate-engine-logging --anthropic-disabled-thinking-effort --aux-output-config --cohere-format --cohere-is-reasoning-model
---cpu-distributed-timeout-seconds --dcp-q-replicate --dp-supervisor-probe-failure-threshold
+--dcp-q-replicate --dp-supervisor-probe-failure-threshold
 --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s --dp-sync-interval --ec-manager-config --elastic-ep-max-dp-size
 --enable-batch-sharded-sampling --enable-cumem-allocator --enable-flashinfer-autotune --enable-hc-sp
 --enable-moe-shared-loras --enable-nccl-comm-suspend --enable-shm-tensor-arena
@@ -230,9 +230,9 @@ def test_short_forms_of_ineffective_options(argv, warnings):
     assert len(warnings) == 1
 
 
-def test_the_short_form_of_several_machines_is_refused():
-    with pytest.raises(SystemExit):
-        parse(["-n", "2"])
+def test_the_short_forms_of_several_machines():
+    found = parse(["-n", "2", "-r", "1", "--headless"])
+    assert (found.parallel.nnodes, found.parallel.node_rank, found.server.headless) == (2, 1, True)
 
 
 def test_expert_parallel_has_a_short_form():

@@ -31,7 +31,7 @@ def check_data_parallel(parallel: ParallelConfig, server: ServerConfig) -> None:
         f"data_parallel_multi_port_external_lb needs at least 2 engines on this machine, and data_parallel_size_local is {local}": parallel.data_parallel_multi_port_external_lb and (local or 0) < 2,
         f"data_parallel_multi_port_external_lb: {of} is not a multiple of data_parallel_size_local={local}": parallel.data_parallel_multi_port_external_lb and bool(local) and size % (local or 1) != 0,
         f"disable_frontend_multiprocessing with {of}: several engines need processes of their own; leave it out": server.disable_frontend_multiprocessing and len(parallel.ranks) > 1,
-        "headless needs data_parallel_start_rank: which of the engines this machine has": server.headless and first is None,
+        "headless needs data_parallel_start_rank: which of the engines this machine has": server.headless and first is None and parallel.nnodes == 1,
         f"headless runs no HTTP processes, and api_server_count is {server.api_server_count}: leave one out": server.headless and server.api_server_count is not None,
         "headless runs engines for another server, which balances: leave data_parallel_rank and the _lb options out": server.headless and (rank is not None or parallel.data_parallel_hybrid_lb or parallel.data_parallel_external_lb or parallel.data_parallel_multi_port_external_lb),
     }  # fmt: skip

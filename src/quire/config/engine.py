@@ -108,7 +108,7 @@ class Resolved:
     prefix_caching: bool
     depth: int
     executor: str
-    """uni or mp."""
+    """uni, mp, ray or external_launcher."""
     attention_backend: str | None = None
     """The requested backend without aliases (`attention/base.py` finds it); None: the platform's first that fits."""
     quantization: str | None = None

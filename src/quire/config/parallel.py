@@ -42,6 +42,16 @@ class ParallelConfig:
     """Port of that server for engines on other machines."""
     data_parallel_backend: Literal["mp", "ray"] = "mp"
     """mp: each engine is a child of its server; ray: not supported yet."""
+    nnodes: AtLeast1 = 1
+    """Number of machines whose ranks split the model; each has the same number of ranks (docs/machines.md)."""
+    node_rank: AtLeast0 = 0
+    """Number of this machine among them; 0 has the HTTP server."""
+    master_addr: str = "127.0.0.1"
+    """Address of machine 0, at which the others reach it; another than a loopback address needs QUIRE_CLUSTER_KEY_FILE."""
+    master_port: Annotated[int, Meta(ge=0, le=65535)] = 29501
+    """TCP port of machine 0 for the others."""
+    cpu_distributed_timeout_seconds: AtLeast1 | None = None
+    """Seconds that a rank waits for one on another machine that is alive, but does not come; unset: 300."""
     enable_expert_parallel: bool = False
     """Place whole experts on each rank instead of a part of every expert."""
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
@@ -52,7 +62,7 @@ class ParallelConfig:
     """A JSON object with window_size, step_interval, num_redundant_experts, log_balancedness and log_balancedness_interval:
     docs/parallel.md."""
     distributed_executor_backend: str | None = None
-    """uni: the worker runs in the engine's process; mp: in a process of its own; unset: uni."""
+    """uni: the worker runs in the engine's process; mp: a process for each rank; ray: Ray starts the ranks; external_launcher: torchrun started this one; unset: uni, with several ranks mp."""
     attention_backend: str | None = None
     """TORCH_SDPA, or another attention backend of this platform; unset: the platform's first that supports the model."""
     enforce_eager: bool = False

@@ -91,14 +91,17 @@ def for_recording(payload: bytes) -> bytes:
     names = [overrides] if isinstance(overrides, Ext) else []
     left_out = [_name(one) for one in [*names, *processors]]
     model["hf_overrides"] = {} if names else overrides
+    settled = {name: resolved[name] for name in Settled.__struct_fields__}
+    settled["executor"] = "uni" if resolved["executor"] == "uni" else "mp"  # one machine replays
     found = {
         "path": resolved["path"],
         "architecture": resolved["architecture"],
         "left_out": left_out,
         "load_format": config["load"]["load_format"],
-        "settled": {name: resolved[name] for name in Settled.__struct_fields__},
+        "settled": settled,
         "model": {name: model[name] for name in RecordedModel.__struct_fields__},
-        **{name: config[name] for name in ("cache", "scheduler", "parallel", "structured")},
+        **{name: config[name] for name in ("cache", "scheduler", "structured")},
+        "parallel": {**config["parallel"], "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1"},
         "lora": {**config["lora"], "lora_modules": [], "allowed_lora_paths": []},
     }
     return msgspec.json.format(msgspec.json.encode(found))

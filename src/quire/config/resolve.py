@@ -16,6 +16,7 @@ from quire.config.context_length import learned_positions, model_length
 from quire.config.data_parallel import check_device
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.experts import check_experts
+from quire.config.nodes import check_nodes
 from quire.config.pooling import PoolingModel
 from quire.config.quantization import ONLINE, fitting, quantization_method
 from quire.config.quantization_config import stored_quantization
@@ -107,6 +108,7 @@ def resolve(
     )
     _check_checkpoints(resolved)
     check_ranks(resolved)
+    check_nodes(resolved)
     check_device(config.parallel, facts.device)
     check_experts(config.parallel, hf_config)
     _log(resolved, facts)
@@ -114,9 +116,9 @@ def resolve(
 
 
 def _executor(config: EngineConfig) -> str:
-    """Several ranks need a process each."""
+    """Several ranks need a process each, unless torchrun has started them."""
     chosen = config.parallel.distributed_executor_backend or "uni"
-    return "mp" if config.parallel.world_size > 1 else chosen
+    return "mp" if config.parallel.world_size > 1 and chosen == "uni" else chosen
 
 
 def _check_checkpoints(resolved: Resolved) -> None:

@@ -51,7 +51,7 @@ class ServerConfig:
     middleware: list[str] = field(default_factory=list)
     """ASGI middleware to run around every request: package.module.Class, or the path of an async function(request, call_next)."""
     headless: bool = False
-    """Run only the engines of this machine, for the server at --data-parallel-address."""
+    """Run only the engines of this machine, for the server at --data-parallel-address; with nnodes only its ranks, for machine 0."""
     api_server_count: AtLeast1 | None = None
     """Number of HTTP processes in front of the engines; unset: 1, or with several engines one for each, if there are cores for them."""
     data_parallel_supervisor_port: Annotated[int, Meta(ge=1, le=65535)] | None = None

@@ -23,7 +23,6 @@ TRANSFER = "KV transfer between servers", "let each server prefill its own reque
 DEVICES = "several devices", "start one server for each device"
 WEIGHTS = "replacing weights while running", "start again with the new checkpoint"
 BATCHES = "files and batches", "use quire run-batch, or send the requests one by one"
-EXECUTORS = "use uni (worker in the engine's process) or mp (worker in its own process)"
 PROFILER = "profiling", "use py-spy or torch.profiler on the engine's process"
 
 _WEIGHT_CALLS = (
@@ -133,8 +132,6 @@ LOAD_FORMATS: dict[str, str] = {
 
 SETTINGS: dict[tuple[str, str, object], str] = {
     ("model", "enable_prompt_embeds", True): "send token ids instead",
-    ("parallel", "distributed_executor_backend", "ray"): EXECUTORS,
-    ("parallel", "distributed_executor_backend", "external_launcher"): EXECUTORS,
 }
 """(section, field, value) of a configuration -> what to do instead."""
 

@@ -21,6 +21,8 @@ from quire.logging import get_logger
 
 logger = get_logger(__name__)
 
+EXECUTORS = ("uni", "mp", "ray", "external_launcher")
+
 
 def check(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
     """Refuse invalid settings before anything is loaded, and warn about settings without effect.
@@ -44,8 +46,10 @@ def check_options(config: EngineConfig) -> None:
     _check_supported(config)
     if (name := config.load.load_format) not in (*LOAD_FORMATS, *SAME_LOAD_FORMATS):
         raise ConfigError(f"load_format={name!r}: choose from {', '.join(LOAD_FORMATS)}")
-    if (executor := config.parallel.distributed_executor_backend) not in (None, "uni", "mp"):
-        raise ConfigError(f"distributed_executor_backend={executor!r}: choose from uni, mp")
+    if (executor := config.parallel.distributed_executor_backend) not in (None, *EXECUTORS):
+        raise ConfigError(
+            f"distributed_executor_backend={executor!r}: choose from {', '.join(EXECUTORS)}"
+        )
     quantization_method(config.model.quantization)
     _check_structured(config.structured.structured_outputs_config)
     _check_lora(config)

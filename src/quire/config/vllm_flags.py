@@ -138,6 +138,7 @@ _MAPPED = (
     *(VllmFlag(f"spec_{key}", "value", "A", "", (), _speculative(name)) for key, name in _SPECULATIVE.items()),
     *(VllmFlag(name, "value", "W", f"use speculative_config={{'{key}': ...}}", (), _speculative(key)) for name, key in _OLD_SPECULATIVE.items()),
     *(VllmFlag(name, kind, "W", f"use eplb_config={{'{key}': ...}}", (), _eplb(key)) for name, (kind, key) in _EPLB.items()),
+    VllmFlag("distributed_timeout_seconds", "value", "W", "use cpu_distributed_timeout_seconds", (), lambda v: {"cpu_distributed_timeout_seconds": v}),
     VllmFlag("model_tag", "value", "A", "", (), lambda v: {"model": v}),
     VllmFlag("device", "value", "W", "the device is detected; QUIRE_DEVICE=cpu or cuda forces one", ("auto", "cpu"), lambda v: {}),
 )  # fmt: skip

@@ -18,6 +18,7 @@ import msgspec
 from quire import env
 from quire.config.api_key_file import read_keys
 from quire.config.engine import EngineConfig, Resolved
+from quire.config.nodes import check_head
 from quire.config.resolve import resolve
 from quire.config.speculation import speculative_options
 from quire.config.validate import check_options
@@ -91,6 +92,7 @@ def make_client(
         StartupError: the child could not start.
     """
     resolved = config if isinstance(config, Resolved) else resolve_config(config)
+    check_head(resolved, process)
     if process or len(resolved.config.parallel.ranks) > 1:
         client = start_engines(resolved)
         if wait:
@@ -143,7 +145,7 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
     executor = build_executor(resolved, compiler, report)
     info = msgspec.convert(executor.call("info")[0], WorkerInfo)
     kv_layout = layout(info.layer_specs(), resolved.block_size, info.max_model_len)
-    gate = GrammarGate(compiler, elsewhere=resolved.executor == "mp")
+    gate = GrammarGate(compiler, elsewhere=resolved.executor in ("mp", "ray"), waits=resolved.executor == "external_launcher")  # fmt: skip
     speculation = build_speculation(resolved)
     gates = [gate, *speculation, *build_pipeline(resolved)]
     scheduler = build_scheduler(resolved, info, kv_layout, gates)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.config.engine import ModelSpec, Resolved
-from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
+from quire.config.serialize import resolved_from_bytes
 from quire.config.structured import structured_options
 from quire.errors import ConfigError
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
-from quire.parallel.address import RankAddress, addresses
-from quire.parallel.layout import RankLayout
+from quire.parallel.address import RankAddress
 from quire.startup_timer import Report, no_report
 from quire.worker.build import PlugIn, WorkerParts, build_worker
 
@@ -45,27 +44,16 @@ def build_compiler(resolved: Resolved) -> GrammarCompiler:
 def build_executor(
     resolved: Resolved, compiler: GrammarCompiler, report: Report = no_report
 ) -> Executor:
-    if resolved.executor == "mp":
-        from quire.executor.group import GroupExecutor
-        from quire.executor.process import ProcessExecutor
+    if resolved.executor in ("mp", "ray"):
+        from quire.engine.rank_processes import start_ranks
 
-        target, payload = "quire.engine.worker_parts:worker_from_wire", resolved_to_bytes(resolved)
-        layout = RankLayout.of(resolved.config.parallel)
-        if layout.size == 1:
-            return ProcessExecutor(target, payload_of(payload, RankAddress()), report)
-        with addresses(layout) as ranks:
-            payloads = [payload_of(payload, own) for own in ranks]
-            fds = [own.fds for own in ranks]
-            return GroupExecutor(target, payloads, fds, report, layout.answering)
+        return start_ranks("quire.engine.worker_parts:worker_from_wire", resolved, report)
+    from quire.engine.external_launcher import external_address
     from quire.executor.inline import InlineExecutor
 
+    address = RankAddress() if resolved.executor == "uni" else external_address(resolved)
     features = worker_features(resolved, compiler)
-    return InlineExecutor(build_worker(resolved, features, draft_specs(resolved), report))
-
-
-def payload_of(resolved: bytes, address: RankAddress) -> bytes:
-    """What the worker of a rank is built from in its process."""
-    return msgspec.msgpack.encode((resolved, address))
+    return InlineExecutor(build_worker(resolved, features, draft_specs(resolved), report, address))
 
 
 def worker_from_wire(payload: bytes, report: Report) -> Worker:

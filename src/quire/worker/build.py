@@ -117,7 +117,7 @@ def build_worker(
     """
     stages = StartupStages(report)
     load_plugins()
-    bind_to_cores(resolved.device == "cpu", *resolved.config.parallel.place_on_machine(address.rank, address.layout.size))  # fmt: skip
+    bind_to_cores(resolved.device == "cpu", *resolved.config.parallel.place_on_machine(*address.local))  # fmt: skip
     with stages("planning memory"):
         place = address.layout, address.place.stage
         found = forecast_specs(resolved, others, *place)

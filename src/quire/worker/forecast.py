@@ -104,7 +104,8 @@ def plan_memory(
     layout = layout or RankLayout.of(resolved.config.parallel)
     offloaded = 0 if resolved.device == "cpu" else int(cache.cpu_offload_gb * GIB)
     engines = resolved.config.parallel.share[1] if resolved.device == "cpu" else 1
-    available = machine.available_bytes // (layout.size * engines)  # they share this machine
+    here = max(1, layout.size // resolved.config.parallel.nnodes)
+    available = machine.available_bytes // (here * engines)  # they share this machine
     whole = forecast_weights(resolved.spec, resolved.device, machine.available_bytes + offloaded)
     weights = max(0, int(whole * part_of_weights(resolved.spec, layout, stage)) - offloaded)
     for spec in filter(lambda each: each.path != resolved.path, others):  # MTP layers are counted

@@ -7,7 +7,7 @@ which then fails alone on the worker, with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -34,7 +34,8 @@ class GrammarGate(Gate):
     """Calls `wake` from a thread when a grammar is ready, because the engine loop may be asleep.
 
     If the worker is `elsewhere`, in a process with a compiler of its own, the plans list the grammars that compile
-    here, so that both compilers finish before the request enters.
+    here, so that both compilers finish before the request enters. If it `waits`, so does the loop, and the step in which a
+    request enters does not depend on time.
     """
 
     name = NAME
@@ -44,8 +45,9 @@ class GrammarGate(Gate):
         compiler: GrammarCompiler,
         wake: Callable[[], None] | None = None,
         elsewhere: bool = False,
+        waits: bool = False,
     ):
-        self.compiler, self.wake, self.elsewhere = compiler, wake, elsewhere
+        self.compiler, self.wake, self.elsewhere, self.waits = compiler, wake, elsewhere, waits
         self._to_compile: dict[_Key, StructuredOutputsParams] = {}
         self._to_cancel: dict[_Key, StructuredOutputsParams] = {}
         self._compiles: WeakKeyDictionary[Request, ref[Future[GrammarProcess]]] = (
@@ -62,6 +64,8 @@ class GrammarGate(Gate):
         if request not in self._compiles:
             compiled = self.compiler.submit(constraint)
             self._compiles[request] = ref(compiled)
+            if self.waits:
+                wait([compiled])
             if compiled.done():
                 self._ready.add(request)
                 return True

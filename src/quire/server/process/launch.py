@@ -44,6 +44,11 @@ def serve(config: EngineConfig) -> int:
     Raises:
         ConfigError: the options are invalid; nothing was started.
     """
+    parallel = config.parallel
+    if parallel.nnodes > 1 and (config.server.headless or parallel.node_rank):
+        from quire.engine.node import run_node
+
+        return run_node(config)
     check_data_parallel(config.parallel, config.server)
     if config.server.headless:
         from quire.engine.engine_node import serve_engines

@@ -1,0 +1,134 @@
+"""Starts the processes of an engine's ranks: on this machine, or on several, where nodes connect or Ray starts them.
+
+Knows the configuration and the ranks' addresses. Does not know what a rank computes. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from quire import env
+from quire.config.cluster_key import cluster_key
+from quire.config.engine import Resolved
+from quire.config.serialize import resolved_to_bytes
+from quire.config.server import ServerConfig
+from quire.engine.node_facts import node_facts
+from quire.executor.base import Executor
+from quire.executor.control_port import ControlPort
+from quire.executor.group import GroupExecutor
+from quire.executor.process import ProcessExecutor, Start, spawn
+from quire.parallel.address import RankAddress, addresses
+from quire.parallel.layout import RankLayout
+from quire.parallel.machines import EXCHANGE_S, Machines
+from quire.startup_timer import Report
+
+
+def start_ranks(target: str, resolved: Resolved, report: Report) -> Executor:
+    """A process for each rank.
+
+    Args:
+        target: "module:function", which creates a worker from a payload of `payload_of`.
+        report: receives the progress of the first rank.
+
+    Raises:
+        ConfigError: the control port's address or key is wrong.
+        StartupError: a rank, or a machine, did not start.
+    """
+    layout = RankLayout.of(resolved.config.parallel)
+    on_port = partial(group_on, target=target, resolved=resolved, report=report)
+    if resolved.executor == "ray":
+        from quire.engine.ray_nodes import ray_executor
+
+        return ray_executor(resolved, on_port)
+    if resolved.config.parallel.nnodes > 1:
+        return _over_nodes(resolved, layout, on_port)
+    if layout.size == 1:
+        return ProcessExecutor(target, payload_of(resolved, RankAddress()), report)
+    with addresses(layout) as ranks:
+        payloads = [payload_of(resolved, own) for own in ranks]
+        starts = [partial(spawn, own.fds) for own in ranks]
+        return GroupExecutor(target, payloads, starts, report, layout.answering)
+
+
+OnPort = Callable[[ControlPort, Callable[[bool], None]], GroupExecutor]
+"""Makes the executor of ranks that are connected to a port. The second argument is called when they have ended."""
+
+
+def _over_nodes(resolved: Resolved, layout: RankLayout, on_port: OnPort) -> Executor:
+    """The first ranks are here, those of each other node connect."""
+    parallel = resolved.config.parallel
+    host, count = parallel.master_addr, layout.size // parallel.nnodes
+    nodes = dict.fromkeys(range(1, parallel.nnodes), count)
+    facts = node_facts(resolved)
+    port = ControlPort(host, parallel.master_port, cluster_key(host), facts, nodes, count)
+    try:
+        port.wait(env.get("NODES_TIMEOUT_S"))
+        return on_port(port, port.close)
+    except BaseException:
+        port.close(False)
+        raise
+
+
+def group_on(
+    port: ControlPort,
+    on_end: Callable[[bool], None],
+    *,
+    target: str,
+    resolved: Resolved,
+    report: Report,
+) -> GroupExecutor:
+    """The executor of ranks that are here, up to the first rank of the other nodes, and behind it there."""
+    parallel = resolved.config.parallel
+    layout, here = RankLayout.of(parallel), min(port.first_ranks.values())
+    counts = [here, *(count for _, count in sorted(port.expected.items()))]
+    nodes = [node for node, count in enumerate(counts, start=0 if here else -1) for _ in range(count)]  # fmt: skip
+    parallel = replace(
+        parallel, nnodes=layout.size // max(counts)
+    )  # what a rank may have of a machine's memory
+    resolved = replace(resolved, config=replace(resolved.config, parallel=parallel))
+    wait_s = parallel.cpu_distributed_timeout_seconds or EXCHANGE_S
+    own = Machines(nodes, env.get("HOST_IP") or port.host, (port.host, port.port), port.rendezvous_key, wait_s)  # fmt: skip
+    payloads: list[bytes] = []
+    starts: list[Start] = []
+    with addresses(layout) as ranks:
+        for rank, address in enumerate(ranks):
+            if rank < here:
+                address = RankAddress(rank, layout, address.fd, machines=own)
+                payloads.append(payload_of(resolved, address))
+                starts.append(partial(spawn, address.fds))
+                continue
+            node = port.nodes[nodes[rank]]
+            machines = msgspec.structs.replace(own, host=node.host, meeting=node.head)
+            fd = node.fd if address.fd >= 0 else -1
+            address = RankAddress(rank, layout, fd, machines=machines)
+            payloads.append(payload_of(on_node(resolved, node.paths), address))
+            starts.append(partial(port.take, rank))
+        return GroupExecutor(target, payloads, starts, report, layout.answering, on_end)
+
+
+def on_node(resolved: Resolved, paths: dict[str, str]) -> Resolved:
+    """As another machine needs it: its own directories, no secrets."""
+    config = replace(
+        resolved.config,
+        server=ServerConfig(),
+        model=replace(resolved.config.model, hf_token=None),
+    )
+    draft = resolved.draft
+    if draft is not None:
+        draft = msgspec.structs.replace(draft, path=paths["draft"])
+    return replace(
+        resolved,
+        config=config,
+        path=paths["path"],
+        tokenizer_path=paths["tokenizer_path"],
+        draft=draft,
+    )
+
+
+def payload_of(resolved: Resolved, address: RankAddress) -> bytes:
+    """What the worker of a rank is built from in its process."""
+    return msgspec.msgpack.encode((resolved_to_bytes(resolved), address))

@@ -1,0 +1,178 @@
+"""Ray starts the ranks: an actor on each machine of a placement group, which joins the engine's head as a node does.
+
+Knows Ray's placement groups and actors. Does not know how ranks connect (`executor/node.py`). Ray itself pickles what it
+sends, and runs it: its ports belong into a closed network. No torch here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from quire import env
+from quire.config.engine import Resolved
+from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
+from quire.engine.node_facts import local_paths, node_facts
+from quire.errors import ConfigError, StartupError
+from quire.executor.control_port import ControlPort
+from quire.executor.node import Node
+from quire.logging import configure, get_logger
+from quire.parallel.address import memory_bytes
+from quire.parallel.layout import RankLayout
+
+if TYPE_CHECKING:
+    from quire.executor.group import GroupExecutor
+
+log = get_logger(__name__)
+
+INSTALL = "install Ray on all machines: pip install quire[ray]"
+NOT_COPIED = ("HOST_IP", "LOCAL_RANK", "VISIBLE_DEVICES")
+"""Ends of the names of variables that each machine sets for itself."""
+
+
+class RayNode:
+    """The actor: the ranks of one machine."""
+
+    def run(
+        self,
+        resolved: bytes,
+        environment: dict[str, str],
+        head: tuple[str, int],
+        key: bytes,
+        number: int,
+        num_ranks: int,
+    ) -> None:
+        """Serve until the head is stopped or gone. Raises QuireError: the checkpoint is not here; as `Node.run`."""
+        from quire.engine.build import resolve_config
+
+        env.adopt(environment, NOT_COPIED)
+        configure("node")
+        found = resolve_config(resolved_from_bytes(resolved).config)
+        shared = memory_bytes(RankLayout.of(found.config.parallel))
+        facts, paths, host = node_facts(found), local_paths(found), env.get("HOST_IP")
+        Node(
+            head, key, number, num_ranks, shared, facts, paths, host,
+            seconds=env.get("NODES_TIMEOUT_S"), follows=False,
+        ).run()  # fmt: skip
+
+
+class RayRanks:
+    """The placement group and the actors of one engine process.
+
+    Args:
+        count: the number of ranks, of which each gets a CPU of the placement group.
+        seconds: how long to wait for the placement group.
+
+    Raises:
+        ConfigError: Ray is not installed.
+        StartupError: the cluster has no room for the ranks.
+    """
+
+    def __init__(self, count: int, seconds: float):
+        try:
+            import ray
+            from ray import util
+        except ImportError:
+            raise ConfigError(f"distributed_executor_backend=ray: {INSTALL}") from None
+        self._ray, self._util = ray, util
+        if not ray.is_initialized():
+            ray.init()
+        self._actors: list[Any] = []
+        self._running: list[Any] = []
+        self._own = (group := util.get_current_placement_group()) is None
+        self._group = group or util.placement_group([{"CPU": 1}] * count, strategy="PACK")
+        if not ray.wait([self._group.ready()], timeout=seconds)[0]:
+            has = ray.available_resources().get("CPU", 0)
+            nodes = sum(node["Alive"] for node in ray.nodes())
+            self.close()
+            raise StartupError(
+                f"Ray has no room for {count} ranks after {seconds:.0f} s: each needs a CPU, and {has:g} are free on"
+                f" {nodes} machines of the cluster at {ray.get_runtime_context().gcs_address}; start `ray start"
+                " --address=...` on more machines, or use fewer ranks"
+            )
+        places = util.placement_group_table(self._group)["bundles_to_node_id"]
+        own = ray.get_runtime_context().get_node_id()
+        self.bundles: dict[str, list[int]] = {}
+        for bundle, node in sorted(places.items(), key=lambda at: (at[1] != own, at[1], at[0])):
+            if sum(map(len, self.bundles.values())) < count:
+                self.bundles.setdefault(node, []).append(bundle)
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Of ranks: node -> number. The driver's machine comes first."""
+        return {number: len(bundles) for number, bundles in enumerate(self.bundles.values())}
+
+    def start(self, resolved: Resolved, head: tuple[str, int], key: bytes) -> None:
+        """An actor on each machine."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        payload = resolved_to_bytes(resolved)
+        for number, bundles in enumerate(self.bundles.values()):
+            place = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundles[0]
+            )
+            actor = self._ray.remote(RayNode).options(num_cpus=1, scheduling_strategy=place)
+            self._actors.append(actor.remote())
+            self._running.append(self._actors[-1].run.remote(
+                payload, env.for_a_child(), head, key, number, len(bundles)
+            ))  # fmt: skip
+
+    def check(self) -> None:
+        """Raises StartupError: a machine has failed."""
+        done, _ = self._ray.wait(self._running, num_returns=len(self._running), timeout=0)
+        for one in done:
+            try:
+                self._ray.get(one)
+            except Exception as why:
+                number = self._running.index(one)
+                raise StartupError(f"node {number} of Ray failed: {why}") from None
+
+    def address(self) -> str:
+        """Of this machine, for the others."""
+        return str(env.get("HOST_IP") or self._util.get_node_ip_address())
+
+    def close(self) -> None:
+        """End the actors, and give the CPUs back. May be called twice."""
+        if not self._ray.is_initialized():
+            return  # the program has left the cluster, and with it its actors have ended
+        for actor in self._actors:
+            self._ray.kill(actor)
+        if self._own:
+            self._util.remove_placement_group(self._group)
+        self._actors, self._own = [], False
+
+
+def ray_executor(
+    resolved: Resolved, on_port: Callable[[ControlPort, Callable[[bool], None]], GroupExecutor]
+) -> GroupExecutor:
+    """The executor of ranks that Ray starts.
+
+    Args:
+        on_port: makes it, from a port to which all ranks are connected; its second argument ends the port and the actors.
+
+    Raises:
+        ConfigError, StartupError: Ray is not there, has no room, or a machine of it failed.
+    """
+    count, seconds = RankLayout.of(resolved.config.parallel).size, env.get("NODES_TIMEOUT_S")
+    ranks = RayRanks(count, seconds)
+    try:
+        key = secrets.token_bytes(32)
+        port = ControlPort(ranks.address(), 0, key, node_facts(resolved), ranks.counts)
+    except BaseException:
+        ranks.close()
+        raise
+    end = partial(_end, port, ranks)
+    try:
+        ranks.start(resolved, (port.host, port.port), key)
+        port.wait(seconds, ranks.check)
+        return on_port(port, end)
+    except BaseException:
+        end(False)
+        raise
+
+
+def _end(port: ControlPort, ranks: RayRanks, ended: bool) -> None:
+    port.close(ended=ended)
+    ranks.close()

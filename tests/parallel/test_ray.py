@@ -1,0 +1,103 @@
+"""Ray starts the ranks, on two nodes of a cluster on this machine: the same outputs as in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, EngineDeadError, StartupError
+
+MODEL = "quire-tiny"
+PROMPTS = ["The quick brown fox", "1 2 3 4 5"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12, logprobs=3),
+    SamplingParams(temperature=1.0, seed=7, max_tokens=12, n=2),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes with one CPU each, so that two ranks cannot be on one of them."""
+    ray = pytest.importorskip("ray", reason="pip install quire[ray]")
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    found.add_node(num_cpus=1)
+    ray.init(address=found.address)
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+def answers(llm: LLM) -> list[Any]:
+    return [
+        (one.token_ids, one.text, one.finish_reason, one.logprobs)
+        for request in llm.generate(PROMPTS, PARAMS)
+        for one in request.outputs
+    ]
+
+
+def workers_of_ray() -> list[int]:
+    """The processes of ranks, which are children of Ray's actors."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            actor = Path("/proc", parent, "cmdline").read_text().startswith("ray::")
+            if actor and "quire.executor.worker_process" in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def split() -> LLM:
+    return LLM(MODEL, max_model_len=256, tensor_parallel_size=2, distributed_executor_backend="ray")
+
+
+@pytest.mark.slow
+def test_two_nodes_give_the_outputs_of_one_process(cluster: Any) -> None:
+    llm = split()
+    nodes = {member.process.where for member in llm.client.core.executor.members}  # type: ignore[attr-defined]
+    found = answers(llm)
+    llm.shutdown()
+    assert len(nodes) == 2
+    whole = LLM(MODEL, max_model_len=256)
+    assert found == answers(whole)
+    whole.shutdown()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_engine_and_the_next_one_starts(cluster: Any) -> None:
+    llm = split()
+    os.kill(workers_of_ray()[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"on node \d .* has ended"):
+        answers(llm)
+    assert time.monotonic() - began < 30
+    llm.shutdown()
+    again = split()
+    assert len(answers(again)) == 3
+    again.shutdown()
+
+
+@pytest.mark.slow
+def test_a_cluster_without_room_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_NODES_TIMEOUT_S", "2")
+    with pytest.raises(StartupError, match=r"Ray has no room for 4 ranks after 2 s.*2 machines"):
+        LLM(MODEL, tensor_parallel_size=4, distributed_executor_backend="ray")
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"distributed_executor_backend=ray: .*quire\[ray\]"):
+        LLM(MODEL, max_model_len=256, tensor_parallel_size=2, distributed_executor_backend="ray")
