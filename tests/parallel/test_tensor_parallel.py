@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, EngineDeadError, Unsupported
+from quire.executor.group import GroupExecutor
+from quire.executor.messages import CallFailed
 
 MODEL = "quire-tiny"
 PROMPTS = ["The quick brown fox", "1 2 3 4 5", "def add(a, b):", "Once upon a time"]
@@ -44,6 +47,31 @@ def test_a_rank_that_ends_ends_all() -> None:
     with pytest.raises(EngineDeadError, match=r"worker's process was ended by SIG"):
         llm.generate(PROMPTS, GREEDY)
     assert time.monotonic() - began < 30
+    llm.shutdown()
+    assert all(member.process.poll() is not None for member in members)
+
+
+def test_a_rank_that_waits_for_a_stopped_one_is_heard_first() -> None:
+    """The group waits for rank 0, which is stopped, while rank 1 has said why its step failed."""
+    lost = CallFailed("StepFailed", "RankLost: rank 1 of 2 waited for rank 0, which is stopped", "")
+    members = [
+        SimpleNamespace(process=SimpleNamespace(poll=lambda: None), ready=lambda found=found: found)
+        for found in ([], [lost])
+    ]
+    group = GroupExecutor.__new__(GroupExecutor)
+    group.members, group._awaited = members, 0  # type: ignore[assignment]
+    with pytest.raises(EngineDeadError, match=r"^rank 1 of 2 waited for rank 0, which is stopped"):
+        group._check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_ends_the_engine_with_its_name(stopped: int) -> None:
+    llm = LLM(MODEL, max_model_len=256, tensor_parallel_size=2)
+    members = llm.client.core.executor.members  # type: ignore[attr-defined]
+    os.kill(members[stopped].process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=rf"waited for rank {stopped}, which is stopped"):
+        llm.generate(PROMPTS, GREEDY)
     llm.shutdown()
     assert all(member.process.poll() is not None for member in members)
 

@@ -46,6 +46,7 @@ class GroupExecutor:
         self.members: list[ProcessExecutor] = []
         self.answering, self._on_end = list(answering), on_end
         self._dead: Exception | None = None
+        self._awaited = 0  # the rank whose answer is read now
         try:
             for payload, start in zip(payloads, starts, strict=True):
                 own = ProcessExecutor(target, payload, start=start, on_wait=self._check, wait=False)
@@ -78,8 +79,9 @@ class GroupExecutor:
 
     def answer(self, rank: int, number: int) -> StepResult | CallResult | CallFailed:
         """The answer of one rank. Raises as `answers`."""
+        self._awaited = rank
         try:
-            return self.members[rank].answer(number)
+            return _unless_lost(self.members[rank].answer(number))
         except Exception as error:
             raise self.fail(error) from None
 
@@ -102,10 +104,12 @@ class GroupExecutor:
             raise self.fail(error) from None
 
     def _check(self) -> None:
-        """Raises the cause of death of a rank that has ended: the one that is waited for may never answer."""
-        for member in self.members:
+        """Raises the cause if a rank has ended, or another has lost it: the one that is waited for may never answer."""
+        for rank, member in enumerate(self.members):
             if member.process.poll() is not None:
                 member.fail()
+            for answer in member.ready() if rank != self._awaited else ():
+                _unless_lost(answer)
 
     def _kill(self) -> None:
         for member in self.members:
@@ -113,6 +117,15 @@ class GroupExecutor:
         for member in self.members:
             member.wait_or_kill()
         self._on_end(False)
+
+
+def _unless_lost(
+    answer: StepResult | CallResult | CallFailed,
+) -> StepResult | CallResult | CallFailed:
+    """Raises EngineDeadError: another rank did not come to an exchange, and the group cannot go on."""
+    if isinstance(answer, CallFailed) and "RankLost" in (answer.kind, answer.text.split(":")[0]):
+        raise EngineDeadError(answer.text.removeprefix("RankLost: "))
+    return answer
 
 
 class _GroupStep:

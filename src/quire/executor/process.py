@@ -8,6 +8,7 @@ Only one thread may use it at a time, as EngineCore does. A wait ends when the c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import threading
@@ -142,12 +143,23 @@ class ProcessExecutor:
     def answer(self, number: int) -> StepResult | CallResult | CallFailed:
         """Wait for answer `number`. Each answer can be fetched once."""
         while number not in self._answers:
-            message = self._receive()
-            if isinstance(message, WorkerProgress | WorkerStarted | WorkerEnded):
-                raise RuntimeError(f"{type(message).__name__} is unexpected")
-            self._num_answered += 1
-            self._answers[self._num_answered] = message
+            self._store(self._receive())
         return self._answers.pop(number)
+
+    def ready(self) -> list[StepResult | CallResult | CallFailed]:
+        """The answers that have come and that nothing has fetched. It does not wait, and not during the start."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._num_sent and self._pipe.poll(0):
+                self._store(decode_up(self._pipe.recv_bytes()))
+        return list(self._answers.values())
+
+    def _store(self, message: Up) -> None:
+        if isinstance(message, WorkerEnded):
+            self.fail(message)
+        if isinstance(message, WorkerProgress | WorkerStarted | WorkerEnded):
+            raise RuntimeError(f"{type(message).__name__} is unexpected")
+        self._num_answered += 1
+        self._answers[self._num_answered] = message
 
     def _send(self, data: bytes) -> None:
         self._check_alive()
