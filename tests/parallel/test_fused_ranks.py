@@ -56,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     "an MLP that does not divide": {"mlp": {"width": 96}},
     "experts with weights of inputs": {"experts": {"on_input": True}},
 }
+BY_MODULES = {"experts with weights of inputs"}
+"""Whose experts run as modules between fused attention."""
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +117,8 @@ def check(case: str, size: int, quantization: str | None = None) -> None:
         for own, each in zip(ranks, runners, strict=True):
             fuse_model(each.model)
             native = native_model(each.model)
-            assert native is not None
-            assert native.table_ranks == native.head.y_ranks == own.link
+            assert (native is None) == (case in BY_MODULES)
+            assert native is None or native.table_ranks == native.head.y_ranks == own.link
         for got in threads.map(in_one_thread, runners):
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
