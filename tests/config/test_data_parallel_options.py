@@ -13,7 +13,7 @@ from quire.errors import ConfigError, Unsupported
 
 
 def config(**given: Any) -> EngineConfig:
-    names = {name: f"data_parallel_{name}" for name in given if name not in ("api_server_count", "disable_frontend_multiprocessing")}  # fmt: skip
+    names = {name: f"data_parallel_{name}" for name in given if name not in ("api_server_count", "headless", "disable_frontend_multiprocessing")}  # fmt: skip
     return EngineConfig.from_keywords(
         **{names.get(key, key): value for key, value in given.items()}
     )
@@ -28,6 +28,13 @@ def config(**given: Any) -> EngineConfig:
         ({"size": 4, "rank": 3, "external_lb": True}, [3], (0, 1)),
         ({"size": 4, "size_local": 2, "start_rank": 2}, [2, 3], (0, 2)),
         ({"size": 4, "size_local": 2, "hybrid_lb": True}, [0, 1], (0, 2)),
+        ({"size": 4, "size_local": 2}, [0, 1, 2, 3], (0, 2)),
+        ({"size": 4, "size_local": 0}, [0, 1, 2, 3], (0, 1)),
+        (
+            {"size": 4, "size_local": 2, "start_rank": 2, "headless": True, "api_server_count": 0},
+            [2, 3],
+            (0, 2),
+        ),
         ({"size": 4, "size_local": 2, "start_rank": 2, "rank": 3}, [3], (1, 2)),  # of a process
     ],
 )
@@ -45,12 +52,16 @@ def test_which_engines(given: dict[str, Any], ranks: list[int], share: tuple[int
         ({"size": 2, "rank": 2}, ConfigError, "data_parallel_rank=2: with data_parallel_size=2 the ranks are 0 to 1"),
         ({"size": 4, "size_local": 2, "start_rank": 3}, ConfigError, "engines up to 4.*the last is 3"),
         ({"size": 2, "size_local": 1, "hybrid_lb": True, "external_lb": True}, ConfigError, "leave one out"),
-        ({"size": 2, "hybrid_lb": True}, ConfigError, "needs data_parallel_size_local"),
+        ({"size": 2, "hybrid_lb": True}, ConfigError, "hybrid_lb need data_parallel_size_local"),
         ({"size": 2, "external_lb": True}, ConfigError, "needs data_parallel_rank"),
         ({"size": 4, "size_local": 1, "multi_port_external_lb": True}, ConfigError, "at least 2 engines.* is 1"),
         ({"size": 5, "size_local": 2, "multi_port_external_lb": True}, ConfigError, "size=5 is not a multiple of .*local=2"),
         ({"size": 2, "disable_frontend_multiprocessing": True}, ConfigError, "need processes of their own"),
         ({"size": 2, "backend": "ray"}, Unsupported, "use mp"),
+        ({"size": 2, "headless": True}, ConfigError, "headless needs data_parallel_start_rank"),
+        ({"size": 2, "start_rank": 1, "size_local": 1, "headless": True, "api_server_count": 2}, ConfigError, "no HTTP processes, and api_server_count is 2"),
+        ({"size": 2, "start_rank": 1, "size_local": 1, "headless": True, "hybrid_lb": True}, ConfigError, "leave data_parallel_rank and"),
+        ({"api_server_count": 0}, ConfigError, "api_server_count=0 starts no HTTP process"),
     ],
 )  # fmt: skip
 def test_refused(given: dict[str, Any], kind: type[Exception], why: str) -> None:

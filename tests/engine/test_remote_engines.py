@@ -194,7 +194,8 @@ def test_a_peer_without_the_key_is_not_heard(
 
 def test_a_port_that_is_in_use_is_named(remote: RemoteEngines, resolved: Any) -> None:
     with pytest.raises(
-        ConfigError, match=f"{remote.where} cannot be bound: Address already in use"
+        ConfigError,
+        match=f"{remote.where} cannot be bound: Address already in use",
     ):
         remote_engines.RemoteEngines(resolved, range(1, 2), frontends=1)
 

@@ -26,13 +26,14 @@ def check_data_parallel(parallel: ParallelConfig, server: ServerConfig) -> None:
         f"data_parallel_rank={rank}: with {of} the ranks are 0 to {size - 1}": rank is not None and rank >= size,
         f"data_parallel_start_rank={first} and data_parallel_size_local={local} are engines up to {(first or 0) + (local or 1) - 1}, but with {of} the last is {size - 1}": first is not None and first + (local or 1) > size,
         "data_parallel_hybrid_lb and data_parallel_external_lb name two balancers: leave one out": parallel.is_hybrid and parallel.data_parallel_external_lb,
-        "data_parallel_hybrid_lb needs data_parallel_size_local: the number of engines on this machine": parallel.is_hybrid and rank is None and local is None,
+        "data_parallel_start_rank and data_parallel_hybrid_lb need data_parallel_size_local: the number of engines on this machine": parallel.is_hybrid and rank is None and local is None,
         "data_parallel_external_lb needs data_parallel_rank: which of the engines this server has": parallel.data_parallel_external_lb and rank is None,
         f"data_parallel_multi_port_external_lb needs at least 2 engines on this machine, and data_parallel_size_local is {local}": parallel.data_parallel_multi_port_external_lb and (local or 0) < 2,
         f"data_parallel_multi_port_external_lb: {of} is not a multiple of data_parallel_size_local={local}": parallel.data_parallel_multi_port_external_lb and bool(local) and size % (local or 1) != 0,
         f"disable_frontend_multiprocessing with {of}: several engines need processes of their own; leave it out": server.disable_frontend_multiprocessing and len(parallel.ranks) > 1,
         "headless needs data_parallel_start_rank: which of the engines this machine has": server.headless and first is None and parallel.nnodes == 1,
-        f"headless runs no HTTP processes, and api_server_count is {server.api_server_count}: leave one out": server.headless and server.api_server_count is not None,
+        f"headless runs no HTTP processes, and api_server_count is {server.api_server_count}: leave one out": server.headless and bool(server.api_server_count),
+        "api_server_count=0 starts no HTTP process: use at least 1, or --headless for the engines of another server": server.api_server_count == 0 and not server.headless,
         "headless runs engines for another server, which balances: leave data_parallel_rank and the _lb options out": server.headless and (rank is not None or parallel.data_parallel_hybrid_lb or parallel.data_parallel_external_lb or parallel.data_parallel_multi_port_external_lb),
     }  # fmt: skip
     for why, is_given in refused.items():

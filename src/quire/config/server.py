@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from quire.config.ranges import Amount, AtLeast1
+from quire.config.ranges import Amount, AtLeast0, AtLeast1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class ServerConfig:
     """ASGI middleware to run around every request: package.module.Class, or the path of an async function(request, call_next)."""
     headless: bool = False
     """Run only the engines of this machine, for the server at --data-parallel-address; with nnodes only its ranks, for machine 0."""
-    api_server_count: AtLeast1 | None = None
+    api_server_count: AtLeast0 | None = None
     """Number of HTTP processes in front of the engines; unset: 1, or with several engines one for each, if there are cores for them."""
     data_parallel_supervisor_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     """Port that answers /health for all servers of data_parallel_multi_port_external_lb; unset: none."""

@@ -9,6 +9,7 @@ number of the engine's process grows when a node offers the engine again. Knows 
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import threading
@@ -22,9 +23,10 @@ from zmq.auth.thread import ThreadAuthenticator
 from quire.config.cluster_key import cluster_key
 from quire.config.engine import Resolved
 from quire.engine import remote_link as link
-from quire.engine.shared_state import Condition, EngineState, StateBoard
+from quire.engine.shared_state import EngineState, StateBoard
 from quire.errors import ConfigError
 from quire.logging import get_logger
+from quire.processes.port_holder import port_holder
 from quire.processes.run_folder import hold, own_folder
 from quire.protocol.output import StartupStatus
 
@@ -32,7 +34,6 @@ log = get_logger(__name__)
 
 LOOK_MS = 200
 AT_ONCE = 256  # messages of one engine that are passed on before those of others
-ENDED: tuple[Condition, ...] = ("dead", "closed")
 
 
 class RemoteEngine:
@@ -48,7 +49,7 @@ class RemoteEngine:
         """The number of its process here is that at the node plus this."""
         self._ups: dict[int, zmq.Socket[bytes]] = {}
         waiting = StartupStatus(f"waiting for a node with engine {rank} at {where}")
-        self.publish(EngineState(1, "starting", startup=waiting))
+        self.board.publish(EngineState(1, "starting", startup=waiting))
         self.closing, self.removed = threading.Event(), threading.Event()
         self.down = self._open(1)
 
@@ -65,9 +66,6 @@ class RemoteEngine:
         self.removed.wait(seconds)
 
     # -- for the thread
-    def publish(self, state: EngineState) -> None:
-        self.board.publish(state)
-
     def _open(self, epoch: int) -> zmq.Socket[bytes]:
         (self.folder / str(epoch)).mkdir(exist_ok=True)
         down: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
@@ -98,18 +96,18 @@ class RemoteEngine:
     def lose(self, why: str) -> None:
         """Its node is gone."""
         self.node = None
-        if self.state.condition in ENDED:
+        if self.state.condition in ("dead", "closed"):
             return
         incident = secrets.token_hex(4)
         log.error("failure %s: engine %d: %s", incident, self.rank, why)
         if self.state.ready is None:  # it has never been ready: another node may offer it
             return
-        self.publish(EngineState(self.state.epoch, "delayed", self.state.ready, why, incident=incident))  # fmt: skip
+        self.board.publish(EngineState(self.state.epoch, "delayed", self.state.ready, why, incident=incident))  # fmt: skip
 
     def remove(self) -> None:
         self.close_sockets()
         if self.state.condition != "dead":
-            self.publish(EngineState(self.state.epoch, "closed"))
+            self.board.publish(EngineState(self.state.epoch, "closed"))
         self.board.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
@@ -143,8 +141,9 @@ class RemoteEngines:
             self._router.bind(self.where)
         except zmq.ZMQError as why:
             self._end_context()
+            what = os.strerror(why.errno or 0) + port_holder(parallel.data_parallel_rpc_port)
             raise ConfigError(
-                f"data_parallel_address, data_parallel_rpc_port: {self.where} cannot be bound: {why.strerror}; choose an"
+                f"data_parallel_address, data_parallel_rpc_port: {self.where} cannot be bound: {what}; choose an"
                 " address of this machine and a free port"
             ) from None
         self.engines = {rank: RemoteEngine(rank, self._context, self.where) for rank in ranks}
@@ -227,7 +226,7 @@ class RemoteEngines:
         found = msgspec.structs.replace(state, epoch=state.epoch + engine.base)
         if found.epoch != engine.state.epoch:
             engine.follow(found.epoch)
-        engine.publish(found)
+        engine.board.publish(found)
 
     def _meet(self, node: bytes, hello: link.Hello) -> None:
         why = link.difference(self._facts, hello.facts)
@@ -273,7 +272,7 @@ class RemoteEngines:
         for engine in self.engines.values():
             missing = engine.node is None and engine.state.condition == "starting"
             if missing and now > self._until:
-                engine.publish(EngineState(1, "dead", error=(
+                engine.board.publish(EngineState(1, "dead", error=(
                     f"no node offered engine {engine.rank} at {self.where} within {link.MEET_S:.0f} s: start `quire serve"
                     f" MODEL --headless --data-parallel-start-rank {engine.rank}` there, with this address and port"
                 )))  # fmt: skip
