@@ -24,7 +24,7 @@ from tests.quantization.writers import FORMS
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "head_dim": 32}
 PLACED = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
 MOVING = {**PLACED, "enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}}
-QUICK = {"gptq", "awq", "ct int8"}
+QUICK = {"gptq", "ct int8"}
 NAMES = [
     pytest.param(form.name, marks=() if form.name in QUICK else pytest.mark.slow) for form in FORMS
 ]
@@ -64,7 +64,7 @@ def test_experts_of_a_quantized_checkpoint(name: str, mixture: Path, tmp_path: P
     check(stored, CutExperts)
 
 
-@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("placed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_experts_in_mxfp4(placed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes and scales of all experts in one tensor each."""
     monkeypatch.setattr(test_quantized_experts, "SIZES", WIDE)

@@ -25,7 +25,7 @@ MORE = {
     "mamba2": {"num_heads": 16},
 }
 WHOLE = {"recurrent gemma", "recurrent gemma wide", "rwkv", "qwen3_5 odd"}
-QUICK = {"qwen3_5", "qwen3 next", "mamba2", "mamba", "granite 4 h", "lfm2 moe"}
+QUICK = {"qwen3_5", "mamba2", "mamba", "granite 4 h", "lfm2 moe"}
 NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(EVERY)
 ]
