@@ -32,19 +32,21 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def start_node(port: int, log: Path, *flags: str, **environment: str) -> subprocess.Popen[bytes]:
+def start_node(
+    port: int, log: Path, *flags: str, size: str = "tensor", **environment: str
+) -> subprocess.Popen[bytes]:
     own = {"QUIRE_HOST_IP": "127.0.0.2", "QUIRE_NODES_TIMEOUT_S": "40", **environment}
     command = [
         *(sys.executable, "-m", "quire.cli.main", "serve", MODEL, "--max-model-len", "256"),
-        *("--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", "1", "--headless"),
+        *(f"--{size}-parallel-size", "2", "--nnodes", "2", "--node-rank", "1", "--headless"),
         *("--master-addr", HEAD, "--master-port", str(port), *flags),
     ]
     with log.open("wb") as out:
         return subprocess.Popen(command, stderr=out, stdout=out, env={**os.environ, **own})
 
 
-def head(port: int, **options: Any) -> LLM:
-    settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": HEAD, "master_port": port}
+def head(port: int, size: str = "tensor", **options: Any) -> LLM:
+    settings = {f"{size}_parallel_size": 2, "nnodes": 2, "master_addr": HEAD, "master_port": port}
     return LLM(MODEL, max_model_len=256, **settings, **options)
 
 
@@ -57,10 +59,11 @@ def answers(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_tokens_and_logprobs_are_those_of_one_process(tmp_path: Path) -> None:
-    node = start_node(port := free_port(), log := tmp_path / "log")
+@pytest.mark.parametrize("size", ["tensor", "pipeline"])
+def test_tokens_and_logprobs_are_those_of_one_process(tmp_path: Path, size: str) -> None:
+    node = start_node(port := free_port(), log := tmp_path / "log", size=size)
     try:
-        llm = head(port)
+        llm = head(port, size)
         found = answers(llm)
         llm.shutdown()
         assert node.wait(LIMIT_S) == 0, log.read_text()
