@@ -33,7 +33,7 @@ def make_tokenizer(folder: Path) -> int:
     return len(vocabulary)
 
 
-def make_checkpoint(folder: Path, length: int = LENGTH) -> str:
+def make_checkpoint(folder: Path, length: int = LENGTH, kv_heads: int = KV_HEADS) -> str:
     """The path of a model that serves; `length`: tokens of a prompt and its answer."""
     vocabulary = make_tokenizer(folder)
     config = {
@@ -44,7 +44,7 @@ def make_checkpoint(folder: Path, length: int = LENGTH) -> str:
         "intermediate_size": INNER,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_key_value_heads": kv_heads,
         "head_dim": HEAD,
         "max_position_embeddings": length,
         "rms_norm_eps": 1e-5,
@@ -73,8 +73,8 @@ def make_checkpoint(folder: Path, length: int = LENGTH) -> str:
             f"{at}.input_layernorm.weight": np.ones(HIDDEN, np.float32),
             f"{at}.post_attention_layernorm.weight": np.ones(HIDDEN, np.float32),
             f"{at}.self_attn.q_proj.weight": matrix(HEADS * HEAD, HIDDEN),
-            f"{at}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD, HIDDEN),
-            f"{at}.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": matrix(kv_heads * HEAD, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": matrix(kv_heads * HEAD, HIDDEN),
             f"{at}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD),
             f"{at}.mlp.gate_proj.weight": matrix(INNER, HIDDEN),
             f"{at}.mlp.up_proj.weight": matrix(INNER, HIDDEN),

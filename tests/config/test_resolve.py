@@ -327,7 +327,6 @@ def test_overrides_merge():
 REFUSED = [
     ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size=3 does not divide the .* attention heads"),
     ({"pipeline_parallel_size": 2, "enable_lora": True}, Unsupported, "pipeline_parallel_size=2 with --enable-lora"),
-    ({"prefill_context_parallel_size": 2}, Unsupported, "prefill_context_parallel_size=2"),
     ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0"),
     ({"enable_eplb": True}, ConfigError, "enable_eplb moves whole experts .*add --enable-expert-parallel"),
     ({"enable_prompt_embeds": True}, Unsupported, "enable_prompt_embeds .*token ids"),

@@ -46,7 +46,7 @@ enable_prompt_adapter default_mm_loras={"audio":"d"} enable_tower_connector_lora
 limit_mm_per_prompt={"image":4} limit_mm_per_prompt=image=4,video=1
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4 profiler_config={"profiler":"torch"}
-io_processor_plugin=x decode_context_parallel_size=2
+io_processor_plugin=x
 enable_dbo grpc scheduler_cls=a.b worker_cls=a.b
 worker_extension_cls=a.b tool_server=demo disable_sliding_window tokens_only enable_scale_out
 """

@@ -21,7 +21,9 @@ class ParallelConfig:
     pipeline_parallel_size: AtLeast1 = 1
     """Number of stages that each compute a range of the layers; on a CPU, processes that share the machine's cores (docs/parallel.md)."""
     prefill_context_parallel_size: AtLeast1 = 1
-    """Number of ranks that each compute a part of a prompt's tokens."""
+    """Number of ranks that each compute a part of a prompt's tokens; multiplies the number of processes (docs/parallel.md)."""
+    decode_context_parallel_size: AtLeast1 = 1
+    """Number of ranks that keep a part of the KV cache's blocks each, among those of tensor_parallel_size with equal KV heads."""
     data_parallel_size: AtLeast1 = 1
     """Number of engines with all weights that share the requests (docs/parallel.md)."""
     data_parallel_size_local: AtLeast0 | None = None

@@ -89,8 +89,6 @@ def _check_structured(options: Mapping[str, Any]) -> None:
 
 
 def _check_supported(config: EngineConfig) -> None:
-    if (size := config.parallel.prefill_context_parallel_size) > 1:
-        raise Unsupported(f"prefill_context_parallel_size={size}", unsupported.DEVICES[1])
     for (section, name, unsupported_value), remedy in unsupported.SETTINGS.items():
         if getattr(getattr(config, section), name) == unsupported_value:
             value = "" if unsupported_value is True else f"={unsupported_value}"

@@ -17,7 +17,7 @@ storages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import NamedTuple
 
@@ -39,6 +39,13 @@ class CacheLayout:
     def tokens_in(self, num_blocks: int, length: int, max_step_tokens: int) -> int:
         """How many tokens fit in num_blocks, for requests of `length` tokens (a window needs only its own)."""
         return int(num_blocks / self.blocks_for(length, max_step_tokens) * length)
+
+    def dealt(self, ranks: int) -> CacheLayout:
+        """The same, where each of several ranks keeps a part of the blocks, and gathers those of a layer that a step reads."""
+        num_layers = max(len(group.layers) for group in self.groups) or 1
+        kept = -(-self.bytes_per_block // ranks)
+        gathered = -(-(self.bytes_per_block + kept) // num_layers)
+        return replace(self, bytes_per_block=kept + gathered)
 
     def of_layers(self, own: range) -> CacheLayout:
         """The same groups with only these layers, numbered from 0: what a stage of a pipeline keeps of a request."""

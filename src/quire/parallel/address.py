@@ -80,20 +80,23 @@ class RankAddress(Struct, array_like=True):
         store = None if self.machines is None else self.machines.meet()
         number = place.stage * layout.prefill + place.part
         begin = number * num_bytes(layout.tensor)
-        tensor = self._exchange(layout.tensor_group(self.rank), memory, begin, store)
+        tensor = self._exchange("layers", layout.tensor_group(self.rank), memory, begin, store)
         number = place.stage * layout.tensor + place.tensor
         begin = _tensor_bytes(layout) + number * num_bytes(layout.prefill)
-        context = self._exchange(layout.context_group(self.rank), memory, begin, store)
-        return Ranks(place, layout, tensor, context, self._stages(store))
+        context = self._exchange("context", layout.context_group(self.rank), memory, begin, store)
+        begin = _tensor_bytes(layout) + _context_bytes(layout)
+        begin += self.rank // layout.decode * num_bytes(layout.decode)
+        blocks = self._exchange("blocks", layout.blocks_group(self.rank), memory, begin, store)
+        return Ranks(place, layout, tensor, context, self._stages(store), blocks)
 
     def _exchange(
-        self, group: list[int], memory: mmap.mmap | None, begin: int, store: Any
+        self, what: str, group: list[int], memory: mmap.mmap | None, begin: int, store: Any
     ) -> TensorRanks | None:
         """With a group of ranks: through memory on one machine, by gloo between machines."""
         if len(group) == 1:
             return None
         if self.machines is not None and (memory is None or self.machines.spans(group)):
-            return self.machines.group(store, f"ranks {group}", group, self.rank)
+            return self.machines.group(store, f"{what} {group}", group, self.rank)
         from quire.parallel.shared_memory import SharedMemoryRanks
 
         if memory is None:
@@ -167,8 +170,13 @@ def _connect(stages: list[StageSocketFds], stack: ExitStack) -> None:
 
 def memory_bytes(layout: RankLayout) -> int:
     """Of the memory for all groups of a layout; 0: no group has several ranks."""
-    context = num_bytes(layout.prefill) * layout.pipeline * layout.tensor
-    return _tensor_bytes(layout) + (context if layout.prefill > 1 else 0)
+    blocks = num_bytes(layout.decode) * (layout.size // layout.decode) if layout.decode > 1 else 0
+    return _tensor_bytes(layout) + _context_bytes(layout) + blocks
+
+
+def _context_bytes(layout: RankLayout) -> int:
+    groups = layout.pipeline * layout.tensor
+    return num_bytes(layout.prefill) * groups if layout.prefill > 1 else 0
 
 
 def _tensor_bytes(layout: RankLayout) -> int:

@@ -26,20 +26,22 @@ class RankPlace(NamedTuple):
 class RankLayout(Struct, array_like=True, frozen=True):
     """The number of stages, of parts of a context, and of parts of each layer.
 
-    `partition`: the number of layers of each stage; empty: as equal as possible.
+    partition: the number of layers of each stage; empty: as equal as possible. decode: the number of ranks that keep a part of
+    the blocks of one KV cache each, neighbours among those that split a layer.
     """
 
     pipeline: int = 1
     prefill: int = 1
     tensor: int = 1
     partition: tuple[int, ...] = ()
+    decode: int = 1
 
     @classmethod
     def of(cls, config: ParallelConfig) -> RankLayout:
         """The layout that the user chose. Raises ConfigError: the layers of the stages are malformed."""
         stages = config.pipeline_parallel_size
         sizes = stages, config.prefill_context_parallel_size, config.tensor_parallel_size
-        return cls(*sizes, layer_partition(stages))
+        return cls(*sizes, layer_partition(stages), config.decode_context_parallel_size)
 
     @property
     def size(self) -> int:
@@ -61,6 +63,11 @@ class RankLayout(Struct, array_like=True, frozen=True):
         """The ranks that have the same part of the same layers, for other parts of a context."""
         place = self.place(rank)
         return [self.rank(place._replace(part=number)) for number in range(self.prefill)]
+
+    def blocks_group(self, rank: int) -> list[int]:
+        """The ranks that keep the blocks of the same KV heads."""
+        first = rank // self.decode * self.decode
+        return list(range(first, first + self.decode))
 
     def stage_group(self, rank: int) -> list[int]:
         """The ranks with the same parts in all stages, the first stage first."""

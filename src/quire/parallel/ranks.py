@@ -94,7 +94,7 @@ class Ranks:
     """One rank: its place in the layout, and its exchanges with the others; None: it shares this with no other.
 
     tensor: with the ranks that split each layer. context: with those that compute other parts of a context. stages: with the
-    other stages.
+    other stages. blocks: with those that keep other blocks of the same KV cache.
     """
 
     place: RankPlace = FIRST
@@ -102,6 +102,7 @@ class Ranks:
     tensor: TensorRanks | None = None
     context: TensorRanks | None = None
     stages: StageLink | None = None
+    blocks: TensorRanks | None = None
 
     @property
     def stage(self) -> PipelineStage:

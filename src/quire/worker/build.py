@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.config.engine import ModelSpec, Resolved
-from quire.errors import ConfigError
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.parallel.address import RankAddress
@@ -27,8 +26,6 @@ from quire.worker.forecast import ForecastSpecs, forecast_specs, plan_memory
 from quire.worker.memory_plan import GIB, MemoryPlan, make_plan
 
 if TYPE_CHECKING:
-    from quire.attention.base import AttentionBackend
-    from quire.layers.attention import Attention
     from quire.models.base import LanguageModel
     from quire.models.offload import Offload
     from quire.platforms.base import Platform
@@ -127,6 +124,7 @@ def build_worker(
         from quire.parallel.same_threads import use_same_threads
         from quire.platforms.base import platform_of
         from quire.worker.agreed_plan import plan_loaded
+        from quire.worker.kv_cache import allocate_kv_cache
         from quire.worker.module_hooks import ModuleHooks
         from quire.worker.page_prefault import KVPagePrefaulter
         from quire.worker.row_states import RowStates
@@ -150,7 +148,8 @@ def build_worker(
             log.info("memory plan%s\n%s", of_stage, table(plan.table()))
         resolved = replace(resolved, max_num_seqs=plan.max_num_seqs)
         states = RowStates(resolved.max_num_seqs, plan.num_checkpoints, plan.num_drafts)
-        storages = allocate_kv_cache(resolved, platform, models, others, plan, states)
+        with_caches = (resolved, platform, (resolved.spec, *others), plan, states, ranks.blocks)
+        storages = allocate_kv_cache(models, *with_caches)
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
     rows, model = batcher.rows, models[0]
@@ -171,7 +170,7 @@ def build_worker(
     WorkerSleep(
         worker, storages, states, platform.device,
         load=lambda: build_models(resolved, platform, others, ranks=ranks),
-        allocate=lambda models: allocate_kv_cache(resolved, platform, models, others, plan, states),
+        allocate=lambda models: allocate_kv_cache(models, *with_caches),
         on_cache_reset=pages.begin,
     )  # fmt: skip
     ModuleHooks(worker, address.rank)
@@ -189,7 +188,7 @@ def build_parts(
     """The parts of a worker before features add theirs."""
     from quire.worker.sampling.load_processors import load_processors
 
-    model_input = build_model_input(resolved, platform, plan, models[0])
+    model_input = build_model_input(resolved, platform, plan, models[0], ranks)
     parts = WorkerParts(platform, models, model_input, rows, [], ranks=ranks)
     if parts.draws:
         names = resolved.config.model.logits_processors
@@ -340,9 +339,13 @@ def build_sampler_ops(platform: Platform) -> SamplerOps:
 
 
 def build_model_input(
-    resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any
+    resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any, ranks: Ranks = ALL
 ) -> ModelInput:
     """The model input; steps of single tokens replay graphs if device, backend and model allow it."""
+    if ranks.context is not None:
+        from quire.worker.context_parallel import ContextModelInput
+
+        return ContextModelInput(model, ranks.context)
     from quire.worker.graphs import GraphModelInput, default_sizes
     from quire.worker.model_input import TokenModelInput
 
@@ -359,58 +362,6 @@ def build_model_input(
     return GraphModelInput(
         model_input, capturer, sizes, max_blocks, plan.max_model_len, null_row=resolved.max_num_seqs
     )
-
-
-def allocate_kv_cache(
-    resolved: Resolved,
-    platform: Any,
-    models: Sequence[LanguageModel],
-    others: Sequence[ModelSpec],
-    plan: MemoryPlan,
-    states: RowStates,
-) -> Any:
-    """Choose a backend for each model, and give each layer its part of the cache, or of the states.
-
-    Returns the storages of the cache.
-    """
-    from quire.worker.kv_cache import allocate_cache, cached_layers
-
-    states.allocate([layer for model in models for layer in model.state_layers()], platform.device)
-    layers, backends = cached_layers(models), []
-    for spec, model in zip((resolved.spec, *others), models, strict=True):
-        if own := model.attention_layers():
-            backends += [choose_attention(resolved, platform, spec.dtype, own)] * len(own)
-    if not layers:
-        return []
-    groups = plan.layout.groups
-    return allocate_cache(
-        layers, groups, plan.num_blocks + 1, resolved.block_size, backends, platform
-    )
-
-
-def choose_attention(
-    resolved: Resolved, platform: Any, dtype: str, layers: Sequence[Attention]
-) -> AttentionBackend:
-    """The backend of a model with these layers, which computes in `dtype`.
-
-    Raises:
-        ConfigError: none supports every layer, or chunks of prompts are on and tokens attend to later ones.
-    """
-    from quire.attention.base import Needs, choose_backend
-
-    needs = Needs.of(
-        (layer.spec for layer in layers),
-        device=resolved.device,
-        dtype=dtype,
-        kv_dtype=resolved.kv_dtype_for(dtype),
-        block_size=resolved.block_size,
-    )
-    if needs.non_causal and resolved.chunked_prefill:
-        raise ConfigError(
-            "tokens of this model attend to later tokens, so a prompt must be computed in one step:"
-            " set enable_chunked_prefill=False, and max_num_batched_tokens to at least max_model_len"
-        )
-    return choose_backend(resolved.attention_backend, platform.attention, needs)[1]
 
 
 def _flat(spec: CacheSpec) -> tuple[int, int, int, str, int]:

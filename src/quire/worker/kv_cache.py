@@ -1,6 +1,6 @@
 """The KV cache as tensors: one pool of blocks, which all KV groups share.
 
-Knows groups, shapes and bytes. Does not know requests or which block belongs to which. Storage i belongs to
+Knows groups, shapes, bytes and backends. Does not know requests or which block belongs to which. Storage i belongs to
 layer number i of *every* group, so a block id means the same bytes in all groups:
 
     group 0   layers 0 2 4        storage 0   layers 0 and 1
@@ -14,21 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quire.errors import Unsupported
+from quire.attention.base import Needs, choose_backend
+from quire.attention.dealt_cache import DealtCacheAttention, num_kept
+from quire.errors import ConfigError, Unsupported
 from quire.kvcache.layout import by_shape
 from quire.kvcache.specs import CacheGroup
 from quire.platforms.memory import lazy_zeros
 
 if TYPE_CHECKING:
     from quire.attention.base import AttentionBackend
+    from quire.config.engine import ModelSpec, Resolved
     from quire.layers.attention import Attention
     from quire.models.base import LanguageModel
+    from quire.parallel.ranks import TensorRanks
     from quire.platforms.base import Platform
+    from quire.worker.memory_plan import MemoryPlan
+    from quire.worker.row_states import RowStates
 
 
 def cached_layers(models: Sequence[LanguageModel]) -> list[Attention]:
@@ -84,3 +90,55 @@ def allocate_cache(
                 layers[index].bind(backends[index], cache, part.group)
         everything += storages
     return everything
+
+
+def allocate_kv_cache(
+    models: Sequence[LanguageModel],
+    resolved: Resolved,
+    platform: Any,
+    specs: Sequence[ModelSpec],
+    plan: MemoryPlan,
+    states: RowStates,
+    keepers: TensorRanks | None = None,
+) -> list[tuple[Tensor, ...]]:
+    """Choose a backend for each model, and give each layer its part of the cache, or of the states.
+
+    `specs`: of the models. `keepers`: the ranks that keep a part of the blocks each; None: this rank keeps all. Returns the
+    storages of the cache.
+    """
+    states.allocate([layer for model in models for layer in model.state_layers()], platform.device)
+    layers = cached_layers(models)
+    backends: list[AttentionBackend] = []
+    for spec, model in zip(specs, models, strict=True):
+        if own := model.attention_layers():
+            backends += [choose_attention(resolved, platform, spec.dtype, own)] * len(own)
+    if not layers:
+        return []
+    groups, num_blocks = plan.layout.groups, plan.num_blocks + 1
+    if keepers is not None:
+        backends = [DealtCacheAttention(one, keepers, resolved.block_size) for one in backends]
+        num_blocks = num_kept(num_blocks, keepers.size)
+    return allocate_cache(layers, groups, num_blocks, resolved.block_size, backends, platform)
+
+
+def choose_attention(
+    resolved: Resolved, platform: Any, dtype: str, layers: Sequence[Attention]
+) -> AttentionBackend:
+    """The backend of a model with these layers, which computes in `dtype`.
+
+    Raises:
+        ConfigError: none supports every layer, or chunks of prompts are on and tokens attend to later ones.
+    """
+    needs = Needs.of(
+        (layer.spec for layer in layers),
+        device=resolved.device,
+        dtype=dtype,
+        kv_dtype=resolved.kv_dtype_for(dtype),
+        block_size=resolved.block_size,
+    )
+    if needs.non_causal and resolved.chunked_prefill:
+        raise ConfigError(
+            "tokens of this model attend to later tokens, so a prompt must be computed in one step:"
+            " set enable_chunked_prefill=False, and max_num_batched_tokens to at least max_model_len"
+        )
+    return choose_backend(resolved.attention_backend, platform.attention, needs)[1]

@@ -138,6 +138,8 @@ def make_plan(
     kv_layout = layout(specs, resolved.block_size, resolved.max_model_len)
     if own is not None and len(own) < len(specs):
         kv_layout = kv_layout.of_layers(own)
+    if (keepers := resolved.config.parallel.decode_context_parallel_size) > 1:
+        kv_layout = kv_layout.dealt(keepers)
     plan = MemoryPlan(
         total=total,
         available=available,
