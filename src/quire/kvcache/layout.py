@@ -43,9 +43,9 @@ class CacheLayout:
     def dealt(self, ranks: int) -> CacheLayout:
         """The same, where each of several ranks keeps a part of the blocks, and gathers those of a layer that a step reads."""
         num_layers = max(len(group.layers) for group in self.groups) or 1
-        kept = -(-self.bytes_per_block // ranks)
-        gathered = -(-(self.bytes_per_block + kept) // num_layers)
-        return replace(self, bytes_per_block=kept + gathered)
+        own_bytes = -(-self.bytes_per_block // ranks)
+        gathered = -(-(self.bytes_per_block + own_bytes) // num_layers)
+        return replace(self, bytes_per_block=own_bytes + gathered)
 
     def of_layers(self, own: range) -> CacheLayout:
         """The same groups with only these layers, numbered from 0: what a stage of a pipeline keeps of a request."""
