@@ -143,6 +143,7 @@ def test_exchanges_are_those_of_a_run(name: str, tmp_path: Path):
     """Bytes of every exchange of 2 and 4 ranks, counted while they compute 7 tokens, all of which draw."""
     case = next(case for case in CASES if case.name == name)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 128 * 4}
+    sizes |= {"moe_intermediate_size": 256} if "moe_intermediate_size" in case.config else {}
     write(replace(case, config={**case.config, **sizes}), tmp_path)
     resolved = checked(tmp_path)
 

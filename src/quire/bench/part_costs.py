@@ -26,6 +26,8 @@ from quire.worker.rank_memory import construct_part
 
 UNBOUNDED = 1 << 62  # bytes
 """What `forecast_weights` may plan with: the devices of the plan are not those of this machine."""
+MANY_TOKENS = 1 << 12
+"""For averages of a token: which rank computes an expert depends on the tokens."""
 BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}
 
 
@@ -85,7 +87,12 @@ def drawn_exchanges(model: CausalLM) -> list[int]:
 
 
 def _exchanges(model: nn.Module) -> Iterator[int]:
+    chosen = next((m.how.k for m in model.modules() if isinstance(m, Router)), 0)
     for layer in model.modules():
+        if isinstance(layer, Experts) and layer.split is not None:
+            inputs = layer.refs[0].num_in
+            for rows, width in layer.split.exchanges(MANY_TOKENS, chosen, inputs):
+                yield rows * width // MANY_TOKENS
         if isinstance(layer, Embedding) and layer.ranks is not None:
             yield layer.num_out
         if isinstance(layer, SelfAttention) and layer.ranks is not None and layer.full_qk_norm:
