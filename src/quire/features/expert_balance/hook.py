@@ -35,8 +35,9 @@ log = get_logger(__name__)
 def add_expert_balance(parts: WorkerParts, resolved: Resolved) -> None:
     """Plug the hook in, if `enable_eplb` says so."""
     if (options := eplb_options(resolved.config.parallel)) is not None:
-        groups = model_size(resolved.hf_config, "n_group", 1)
-        parts.hooks.append(ExpertBalanceHook(options, groups=groups))
+        config, groups = resolved.config.parallel, model_size(resolved.hf_config, "n_group", 1)
+        nodes = max(1, config.tensor_parallel_size * config.nnodes // config.world_size)
+        parts.hooks.append(ExpertBalanceHook(options, nodes=nodes, groups=groups))
 
 
 class ExpertBalanceHook(Hook):
