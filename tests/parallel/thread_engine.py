@@ -38,6 +38,7 @@ class ThreadAddress:
 
     def __init__(self, rank: int, layout: RankLayout, ranks: Ranks):
         self.rank, self.layout, self.place, self.ranks = rank, layout, ranks.place, ranks
+        self.local = rank, layout.size
 
     def join(self) -> Ranks:
         return self.ranks
@@ -80,6 +81,9 @@ class ThreadMember:
         self.sent.append(self.thread.submit(handle, self.worker, decoded))
         return len(self.sent) - 1
 
+    def is_stopped(self) -> bool:
+        return False
+
     def answer(self, number: int) -> Any:
         return decode_up(self.sent[number].result(120))
 
@@ -93,6 +97,7 @@ class ThreadGroup(GroupExecutor):
     def __init__(self, resolved: Resolved):
         layout = RankLayout.of(resolved.config.parallel)
         self._dead, self.answering = None, layout.answering
+        self._stopped, self._on_end = [0] * layout.size, lambda stopped: None
         self.addresses = thread_addresses(layout)
         self.members: list[Any] = [
             ThreadMember(lambda own=own: self._make(resolved, own)) for own in self.addresses

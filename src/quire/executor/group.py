@@ -1,7 +1,8 @@
 """GroupExecutor: a worker for each rank, in a process of its own; every rank gets every plan, and one answers.
 
-Knows the processes of all ranks. Does not know what the ranks exchange. The ranks are one unit: if one ends, or fails a
-step, what the others wait for never comes. So all are killed, and the supervisor starts a new engine. No torch here.
+Knows the processes of all ranks. Does not know what the ranks exchange. The ranks are one unit: if one ends, is stopped, or
+fails a step that others do not fail, what these wait for never comes. So all are killed, and the supervisor starts a new engine.
+If all fail a step for the same reason, they have the same state, and only its requests end. No torch here.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, StepFailed
 from quire.executor.base import StepFuture
 from quire.executor.messages import CallFailed, CallResult, CallWorker, encode, exception
 from quire.executor.process import ProcessExecutor, Start
 from quire.protocol.plan import StepPlan, StepResult
 from quire.startup_timer import Report, no_report
+
+STOPPED = 15
+"""Looks at a rank, a second each, that find it stopped: then it is lost. A rank that waits for it in an exchange says so earlier."""
+FAILED = 2
+"""Looks that find a step failed in some ranks only: the others have had their time to fail, too."""
 
 
 class GroupExecutor:
@@ -32,7 +38,9 @@ class GroupExecutor:
         as `ProcessExecutor`, if any rank does not start; the others are killed.
     """
 
-    recoverable: tuple[type[BaseException], ...] = ()
+    recoverable: tuple[type[BaseException], ...] = (StepFailed,)
+    _step: Sequence[int] = ()  # the numbers of its answers, while they are read
+    _failed = 0  # looks that found it failed in some ranks
 
     def __init__(
         self,
@@ -47,6 +55,7 @@ class GroupExecutor:
         self.answering, self._on_end = list(answering), on_end
         self._dead: Exception | None = None
         self._awaited = 0  # the rank whose answer is read now
+        self._stopped = [0] * len(payloads)  # how often each was found so, one after the other
         try:
             for payload, start in zip(payloads, starts, strict=True):
                 own = ProcessExecutor(target, payload, start=start, on_wait=self._check, wait=False)
@@ -103,13 +112,46 @@ class GroupExecutor:
         except Exception as error:
             raise self.fail(error) from None
 
+    def results(self, numbers: Sequence[int]) -> list[StepResult]:
+        """Of a step, by rank.
+
+        Raises:
+            StepFailed: all ranks failed it, for the same reason.
+            EngineDeadError: one failed it, or has died, or is stopped; all were killed.
+        """
+        self._step, self._failed = numbers, 0
+        try:
+            answers = self.answers(numbers)
+        finally:
+            self._step = ()
+        failures = [each for each in answers if isinstance(each, CallFailed)]
+        reasons = {(each.kind, each.text) for each in failures}
+        if len(failures) == len(answers) and len(reasons) == 1:
+            raise exception(failures[0])
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, CallFailed):
+                raise self.fail(_failure(rank, answer))
+        return [answer for answer in answers if isinstance(answer, StepResult)]
+
     def _check(self) -> None:
-        """Raises the cause if a rank has ended, or another has lost it: the one that is waited for may never answer."""
+        """Raises the cause if a rank has ended or is stopped, another has lost it, or has failed the step: the one that is waited
+        for may never answer."""
         for rank, member in enumerate(self.members):
             if member.process.poll() is not None:
                 member.fail()
             for answer in member.ready() if rank != self._awaited else ():
                 _unless_lost(answer)
+        for rank, member in enumerate(self.members):
+            self._stopped[rank] = self._stopped[rank] + 1 if member.is_stopped() else 0
+            if self._stopped[rank] >= STOPPED:
+                raise EngineDeadError(f"rank {rank} was stopped (SIGSTOP, or a debugger)")
+        for rank, number in enumerate(self._step):
+            found = None if rank == self._awaited else self.members[rank].look(number)
+            if isinstance(found, CallFailed):
+                self._failed += 1
+                if self._failed >= FAILED:
+                    raise _failure(rank, found)
+                return
 
     def _kill(self) -> None:
         for member in self.members:
@@ -136,27 +178,29 @@ class _GroupStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """The result of the first answering rank. Raises EngineDeadError: a rank failed, or drew other tokens."""
+        """The result of the first answering rank. Raises as `GroupExecutor.results`, and EngineDeadError: a rank drew other
+        tokens."""
         if self._result is None:
-            results = [self._own(rank, at) for rank, at in enumerate(self._numbers)]
+            results = self._group.results(self._numbers)
             self._result = self._agreed({rank: results[rank] for rank in self._group.answering})
         return self._result
 
-    def _own(self, rank: int, number: int) -> StepResult:
-        """A rank's result. What other ranks wait for does not come if one has failed: then all are killed at once."""
-        answer = self._group.answer(rank, number)
-        if isinstance(answer, StepResult):
-            return answer
-        error = EngineDeadError(f"rank {rank} failed a step")
-        if isinstance(answer, CallFailed):
-            error = EngineDeadError(f"rank {rank} failed a step: {answer.kind}: {answer.text}")
-            error.add_note(f"In the process of rank {rank}:\n{answer.detail}")
-        raise self._group.fail(error)
-
     def _agreed(self, results: Mapping[int, StepResult]) -> StepResult:
+        """A request that fails in one rank fails: limits of time, as of grammars, may hit one rank alone."""
         first = min(results)
+        found = results[first]
+        for other in results.values():
+            found.errors = other.errors | found.errors
+            found.kinds = other.kinds | found.kinds
         for rank, other in results.items():
-            if other.tokens != results[first].tokens:
+            pairs = zip(found.tokens, other.tokens, strict=True)
+            if any(one != two and at not in found.errors for at, (one, two) in enumerate(pairs)):
                 why = f"rank {rank} drew other tokens than rank {first} in step {other.step}"
                 raise self._group.fail(EngineDeadError(why))
-        return results[first]
+        return found
+
+
+def _failure(rank: int, answer: CallFailed) -> EngineDeadError:
+    error = EngineDeadError(f"rank {rank} failed a step: {answer.kind}: {answer.text}")
+    error.add_note(f"In the process of rank {rank}:\n{answer.detail}")
+    return error

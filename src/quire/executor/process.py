@@ -32,7 +32,7 @@ from quire.executor.messages import (
     encode,
     exception,
 )
-from quire.processes.child import how_it_ended, start_child, wait_or_kill
+from quire.processes.child import how_it_ended, is_stopped, start_child, wait_or_kill
 from quire.protocol.plan import StepPlan, StepResult
 from quire.startup_timer import Report, no_report
 
@@ -152,6 +152,15 @@ class ProcessExecutor:
             while self._num_sent and self._pipe.poll(0):
                 self._store(decode_up(self._pipe.recv_bytes()))
         return list(self._answers.values())
+
+    def look(self, number: int) -> StepResult | CallResult | CallFailed | None:
+        """Answer `number`, if it has come. It can still be fetched."""
+        self.ready()
+        return self._answers.get(number)
+
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped the child, if it is on this machine."""
+        return isinstance(self.process, subprocess.Popen) and is_stopped(self.process.pid)
 
     def _store(self, message: Up) -> None:
         if isinstance(message, WorkerEnded):

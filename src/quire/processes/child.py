@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from quire import env
@@ -93,6 +94,15 @@ def how_it_ended(child: subprocess.Popen[bytes], seconds: float = 2.0) -> str:
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     why = "; the kernel sends this signal when memory runs out" if -code == signal.SIGKILL else ""
     return f"was ended by {name}{why}"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process of this machine. False where the system does not say."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in ("T", "t")
 
 
 def own_stacks() -> str:
