@@ -10,6 +10,7 @@ from torch import nn
 
 from quire.layers.decoder_layer import GatedMLP
 from quire.layers.moe import Experts, MoE, Router
+from quire.layers.split_experts import CutExperts
 from quire.ops.cpu.experts import native_experts, native_routing, takes_router
 from quire.ops.cpu.structs import CMixture, CWeight
 
@@ -18,8 +19,11 @@ def native_mixture(mlp: nn.Module) -> CMixture | None:
     """The struct; None: the kernels do not compute some part of it."""
     if type(mlp) is not MoE or type(mlp.gate) is not Router or type(mlp.experts) is not Experts:
         return None
-    if mlp.experts.split is not None:
-        return None  # ranks exchange between its products
+    split, ranks = mlp.experts.split, None
+    if split is not None:
+        ranks = split.ranks.link if isinstance(split, CutExperts) else None
+        if ranks is None:
+            return None  # the kernels do not exchange whole experts' outputs, or with these ranks
     gate, shared = mlp.gate, mlp.shared
     whole = gate.ref.dtype == torch.float32
     router: CWeight | None = CWeight()
@@ -34,7 +38,7 @@ def native_mixture(mlp: nn.Module) -> CMixture | None:
     if mlp.experts.on_input and gate.how.k > 1:
         return None
     native = CMixture(
-        router=router, routing=routing, experts=experts, on_input=mlp.experts.on_input
+        router=router, routing=routing, experts=experts, on_input=mlp.experts.on_input, ranks=ranks
     )
     native.references = mlp, experts, routing
     if whole:

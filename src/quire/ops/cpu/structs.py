@@ -86,7 +86,7 @@ class CMixture(ctypes.Structure):
     references: Any
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "router shared_gate_up shared_down shared_gate"),
-        *_all(c_void_p, "router_weight router_bias correction"),
+        *_all(c_void_p, "router_weight router_bias correction ranks"),
         ("routing", CRouting),
         ("experts", CExperts),
         *_all(c_int64, "shared_act on_input"),

@@ -37,7 +37,7 @@ static const FieldLayout LAYOUTS[] = {
 
     WHOLE(Mixture), FIELD(Mixture, router), FIELD(Mixture, shared_gate_up), FIELD(Mixture, shared_down), FIELD(Mixture, shared_gate),
     FIELD(Mixture, router_weight), FIELD(Mixture, router_bias),
-    FIELD(Mixture, correction), FIELD(Mixture, routing), FIELD(Mixture, experts), FIELD(Mixture, shared_act), FIELD(Mixture, on_input),
+    FIELD(Mixture, correction), FIELD(Mixture, ranks), FIELD(Mixture, routing), FIELD(Mixture, experts), FIELD(Mixture, shared_act), FIELD(Mixture, on_input),
 
     WHOLE(DeltaNet), FIELD(DeltaNet, in), FIELD(DeltaNet, gates), FIELD(DeltaNet, out), FIELD(DeltaNet, conv), FIELD(DeltaNet, norm),
     FIELD(DeltaNet, bias), FIELD(DeltaNet, a_log), FIELD(DeltaNet, conv_state), FIELD(DeltaNet, state), FIELD(DeltaNet, conv_step),

@@ -5,6 +5,21 @@ namespace quire {
 
 constexpr long SERIAL_MAX_ROWS = 16;  // up to this many rows one thread is faster than starting a team
 
+// x = the sum of each token's experts, of whose outputs each rank has a part. weights: of the chosen experts.
+static void compute_among_ranks(const Mixture& m, const int64_t* ids, const float* weights, bf16* x, long tokens) {
+  static thread_local Scratch<bf16> keep_own, keep_inner, keep_outer;  // of the calling thread
+  constexpr long SIZE = sizeof(bf16);
+  const long hidden = m.experts.hidden, pairs = tokens * m.experts.chosen;
+  const long inner = m.experts.down->ins, own_inner = inner / m.ranks->size, outs = m.experts.down->outs;
+  bf16 *own = keep_own.at_least(std::max(pairs * own_inner, tokens * outs)), *all = keep_inner.at_least(pairs * inner);
+  bf16* outer = keep_outer.at_least(pairs * outs);
+  quire_expert_products(&m.experts, 0, x, hidden, tokens, ids, pairs, own, own_inner);
+  gather(*m.ranks, own, own_inner * SIZE, pairs, own_inner * SIZE, all, inner * SIZE);
+  quire_expert_products(&m.experts, 1, all, inner, pairs, ids, pairs, outer, outs);
+  quire_weighted_sum(outer, weights, own, tokens, m.experts.chosen, outs);
+  gather(*m.ranks, own, outs * SIZE, tokens, outs * SIZE, x, hidden * SIZE);
+}
+
 void compute(const Mixture& m, bf16* x, long tokens) {
   static thread_local Scratch<bf16> keep_logits, keep_inner, keep_shared, keep_gate;
   static thread_local Scratch<float> keep_floats, keep_weights;
@@ -40,7 +55,10 @@ void compute(const Mixture& m, bf16* x, long tokens) {
     for (long d = t * hidden; d < (t + 1) * hidden; d += 16) store(x + d, widen(x + d) * weight);
     weights[t] = 1;
   }
-  quire_experts(&m.experts, x, hidden, ids, weights, x, tokens);
+  if (m.ranks)
+    compute_among_ranks(m, ids, weights, x, tokens);
+  else
+    quire_experts(&m.experts, x, hidden, ids, weights, x, tokens);
   if (shared) quire_add_shared(x, shared, gate, gate_row, tokens, hidden);
 }
 

@@ -9,6 +9,7 @@ struct Mixture {  // fixed once the model is loaded
   Weight router, shared_gate_up, shared_down, shared_gate;  // the last three may have no data
   const float *router_weight, *router_bias;                 // of a router in float, in place of `router`; or null
   const float* correction;                                  // may be null
+  RankLink* ranks;                                          // each has a part of every expert's outputs; null: the experts are whole
   Routing routing;
   Experts experts;
   int64_t shared_act;
