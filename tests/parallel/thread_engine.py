@@ -87,6 +87,9 @@ class ThreadMember:
     def answer(self, number: int) -> Any:
         return decode_up(self.sent[number].result(120))
 
+    def ready(self) -> list[Any]:
+        return []
+
     def close(self) -> None:
         self.thread.shutdown(wait=False)
 
@@ -98,6 +101,7 @@ class ThreadGroup(GroupExecutor):
         layout = RankLayout.of(resolved.config.parallel)
         self._dead, self.answering = None, layout.answering
         self._stopped, self._on_end = [0] * layout.size, lambda stopped: None
+        self._awaited = 0
         self.addresses = thread_addresses(layout)
         self.members: list[Any] = [
             ThreadMember(lambda own=own: self._make(resolved, own)) for own in self.addresses
