@@ -90,6 +90,9 @@ class ThreadMember:
     def ready(self) -> list[Any]:
         return []
 
+    def look(self, number: int) -> None:
+        """Nothing has come that was not waited for."""
+
     def close(self) -> None:
         self.thread.shutdown(wait=False)
 
