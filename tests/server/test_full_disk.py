@@ -175,8 +175,8 @@ def keeper(
     )
     made.__dict__.update(
         children=[child, other], policy=policy, metrics_folder="/none",
-        usage_folder=Path("/none"), count=2, stop_at=None, engine_died_at=None, stats=Mock(),
-        engine=Mock(state=EngineState(1, "ready")), config=Mock(server=Mock(uds=None)), client=Mock(),
+        usage_folder=Path("/none"), count=2, stop_at=None, engine_died_at=None, logs=[Mock()],
+        config=Mock(server=Mock(uds=None)), client=Mock(state=Mock(return_value=EngineState(1, "ready"))),
     )  # fmt: skip
     return made, child
 

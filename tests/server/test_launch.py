@@ -161,7 +161,7 @@ def test_a_worker_that_starts_during_shutdown_is_stopped(
 
     monkeypatch.setattr(http_supervisor, "start_child", start)
     keeper = http_supervisor.HttpSupervisor.__new__(http_supervisor.HttpSupervisor)
-    keeper.engine, keeper.count, keeper.payload = Mock(folder="/x"), 1, b""
+    keeper.engines, keeper.count, keeper.payload = [Mock(folder="/x")], 1, b""
     keeper.metrics_folder, keeper.stop_at = Mock(), None
     child = http_supervisor.HttpWorkerSlot(0, listener, Mock())
     keeper._start(child)

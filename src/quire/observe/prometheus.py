@@ -243,6 +243,8 @@ class ServerMetrics:
             {name: family.labels(self.model_name, label) for name, family in self._families.items()}
         )
         labels = {key: str(value) for key, value in info.items()} | {"engine": label}
+        for gauge in (self.rows, *self.throughput.values()):
+            gauge.labels(self.model_name, label)
         if self._caches is None:
             self._caches = Gauge(
                 "vllm:cache_config_info", "Configuration of the KV cache, as labels.", list(labels),
