@@ -86,10 +86,10 @@ def answers(folder: Path, size: int, **settings: Any) -> tuple[list[Answer], lis
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_are_those_of_one_process(folder: Path, dtype: str) -> None:
-    """4 ranks: two have the same key heads."""
+    """4 ranks, of which two have the same key heads, in float32 only: that takes time."""
     whole, of_whole = answers(folder, 1, dtype=dtype)
     assert len({str(answer) for answer in whole}) == len(whole)
-    for size in (2, 4):
+    for size in (2, 4) if dtype == "float32" else (2,):
         found, of_rank = answers(folder, size, dtype=dtype, max_num_batched_tokens=32)
         assert found == whole
         assert all(own < each for own, each in zip(of_rank, of_whole, strict=True))
