@@ -21,7 +21,7 @@ cpu_offload_gb=0 seed=3 tokenizer=t tokenizer_mode=slow tokenizer_mode=auto max_
 load_format=hf load_format=npcache load_format=pt load_format=safetensors download_dir=/d revision=r code_revision=r tokenizer_revision=r config_format=hf
 quantization=awq scheduling_policy=priority num_scheduler_steps=1 preemption_mode=recompute preemption_mode=swap runner=generate
 model_impl=transformers model_impl=vllm generation_config=vllm chat_template=t chat_template_content_format=openai hf_token=secret
-max_loras=4 max_lora_rank=64 max_cpu_loras=2 lora_dtype=float16 attention_backend=TORCH_SDPA attention_backend=XFORMERS distributed_executor_backend=mp distributed_executor_backend=uni
+max_loras=4 max_lora_rank=64 max_cpu_loras=2 lora_dtype=float16 attention_backend=TORCH_SDPA attention_backend=XFORMERS worker_extension_cls=a.b distributed_executor_backend=mp distributed_executor_backend=uni
 tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 expert_placement_strategy=round_robin long_prefill_token_threshold=7 max_num_queued_reqs=3
 max_num_queued_tokens=99 host=h port=1 uds=/s root_path=/r ssl_keyfile=k ssl_certfile=c ssl_ca_certs=a ssl_cert_reqs=1 ssl_ciphers=x
 api_server_count=2 data_parallel_size_local=1 data_parallel_rank=1 data_parallel_start_rank=1 data_parallel_address=1.2.3.4 data_parallel_rpc_port=9 data_parallel_backend=ray data_parallel_supervisor_port=9 shutdown_timeout=5 tool_call_parser=hermes reasoning_parser=qwen3 tool_parser_plugin=/p.py response_role=r sse_keep_alive_interval=5 uvicorn_log_level=info
@@ -47,8 +47,8 @@ limit_mm_per_prompt={"image":4} limit_mm_per_prompt=image=4,video=1
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4 profiler_config={"profiler":"torch"}
 io_processor_plugin=x
-enable_dbo grpc scheduler_cls=a.b worker_cls=a.b
-worker_extension_cls=a.b tool_server=demo disable_sliding_window tokens_only enable_scale_out
+grpc enable_elastic_ep scheduler_cls=a.b worker_cls=a.b
+tool_server=demo disable_sliding_window tokens_only enable_scale_out
 """
 # Nothing to tune here: taken, with a warning that says why
 WARNED = """
@@ -63,7 +63,7 @@ guided_decoding_disable_fallback tokenizer_pool_size=2 tokenizer_pool_type=x tok
 safetensors_load_strategy=eager show_hidden_metrics_for_version=0.9
 enable_per_request_metrics logging_config={"a":1} log_config_file=/f
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
-numa_bind device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
+numa_bind enable_dbo enable_fault_tolerance worker_use_ray engine_use_ray device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
 attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backend=x exclude_tools_when_tool_choice_none
 mm_encoder_tp_mode=data disable_chunked_mm_input interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
 """

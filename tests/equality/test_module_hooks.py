@@ -111,3 +111,46 @@ def test_hooks_do_not_vanish_with_the_weights(one: Engine) -> None:
     one.client.call("sleep", 2)
     one.client.call("wake_up")
     assert tokens(one) == before
+
+
+class Extension:
+    """What a framework mixes into each worker."""
+
+    calls = 0
+
+    def weight_names(self, prefix: str = "") -> tuple[int, list[str]]:
+        self.calls += 1
+        return self.calls, [
+            n for n, _ in self.get_model().named_parameters() if n.startswith(prefix)
+        ]  # type: ignore[attr-defined]
+
+
+class Taken:
+    def get_model(self) -> None:
+        """The worker has such a method."""
+
+
+def test_workers_have_the_methods_of_an_extension(tmp_path):
+    path = make_checkpoint("llama", tmp_path)
+    with engine(path, worker_extension_cls=f"{__name__}.Extension") as made:
+        ask = lambda *args: made.client.call("collective_rpc", *args)  # noqa: E731
+        ((count, names),) = ask("weight_names", ["lm_head"], {})
+        assert (count, names) == (1, ["lm_head.weight"])
+        ((count, _),) = ask("weight_names", [], {"prefix": "model"})
+        assert count == 2  # the object is the same for all calls
+        (found,) = ask("call_function", [lambda worker: (worker.calls, worker.local_rank)], {})
+        assert found == (2, 0)
+        with pytest.raises(QuireError, match="has no function or method '_secret'"):
+            ask("_secret", [], {})
+
+
+@pytest.mark.parametrize(("name", "why"), [
+    ("Taken", r"the worker has get_model already; rename it in the class"),
+    ("Absent", "cannot be imported"),
+    ("CALLED", "is not a class"),
+])  # fmt: skip
+def test_an_extension_that_cannot_be_mixed_in_is_refused(tmp_path, name, why):
+    path = make_checkpoint("llama", tmp_path)
+    extension = f"{__name__}.{name}"
+    with pytest.raises(QuireError, match=why), engine(path, worker_extension_cls=extension):
+        pass

@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 
 from quire.compat.vllm_shim import vllm_modules
 from quire.config import unsupported
-from quire.config.unsupported import DEVICES, Feature, refuse
+from quire.config.unsupported import Feature, refuse
 
 FEATURES: dict[str, Feature] = {
     "ANSWERS": ("vLLM's classes of answers", "use those of openai-python, such as openai.types.chat.ChatCompletion"),
     "CONFIG_OBJECTS": ("a configuration object of vLLM", "use EngineArgs(...).create_engine_config()"),
     "INTERNALS": ("a part of vLLM's model code", "use ModelRegistry, or the options load_format and quantization"),
+    "GROUPS": ("vLLM's groups of devices", "use torch.distributed"),
     "OWN_PROCESSORS": ("vLLM's built-in logits processor", "set min_tokens, logit_bias or min_p in SamplingParams"),
     "PARSER_CLASSES": ("vLLM's class of parsers", "formats are tables here: docs/tools.md shows a plug-in"),
     "SERVER_PARTS": ("a part of vLLM's HTTP server", "use run_server(args), or quire serve"),
@@ -50,8 +51,14 @@ class _Later(type):
 
 
 def initialize_ray_cluster(*values: Any, **keywords: Any) -> NoReturn:
-    """Raises Unsupported: one device serves a model."""
-    refuse("initialize_ray_cluster", ("Ray", DEVICES[1]))
+    """Raises Unsupported: the engine does this by itself."""
+    refuse(
+        "initialize_ray_cluster",
+        (
+            "starting Ray by hand",
+            'pass distributed_executor_backend="ray": the engine connects to Ray',
+        ),
+    )
 
 
 def __getattr__(name: str) -> Any:

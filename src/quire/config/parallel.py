@@ -65,6 +65,8 @@ class ParallelConfig:
     docs/parallel.md."""
     distributed_executor_backend: str | None = None
     """uni: the worker runs in the engine's process; mp: a process for each rank; ray: Ray starts the ranks; external_launcher: torchrun started this one; unset: uni, with several ranks mp."""
+    worker_extension_cls: str = ""
+    """A class, package.module.Class, whose methods `collective_rpc` can call on every worker."""
     attention_backend: str | None = None
     """TORCH_SDPA, or another attention backend of this platform; unset: the platform's first that supports the model."""
     enforce_eager: bool = False

@@ -20,7 +20,10 @@ AUDIO = "audio", "send text"
 MEDIA = "media input", "send text"
 SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of /v1/completions"
 TRANSFER = "KV transfer between servers", "let each server prefill its own requests"
-DEVICES = "several devices", "start one server for each device"
+ELASTIC = (
+    "another number of engines while the server runs",
+    "start it with the --data-parallel-size that it needs",
+)
 WEIGHTS = "replacing weights while running", "start again with the new checkpoint"
 BATCHES = "files and batches", "use quire run-batch, or send the requests one by one"
 PROFILER = "profiling", "use py-spy or torch.profiler on the engine's process"
@@ -34,7 +37,7 @@ METHODS: dict[str, Feature] = {
     **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), MEDIA),
     **dict.fromkeys(("start_profile", "stop_profile"), PROFILER),
     **dict.fromkeys((*_WEIGHT_CALLS, "get_weight_version"), WEIGHTS),
-    "scale_elastic_ep": DEVICES,
+    "scale_elastic_ep": ELASTIC,
 }
 """Methods of LLM and AsyncLLM."""
 
@@ -53,9 +56,8 @@ ROUTES: dict[str, Feature] = {
         ),
         SCALE_OUT,
     ),
-    **dict.fromkeys(
-        ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/fault_tolerance/status"), DEVICES,
-    ),
+    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), ELASTIC),
+    **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), ("recovery by commands", "dead engines are replaced by themselves; see /health/ready")),
     "/kv_event_sources": ("KV events", "watch /metrics"),
     "/tokenizer_info": ("the tokenizer's configuration without its flag", "start the server with --enable-tokenizer-info-endpoint"),
     **dict.fromkeys(("/v1/files", "/v1/files/{path:path}", "/v1/batches", "/v1/batches/{path:path}"), BATCHES),

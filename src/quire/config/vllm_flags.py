@@ -99,6 +99,10 @@ def _eplb(key: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {"eplb_config": {key: value}}
 
 
+def _ray(value: Any) -> dict[str, Any]:
+    return {"distributed_executor_backend": "ray"} if value else {}
+
+
 _WHITESPACE, _PROPERTIES = "disable_any_whitespace", "disable_additional_properties"
 _SPECULATIVE = {"method": "method", "model": "model", "tokens": "num_speculative_tokens"}
 _OLD_SPECULATIVE = {
@@ -139,6 +143,7 @@ _MAPPED = (
     *(VllmFlag(name, "value", "W", f"use speculative_config={{'{key}': ...}}", (), _speculative(key)) for name, key in _OLD_SPECULATIVE.items()),
     *(VllmFlag(name, kind, "W", f"use eplb_config={{'{key}': ...}}", (), _eplb(key)) for name, (kind, key) in _EPLB.items()),
     VllmFlag("distributed_timeout_seconds", "value", "W", "use cpu_distributed_timeout_seconds", (), lambda v: {"cpu_distributed_timeout_seconds": v}),
+    *(VllmFlag(name, "flag", "W", "use distributed_executor_backend=ray", (), _ray) for name in ("worker_use_ray", "engine_use_ray")),
     VllmFlag("model_tag", "value", "A", "", (), lambda v: {"model": v}),
     VllmFlag("device", "value", "W", "the device is detected; QUIRE_DEVICE=cpu or cuda forces one", ("auto", "cpu"), lambda v: {}),
 )  # fmt: skip

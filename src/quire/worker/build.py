@@ -125,7 +125,7 @@ def build_worker(
         from quire.platforms.base import platform_of
         from quire.worker.agreed_plan import plan_loaded
         from quire.worker.kv_cache import allocate_kv_cache
-        from quire.worker.module_hooks import ModuleHooks
+        from quire.worker.module_hooks import ModuleHooks, extended_worker
         from quire.worker.page_prefault import KVPagePrefaulter
         from quire.worker.row_states import RowStates
         from quire.worker.sleep import WorkerSleep
@@ -173,7 +173,8 @@ def build_worker(
         allocate=lambda models: allocate_kv_cache(models, *with_caches),
         on_cache_reset=pages.begin,
     )  # fmt: skip
-    ModuleHooks(worker, address.rank)
+    extension = resolved.config.parallel.worker_extension_cls
+    ModuleHooks(worker, extended_worker(worker, address.rank, address.local[0], extension))
     return worker
 
 

@@ -14,7 +14,8 @@ from weakref import ref
 from torch import nn
 from torch.nn.modules import module as modules
 
-from quire.errors import QuireError, Unsupported, ValidationError
+from quire.config.serialize import by_name
+from quire.errors import ConfigError, QuireError, Unsupported, ValidationError
 from quire.worker.worker import Worker
 
 TABLES = ("_forward_hooks", "_forward_pre_hooks")
@@ -26,11 +27,15 @@ HookKeys = dict[tuple[str, str], set[Any]]
 
 
 class RpcWorker:
-    """The worker, as a user's function gets it, with the attributes of vLLM's worker that such functions use."""
+    """The worker, as a user's function gets it, with the attributes of vLLM's worker that such functions use.
 
-    def __init__(self, worker: Worker, rank: int):
+    Args:
+        rank: among the ranks of the model. local_rank: among those of this machine.
+    """
+
+    def __init__(self, worker: Worker, rank: int = 0, local_rank: int = 0):
         self.worker = worker
-        self.rank = self.local_rank = rank
+        self.rank, self.local_rank = rank, local_rank
         self.device = worker.platform.device
         self.model_runner = self  # functions read worker.model_runner.model
 
@@ -41,11 +46,33 @@ class RpcWorker:
         return getattr(self.worker, name)
 
 
-class ModuleHooks:
-    """Wraps the worker functions that can add or lose hooks. `rank`: of this worker, for the user's functions."""
+def extended_worker(worker: Worker, rank: int, local_rank: int, extension: str) -> RpcWorker:
+    """A RpcWorker that has the methods of the class `extension` too ("package.module.Class"; "": none).
 
-    def __init__(self, worker: Worker, rank: int = 0):
-        self.worker, self.rank = worker, rank
+    Raises:
+        ConfigError: the class cannot be imported, or one of its methods has the name of a method that the worker has.
+    """
+    if not extension:
+        return RpcWorker(worker, rank, local_rank)
+    module, _, name = extension.replace(":", ".").rpartition(".")
+    added = by_name(f"{module}:{name}")
+    if not isinstance(added, type):
+        raise ConfigError(f"worker_extension_cls={extension} is not a class")
+    taken = {*vars(RpcWorker), *dir(worker), *worker.functions}
+    names = (each for each in dir(added) if not each.startswith("__"))
+    if both := sorted(taken.intersection(names)):
+        raise ConfigError(
+            f"worker_extension_cls={extension}: the worker has {', '.join(both)} already; rename it in the class"
+        )
+    made: RpcWorker = type("ExtendedWorker", (RpcWorker, added), {})(worker, rank, local_rank)
+    return made
+
+
+class ModuleHooks:
+    """Wraps the worker functions that can add or lose hooks. `rpc_worker`: what the user's functions get."""
+
+    def __init__(self, worker: Worker, rpc_worker: RpcWorker | None = None):
+        self.worker, self.rpc_worker = worker, rpc_worker or RpcWorker(worker)
         self.has_hooks = False
         self._follow_model()
         functions = worker.functions
@@ -77,7 +104,11 @@ class ModuleHooks:
         if model is not self._model():
             self._follow_model()
         before = registered_hooks(model)
+        added = type(self.rpc_worker) is not RpcWorker and not method.startswith("_")
+        own = getattr(type(self.rpc_worker), method, None) if added else None
         try:
+            if callable(own) and not hasattr(RpcWorker, method):
+                return own(self.rpc_worker, *args, **(kwargs or {}))
             return self._rpc(method, args, kwargs)
         finally:
             self._remove_uncalled(model, before)
@@ -97,9 +128,7 @@ class ModuleHooks:
 
     def call_function(self, function: Any, *args: Any, **keywords: Any) -> Any:
         """Return `function(worker, *args, **keywords)`; raises as `apply`."""
-        return self.apply(
-            lambda model: function(RpcWorker(self.worker, self.rank), *args, **keywords)
-        )
+        return self.apply(lambda model: function(self.rpc_worker, *args, **keywords))
 
     def sleep(self, level: int) -> None:
         """Replaces the worker's `sleep_worker`."""
