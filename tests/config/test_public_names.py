@@ -47,7 +47,7 @@ def test_an_unsupported_feature_can_be_imported_and_raises_when_used():
 
 
 def test_ray_is_started_by_the_engine():
-    with pytest.raises(Unsupported, match="starting Ray by hand.*distributed_executor_backend"):
+    with pytest.raises(Unsupported, match=r"starting Ray by hand.*distributed_executor_backend"):
         quire.initialize_ray_cluster()
 
 

@@ -15,10 +15,13 @@ CHECK(all_gather) {
     std::vector<int> failed(size);
     for (long rank = 0; rank < size; rank++)
       ranks.emplace_back([&, rank] {
+        quire::RankLink link{memory, rank, size, slot, 60000, 0, 0};
+        quire_join_ranks(&link);
         Guarded<uint8_t> own(rows * width), all(rows * size * width);
         for (long turn = 0; turn < 3; turn++) {
           for (long i = 0; i < rows * width; i++) own[i] = (uint8_t)(rank * 61 + turn * 7 + i);
-          failed[rank] |= quire_all_gather(memory, (int)rank, (int)size, slot, own, rows, width, all, 60000) != 0;
+          quire_all_gather(&link, own, rows, width, all);
+          failed[rank] |= link.fault != 0;
           for (long row = 0; row < rows; row++)
             for (long from = 0; from < size; from++)
               for (long i = 0; i < width; i++)
