@@ -55,7 +55,7 @@ def install(worker: Any, how: str, when: str) -> int:
 
 REASONS = {
     "kill": "was ended by SIGKILL",
-    "stop": "was stopped|waited .* for rank",
+    "stop": "was stopped|waited (.* )?for rank",
     "raise": "rank 1 failed a step: .*a fault of a test",
 }
 CASES = [
