@@ -15,6 +15,7 @@ from msgspec.msgpack import Ext
 from quire.cli.replay import main
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
+from quire.config.parallel import ParallelConfig
 from quire.config.recording import config_of, for_recording, from_recording
 from quire.config.serialize import resolved_to_bytes
 from quire.engine.build import build_core, resolve_config
@@ -142,6 +143,19 @@ def test_a_damaged_configuration_is_one_sentence(copied, model, capsys, place, v
     err = capsys.readouterr().err
     assert re.search(says, err)
     assert "Traceback" not in err
+
+
+def test_a_recording_names_no_machine_and_no_class(copied, model):
+    kept = json.loads((copied / CONFIG).read_bytes())
+    assert not {"master_addr", "data_parallel_address", "worker_extension_cls"} & set(
+        kept["parallel"]
+    )
+    kept["parallel"] |= {
+        "worker_extension_cls": "evil.Class", "nnodes": 2, "master_addr": "10.0.0.1", "data_parallel_address": "10.0.0.1",
+        "distributed_executor_backend": "ray", "tensor_parallel_size": 2,
+    }  # fmt: skip
+    replayed = config_of(from_recording(json.dumps(kept).encode()), model).parallel
+    assert replayed == ParallelConfig(tensor_parallel_size=2)
 
 
 def test_a_recording_contains_no_secret(settle_secrets: bytes):

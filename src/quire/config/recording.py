@@ -28,6 +28,14 @@ MOST_BYTES = 16 << 20
 """The largest file that is read; a recorded configuration has a few thousand bytes."""
 
 
+PARALLEL = (
+    "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size",
+    "enable_expert_parallel", "expert_placement_strategy", "enable_eplb", "eplb_config", "attention_backend", "enforce_eager",
+    "cudagraph_capture_sizes",
+)  # fmt: skip
+"""The fields of `ParallelConfig` that affect what a step computes. The others name machines, and a class of the user's."""
+
+
 class Settled(Struct):
     """Fields of `Resolved` that affect what a step computes."""
 
@@ -101,7 +109,7 @@ def for_recording(payload: bytes) -> bytes:
         "settled": settled,
         "model": {name: model[name] for name in RecordedModel.__struct_fields__},
         **{name: config[name] for name in ("cache", "scheduler", "structured")},
-        "parallel": {**config["parallel"], "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1"},
+        "parallel": {name: config["parallel"][name] for name in PARALLEL},
         "lora": {**config["lora"], "lora_modules": [], "allowed_lora_paths": []},
     }
     return msgspec.json.format(msgspec.json.encode(found))
@@ -132,7 +140,7 @@ def config_of(recorded: RecordedConfig, model: str, num_adapters: int = 0) -> En
         load=LoadConfig(load_format=recorded.load_format),
         cache=recorded.cache,
         scheduler=recorded.scheduler,
-        parallel=recorded.parallel,
+        parallel=ParallelConfig(**{name: getattr(recorded.parallel, name) for name in PARALLEL}),
         structured=recorded.structured,
         lora=lora,
     )

@@ -184,5 +184,6 @@ def _path_for(config: EngineConfig) -> list[str]:
     """The import path if the configuration names something to import; else an empty list."""
     overrides, processors = config.model.hf_overrides, config.model.logits_processors
     drafter = "custom_class" in str(config.speculation.speculative_config.get("method"))
-    named = processors or config.server.middleware or drafter
+    extension = config.parallel.worker_extension_cls
+    named = processors or config.server.middleware or drafter or extension
     return import_path() if callable(overrides) or named else []

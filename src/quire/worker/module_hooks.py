@@ -58,14 +58,14 @@ def extended_worker(worker: Worker, rank: int, local_rank: int, extension: str) 
     added = by_name(f"{module}:{name}")
     if not isinstance(added, type):
         raise ConfigError(f"worker_extension_cls={extension} is not a class")
-    taken = {*vars(RpcWorker), *dir(worker), *worker.functions}
+    own_names = {*vars(RpcWorker), *dir(worker), *worker.functions}
     names = (each for each in dir(added) if not each.startswith("__"))
-    if both := sorted(taken.intersection(names)):
+    if both := sorted(own_names.intersection(names)):
         raise ConfigError(
             f"worker_extension_cls={extension}: the worker has {', '.join(both)} already; rename it in the class"
         )
-    made: RpcWorker = type("ExtendedWorker", (RpcWorker, added), {})(worker, rank, local_rank)
-    return made
+    extended: type[RpcWorker] = type("ExtendedWorker", (RpcWorker, added), {})
+    return extended(worker, rank, local_rank)
 
 
 class ModuleHooks:
