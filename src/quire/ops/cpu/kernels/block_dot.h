@@ -1,7 +1,8 @@
 // Exact dot products of a line of weights, 16 outputs with four inputs each, with four signed bytes of activations, for every machine.
 // Only this file, gemm_kernel.h, int4_dot.h and simd.h use instructions of one machine.
 //
-// Weights of up to 6 bits are not negative, so that two products of bytes fit 16 bits, and those of several lines may be added there.
+// A group's sum is exact, in whatever order it is added. Products of weights of up to 6 bits, which are not negative, are added as 16
+// bits for as many lines as fit: `partial`. `total_of` makes 32 bits of them.
 #pragma once
 #include "common.h"
 
@@ -10,30 +11,21 @@ namespace quire {
 #if defined(__AVX512VNNI__)
 
 constexpr bool BYTES_ARE_MOVED = true;  // weights of 8 bits are stored signed; the instruction takes 0 to 255, which is 128 more
-constexpr int BLOCK_ROWS = 12, BLOCK_PARTS = 2;
+constexpr int BLOCK_ROWS = 12, BLOCK_PARTS = 2, LINES_UNROLLED = 8;
 template <int BITS>
-constexpr int LINES_AT_ONCE = 1;
+constexpr int LINES_AT_ONCE = 8;
 template <int BITS>
-inline Ints add_dots(Ints sums, const Ints* w, const int32_t* x) {
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w[0], (__m512i)ints(x[0]));
+inline Ints add_dots(Ints partial, Ints w, Ints x) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)partial, (__m512i)w, (__m512i)x);
+}
+template <int BITS>
+inline Ints total_of(Ints partial) {
+  return partial;
 }
 
 #else
 
 constexpr bool BYTES_ARE_MOVED = false;
-#if defined(__AVX512BW__)
-constexpr int BLOCK_ROWS = 10, BLOCK_PARTS = 2;
-inline LeafI pair_dots(LeafI w, LeafI x) { return (LeafI)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
-inline LeafI add_shorts(LeafI a, LeafI b) { return (LeafI)_mm512_add_epi16((__m512i)a, (__m512i)b); }
-#elif defined(__AVX2__)
-constexpr int BLOCK_ROWS = 4, BLOCK_PARTS = 1;
-inline LeafI pair_dots(LeafI w, LeafI x) { return (LeafI)_mm256_maddubs_epi16((__m256i)w, (__m256i)x); }
-inline LeafI add_shorts(LeafI a, LeafI b) { return (LeafI)_mm256_add_epi16((__m256i)a, (__m256i)b); }
-inline LeafI size_of_bytes(LeafI w) { return (LeafI)_mm256_abs_epi8((__m256i)w); }
-inline LeafI with_sign(LeafI x, LeafI w) { return (LeafI)_mm256_sign_epi8((__m256i)x, (__m256i)w); }
-#else
-constexpr int BLOCK_ROWS = 2, BLOCK_PARTS = 1;
-#endif
 
 inline Ints dots_of_shorts(Ints sums, Ints w, Ints x) {
   return sums + multiply_shorts(low_bytes(x), low_bytes(w)) + multiply_shorts(high_bytes(x), high_bytes(w));
@@ -41,53 +33,50 @@ inline Ints dots_of_shorts(Ints sums, Ints w, Ints x) {
 
 #if defined(__AVX2__)
 
-inline LeafI ones(LeafI) { return LeafI{} + 0x00010001; }
-inline LeafI dots_of_lines(LeafI sums, const LeafI* w, const LeafI* x, int lines) {
-  LeafI pairs = pair_dots(w[0], x[0]);
-#pragma GCC unroll 4
-  for (int i = 1; i < lines; i++) pairs = add_shorts(pairs, pair_dots(w[i], x[i]));
-  return sums + multiply_shorts(pairs, ones(sums));
-}
-#if !defined(__AVX512F__)
-template <class V>
-inline Pair<V> dots_of_lines(Pair<V> sums, const Pair<V>* w, const Pair<V>* x, int lines) {
-  V low[4], high[4], from_low[4], from_high[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < lines; i++) low[i] = w[i].lo, high[i] = w[i].hi, from_low[i] = x[i].lo, from_high[i] = x[i].hi;
-  return {dots_of_lines(sums.lo, low, from_low, lines), dots_of_lines(sums.hi, high, from_high, lines)};
-}
-#endif
-
-// Signed bytes: |w| times x with the sign of w.
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
+constexpr int BLOCK_ROWS = 10, BLOCK_PARTS = 2, LINES_UNROLLED = 8;
+inline LeafI pair_dots(LeafI w, LeafI x) { return (LeafI)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
+inline LeafI add_shorts(LeafI a, LeafI b) { return (LeafI)_mm512_add_epi16((__m512i)a, (__m512i)b); }
 inline Ints dots_of_bytes(Ints sums, Ints w, Ints x) { return dots_of_shorts(sums, w, x); }
 #else
+constexpr int BLOCK_ROWS = 4, BLOCK_PARTS = 1, LINES_UNROLLED = 2;  // all 8 unrolled: gcc keeps half of the sums in memory
+inline LeafI pair_dots(LeafI w, LeafI x) { return (LeafI)_mm256_maddubs_epi16((__m256i)w, (__m256i)x); }
+inline LeafI add_shorts(LeafI a, LeafI b) { return (LeafI)_mm256_add_epi16((__m256i)a, (__m256i)b); }
+inline Ints pair_dots(Ints w, Ints x) { return {pair_dots(w.lo, x.lo), pair_dots(w.hi, x.hi)}; }
+inline Ints add_shorts(Ints a, Ints b) { return {add_shorts(a.lo, b.lo), add_shorts(a.hi, b.hi)}; }
+// Signed bytes: |w| times x with the sign of w.
 inline LeafI dots_of_bytes(LeafI sums, LeafI w, LeafI x) {
-  return sums + multiply_shorts(pair_dots(size_of_bytes(w), with_sign(x, w)), ones(sums));
+  const LeafI size = (LeafI)_mm256_abs_epi8((__m256i)w), with_sign = (LeafI)_mm256_sign_epi8((__m256i)x, (__m256i)w);
+  return sums + multiply_shorts(pair_dots(size, with_sign), LeafI{} + 0x00010001);
 }
 inline Ints dots_of_bytes(Ints sums, Ints w, Ints x) { return {dots_of_bytes(sums.lo, w.lo, x.lo), dots_of_bytes(sums.hi, w.hi, x.hi)}; }
 #endif
 
-// 4 bits: up to 4 lines of 2 * 15 * 127; 6 bits: 2 lines of 2 * 63 * 127.
+// The most lines whose products fit 16 bits: two products of at most 15, 31 or 63 with 127 each.
 template <int BITS>
-constexpr int LINES_AT_ONCE = BITS == 4 ? 4 : BITS == 8 ? 1 : 2;
+constexpr int LINES_AT_ONCE = BITS == 4 || BITS == 8 ? 8 : BITS == 5 ? 4 : 2;
 template <int BITS>
-inline Ints add_dots(Ints sums, const Ints* w, const int32_t* x) {
-  constexpr int LINES = LINES_AT_ONCE<BITS>;
-  if constexpr (BITS == 8) return dots_of_bytes(sums, w[0], ints(x[0]));
-  Ints same[LINES];
-#pragma GCC unroll 4
-  for (int i = 0; i < LINES; i++) same[i] = ints(x[i]);
-  return dots_of_lines(sums, w, same, LINES);
+inline Ints add_dots(Ints partial, Ints w, Ints x) {
+  if constexpr (BITS == 8) return dots_of_bytes(partial, w, x);
+  return add_shorts(partial, pair_dots(w, x));
+}
+template <int BITS>
+inline Ints total_of(Ints partial) {
+  return BITS == 8 ? partial : multiply_shorts(partial, ints(0x00010001));
 }
 
 #else
 
+constexpr int BLOCK_ROWS = 2, BLOCK_PARTS = 1, LINES_UNROLLED = 2;
 template <int BITS>
-constexpr int LINES_AT_ONCE = 1;
+constexpr int LINES_AT_ONCE = 8;
 template <int BITS>
-inline Ints add_dots(Ints sums, const Ints* w, const int32_t* x) {
-  return dots_of_shorts(sums, w[0], ints(x[0]));
+inline Ints add_dots(Ints partial, Ints w, Ints x) {
+  return dots_of_shorts(partial, w, x);
+}
+template <int BITS>
+inline Ints total_of(Ints partial) {
+  return partial;
 }
 
 #endif

@@ -184,7 +184,7 @@ constexpr long DEEP = 8, TURNS = 5;
 // Rows [first, first + rows), which need this many passes, against a panel.
 template <Kind KIND, class F>
 void multiply_panel(const Job<F>& job, long first, long rows, long panel, typename F::Sum* sums) {
-  const long steps = job.steps(), turns = (rows + ROWS - 1) / ROWS, deep = turns > 1 && turns <= TURNS ? DEEP : steps;
+  const long steps = job.steps(), turns = (rows + PASS_ROWS<F> - 1) / PASS_ROWS<F>, deep = turns > 1 && turns <= TURNS ? DEEP : steps;
   const auto* w = job.w + panel * steps * STEP_OF<F>;
   // A panel that is used once is prefetched a little ahead; else the next one is prefetched while this is used.
   const long lines = (32 + turns - 1) / turns, ahead_by = turns == 1 ? PREFETCH_STEPS : deep;
@@ -213,7 +213,15 @@ void panels_alone(const Job<F>& job, long panel0, long panel1) {
     if (job.rows >= FLOATS_MIN_ROWS) return panels_of_floats<KIND>(job, panel0, panel1);
 #endif
   alignas(64) typename F::Sum sums[ROWS * TURNS * 32];
-  long block = std::max<long>(48, (640 << 10) / (job.steps() * 64) / ROWS * ROWS);
+#ifndef __AVX512F__
+  static_assert(PANELS <= ROWS * TURNS);
+  if (job.rows == 1)
+    for (const long size = job.steps() * STEP_OF<F>; panel0 + PANELS <= panel1; panel0 += PANELS) {
+      product_of_panels<F>(job.x, job.w + panel0 * size, size, job.steps(), sums);
+      for (int p = 0; p < PANELS; p++) Finish<KIND, F>(job, panel0 + p).rows(0, 1, sums + p * 32);
+    }
+#endif
+  long block = std::max<long>(48, (640 << 10) / (job.steps() * 64) / PASS_ROWS<F> * PASS_ROWS<F>);
   if (job.rows <= block * 5 / 4) block = job.rows;
   for (long m = 0; m < job.rows; m += block)
     for (long panel = panel0; panel < panel1; panel++) multiply_panel<KIND>(job, m, std::min(block, job.rows - m), panel, sums);

@@ -128,7 +128,7 @@ struct Group {
 template <class F, int N, bool PACKED>
 __attribute__((noinline)) void record_of_rows(const Activations& x, const Record<F>& w, const uint8_t* packed, long first, long row,
                                               float* total) {
-  constexpr int LINES = F::GROUP / 4, AT_ONCE = LINES_AT_ONCE<F::BITS>, PARTS = PACKED && N == 1 ? 2 : BLOCK_PARTS;
+  constexpr int LINES = F::GROUP / 4, AT_ONCE = std::min(LINES, LINES_AT_ONCE<F::BITS>), PARTS = PACKED && N == 1 ? 2 : BLOCK_PARTS;
   for (int c = 0; c < F::CHUNKS; c++) {
     const uint8_t* chunk = packed + c * F::CHUNK;
     for (long at = 0; PACKED && at < F::CHUNK; at += LINE) fetch(chunk + FETCH_AHEAD + at);
@@ -142,26 +142,31 @@ __attribute__((noinline)) void record_of_rows(const Activations& x, const Record
       for (int t0 = 0; t0 < 2; t0 += PARTS) {
         const uint8_t* lines = w.bytes + c * 1024 + t0 * 512 + half * 256;
         Ints sums[N][PARTS];
-#pragma GCC unroll 16
-        for (int m = 0; m < N; m++)
-#pragma GCC unroll 2
-          for (int t = 0; t < PARTS; t++) sums[m][t] = ints(0);
-#pragma GCC unroll 8
-        for (int i = 0; i < LINES; i += AT_ONCE) {
-          Ints line[PARTS][AT_ONCE];
-#pragma GCC unroll 2
-          for (int t = 0; t < PARTS; t++)
 #pragma GCC unroll 4
-            for (int j = 0; j < AT_ONCE; j++)
-              line[t][j] = PACKED ? line_of<F>(chunk, half * 4 + i + j, t0 + t, BYTES_ARE_MOVED, w.table)
-                                  : load((const int32_t*)(lines + t * 512 + (i + j) * 64));
+        for (int i = 0; i < LINES; i += AT_ONCE) {
+          Ints partial[N][PARTS];
 #pragma GCC unroll 16
-          for (int m = 0; m < N; m++) {
-            int32_t words[AT_ONCE];
-            memcpy(words, from + m * x.ins + i * 4, sizeof(words));
+          for (int m = 0; m < N; m++)
 #pragma GCC unroll 2
-            for (int t = 0; t < PARTS; t++) sums[m][t] = add_dots<F::BITS>(sums[m][t], line[t], words);
+            for (int t = 0; t < PARTS; t++) partial[m][t] = ints(0);
+#pragma GCC unroll LINES_UNROLLED
+          for (int j = i; j < i + AT_ONCE; j++) {
+            Ints line[PARTS];
+#pragma GCC unroll 2
+            for (int t = 0; t < PARTS; t++)
+              line[t] = PACKED ? line_of<F>(chunk, half * 4 + j, t0 + t, BYTES_ARE_MOVED, w.table) : load((const int32_t*)(lines + t * 512 + j * 64));
+#pragma GCC unroll 16
+            for (int m = 0; m < N; m++) {
+              int32_t word;
+              memcpy(&word, from + m * x.ins + j * 4, sizeof(word));
+#pragma GCC unroll 2
+              for (int t = 0; t < PARTS; t++) partial[m][t] = add_dots<F::BITS>(partial[m][t], line[t], ints(word));
+            }
           }
+#pragma GCC unroll 16
+          for (int m = 0; m < N; m++)
+#pragma GCC unroll 2
+            for (int t = 0; t < PARTS; t++) sums[m][t] = (i ? sums[m][t] : ints(0)) + total_of<F::BITS>(partial[m][t]);
         }
 #pragma GCC unroll 2
         for (int t = 0; t < PARTS; t++) {

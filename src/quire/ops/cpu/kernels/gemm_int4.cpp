@@ -19,7 +19,7 @@ constexpr long PREFETCH_BYTES = 16384;  // bytes ahead that weights are fetched:
 
 struct Job4 {
   const int8_t* x;      // [M, K]
-  const Word* words;    // the same as words, [M, K / 4]
+  const void* words;    // the same as words, [M, K / 4]
   const float *x_scale, *x_sum;  // [groups, M]
   const uint8_t* w;
   const float* w_scale;
@@ -76,24 +76,37 @@ template <int N, int FIRST, int TILES, bool CODED>
 __attribute__((noinline)) void panel_of_rows(const Job4& job, long row, long panel, float* total) {
   const uint8_t* w = job.panel(panel);
   const Ints table = CODED ? job.table() : Ints{};
-  const long lines = job.group / 4, step = job.ins / 4;
-  const Word* x = job.words + row * step;
+  using Dots = NibbleDots<CODED>;
+  const long step = job.ins / 4, lines = job.group / 4, at_once = std::min(lines, Dots::LINES);
+  const auto* x = (const typename Dots::Word*)job.words + row * step;
   for (long g = 0; g < job.groups; g++) {
     Ints sums[N][TILES];
 #pragma GCC unroll 16
     for (int m = 0; m < N; m++)
 #pragma GCC unroll 2
       for (int t = 0; t < TILES; t++) sums[m][t] = ints(0);
-    for (long i = 0; i < lines; i++, w += 64, x++) {
-      fetch(w + PREFETCH_BYTES);
-      const Ints line = load((const int32_t*)w);
-      Part parts[TILES];
-#pragma GCC unroll 2
-      for (int t = 0; t < TILES; t++) parts[t] = part_of<CODED>(line, FIRST + t, table);
+    for (long i = 0; i < lines; i += at_once) {
+      Ints partial[N][TILES];
 #pragma GCC unroll 16
       for (int m = 0; m < N; m++)
 #pragma GCC unroll 2
-        for (int t = 0; t < TILES; t++) sums[m][t] = meet(sums[m][t], parts[t], x[m * step]);
+        for (int t = 0; t < TILES; t++) partial[m][t] = ints(0);
+#pragma GCC unroll 2
+      for (long j = 0; j < at_once; j++, w += 64, x++) {
+        fetch(w + PREFETCH_BYTES);
+        const Ints line = load((const int32_t*)w);
+        typename Dots::Part parts[TILES];
+#pragma GCC unroll 2
+        for (int t = 0; t < TILES; t++) parts[t] = Dots::part_of(line, FIRST + t, table);
+#pragma GCC unroll 16
+        for (int m = 0; m < N; m++)
+#pragma GCC unroll 2
+          for (int t = 0; t < TILES; t++) partial[m][t] = Dots::add(partial[m][t], parts[t], x[m * step]);
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < N; m++)
+#pragma GCC unroll 2
+        for (int t = 0; t < TILES; t++) sums[m][t] = sums[m][t] + Dots::total_of(partial[m][t]);
     }
     const float *x_scale = job.x_scale + g * job.rows + row, *x_sum = job.x_sum + g * job.rows + row;
     if (FIRST == 0) job.fetch_scales(panel * job.groups + g);
@@ -160,7 +173,7 @@ struct Parting {
   bool coded;
   Parting(const Job4& job, const uint8_t* zero)
       : left(four(zero)), right(four(zero + 16)), table(job.codes ? job.table() : ints(0)), coded(job.codes) {}
-  Ints part(Ints line, int part) const { return coded ? part_of<true>(line, part, table) : part_of(line, part); }
+  Ints part(Ints line, int part) const { return coded ? NibbleDots<true>::part_of(line, part, table) : NibbleDots<false>::part_of(line, part); }
   static Ints four(const uint8_t* p) { return widen(p) * ints(0x01010101); }
   void lines(const uint8_t* w, int count, int8_t* to, int8_t* other) const {
     for (int i = 0; i < count; i++, w += LINE) {
@@ -338,18 +351,21 @@ inline void groups_to_bytes(const bf16* x, int8_t* to, long group, float* scale,
 // The rows of x, quantized, in memory of the calling thread.
 struct Bytes {
   Scratch<int8_t> bytes;
-  Scratch<Word> words;
+  Scratch<Shorts> words;
   Scratch<float> scales;
   Scratch<bf16> ordered;
 
+  static bool has_shorts(const Weight& w) {
+    return std::is_same_v<NibbleDots<true>::Word, Shorts> && (w.codes || std::is_same_v<NibbleDots<false>::Word, Shorts>);
+  }
   void reserve(long rows, const Weight& w) {
     bytes.at_least(rows * w.ins);
-    if (!WORDS_ARE_BYTES) words.at_least(rows * w.ins / 4);
+    if (has_shorts(w)) words.at_least(rows * w.ins / 4);
     scales.at_least(2 * rows * (w.ins / w.group));
   }
   Job4 job(const Weight& w, bf16* y, long y_row, long rows, int act) const {
     const long groups = w.ins / w.group;
-    const Word* all = WORDS_ARE_BYTES ? (const Word*)bytes.data : words.data;
+    const void* all = has_shorts(w) ? (const void*)words.data : bytes.data;
     return {bytes.data, all, scales.data, scales.data + rows * groups, (const uint8_t*)w.data, w.scale, w.zero, w.bias,
             y, y_row, rows, w.outs, w.ins, w.group, groups, act, w.codes};
   }
@@ -366,8 +382,7 @@ struct Bytes {
     each_four(ins / group, [&](long g, auto n) {
       groups_to_bytes<n>(from + g * group, to + g * group, group, scale + g * rows, sum + g * rows, rows);
     });
-    if (WORDS_ARE_BYTES) return;
-    for (long k = 0; k < ins / 4; k++) words.data[r * (ins / 4) + k] = word_of(to + k * 4);
+    for (long k = 0; has_shorts(w) && k < ins / 4; k++) words.data[r * (ins / 4) + k] = shorts_of(to + k * 4);
   }
 };
 

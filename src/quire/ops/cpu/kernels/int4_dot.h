@@ -2,8 +2,11 @@
 // use instructions of one machine.
 //
 // A line is 64 bytes: for each of 16 outputs four inputs, in the low half of each byte; the high halves are the same inputs of
-// 16 further outputs. `part_of(line, 0)` and `(line, 1)` are the two: the nibbles, or with a table what it has for them. Activations are words of four inputs, as `Word`.
+// 16 further outputs. `part_of(line, 0)` and `(line, 1)` are the two: the nibbles, or with a table (CODED) what it has for them.
+// Activations are words of four inputs, as `Word`.
 #pragma once
+#include <climits>
+
 #include "amx.h"
 #include "common.h"
 
@@ -19,49 +22,70 @@ constexpr int NIBBLE_ROWS = 4, NIBBLE_SUMS = 8;
 constexpr int NIBBLE_ROWS = 2, NIBBLE_SUMS = 8;
 #endif
 
+struct Shorts {  // two each: the first and third of four inputs, the second and fourth
+  int32_t even, odd;
+};
+inline Shorts shorts_of(const int8_t* x) {
+  const auto pair = [](int a, int b) { return (int32_t)(((uint32_t)b << 16) | ((uint32_t)a & 0xffff)); };
+  return {pair(x[0], x[2]), pair(x[1], x[3])};
+}
+
+inline Ints nibbles_of(Ints line, int part) { return (part ? logical_right(line, 4) : line) & 0x0f0f0f0f; }
+
+// Products are added to `partial` for up to LINES lines; then total_of makes sums of them.
 #if defined(__AVX512VNNI__)
 
-using Word = int32_t;  // four signed bytes
-constexpr bool WORDS_ARE_BYTES = true;
-using Part = Ints;
-inline Word word_of(const int8_t* x) {
-  Word word;
-  memcpy(&word, x, 4);
-  return word;
-}
-template <bool CODED = false>
-inline Part part_of(Ints line, int part, Ints table = Ints{}) {
-  const Ints nibbles = (part ? logical_right(line, 4) : line) & 0x0f0f0f0f;
-  return CODED ? bytes_at(table, nibbles) : nibbles;
-}
-inline Ints meet(Ints sums, const Part& w, Word x) {
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)ints(x));
-}
+template <bool CODED>
+struct NibbleDots {
+  using Word = int32_t;  // four signed bytes
+  using Part = Ints;
+  static constexpr long LINES = LONG_MAX;
+  static Part part_of(Ints line, int part, Ints table = Ints{}) {
+    const Ints nibbles = nibbles_of(line, part);
+    return CODED ? bytes_at(table, nibbles) : nibbles;
+  }
+  static Ints add(Ints partial, Part w, Word x) { return (Ints)_mm512_dpbusd_epi32((__m512i)partial, (__m512i)w, (__m512i)ints(x)); }
+  static Ints total_of(Ints partial) { return partial; }
+};
 
 #else
 
-constexpr bool WORDS_ARE_BYTES = false;
-struct Word {  // two shorts each
-  int32_t even, odd;
-};
-struct Part {
-  Ints even, odd;
-};
-inline Word word_of(const int8_t* x) {
-  const auto shorts = [](int a, int b) { return (int32_t)(((uint32_t)b << 16) | ((uint32_t)a & 0xffff)); };
-  return {shorts(x[0], x[2]), shorts(x[1], x[3])};
-}
-template <bool CODED = false>
-inline Part part_of(Ints line, int part, Ints table = Ints{}) {
-  if (CODED) {
-    const Ints found = bytes_at(table, logical_right(line, part * 4) & 0x0f0f0f0f);
-    return {found & 0x00ff00ff, logical_right(found, 8) & 0x00ff00ff};
+
+template <bool CODED>
+struct NibbleDots {
+  using Word = Shorts;
+  struct Part {
+    Ints even, odd;
+  };
+  static constexpr long LINES = LONG_MAX;
+  static Part part_of(Ints line, int part, Ints table = Ints{}) {
+    if (CODED) {
+      const Ints found = bytes_at(table, nibbles_of(line, part));
+      return {found & 0x00ff00ff, logical_right(found, 8) & 0x00ff00ff};
+    }
+    return {logical_right(line, part * 4) & 0x000f000f, logical_right(line, part * 4 + 8) & 0x000f000f};
   }
-  return {logical_right(line, part * 4) & 0x000f000f, logical_right(line, part * 4 + 8) & 0x000f000f};
-}
-inline Ints meet(Ints sums, const Part& w, const Word& x) {
-  return sums + multiply_shorts(ints(x.even), w.even) + multiply_shorts(ints(x.odd), w.odd);
-}
+  static Ints add(Ints partial, const Part& w, Word x) {
+    return partial + multiply_shorts(ints(x.even), w.even) + multiply_shorts(ints(x.odd), w.odd);
+  }
+  static Ints total_of(Ints partial) { return partial; }
+};
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Products of a nibble, at most 15, and a byte: those of eight lines fit 16 bits. Half as many instructions as with shorts.
+template <>
+struct NibbleDots<false> {
+  using Word = int32_t;
+  using Part = Ints;
+  static constexpr long LINES = 8;
+  static Part part_of(Ints line, int part, Ints = Ints{}) { return nibbles_of(line, part); }
+  static LeafI add(LeafI partial, LeafI w, LeafI x) {
+    return (LeafI)_mm256_add_epi16((__m256i)partial, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+  }
+  static Ints add(Ints partial, Part w, Word x) { return {add(partial.lo, w.lo, ints(x).lo), add(partial.hi, w.hi, ints(x).hi)}; }
+  static Ints total_of(Ints partial) { return multiply_shorts(partial, ints(0x00010001)); }
+};
+#endif
 
 #endif
 

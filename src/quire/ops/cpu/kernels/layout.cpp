@@ -37,19 +37,20 @@ static const FieldLayout LAYOUTS[] = {
 
     WHOLE(Mixture), FIELD(Mixture, router), FIELD(Mixture, shared_gate_up), FIELD(Mixture, shared_down), FIELD(Mixture, shared_gate),
     FIELD(Mixture, router_weight), FIELD(Mixture, router_bias),
-    FIELD(Mixture, correction), FIELD(Mixture, ranks), FIELD(Mixture, routing), FIELD(Mixture, experts), FIELD(Mixture, shared_act), FIELD(Mixture, on_input),
+    FIELD(Mixture, correction), FIELD(Mixture, ranks), FIELD(Mixture, first_seat), FIELD(Mixture, seats), FIELD(Mixture, loads),
+    FIELD(Mixture, routing), FIELD(Mixture, experts), FIELD(Mixture, count), FIELD(Mixture, shared_act), FIELD(Mixture, on_input),
 
     WHOLE(DeltaNet), FIELD(DeltaNet, in), FIELD(DeltaNet, gates), FIELD(DeltaNet, out), FIELD(DeltaNet, conv), FIELD(DeltaNet, norm),
     FIELD(DeltaNet, bias), FIELD(DeltaNet, a_log), FIELD(DeltaNet, conv_state), FIELD(DeltaNet, state), FIELD(DeltaNet, conv_step),
     FIELD(DeltaNet, state_step), FIELD(DeltaNet, key_heads), FIELD(DeltaNet, K), FIELD(DeltaNet, heads), FIELD(DeltaNet, V),
-    FIELD(DeltaNet, taps), FIELD(DeltaNet, interleaved), FIELD(DeltaNet, eps),
+    FIELD(DeltaNet, taps), FIELD(DeltaNet, first_head), FIELD(DeltaNet, all_heads), FIELD(DeltaNet, all_key_heads), FIELD(DeltaNet, interleaved), FIELD(DeltaNet, eps),
 
     WHOLE(Layer), FIELD(Layer, qkv), FIELD(Layer, o), FIELD(Layer, gate_up), FIELD(Layer, down), FIELD(Layer, attention_in),
     FIELD(Layer, attention_out), FIELD(Layer, mlp_in), FIELD(Layer, mlp_out), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
     FIELD(Layer, v_norm), FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales), FIELD(Layer, value_scales),
     FIELD(Layer, sinks), FIELD(Layer, delta_net), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
     FIELD(Layer, turns), FIELD(Layer, interleaved), FIELD(Layer, block_size), FIELD(Layer, window), FIELD(Layer, act),
-    FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, gated), FIELD(Layer, parallel), FIELD(Layer, flat_ranks), FIELD(Layer, kv_copies), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
+    FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, gated), FIELD(Layer, parallel), FIELD(Layer, flat_ranks), FIELD(Layer, kv_copies), FIELD(Layer, joined), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
 
     WHOLE(EncoderLayer), FIELD(EncoderLayer, qkv), FIELD(EncoderLayer, o), FIELD(EncoderLayer, up), FIELD(EncoderLayer, down),
     FIELD(EncoderLayer, after_attention), FIELD(EncoderLayer, after_mlp), FIELD(EncoderLayer, bias), FIELD(EncoderLayer, heads),
@@ -71,7 +72,11 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Model, table_ranks), FIELD(Model, words),
 
     WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, num_computed_tokens), FIELD(Rows, length), FIELD(Rows, num_drafts), FIELD(Rows, blocks),
-    FIELD(Rows, params), FIELD(Rows, adapters), FIELD(Rows, tokens_step), FIELD(Rows, blocks_step),
+    FIELD(Rows, params), FIELD(Rows, adapters), FIELD(Rows, tokens_step), FIELD(Rows, blocks_step), FIELD(Rows, shift),
+
+    WHOLE(Speculator), FIELD(Speculator, model), FIELD(Speculator, states), FIELD(Speculator, embedding_norm), FIELD(Speculator, state_norm),
+    FIELD(Speculator, join), FIELD(Speculator, target_ids), FIELD(Speculator, target_vocab), FIELD(Speculator, normed_residual),
+    FIELD(Speculator, hands_on_sum),
 
     WHOLE(RowParams), FIELD(RowParams, temperature), FIELD(RowParams, seed), FIELD(RowParams, top_k), FIELD(RowParams, top_p),
     FIELD(RowParams, log_min_p),
