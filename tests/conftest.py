@@ -62,3 +62,13 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not HAS_GPU and item.get_closest_marker("device") is not None:
         pytest.skip("needs a GPU")
+
+
+@pytest.fixture
+def native_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations run in the CPU's kernels during the test."""
+    from quire.ops.dispatch import OPS, bind
+
+    for op in OPS.values():
+        monkeypatch.setattr(op, "run", op.run)  # so that it comes back
+    bind(("native",))

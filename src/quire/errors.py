@@ -61,12 +61,12 @@ class PlanMismatch(RuntimeError):
     """A plan contradicts a worker's rows. The worker's state cannot be trusted, so the error is not limited to one step."""
 
 
-class RankLost(QuireError, RuntimeError):
-    """Another rank of the same engine did not take part in an exchange: this one cannot go on."""
-
-
 class EngineDeadError(QuireError, RuntimeError):
     """The engine has died or was shut down; the message says why."""
+
+
+class RankLost(EngineDeadError):
+    """Another rank of the same engine did not take part in an exchange: this one cannot go on."""
 
 
 class EngineDelayed(QuireError, RuntimeError):

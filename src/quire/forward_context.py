@@ -68,6 +68,7 @@ class ForwardBatch:
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
     # if ranks compute the other tokens of the step (prefill context parallelism): `slots` are those of all tokens, by place
     dealt: DealtTokens | None = None
+    whole: ForwardBatch | None = None  # then the batch of all tokens of the step
 
     def first_draws(self) -> list[tuple[int, int, int]]:
         """Of each row that draws: its index in B, the worker's row, and the position of its first draw."""

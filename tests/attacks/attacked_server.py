@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 
 import httpx
-from server_process import SOURCE, Served, children
+from server_process import SOURCE, Served, family
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 # The tests can attack another version of Quire: QUIRE_ATTACKED_SOURCE=/old/checkout/src.
@@ -92,14 +92,6 @@ def only_this_machine() -> Iterator[None]:
 
 
 # -- processes ------------------------------------------------------------------------------------
-def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
-    found = [pid]
-    for one in found:
-        found += children(one)
-    return found
-
-
 def role(pid: int, first: int) -> str:
     """`http`, `engine`, or `helper` (templates and grammars have processes of their own)."""
     try:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from attacked_server import TEXT, AttackedServer, family, note, together
+from attacked_server import TEXT, AttackedServer, note, together
 from conftest import Start
+from server_process import family
 from test_request_attack import healed, outcome
 
 SECRET = "sk-0123456789-of-the-attacks"

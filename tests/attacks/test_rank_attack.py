@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from attacked_server import TEXT, AttackedServer, family, note
+from attacked_server import TEXT, AttackedServer, note
 from conftest import Start
+from server_process import family
 from test_request_attack import healed
 
 LONG = {"prompt": "a tale", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
@@ -41,7 +42,7 @@ def in_threads(server: AttackedServer, count: int) -> tuple[list[threading.Threa
 
     def ask() -> None:
         try:
-            answers.append(server.ask(TEXT, LONG, 120).text)
+            answers.append(server.ask(TEXT, LONG, 240).text)
         except httpx.HTTPError as error:
             answers.append(repr(error))
 
@@ -84,13 +85,13 @@ def test_a_lost_rank_is_replaced_with_its_group(started: Start, number: int, ran
 
 @pytest.mark.attack
 def test_sigterm_drains_all_ranks(started: Start):
-    server = started("--tensor-parallel-size", "2", "--shutdown-timeout", "60")
+    server = started("--tensor-parallel-size", "2", "--shutdown-timeout", "240")
     pids = family(server.process.pid)
     threads, answers = in_threads(server, 2)
     time.sleep(1.0)
     server.process.send_signal(signal.SIGTERM)
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert ['"finish_reason":"length"' in text.replace(" ", "") for text in answers] == [True, True]
-    assert server.process.wait(60) == 0
+    assert server.process.wait(240) == 0
     assert not gone(pids)

@@ -198,7 +198,7 @@ ERRORS = [
     ({"config": {"architectures": ["NewForCausalLM"], "model_type": "brand_new"}}, (), "supports NewForCausalLM (model_type='brand_new'); upgrade"),
     ({"config": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, ("--model-impl", "quire"), "model_impl=quire: GPT2LMHeadModel has no native"),
     ({}, ("--max-model-len", "1M"), "--max-model-len 131072 or less"),
-    ({}, ("-tp", "2", "-n", "3"), "nnodes=3 does not divide the 2 ranks"),
+    ({}, ("-tp", "2", "-n", "3"), "nnodes=3 with data_parallel_size=1 and 2 ranks in each engine"),
     ({}, ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "enable_chunked_prefill is off"),
     ({}, ("--chat-template", "/nowhere.jinja"), "chat_template='/nowhere.jinja' is neither a file"),
     ({}, ("--ssl-keyfile", "/nowhere.pem"), "--ssl-keyfile /nowhere.pem: the file does not exist"),

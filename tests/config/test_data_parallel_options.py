@@ -9,6 +9,7 @@ import pytest
 from quire.config.data_parallel import check_data_parallel, check_device, num_http_processes
 from quire.config.engine import EngineConfig
 from quire.config.from_keywords import engine_config
+from quire.config.nodes import with_engines_by_node
 from quire.errors import ConfigError, Unsupported
 
 
@@ -57,7 +58,7 @@ def test_which_engines(given: dict[str, Any], ranks: list[int], share: tuple[int
         ({"size": 4, "size_local": 1, "multi_port_external_lb": True}, ConfigError, "at least 2 engines.* is 1"),
         ({"size": 5, "size_local": 2, "multi_port_external_lb": True}, ConfigError, "size=5 is not a multiple of .*local=2"),
         ({"size": 2, "disable_frontend_multiprocessing": True}, ConfigError, "need processes of their own"),
-        ({"size": 2, "backend": "ray"}, Unsupported, "use mp"),
+        ({"size": 2, "backend": "ray", "headless": True}, ConfigError, "Ray starts the ranks on all machines"),
         ({"size": 2, "headless": True}, ConfigError, "headless needs data_parallel_start_rank"),
         ({"size": 2, "start_rank": 1, "size_local": 1, "headless": True, "api_server_count": 2}, ConfigError, "no HTTP processes, and api_server_count is 2"),
         ({"size": 2, "start_rank": 1, "size_local": 1, "headless": True, "hybrid_lb": True}, ConfigError, "leave data_parallel_rank and"),
@@ -95,6 +96,70 @@ def test_programs_that_a_script_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DP_MASTER_IP", "10.0.0.1")
     parallel = engine_config({}).parallel
     assert (list(parallel.ranks), parallel.share) == ([2], (0, 1))
+
+
+MANY = {"data_parallel_size": 4, "nnodes": 2, "master_addr": "127.0.0.2"}
+WIDE = {"data_parallel_size": 2, "tensor_parallel_size": 2, "nnodes": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "here", "share"),
+    [
+        (MANY, [0, 1, 2, 3], [0, 1], (0, 2)),
+        (MANY | {"node_rank": 1, "headless": True}, [2, 3], [2, 3], (0, 2)),
+        (MANY | {"node_rank": 1, "data_parallel_hybrid_lb": True}, [2, 3], [2, 3], (0, 2)),
+        (MANY | {"data_parallel_size": 2, "node_rank": 1, "data_parallel_external_lb": True}, [1], [1], (0, 1)),
+        (MANY | {"node_rank": 1, "data_parallel_multi_port_external_lb": True}, [2, 3], [2, 3], (0, 2)),
+        (WIDE, [0, 1], [0, 1], (0, 1)),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_backend": "ray"}, [0, 1, 2, 3], [0, 1, 2, 3], (0, 2)),
+    ],
+)  # fmt: skip
+def test_which_engines_a_machine_has(
+    given: dict[str, Any], ranks: list[int], here: list[int], share: tuple[int, int]
+) -> None:
+    made = engine_config(given, "flag")
+    check_data_parallel(made.parallel, made.server)
+    assert (list(made.parallel.ranks), list(made.parallel.local_ranks)) == (ranks, here)
+    assert made.parallel.share == share
+    if "master_addr" in given:
+        assert (made.parallel.nnodes, made.parallel.data_parallel_address) == (1, "127.0.0.2")
+    assert with_engines_by_node(made) == made
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes", "port"),
+    [
+        ({}, [0, 1], 29501),
+        (
+            {"data_parallel_rank": 1},
+            [2, 3],
+            29502,
+        ),  # the process of the second engine, on machine 0
+        ({"node_rank": 1}, [0, 1], 29501),
+        ({"node_rank": 2}, [2, 3], 29502),
+        ({"node_rank": 3}, [2, 3], 29502),
+    ],
+)
+def test_which_machines_an_engine_has(given: dict[str, Any], nodes: list[int], port: int) -> None:
+    made = EngineConfig.from_keywords(**WIDE, **given).parallel
+    assert (list(made.nodes_of_engine), made.port_of_engine) == (nodes, port)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (MANY | {"node_rank": 2}, "node_rank=2 with nnodes=2"),
+        (MANY | {"node_rank": 1}, "node_rank=1: machine 0 has the server; .* --headless"),
+        (MANY | {"data_parallel_size_local": 1}, "size_local=1 with nnodes=2 and data_parallel_size=4: machine 0 has 2"),
+        (MANY | {"data_parallel_start_rank": 1, "node_rank": 1, "headless": True}, "start_rank=1 with .*machine 1 has 2"),
+        (MANY | {"data_parallel_backend": "ray"}, "nnodes=2 with data_parallel_backend=ray: use mp"),
+        (MANY | {"data_parallel_external_lb": True}, "each machine has 2 engines; use data_parallel_hybrid_lb"),
+        (WIDE | {"data_parallel_hybrid_lb": True}, "start each engine by itself"),
+    ],
+)  # fmt: skip
+def test_refused_by_node(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        engine_config(given, "flag")
 
 
 def test_several_engines_need_a_device_each() -> None:

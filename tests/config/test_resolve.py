@@ -326,11 +326,10 @@ def test_overrides_merge():
 
 REFUSED = [
     ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size=3 does not divide the .* attention heads"),
-    ({"pipeline_parallel_size": 2, "enable_lora": True}, Unsupported, "pipeline_parallel_size=2 with --enable-lora"),
     ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0"),
     ({"enable_eplb": True}, ConfigError, "enable_eplb moves whole experts .*add --enable-expert-parallel"),
     ({"enable_prompt_embeds": True}, Unsupported, "enable_prompt_embeds .*token ids"),
-    ({"nnodes": 2}, ConfigError, "nnodes=2 with distributed_executor_backend=uni"),
+    ({"nnodes": 2}, ConfigError, "nnodes=2 with data_parallel_size=1 and 1 ranks in each engine .*use 1"),
     ({"distributed_executor_backend": "x"}, ConfigError, "distributed_executor_backend='x': choose from uni, mp, ray, external_launcher"),
     ({"load_format": "tensorizer"}, Unsupported, "load_format=tensorizer .*safetensors are mapped"),
     ({"load_format": "zip"}, ConfigError, "load_format='zip': choose from auto"),

@@ -1,33 +1,26 @@
-"""Breaks one rule of the scheduler or KV cache at a time, to see whether the random workloads detect it.
+"""The rules of the scheduler and the KV cache that the random workloads must notice when they are broken.
 
-A change to the scheduler or the block manager adds a line here. `python tests/engine/mutations.py` runs all by hand and
-prints what detected each; test_mutations.py does it in CI.
+A change to the scheduler or the block manager adds a line here.
 """
 
 from __future__ import annotations
 
-import ast
-import os
-import pathlib
-import shutil
-import subprocess
-import sys
-import tempfile
-from typing import Any
+import workload
 
-HERE = pathlib.Path(__file__).parent
-SOURCE = HERE.parents[1] / "src" / "quire"
+from tests.broken_rule import broken
+
 TRIALS = 4000
+FIRST = {"a failed row's blocks stay published": 850}
+"""Where the workloads begin that notice a mutation late. (When they change, it may be elsewhere: that only takes longer.)"""
 
-SCHEDULER, BUILDING = "scheduler/scheduler.py", "scheduler/plan_builder.py"
-MANAGER, POOL, HASHING = "kvcache/manager.py", "kvcache/block_pool.py", "kvcache/block_hash.py"
-HELD = "scheduler/held_blocks.py"
-CHECKPOINTS, STATES = "features/state_checkpoints/gate.py", "worker/state_hook.py"
-KEPT = "kvcache/checkpoints.py"
-QUEUES, FAIR = "scheduler/waiting_queue.py", "features/fair_share/fair_queue.py"
+SCHEDULER, BUILDING = "quire.scheduler.scheduler", "quire.scheduler.plan_builder"
+MANAGER, POOL = "quire.kvcache.manager", "quire.kvcache.block_pool"
+HASHING, HELD = "quire.kvcache.block_hash", "quire.scheduler.held_blocks"
+CHECKPOINTS, STATES = "quire.features.state_checkpoints.gate", "quire.worker.state_hook"
+KEPT = "quire.kvcache.checkpoints"
+QUEUES, FAIR = "quire.scheduler.waiting_queue", "quire.features.fair_share.fair_queue"
 
-# name -> (file, function or method, pattern in its syntax tree, replacement). Both are Python, so that formatting does
-# not matter. `ANY` matches any expression; an empty replacement deletes the matched statements.
+# name -> the arguments of `broken`
 MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "publish before the plan is final": (
         SCHEDULER, "Scheduler.plan",
@@ -116,103 +109,13 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
 }  # fmt: skip
 
 
-def matches(pattern: Any, found: Any) -> bool:
-    """Whether two trees are equal, apart from positions; `ANY` matches any expression."""
-    if isinstance(pattern, ast.Name) and pattern.id == "ANY":
-        return isinstance(found, ast.expr)
-    if isinstance(pattern, list):
-        return len(pattern) == len(found) and all(map(matches, pattern, found))
-    if not isinstance(pattern, ast.AST):
-        return bool(pattern == found)
-    return type(pattern) is type(found) and all(
-        matches(getattr(pattern, name, None), getattr(found, name, None))
-        for name in pattern._fields
-        if name not in ("ctx", "type_comment")
-    )
-
-
-def expression(text: str) -> ast.expr | None:
-    try:
-        return ast.parse(text, mode="eval").body
-    except SyntaxError:
-        return None
-
-
-class Replace(ast.NodeTransformer):
-    """Replaces a matching expression, or matching statements of one body; counts the replacements."""
-
-    def __init__(self, before: str, after: str):
-        self.old, self.new, self.count = expression(before), expression(after), 0
-        self.old_lines, self.new_lines = ast.parse(before).body, ast.parse(after).body
-        self.whole_lines = self.old is None or self.new is None
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        if not self.whole_lines and matches(self.old, node):
-            self.count += 1
-            assert self.new is not None
-            return self.new
-        for _, lines in ast.iter_fields(node):
-            if self.whole_lines and isinstance(lines, list):
-                for at in range(len(lines)):
-                    if matches(self.old_lines, lines[at : at + len(self.old_lines)]):
-                        self.count += 1
-                        lines[at : at + len(self.old_lines)] = self.new_lines or [ast.Pass()]
-        return super().generic_visit(node)
-
-
-def function(tree: ast.Module, name: str) -> ast.FunctionDef:
-    """The function `f`, or the method `C.f`."""
-    found: Any = tree
-    for part in name.split("."):
-        named = (node for node in found.body if getattr(node, "name", None) == part)
-        if (found := next(named, None)) is None:
-            raise LookupError(f"there is no {name}")
-    return found
-
-
-def mutated(source: str, name: str, before: str, after: str) -> str:
-    """Source with one node of a function replaced.
-
-    Raises:
-        LookupError: there is no such function, or it does not contain the node exactly once.
-    """
-    tree = ast.parse(source)
-    replace = Replace(before, after)
-    replace.visit(function(tree, name))
-    if replace.count != 1:
-        raise LookupError(f"{name}: `{before}` occurs {replace.count} times")
-    return ast.unparse(ast.fix_missing_locations(tree))
-
-
-def broken(name: str | None, folder: pathlib.Path) -> None:
-    """Copy the package into `folder`, with one rule broken; None: unchanged."""
-    file, *change = MUTATIONS[name] if name is not None else (SCHEDULER,)
-    package = pathlib.Path(file).parts[0]
-    (folder / "quire").mkdir()
-    for source in SOURCE.iterdir():
-        if source.name != package:
-            (folder / "quire" / source.name).symlink_to(source)
-    unneeded = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(SOURCE / package, folder / "quire" / package, ignore=unneeded)
-    if change:
-        path = folder / "quire" / file
-        path.write_text(mutated(path.read_text(), *change))
-
-
-def survives(name: str | None, trials: int = TRIALS) -> str | None:
-    """None if the workloads still pass; else the last line of the error that detected it."""
-    with tempfile.TemporaryDirectory() as folder:
-        broken(name, pathlib.Path(folder))
-        ran = subprocess.run(
-            [sys.executable, "-B", str(HERE / "workload.py"), str(trials)],
-            env={**os.environ, "PYTHONPATH": folder},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    return ran.stderr.strip().splitlines()[-1] if ran.returncode else None
-
-
-if __name__ == "__main__":
-    for mutation in sys.argv[1:] or MUTATIONS:
-        print(f"{mutation:52}", survives(mutation) or "SURVIVED", flush=True)
+def noticed(name: str, trials: int = TRIALS) -> str | None:
+    """Which workload detects a broken rule, and its error; None: they all pass."""
+    with broken(*MUTATIONS[name]):
+        first = FIRST.get(name, 0)
+        for seed in range(first, first + trials):
+            try:
+                workload.trial(seed)
+            except Exception as error:
+                return f"seed {seed}: {type(error).__name__}: {error}"
+    return None

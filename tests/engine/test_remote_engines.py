@@ -106,10 +106,12 @@ def test_a_node_joins_and_messages_pass_both_ways(remote: RemoteEngines, node: N
     # A stranger's bytes, and those of an engine of another node, change nothing.
     node.socket.send_multipart([b"", b"\xc1"])
     node.socket.send_multipart([b"nonsense"])
+    node.socket.send_multipart(link.data(link.DataHead(2, 1, client=9), [b"output"]))
     node.say(link.NodeState(7, EngineState(1, "dead")))
     node.say(link.NodeState(2, EngineState(2, "restarting", incident="x")))
     until(lambda: engine.state.epoch == 2)
     assert (engine.folder / "2" / "down").exists()
+    assert engine._ups.keys() <= {0}
     front.close()
 
 
@@ -143,7 +145,7 @@ def test_a_silent_node_is_lost(
 @pytest.mark.parametrize(
     ("hello", "why"),
     [
-        (link.Hello([1], FACTS | {"version": "2"}), "version is 1 at the server and 2 at the node"),
+        (link.Hello([1], FACTS | {"version": "2"}), "version is 2 there and 1 here"),
         (link.Hello([0], FACTS), "waits for the engines [1, 2], and the node has [0]"),
     ],
 )

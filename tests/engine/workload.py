@@ -443,7 +443,7 @@ def moves(s: Setting, check: Check) -> None:
         held = sum(block != NULL_BLOCK for column in request.blocks for block in column)
         limits = scheduler.limits
         step = limits.max_tokens_in_flight + limits.lookahead
-        most = scheduler.kv.max_blocks(request.limit + limits.drafts, step)
+        most = scheduler.kv.max_blocks(request.limit, step)
         assert held <= most, f"{request.id} holds {held} blocks, and {most} are enough"
 
 

@@ -106,6 +106,18 @@ def test_a_model_that_drafts_for_itself_is_always_right(
         assert one.stats()["prefix_hits"] > 50
 
 
+def test_draft_tokens_are_right_after_sleep(target: str) -> None:
+    with drafted(target, target, block_size=16) as one:
+        before = one.tokens(PROMPTS[:4], SAMPLED[:4])
+        drafts = one.stats()["counts"]["spec_decode_num_draft_tokens"]
+        for level in (1, 2):
+            one.client.call("sleep", level)
+            assert one.client.call("wake_up") == []
+            assert one.tokens(PROMPTS[:4], SAMPLED[:4]) == before
+        assert acceptance(one) == 1.0
+        assert one.stats()["counts"]["spec_decode_num_draft_tokens"] == 3 * drafts
+
+
 def test_a_row_is_drafted_for_again_after_steps_without_draft_tokens(target: str) -> None:
     with drafted(target, target) as one:
         worker = one.client.core.executor.worker

@@ -220,6 +220,36 @@ def test_a_drafter_that_fails_costs_proposals_only(
     assert caplog.text.count(f"the drafter {kind.__name__} failed") == 1
 
 
+class SometimesWrong(Drafter):
+    """About every second proposal is of tokens that do not follow."""
+
+    def __init__(self) -> None:
+        self.chance = random.Random(1)
+
+    def propose(self, row: int, limit: int) -> list[int]:
+        return [4, 3][:limit] if self.chance.random() < 0.5 else []
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_refused_tokens_are_in_no_index(
+    checkpoint: str, plain: list[list[int]], depth: int
+) -> None:
+    config = {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}
+    with engine(checkpoint, depth, speculative_config=config) as one:
+        hook = next(hook for hook in one.client.core.executor.worker.hooks if hook.name == "speculation")  # fmt: skip
+        found = hook.drafter.drafter
+        hook.drafter.drafter = Chain([SometimesWrong(), found])
+        assert one.tokens(PROMPTS, greedy(40)) == plain
+        one.tokens([[5]], greedy(1))  # the rows of the last ones are free then
+        counts = one.stats()["counts"]
+    assert counts["spec_decode_num_draft_tokens"] > counts["spec_decode_num_accepted_tokens"] + 100
+    kept: list[list[int]] = [[]]
+    for index in found.answers.values():
+        for token in index.tokens:
+            kept[-1].append(token) if token != END else kept.append([])
+    assert sorted(filter(None, kept)) == sorted(plain)
+
+
 class Repeating(Drafter):
     """Proposes the last token again."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -32,12 +31,14 @@ from quire.native.fused_decoder import fuse_model, unfuse_model
 from quire.native.layer_halves import has_attention, has_mlp, native_layer
 from quire.native.model import native_model
 from quire.ops.cpu.bindings import best
-from quire.ops.dispatch import OPS, bind
 from quire.ops.experts import Routing
 from quire.quantization.apply import pack_weights, quantize_weights
 from tests.models.harness import Runner
 
-pytestmark = pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
+pytestmark = [
+    pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU"),
+    pytest.mark.usefixtures("native_ops"),
+]
 
 CONFIG = {
     "vocab_size": 96,
@@ -122,15 +123,6 @@ class Family(CausalLM):
             mlp = MoE(router, Experts(64, 64, 6, **self.options["experts"]), mlp)
         make = ParallelLayer if self.case == "parallel" else DecoderLayer
         return make(self.cfg, attention, mlp, **self.options.get("layer", {}))
-
-
-@pytest.fixture(autouse=True)
-def native_ops() -> Iterator[None]:
-    before = {name: each.run for name, each in OPS.items()}
-    bind(("native",))
-    yield
-    for name, run in before.items():
-        OPS[name].run = run
 
 
 def made(case: str, options: dict[str, dict[str, Any]], quantization: str | None = None) -> Runner:

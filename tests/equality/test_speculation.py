@@ -13,6 +13,7 @@ from worker.known_answers import KnownAnswers
 from quire.errors import ConfigError
 from quire.features.speculation.hook import SpeculationHook
 from quire.ops.cpu.bindings import best
+from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.sampling.logits_processors import Processor
 
@@ -147,19 +148,83 @@ def test_stop_tokens_and_limits_inside_accepted_drafts(checkpoint: str) -> None:
     with engine(checkpoint) as one:
         tokens = one.tokens(PROMPTS, greedy(40))
     stops = [
-        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[own[17]], logprobs=1)
-        for own in tokens
+        SamplingParams(temperature=0.0, max_tokens=40, min_tokens=least, logprobs=1, **{name: [own[17]]})
+        for own, name, least in zip(
+            tokens, ["stop_token_ids", "eos_token_ids"] * 4, [0] * 5 + [19] * 3, strict=True
+        )
     ]  # fmt: skip
     known = {tuple(prompt): own for prompt, own in zip(PROMPTS, tokens, strict=True)}
     with engine(checkpoint) as one:
         expected = answers(one, stops)
-    with engine(checkpoint, max_model_len=100, speculative_config=config(7, adaptive=False)) as one:
+    assert {(finish, stop is None) for _, finish, stop, _, _ in expected[:5]} == {
+        ("stop", False), ("stop", True),
+    }  # fmt: skip
+    longest = max(len(prompt) + 40 for prompt in PROMPTS)  # it ends with the row's last place
+    settings = {"max_model_len": longest, "speculative_config": config(7, adaptive=False)}
+    with engine(checkpoint, **settings) as one:
         hook_of(one).drafter = KnownAnswers(known, 1.0)
         assert answers(one, stops) == expected
-        ends = [len(prompt) + 40 for prompt in PROMPTS]
-        assert max(ends) > 90  # close to max_model_len
+        assert one.stats()["counts"]["spec_decode_num_accepted_tokens"] > 60
         assert one.tokens(PROMPTS, greedy(40)) == tokens
         one.client.core.scheduler.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_beside_penalties_and_draft_tokens(checkpoint: str, depth: int) -> None:
+    """The next requests in the rows have no counts and no draft tokens of those before (vLLM's CVE-2026-44223)."""
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+    params = [
+        SamplingParams(seed=seed, temperature=0.7, max_tokens=30, ignore_eos=True, **penalties)
+        for seed in range(8)
+    ]
+    with engine(checkpoint) as one:
+        expected = one.tokens(PROMPTS, params)
+    known = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected, strict=True)}
+    settings = {"max_num_seqs": 3, "speculative_config": config(5, adaptive=False)}
+    with engine(checkpoint, depth, **settings) as one:
+        hook_of(one).drafter = KnownAnswers(known, 0.8)
+        for number, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
+            one.client.submit(EngineRequest(str(number), prompt, each))
+        got: dict[str, list[int]] = {str(number): [] for number in range(8)}
+        ends: dict[str, str] = {}
+        while len(ends) < 8:
+            for output in one.client.outputs():
+                assert not output.error
+                got[output.id] += output.tokens
+                if output.finish:
+                    ends[output.id] = output.finish
+                elif output.id in "0257" and len(got[output.id]) > 4:
+                    one.client.abort([output.id])
+        for id, answer in zip(got, expected, strict=True):
+            assert ends[id] == ("abort" if id in "0257" else "length")
+            assert got[id] == answer[: len(got[id])]
+            assert len(got[id]) == 30 or id in "0257"
+        assert one.stats()["counts"]["spec_decode_num_accepted_tokens"] > 30
+        one.client.core.scheduler.check()
+
+
+def test_more_requests_get_fewer_draft_tokens(checkpoint: str) -> None:
+    """`num_speculative_tokens_per_batch_size`: none under load, and again some when the load is gone."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=9, ignore_eos=True, allowed_token_ids=list(range(60, 200))
+    )
+    with engine(checkpoint) as one:
+        expected = one.tokens(PROMPTS, params)
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 4], [3, 5, 1], [6, 8, 0]]}
+    with engine(checkpoint, speculative_config=config(4, adaptive=False, **schedule)) as one:
+        hook_of(one).drafter = KnownAnswers({}, 0.0)  # all wrong: of tokens that are not allowed
+        for count, most in ((8, 0), (5, 1), (2, 4), (8, 0), (1, 4)):
+            before = one.stats()["counts"]
+            assert one.tokens(PROMPTS[:count], params) == expected[:count]
+            after = one.stats()["counts"]
+            steps, drafts = (
+                after[name] - before[name]
+                for name in ("spec_decode_num_drafts", "spec_decode_num_draft_tokens")
+            )
+            # the last token is drawn without one, and those before it with as many as there is room for
+            assert (steps, drafts) == (
+                7 * count * (most > 0), count * sum(min(most, left) for left in range(1, 8)),
+            )  # fmt: skip
 
 
 def test_a_preempted_request_loses_its_drafts_only(checkpoint: str) -> None:
@@ -173,13 +238,30 @@ def test_a_preempted_request_loses_its_drafts_only(checkpoint: str) -> None:
 
 
 def test_draft_tokens_get_only_blocks_that_are_free(tmp_path: Path) -> None:
-    path = make_checkpoint("llama", tmp_path)
-    blocks = sum(-(-(len(prompt) + 40) // 16) for prompt in PROMPTS)
-    settings = {"num_gpu_blocks_override": blocks, "block_size": 16, "enable_prefix_caching": False}
+    """The second request needs another block when the first has ended, but with draft tokens earlier."""
+    path, asked = make_checkpoint("llama", tmp_path), [list(range(3, 11)), list(range(3, 13))]
+    params = [greedy(5), greedy(20)]
+    with engine(path) as one:
+        expected = one.tokens(asked, params)
+    settings = {"num_gpu_blocks_override": 2, "block_size": 16, "max_model_len": 32}
     with engine(path, **settings, speculative_config=config(5, adaptive=False)) as one:
         hook_of(one).drafter = KnownAnswers({}, 0.0)
-        one.tokens(PROMPTS, greedy(40))
-        assert one.stats()["preemptions"] == 0
+        assert one.tokens(asked, params) == expected
+        stats = one.stats()
+        assert stats["preemptions"] == 0
+        assert stats["counts"]["spec_decode_num_draft_tokens"] > 40
+
+
+def test_a_request_that_fills_the_cache_alone_is_served(checkpoint: str) -> None:
+    """Draft tokens never go beyond its last one, so they need no room of their own."""
+    prompt, settings = [list(range(3, 75))], {"max_model_len": 112, "block_size": 16}
+    with engine(checkpoint, **settings) as one:
+        expected = one.tokens(prompt, greedy(40))
+    settings |= {"num_gpu_blocks_override": 7, "speculative_config": config(5, adaptive=False)}
+    with engine(checkpoint, **settings) as one:
+        hook_of(one).drafter = KnownAnswers({tuple(prompt[0]): expected[0]}, 0.8)
+        assert one.tokens(prompt, greedy(40)) == expected
+        assert one.stats()["counts"]["spec_decode_num_accepted_tokens"] > 10
 
 
 def test_models_with_a_cache_of_their_own_are_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from quire.protocol.sampling_params import SamplingParams
 COUNT = 3
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3", marks=pytest.mark.slow), "mistral"])
 def test_tokens_equal_transformers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,8 +101,9 @@ class Chromium:
 
     # -- what a reader does ---------------------------------------------------------------------
     def open(self, url: str) -> None:
+        before = self.js("performance.timeOrigin")  # of the old page, which stays for a moment
         self.send("Page.navigate", url=url)
-        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.until(f"document.readyState === 'complete' && performance.timeOrigin !== {before}")
 
     def js(self, expression: str) -> Any:
         """The value of an expression in the page; promises are waited for."""

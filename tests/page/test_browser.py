@@ -297,12 +297,11 @@ def test_the_conversation_and_the_options_outlive_a_reload(browser: Chromium, se
 
 
 def test_nothing_is_sent_while_the_model_is_loaded(browser: Chromium, server: Served):
-    """Scripted: /v1/models answers 503 twice, with the share in its message."""
+    """Scripted: /v1/models answers 503, with the share in its message."""
     source = """
-        window.left = 2; const theirs = fetch;
-        window.fetch = (path, options) => path !== "v1/models" && path !== "ui/state?since=0" || left <= 0 ? theirs(path, options)
-          : (path === "v1/models" && left--, Promise.resolve(new Response(
-              JSON.stringify({error: {message: "loading the model: 40%"}}), {status: 503})));
+        window.loading = true; const theirs = fetch;
+        window.fetch = (path, options) => path !== "v1/models" && !path.startsWith("ui/state") || !loading ? theirs(path, options)
+          : Promise.resolve(new Response(JSON.stringify({error: {message: "loading the model: 40%"}}), {status: 503}));
     """
     number = browser.send("Page.addScriptToEvaluateOnNewDocument", source=source)["identifier"]
     browser.open(server.url + "/")
@@ -313,6 +312,7 @@ def test_nothing_is_sent_while_the_model_is_loaded(browser: Chromium, server: Se
     browser.enter()
     assert browser.js("document.querySelectorAll('.assistant').length") == 0
     assert browser.js("document.getElementById('words').value") == "too early"
+    browser.js("loading = false")
     browser.until("!document.getElementById('send').disabled")
     browser.send("Page.removeScriptToEvaluateOnNewDocument", identifier=number)
     browser.js("document.getElementById('words').value = ''; 0")

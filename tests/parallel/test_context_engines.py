@@ -22,6 +22,7 @@ from quire.kvcache.specs import CacheSpec
 from quire.parallel.address import RankAddress, addresses
 from quire.parallel.layout import RankLayout
 from quire.worker.rank_memory import construct_part
+from tests.parallel.process_engine import outcomes
 
 PROMPTS = ["The quick brown fox jumps over " * 6, "1 2 3 4 5", "def add(a, b):" * 9, "x"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3, prompt_logprobs=1)
@@ -29,18 +30,10 @@ SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=16, n=2)
 
 
 def answers(model: str, **options: Any) -> list[Any]:
-    llm = LLM(model, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=96, **options)
-    try:
+    with LLM(model, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=96, **options) as llm:
         found = llm.generate(PROMPTS, [GREEDY, SAMPLED, SAMPLED, GREEDY])
         # the second time, blocks of prompts are cached
-        found += llm.generate(PROMPTS[:1], GREEDY)
-        return [
-            (one.token_ids, one.text, one.finish_reason, one.logprobs, request.prompt_logprobs)
-            for request in found
-            for one in request.outputs
-        ]
-    finally:
-        llm.shutdown()
+        return outcomes(found + llm.generate(PROMPTS[:1], GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -70,11 +63,16 @@ def one_kv_head(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"prefill_context_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "decode_context_parallel_size": 4},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )  # fmt: skip
 def test_blocks_in_parts(one_kv_head: str, options: dict[str, Any]):
-    found = answers(one_kv_head, decode_context_parallel_size=2, **options)
+    found = answers(one_kv_head, **{"decode_context_parallel_size": 2, **options})
     assert found == answers(one_kv_head)
 
 
@@ -98,10 +96,12 @@ def test_ranks_that_keep_parts_have_room_for_more_tokens():
     ("options", "error", "message"),
     [
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, ConfigError,
-         "tensor_parallel_size=2 and 2 KV heads, 1 ranks have the same keys, and 2 does not divide that; use 1"),
-        ({"tensor_parallel_size": 4, "decode_context_parallel_size": 3}, ConfigError, "use 2"),
-        ({"decode_context_parallel_size": 2, "prefill_context_parallel_size": 2}, Unsupported,
-         "decode_context_parallel_size=2 with prefill_context_parallel_size=2"),
+         "tensor_parallel_size=2, prefill_context_parallel_size=1 and 2 KV heads it can be 1; use 1"),
+        ({"tensor_parallel_size": 4, "decode_context_parallel_size": 3}, ConfigError, "can be 1 or 2; use 2"),
+        ({"prefill_context_parallel_size": 2, "tensor_parallel_size": 4, "decode_context_parallel_size": 3}, ConfigError,
+         "can be 1 or 2 or 4; use 2"),
+        ({"prefill_context_parallel_size": 2, "decode_context_parallel_size": 2, "speculative_config": {"method": "ngram",
+         "num_speculative_tokens": 2}}, Unsupported, "decode_context_parallel_size=2 with --speculative-config"),
     ],
 )  # fmt: skip
 def test_what_ranks_cannot_keep_is_refused(
@@ -135,8 +135,8 @@ def test_recurrent_layers_are_refused_before_loading(tmp_path: Path):
 
 
 def test_each_group_exchanges_by_itself():
-    """2 parts of a context, of 4 ranks for each layer, of which 2 neighbours keep the blocks of the same heads."""
-    shape = RankLayout(prefill=2, tensor=4, decode=2)
+    """2 parts of a context, of 4 ranks for each layer, of which 2 neighbours of each part keep the blocks of the same heads."""
+    shape = RankLayout(prefill=2, tensor=4, decode=4)
 
     def run(address: RankAddress) -> list[list[int]]:
         ranks = msgspec.structs.replace(address, fd=os.dup(address.fd)).join()
@@ -152,4 +152,7 @@ def test_each_group_exchanges_by_itself():
             assert groups == [
                 shape.tensor_group(rank), shape.context_group(rank), shape.blocks_group(rank),
             ]  # fmt: skip
-    assert [shape.blocks_group(rank) for rank in (0, 3, 6)] == [[0, 1], [2, 3], [6, 7]]
+    groups = [shape.blocks_group(rank) for rank in (0, 3, 6)]
+    assert groups == [[0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]]
+    assert [RankLayout(2, 1, 4, decode=2).blocks_group(rank) for rank in (1, 6)] == [[0, 1], [6, 7]]
+    assert [RankLayout(2, 2, 2, decode=2).blocks_group(rank) for rank in (1, 6)] == [[1, 3], [4, 6]]

@@ -19,7 +19,7 @@ from quire.worker.context_parallel import ContextModelInput
 from tests.models.cases import CASES, VOCAB, Case, write
 from tests.models.harness import Runner
 from tests.models.test_native import build
-from tests.parallel.thread_ranks import ThreadRanks, on_ranks
+from tests.parallel.thread_ranks import ThreadRanks, check_bits, on_ranks
 
 COUNTS = [[1], [3, 1, 1], [32], [33, 1, 5], [200, 7, 16, 1, 90], [64, 64]]
 
@@ -106,10 +106,7 @@ def test_logits_have_the_same_bits(case: Case, tmp_path: Path):
         assert ranks.gathered
         return found
 
-    for size in (2, 3):
-        for found in on_ranks(size, run):
-            for got, want in zip(found, wanted, strict=True):
-                assert torch.equal(got, want)
+    check_bits((2, 3), run, wanted)
 
 
 def logits(model: nn.Module, **how: Any) -> list[Tensor]:

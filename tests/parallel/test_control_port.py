@@ -96,6 +96,7 @@ def test_the_ranks_of_a_node_are_members_of_the_group(threads):
     group = group_of(port)
     assert group.call("payload") == [b"a", b"b"]
     pids = group.call("pid")
+    assert group.lost() == ""
     group.close()
     run.result(LIMIT_S)  # the node ends without an error
     assert all(gone(pid) for pid in pids)
@@ -106,6 +107,7 @@ def test_the_ranks_of_a_node_are_members_of_the_group(threads):
     [
         pytest.param("exit", marks=pytest.mark.slow),
         pytest.param("kill", marks=pytest.mark.slow),
+        pytest.param("kill while nothing is asked", marks=pytest.mark.slow),
         "stop",
     ],
 )
@@ -116,12 +118,18 @@ def test_a_rank_that_ends_ends_all_and_the_node_joins_the_next_process(threads, 
     if how == "stop":  # as the supervisor does with an engine that hangs
         os.kill(pids[0], signal.SIGSTOP)
         group.fail(EngineDeadError("hung"))
+    elif how == "kill while nothing is asked":
+        os.kill(pids[0], signal.SIGKILL)
+        while not group.lost():
+            time.sleep(0.01)
+        group.close()
     else:
         if how == "kill":
             os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=r"on node 1 \(127\.0\.0\.2\) has ended"):
             group.call("leave", 3)
     assert all(gone(pid) for pid in pids)
+    assert group.lost().startswith("rank 0: the worker's process on node 1 (127.0.0.2) has ended")
     following = ControlPort(port.host, port.port, KEY, FACTS, {1: 1})
     second = group_of(following)
     assert set(second.call("pid")).isdisjoint(pids)
@@ -139,6 +147,19 @@ def test_a_node_leaves_when_its_head_is_gone(threads, port):
     assert "the head at 127.0.0.1" in ends(run)
     assert "is gone, so this node ends: could not connect" in ends(run)
     assert all(gone(pid) for pid in pids)
+
+
+def test_a_node_ends_a_stopped_rank(threads, port, monkeypatch):
+    """The head sees only a connection, which stays whole."""
+    monkeypatch.setattr("quire.processes.child.STOPPED_LOOKS", 1)
+    run = threads.submit(node(port, follows=False).run)
+    group = group_of(port)
+    (pid,) = group.call("pid")
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"on node 1 \(127\.0\.0\.2\) has ended"):
+        group.call("payload")
+    assert gone(pid)
+    assert "is gone, so this node ends" in ends(run)
 
 
 def test_what_differs_is_named_with_both_values_on_both_sides(threads, port):

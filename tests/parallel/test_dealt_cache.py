@@ -15,8 +15,8 @@ from quire.attention.reference import ReferenceAttention
 from quire.kvcache.specs import CacheSpec
 from tests.models.cases import CASES, write
 from tests.models.test_native import build
-from tests.parallel.test_context_parallel import logits
-from tests.parallel.thread_ranks import ThreadRanks, on_ranks
+from tests.parallel.test_context_parallel import DealtModel, logits
+from tests.parallel.thread_ranks import ThreadRanks, check_bits
 
 
 class KeptBlocks(DealtCacheAttention):
@@ -42,10 +42,21 @@ def test_logits_have_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path
         assert ranks.gathered
         return found
 
-    for size in (2, 3):
-        for found in on_ranks(size, run):
-            for got, want in zip(found, wanted, strict=True):
-                assert torch.equal(got, want)
+    check_bits((2, 3), run, wanted)
+
+
+@pytest.mark.parametrize("name", ["llama one kv head", "mistral window"])
+def test_ranks_compute_parts_of_a_prompt_and_keep_parts_of_the_blocks(name: str, tmp_path: Path):
+    """A rank's part of a step reads other blocks than those of the other ranks, and all gather the same ones."""
+    case = next(case for case in CASES if case.name == name)
+    write(replace(case, config={"max_position_embeddings": 256, **case.config}), tmp_path)
+    wanted = logits(build(tmp_path, model_impl="quire", max_model_len=64))
+
+    def run(ranks: ThreadRanks) -> list[Tensor]:
+        own = build(tmp_path, model_impl="quire", max_model_len=64)
+        return logits(DealtModel(own, ranks), backend=KeptBlocks(ReferenceAttention(), ranks, 16))
+
+    check_bits((2, 3), run, wanted)
 
 
 def test_ranks_keep_each_block_once():

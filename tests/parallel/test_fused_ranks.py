@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from quire.layers.weights import weights_of
 from quire.native.fused_decoder import fuse_model
 from quire.native.model import native_model
 from quire.ops.cpu.bindings import best
-from quire.ops.dispatch import OPS, bind
 from quire.parallel.address import addresses
 from quire.parallel.layout import RankLayout
 from quire.parallel.ranks import split_among
@@ -31,7 +29,10 @@ from tests.models.harness import Runner
 from tests.parallel.test_exchange import joined
 from tests.parallel.thread_engine import split_engine
 
-pytestmark = pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU")
+pytestmark = [
+    pytest.mark.skipif(best() is None, reason="the native kernels do not run on this CPU"),
+    pytest.mark.usefixtures("native_ops"),
+]
 
 # Hidden states divide into parts of 32 outputs for two ranks, not for four; all others for both.
 SIZES = {
@@ -54,18 +55,13 @@ CASES: dict[str, dict[str, Any]] = {
     "a gate of the output": {"attention": {"output_gate": True, "qk_norm": True}},
     "parallel": {"layer": {"norm": CENTERED}},
     "an MLP that does not divide": {"mlp": {"width": 96}},
+    "delta nets": {
+        "config": {"num_hidden_layers": 3, "linear_num_value_heads": 8},
+        "attention": {"output_gate": True},
+    },
     "experts": {"experts": {}},
     "experts with weights of inputs": {"experts": {"on_input": True}},
 }
-
-
-@pytest.fixture(autouse=True)
-def native_ops() -> Iterator[None]:
-    before = {name: each.run for name, each in OPS.items()}
-    bind(("native",))
-    yield
-    for name, run in before.items():
-        OPS[name].run = run
 
 
 def construct(case: str, ranks: SharedMemoryRanks | None = None) -> Family:
@@ -116,9 +112,8 @@ def check(case: str, size: int, quantization: str | None = None) -> None:
         for own, each in zip(ranks, runners, strict=True):
             fuse_model(each.model)
             native = native_model(each.model)
-            whole_experts = "experts" in CASES[case] and size == 4  # 16 outputs are no part
-            assert (native is None) == whole_experts
-            assert native is None or native.table_ranks == native.head.y_ranks == own.link
+            assert native is not None
+            assert native.table_ranks == native.head.y_ranks == own.link
         for got in threads.map(in_one_thread, runners):
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
@@ -135,24 +130,29 @@ def test_quantized_weights_of_ranks(quantization: str) -> None:
 
 
 MIXTURE = {
-    "num_experts": 4,
+    "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
     "norm_topk_prob": True,
 }
 
 
-@pytest.mark.parametrize(("kind", "more"), [("qwen3", {}), ("qwen3_moe", MIXTURE)])
+WHOLE = {"enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "placed"), [("qwen3", {}, {}), ("qwen3_moe", MIXTURE, WHOLE)]
+)
 def test_a_step_of_ranks_is_one_call_of_the_kernels(
-    kind: str, more: dict[str, Any], tmp_path: Path
+    kind: str, more: dict[str, Any], placed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """From tokens to drawn tokens, with the words of a tied table on both ranks."""
+    """From tokens to drawn tokens, with the words of a tied table on both ranks, and whole experts on four."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 384, "head_dim": 64}
     path = make_checkpoint(kind, tmp_path, **sizes, **more, tie_word_embeddings=True)
     params = [greedy(9), SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)]
     found, steps = [], []
-    for size in (1, 2, 4):
-        with split_engine(path, size, dtype="bfloat16", max_num_batched_tokens=32) as one:
+    for size, asked in ((1, {}), (2, {}), (4, placed)):
+        with split_engine(path, size, dtype="bfloat16", max_num_batched_tokens=32, **asked) as one:
             executor: Any = one.client.core.executor
             workers = executor.workers if size > 1 else [executor.worker]
             for worker in workers:

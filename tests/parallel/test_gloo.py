@@ -68,6 +68,14 @@ def test_a_rank_that_does_not_come_ends_the_exchange() -> None:
     assert on_machines(2, run) == ["lost", ""]
 
 
+def test_an_address_of_no_interface_is_named() -> None:
+    port = ControlPort("127.0.0.1", 0, b"", {}, {})
+    machines = Machines([0, 1], "192.0.2.1", (port.host, port.port), port.rendezvous_key)
+    with pytest.raises(RankLost, match=r"rank 0 of 2 at 192\.0\.2\.1 \(QUIRE_HOST_IP"):
+        machines.group(machines.meet(), "all", [0, 1], 0)
+    port.close(ended=True)
+
+
 def test_a_rank_that_is_missing_at_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.parallel.machines.MEET_S", 0.3)
     port = ControlPort("127.0.0.1", 0, b"", {}, {})

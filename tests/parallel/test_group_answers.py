@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from quire.errors import EngineDeadError, StepFailed
-from quire.executor.group import FAILED, STOPPED, GroupExecutor
+from quire.errors import EngineDeadError, RankLost, StepFailed
+from quire.executor.group import FAILED, GroupExecutor
 from quire.executor.messages import CallFailed, call_failed
-from quire.processes.child import is_stopped
+from quire.processes.child import STOPPED_LOOKS, StopCounter
 from quire.protocol.plan import StepPlan, StepResult
 
 
@@ -22,11 +22,15 @@ class Member:
 
     def __init__(self, answer: Any, looks: list[int]):
         self.given, self.looks = answer, looks
-        self.check = lambda: None
         self.process = subprocess.Popen(["sleep", "100"])
+        self.stops = StopCounter(self.process.pid)
+        self.end: Exception | None = None
 
     def is_stopped(self) -> bool:
-        return is_stopped(self.process.pid)
+        return self.stops.look()
+
+    def cause_of_end(self) -> Exception | None:
+        return self.end
 
     def wait_or_kill(self) -> None:
         self.process.wait(20)
@@ -34,17 +38,13 @@ class Member:
     def request(self, message: bytes) -> int:
         return 0
 
-    def look(self, number: int) -> Any:
-        return self.given
-
-    def ready(self) -> list[Any]:
-        return [] if self.given is None else [self.given]
-
-    def answer(self, number: int) -> Any:
-        while self.given is None:
+    def look(self, number: int, seconds: float = 0.0) -> Any:
+        if seconds and self.given is None:
             self.looks.append(0)
             assert len(self.looks) < 100
-            self.check()
+        return self.given
+
+    def answer(self, number: int) -> Any:
         return self.given
 
 
@@ -52,11 +52,7 @@ class Group(GroupExecutor):
     def __init__(self, answers: list[Any]):
         self.looks: list[int] = []
         self.members: list[Any] = [Member(each, self.looks) for each in answers]
-        self.answering, self._dead = [0, 1], None
-        self._stopped, self._on_end = [0] * len(answers), lambda stopped: None
-        self._awaited = 0
-        for member in self.members:
-            member.check = self._check
+        self.answering, self._on_end = [0, 1], lambda stopped: None
 
     def alive(self) -> list[bool]:
         return [member.process.poll() is None for member in self.members]
@@ -85,12 +81,15 @@ def test_a_step_that_all_fail_alike_ends_only_its_requests(made: list[Group]) ->
     assert made[0].alive() == [True, True]
 
 
+@pytest.mark.parametrize("faulty", [0, 1])
 @pytest.mark.parametrize("other", [None, failed("another"), StepResult(7, [[1]])])
-def test_a_step_that_one_fails_ends_all(made: list[Group], other: Any) -> None:
+def test_a_step_that_one_fails_ends_all(made: list[Group], other: Any, faulty: int) -> None:
+    answers = [other, other]
+    answers[faulty] = failed("a fault")
     with pytest.raises(
-        EngineDeadError, match=r"rank 1 failed a step|rank 0 failed a step: .*another"
+        EngineDeadError, match=rf"rank {faulty} failed a step: .*a fault|rank 0 .*another"
     ):
-        run(made, other, failed("a fault"))
+        run(made, *answers)
     assert made[0].alive() == [False, False]
     assert len(made[0].looks) == (FAILED if other is None else 0)
     with pytest.raises(EngineDeadError):
@@ -105,7 +104,21 @@ def test_a_stopped_rank_ends_all(made: list[Group]) -> None:
     with pytest.raises(EngineDeadError, match="rank 1 was stopped"):
         made[0].launch(StepPlan(7, [], [], [])).result()
     assert made[0].alive() == [False, False]
-    assert len(made[0].looks) >= STOPPED
+    assert len(made[0].looks) >= STOPPED_LOOKS
+
+
+def test_the_end_of_a_rank_tells_more_than_that_it_was_missed(made: list[Group]) -> None:
+    made.append(Group([None, None]))
+    first, second = made[0].members
+    first.end = RankLost("rank 0 of 2 waited for rank 1, which has ended")
+    with pytest.raises(EngineDeadError, match="waited for rank 1"):
+        made[0]._check()
+    ended = EngineDeadError("the worker's process was ended by SIGKILL")
+    found = iter([None, None])
+    second.cause_of_end = lambda: next(found, ended)  # it shows a moment later
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        made[0].call("ping")
+    assert made[0].alive() == [False, False]
 
 
 def test_a_request_that_fails_in_one_rank_fails(made: list[Group]) -> None:

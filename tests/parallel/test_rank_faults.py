@@ -1,9 +1,14 @@
-"""A rank that is killed, stopped or raises, before, in and after an exchange: the engine ends with the reason, and nothing is left."""
+"""A rank that is killed, stopped or raises, before, in and after an exchange: the engine ends with the reason, and nothing is left.
+
+Ranks end with the process that started them, and take no processor time without work.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -89,3 +94,72 @@ def test_a_faulty_rank_ends_the_engine(how: str, when: str) -> None:
     ]
     targets = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     assert not [target for target in targets if "quire-ranks" in target]
+
+
+LAYOUTS = ["tensor_parallel_size", "pipeline_parallel_size"]
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_are_idle_take_no_processor_time(layout: str) -> None:
+    with LLM("quire-tiny", max_model_len=256, **{layout: 2}) as llm:
+        llm.generate(["The quick brown fox"] * 2, LONG, use_tqdm=False)
+        members = llm.client.core.executor.members  # type: ignore[attr-defined]
+        before = [cpu_s(member.process.pid) for member in members]
+        time.sleep(2)
+        for member, was in zip(members, before, strict=True):
+            assert cpu_s(member.process.pid) - was < 0.2
+
+
+DRIVER = """
+import sys
+from quire import LLM, SamplingParams
+
+llm = LLM("quire-tiny", max_model_len=2048, **{sys.argv[1]: 2})
+params = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
+llm.generate("The quick", SamplingParams(max_tokens=4), use_tqdm=False)
+print(*(member.process.pid for member in llm.client.core.executor.members), flush=True)
+while True:
+    llm.generate(["The quick brown fox"] * 4, params, use_tqdm=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_end_with_their_driver(layout: str, stopped: bool) -> None:
+    """In the middle of steps; also a rank that is stopped, for which the other waits in an exchange."""
+    command = [sys.executable, "-c", DRIVER, layout]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    try:
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        began = [cpu_s(pid) for pid in pids]
+        until = time.monotonic() + 60
+        while any(cpu_s(pid) < was + 0.3 for pid, was in zip(pids, began, strict=True)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        if stopped:
+            os.kill(pids[FAULTY], signal.SIGSTOP)
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+    until = time.monotonic() + 30
+    while any(map(runs, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(runs, pids))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -91,6 +91,26 @@ def test_a_rank_that_is_killed_ends_the_engine_and_the_next_one_starts(cluster: 
 
 
 @pytest.mark.slow
+def test_engines_on_the_machines_of_a_cluster(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.util import placement_group_table
+
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)  # each engine's process joins it
+    sizes = {"data_parallel_size": 2, "data_parallel_size_local": 1}
+    with LLM(MODEL, max_model_len=256, data_parallel_backend="ray", **sizes) as llm:
+        groups = [one for one in placement_group_table().values() if one["state"] == "CREATED"]
+        machines = [set(one["bundles_to_node_id"].values()) for one in groups]
+        assert sorted(map(len, machines)) == [1, 1]
+        assert len(set.union(*machines)) == 2
+        found = answers(llm)
+    with LLM(MODEL, max_model_len=256) as whole:
+        assert found == answers(whole)
+    with pytest.raises(StartupError, match="need 3 machines or more, and the Ray cluster has 2"):
+        LLM(MODEL, data_parallel_size=3, data_parallel_size_local=1, data_parallel_backend="ray")
+
+
+@pytest.mark.slow
 def test_a_cluster_without_room_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_NODES_TIMEOUT_S", "2")
     with pytest.raises(StartupError, match=r"Ray has no room for 4 ranks after 2 s.*2 machines"):

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quire.config.experts import EplbOptions
 from quire.features.expert_balance.hook import ExpertBalanceHook
-from quire.layers.moe import Experts
+from quire.layers.moe import Experts, Router
 from quire.layers.split_experts import CutExperts, PlacedExperts
 from tests.models.cases import CASES, Case, write
 from tests.models.harness import Runner
 from tests.models.test_native import build, texts
-from tests.parallel.thread_ranks import ThreadRanks, load_on, on_ranks
+from tests.parallel.thread_ranks import ThreadRanks, check_bits, load_on, on_ranks
 
 EVERY = {case.name: case for case in CASES}
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
@@ -56,9 +57,7 @@ def check(folder: Path, kind: type, sizes: tuple[int, ...], **asked: Any) -> Non
         assert {type(layer.split) for layer in experts_of(model)} == {kind}
         return logits(model, dtype)
 
-    for size in sizes:
-        for found in on_ranks(size, run):
-            assert all(map(torch.equal, found, wanted))
+    check_bits(sizes, run, wanted)
 
 
 CUT = ["mixtral", "gpt-oss"]
@@ -105,6 +104,24 @@ def test_a_rank_without_tokens(tmp_path: Path) -> None:
         return Runner(model).prefill(0, [7])
 
     assert all(torch.equal(found, wanted) for found in on_ranks(4, run))
+
+
+def test_ties_of_the_router_and_an_expert_without_tokens(tmp_path: Path) -> None:
+    """Each token has two experts of equal scores, of which the first is the first in the sum; nothing goes to the last expert."""
+    written("mixtral", tmp_path, num_local_experts=5, num_experts=5, num_experts_per_tok=2)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in stored if name.endswith("gate.weight")]:
+        row = stored[name][0]
+        stored[name] = torch.stack([row, row, -row, -row, torch.zeros_like(row)])
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    chosen: list[int] = []
+    model = build(tmp_path, model_impl="quire")
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        router.register_forward_hook(lambda _, __, out: chosen.extend(out[0].flatten().tolist()))
+    logits(model)
+    assert set(chosen) == {0, 1, 2, 3}
+    check(tmp_path, PlacedExperts, (2, 4), **PLACED)
+    check(tmp_path, CutExperts, (2,))
 
 
 def test_a_rank_has_only_its_experts(tmp_path: Path) -> None:

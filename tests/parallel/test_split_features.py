@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from quire.models.location import EMBEDDED
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams
+from quire.worker.hooks import Hook
 from tests.equality.pooling_models import make_pooling_checkpoint, run
-from tests.equality.test_speculation import PROMPTS, answers, config
+from tests.equality.test_speculation import PARAMS, PROMPTS, answers, config
 from tests.parallel.thread_engine import split_engine
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
@@ -67,6 +69,29 @@ def test_drafters_of_each_rank(
     with split_engine(checkpoint, depth=depth, speculative_config=drafts, **FEW_BLOCKS) as one:
         assert answers(one) == expected
         assert one.stats()["counts"]["spec_decode_num_draft_tokens"]
+
+
+class Late(Hook):
+    """One rank begins its steps later than the others."""
+
+    def accepts_fast_step(self, plan: Any) -> bool:
+        return True
+
+    def before(self, plan: Any, batch: Any) -> None:
+        time.sleep(0.004 * (plan.step % 3))
+
+
+@pytest.mark.parametrize(
+    ("layout", "late"),
+    [({}, 1), ({"size": 1, "pipeline": 2}, 0), ({"size": 1, "pipeline": 2}, 1)],
+    ids=["rank", "first stage", "last stage"],
+)
+def test_a_slow_rank_changes_nothing(
+    checkpoint: str, expected: list[Any], layout: dict[str, int], late: int
+) -> None:
+    with split_engine(checkpoint, **layout, block_size=16) as one:  # type: ignore[arg-type]
+        one.client.core.executor.workers[late].hooks.append(Late())  # type: ignore[attr-defined]
+        assert answers(one, PARAMS[:4], PROMPTS[:4]) == expected[:4]
 
 
 class Guess(Drafter):

@@ -1,67 +1,45 @@
-"""An engine whose model is split among processes: the same tokens as in one process; and what happens when a rank ends."""
+"""An engine whose model is split among processes: the same answers as in one process; and what happens when a rank ends."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM
 from quire.errors import ConfigError, EngineDeadError, Unsupported
-from quire.executor.group import GroupExecutor
-from quire.executor.messages import CallFailed
-
-MODEL = "quire-tiny"
-PROMPTS = ["The quick brown fox", "1 2 3 4 5", "def add(a, b):", "Once upon a time"]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=3, prompt_logprobs=1)
-SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=24, n=2)
-
-
-def answers(**options: Any) -> list[Any]:
-    llm = LLM(MODEL, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=32, **options)
-    try:
-        found = llm.generate(PROMPTS, [GREEDY, SAMPLED, GREEDY, SAMPLED])
-        return [
-            (one.token_ids, one.text, one.finish_reason, one.logprobs, request.prompt_logprobs)
-            for request in found
-            for one in request.outputs
-        ]
-    finally:
-        llm.shutdown()
+from tests.parallel.process_engine import (
+    GREEDY,
+    MODEL,
+    PROMPTS,
+    SETTINGS,
+    answers,
+    answers_with,
+    end_rank,
+    expected,
+)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tokens_and_logprobs_are_those_of_one_process(dtype: str) -> None:
-    assert answers(dtype=dtype, tensor_parallel_size=2) == answers(dtype=dtype)
+@pytest.fixture(scope="module")
+def split() -> Iterator[LLM]:
+    with LLM(MODEL, **SETTINGS, dtype="bfloat16", tensor_parallel_size=2) as llm:
+        yield llm
 
 
-def test_a_rank_that_ends_ends_all() -> None:
-    llm = LLM(MODEL, max_model_len=256, tensor_parallel_size=2)
-    members = llm.client.core.executor.members  # type: ignore[attr-defined]
-    os.kill(members[1].process.pid, signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"worker's process was ended by SIG"):
-        llm.generate(PROMPTS, GREEDY)
-    assert time.monotonic() - began < 30
-    llm.shutdown()
-    assert all(member.process.poll() is not None for member in members)
+def test_answers_are_those_of_one_process(split: LLM) -> None:
+    assert answers(split) == expected("bfloat16")
 
 
-def test_a_rank_that_waits_for_a_stopped_one_is_heard_first() -> None:
-    """The group waits for rank 0, which is stopped, while rank 1 has said why its step failed."""
-    lost = CallFailed("StepFailed", "RankLost: rank 1 of 2 waited for rank 0, which is stopped", "")
-    members = [
-        SimpleNamespace(process=SimpleNamespace(poll=lambda: None), ready=lambda found=found: found)
-        for found in ([], [lost])
-    ]
-    group = GroupExecutor.__new__(GroupExecutor)
-    group.members, group._awaited = members, 0  # type: ignore[assignment]
-    with pytest.raises(EngineDeadError, match=r"^rank 1 of 2 waited for rank 0, which is stopped"):
-        group._check()
+@pytest.mark.slow
+def test_answers_in_float32_are_those_of_one_process() -> None:
+    assert answers_with(dtype="float32", tensor_parallel_size=2) == expected("float32")
+
+
+def test_a_rank_that_ends_ends_all(split: LLM) -> None:
+    """The last of this engine."""
+    end_rank(split, 1)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_torchrun import outputs
 
-found = outputs(tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+found = outputs({size}_parallel_size=2, distributed_executor_backend="external_launcher")
 Path({folder!r}, os.environ["RANK"]).write_text(json.dumps(found))
 """
 
@@ -48,9 +48,11 @@ def outputs(**options: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_every_rank_gets_the_outputs_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["tensor", "pipeline"])
+def test_every_rank_gets_the_outputs_of_one_process(size: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    tests, folder = str(Path(__file__).parent), str(tmp_path)
+    program.write_text(PROGRAM.format(size=size, tests=tests, folder=folder))
     command = [
         sys.executable,
         "-m",

@@ -32,22 +32,33 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+TENSOR_2 = {"tensor_parallel_size": 2}
+LAYOUTS = {
+    "tp 2": TENSOR_2,
+    "pp 2": {"pipeline_parallel_size": 2},
+    "tp 4": {"tensor_parallel_size": 4},
+    "tp 2, pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "tp 2, pcp 2": {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2},
+}
+
+
 def start_node(
-    port: int, log: Path, *flags: str, size: str = "tensor", **environment: str
+    port: int, log: Path, *flags: str, sizes: dict[str, int] = TENSOR_2, **environment: str
 ) -> subprocess.Popen[bytes]:
     own = {"QUIRE_HOST_IP": "127.0.0.2", "QUIRE_NODES_TIMEOUT_S": "40", **environment}
     command = [
         *(sys.executable, "-m", "quire.cli.main", "serve", MODEL, "--max-model-len", "256"),
-        *(f"--{size}-parallel-size", "2", "--nnodes", "2", "--node-rank", "1", "--headless"),
+        *(f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()),
+        *("--nnodes", "2", "--node-rank", "1", "--headless"),
         *("--master-addr", HEAD, "--master-port", str(port), *flags),
     ]
     with log.open("wb") as out:
         return subprocess.Popen(command, stderr=out, stdout=out, env={**os.environ, **own})
 
 
-def head(port: int, size: str = "tensor", **options: Any) -> LLM:
-    settings = {f"{size}_parallel_size": 2, "nnodes": 2, "master_addr": HEAD, "master_port": port}
-    return LLM(MODEL, max_model_len=256, **settings, **options)
+def head(port: int, sizes: dict[str, int] = TENSOR_2) -> LLM:
+    settings = {"nnodes": 2, "master_addr": HEAD, "master_port": port}
+    return LLM(MODEL, max_model_len=256, **settings, **sizes)
 
 
 def answers(llm: LLM) -> list[Any]:
@@ -58,21 +69,28 @@ def answers(llm: LLM) -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module")
+def wanted() -> list[Any]:
+    """The answers of one process."""
+    with LLM(MODEL, max_model_len=256) as whole:
+        return answers(whole)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["tensor", "pipeline"])
-def test_tokens_and_logprobs_are_those_of_one_process(tmp_path: Path, size: str) -> None:
-    node = start_node(port := free_port(), log := tmp_path / "log", size=size)
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_tokens_and_logprobs_are_those_of_one_process(
+    tmp_path: Path, sizes: dict[str, int], wanted: list[Any]
+) -> None:
+    node = start_node(port := free_port(), log := tmp_path / "log", sizes=sizes)
     try:
-        llm = head(port, size)
+        llm = head(port, sizes)
         found = answers(llm)
         llm.shutdown()
         assert node.wait(LIMIT_S) == 0, log.read_text()
     finally:
         node.kill()
         node.wait()
-    whole = LLM(MODEL, max_model_len=256)
-    assert found == answers(whole)
-    whole.shutdown()
+    assert found == wanted
 
 
 @pytest.mark.slow
@@ -123,5 +141,9 @@ def test_numbers_that_do_not_fit_are_refused_before_loading() -> None:
         LLM(MODEL, tensor_parallel_size=2, nnodes=2, node_rank=2)
     with pytest.raises(ConfigError, match=r"node_rank=1 .* quire serve .*--headless"):
         LLM(MODEL, tensor_parallel_size=2, nnodes=2, node_rank=1)
+    with pytest.raises(
+        ConfigError, match=r"nnodes=3 with data_parallel_size=2 and 1 ranks .*use 2"
+    ):
+        LLM(MODEL, data_parallel_size=2, nnodes=3)
     with pytest.raises(ConfigError, match=r"10\.255\.255\.254, which needs a key"):
         LLM(MODEL, tensor_parallel_size=2, nnodes=2, master_addr="10.255.255.254")

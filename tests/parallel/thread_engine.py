@@ -84,14 +84,16 @@ class ThreadMember:
     def is_stopped(self) -> bool:
         return False
 
-    def answer(self, number: int) -> Any:
+    def look(self, number: int, seconds: float = 0.0) -> Any:
         return decode_up(self.sent[number].result(120))
 
-    def ready(self) -> list[Any]:
-        return []
+    answer = look
 
-    def look(self, number: int) -> None:
-        """Nothing has come that was not waited for."""
+    def cause_of_end(self) -> None:
+        """Threads end with the test."""
+
+    def lost(self) -> str:
+        return ""
 
     def close(self) -> None:
         self.thread.shutdown(wait=False)
@@ -102,9 +104,7 @@ class ThreadGroup(GroupExecutor):
 
     def __init__(self, resolved: Resolved):
         layout = RankLayout.of(resolved.config.parallel)
-        self._dead, self.answering = None, layout.answering
-        self._stopped, self._on_end = [0] * layout.size, lambda stopped: None
-        self._awaited = 0
+        self.answering, self._on_end = layout.answering, lambda stopped: None
         self.addresses = thread_addresses(layout)
         self.members: list[Any] = [
             ThreadMember(lambda own=own: self._make(resolved, own)) for own in self.addresses
@@ -153,6 +153,7 @@ def split_engine(
         patch.setattr(worker_build, "bind_to_cores", lambda *_: [])
         for name in ("build_models", "forecast_specs", "plan_memory", "plan_on"):
             patch.setattr(worker_build, name, locked(getattr(worker_build, name)))
+        patch.setattr(worker_parts, "adapter_targets", locked(worker_parts.adapter_targets))
         sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": pipeline}
         with engine(path, depth, **sizes, **settings) as one:
             yield one

@@ -56,6 +56,14 @@ def on_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:
         return [future.result() for future in futures]
 
 
+def check_bits(sizes: Sequence[int], run: Callable[[ThreadRanks], list[Tensor]], wanted: list[Tensor]) -> None:  # fmt: skip
+    """Every rank of each number of ranks gives these tensors, bit for bit."""
+    for size in sizes:
+        for found in on_ranks(size, run):
+            assert len(found) == len(wanted)
+            assert all(map(torch.equal, found, wanted))
+
+
 LOADING = threading.Lock()
 
 

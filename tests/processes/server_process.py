@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -20,6 +21,9 @@ import httpx
 START_S = 200.0  # a busy machine imports torch slowly; a test has 240
 PATIENCE_S = 120.0  # for what is there at once elsewhere
 SOURCE = str(Path(__file__).parents[2] / "src")
+# what runs in a process
+ENGINE, RANK = "quire.engine.engine_process", "quire.executor.worker_process"
+GRAMMAR = "quire.features.structured.grammar_server"
 
 
 class Served:
@@ -108,16 +112,46 @@ class Served:
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
+def parents() -> dict[int, int]:
+    """The parent of each process."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            found[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    return found
+
+
 def children(pid: int) -> list[int]:
     """Processes of which this one is the parent."""
+    return [child for child, parent in parents().items() if parent == pid]
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found, pairs = [pid], parents().items()
+    for one in found:
+        found += [child for child, parent in pairs if parent == one]
+    return found
+
+
+def running(pid: int, *modules: str) -> list[int]:
+    """Processes of a family that run `python -m` one of the modules."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = entry.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(entry.parent.name))
+    for one in family(pid):
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{one}/cmdline").read_text().split("\0")
+            if not set(modules).isdisjoint(words):
+                found.append(one)
+    return sorted(found)
+
+
+def left(pids: list[int], seconds: float = 20.0) -> list[int]:
+    """Those that still exist after a while."""
+    end = time.monotonic() + seconds
+    while (
+        found := [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    ) and time.monotonic() < end:
+        time.sleep(0.1)
     return found
 
 

@@ -19,8 +19,9 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
@@ -29,7 +30,7 @@ import attack_mix
 import httpx
 import malformed_requests
 import request_mix
-from server_process import Served, children
+from server_process import GRAMMAR, RANK, Served, children, running
 
 MODEL = "quire-tiny"
 # A cache that 16 long requests do not fit into at once, so that some give way and come back.
@@ -253,8 +254,10 @@ class Soak:
 
 
 def footprint(server: Served) -> dict[str, float]:
-    pids = [server.process.pid, *children(server.process.pid)]
-    found = {"MiB": 0.0, "files": 0.0, "threads": 0.0, "processes": 0.0}
+    """Of the server, its engines and their ranks; without the processes of grammars, which engines keep with a file each."""
+    pids = [server.process.pid, *children(server.process.pid), *running(server.process.pid, RANK)]
+    kept = len(running(server.process.pid, GRAMMAR))
+    found = {"MiB": 0.0, "files": 0.0 - kept, "threads": 0.0, "processes": 0.0}
     for pid in pids:
         with contextlib.suppress(OSError):  # one for a grammar or a template may end meanwhile
             found["MiB"] += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
@@ -285,45 +288,90 @@ def leaks(before: dict[str, float], after: dict[str, float]) -> list[str]:
     return [f"{before[name]:.0f} {name} became {after[name]:.0f}" for name, most in allowed.items() if after[name] > most]  # fmt: skip
 
 
-def soak(server: Served, seconds: float, clients: int, seed: int) -> tuple[Soak, list[str], str]:
-    """The result of one run: requests, errors, and memory as text."""
+class Round(Protocol):
+    """Clients until the time is over: what they did, and what was wrong."""
+
+    did: Counter[str]
+    wrong: list[str]
+
+    async def run(self, clients: int) -> None: ...
+
+
+def rounds(
+    server: Served,
+    recorded: Callable[[], Any],
+    make: Callable[[Any, float, int], Round],
+    clients: int,
+    seconds: tuple[float, float],
+    seed: int,
+    spare_mib: float = 0.0,
+) -> tuple[Round, list[str], str]:
+    """Two rounds, and nothing may be left after either: the second must leave memory, files and threads as the first.
+
+    Args:
+        recorded: the answers with nothing beside; they must be the same at the end.
+        make: a round, of those answers, its seconds and a seed.
+        seconds: of the rounds. In the first one what is made once is made.
+        spare_mib: how much memory may grow in the second.
+
+    Returns:
+        The second round, what was wrong, and the footprints in words.
+    """
     server.client.timeout = PATIENCE_S
-    expected = alone(server)
-    # A first round, so that what is made once has been made.
-    first = Soak(server.url, expected, min(60, seconds / 3), seed + 1)
-    asyncio.run(first.run(clients))
-    wrong = list(first.wrong)
-    if not settled(server):
-        wrong.append("something still runs, waits or holds blocks after the first round")
-    before = footprint(server)
-    run = Soak(server.url, expected, seconds, seed)
-    asyncio.run(run.run(clients))
-    wrong += run.wrong
-    if not settled(server):
-        wrong.append("something still runs, waits or holds blocks at the end")
-    after = footprint(server)
-    if alone(server) != expected:
+    expected = recorded()
+    wrong: list[str] = []
+    footprints: list[dict[str, float]] = []
+    for number, (name, long) in enumerate(zip(("first", "second"), seconds, strict=True)):
+        found = make(expected, long, seed + 1 - number)
+        asyncio.run(found.run(clients))
+        wrong += found.wrong
+        if not settled(server):
+            wrong.append(f"something still runs, waits or holds blocks after the {name} round")
+        footprints.append(footprint(server))
+    if recorded() != expected:
         wrong.append("answers given alone at the end are not those of the start")
+    before, after = footprints
     words = ", ".join(f"{name} {before[name]:.1f} -> {after[name]:.1f}" for name in before)
-    preempted = server.metric("vllm:num_preemptions_total")
-    return run, wrong + leaks(before, after), f"{words}, {preempted:.0f} preemptions"
+    return found, wrong + leaks(before | {"MiB": before["MiB"] + spare_mib}, after), words
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600)
+def soak(server: Served, seconds: float, clients: int, seed: int) -> tuple[Round, list[str], str]:
+    """The result of one run: requests, errors, and memory as text."""
+
+    def make(expected: Alone, seconds: float, seed: int) -> Soak:
+        return Soak(server.url, expected, seconds, seed)
+
+    lengths = min(60, seconds / 3), seconds
+    run, wrong, words = rounds(server, lambda: alone(server), make, clients, lengths, seed)
+    return run, wrong, f"{words}, {server.metric('vllm:num_preemptions_total'):.0f} preemptions"
+
+
+def options(about: str | None, seconds: float) -> tuple[argparse.Namespace, list[str]]:
+    """Those of the command line, and the server's."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--seconds", type=float, default=seconds)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    given, flags = parser.parse_known_args()
-    with Served(MODEL, *FLAGS, *flags) as server:
-        run, wrong, words = soak(server, given.seconds, given.clients, given.seed)
-        said = server.lines
-        starts = [at for at, line in enumerate(said) if "Traceback" in line or " CRITICAL" in line]
-        died = ["\n".join(said[at : at + 60]) for at in starts]
+    return parser.parse_known_args()
+
+
+def verdict(result: tuple[Round, list[str], str], lines: list[str], marks: tuple[str, ...] = ("Traceback", " CRITICAL")) -> int:  # fmt: skip
+    """Prints the result; the exit status. `marks`: a line of the server's log with one of them is wrong, too."""
+    run, wrong, words = result
+    starts = [at for at, line in enumerate(lines) if any(mark in line for mark in marks)]
+    died = ["\n".join(lines[at : at + 60]) for at in starts]
     print(dict(run.did), words)
     for line in [*wrong[:20], *died[:3]]:
         print("WRONG:", line)
     return 1 if wrong or died else 0
+
+
+def main() -> int:
+    given, flags = options(__doc__, 600)
+    with Served(MODEL, *FLAGS, *flags) as server:
+        found = soak(server, given.seconds, given.clients, given.seed)
+        lines = server.lines
+    return verdict(found, lines)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ nothing runs, and memory, files and threads are as before. Prints what it did; e
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -228,46 +227,24 @@ def tokens(server: Served, model: str, prompt: str) -> list[int]:
 
 def soak_adapters(
     server: Served, folder: Path, seconds: float, clients: int, seed: int
-) -> tuple[AdapterSoak, list[str], str]:
+) -> tuple[soak.Round, list[str], str]:
     """The result of one run: requests, errors, and memory as text."""
-    server.client.timeout = soak.PATIENCE_S
-    expected = recorded(server, folder)
-    first = AdapterSoak(server.url, folder, expected, min(30, seconds / 3), seed + 1)
-    asyncio.run(first.run(clients))
-    wrong = list(first.wrong)
-    if not soak.settled(server):
-        wrong.append("something still runs, waits or holds blocks after the first round")
-    before = soak.footprint(server)
-    run = AdapterSoak(server.url, folder, expected, seconds, seed)
-    asyncio.run(run.run(clients))
-    wrong += run.wrong
-    if not soak.settled(server):
-        wrong.append("something still runs, waits or holds blocks at the end")
-    after = soak.footprint(server)
-    if recorded(server, folder) != expected:
-        wrong.append("answers given alone at the end are not those of the start")
-    words = ", ".join(f"{name} {before[name]:.1f} -> {after[name]:.1f}" for name in before)
-    return run, wrong + soak.leaks(before, after), words
+
+    def make(expected: Expected, seconds: float, seed: int) -> AdapterSoak:
+        return AdapterSoak(server.url, folder, expected, seconds, seed)
+
+    lengths = min(30, seconds / 3), seconds
+    return soak.rounds(server, lambda: recorded(server, folder), make, clients, lengths, seed)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
-    given, flags = parser.parse_known_args()
+    given, flags = soak.options(__doc__, 120)
     with tempfile.TemporaryDirectory() as made:
         prepare(folder := Path(made))
         with Served(soak.MODEL, *FLAGS, *flags, env=ENV) as server:
-            run, wrong, words = soak_adapters(
-                server, folder, given.seconds, given.clients, given.seed
-            )
-            said = server.lines
-            died = [line for line in said if "Traceback" in line or " CRITICAL" in line]
-    print(dict(run.did), words)
-    for line in [*wrong[:20], *died[:3]]:
-        print("WRONG:", line)
-    return 1 if wrong or died else 0
+            found = soak_adapters(server, folder, given.seconds, given.clients, given.seed)
+            lines = server.lines
+    return soak.verdict(found, lines)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ end nothing runs, and memory, files, threads and processes are as before. Prints
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import sys
@@ -135,44 +134,22 @@ def as_bytes(vector: str | list[float]) -> bytes:
     return np.array(vector, np.float32).tobytes()
 
 
-def soak_pooling(server: Served, seconds: float, clients: int, seed: int) -> tuple[PoolingSoak, list[str], str]:  # fmt: skip
+def soak_pooling(server: Served, seconds: float, clients: int, seed: int) -> tuple[soak.Round, list[str], str]:  # fmt: skip
     """The result of one run: requests, errors, and memory as text."""
-    server.client.timeout = soak.PATIENCE_S
-    expected = alone(server)
-    first = PoolingSoak(server.url, expected, seconds, seed + 1)  # type: ignore[arg-type]
-    asyncio.run(first.run(clients))
-    wrong = list(first.wrong)
-    if not soak.settled(server):
-        wrong.append("something still runs or waits after the first round")
-    before = soak.footprint(server)
-    before["MiB"] += ARENAS_MIB
-    run = PoolingSoak(server.url, expected, seconds, seed)  # type: ignore[arg-type]
-    asyncio.run(run.run(clients))
-    wrong += run.wrong
-    if not soak.settled(server):
-        wrong.append("something still runs or waits at the end")
-    after = soak.footprint(server)
-    if alone(server) != expected:
-        wrong.append("vectors given alone at the end are not those of the start")
-    words = ", ".join(f"{name} {before[name]:.1f} -> {after[name]:.1f}" for name in before)
-    return run, wrong + soak.leaks(before, after), words
+
+    def make(expected: Any, seconds: float, seed: int) -> PoolingSoak:
+        return PoolingSoak(server.url, expected, seconds, seed)
+
+    lengths = seconds, seconds
+    return soak.rounds(server, lambda: alone(server), make, clients, lengths, seed, ARENAS_MIB)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
-    given, flags = parser.parse_known_args()
+    given, flags = soak.options(__doc__, 60)
     with Served(MODEL, *FLAGS, *flags) as server:
-        run, wrong, words = soak_pooling(server, given.seconds, given.clients, given.seed)
-        said = server.lines
-        marks = ("Traceback", " CRITICAL ", " ERROR ")
-        died = [line for line in said if any(mark in line for mark in marks)]
-    print(dict(run.did), words)
-    for line in [*wrong[:20], *died[:3]]:
-        print("WRONG:", line)
-    return 1 if wrong or died else 0
+        found = soak_pooling(server, given.seconds, given.clients, given.seed)
+        lines = server.lines
+    return soak.verdict(found, lines, ("Traceback", " CRITICAL ", " ERROR "))
 
 
 if __name__ == "__main__":

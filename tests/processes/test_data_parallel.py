@@ -73,6 +73,9 @@ def asked(server: Served, **more: Any) -> httpx.Response:
 
 
 def test_a_header_names_the_engine(server: Served) -> None:
+    assert asked(server, rank="0").status_code == 200
+    until(lambda: server.metric("vllm:generation_tokens_total", 'engine="0"') == 24)
+    assert server.metric("quire:engine_steps_total", 'engine="1"') == 0  # it takes no empty steps
     texts = {asked(server, rank=rank).json()["choices"][0]["text"] for rank in ("0", "1", "any")}
     assert len(texts) == 1
     for engine in ("0", "1"):

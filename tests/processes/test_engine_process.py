@@ -48,28 +48,43 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"), max_position_embeddings=4096)
 
 
-@pytest.fixture
-def start(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable]:
-    """Clients that are closed at the end; recordings of deaths go to tmp_path."""
+@pytest.fixture(scope="module", autouse=True)
+def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where recordings of deaths go. The kernels are there, so that no engine compiles them again."""
+    root = tmp_path_factory.mktemp("cache")
     kernels = Path(str(env.get("CACHE_ROOT"))).expanduser() / "kernels"
-    if kernels.is_dir():  # each test would compile them again
-        shutil.copytree(kernels, tmp_path / "kernels")
-    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
-    made: list[ProcessClient] = []
+    if kernels.is_dir():
+        shutil.copytree(kernels, root / "kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_CACHE_ROOT", str(root))
+        yield root
 
-    def make(policy: RestartPolicy | None = None, frontends: int = 1, **keywords) -> ProcessClient:
-        asked = EngineConfig.from_keywords(model=path, **{**SETTINGS, **keywords})
-        resolved = build.resolve_config(asked)
-        keeper = EngineSupervisor(resolved_to_bytes(resolved), frontends, policy)
-        client = ProcessClient(resolved, keeper.folder, keeper.board, keeper)
-        made.append(client)
+
+@contextlib.contextmanager
+def started(path: str, policy: RestartPolicy | None = None) -> Iterator[ProcessClient]:
+    resolved = build.resolve_config(EngineConfig.from_keywords(model=path, **SETTINGS))
+    keeper = EngineSupervisor(resolved_to_bytes(resolved), 1, policy)
+    client = ProcessClient(resolved, keeper.folder, keeper.board, keeper)
+    try:
         client.wait_ready(200)  # a test has 240
-        return client
-
-    yield make
-    for client in made:
+        yield client
+    finally:
         client.close()
         assert not client.supervisor.folder.exists()
+
+
+@pytest.fixture(scope="module")
+def client(path: str) -> Iterator[ProcessClient]:
+    """It is killed by one test after the other, and starts again."""
+    with started(path, RestartPolicy(restarts=100)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def watched(path: str) -> Iterator[ProcessClient]:
+    """Its engine counts as dead after four silent seconds."""
+    with started(path, RestartPolicy(restarts=100, heartbeat=4.0)) as found:
+        yield found
 
 
 Got = dict[str, list[EngineOutput]]
@@ -115,15 +130,22 @@ def hang(client: ProcessClient) -> None:
     os.kill(client.supervisor.child.pid, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize(("blow", "word"), [(die, "SIGKILL"), (hang, "no heartbeat")])
+@pytest.mark.parametrize(
+    ("which", "blow", "word"),
+    [("client", die, "SIGKILL"), ("watched", hang, "no heartbeat")],
+    ids=["die", "hang"],
+)
 def test_every_request_is_answered_and_the_engine_restarts(
-    start: Callable, tmp_path: Path, blow: Callable, word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    which: str, blow: Callable, word: str, cache_root: Path,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    client: ProcessClient = request.getfixturevalue(which)
+    crashes, epoch = cache_root / "crashes", client.epoch
+    kept = set(crashes.glob("*"))
     logged: list[str] = []
     monkeypatch.setattr(
         supervisor.log, "error", lambda form, *args: logged.append(form % args if args else form)
     )
-    client = start(RestartPolicy(heartbeat=4.0))
     running = submit(client, "running", 8, LONG)  # all the rows there are
     waiting = submit(client, "waiting", 4, 5)
     seen = begun(client, running)
@@ -141,67 +163,76 @@ def test_every_request_is_answered_and_the_engine_restarts(
         assert got[id][-1].finish == "length"
     assert client.supervisor.child.pid != before
     assert client.state().condition == "ready"
-    assert client.epoch == 2
-    [kept] = (tmp_path / "crashes").iterdir()
-    recording = flight_recorder.read_recording(kept)
+    assert client.epoch == epoch + 1
+    [new] = set(crashes.iterdir()) - kept
+    recording = flight_recorder.read_recording(new)
     assert recording is not None
     assert recording.seen() == running
 
 
 def test_tokens_equal_those_of_an_engine_in_this_process_also_after_a_restart(
-    path: str, start: Callable
+    path: str, client: ProcessClient
 ) -> None:
     """The second time, the requests arrive while the engine process is down."""
     with engine(path) as one:
         want = one.tokens(prompts(6), greedy(20))
-    client = start()
+    epoch, before = client.epoch, client.call("stats")["generation_tokens"]
     got = answers(collect(client, submit(client, "first", 6, 20)))
     assert [got[f"first{n}"] for n in range(6)] == want
-    assert client.call("stats")["generation_tokens"] == 120
+    assert client.call("stats")["generation_tokens"] == before + 120
     assert client.call("reset_prefix_cache") is True
     die(client)
     got = answers(collect(client, submit(client, "second", 6, 20)))
     assert [got[f"second{n}"] for n in range(6)] == want
-    assert client.epoch == 2
+    assert client.epoch == epoch + 1
 
 
-def test_after_too_many_crashes_the_restart_is_delayed(start: Callable) -> None:
+def test_after_too_many_crashes_the_restart_is_delayed(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """(It stayed dead, and its server ended: four requests of one client were enough.)"""
-    client = start(RestartPolicy(restarts=1, retry=6.0))
-    for death in range(2):
-        ids = {f"{death}-{number}" for number in range(2)}
-        for number, id in enumerate(sorted(ids)):
-            client.submit(EngineRequest(id, [1 + death, 2 + number], greedy(LONG)))
+    with started(path, RestartPolicy(restarts=1)) as client:
+        has_passed, closing = threading.Event(), client.supervisor._closing
+
+        def wait(seconds: float) -> bool:
+            assert not seconds or has_passed.wait(200)
+            return closing.is_set()
+
+        monkeypatch.setattr(closing, "wait", wait)  # for the next start
+        for death in range(2):
+            ids = {f"{death}-{number}" for number in range(2)}
+            for number, id in enumerate(sorted(ids)):
+                client.submit(EngineRequest(id, [1 + death, 2 + number], greedy(LONG)))
+            seen = begun(client, ids)
+            die(client)
+            got = collect(client, ids, seen)
+            assert {outs[-1].finish for outs in got.values()} == {"error"}
+        assert {outs[-1].error_kind for outs in got.values()} == {"overloaded"}
+        assert client.state().condition == "delayed"
+        with pytest.raises(EngineDelayed):
+            client.submit(EngineRequest("early", [1], greedy(1)))
+        has_passed.set()
+        while client.state().condition == "delayed":
+            time.sleep(0.05)
+        got = collect(client, submit(client, "late", 2, 5))
+        assert {outs[-1].finish for outs in got.values()} == {"length"}
+        assert client.epoch == 3
+
+
+def test_without_restarts_a_crash_is_final(path: str) -> None:
+    with started(path, RestartPolicy(restarts=0)) as client:
+        ids = submit(client, "r", 2, LONG)
         seen = begun(client, ids)
         die(client)
-        got = collect(client, ids, seen)
-        assert {outs[-1].finish for outs in got.values()} == {"error"}
-    assert {outs[-1].error_kind for outs in got.values()} == {"overloaded"}
-    assert client.state().condition == "delayed"
-    with pytest.raises(EngineDelayed):
-        client.submit(EngineRequest("early", [1], greedy(1)))
-    while client.state().condition == "delayed":
-        time.sleep(0.05)
-    got = collect(client, submit(client, "late", 2, 5))
-    assert {outs[-1].finish for outs in got.values()} == {"length"}
-    assert client.epoch == 3
+        with pytest.raises(EngineDeadError, match="not restarted"):
+            collect(client, ids, seen)
+        with pytest.raises(EngineDeadError, match="not restarted"):
+            client.submit(EngineRequest("late", [1], SamplingParams(max_tokens=1)))
+        assert client.state().condition == "dead"
 
 
-def test_without_restarts_a_crash_is_final(start: Callable) -> None:
-    client = start(RestartPolicy(restarts=0))
-    ids = submit(client, "r", 2, LONG)
-    seen = begun(client, ids)
-    die(client)
-    with pytest.raises(EngineDeadError, match="not restarted"):
-        collect(client, ids, seen)
-    with pytest.raises(EngineDeadError, match="not restarted"):
-        client.submit(EngineRequest("late", [1], SamplingParams(max_tokens=1)))
-    assert client.state().condition == "dead"
-
-
-def test_a_request_running_at_two_crashes_is_refused(start: Callable) -> None:
+def test_a_request_running_at_two_crashes_is_refused(client: ProcessClient) -> None:
     """Also by a frontend that was not connected at the crashes."""
-    client = start()
     for name in ("first", "second"):
         client.submit(EngineRequest(name, [5, 6, 7], greedy(LONG)))
         seen = begun(client, {name})
@@ -220,24 +251,23 @@ def test_a_request_running_at_two_crashes_is_refused(start: Callable) -> None:
     assert {outs[-1].finish for outs in got.values()} == {"length"}
 
 
-def test_a_call_does_not_wait_for_a_dead_engine(start: Callable) -> None:
-    client = start()
+def test_a_call_does_not_wait_for_a_dead_engine(client: ProcessClient) -> None:
     os.kill(client.supervisor.child.pid, signal.SIGSTOP)
     threading.Timer(0.5, die, [client]).start()
     with pytest.raises(Exception, match="restarted before"):
         client.call("stats")
 
 
-def test_a_restarted_engine_keeps_its_pause_and_sleep(start: Callable) -> None:
+def test_a_restarted_engine_keeps_its_pause_and_sleep(client: ProcessClient) -> None:
     """Regression: the new process was awake and served, although the operator had paused it and put it to sleep."""
-    client = start()
+    epoch = client.epoch
     assert client.call("hold", "keep") == 0
     assert client.call("pause")
     assert client.call("sleep", 1)
     assert client.call("wake_up", ["weights"]) == ["kv_cache"]
     die(client)
     ids = submit(client, "r", 2, 5)
-    while client.epoch == 1:
+    while client.epoch == epoch:
         time.sleep(0.05)
         with contextlib.suppress(QuireError):
             client.call("stats")
@@ -252,13 +282,13 @@ def test_a_restarted_engine_keeps_its_pause_and_sleep(start: Callable) -> None:
     assert {outs[-1].finish for outs in got.values()} == {"length"}
 
 
-def test_a_failed_start_reports_the_reason(path: str, start: Callable, tmp_path: Path) -> None:
+def test_a_failed_start_reports_the_reason(path: str) -> None:
     weights = Path(path) / "model.safetensors"
     data = weights.read_bytes()
     try:
         weights.write_bytes(data[:-400])
-        with pytest.raises((StartupError, Exception), match="safetensors"):
-            start()
+        with pytest.raises((StartupError, Exception), match="safetensors"), started(path):
+            pass
     finally:
         weights.write_bytes(data)
 
@@ -298,9 +328,9 @@ kill -CONT {0}
 """
 
 
-def test_suspending_both_processes_is_not_a_hang(start: Callable) -> None:
+def test_suspending_both_processes_is_not_a_hang(watched: ProcessClient) -> None:
     """A paused container: host and engine stop and go on together; the host must not think the engine dead."""
-    client = start(RestartPolicy(heartbeat=4.0))
+    client = watched
     before = client.supervisor.child.pid
     ids = submit(client, "r", 2, 200)
     seen = begun(client, ids)

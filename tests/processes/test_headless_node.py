@@ -50,7 +50,7 @@ def test_a_node_serves_leaves_comes_again_and_ends_with_the_server(tmp_path: Pat
             strange = HeadlessNode(key, *link, "--max-model-len", "128")
             code, errors = strange.wait()
             assert code == 1
-            assert "max_model_len is 256 at the server and 128 at the node" in errors
+            assert "the largest length (max_model_len) is 128 there and 256 here" in errors
             family = children(nodes[0].process.pid)
             nodes[0].process.send_signal(signal.SIGTERM)
             assert nodes[0].wait()[0] == 0
@@ -66,6 +66,38 @@ def test_a_node_serves_leaves_comes_again_and_ends_with_the_server(tmp_path: Pat
         code, errors = nodes[1].wait()
         assert code == 0
         assert "has ended: this node ends too" in errors
+    finally:
+        for node in nodes:
+            node.process.kill()
+            node.process.wait()
+
+
+@pytest.mark.slow
+def test_a_killed_node_and_a_killed_server(tmp_path: Path) -> None:
+    """Neither can say goodbye: the other side notices the silence, and no process is left."""
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef0123456789abcdef")
+    link = ["-dpa", "127.0.0.2", "-dpp", str(free_port())]
+    nodes = [HeadlessNode(key, *link)]
+    try:
+        with Served(MODEL, *FLAGS, *link, env={"QUIRE_CLUSTER_KEY_FILE": str(key)}) as server:
+            until(lambda: server.client.get("/health/ready").status_code == 200)
+            engines = children(nodes[0].process.pid)
+            assert engines
+            nodes[0].process.kill()
+            nodes[0].wait()
+            until(lambda: not [pid for pid in engines if Path(f"/proc/{pid}").exists()])
+            until(lambda: server.client.get("/health/ready").status_code == 503)
+            assert server.client.post("/v1/completions", json=BODY).status_code == 200
+            nodes.append(HeadlessNode(key, *link))
+            until(lambda: server.client.get("/health/ready").status_code == 200)
+            assert asked(server, rank="1").status_code == 200
+            family = children(server.process.pid)
+            assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+            until(lambda: not [pid for pid in family if Path(f"/proc/{pid}").exists()])
+        code, errors = nodes[1].wait()
+        assert code == 1
+        assert "nothing was heard from the server at tcp://127.0.0.2:" in errors
     finally:
         for node in nodes:
             node.process.kill()

@@ -15,6 +15,7 @@ from quire.config.cluster_key import cluster_key
 from quire.errors import ConfigError, StartupError
 from quire.processes import keyed_socket
 from quire.processes.keyed_socket import KeyRefused, accept, address_of, connect, listen
+from quire.processes.port_holder import port_holder
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -52,6 +53,17 @@ def test_messages_arrive_in_both_directions(threads, listener, key):
         there.close()
         with pytest.raises(EOFError):
             client.recv_bytes()
+
+
+def test_a_port_of_this_process_is_named():
+    low = os.open(os.devnull, os.O_RDONLY)
+    with listen("127.0.0.2", 0) as held:
+        os.close(low)  # a descriptor that the search opens itself comes before that of the socket
+        name = Path("/proc/self/comm").read_text().strip()
+        port = held.getsockname()[1]
+        assert port_holder(port) == f" (process {os.getpid()}, {name})"
+        with pytest.raises(ConfigError, match=rf"port {port}: .* \(process {os.getpid()}, "):
+            listen("127.0.0.2", port)
 
 
 def test_another_key_is_refused_on_both_sides(threads, listener):

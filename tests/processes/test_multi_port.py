@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -68,3 +69,30 @@ def test_what_several_servers_cannot_share_is_refused(more: dict[str, object]) -
     )  # fmt: skip
     with pytest.raises(ConfigError, match="--port N"):
         PortSupervisor(config)
+
+
+def test_no_client_holds_the_port_of_health() -> None:
+    port = free_ports(3)
+    config = EngineConfig.from_keywords(
+        model=MODEL, data_parallel_size=2, data_parallel_size_local=2, port=port, receive_timeout=0.5,
+        data_parallel_multi_port_external_lb=True, data_parallel_supervisor_port=port + 2,
+    )  # fmt: skip
+    supervisor = PortSupervisor(config)
+    threads = threading.active_count()
+    http = supervisor._answer_health()
+    assert http is not None
+    slow = [socket.create_connection(("127.0.0.1", port + 2), 60) for _ in range(40)]
+    try:
+        for one in slow:
+            one.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        health = f"http://127.0.0.1:{port + 2}/health"
+        assert httpx.get(health, timeout=60).status_code == 503
+        supervisor.health = dict.fromkeys(supervisor.health, True)
+        assert httpx.get(health, timeout=60).json() == {str(port): True, str(port + 1): True}
+        assert threading.active_count() <= threads + 1
+        assert {one.recv(99) for one in slow} == {b""}
+        assert httpx.get(health, timeout=60).status_code == 200
+    finally:
+        http.should_exit = True
+        for one in slow:
+            one.close()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +277,9 @@ def test_a_killed_or_hanging_engine_restarts(server: Served, blow: signal.Signal
 
 
 @pytest.mark.usefixtures("sighup_ends")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGHUP]
+)
 def test_on_shutdown_running_requests_finish_and_new_ones_are_refused(
     checkpoint: str, number: signal.Signals
 ):
@@ -333,26 +335,30 @@ def gone(pids: list[int]) -> bool:
     return not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "two SIGTERMs"])
-def test_an_ended_server_leaves_no_process_and_frees_the_port(checkpoint: str, end: str):
+def check_end(server: Served, end: Callable[[], None], code: int) -> None:
+    """In the middle of an answer it ends with this exit status, leaves no process and frees its port."""
+    body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    with server.client.stream("POST", TEXT, json=body) as answer:
+        next(answer.iter_lines())
+        family = children(server.process.pid)
+        assert family
+        end()
+        assert server.process.wait(30) == code
+    until(lambda: gone(family), 3.0)
+    host, port = server.url.removeprefix("http://").split(":")
+    sockets.bind(ServerConfig(host=host, port=int(port))).close()
+
+
+def test_a_second_sigterm_ends_a_server_at_once(checkpoint: str):
+    def end() -> None:
+        server.process.terminate()
+        server.until("shutting down")
+        assert httpx.post(server.url + TEXT, json=GREEDY).status_code == 503
+        server.process.terminate()
+        server.until("second signal")
+
     with Served(checkpoint) as server:
-        body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
-        with server.client.stream("POST", TEXT, json=body) as answer:
-            next(answer.iter_lines())
-            family = children(server.process.pid)
-            assert family
-            if end == "SIGKILL":
-                server.process.kill()
-            else:
-                server.process.terminate()
-                server.until("shutting down")
-                server.process.terminate()
-                server.until("second signal")
-            code = server.process.wait(30)
-        until(lambda: gone(family), 3.0)
-        assert code == (-signal.SIGKILL if end == "SIGKILL" else 0)
-        host, port = server.url.removeprefix("http://").split(":")
-        sockets.bind(ServerConfig(host=host, port=int(port))).close()
+        check_end(server, end, 0)
 
 
 @pytest.mark.parametrize("where", ["full", "closed", "not read"])
@@ -391,3 +397,8 @@ def is_ready(url: str) -> bool:
         return httpx.get(url + "/health/ready", timeout=5.0).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def test_a_killed_server_leaves_no_process(server: Served):
+    """The last of this server."""
+    check_end(server, server.process.kill, -signal.SIGKILL)

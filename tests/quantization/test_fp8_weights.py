@@ -115,14 +115,14 @@ def test_a_model_is_quantized_while_loading(plain: Path, monkeypatch: pytest.Mon
 def test_an_engine_produces_the_reference_tokens(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [text[:18] for text in texts()]
+    asked = [text[:9] for text in texts()]  # more than one step takes
     settings = {"block_size": 16, "max_model_len": 64, "quantization": "fp8"}
     with np.errstate(all="ignore"):
         with engine(str(plain), max_num_batched_tokens=16, **settings) as one:
-            got = one.tokens(asked, greedy(4))
+            got = one.tokens(asked, greedy(3))
         monkeypatch.setattr(Float8Weight, "multiply", Float8Weight.reference)
         with engine(str(plain), **settings) as one:
-            assert one.tokens(asked, greedy(4)) == got
+            assert one.tokens(asked, greedy(3)) == got
 
 
 def test_devices_without_fp8_instructions(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

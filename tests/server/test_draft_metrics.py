@@ -66,10 +66,19 @@ def test_a_wrong_limit_is_named(
     assert named in answer.json()["error"]["message"]
 
 
+def counted(state: ServerState) -> list[float]:
+    """Draft tokens of the engine so far, and those of them that were right."""
+    counts = state.engine.client.call("stats")["counts"]
+    return [counts[f"spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted")]
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_an_answer_reports_its_draft_tokens(state: ServerState, path: str) -> None:
+    before = counted(state)
     found = post(state, path).json()
     block = found["metrics"]["speculative_decoding"]
+    drafts, accepts = (after - old for after, old in zip(counted(state), before, strict=True))
+    assert (drafts, accepts) == (block["num_draft_tokens"], block["num_accepted_draft_tokens"])
     assert set(block) == KEYS | STEPS
     drafted, accepted = block["per_step_num_draft_tokens"], block["per_step_num_accepted_tokens"]
     assert sum(drafted) == block["num_draft_tokens"] > 0
@@ -87,6 +96,23 @@ def test_an_answer_reports_its_draft_tokens(state: ServerState, path: str) -> No
     if path == TEXT:
         assert post(state, path, speculative={"k": 10**30}).json()["choices"] == found["choices"]
     assert post(state, path, vllm_xargs={"speculative": {"k": 0}}).json()["metrics"] == none["metrics"]  # fmt: skip
+
+
+def test_a_stream_has_several_tokens_in_an_event(state: ServerState) -> None:
+    """In their order, and the usage counts them; draft tokens that were refused appear nowhere."""
+    whole = post(state, TEXT, logprobs=1).json()
+    usage = {"stream_options": {"include_usage": True}}
+    *events, last, done = frames(post(state, TEXT, logprobs=1, stream=True, **usage).text)
+    assert done == "[DONE]"
+    assert last["usage"].items() <= whole["usage"].items()
+    assert last["usage"]["completion_tokens"] == 24
+    parts = [event["choices"][0] for event in events]
+    scored = [part["logprobs"] for part in parts if part["logprobs"]]
+    assert "".join(part["text"] for part in parts) == whole["choices"][0]["text"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        joined = [value for one in scored for value in one[name]]
+        assert joined == whole["choices"][0]["logprobs"][name]
+    assert max(len(one["tokens"]) for one in scored) > 1
 
 
 def test_a_summary_has_no_steps(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_a_middleware_error_is_answered_without_its_text():
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("Marked", "must be package.module.Name"),
+        ("Marked", "is not of the form module.Class"),
         ("no_such_module.Marked", "No module named"),
         ("user_middleware.Missing", "has no attribute 'Missing'"),
         ("user_middleware.NOT_A_LAYER", "neither a class"),

@@ -143,6 +143,7 @@ def test_preemption_changes_no_token(checkpoint: str, depth: int, expected: list
         assert one.stats()["preemptions"] >= 5
 
 
+@pytest.mark.slow  # test_jumps.py has a quick one
 def test_a_worker_in_its_own_process(checkpoint: str, expected: list[list[int]]):
     with engine(checkpoint, max_num_seqs=32, distributed_executor_backend="mp") as one:
         prompts, each = crowd()

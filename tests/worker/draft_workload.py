@@ -7,11 +7,9 @@ recurrent state. A draft token that stays after it was refused, is taken twice, 
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -52,7 +50,7 @@ BUILTIN, BATCH = "quire.worker.sampling.builtin_processors", "quire.worker.input
 STEP, ROLLBACK = "quire.worker.sampling.sampled_step", "quire.worker.state_rollback"
 PROCESSORS = "quire.worker.sampling.logits_processors"
 
-# name -> (module, function or method, pattern in its syntax tree, replacement), as in tests/engine/mutations.py
+# name -> the arguments of `broken` (tests/broken_rule.py)
 MUTATIONS = {
     "a draft token stays after it was refused": (SAMPLER, "Sampler._verify", "not right_S[at]", "False"),
     "a place is off by one": (SAMPLER, "Sampler._verify", "lengths_S[ends] + 1", "lengths_S[ends]"),
@@ -85,9 +83,10 @@ MUTATIONS = {
     "refused tokens stay computed": (
         ROWS, "RequestRows.take_back", "lengths - 1", "np.maximum(lengths - 1, self.num_computed_tokens[rows])",
     ),
-    "a state keeps refused tokens": (ROLLBACK, "StateRollback.after", "accepted < drafts", "False"),
+    "a state keeps refused tokens": (ROLLBACK, "StateRollback._take_back", "accepted < drafts", "False"),
     "a state is taken back too far": (
-        ROLLBACK, "StateRollback.after", "self.states.take_back(row, accepted)", "self.states.take_back(row, max(accepted - 1, 0))",
+        ROLLBACK, "StateRollback._take_back", "self.states.take_back(item.row, accepted)",
+        "self.states.take_back(item.row, max(accepted - 1, 0))",
     ),
     "the state behind another token is kept": (
         ROLLBACK, "StateRollback.before", "range(first, first + drafts)", "range(first + drafts - 1, first - 1, -1)",
@@ -307,17 +306,3 @@ def trial(seed: int) -> dict[str, float]:
 def trials(count: int) -> None:
     for seed in range(count):
         trial(seed)
-
-
-def break_rule(name: str, patch: Any, mutated: Any) -> None:
-    """Break one rule of the worker. `mutated`: of tests/engine/mutations.py."""
-    module_name, path, before, after = MUTATIONS[name]
-    module: Any = importlib.import_module(module_name)
-    source = mutated(Path(module.__file__).read_text(), path, before, after)
-    changed = dict(vars(module))
-    exec(compile(source, module.__file__, "exec"), changed)
-    owner, _, method = path.rpartition(".")
-    if owner:
-        patch.setattr(getattr(module, owner), method, vars(changed[owner])[method])
-    else:
-        patch.setattr(module, method, changed[method])

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 from quire.features.speculation.draft_length import DraftLength
+from quire.features.speculation.measured_times import MeasuredTimes
 
 Cost = Callable[[int], float]
 
@@ -148,3 +149,40 @@ def test_steps_rest_where_looking_for_draft_tokens_takes_time_and_finds_none() -
         length.looked(False, 1, 1e-4)
     length.enter(1)
     assert not length.rests()
+
+
+def test_a_slow_first_run_does_not_count_whole() -> None:
+    times = MeasuredTimes()
+    times.learn(1, 1.0)
+    times.learn(4, 50.0)
+    assert (times(2), times(4)) == (1 + 3 / 3, 4.0)  # two were expected
+    for _ in range(60):
+        times.learn(4, 8.0)
+    assert 7.5 < times(4) < 8.0
+    times.learn(4, 3.0)
+    assert times(4) == 3.0
+
+
+def test_rows_that_lack_the_fewest_tokens_get_probes() -> None:
+    """And none gets one that takes longer than a few steps. All probes together take a hundredth of the time."""
+    length, lacking = DraftLength(4), {0: 2, 1: 20, 2: 4000}
+    rows = dict.fromkeys(lacking, 4)
+    for row in rows:
+        length.enter(row)
+        for _ in range(40):
+            length.learn(row, 4, 0)
+    probed, drafting = dict.fromkeys(rows, 0), 0.0
+    length.drafted(1, 0.2)
+    for _ in range(3000):
+        length.timed(3, 3, 1.0)
+        if limits := length.limits(rows, lacking.__getitem__):
+            assert set(limits.values()) == {1}
+            took = 0.2 * (1 + sum(lacking[row] for row in limits) / 8)
+            length.drafted(0, took)
+            drafting += took
+            for row in limits:
+                probed[row] += 1
+    assert probed[0] >= probed[1]
+    assert probed[0] > 20
+    assert probed[2] == 0
+    assert drafting < 0.011 * 3000

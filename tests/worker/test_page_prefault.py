@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -100,3 +102,14 @@ def test_a_new_cache_restarts_prefaulting_and_frees_the_old():
     hook.begin([(second,)])
     until(second, 40)
     assert resident(first, 400 * EACH, BLOCKS * EACH) < 0.1
+
+
+def test_a_hook_that_is_gone_leaves_neither_its_thread_nor_the_cache():
+    before, tensor = set(threading.enumerate()), fresh()
+    hook, cache = begun(tensor, 40), weakref.ref(tensor)
+    (thread,) = set(threading.enumerate()) - before
+    until(tensor, 40)
+    del hook, tensor
+    thread.join(60)
+    assert not thread.is_alive()
+    assert cache() is None

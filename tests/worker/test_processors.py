@@ -279,7 +279,7 @@ def test_logits_of_another_shape_are_refused():
     [
         ("nowhere_at_all:Thing", "'nowhere_at_all:Thing' cannot be imported: ModuleNotFoundError"),
         (f"{__name__}:Nothing", "cannot be imported: AttributeError"),
-        ("Thing", "is not of the form module:Class"),
+        ("Thing", "is not of the form module.Class or module:Class"),
         (dict, "is not a logits processor: it must be a class with apply, update_state"),
         (f"{__name__}:wish", "is not a logits processor"),
     ],

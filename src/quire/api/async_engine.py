@@ -224,9 +224,8 @@ class AsyncEngine:
             self._fail(error)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except (
-            BaseException
-        ) as error:  # a bug, or a tokenizer's panic, must not leave streams waiting forever
+        except BaseException as error:
+            # A bug, or a tokenizer's panic, must not leave streams waiting forever.
             log.exception("the frontend failed")
             self._fail(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
 
@@ -302,9 +301,8 @@ def _receive_outputs(client: EngineClient, reference: weakref.ref[AsyncEngine]) 
         except Exception as error:
             if (engine := reference()) is not None:
                 dead = error if isinstance(error, EngineDeadError) else _as_dead(error)
-                engine._dead = (
-                    engine._dead or dead
-                )  # the loop may be closed, and the next one must know
+                # the loop may be closed, and the next one must know
+                engine._dead = engine._dead or dead
                 engine._post(engine._fail, dead)
             return
         if (engine := reference()) is not None:

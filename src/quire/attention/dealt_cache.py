@@ -62,13 +62,12 @@ class DealtCacheAttention(AttentionBackend):
 
     def plan(self, batch: ForwardBatch, kv_group: int) -> DealtStepMetadata:
         size, rank = self.ranks.size, self.ranks.rank
-        table_BM, slots_T = batch.block_tables[kv_group].long(), batch.slots[kv_group]
-        num_blocks_B1 = -(-batch.lengths_B.long()[:, None] // self.block_size)
-        is_used_BM = torch.arange(table_BM.shape[1]) < num_blocks_B1
-        table_BM = torch.where(is_used_BM, table_BM, 0)  # the rest may be an earlier request's
+        table_BM, slots_T = self._used(batch, kv_group), batch.slots[kv_group]
+        # Ranks that compute parts of a step gather the blocks of the whole step.
+        all_BM = table_BM if batch.whole is None else self._used(batch.whole, kv_group)
         block_T = torch.div(slots_T, self.block_size, rounding_mode="floor")
-        named = torch.cat((table_BM.flatten(), block_T))
-        blocks_N, index = torch.unique(named, return_inverse=True)
+        blocks_N = torch.unique(torch.cat((block_T.new_zeros(1), all_BM.flatten(), block_T)))
+        at_BM, at_T = (torch.searchsorted(blocks_N, named) for named in (table_BM, block_T))
         keeper_N = blocks_N % size
         # The i-th block of rank r in the step has place i * size + r, as the ranks give their blocks in turn.
         turn_N = torch.empty_like(blocks_N)
@@ -79,14 +78,19 @@ class DealtCacheAttention(AttentionBackend):
         kept_N = blocks_N // size + 1  # the block in its keeper's cache
         own_N = torch.zeros(int(turn_N.max()) + 1, dtype=torch.int64)
         own_N[: int(is_own.sum())] = kept_N[is_own]
-        at_BM, at_T = index.split((table_BM.numel(), len(block_T)))
         written_N = torch.unique(at_T)
         written_N = written_N[is_own[written_N]]
         tables, slots = list(batch.block_tables), list(batch.slots)
-        tables[kv_group] = place_N[at_BM].view_as(table_BM).int()
+        tables[kv_group] = place_N[at_BM].int()
         slots[kv_group] = place_N[at_T] * self.block_size + slots_T % self.block_size
         inner = self.backend.plan(replace(batch, block_tables=tables, slots=slots), kv_group)
         return DealtStepMetadata(inner, own_N, kept_N[written_N], place_N[written_N])
+
+    def _used(self, batch: ForwardBatch, kv_group: int) -> Tensor:
+        """table_BM of the blocks that the rows have; the rest may be an earlier request's, and is 0."""
+        table_BM = batch.block_tables[kv_group].long()
+        num_blocks_B1 = -(-batch.lengths_B.long()[:, None] // self.block_size)
+        return torch.where(torch.arange(table_BM.shape[1]) < num_blocks_B1, table_BM, 0)
 
     def attend(
         self,

@@ -3,11 +3,11 @@
 Knows numbers of links, devices and parts of a model. Does not know torch, config.json or the command line.
 
     exchange    gather: (n - 1) * latency + (n - 1) / n * S / bandwidth, S bytes of all parts together
-                all-reduce: twice that, of S bytes on each rank; send: latency + S / bandwidth
+                send: latency + S / bandwidth; an all-reduce, which Quire does not need, would take two gathers of S bytes
     step        the longer of arithmetic and memory traffic, then the exchanges
     workload    each request's prompt once, then a decode step for each token, for all requests that run at once
 
-Quire gathers (docs/decisions/0065). Sources: for exchanges, the usual model of latency and bandwidth (Thakur, Rabenseifner and
+Decision 65 says why Quire gathers. Sources: for exchanges, the usual model of latency and bandwidth (Thakur, Rabenseifner and
 Gropp, 2005); for steps, the roofline model (Williams, Waterman and Patterson, 2009). Units: bytes, seconds, operations.
 """
 
@@ -64,11 +64,6 @@ def send_s(link: LinkSpeed, num_bytes: float) -> float:
 def gather_s(link: LinkSpeed, ranks: int, num_bytes: float) -> float:
     """All ranks get the parts of all; `num_bytes` of all parts together."""
     return (ranks - 1) * (link.latency_s + num_bytes / ranks / link.bandwidth)
-
-
-def all_reduce_s(link: LinkSpeed, ranks: int, num_bytes: float) -> float:
-    """All ranks get the sum of tensors of `num_bytes` each."""
-    return 2 * gather_s(link, ranks, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +165,8 @@ class LayoutModel:
 
     def __init__(self, layout: ParallelLayout, part: PartCosts, cluster: Cluster):
         self.layout, self.part, self.cluster = layout, part, cluster
-        self.share = (
-            -(-part.num_layers // layout.pipeline) / part.num_layers
-        )  # of the longest stage
+        # The share of the longest stage.
+        self.share = -(-part.num_layers // layout.pipeline) / part.num_layers
         self.tensor_link = cluster.between(1, layout.tensor)
         self.part_link = cluster.between(layout.tensor, layout.prefill)
         self.stage_link = cluster.between(layout.tensor * layout.prefill, layout.pipeline)
@@ -187,9 +181,8 @@ class LayoutModel:
     def compute_s(self, tokens: int, draws: int, context: float, rows: int) -> float:
         """Of a stage's products: `tokens` of `rows` requests, each of which attends to `context` tokens."""
         part, device = self.part, self.cluster.device
-        used = (
-            1 - (1 - part.chosen) ** tokens if part.experts else 0.0
-        )  # of the experts, by some token
+        # The share of the experts that some token uses.
+        used = 1 - (1 - part.chosen) ** tokens if part.experts else 0.0
         products = tokens * (part.dense + part.experts * part.chosen + part.attention * context)
         products = products * self.share + draws * part.head
         read = (part.dense + part.experts * used) * self.share + (part.head if draws else 0)
@@ -199,20 +192,15 @@ class LayoutModel:
     def exchange_s(self, tokens: int, draws: int, is_dealt: bool) -> float:
         """Of a stage's exchanges, and of its hidden states on the way to the next stage."""
         part, layout = self.part, self.layout
-        n = layout.tensor
-        seconds = sum(
-            gather_s(self.tensor_link, n, n * width * tokens) for width in part.inner_widths
-        )
+        n, link = layout.tensor, self.tensor_link
+        seconds = sum(gather_s(link, n, n * width * tokens) for width in part.inner_widths)
         seconds *= self.share
-        seconds += sum(
-            gather_s(self.tensor_link, n, n * width * draws) for width in part.drawn_widths
-        )
+        seconds += sum(gather_s(link, n, n * width * draws) for width in part.drawn_widths)
         if is_dealt:
-            of_layer = layout.prefill * tokens * part.kv / part.num_layers
-            num_layers = part.num_layers * self.share
-            seconds += num_layers * gather_s(self.part_link, layout.prefill, of_layer)
-            hidden = layout.prefill * tokens * part.hidden
-            seconds += gather_s(self.part_link, layout.prefill, hidden)
+            n, link = layout.prefill, self.part_link
+            of_layer = n * tokens * part.kv / part.num_layers
+            seconds += part.num_layers * self.share * gather_s(link, n, of_layer)
+            seconds += gather_s(link, n, n * tokens * part.hidden)
         if layout.pipeline > 1:
             seconds += send_s(self.stage_link, 2 * tokens * part.hidden)
         return seconds

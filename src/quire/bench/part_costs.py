@@ -20,8 +20,8 @@ from quire.layers.weight_slots import Layer
 from quire.layers.weights import WeightRef
 from quire.models.base import CausalLM
 from quire.parallel.layout import RankLayout
+from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.forecast import forecast_weights
-from quire.worker.memory_plan import ITEMSIZE
 from quire.worker.rank_memory import construct_part
 
 UNBOUNDED = 1 << 62  # bytes
@@ -75,18 +75,14 @@ def bytes_of_weight(spec: ModelSpec) -> float:
     return whole / sum(p.numel() for p in construct_part(spec).parameters())
 
 
-def inner_exchanges(model: nn.Module) -> list[int]:
-    """Of each exchange in the layers: the features of a token that one rank gives."""
-    return list(_exchanges(model))
-
-
 def drawn_exchanges(model: CausalLM) -> list[int]:
     """Of each exchange of the LM head: the logits of a token that one rank gives."""
     head = model.lm_head
     return [] if head is None or head.ref.output_ranks is None else [head.ref.num_out]
 
 
-def _exchanges(model: nn.Module) -> Iterator[int]:
+def inner_exchanges(model: nn.Module) -> Iterator[int]:
+    """Of each exchange in the layers: the features of a token that one rank gives."""
     chosen = next((m.how.k for m in model.modules() if isinstance(m, Router)), 0)
     for layer in model.modules():
         if isinstance(layer, Experts) and layer.split is not None:

@@ -22,9 +22,8 @@ from quire.config import flags, from_keywords
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
 
-COMPLETION_TOKENS = (
-    256  # of `quire complete`, where --max-tokens is not given; a chat's answer ends itself
-)
+COMPLETION_TOKENS = 256
+"""Of `quire complete`, where --max-tokens is not given; a chat's answer ends itself."""
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # a busy server may take long until the first token
 

@@ -31,10 +31,10 @@ from quire.models.registry import choose_impl
 from quire.models.supported import own_cache
 from quire.parallel.layout import RankLayout
 from quire.platforms.detect import PlatformFacts, facts
+from quire.protocol.tensor_data import ITEMSIZE
 from quire.startup_timer import table
 from quire.worker.forecast import forecast_specs, forecast_weights, loaded_tensors
-from quire.worker.memory_plan import ITEMSIZE, MemoryPlan, make_plan, size
-from quire.worker.rank_memory import part_of_weights
+from quire.worker.memory_plan import MemoryPlan, make_plan, size
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
 """Request lengths in the table "What fits"."""
@@ -119,15 +119,15 @@ def _plan(report: DoctorReport, resolved: Resolved, found: list[TensorHeader] | 
     about, layout = report.facts, RankLayout.of(resolved.config.parallel)
     engines = resolved.config.parallel.share[1] if resolved.device == "cpu" else 1
     available = about.available_bytes // engines
+    ranks_here = layout.size // len(resolved.config.parallel.nodes_of_engine)
     loaded = loaded_tensors(found, resolved.spec, resolved.device)
     whole = in_memory(loaded, ITEMSIZE[resolved.dtype], resolved.quantization)
 
     def smallest(resolved: Resolved) -> MemoryPlan:
         plans = []
         for stage in range(layout.pipeline):
-            specs, own, states = forecast_specs(resolved, (), layout, stage)
-            weights = int(whole * part_of_weights(resolved.spec, layout, stage))
-            sizes = weights, about.total_bytes, available // layout.size
+            specs, own, states, parts = forecast_specs(resolved, (), layout, stage)
+            sizes = int(whole * parts[0]), about.total_bytes, available // ranks_here
             plans.append(make_plan(resolved, *sizes, specs, (), states, own=own))
         return min(plans, key=lambda plan: plan.num_blocks)
 

@@ -5,7 +5,6 @@ Knows config.json, the files beside it, and the memory plan. The checks of every
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -16,15 +15,17 @@ from typing import Any, Literal
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import Resolved
 from quire.config.model import ModelConfig
-from quire.errors import ModelNotFound, QuireError
+from quire.errors import ConfigError, ModelNotFound, QuireError
 from quire.frontend import startup
 from quire.frontend.startup import load_tokenizer
 from quire.models.checkpoint_files import TensorHeader, weight_files
+from quire.models.json_files import read_object
 from quire.models.registry import choose_impl
 from quire.models.safetensors_header import header
 from quire.models.supported import own_cache
 from quire.platforms.detect import PlatformFacts
-from quire.worker.memory_plan import ITEMSIZE, MemoryPlan, size
+from quire.protocol.tensor_data import ITEMSIZE
+from quire.worker.memory_plan import MemoryPlan, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +292,9 @@ CHECKS: tuple[Callable[[DoctorContext], Iterator[DoctorFinding]], ...] = (
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(file)
+    except ConfigError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def remote_tensors(model: ModelConfig) -> list[TensorHeader] | None:

@@ -23,9 +23,8 @@ def main(argv: Sequence[str]) -> int:
             configure("server", config.observe.log_level)
     except ValueError as why:
         return _failed(why, 2)
-    from quire.server.process.launch import (
-        serve,  # takes half a second to import, which --help need not wait for
-    )
+    # It takes half a second to import, which --help need not wait for.
+    from quire.server.process.launch import serve
 
     try:
         return int(serve(config))

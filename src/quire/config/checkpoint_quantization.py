@@ -102,10 +102,8 @@ class CheckpointQuantization:
         for pattern, layout in self.changed:
             if any(re.match(pattern, each) for each in _spellings(name)):
                 return layout
-        for special in (
-            True,
-            False,
-        ):  # a group that names the layer takes precedence over one for every linear
+        # A group that names the layer takes precedence over one for every linear.
+        for special in (True, False):
             for targets, layout in self.groups:
                 for target in targets:
                     if (target != "Linear") == special and (not special or _named(target, name)):

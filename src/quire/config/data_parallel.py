@@ -1,7 +1,7 @@
 """Data parallelism: which combinations of its options are refused, and how many HTTP processes serve several engines.
 
-Knows numbers of engines and who balances: this server among all engines (internal), or among those of its machine while a
-load balancer distributes among machines (hybrid); or a load balancer among all (external, multi-port).
+Knows numbers of engines, and what distributes the requests: this server among all engines (internal), or among those of its
+machine while a load balancer distributes among machines (hybrid); or a load balancer among all (external, multi-port).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.errors import ConfigError, Unsupported
 
 
 def check_data_parallel(parallel: ParallelConfig, server: ServerConfig) -> None:
-    """Raises ConfigError: two options contradict each other. Unsupported: Ray."""
+    """Raises ConfigError: two options contradict each other."""
     size, local, rank = (
         parallel.data_parallel_size,
         parallel.data_parallel_size_local,
@@ -31,16 +31,16 @@ def check_data_parallel(parallel: ParallelConfig, server: ServerConfig) -> None:
         f"data_parallel_multi_port_external_lb needs at least 2 engines on this machine, and data_parallel_size_local is {local}": parallel.data_parallel_multi_port_external_lb and (local or 0) < 2,
         f"data_parallel_multi_port_external_lb: {of} is not a multiple of data_parallel_size_local={local}": parallel.data_parallel_multi_port_external_lb and bool(local) and size % (local or 1) != 0,
         f"disable_frontend_multiprocessing with {of}: several engines need processes of their own; leave it out": server.disable_frontend_multiprocessing and len(parallel.ranks) > 1,
+        "headless with data_parallel_backend=ray: Ray starts the ranks on all machines; run only the server, without --headless": parallel.data_parallel_backend == "ray" and server.headless,
         "headless needs data_parallel_start_rank: which of the engines this machine has": server.headless and first is None and parallel.nnodes == 1,
         f"headless runs no HTTP processes, and api_server_count is {server.api_server_count}: leave one out": server.headless and bool(server.api_server_count),
+        f"data_parallel_backend=ray with distributed_executor_backend={parallel.distributed_executor_backend}: Ray starts the ranks; leave one out": parallel.data_parallel_backend == "ray" and parallel.distributed_executor_backend not in (None, "ray"),
         "api_server_count=0 starts no HTTP process: use at least 1, or --headless for the engines of another server": server.api_server_count == 0 and not server.headless,
         "headless runs engines for another server, which balances: leave data_parallel_rank and the _lb options out": server.headless and (rank is not None or parallel.data_parallel_hybrid_lb or parallel.data_parallel_external_lb or parallel.data_parallel_multi_port_external_lb),
     }  # fmt: skip
     for why, is_given in refused.items():
         if is_given:
             raise ConfigError(why)
-    if parallel.data_parallel_backend == "ray":
-        raise Unsupported("data_parallel_backend=ray", "use mp, with a server on each machine (--data-parallel-hybrid-lb)")  # fmt: skip
 
 
 def check_device(parallel: ParallelConfig, device: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from msgspec.structs import asdict
+
 from quire.config.cache import KV_DTYPES, CacheConfig
 from quire.config.load import LoadConfig
 from quire.config.lora import LoraConfig
@@ -145,18 +147,18 @@ class Resolved:
         )
 
     @property
+    def num_drafts(self) -> int:
+        """The most draft tokens of a request in a step; 0: nothing is speculated."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    @property
     def draft_spec(self) -> ModelSpec | None:
         """The drafter's model."""
         if (draft := self.draft) is None:
             return None
         return replace(
             self.spec,
-            path=draft.path,
-            hf_config=draft.hf_config,
-            architecture=draft.architecture,
-            dtype=draft.dtype,
-            max_model_len=draft.max_model_len,
-            quantization=draft.quantization,
+            **asdict(draft),
             pooling=None,
             is_split=self.speculation is None or self.speculation.draft_tensor_parallel_size != 1,
             parallel=ParallelConfig(),

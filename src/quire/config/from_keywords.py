@@ -16,6 +16,7 @@ from quire.config.api_key_file import plain_keys
 from quire.config.data_parallel import from_environment
 from quire.config.engine import EngineConfig
 from quire.config.model import EMBEDDER
+from quire.config.nodes import with_engines_by_node
 from quire.config.options import coerce, options
 from quire.config.unknown_names import Source, UnknownName, spelt, unknown
 from quire.config.vllm_flags import OLD, VllmFlag
@@ -59,9 +60,10 @@ def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> En
             fields[name] = value
     if fields.get("runner") == "pooling" and fields.get("model") is None:
         fields["model"] = EMBEDDER
-    return EngineConfig.from_keywords(
+    config = EngineConfig.from_keywords(
         **{name: coerce(known[name], value) for name, value in fields.items()}
     )
+    return with_engines_by_node(config)
 
 
 def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[str, Any]:

@@ -1,53 +1,92 @@
-"""What an engine on several machines needs, and what torchrun must have started: checked before anything is loaded.
+"""Which machine has which engines and ranks (--nnodes), and what torchrun must have started: checked before anything is loaded.
 
 Knows the configuration and torchrun's environment. Does not know connections.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from quire import env
 from quire.config.cluster_key import cluster_key
 from quire.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:
-    from quire.config.engine import Resolved
+    from quire.config.engine import EngineConfig, Resolved
+
+
+def with_engines_by_node(config: EngineConfig) -> EngineConfig:
+    """With `nnodes` machines for several engines: which of the engines this machine has.
+
+    If each machine has whole engines, the options of data parallelism say it, and nnodes becomes 1. If each engine has several
+    machines, the processes of all engines are on machine 0, and the other machines have ranks only.
+
+    Raises:
+        ConfigError: an option contradicts these numbers.
+    """
+    parallel, headless = config.parallel, config.server.headless
+    nodes, node, engines = parallel.nnodes, parallel.node_rank, parallel.data_parallel_size
+    if nodes == 1:
+        return config
+    if node >= nodes:
+        raise ConfigError(
+            f"node_rank={node} with nnodes={nodes}: the machines have the numbers 0 to {nodes - 1}"
+        )
+    for name in ("distributed_executor_backend", "data_parallel_backend"):
+        if (backend := getattr(parallel, name)) in ("ray", "external_launcher"):
+            raise ConfigError(f"nnodes={nodes} with {name}={backend}: use mp, or leave nnodes out")
+    if engines == 1:
+        return config
+    about, local = f"nnodes={nodes} and data_parallel_size={engines}", max(1, engines // nodes)
+    are_whole = engines % nodes == 0
+    is_external = parallel.data_parallel_external_lb or parallel.is_external
+    has_server = is_external or parallel.data_parallel_multi_port_external_lb or (parallel.is_hybrid and not headless)  # fmt: skip
+    if has_server and not are_whole:
+        raise ConfigError(
+            f"{about} with a load balancer: each engine has several machines; start each engine by itself, with --nnodes and"
+            " --master-addr of its own, and without data_parallel_size"
+        )
+    if is_external and local > 1:
+        raise ConfigError(
+            f"{about} with data_parallel_external_lb: each machine has {local} engines; use data_parallel_hybrid_lb or"
+            " data_parallel_multi_port_external_lb"
+        )
+    if node and not (headless or has_server):
+        raise ConfigError(f"node_rank={node}: machine 0 has the server; run quire serve with --headless on this one")  # fmt: skip
+    own: dict[str, Any] = {"data_parallel_rank": node} if is_external else {"data_parallel_size_local": local}  # fmt: skip
+    if are_whole and not is_external and (node or has_server):
+        own["data_parallel_start_rank"] = node * local
+    for name, value in own.items():
+        if (given := getattr(parallel, name)) not in (None, value):
+            raise ConfigError(f"{name}={given} with {about}: machine {node} has {value}; leave it out")  # fmt: skip
+    if are_whole:
+        address = parallel.data_parallel_address or parallel.master_addr
+        own |= {"nnodes": 1, "node_rank": 0, "data_parallel_address": address}
+    return replace(config, parallel=replace(parallel, **own))
 
 
 def check_nodes(resolved: Resolved) -> None:
-    """Raises ConfigError, Unsupported: the number of machines, this one's number or the way to start ranks does not fit."""
+    """Raises ConfigError, Unsupported: the number of machines or the way to start ranks does not fit."""
     parallel, executor = resolved.config.parallel, resolved.executor
-    nodes, ranks, engines = (
-        parallel.nnodes,
-        parallel.world_size,
-        parallel.data_parallel_size,
-    )
+    nodes, ranks, engines = parallel.nnodes, parallel.world_size, parallel.data_parallel_size
     if executor == "external_launcher":
         _check_launcher(ranks)
-    if nodes == 1:
-        if executor in ("ray", "external_launcher") and engines > 1:
+        if engines > 1:
             raise Unsupported(
                 f"data_parallel_size={engines} with {executor}", "use mp, or one engine"
             )
+    if nodes == 1:
         return
-    if executor != "mp":
+
+    def fits(number: int) -> bool:
+        return engines % number == 0 or (number % engines == 0 and ranks % (number // engines) == 0)
+
+    if not fits(nodes):
+        nearest = max(filter(fits, range(1, nodes)))
         raise ConfigError(
-            f"nnodes={nodes} with distributed_executor_backend={executor}: use mp, or leave nnodes out"
-        )
-    if ranks % nodes:
-        nearest = max(n for n in range(1, min(ranks, nodes) + 1) if ranks % n == 0)
-        raise ConfigError(
-            f"nnodes={nodes} does not divide the {ranks} ranks (the product of the parallel sizes); use {nearest}"
-        )
-    if parallel.node_rank >= nodes:
-        raise ConfigError(
-            f"node_rank={parallel.node_rank} with nnodes={nodes}: the machines have the numbers 0 to {nodes - 1}"
-        )
-    if engines > 1:
-        raise Unsupported(
-            f"nnodes={nodes} with data_parallel_size={engines}",
-            "start one engine with several machines",
+            f"nnodes={nodes} with data_parallel_size={engines} and {ranks} ranks in each engine (the product of the other parallel"
+            f" sizes): each machine has the same number of ranks, or of whole engines; use {nearest}"
         )
     cluster_key(parallel.master_addr)
 

@@ -23,7 +23,7 @@ class ParallelConfig:
     prefill_context_parallel_size: AtLeast1 = 1
     """Number of ranks that each compute a part of a prompt's tokens; multiplies the number of processes (docs/parallel.md)."""
     decode_context_parallel_size: AtLeast1 = 1
-    """Number of ranks that keep a part of the KV cache's blocks each, among those of tensor_parallel_size with equal KV heads."""
+    """Number of ranks that keep a part of the KV cache's blocks each: all of prefill_context_parallel_size, times some of tensor_parallel_size with equal KV heads."""
     data_parallel_size: AtLeast1 = 1
     """Number of engines with all weights that share the requests (docs/parallel.md)."""
     data_parallel_size_local: AtLeast0 | None = None
@@ -43,9 +43,9 @@ class ParallelConfig:
     data_parallel_rpc_port: Annotated[int, Meta(ge=0, le=65535)] = 29550
     """Port of that server for engines on other machines."""
     data_parallel_backend: Literal["mp", "ray"] = "mp"
-    """mp: each engine is a child of its server; ray: not supported yet."""
+    """mp: the ranks of each engine are where its server is; ray: Ray starts them, those of data_parallel_size_local engines on each machine."""
     nnodes: AtLeast1 = 1
-    """Number of machines whose ranks split the model; each has the same number of ranks (docs/machines.md)."""
+    """Number of machines of all engines; each has the same number of ranks, or of whole engines (docs/machines.md)."""
     node_rank: AtLeast0 = 0
     """Number of this machine among them; 0 has the HTTP server."""
     master_addr: str = "127.0.0.1"
@@ -95,17 +95,30 @@ class ParallelConfig:
 
     @property
     def local_ranks(self) -> range:
-        """Those of them that run on this machine: the first ones."""
+        """Those of them whose processes run on this machine: the first ones. Their ranks may be on other machines."""
         count = self.data_parallel_size_local
         own = self.data_parallel_rank is not None or self.is_hybrid or count is None
-        return self.ranks if own else range(count or 0)
+        only_ranks_elsewhere = self.nnodes > 1 or self.data_parallel_backend == "ray"
+        return self.ranks if own or only_ranks_elsewhere else range(count or 0)
+
+    @property
+    def nodes_of_engine(self) -> range:
+        """The machines, of `nnodes`, with the ranks of this engine; on another machine than 0: of the engine whose ranks it has."""
+        count = max(1, self.nnodes // self.data_parallel_size)
+        engine = self.node_rank // count or self.data_parallel_rank or 0
+        return range(engine * count, (engine + 1) * count)
+
+    @property
+    def port_of_engine(self) -> int:
+        """The port of machine 0 to which the other machines of this engine connect: each engine has its own."""
+        return self.master_port + self.nodes_of_engine.start // len(self.nodes_of_engine)
 
     @property
     def share(self) -> tuple[int, int]:
         """(which, of how many) engines that divide this machine's cores and memory."""
         count = self.data_parallel_size_local or 1
         if self.data_parallel_rank is None:
-            return 0, max(1, len(self.local_ranks))
+            return 0, count if self.data_parallel_size_local is not None else len(self.ranks)
         return (self.data_parallel_rank - (self.data_parallel_start_rank or 0)) % count, count
 
     def place_on_machine(self, rank: int, size: int) -> tuple[int, int]:

@@ -165,8 +165,3 @@ class PoolingModel(Struct, frozen=True, kw_only=True, omit_defaults=True):
     pinned: int = 0
     max_length: int = 0
     float32_head: bool = True
-
-    @property
-    def keeps_all_tokens(self) -> bool:
-        """Whether some task's output has a part for each token."""
-        return any(task.startswith("token_") for task in self.info.tasks)

@@ -64,33 +64,31 @@ def _check_heads(resolved: Resolved) -> None:
 def _check_blocks(resolved: Resolved) -> None:
     """Raises ConfigError, Unsupported: the ranks that would keep a part of the blocks each do not have the same KV heads."""
     sizes, config = resolved.config.parallel, resolved.hf_config
-    tensor, size = sizes.tensor_parallel_size, sizes.decode_context_parallel_size
+    tensor, prefill = sizes.tensor_parallel_size, sizes.prefill_context_parallel_size
+    size = sizes.decode_context_parallel_size
     if size == 1:
         return
     about = f"decode_context_parallel_size={size}"
-    if (prefill := sizes.prefill_context_parallel_size) > 1:
-        raise Unsupported(f"{about} with prefill_context_parallel_size={prefill}", "use 1 for one of them")  # fmt: skip
     if resolved.config.speculation.speculative_config:
         raise Unsupported(f"{about} with --speculative-config", "use 1")
     heads = model_size(config, "num_attention_heads", 1)
     kv_heads = 1 if config.get("kv_lora_rank") else model_size(config, "num_key_value_heads", heads)
     copies = max(1, tensor // kv_heads)
-    if copies % size:
-        nearest = max(n for n in range(1, size) if copies % n == 0)
+    allowed = {1, *(prefill * n for n in range(1, copies + 1) if copies % n == 0)}
+    if size not in allowed:
+        nearest = max(n for n in allowed if n < size)
         raise ConfigError(
-            f"{about}: with tensor_parallel_size={tensor} and {kv_heads} KV heads, {copies} ranks have the same keys, and {size}"
-            f" does not divide that; use {nearest}, or raise tensor_parallel_size to {kv_heads * size}"
+            f"{about}: with tensor_parallel_size={tensor}, prefill_context_parallel_size={prefill} and {kv_heads} KV heads it can be"
+            f" {' or '.join(map(str, sorted(allowed)))}; use {nearest}, or a larger tensor_parallel_size"
         )
 
 
 def _refuse(resolved: Resolved, name: str, size: int) -> None:
     config, about = resolved.config, f"{name}={size}"
-    stages, parts = (name == f"{of}_parallel_size" for of in ("pipeline", "prefill_context"))
+    parts = name == "prefill_context_parallel_size"
     refused = {
         f"{about} on {resolved.device}": resolved.device != "cpu",
-        f"{about} with --enable-lora": stages and config.lora.enable_lora,
-        f"{about} with --speculative-config": (stages or parts)
-        and bool(config.speculation.speculative_config),
+        f"{about} with --speculative-config": parts and bool(config.speculation.speculative_config),
         f"{about} with --model-impl transformers": config.model.model_impl == "transformers",
     }
     for what, is_given in refused.items():

@@ -117,6 +117,8 @@ def resolve(
 
 def _executor(config: EngineConfig) -> str:
     """Several ranks need a process each, unless torchrun has started them."""
+    if config.parallel.data_parallel_backend == "ray":
+        return "ray"
     chosen = config.parallel.distributed_executor_backend or "uni"
     return "mp" if config.parallel.world_size > 1 and chosen == "uni" else chosen
 

@@ -139,15 +139,25 @@ def name_of(thing: Any) -> str:
     )
 
 
-def by_name(name: str) -> Any:
-    """The object that `module:Name` names."""
-    module, _, path = name.partition(":")
+def by_name(name: str, option: str = "") -> Any:
+    """The object that `module:Name` or `module.Name` names. `option`: whose value the name is, for errors.
+
+    Raises:
+        ConfigError: the name has another form, or cannot be imported.
+    """
+    about = f"{option}: {name!r}" if option else name
+    module, colon, path = name.partition(":")
+    if not colon:
+        module, _, path = name.rpartition(".")
+    if not module or not path:
+        raise ConfigError(f"{about} is not of the form module.Class or module:Class")
     try:
         thing: Any = importlib.import_module(module)
         for part in path.split("."):
             thing = getattr(thing, part)
-    except (ImportError, AttributeError) as why:
-        raise ConfigError(f"{name} cannot be imported: {why} ({WHERE})") from None
+    except Exception as why:
+        reason = f"{type(why).__name__}: {why}"
+        raise ConfigError(f"{about} cannot be imported: {reason} ({WHERE})") from why
     return thing
 
 

@@ -242,13 +242,7 @@ def _check(options: SpeculativeOptions, keys: Mapping[str, Any]) -> None:
     for name, (low, high) in RANGES.items():
         value = getattr(options, name)
         if name in keys and value is not None and not (low <= value <= (value if high is None else high)):  # fmt: skip
-            span = (
-                f"at least {low}"
-                if high is None
-                else f"{low} to {high}"
-                if low < high
-                else f"{low}"
-            )
+            span = f"at least {low}" if high is None else f"{low} to {high}"
             raise ConfigError(f"{KEY}.{name}={value}: must be {span}")
     low, high = options.lookup
     if not 1 <= low <= high:

@@ -72,12 +72,9 @@ def _literal(text: str) -> Any:
 # Accepted under another name
 
 
-def _hf(key: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {"hf_overrides": {key: value}}
-
-
-def _structured(key: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {"structured_outputs_config": {key: value}}
+def _key_of(field: str, key: str) -> Callable[[Any], dict[str, Any]]:
+    """The value of an old name becomes that of a key of a field's object."""
+    return lambda value: {field: {key: value}}
 
 
 def _guided_backend(value: Any) -> dict[str, Any]:
@@ -89,14 +86,6 @@ def _guided_backend(value: Any) -> dict[str, Any]:
 def _backend(value: Any) -> dict[str, Any]:
     backend = value.get("backend") if isinstance(value, dict) else getattr(value, "backend", None)
     return {"attention_backend": str(getattr(backend, "name", backend))} if backend else {}
-
-
-def _speculative(key: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {"speculative_config": {key: value}}
-
-
-def _eplb(key: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {"eplb_config": {key: value}}
 
 
 def _ray(value: Any) -> dict[str, Any]:
@@ -133,15 +122,15 @@ _MAPPED = (
     VllmFlag("disable_log_requests", "flag", "W", "use enable_log_requests (off by default)", (), lambda v: {"enable_log_requests": not v}),
     VllmFlag("task", "value", "W", "use runner and convert", ("generate", "auto"), lambda v: TASKS.get(v, {"runner": "pooling"})),
     VllmFlag("max_num_scheduled_tokens", "value", "W", "use max_num_batched_tokens", (), lambda v: {"max_num_batched_tokens": v}),
-    VllmFlag("rope_scaling", "value", "W", "use hf_overrides={'rope_scaling': ...}", (), _hf("rope_scaling")),
-    VllmFlag("rope_theta", "value", "W", "use hf_overrides={'rope_theta': ...}", (), _hf("rope_theta")),
+    VllmFlag("rope_scaling", "value", "W", "use hf_overrides={'rope_scaling': ...}", (), _key_of("hf_overrides", "rope_scaling")),
+    VllmFlag("rope_theta", "value", "W", "use hf_overrides={'rope_theta': ...}", (), _key_of("hf_overrides", "rope_theta")),
     VllmFlag("attention_config", "value", "W", "use attention_backend; its other keys do nothing here", (), _backend),
     VllmFlag("guided_decoding_backend", "value", "W", "use structured_outputs_config={'backend': ...}", ("auto",), _guided_backend),
-    VllmFlag("guided_decoding_disable_any_whitespace", "flag", "W", f"use structured_outputs_config={{'{_WHITESPACE}': true}}", (), _structured(_WHITESPACE)),
-    VllmFlag("guided_decoding_disable_additional_properties", "flag", "W", f"use structured_outputs_config={{'{_PROPERTIES}': true}}", (), _structured(_PROPERTIES)),
-    *(VllmFlag(f"spec_{key}", "value", "A", "", (), _speculative(name)) for key, name in _SPECULATIVE.items()),
-    *(VllmFlag(name, "value", "W", f"use speculative_config={{'{key}': ...}}", (), _speculative(key)) for name, key in _OLD_SPECULATIVE.items()),
-    *(VllmFlag(name, kind, "W", f"use eplb_config={{'{key}': ...}}", (), _eplb(key)) for name, (kind, key) in _EPLB.items()),
+    VllmFlag("guided_decoding_disable_any_whitespace", "flag", "W", f"use structured_outputs_config={{'{_WHITESPACE}': true}}", (), _key_of("structured_outputs_config", _WHITESPACE)),
+    VllmFlag("guided_decoding_disable_additional_properties", "flag", "W", f"use structured_outputs_config={{'{_PROPERTIES}': true}}", (), _key_of("structured_outputs_config", _PROPERTIES)),
+    *(VllmFlag(f"spec_{key}", "value", "A", "", (), _key_of("speculative_config", name)) for key, name in _SPECULATIVE.items()),
+    *(VllmFlag(name, "value", "W", f"use speculative_config={{'{key}': ...}}", (), _key_of("speculative_config", key)) for name, key in _OLD_SPECULATIVE.items()),
+    *(VllmFlag(name, kind, "W", f"use eplb_config={{'{key}': ...}}", (), _key_of("eplb_config", key)) for name, (kind, key) in _EPLB.items()),
     VllmFlag("distributed_timeout_seconds", "value", "W", "use cpu_distributed_timeout_seconds", (), lambda v: {"cpu_distributed_timeout_seconds": v}),
     *(VllmFlag(name, "flag", "W", "use distributed_executor_backend=ray", (), _ray) for name in ("worker_use_ray", "engine_use_ray")),
     VllmFlag("model_tag", "value", "A", "", (), lambda v: {"model": v}),

@@ -83,7 +83,7 @@ class EngineBalancer:
         return count if report is stats else 0
 
     def move(self, loads: Sequence[EngineLoad], allowed: Sequence[int]) -> Move | None:
-        """Waiting requests of a full engine that one with free rows and blocks should have; None: all is well.
+        """Waiting requests of a full engine that one with free rows and blocks should have; None: there are none.
 
         Half of the difference between the two goes over. Each frontend moves its part, and only once for each report.
         """

@@ -55,6 +55,7 @@ from quire.platforms.detect import facts
 from quire.plugins import load_plugins
 from quire.processes.watchdog import Watchdog
 from quire.protocol.output import EngineReady
+from quire.protocol.tensor_data import ITEMSIZE
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
@@ -62,7 +63,6 @@ from quire.startup_timer import Report, no_report
 from quire.version import __version__
 from quire.worker.build import WorkerInfo
 from quire.worker.forecast import forecast_weights
-from quire.worker.memory_plan import ITEMSIZE
 
 
 # -- public ---------------------------------------------------------------------------------------
@@ -254,8 +254,8 @@ def build_scheduler(
         max_length=info.max_model_len,
         chunked=resolved.chunked_prefill,
         max_chunk=options.long_prefill_token_threshold,
-        drafts=0 if (drafts := resolved.speculation) is None else drafts.num_speculative_tokens,
-        lookahead=drafts.num_speculative_tokens if drafts and resolved.draft else 0,
+        drafts=resolved.num_drafts,
+        lookahead=resolved.num_drafts if resolved.draft else 0,
         depth=resolved.depth,
         # The stages before the last would wait for a token that is not drawn yet.
         run_ahead=resolved.config.parallel.pipeline_parallel_size == 1,
@@ -270,8 +270,7 @@ def build_scheduler(
 
 
 def build_speculation(resolved: Resolved) -> list[SpeculationGate]:
-    options = resolved.speculation
-    return [] if options is None else [SpeculationGate(options.num_speculative_tokens)]
+    return [SpeculationGate(resolved.num_drafts)] if resolved.speculation else []
 
 
 def build_pipeline(resolved: Resolved) -> list[PipelineGate]:

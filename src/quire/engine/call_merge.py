@@ -58,7 +58,7 @@ MERGED: dict[str, Callable[[Answers], Any]] = {
 """Function -> its answer, from those of all engines in their order."""
 
 ONCE = frozenset({"count_ended"})
-"""Functions that one engine must run, whichever."""
+"""Functions that only one engine must run, any of them."""
 
 
 def merge(name: str, answers: Answers) -> Any:

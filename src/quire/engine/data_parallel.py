@@ -158,7 +158,7 @@ class DataParallelClient:
             except (EngineDeadError, EngineDelayed):
                 if request.engine is not None or not others:
                     raise
-                continue  # it ended this moment: another one
+                continue  # it has ended since it was chosen: choose again
             self._balancer.sent(number, client.stats())
             self._requests[number][request.id] = False
             return
@@ -180,7 +180,7 @@ class DataParallelClient:
                 return found
         least = min(range(len(conditions)), key=lambda number: WORST.index(conditions[number]))
         self.clients[least].check()
-        return [least]  # its state has changed this moment
+        return [least]  # it has become ready since
 
     def _loads(self) -> list[EngineLoad]:
         return [
@@ -227,7 +227,7 @@ class DataParallelClient:
                 continue
             while not self._batches.empty():
                 found = found + self._batches.get()
-            if found:  # none wakes this thread
+            if found:  # `close` puts an empty list, which only wakes this thread
                 return found
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class DataParallelClient:
 
     # -- the threads ----------------------------------------------------------------------------
     def _read(self, number: int) -> None:
-        """Receive the outputs of one engine until it ends for ever."""
+        """Receive the outputs of one engine until no process of it will come."""
         client = self.clients[number]
         while self._dead is None:
             try:
@@ -266,10 +266,10 @@ class DataParallelClient:
                 return
             except queue.Full:
                 if self._dead is not None:
-                    return  # the caller comes no more
+                    return  # the caller takes no more outputs
 
     def _place_again(self, requests: Sequence[EngineRequest]) -> None:
-        """An engine died before these requests began: let others have them."""
+        """An engine died before these requests began: send them to others."""
         ended: list[EngineOutput] = []
         for request in requests:
             with self._placing:

@@ -29,11 +29,10 @@ from quire.logging import get_logger
 log = get_logger(__name__)
 
 LOOK_MS = 100
-AT_ONCE = 256  # messages of one socket that are passed on before those of others
 
 
 class LocalEngine:
-    """One engine of this node, seen as its frontends see it."""
+    """One engine of this node, with the sockets of a frontend of it for each frontend of the server."""
 
     def __init__(self, rank: int, place: EnginePlace, frontends: int, context: zmq.Context[Any]):
         self.rank, self.place, self.frontends, self._context = rank, place, frontends, context
@@ -144,12 +143,8 @@ class EngineNode:
 
     def _receive(self) -> list[Any]:
         """What the server sent, after at most LOOK_MS."""
-        found: list[Any] = []
-        wait = LOOK_MS
-        while len(found) < AT_ONCE and self._server.poll(wait):
-            found.append(link.read(self._server.recv_multipart()))
-            wait = 0
-        return found
+        self._server.poll(LOOK_MS)
+        return [link.read(frames) for frames in link.waiting(self._server)]
 
     def _serve(self) -> int:
         beaten = 0.0
@@ -191,11 +186,9 @@ class EngineNode:
             poller.register(socket, zmq.POLLIN)
         ready = dict(poller.poll(LOOK_MS))
         for engine, client, socket in ups:
-            count = AT_ONCE if socket in ready else 0
-            while count and socket.poll(0):
-                head = link.DataHead(engine.rank, engine.epoch, client)
-                self._send(link.data(head, socket.recv_multipart()))
-                count -= 1
+            head = link.DataHead(engine.rank, engine.epoch, client)
+            for frames in link.waiting(socket) if socket in ready else ():
+                self._send(link.data(head, frames))
         if self._server not in ready:
             return None
         for message in self._receive():

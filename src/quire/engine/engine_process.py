@@ -23,7 +23,7 @@ import zmq
 from quire import env
 from quire.engine import sleep
 from quire.engine.core import Answered, EngineCore
-from quire.errors import QuireError
+from quire.errors import EngineDeadError, QuireError
 from quire.logging import configure, get_logger
 from quire.platforms.cpu_affinity import leave_a_core
 from quire.processes.child import STOP, begin_child, exit_child
@@ -43,12 +43,9 @@ from quire.protocol.tensor_data import FrameEncoder
 log = get_logger(__name__)
 
 STATS_EVERY_S = 0.1
-# thresholds of gc: new objects, then collections of the younger epochs; Python's default begins with 700
-COLLECT_AFTER = (
-    20_000,
-    20,
-    50,
-)
+LOOK_EVERY_S = 1.0
+COLLECT_AFTER = (20_000, 20, 50)
+"""Thresholds of gc: new objects, then collections of the younger generations; Python's default begins with 700."""
 
 
 class StopEngine(BaseException):
@@ -144,6 +141,18 @@ def loop(core: EngineCore, sockets: FrontendSockets, watchdog: Watchdog) -> None
             sockets.send_stats(core.stats())
 
 
+def watch_workers(core: EngineCore) -> None:
+    """End the engine when a worker's process has ended while no step waits for it."""
+
+    def watch() -> None:
+        while not (core.idle and (why := core.executor.lost())):
+            time.sleep(LOOK_EVERY_S)
+        core.broken = EngineDeadError(why)
+        core.inbox.put(None)
+
+    threading.Thread(target=watch, name="worker-watch", daemon=True).start()
+
+
 def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     """Build the engine, report that it is ready, run it."""
     from quire.config.serialize import resolved_from_bytes
@@ -173,6 +182,8 @@ def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     sleep.restore_sleep_state(core.functions, sleep_file)
     status.send(ready)
     watchdog.send_by(status.send)
+    if resolved.executor != "uni":
+        watch_workers(core)
     try:
         loop(core, sockets, watchdog)
     finally:

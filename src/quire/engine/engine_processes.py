@@ -56,7 +56,7 @@ def payloads(resolved: Resolved) -> list[bytes]:
     return [
         resolved_to_bytes(replace(resolved, config=replace(config, parallel=replace(
             parallel, data_parallel_rank=rank, data_parallel_start_rank=ranks.start,
-            data_parallel_size_local=len(ranks),
+            data_parallel_size_local=parallel.share[1],
         ))))
         for rank in ranks
     ]  # fmt: skip

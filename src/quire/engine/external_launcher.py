@@ -15,7 +15,7 @@ from quire.parallel.machines import EXCHANGE_S, Machines
 
 
 def external_address(resolved: Resolved) -> RankAddress:
-    """This process's rank. `config/ranks.py` has checked the variables."""
+    """This process's rank. `config/nodes.py` has checked the variables."""
     parallel = resolved.config.parallel
     layout, rank = RankLayout.of(parallel), int(env.outer("RANK") or 0)
     local = int(env.outer("LOCAL_WORLD_SIZE") or layout.size)

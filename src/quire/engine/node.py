@@ -53,10 +53,10 @@ def make_node(config: EngineConfig) -> Node:
     resolved = resolve_config(config)
     layout = RankLayout.of(parallel)
     return Node(
-        (parallel.master_addr, parallel.master_port),
+        (parallel.master_addr, parallel.port_of_engine),
         key,
         parallel.node_rank,
-        layout.size // parallel.nnodes,
+        layout.size // len(parallel.nodes_of_engine),
         memory_bytes(layout),
         node_facts(resolved),
         local_paths(resolved),

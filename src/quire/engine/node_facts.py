@@ -1,4 +1,5 @@
-"""What the machines of one engine must have in common: versions, variables, flags and the checkpoint.
+"""What the machines of one engine, or of several engines behind one server, must have in common: versions, variables, flags
+and the checkpoint.
 
 Knows the configuration. Does not know how machines exchange these facts (`executor/control_port.py`). No torch here.
 """
@@ -6,6 +7,7 @@ Knows the configuration. Does not know how machines exchange these facts (`execu
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,15 +21,16 @@ SECTIONS = ("model", "cache", "scheduler", "parallel", "load", "structured", "lo
 LOCAL = {
     *("model", "tokenizer", "hf_token", "served_model_name", "chat_template", "generation_config"),
     *("lora_modules", "allowed_lora_paths", "download_dir", "use_tqdm_on_load", "node_rank"),
+    *("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"),
     *("distributed_executor_backend", "max_num_queued_reqs", "max_num_queued_tokens"),
 }
-"""Fields that may differ: paths, names, and what only the head uses."""
+"""Fields that may differ: paths, names, which engine it is, and what only the head uses."""
 VARIABLES = ("CPU_ISA", "DEVICE", "PLUGINS", "PP_LAYER_PARTITION")
 """Variables that change what a rank computes."""
 
 
-def node_facts(resolved: Resolved) -> dict[str, str]:
-    """Name -> value, of this machine.
+def node_facts(resolved: Resolved, sections: Sequence[str] = SECTIONS) -> dict[str, str]:
+    """Name -> value, of this machine, with the flags of these sections.
 
     Raises:
         ModelNotFound: the checkpoint has no weights.
@@ -42,14 +45,14 @@ def node_facts(resolved: Resolved) -> dict[str, str]:
         "the instruction set of the CPU kernels": usable[0] if env.get("CPU_ISA") == "auto" else "as set",
         "the checkpoint (digest)": checkpoint_digest(resolved.path, resolved.config.load.load_format),
         **{f"QUIRE_{name}": str(env.get(name)) for name in VARIABLES},
-        **_flags(resolved.config),
+        **_flags(resolved.config, sections),
     }  # fmt: skip
 
 
-def _flags(config: EngineConfig) -> dict[str, str]:
+def _flags(config: EngineConfig, sections: Sequence[str]) -> dict[str, str]:
     return {
         f"--{field.name.replace('_', '-')}": _text(getattr(section, field.name))
-        for section in (getattr(config, name) for name in SECTIONS)
+        for section in (getattr(config, name) for name in sections)
         for field in fields(section)
         if field.name not in LOCAL
     }

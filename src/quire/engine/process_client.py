@@ -23,13 +23,7 @@ from quire.engine.client import answer
 from quire.engine.quarantine import MAX_DIGESTS, Suspects, digest_of
 from quire.engine.shared_state import EngineState, StateBoard
 from quire.engine.supervisor import EngineSupervisor
-from quire.errors import (
-    EngineDeadError,
-    EngineDelayed,
-    QuireError,
-    StartupError,
-    ValidationError,
-)
+from quire.errors import EngineDeadError, EngineDelayed, QuireError, StartupError, ValidationError
 from quire.protocol.output import (
     EngineOutput,
     EngineReady,

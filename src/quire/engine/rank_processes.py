@@ -14,6 +14,7 @@ import msgspec
 from quire import env
 from quire.config.cluster_key import cluster_key
 from quire.config.engine import Resolved
+from quire.config.model_sizes import model_size
 from quire.config.serialize import resolved_to_bytes
 from quire.config.server import ServerConfig
 from quire.engine.node_facts import node_facts
@@ -35,10 +36,12 @@ def start_ranks(target: str, resolved: Resolved, report: Report) -> Executor:
         report: receives the progress of the first rank.
 
     Raises:
-        ConfigError: the control port's address or key is wrong.
+        ConfigError: the control port's address or key is wrong, or there are more stages than layers.
         StartupError: a rank, or a machine, did not start.
     """
     layout = RankLayout.of(resolved.config.parallel)
+    # refuses more stages than layers before anything starts
+    layout.layers(0, model_size(resolved.hf_config, "num_hidden_layers", layout.pipeline))
     on_port = partial(group_on, target=target, resolved=resolved, report=report)
     if resolved.executor == "ray":
         from quire.engine.ray_nodes import ray_executor
@@ -59,12 +62,14 @@ OnPort = Callable[[ControlPort, Callable[[bool], None]], GroupExecutor]
 
 
 def _over_nodes(resolved: Resolved, layout: RankLayout, on_port: OnPort) -> Executor:
-    """The first ranks are here, those of each other node connect."""
+    """The ranks of the first engine's first machine are here; those of the other machines connect."""
     parallel = resolved.config.parallel
-    host, count = parallel.master_addr, layout.size // parallel.nnodes
-    nodes = dict.fromkeys(range(1, parallel.nnodes), count)
-    facts = node_facts(resolved)
-    port = ControlPort(host, parallel.master_port, cluster_key(host), facts, nodes, count)
+    host, machines = parallel.master_addr, parallel.nodes_of_engine
+    count = layout.size // len(machines)
+    others = {node: count for node in machines if node}
+    here = 0 if machines.start else count
+    number, facts = parallel.port_of_engine, node_facts(resolved)
+    port = ControlPort(host, number, cluster_key(host), facts, others, here)
     try:
         port.wait(env.get("NODES_TIMEOUT_S"))
         return on_port(port, port.close)
@@ -81,17 +86,17 @@ def group_on(
     resolved: Resolved,
     report: Report,
 ) -> GroupExecutor:
-    """The executor of ranks that are here, up to the first rank of the other nodes, and behind it there."""
+    """The executor of the ranks that are here, up to the first rank of the other nodes, and of those there."""
     parallel = resolved.config.parallel
     layout, here = RankLayout.of(parallel), min(port.first_ranks.values())
-    counts = [here, *(count for _, count in sorted(port.expected.items()))]
-    nodes = [node for node, count in enumerate(counts, start=0 if here else -1) for _ in range(count)]  # fmt: skip
-    parallel = replace(
-        parallel, nnodes=layout.size // max(counts)
-    )  # what a rank may have of a machine's memory
+    nodes = [0] * here + [node for node, count in sorted(port.expected.items()) for _ in range(count)]  # fmt: skip
+    # A rank gets its part of the memory of a machine with the most ranks.
+    most = max(here, *port.expected.values())
+    parallel = replace(parallel, nnodes=layout.size // most)
     resolved = replace(resolved, config=replace(resolved.config, parallel=parallel))
     wait_s = parallel.cpu_distributed_timeout_seconds or EXCHANGE_S
-    own = Machines(nodes, env.get("HOST_IP") or port.host, (port.host, port.port), port.rendezvous_key, wait_s)  # fmt: skip
+    meeting = port.host, port.port
+    own = Machines(nodes, env.get("HOST_IP") or port.host, meeting, port.rendezvous_key, wait_s)
     payloads: list[bytes] = []
     starts: list[Start] = []
     with addresses(layout) as ranks:
@@ -112,21 +117,12 @@ def group_on(
 
 def on_node(resolved: Resolved, paths: dict[str, str]) -> Resolved:
     """As another machine needs it: its own directories, no secrets."""
-    config = replace(
-        resolved.config,
-        server=ServerConfig(),
-        model=replace(resolved.config.model, hf_token=None),
-    )
-    draft = resolved.draft
+    model, draft = replace(resolved.config.model, hf_token=None), resolved.draft
+    config = replace(resolved.config, server=ServerConfig(), model=model)
     if draft is not None:
         draft = msgspec.structs.replace(draft, path=paths["draft"])
-    return replace(
-        resolved,
-        config=config,
-        path=paths["path"],
-        tokenizer_path=paths["tokenizer_path"],
-        draft=draft,
-    )
+    path, tokenizer = paths["path"], paths["tokenizer_path"]
+    return replace(resolved, config=config, path=path, tokenizer_path=tokenizer, draft=draft)
 
 
 def payload_of(resolved: Resolved, address: RankAddress) -> bytes:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 INSTALL = "install Ray on all machines: pip install quire[ray]"
+NODE_LABEL = "ray.io/node-id"
+"""Ray gives each machine this label."""
 NOT_COPIED = ("HOST_IP", "LOCAL_RANK", "VISIBLE_DEVICES")
 """Ends of the names of variables that each machine sets for itself."""
 
@@ -64,13 +66,17 @@ class RayRanks:
     Args:
         count: the number of ranks, of which each gets a CPU of the placement group.
         seconds: how long to wait for the placement group.
+        others: other engines use the same cluster, so this one does not start it.
+        machine: the number of the machine for all ranks, this one first; None: Ray chooses.
 
     Raises:
-        ConfigError: Ray is not installed.
+        ConfigError: Ray is not installed, or does not run.
         StartupError: the cluster has no room for the ranks.
     """
 
-    def __init__(self, count: int, seconds: float):
+    def __init__(
+        self, count: int, seconds: float, others: bool = False, machine: int | None = None
+    ):
         try:
             import ray
             from ray import util
@@ -78,18 +84,25 @@ class RayRanks:
             raise ConfigError(f"distributed_executor_backend=ray: {INSTALL}") from None
         self._ray, self._util = ray, util
         if not ray.is_initialized():
-            ray.init()
+            try:
+                ray.init(address="auto" if others else None)
+            except ConnectionError:
+                raise ConfigError("Ray does not run, and several engines need one cluster: run `ray start --head` before") from None  # fmt: skip
         self._actors: list[Any] = []
         self._running: list[Any] = []
         self._own = (group := util.get_current_placement_group()) is None
-        self._group = group or util.placement_group([{"CPU": 1}] * count, strategy="PACK")
+        self._group = group or util.placement_group(
+            [{"CPU": 1}] * count,
+            strategy="PACK",
+            bundle_label_selector=self._labels(count, machine),
+        )
         if not ray.wait([self._group.ready()], timeout=seconds)[0]:
             has = ray.available_resources().get("CPU", 0)
-            nodes = sum(node["Alive"] for node in ray.nodes())
             self.close()
+            at = "" if machine is None else f" on machine {machine}"
             raise StartupError(
-                f"Ray has no room for {count} ranks after {seconds:.0f} s: each needs a CPU, and {has:g} are free on"
-                f" {nodes} machines of the cluster at {ray.get_runtime_context().gcs_address}; start `ray start"
+                f"Ray has no room for {count} ranks{at} after {seconds:.0f} s: each needs a CPU, and {has:g} are free on"
+                f" {len(self._nodes())} machines of the cluster at {ray.get_runtime_context().gcs_address}; start `ray start"
                 " --address=...` on more machines, or use fewer ranks"
             )
         places = util.placement_group_table(self._group)["bundles_to_node_id"]
@@ -98,6 +111,23 @@ class RayRanks:
         for bundle, node in sorted(places.items(), key=lambda at: (at[1] != own, at[1], at[0])):
             if sum(map(len, self.bundles.values())) < count:
                 self.bundles.setdefault(node, []).append(bundle)
+
+    def _nodes(self) -> list[str]:
+        """The machines of the cluster, the driver's first."""
+        own = self._ray.get_runtime_context().get_node_id()
+        alive = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+        return sorted(alive, key=lambda node: (node != own, node))
+
+    def _labels(self, count: int, machine: int | None) -> list[dict[str, str]] | None:
+        """Labels that pin each bundle to a machine. Raises StartupError: the cluster has too few machines."""
+        if machine is None:
+            return None
+        if machine >= len(nodes := self._nodes()):
+            raise StartupError(
+                f"data_parallel_size and data_parallel_size_local need {machine + 1} machines or more, and the Ray cluster has"
+                f" {len(nodes)}: start `ray start --address=...` on more, or raise data_parallel_size_local"
+            )
+        return [{NODE_LABEL: nodes[machine]}] * count
 
     @property
     def counts(self) -> dict[int, int]:
@@ -155,8 +185,13 @@ def ray_executor(
     Raises:
         ConfigError, StartupError: Ray is not there, has no room, or a machine of it failed.
     """
-    count, seconds = RankLayout.of(resolved.config.parallel).size, env.get("NODES_TIMEOUT_S")
-    ranks = RayRanks(count, seconds)
+    parallel, seconds = resolved.config.parallel, env.get("NODES_TIMEOUT_S")
+    machine, engines = None, parallel.data_parallel_size_local
+    if parallel.data_parallel_backend == "ray" and engines:
+        rank, first = parallel.data_parallel_rank or 0, parallel.data_parallel_start_rank or 0
+        machine = (rank - first) // engines
+    others = parallel.data_parallel_size > 1
+    ranks = RayRanks(RankLayout.of(parallel).size, seconds, others, machine)
     try:
         key = secrets.token_bytes(32)
         port = ControlPort(ranks.address(), 0, key, node_facts(resolved), ranks.counts)

@@ -25,6 +25,7 @@ from quire.config.engine import Resolved
 from quire.engine import remote_link as link
 from quire.engine.shared_state import EngineState, StateBoard
 from quire.errors import ConfigError
+from quire.executor.control_port import differences
 from quire.logging import get_logger
 from quire.processes.port_holder import port_holder
 from quire.processes.run_folder import hold, own_folder
@@ -33,11 +34,10 @@ from quire.protocol.output import StartupStatus
 log = get_logger(__name__)
 
 LOOK_MS = 200
-AT_ONCE = 256  # messages of one engine that are passed on before those of others
 
 
 class RemoteEngine:
-    """One engine at a node: its board and its folder of sockets here. It has the methods of an EngineSupervisor that clients use."""
+    """One engine at a node: its board and its folder of sockets here, with the methods of an EngineSupervisor that clients call."""
 
     def __init__(self, rank: int, context: zmq.Context[Any], where: str):
         self.rank, self._context = rank, context
@@ -46,7 +46,7 @@ class RemoteEngine:
         self.node: bytes | None = None
         """The identity of its node; None: it has none now."""
         self.base = 0
-        """The number of its process here is that at the node plus this."""
+        """Added to the number of its process at the node, it is the number of its process here."""
         self._ups: dict[int, zmq.Socket[bytes]] = {}
         waiting = StartupStatus(f"waiting for a node with engine {rank} at {where}")
         self.board.publish(EngineState(1, "starting", startup=waiting))
@@ -125,10 +125,8 @@ class RemoteEngines:
     def __init__(self, resolved: Resolved, ranks: range, frontends: int):
         parallel = resolved.config.parallel
         self._frontends, self._facts = frontends, link.facts_of(resolved)
-        self.where, secret = (
-            link.endpoint(parallel),
-            cluster_key(parallel.data_parallel_address or link.LOCAL),
-        )
+        self.where = link.endpoint(parallel)
+        secret = cluster_key(parallel.data_parallel_address or link.LOCAL)
         self._context: zmq.Context[Any] = zmq.Context()
         self._keys: ThreadAuthenticator | None = None
         if secret:
@@ -183,13 +181,13 @@ class RemoteEngines:
             poller.register(socket, zmq.POLLIN)
         ready = dict(poller.poll(LOOK_MS))
         if self._router in ready:
-            for frames in waiting(self._router):
+            for frames in link.waiting(self._router):
                 self._from_node(frames[0], frames[1:])
         for engine in self.engines.values():
             if engine.node is None or engine.down not in ready:
                 continue
             head = link.DataHead(engine.rank, engine.state.epoch - engine.base)
-            for frames in waiting(engine.down):
+            for frames in link.waiting(engine.down):
                 self._send(engine.node, link.data(head, frames))
 
     def _send(self, node: bytes, frames: list[Any]) -> None:
@@ -210,8 +208,8 @@ class RemoteEngines:
     def _handle(self, node: bytes, message: link.LinkMessage | tuple[link.DataHead, list[bytes]]) -> None:  # fmt: skip
         match message:
             case (link.DataHead(rank=rank, epoch=epoch, client=client), frames):
-                engine = self.engines.get(rank)
-                if engine is not None and engine.node == node and epoch + engine.base == engine.state.epoch:  # fmt: skip
+                engine, is_known = self.engines.get(rank), 0 <= client < self._frontends
+                if engine is not None and engine.node == node and is_known and epoch + engine.base == engine.state.epoch:  # fmt: skip
                     engine.send_up(client, frames)
             case link.NodeState(rank=rank, state=state):
                 engine = self.engines.get(rank)
@@ -229,16 +227,7 @@ class RemoteEngines:
         engine.board.publish(found)
 
     def _meet(self, node: bytes, hello: link.Hello) -> None:
-        why = link.difference(self._facts, hello.facts)
-        conflicts = [r for r in hello.ranks if r in self.engines and self.engines[r].node not in (None, node)]  # fmt: skip
-        if unknown := [rank for rank in hello.ranks if rank not in self.engines]:
-            why = (
-                why
-                or f"this server waits for the engines {list(self.engines)}, and the node has {unknown}"
-            )
-        elif conflicts:
-            why = why or f"another node has the engines {conflicts}"
-        if why:
+        if why := self._refusal(node, hello):
             log.error("a node with the engines %s was refused: %s", hello.ranks, why)
             self._send(node, link.control(link.Refusal(why)))
             return
@@ -248,6 +237,15 @@ class RemoteEngines:
                 self._join(self.engines[rank], node)
         self._heard[node] = time.monotonic()
         self._send(node, link.control(link.Welcome(self._frontends)))
+
+    def _refusal(self, node: bytes, hello: link.Hello) -> str:
+        """Why these engines are refused; "" if they are not."""
+        if found := differences(self._facts, hello.facts):
+            return f"the node differs from the server at {self.where}: {found}"
+        if unknown := [rank for rank in hello.ranks if rank not in self.engines]:
+            return f"this server waits for the engines {list(self.engines)}, and the node has {unknown}"
+        conflicts = [rank for rank in hello.ranks if self.engines[rank].node not in (None, node)]
+        return f"another node has the engines {conflicts}" if conflicts else ""
 
     def _join(self, engine: RemoteEngine, node: bytes) -> None:
         before, engine.node = engine.state, node
@@ -276,11 +274,3 @@ class RemoteEngines:
                     f"no node offered engine {engine.rank} at {self.where} within {link.MEET_S:.0f} s: start `quire serve"
                     f" MODEL --headless --data-parallel-start-rank {engine.rank}` there, with this address and port"
                 )))  # fmt: skip
-
-
-def waiting(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """The messages that are there, up to AT_ONCE."""
-    found: list[list[bytes]] = []
-    while len(found) < AT_ONCE and socket.poll(0):
-        found.append(socket.recv_multipart())
-    return found

@@ -10,8 +10,7 @@ message. Only a loopback address needs no key.
 
 from __future__ import annotations
 
-from hashlib import blake2b, sha256
-from pathlib import Path
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -21,8 +20,8 @@ from zmq.utils import z85
 
 from quire.config.engine import Resolved
 from quire.config.parallel import ParallelConfig
+from quire.engine.node_facts import node_facts
 from quire.engine.shared_state import EngineState
-from quire.version import __version__
 
 BEAT_S = 1.0
 GONE_S = 10.0
@@ -30,6 +29,7 @@ GONE_S = 10.0
 MEET_S = 60.0
 """How long both sides wait for the first message of the other."""
 MOST_BYTES = 1 << 28
+AT_ONCE = 256  # messages of one socket that are passed on before those of others
 
 
 class Hello(Struct, array_like=True, tag="hello"):
@@ -98,6 +98,14 @@ def read(frames: list[bytes]) -> LinkMessage | tuple[DataHead, list[bytes]]:
     return _head_decoder.decode(frames[0]), frames[1:]
 
 
+def waiting(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
+    """The messages that have come, up to AT_ONCE."""
+    found: list[list[bytes]] = []
+    while len(found) < AT_ONCE and socket.poll(0):
+        found.append(socket.recv_multipart())
+    return found
+
+
 # -- keys -----------------------------------------------------------------------------------------
 LOCAL = "127.0.0.1"
 
@@ -144,32 +152,17 @@ class NodeKeys:
 
 # -- what both sides must have in common ------------------------------------------------------------
 def facts_of(resolved: Resolved) -> dict[str, str]:
-    """What must be equal, so that an answer does not depend on the engine that gives it."""
-    config, parallel = resolved.config, resolved.config.parallel
+    """What must be equal, so that an answer does not depend on the engine that gives it; memory and queues may differ.
+
+    Raises:
+        ModelNotFound: the checkpoint has no weights.
+    """
+    parallel = resolved.config.parallel
+    sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     return {
-        "version": __version__,
-        "checkpoint": checkpoint_digest(resolved),
-        "data_parallel_size": str(parallel.data_parallel_size),
-        "tensor_parallel_size": str(parallel.tensor_parallel_size),
-        "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
-        "dtype": resolved.dtype,
-        "quantization": str(resolved.quantization),
-        "max_model_len": str(resolved.max_model_len),
-        "kv_cache_dtype": resolved.kv_dtype,
-        "enable_lora": str(config.lora.enable_lora),
+        **node_facts(resolved, ("model", "structured", "lora", "speculation")),
+        **{f"--{name.replace('_', '-')}": str(getattr(parallel, name)) for name in sizes},
+        "the quantization": str(resolved.quantization),
+        "the largest length (max_model_len)": str(resolved.max_model_len),
+        "the format of the KV cache": resolved.kv_dtype,
     }
-
-
-def checkpoint_digest(resolved: Resolved) -> str:
-    """Of the model's configuration, and of the names and sizes of its files."""
-    files = sorted((one.name, one.stat().st_size) for one in Path(resolved.path).iterdir() if one.is_file())  # fmt: skip
-    return sha256(repr((sorted(resolved.hf_config.items(), key=str), files)).encode()).hexdigest()[:12]  # fmt: skip
-
-
-def difference(here: dict[str, str], there: dict[str, str]) -> str:
-    """What differs, with both values; "" if nothing does."""
-    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    return "; ".join(
-        f"{name} is {here.get(name)} at the server and {there.get(name)} at the node"
-        for name in names
-    )

@@ -97,7 +97,7 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
         if resolved.config.lora.enable_lora:
             from quire.features.lora.hook import LoraHook
 
-            adapters = LoraHook(parts.rows, resolved.config.lora)
+            adapters = LoraHook(parts.rows, resolved.config.lora, adapter_targets(resolved))
             parts.hooks.append(adapters)
             parts.functions |= adapters.functions
         add_expert_balance(parts, resolved)
@@ -106,13 +106,23 @@ def worker_features(resolved: Resolved, compiler: GrammarCompiler) -> PlugIn:
     return plug_in
 
 
+def adapter_targets(resolved: Resolved) -> dict[str, tuple[int, int]] | None:
+    """What adapters of the whole model may change (`lora_targets`), where the worker's model is a stage of it; else None."""
+    if resolved.config.parallel.pipeline_parallel_size == 1:
+        return None
+    from quire.layers.lora import lora_targets
+    from quire.worker.rank_memory import construct_part
+
+    return lora_targets(construct_part(resolved.spec))
+
+
 def add_drafter(parts: WorkerParts, resolved: Resolved) -> None:
     """What proposes draft tokens, if `speculative_config` says so.
 
     Raises:
         ConfigError: the model cannot take tokens back.
     """
-    if (options := resolved.speculation) is None:
+    if (options := resolved.speculation) is None or not parts.draws:
         return
     from quire.features.speculation.draft_length import DraftLength
     from quire.features.speculation.hook import SpeculationHook

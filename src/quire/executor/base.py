@@ -39,6 +39,9 @@ class Executor(Protocol):
             QuireError, ValueError: a worker has no such function, or the function failed.
         """
 
+    def lost(self) -> str:
+        """Which process of the workers has ended, and how; "" if none has. Any thread may ask."""
+
     def close(self) -> None:
         """Stop the workers. May be called twice."""
 

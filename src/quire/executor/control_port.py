@@ -248,7 +248,7 @@ class ControlPort:
                 return NodeRefused(
                     f"{where}: node {node} has already joined from {other}; give each node its own --node-rank"
                 )
-            text = self._differences(message.facts)
+            text = differences(self._facts, message.facts)
             if not text and message.num_ranks != count:
                 text = f"the number of its ranks is {message.num_ranks} there and {count} here"
             if text:
@@ -258,15 +258,16 @@ class ControlPort:
             self.nodes[node], self._links[node] = message, link
             return NodeAccepted(self.first_ranks[node])
 
-    def _differences(self, node_facts: Mapping[str, str]) -> str:
-        own = self._facts
-        found = [
-            f"{name} is {node_facts.get(name, 'not known')} there and {own.get(name, 'not known')} here"
-            for name in sorted(own.keys() | node_facts.keys())
-            if own.get(name) != node_facts.get(name)
-        ]
-        more = f"; and {len(found) - MAX_DIFFERENCES} more" if len(found) > MAX_DIFFERENCES else ""
-        return "; ".join(found[:MAX_DIFFERENCES]) + more
+
+def differences(here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """Of the facts of two machines, with both values; "" if there are none."""
+    found = [
+        f"{name} is {there.get(name, 'not known')} there and {here.get(name, 'not known')} here"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+    more = f"; and {len(found) - MAX_DIFFERENCES} more" if len(found) > MAX_DIFFERENCES else ""
+    return "; ".join(found[:MAX_DIFFERENCES]) + more
 
 
 def _shut(connection: Connection) -> None:

@@ -7,20 +7,22 @@ If all fail a step for the same reason, they have the same state, and only its r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.errors import EngineDeadError, StepFailed
+from quire.errors import EngineDeadError, RankLost, StartupError, StepFailed
 from quire.executor.base import StepFuture
-from quire.executor.messages import CallFailed, CallResult, CallWorker, encode, exception
-from quire.executor.process import ProcessExecutor, Start
+from quire.executor.messages import Answer, CallFailed, CallResult, CallWorker, encode, exception
+from quire.executor.process import LOOK_AGAIN_S, ProcessExecutor, Start
 from quire.protocol.plan import StepPlan, StepResult
 from quire.startup_timer import Report, no_report
 
-STOPPED = 15
-"""Looks at a rank, a second each, that find it stopped: then it is lost. A rank that waits for it in an exchange says so earlier."""
 FAILED = 2
-"""Looks that find a step failed in some ranks only: the others have had their time to fail, too."""
+"""Looks, LOOK_AGAIN_S each, that find a step failed in some ranks only: the others have had their time to fail, too."""
+
+CAUSE_LOOKS, CAUSE_LOOK_S = 10, 0.1
+"""How long the end of a rank may take to show after another lost it."""
 
 
 class GroupExecutor:
@@ -39,8 +41,8 @@ class GroupExecutor:
     """
 
     recoverable: tuple[type[BaseException], ...] = (StepFailed,)
-    _step: Sequence[int] = ()  # the numbers of its answers, while they are read
-    _failed = 0  # looks that found it failed in some ranks
+    _dead: Exception | None = None
+    _failed = 0  # looks that found the awaited step failed in some ranks
 
     def __init__(
         self,
@@ -53,15 +55,14 @@ class GroupExecutor:
     ):
         self.members: list[ProcessExecutor] = []
         self.answering, self._on_end = list(answering), on_end
-        self._dead: Exception | None = None
-        self._awaited = 0  # the rank whose answer is read now
-        self._stopped = [0] * len(payloads)  # how often each was found so, one after the other
         try:
             for payload, start in zip(payloads, starts, strict=True):
-                own = ProcessExecutor(target, payload, start=start, on_wait=self._check, wait=False)
-                self.members.append(own)
+                self.members.append(ProcessExecutor(target, payload, start=start, wait=False))
             for rank, member in enumerate(self.members):
-                member.wait_started(report if rank == 0 else no_report)
+                member.wait_started(report if rank == 0 else no_report, self._check)
+        except Exception as error:
+            cause = self.fail(error)
+            raise StartupError(str(cause)) if isinstance(cause, RankLost) else cause from None
         except BaseException:
             self._kill()
             raise
@@ -71,37 +72,58 @@ class GroupExecutor:
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """One result for each rank. Raises as `ProcessExecutor.call`; the first failure counts."""
-        answers = self.answers(self._send(encode(CallWorker(name, list(args)))))
+        answers = self._answers(self._send(encode(CallWorker(name, list(args)))))
         for answer in answers:
             if isinstance(answer, CallFailed):
                 raise exception(answer)
         return [answer.value for answer in answers if isinstance(answer, CallResult)]
 
+    def lost(self) -> str:
+        found = ((rank, member.lost()) for rank, member in enumerate(self.members))
+        return next((f"rank {rank}: {why}" for rank, why in found if why), "")
+
     def close(self) -> None:
+        is_whole = self._dead is None and not self.lost()
         for member in self.members:
             member.close()
-        self._on_end(True)
+        self._on_end(is_whole)
 
-    def answers(self, numbers: Sequence[int]) -> list[StepResult | CallResult | CallFailed]:
-        """The answers of all ranks. Raises EngineDeadError: a rank has died, so all were killed."""
-        return [self.answer(rank, at) for rank, at in enumerate(numbers)]
+    def results(self, numbers: Sequence[int]) -> list[StepResult]:
+        """Of a step, by rank.
 
-    def answer(self, rank: int, number: int) -> StepResult | CallResult | CallFailed:
-        """The answer of one rank. Raises as `answers`."""
-        self._awaited = rank
-        try:
-            return _unless_lost(self.members[rank].answer(number))
-        except Exception as error:
-            raise self.fail(error) from None
+        Raises:
+            StepFailed: all ranks failed it, for the same reason.
+            EngineDeadError: one failed it, or has died, or is stopped; all were killed.
+        """
+        self._failed = 0
+        answers = self._answers(numbers, step=numbers)
+        failures = [each for each in answers if isinstance(each, CallFailed)]
+        reasons = {(each.kind, each.text) for each in failures}
+        if len(failures) == len(answers) and len(reasons) == 1:
+            raise exception(failures[0])
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, CallFailed):
+                raise self.fail(_failure(rank, answer))
+        return [answer for answer in answers if isinstance(answer, StepResult)]
 
     def fail(self, error: Exception) -> Exception:
-        """Kill all ranks. Returns what every later use raises: this error, or the death of a rank that caused it."""
-        try:
-            self._check()
-        except Exception as cause:
-            error = cause
-        self._kill()
-        self._dead = error
+        """Kill all ranks, once. Returns what every later use raises: this error, or the end of a rank that caused it."""
+        if self._dead is None:
+            error = self._cause(error)
+            self._kill()
+            self._dead = error
+        return self._dead
+
+    def _cause(self, error: Exception) -> Exception:
+        """The end of a rank that caused this error. Another rank may report first that it lost it."""
+        for _ in range(CAUSE_LOOKS):
+            try:
+                self._check()
+            except Exception as cause:
+                error = cause
+            if not isinstance(error, RankLost):
+                break
+            time.sleep(CAUSE_LOOK_S)
         return error
 
     def _send(self, message: bytes) -> list[int]:
@@ -112,46 +134,37 @@ class GroupExecutor:
         except Exception as error:
             raise self.fail(error) from None
 
-    def results(self, numbers: Sequence[int]) -> list[StepResult]:
-        """Of a step, by rank.
+    def _answers(self, numbers: Sequence[int], step: Sequence[int] = ()) -> list[Answer]:
+        """The answers of all ranks. `step`: the same numbers, if they answer a step.
 
         Raises:
-            StepFailed: all ranks failed it, for the same reason.
-            EngineDeadError: one failed it, or has died, or is stopped; all were killed.
+            EngineDeadError: a rank has ended, or is stopped, or failed the step alone; all were killed.
         """
-        self._step, self._failed = numbers, 0
         try:
-            answers = self.answers(numbers)
-        finally:
-            self._step = ()
-        failures = [each for each in answers if isinstance(each, CallFailed)]
-        reasons = {(each.kind, each.text) for each in failures}
-        if len(failures) == len(answers) and len(reasons) == 1:
-            raise exception(failures[0])
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, CallFailed):
-                raise self.fail(_failure(rank, answer))
-        return [answer for answer in answers if isinstance(answer, StepResult)]
+            for member, number in zip(self.members, numbers, strict=True):
+                while member.look(number, LOOK_AGAIN_S) is None:
+                    self._check(step)
+            pairs = zip(self.members, numbers, strict=True)
+            return [member.answer(number) for member, number in pairs]
+        except Exception as error:
+            raise self.fail(error) from None
 
-    def _check(self) -> None:
-        """Raises the cause if a rank has ended or is stopped, another has lost it, or has failed the step: the one that is waited
-        for may never answer."""
+    def _check(self, step: Sequence[int] = ()) -> None:
+        """Raises why an answer may never come: a rank has ended, or is stopped, or some have failed this step.
+
+        A rank that ends because it lost another tells less than the end of that one.
+        """
+        causes = [why for member in self.members if (why := member.cause_of_end()) is not None]
+        if causes:
+            raise next((why for why in causes if not isinstance(why, RankLost)), causes[0])
         for rank, member in enumerate(self.members):
-            if member.process.poll() is not None:
-                member.fail()
-            for answer in member.ready() if rank != self._awaited else ():
-                _unless_lost(answer)
-        for rank, member in enumerate(self.members):
-            self._stopped[rank] = self._stopped[rank] + 1 if member.is_stopped() else 0
-            if self._stopped[rank] >= STOPPED:
+            if member.is_stopped():
                 raise EngineDeadError(f"rank {rank} was stopped (SIGSTOP, or a debugger)")
-        for rank, number in enumerate(self._step):
-            found = None if rank == self._awaited else self.members[rank].look(number)
-            if isinstance(found, CallFailed):
-                self._failed += 1
-                if self._failed >= FAILED:
-                    raise _failure(rank, found)
-                return
+        answers = [member.look(number) for member, number in zip(self.members, step, strict=False)]
+        failed = [(rank, each) for rank, each in enumerate(answers) if isinstance(each, CallFailed)]
+        self._failed = self._failed + 1 if failed else 0
+        if self._failed >= FAILED:
+            raise _failure(*failed[0])
 
     def _kill(self) -> None:
         for member in self.members:
@@ -159,15 +172,6 @@ class GroupExecutor:
         for member in self.members:
             member.wait_or_kill()
         self._on_end(False)
-
-
-def _unless_lost(
-    answer: StepResult | CallResult | CallFailed,
-) -> StepResult | CallResult | CallFailed:
-    """Raises EngineDeadError: another rank did not come to an exchange, and the group cannot go on."""
-    if isinstance(answer, CallFailed) and "RankLost" in (answer.kind, answer.text.split(":")[0]):
-        raise EngineDeadError(answer.text.removeprefix("RankLost: "))
-    return answer
 
 
 class _GroupStep:

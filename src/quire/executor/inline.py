@@ -32,5 +32,8 @@ class InlineExecutor:
     def call(self, name: str, *args: Any) -> list[Any]:
         return [self.worker.call(name, *args)]
 
+    def lost(self) -> str:
+        return ""
+
     def close(self) -> None:
         """Nothing to do: Python frees the worker with its last reference."""

@@ -77,7 +77,8 @@ class WorkerEnded(Struct, array_like=True, tag="worker_ended"):
 
 
 Down = StartWorker | StepPlan | CallWorker
-Up = WorkerProgress | WorkerStarted | StepResult | CallResult | CallFailed | WorkerEnded
+Answer = StepResult | CallResult | CallFailed
+Up = WorkerProgress | WorkerStarted | Answer | WorkerEnded
 
 
 def _encode_callable(value: Any) -> Any:

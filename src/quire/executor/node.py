@@ -28,12 +28,12 @@ from quire.executor.node_messages import (
     encode,
 )
 from quire.logging import get_logger
-from quire.processes.child import how_it_ended, start_child, wait_or_kill
+from quire.processes.child import StopCounter, how_it_ended, start_child, wait_or_kill
 from quire.processes.keyed_socket import address_of, connect
 
 log = get_logger(__name__)
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 1.0
 END_S = 5.0  # how long a rank's process may take to end after its connection is closed
 
 
@@ -148,9 +148,14 @@ class Node:
             )
 
     def _watch(self, link: Connection, children: list[subprocess.Popen[bytes]]) -> None:
-        """Wait until the head sends a message or is gone; log each process that ends before."""
-        running = list(children)
+        """Wait until the head sends a message or is gone. End each process that was stopped, and log each that ends."""
+        running = {number: StopCounter(child.pid) for number, child in enumerate(children)}
         while not link.poll(LOOK_EVERY_S):
-            for child in [one for one in running if one.poll() is not None]:
-                running.remove(child)
-                log.error("the process of rank %d of this node %s", children.index(child), how_it_ended(child))  # fmt: skip
+            for number, stops in list(running.items()):
+                child = children[number]
+                if stops.look():
+                    log.error("the process of rank %d of this node was stopped (SIGSTOP, or a debugger), so it is ended", number)  # fmt: skip
+                    child.kill()
+                if child.poll() is not None:
+                    del running[number]
+                    log.error("the process of rank %d of this node %s", number, how_it_ended(child))

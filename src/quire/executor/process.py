@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, Protocol
 
 from quire.config.serialize import import_path
-from quire.errors import ConfigError, EngineDeadError, StartupError, StepFailed
+from quire.errors import ConfigError, EngineDeadError, RankLost, StartupError, StepFailed
 from quire.executor.base import StepFuture
 from quire.executor.messages import (
+    Answer,
     CallFailed,
     CallResult,
     CallWorker,
@@ -32,12 +33,11 @@ from quire.executor.messages import (
     encode,
     exception,
 )
-from quire.processes.child import how_it_ended, is_stopped, start_child, wait_or_kill
+from quire.processes.child import StopCounter, how_it_ended, start_child, wait_or_kill
 from quire.protocol.plan import StepPlan, StepResult
 from quire.startup_timer import Report, no_report
 
-# how often a wait checks that the child is alive, in case the socket does not close
-LOOK_AGAIN_S = 1.0
+LOOK_AGAIN_S = 1.0  # how often a wait looks whether the child runs: the socket may not close
 END_S = 5.0  # how long a child may take to end after its socket is closed
 
 
@@ -62,7 +62,6 @@ class ProcessExecutor:
         target: "module:function"; the child calls it with `payload` and a `Report` to create the worker.
         report: receives the child's reports.
         start: starts the child, or finds it on another machine; returns this end of its connection, and the process.
-        on_wait: called now and then while it waits for the child; its exceptions end the wait.
         wait: until the worker is created; else `wait_started` must be called next.
 
     Raises:
@@ -79,14 +78,13 @@ class ProcessExecutor:
         report: Report = no_report,
         *,
         start: Start | None = None,
-        on_wait: Callable[[], None] = lambda: None,
         wait: bool = True,
     ):
-        self._pipe, self.process = (start or spawn)()
-        self._on_wait = on_wait
+        self._pipe, process = (start or spawn)()
+        self.process = process
+        self._stops = StopCounter(process.pid) if isinstance(process, subprocess.Popen) else None
         self._num_sent = self._num_answered = 0
-        # answers not requested yet
-        self._answers: dict[int, StepResult | CallResult | CallFailed] = {}
+        self._answers: dict[int, Answer] = {}  # those that nothing has fetched
         self._dead: Exception | None = None
         try:
             self._send(encode(StartWorker(target, payload, import_path())))
@@ -96,10 +94,17 @@ class ProcessExecutor:
             self.close()
             raise
 
-    def wait_started(self, report: Report) -> None:
-        """Wait until the worker is created. Raises as the constructor."""
-        while isinstance(message := self._receive(), WorkerProgress):
-            report(message.stage, message.share)
+    def wait_started(self, report: Report, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Wait until the worker is created. `on_wait` is called now and then; its exceptions end the wait.
+
+        Raises as the constructor.
+        """
+        message: Up | None = None
+        while not isinstance(message, WorkerStarted):
+            if (message := self._receive(LOOK_AGAIN_S)) is None:
+                on_wait()
+            elif isinstance(message, WorkerProgress):
+                report(message.stage, message.share)
 
     # -- interface for the engine ---------------------------------------------------------------
     def launch(self, plan: StepPlan) -> StepFuture:
@@ -118,6 +123,10 @@ class ProcessExecutor:
         if isinstance(answer, CallFailed):
             raise exception(answer)
         return [answer.value] if isinstance(answer, CallResult) else []
+
+    def lost(self) -> str:
+        ended = self.process.poll() is not None
+        return f"the worker's process {self._how_it_ended()}" if ended else ""
 
     def close(self) -> None:
         """Close the socket, which ends the child; kill the child if it does not end."""
@@ -140,74 +149,71 @@ class ProcessExecutor:
         self._num_sent += 1
         return self._num_sent
 
-    def answer(self, number: int) -> StepResult | CallResult | CallFailed:
+    def answer(self, number: int) -> Answer:
         """Wait for answer `number`. Each answer can be fetched once."""
-        while number not in self._answers:
-            self._store(self._receive())
+        while self.look(number, LOOK_AGAIN_S) is None:
+            pass
         return self._answers.pop(number)
 
-    def ready(self) -> list[StepResult | CallResult | CallFailed]:
-        """The answers that have come and that nothing has fetched. It does not wait, and not during the start."""
-        with contextlib.suppress(EOFError, OSError):
-            while self._num_sent and self._pipe.poll(0):
-                self._store(decode_up(self._pipe.recv_bytes()))
-        return list(self._answers.values())
+    def look(self, number: int, seconds: float = 0.0) -> Answer | None:
+        """Answer `number`, if it comes within that time. It can still be fetched."""
+        while number not in self._answers:
+            if (message := self._receive(seconds)) is None:
+                return None
+            if isinstance(message, WorkerProgress | WorkerStarted):
+                raise RuntimeError(f"{type(message).__name__} is unexpected")
+            self._num_answered += 1
+            self._answers[self._num_answered] = message
+        return self._answers[number]
 
-    def look(self, number: int) -> StepResult | CallResult | CallFailed | None:
-        """Answer `number`, if it has come. It can still be fetched."""
-        self.ready()
-        return self._answers.get(number)
+    def cause_of_end(self) -> Exception | None:
+        """Why the child has ended; None: it runs. It does not wait."""
+        if self._dead is None and self.process.poll() is not None:
+            self._ended(self._last_message())
+        return self._dead
 
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped the child, if it is on this machine."""
-        return isinstance(self.process, subprocess.Popen) and is_stopped(self.process.pid)
-
-    def _store(self, message: Up) -> None:
-        if isinstance(message, WorkerEnded):
-            self.fail(message)
-        if isinstance(message, WorkerProgress | WorkerStarted | WorkerEnded):
-            raise RuntimeError(f"{type(message).__name__} is unexpected")
-        self._num_answered += 1
-        self._answers[self._num_answered] = message
+        """Whether a signal or a debugger has stopped the child, if it is on this machine (`StopCounter.look`)."""
+        return self._stops is not None and self._stops.look()
 
     def _send(self, data: bytes) -> None:
-        self._check_alive()
+        if self._dead is not None:
+            raise self._dead
         try:
             self._pipe.send_bytes(data)
         except OSError:
-            self.fail()
+            raise self._ended(self._last_message()) from None
 
-    def _receive(self) -> Up:
-        """The next message. Raises the cause of death if the child has died."""
-        self._check_alive()
-        try:
-            while not self._pipe.poll(LOOK_AGAIN_S):
-                if self.process.poll() is not None and not self._pipe.poll(0):
-                    self.fail()
-                self._on_wait()
-            message = decode_up(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            self.fail()
-        if isinstance(message, WorkerEnded):
-            self.fail(message)
-        return message
-
-    def _check_alive(self) -> None:
+    def _receive(self, seconds: float) -> Answer | WorkerProgress | WorkerStarted | None:
+        """The next message, if it comes within that time. Raises the cause if the child has ended."""
         if self._dead is not None:
             raise self._dead
-
-    def fail(self, last: WorkerEnded | None = None) -> None:
-        """The child is dead or dying: raise the cause, now and at every later use."""
-        while last is None:  # the child may have sent a last message
-            try:
-                if not self._pipe.poll(0):
-                    break
+        message: Up | None = None
+        with contextlib.suppress(EOFError, OSError):
+            ready = self._pipe.poll(seconds)
+            if not ready:
+                if self.process.poll() is None:
+                    return None
+                ready = self._pipe.poll(0)  # it may have sent its answer before it ended
+            if ready:
                 message = decode_up(self._pipe.recv_bytes())
-            except (EOFError, OSError):
-                break
-            last = message if isinstance(message, WorkerEnded) else None
+        if message is None or isinstance(message, WorkerEnded):
+            raise self._ended(message or self._last_message())
+        return message
+
+    def _last_message(self) -> WorkerEnded | None:
+        """What the child sent at its end. Answers before it are dropped."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._pipe.poll(0):
+                message = decode_up(self._pipe.recv_bytes())
+                if isinstance(message, WorkerEnded):
+                    return message
+        return None
+
+    def _ended(self, last: WorkerEnded | None) -> Exception:
+        """The child has ended, or ends: the cause, which every later use raises."""
         self._dead = self._cause(last)
-        raise self._dead
+        return self._dead
 
     def _how_it_ended(self) -> str:
         if isinstance(self.process, subprocess.Popen):
@@ -220,7 +226,7 @@ class ProcessExecutor:
             text = f"the worker's process {self._how_it_ended()}"
             return StartupError(text) if starting else EngineDeadError(text)
         error = exception(last)
-        if starting and isinstance(error, ConfigError):
+        if isinstance(error, RankLost) or (starting and isinstance(error, ConfigError)):
             return error
         text = f"the worker's process failed: {last.kind}: {last.text}"
         if starting:
@@ -235,7 +241,7 @@ class _Step:
 
     def __init__(self, executor: ProcessExecutor, number: int):
         self._executor, self._number = executor, number
-        self._answer: StepResult | CallResult | CallFailed | None = None
+        self._answer: Answer | None = None
 
     def result(self) -> StepResult:
         if self._answer is None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from quire import logging as our_logging
 from quire.config.serialize import extend_path
-from quire.errors import StepFailed
+from quire.errors import RankLost, StepFailed
 from quire.executor.messages import (
     CallResult,
     CallWorker,
@@ -78,11 +78,16 @@ def step(worker: Any, plan: StepPlan) -> bytes:
 
 
 def call(worker: Any, message: Down) -> bytes:
-    """If the function fails, the caller gets its exception, and the worker goes on."""
+    """If the function fails, the caller gets its exception, and the worker goes on.
+
+    Raises RankLost: another rank did not take part, so this one cannot go on.
+    """
     if not isinstance(message, CallWorker):
         raise TypeError(f"{type(message).__name__} came after Start")
     try:
         return encode(CallResult(worker.call(message.name, *revive_callables(message.args))))
+    except RankLost:
+        raise
     except Exception as error:
         return encode(call_failed(error))
 

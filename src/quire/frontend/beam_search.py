@@ -25,12 +25,7 @@ import msgspec
 from quire.errors import QuireError
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor
 from quire.frontend.logprobs import Position
-from quire.frontend.outputs import (
-    BeamSearchSequence,
-    CompletionOutput,
-    RequestOutput,
-    error_of,
-)
+from quire.frontend.outputs import BeamSearchSequence, CompletionOutput, RequestOutput, error_of
 from quire.frontend.prompts import Prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from quire.errors import ConfigError, ValidationError
 from quire.frontend.jinja_sandbox import SECONDS, render_template
+from quire.models.json_files import read_object
 
 ContentFormat = Literal["string", "openai"]
 
@@ -93,8 +93,8 @@ class ChatTemplate:
         if isinstance(found, list):  # the older form of several templates
             named = {entry["name"]: entry["template"] for entry in found} | named
             found = named.pop("default", None)
-        if found is None and (file := folder / "chat_template.json").is_file():
-            found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+        if found is None:
+            found = read_object(folder / "chat_template.json").get("chat_template")
         return cls(found, named) if isinstance(found, str) else None
 
     def render(

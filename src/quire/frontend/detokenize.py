@@ -35,10 +35,8 @@ class BytePieces:
     """For byte-level vocabularies: exact; one table lookup for a token of complete characters."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special: bool):
-        self.tokenizer, self.skip = (
-            tokenizer,
-            tokenizer.special_ids if skip_special else frozenset(),
-        )
+        self.tokenizer = tokenizer
+        self.skip = tokenizer.special_ids if skip_special else frozenset()
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.cut = False
         """The bytes so far end inside a character."""
@@ -142,9 +140,8 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]):
         self.stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
-        self.tables = [
-            borders(stop) for stop in self.stops
-        ]  # built once for all outputs of a request
+        # built once for all outputs of a request
+        self.tables = [borders(stop) for stop in self.stops]
         self.matched = [0] * len(self.stops)
 
     def add(self, text: str, seen: int, blind: bool) -> StopMatch | None:

@@ -5,7 +5,6 @@ Knows generation_config.json, config.json and their fields. Does not know reques
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError
 from quire.logging import get_logger
+from quire.models.json_files import read_object
 from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
@@ -56,23 +56,6 @@ class GenerationDefaults:
         return int(cap)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; {} if there is no such file.
-
-    Raises:
-        ConfigError: the file exists but holds no JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} does not contain a JSON object")
-    return found
-
-
 def generation_defaults(
     path: str | Path, options: ModelConfig, hf_config: dict[str, Any]
 ) -> GenerationDefaults:
@@ -91,7 +74,7 @@ def generation_defaults(
             f"generation_config={source!r} is not a directory; use auto, vllm, or a directory with"
             " generation_config.json"
         )
-    file = read_json(folder / "generation_config.json")
+    file = read_object(folder / "generation_config.json")
     ends = _ids(file.get("eos_token_id"))
     if not ends:
         ends = _ids(hf_config.get("eos_token_id"))

@@ -7,7 +7,6 @@ directories. Does not know the engine.
 from __future__ import annotations
 
 import asyncio
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -16,12 +15,15 @@ from typing import Any
 
 from quire import env
 from quire.config.lora import check_name
+from quire.errors import ConfigError
 from quire.logging import get_logger
+from quire.models.json_files import read_json
+from quire.models.location import ADAPTER_CONFIG
 from quire.protocol.lora_request import LoRARequest
 
 log = get_logger(__name__)
 
-CONFIG, MAX_CONFIG_BYTES = "adapter_config.json", 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
 
 
 class LoRAResolver(ABC):
@@ -47,9 +49,8 @@ class FilesystemResolver(LoRAResolver):
             root, folder = self.folder.resolve(), (self.folder / lora_name).resolve()
             if folder == root or not folder.is_relative_to(root):
                 return None  # the name leads out of the directory
-            with (folder / CONFIG).open("rb") as file:
-                config = json.loads(file.read(MAX_CONFIG_BYTES))
-        except (OSError, ValueError, RecursionError):
+            config = read_json(folder / ADAPTER_CONFIG, MAX_CONFIG_BYTES)
+        except (OSError, ValueError, ConfigError):
             return None
         if not isinstance(config, dict) or config.get("peft_type") != "LORA":
             return None

@@ -109,9 +109,8 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
             "a prompt dict must have prompt (text) or prompt_token_ids", parameter="prompt"
         )
     ids = [] if tokens is None else _tokens(tokens)
-    has_text = tokens is None or bool(
-        ids
-    )  # an empty list of ids is an empty prompt, also beside a text
+    # An empty list of ids is an empty prompt, also beside a text.
+    has_text = tokens is None or bool(ids)
     second = 0 if types is None else _second_text(_tokens(types, "token_type_ids"), len(ids))
     return Prompt(text if has_text else None, ids, read_salt(salt), second_text=second)
 

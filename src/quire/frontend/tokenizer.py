@@ -14,9 +14,9 @@ from typing import Any
 
 from quire.errors import ConfigError, ModelNotFound
 from quire.frontend.chat_template import ChatTemplate
-from quire.frontend.generation_config import read_json
 from quire.logging import get_logger
 from quire.models.bytes_in_tokens import byte_alphabet, byte_token
+from quire.models.json_files import read_object
 
 log = get_logger(__name__)
 
@@ -315,15 +315,11 @@ def load(
         ModelNotFound: the directory has no tokenizer.
         ConfigError: a file in it is damaged, or the mode is unknown.
     """
-    if mode not in (
-        "auto",
-        "hf",
-        "slow",
-        "mistral",
-    ):  # the last: tekken.json has become tokenizer.json
+    # mistral: tekken.json has become tokenizer.json
+    if mode not in ("auto", "hf", "slow", "mistral"):
         raise ConfigError(f"tokenizer_mode must be auto, hf, slow or mistral, not {mode!r}")
     path = Path(folder)
-    config = read_json(path / "tokenizer_config.json")
+    config = read_object(path / "tokenizer_config.json")
     named = special_tokens(path, config)
     template = ChatTemplate.find(path, config, chat_template)
     if (
@@ -383,7 +379,7 @@ def _load_fast(path: Path, config: dict[str, Any], named: dict[str, str]) -> Any
 def special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """bos_token, eos_token, ... -> text, from tokenizer_config.json, else from special_tokens_map.json."""
     found = {
-        **read_json(path / "special_tokens_map.json"),
+        **read_object(path / "special_tokens_map.json"),
         **{k: config.get(k) for k in NAMED if k in config},
     }
     named = {}

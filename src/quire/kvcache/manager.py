@@ -70,12 +70,8 @@ class KVManager:
         limits: Sequence[PrefixLimit] = (),
     ):
         self.limits = limits
-        self.pool, self.groups, self.block_size, self.caching = (
-            pool,
-            list(groups),
-            block_size,
-            caching,
-        )
+        self.pool, self.groups = pool, list(groups)
+        self.block_size, self.caching = block_size, caching
         self.hasher = hasher or Hasher(block_size)
         self.windows = [
             (g, group.spec) for g, group in enumerate(groups) if isinstance(group.spec, WindowSpec)

@@ -5,7 +5,7 @@ so each knows which pairs of a token and an expert every rank computes. The outp
 router's order on every rank, which is the order of one process: the bits are the same.
 
 Shape suffixes: T tokens, D features, I inner features, K experts of a token, P = T * K pairs, N pairs of this rank, R ranks, M most
-pairs of a rank, E experts, C copies of an expert, B bytes.
+pairs of a rank, E experts, E1 = E + 1, S seats, C chunks, B bytes.
 """
 
 from __future__ import annotations
@@ -51,35 +51,37 @@ class PlacedExperts:
 
     Attributes:
         experts: of this rank's seats.
-        loads_E: tokens of each expert, counted while it is a tensor.
+        first_E1, seats_S2: the copies of expert e are seats first_E1[e] to first_E1[e + 1]: a rank, and a number there.
+        loads_E: the pairs of each expert up to now. Kernels keep the addresses of these three (kernels/mixture.cpp).
     """
 
     def __init__(self, ranks: TensorRanks, where: Placement):
         self.ranks = ranks
-        self.loads_E: Tensor | None = None
+        self.num_experts, seats = 1 + max(map(max, where)), sum(map(len, where))
+        with torch.device("cpu"):  # layers are constructed on "meta"
+            self.first_E1 = torch.zeros(self.num_experts + 1, dtype=torch.int64)
+            self.seats_S2 = torch.zeros(seats, 2, dtype=torch.int64)
+            self.loads_E = torch.zeros(self.num_experts, dtype=torch.int64)
         self.place(where)
 
     def place(self, where: Placement) -> None:
         """The seats have these experts from now on."""
         self.where, self.experts = where, where[self.ranks.rank]
-        seats: dict[int, list[tuple[int, int]]] = {}
-        for rank, experts in enumerate(where):
-            for seat, expert in enumerate(experts):
-                seats.setdefault(expert, []).append((rank, seat))
-        self.num_experts = len(seats)
-        # As lists: layers are constructed on "meta".
-        self._copies = [len(seats[e]) for e in range(len(seats))]
-        most = max(self._copies)
-        self._seats = [seats[e] + seats[e][:1] * (most - len(seats[e])) for e in range(len(seats))]
-        self._tables: tuple[Tensor, Tensor] | None = None
+        seats = sorted(
+            (expert, rank, seat)
+            for rank, experts in enumerate(where)
+            for seat, expert in enumerate(experts)
+        )
+        seats_S3 = torch.tensor(seats, device="cpu")
+        self.first_E1[1:] = seats_S3[:, 0].bincount().cumsum(0)
+        self.seats_S2.copy_(seats_S3[:, 1:])
 
     def seats_of(self, ids_P: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
         """The rank and the seat of each pair; copies of an expert take turns from token to token, which have `chosen` pairs each."""
-        if self._tables is None:
-            self._tables = torch.tensor(self._copies), torch.tensor(self._seats)
-        copies_E, seats_EC2 = self._tables
-        turns_P = torch.arange(len(ids_P)) // chosen % copies_E[ids_P]
-        rank_P, seat_P = seats_EC2[ids_P, turns_P].unbind(1)
+        first_P = self.first_E1[ids_P]
+        copies_P = self.first_E1[ids_P + 1] - first_P
+        turns_P = torch.arange(len(ids_P)) // chosen % copies_P
+        rank_P, seat_P = self.seats_S2[first_P + turns_P].unbind(1)
         return rank_P, seat_P
 
     def __call__(
@@ -89,8 +91,7 @@ class PlacedExperts:
         if not len(x_TD):
             return torch.zeros_like(x_TD)
         ids_P, size = ids_TK.flatten(), self.ranks.size
-        if self.loads_E is not None:
-            self.loads_E += ids_P.bincount(minlength=self.num_experts)
+        self.loads_E += ids_P.bincount(minlength=self.num_experts)
         rank_P, seat_P = self.seats_of(ids_P, ids_TK.shape[1])
         most = int(rank_P.bincount(minlength=size).max())
         (own_N,) = (rank_P == self.ranks.rank).nonzero(as_tuple=True)

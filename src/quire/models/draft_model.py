@@ -6,7 +6,6 @@ which `models/speculators` checks. Imports no torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +26,10 @@ from quire.config.speculation import (
     check_count,
     checked_method,
 )
-from quire.errors import ConfigError, ModelNotFound
+from quire.errors import ConfigError, ModelNotFound, Unsupported
 from quire.models.checkpoint_files import stored_tensors
 from quire.models.hf_config import read_config
+from quire.models.json_files import token_ids
 from quire.models.location import EMBEDDED, Fetch, find
 from quire.models.registry import choose_impl
 from quire.models.transformers.modes import PER_REQUEST, choose_mode
@@ -137,6 +137,9 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
         max_model_len=_length(resolved, options, hf_config),
         quantization=fitting(options.quantization, stored_quantization(hf_config)),
     )
+    stages = resolved.config.parallel.pipeline_parallel_size
+    if (heads := options.drafts_with_model) != "draft_model" and stages > 1:
+        raise Unsupported(f"{KEY}.method={heads} with pipeline_parallel_size={stages}", "use 1, or another method")  # fmt: skip
     if options.drafts_with_model == "draft_model":
         _check_cache(replace(resolved, draft=draft).draft_spec, f"{KEY}.model={name}")
     if options.drafts_with_model == "draft_model" and not options.use_heterogeneous_vocab:
@@ -261,15 +264,3 @@ def _same_vocabulary(resolved: Resolved, draft: DraftModel) -> bool:
     if not (own.is_file() and other.is_file()):
         return len(set(sizes)) == 1
     return own.read_bytes() == other.read_bytes() or token_ids(own) == token_ids(other)
-
-
-def token_ids(file: Path) -> dict[str, int]:
-    """The ids of a tokenizer's texts. Raises ConfigError: it is not a tokenizer.json."""
-    try:
-        says = json.loads(file.read_text(encoding="utf-8"))
-        vocabulary = says["model"]["vocab"]
-        if isinstance(vocabulary, list):
-            vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
-        return vocabulary | {one["content"]: one["id"] for one in says.get("added_tokens") or ()}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {error!r}") from None

@@ -86,11 +86,8 @@ class Encoder(nn.Module):
         if self.position_table is not None:
             x_TD = x_TD + self.position_table(positions_T + self.offset)
         x_TD = self.embedding_norm(x_TD)
-        return (
-            self.stack(x_TD, positions_T)
-            if self.fused is None
-            else self.fused.run(x_TD, positions_T)
-        )
+        run = self.stack if self.fused is None else self.fused.run
+        return run(x_TD, positions_T)
 
     def stack(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         """The layers and the last norm."""
@@ -120,17 +117,11 @@ class EncoderModel(LanguageModel):
         mlp_names: see `UngatedMLP`, or `GatedMLP` if there are four.
     """
 
-    prefixes: ClassVar[tuple[str, ...]] = ("model.",)
+    prefixes: tuple[str, ...] = ("model.",)
     names: ClassVar[Mapping[str, str]] = BERT_NAMES
-    layer_names: ClassVar[tuple[str, ...]] = (
-        *("attention", "attention.output.LayerNorm"),
-        *("", "output.LayerNorm"),
-    )
-    attention_names: ClassVar[tuple[str, ...]] = (
-        *("self.query", "self.key", "self.value"),
-        *("self.qkv", "output.dense"),
-    )
-    mlp_names: ClassVar[tuple[str, ...]] = ("intermediate.dense", "output.dense")
+    layer_names = ("attention", "attention.output.LayerNorm", "", "output.LayerNorm")
+    attention_names = ("self.query", "self.key", "self.value", "self.qkv", "output.dense")
+    mlp_names: tuple[str, ...] = ("intermediate.dense", "output.dense")
     checkpoint_names: Mapping[str, str] = {"model": ""}
 
     def __init__(self, cfg: TextConfig, max_length: int = 0):
@@ -257,16 +248,16 @@ class DistilBert(EncoderModel):
 class RopeBert(EncoderModel):
     """BERT with rotary positions (jina-embeddings-v3)."""
 
-    prefixes: ClassVar[tuple[str, ...]] = ("roberta.",)
+    prefixes: tuple[str, ...] = ("roberta.",)
     rotates = True
     names: ClassVar[Mapping[str, str]] = {
         **BERT_NAMES,
         "embedding_norm": "emb_ln",
         "layers": "encoder.layers",
     }
-    layer_names: ClassVar[tuple[str, ...]] = ("mixer", "norm1", "mlp", "norm2")
+    layer_names = ("mixer", "norm1", "mlp", "norm2")
     attention_names = ("q_proj", "k_proj", "v_proj", "Wqkv", "out_proj")
-    mlp_names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
+    mlp_names: tuple[str, ...] = ("fc1", "fc2")
 
     def tables(self) -> EncoderTables:
         return super().tables()._replace(positions=0)

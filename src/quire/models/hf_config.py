@@ -8,13 +8,13 @@ for each kind of layer, `dtype`); text models alone or inside a wrapper for imag
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quire.config.resolve import overridden
 from quire.errors import ConfigError, ModelNotFound
+from quire.models.json_files import read_json, read_object
 from quire.models.registry import FAMILIES
 
 
@@ -25,16 +25,9 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
         ModelNotFound: there is no config.json. ConfigError: it is not a JSON object, or its rope entry is malformed.
     """
     file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelNotFound(f"{file} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{file} is nested too deeply") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} contains a {type(config).__name__}, not an object")
+    if not file.exists():
+        raise ModelNotFound(f"{file} does not exist")
+    config = read_object(file)
     found = text_config(overridden(_with_quantization(config, Path(path)), overrides or {}))
     check_sizes(found)
     for key in ("rope_parameters", "rope_scaling"):
@@ -84,13 +77,7 @@ def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if any(config.get(key) for key in ("quantization_config", "compression_config")):
         return config
     for name, method in BESIDE.items():
-        try:
-            says = json.loads((folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{folder / name} cannot be read: {error}") from None
-        if isinstance(says, dict):
+        if isinstance(says := read_json(folder / name), dict):
             return {**config, "quantization_config": {"quant_method": method, **says}}
     return config
 

@@ -42,10 +42,8 @@ class Llama4(Mixture):
             self.capturable = False  # a step's rows in chunks are known to the host alone
 
     def attention(self, i: int) -> nn.Module:
-        cfg, bias = (
-            self.cfg,
-            {"qkv_bias": self.cfg.attention_bias, "o_bias": self.cfg.attention_bias},
-        )
+        cfg = self.cfg
+        bias = dict.fromkeys(("qkv_bias", "o_bias"), cfg.attention_bias)
         rope = cfg.get("no_rope_layers")
         if rope[i] if rope else (i + 1) % cfg.no_rope_layer_interval:
             return Llama4Attention(cfg, i, cfg.use_qk_norm, **bias)

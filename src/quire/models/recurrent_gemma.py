@@ -15,7 +15,7 @@ from quire.forward_context import current_batch
 from quire.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
-from quire.layers.recurrent import CausalConv, RecurrentLayer, step_rows
+from quire.layers.recurrent import CausalConv, RecurrentLayer, own_heads, step_rows
 from quire.layers.rotary import Angles
 from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot
 from quire.layers.weights import WeightRef
@@ -24,20 +24,25 @@ from quire.models.hf_config import TextConfig
 from quire.models.mamba_hybrids import named
 from quire.ops.recurrent import decaying_sum, softplus
 from quire.ops.reference import sigmoid
+from quire.parallel.ranks import Share
 
 GATES = ("input_gate", "recurrent_gate")
 
 
 class Recurrence(Layer):
-    """The weights of a real-gated linear recurrent unit: two gates, each a product by head, and a decay."""
+    """The weights of a real-gated linear recurrent unit: two gates, each a product by head, and a decay.
+
+    `heads`: of this rank.
+    """
 
     recurrent_param: Tensor
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, heads: Share, size: int):
         super().__init__()
-        self.heads, self.size = heads, width // heads
-        self.new("recurrent_param", width)
-        self.gates = [[self._weight(f"{gate}_{head}_") for head in range(heads)] for gate in GATES]
+        self.heads, self.size = heads, size
+        self.new("recurrent_param", heads.length * size)
+        numbers = range(heads.length)
+        self.gates = [[self._weight(f"{gate}_{head}_") for head in numbers] for gate in GATES]
 
     def _weight(self, prefix: str) -> WeightRef:
         return WeightRef(self, self.size, self.size, bias=True, prefix=prefix, exact=True)
@@ -46,11 +51,16 @@ class Recurrence(Layer):
         return [ref for gate in self.gates for ref in gate]
 
     def slots(self, path: str) -> dict[str, Slot]:
-        found: dict[str, Slot] = {f"{path}.recurrent_param": WeightSlot(self, "recurrent_param")}
+        heads, shares = self.heads, (self.heads.times(self.size),)
+        decays = WeightSlot(self, "recurrent_param", shares=shares)
+        found: dict[str, Slot] = {f"{path}.recurrent_param": decays}
+        numbers = range(heads.start, heads.start + heads.length)
         for gate, refs in zip(GATES, self.gates, strict=True):
             for name in ("weight", "bias"):
                 one_by_one = [WeightSlot(self, ref.prefix + name, ref=ref) for ref in refs]
-                found[f"{path}.{gate}_{name}"] = StackedSlot(one_by_one, transposed=True)
+                found[f"{path}.{gate}_{name}"] = StackedSlot(
+                    one_by_one, transposed=True, numbers=numbers, total=heads.total
+                )
         return found
 
     def forward(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,17 +77,21 @@ class Recurrence(Layer):
 
 
 class RecurrentBlock(RecurrentLayer):
-    """A convolution and a recurrence, times gelu of another product."""
+    """A convolution and a recurrence, times gelu of another product. Ranks split the heads."""
 
     def __init__(self, cfg: TextConfig):
         super().__init__()
         hidden, width = cfg.hidden_size, cfg.get("lru_width", cfg.hidden_size)
-        self.linear_y = Linear(hidden, width, bias=True)
-        self.linear_x = Linear(hidden, width, bias=True)
-        self.conv1d = CausalConv(width, cfg.conv1d_width, bias=True, activate=False)
-        self.rg_lru = Recurrence(width, cfg.num_attention_heads)
-        self.linear_out = Linear(width, hidden, bias=True)
-        self.recurrence_shape = (width,)
+        num_heads = cfg.num_attention_heads
+        heads, _, split = own_heads(num_heads, num_heads, width // num_heads)
+        own = heads.times(width // num_heads)
+        shares = (own,) if split else ()
+        self.linear_y = Linear(hidden, own.length, bias=True, shares=shares)
+        self.linear_x = Linear(hidden, own.length, bias=True, shares=shares)
+        self.conv1d = CausalConv(own.length, cfg.conv1d_width, bias=True, activate=False, shares=shares)  # fmt: skip
+        self.rg_lru = Recurrence(heads, width // num_heads)
+        self.linear_out = Linear(width, hidden, bias=True, gathers=split)
+        self.recurrence_shape = (own.length,)
 
     def forward(self, x_TD: Tensor, angles: Angles) -> Tensor:
         rows, (state, conv_state) = step_rows(), self.state

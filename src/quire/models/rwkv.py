@@ -23,6 +23,7 @@ from quire.layers.state import StateLayer
 from quire.models.base import CausalLM
 from quire.ops.recurrent import StateRows, causal_conv, wkv
 from quire.ops.reference import sigmoid
+from quire.parallel.ranks import shared_outputs
 
 
 class TokenShift(StateLayer):
@@ -49,7 +50,7 @@ class TokenShift(StateLayer):
 
 
 class TimeMix(TokenShift):
-    """The half in place of attention."""
+    """The half in place of attention. Ranks split the channels of its means."""
 
     mixes = ("key", "value", "receptance")
     time_decay: Tensor
@@ -57,11 +58,15 @@ class TimeMix(TokenShift):
 
     def __init__(self, hidden: int, inner: int):
         super().__init__(hidden)
-        self.inner = inner
-        self.new("time_decay", inner)
-        self.new("time_first", inner)
-        self.key, self.value = Linear(hidden, inner), Linear(hidden, inner)
-        self.receptance, self.output = Linear(hidden, inner), Linear(inner, hidden)
+        shares = shared_outputs(inner)
+        self.inner = own = shares[0].length if shares else inner
+        self.new("time_decay", own)
+        self.new("time_first", own)
+        self.own_shares |= {"time_decay": shares, "time_first": shares}
+        self.key, self.value, self.receptance = (
+            Linear(hidden, own, shares=shares) for _ in range(3)
+        )
+        self.output = Linear(inner, hidden, gathers=bool(shares))
 
     def state_spec(self) -> StateSpec:
         shift = super().state_spec()
@@ -77,13 +82,15 @@ class TimeMix(TokenShift):
 
 
 class ChannelMix(TokenShift):
-    """The half in place of an MLP."""
+    """The half in place of an MLP. Each rank has the whole weight of its gate."""
 
     mixes = ("key", "receptance")
 
     def __init__(self, hidden: int, inner: int):
         super().__init__(hidden)
-        self.key, self.value = Linear(hidden, inner), Linear(inner, hidden)
+        shares = shared_outputs(inner)
+        self.key = Linear(hidden, shares[0].length if shares else inner, shares=shares)
+        self.value = Linear(inner, hidden, gathers=bool(shares))
         self.receptance = Linear(hidden, hidden)
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -58,10 +58,8 @@ class OtherStages:
         self.has_others = stage.layout.pipeline > 1
         if not self.has_others:
             return
-        self.own, self.layers = (
-            stage.layers(self.total),
-            f"{inner}.{_renamed(decoder, 'layers')}.".removeprefix("."),
-        )
+        self.own = stage.layers(self.total)
+        self.layers = f"{inner}.{_renamed(decoder, 'layers')}.".removeprefix(".")
         absent = [
             f"{inner}.{_renamed(decoder, name)}."
             for name in ("embed_tokens", "norm")

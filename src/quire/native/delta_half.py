@@ -17,8 +17,6 @@ def native_delta_net(net: nn.Module) -> CDeltaNet | None:
     """The struct; None: the kernels do not compute some part of it."""
     if type(net) is not GatedDeltaNet or not net.state or net.K % TILE or net.V % TILE:
         return None
-    if net.own.length < net.own.total:
-        return None  # the gates of all heads are computed on each rank
     (state, conv_state), conv, norm = net.state, net.conv1d, net.norm
     first = (net.in_proj_qkvz, net.in_proj_ba) if net.interleaved else (net.in_proj, net.in_gates)
     weights = [
@@ -32,7 +30,8 @@ def native_delta_net(net: nn.Module) -> CDeltaNet | None:
     native = CDeltaNet(
         *weights,
         *(x.data_ptr() for x in (conv.weight, norm.weight, net.dt_bias, net.A_log, conv_state, state)),
-        conv_state.stride(0), state.stride(0), net.key_heads, net.K, net.heads, net.V, conv.taps, net.interleaved, norm.eps,
+        conv_state.stride(0), state.stride(0), net.key_heads, net.K, net.heads, net.V, conv.taps,
+        net.own.start, net.own.total, net.all_key_heads, net.interleaved, norm.eps,
     )  # fmt: skip
     native.references = net, state, conv_state
     return native

@@ -46,7 +46,7 @@ def native_layer(layer: nn.Module, pairs: int) -> CLayer:
         return native
     if found[0] is not None and found[1] is not None and inherits(layer, "attention_half"):
         native.attention_in, native.attention_out = found[:2]
-        _fill_attention(layer.self_attn, pairs, native)
+        fill_attention(layer.self_attn, pairs, native)
     if found[2] is not None and found[3] is not None and inherits(layer, "mlp_half"):
         native.mlp_in, native.mlp_out = found[2:]
         _fill_mlp(layer.mlp, native)
@@ -83,7 +83,7 @@ def inherits(layer: DecoderLayer | ParallelLayer, *names: str) -> bool:
     return all(getattr(type(layer), name) is getattr(base, name) for name in names)
 
 
-def _fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
+def fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
     if not native.parallel and (net := native_delta_net(attention)) is not None:
         native.delta_net_references, native.delta_net = net, ctypes.addressof(net)
     if not isinstance(attention, SelfAttention):

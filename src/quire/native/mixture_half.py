@@ -10,7 +10,7 @@ from torch import nn
 
 from quire.layers.decoder_layer import GatedMLP
 from quire.layers.moe import Experts, MoE, Router
-from quire.layers.split_experts import CutExperts
+from quire.layers.split_experts import PlacedExperts
 from quire.ops.cpu.experts import native_experts, native_routing, takes_router
 from quire.ops.cpu.structs import CMixture, CWeight
 
@@ -20,10 +20,8 @@ def native_mixture(mlp: nn.Module) -> CMixture | None:
     if type(mlp) is not MoE or type(mlp.gate) is not Router or type(mlp.experts) is not Experts:
         return None
     split, ranks = mlp.experts.split, None
-    if split is not None:
-        ranks = split.ranks.link if isinstance(split, CutExperts) else None
-        if ranks is None:
-            return None  # the kernels do not exchange whole experts' outputs, or with these ranks
+    if split is not None and (ranks := split.ranks.link) is None:
+        return None  # the kernels cannot exchange with these ranks
     gate, shared = mlp.gate, mlp.shared
     whole = gate.ref.dtype == torch.float32
     router: CWeight | None = CWeight()
@@ -38,8 +36,12 @@ def native_mixture(mlp: nn.Module) -> CMixture | None:
     if mlp.experts.on_input and gate.how.k > 1:
         return None
     native = CMixture(
-        router=router, routing=routing, experts=experts, on_input=mlp.experts.on_input, ranks=ranks
-    )
+        router=router, routing=routing, experts=experts, count=mlp.experts.num_experts, on_input=mlp.experts.on_input,
+        ranks=ranks,
+    )  # fmt: skip
+    if isinstance(split, PlacedExperts):
+        tables = split.first_E1, split.seats_S2, split.loads_E
+        native.first_seat, native.seats, native.loads = (table.data_ptr() for table in tables)
     native.references = mlp, experts, routing
     if whole:
         bias = gate.ref.bias

@@ -23,35 +23,46 @@ def native_model(model: object) -> CModel | None:
     """None if the kernels do not support some part of the model, or its cache is not allocated yet."""
     if not isinstance(model, CausalLM) or type(model.model) is not Decoder:
         return None
-    if any(
-        getattr(type(model), name) is not getattr(CausalLM, name)
-        for name in ("embed", "forward", "logits")
-    ):
+    if not keeps(model, "embed", "forward", "logits"):
         return None
     decoder = model.model
     if model.lm_head is None or decoder.stage.layout.pipeline > 1:
         return None
-    table, head, fused = _table(decoder.embed_tokens), _head(model.lm_head), decoder.layers.fused
-    ranks = decoder.embed_tokens.ranks
-    if ranks is not None and ranks.link is None:
-        return None  # the kernels cannot exchange with these ranks
-    if table is None or head is None or not isinstance(fused, FusedDecoder):
+    ends, fused = native_ends(decoder.embed_tokens, model.lm_head), decoder.layers.fused
+    if ends is None or not isinstance(fused, FusedDecoder):
         return None
     if (run := fused.whole) is None or run.norm is None:
         return None
-    tables = [_tables(decoder, group) for group in fused.groups]
+    tables = [tables_of(decoder, group) for group in fused.groups]
     groups = (CGroup * len(tables))(*(group for group, _ in tables))
     recorded = torch.tensor(sorted(decoder.layers.recorded), dtype=torch.int64)
-    scale = decoder.embed_tokens.scale
     found = CModel(
-        head, run.norm, ctypes.addressof(run.layers), ctypes.addressof(run.groups), ctypes.addressof(groups), *table[:2],
-        None if ranks is None else ranks.link, recorded.data_ptr(), None,
-        run.count, len(groups), len(tables[0][1][0]), table[2], model.vocab_size, len(recorded), 0, decoder.embed_tokens.words,
-        1.0 if scale is None else float(torch.tensor(scale, dtype=torch.bfloat16)),
-        model.lm_head.scale, model.lm_head.softcap or 0.0,
+        norm=run.norm, layers=ctypes.addressof(run.layers), group_of_layer=ctypes.addressof(run.groups), groups=ctypes.addressof(groups),
+        recorded=recorded.data_ptr(), count=run.count, num_groups=len(groups), positions=len(tables[0][1][0]), vocab=model.vocab_size,
+        num_recorded=len(recorded), **ends,
     )  # fmt: skip
     found.references = model, run, groups, tables, recorded, decoder.layers.recorded
     return found
+
+
+def keeps(model: CausalLM, *names: str) -> bool:
+    """Whether the model has these methods of `CausalLM`, not others."""
+    return all(getattr(type(model), name) is getattr(CausalLM, name) for name in names)
+
+
+def native_ends(embedding: Embedding | None, lm_head: Head | None) -> dict[str, Any] | None:
+    """The fields of the table and the head; None if the kernels do not support one of them."""
+    if embedding is None or lm_head is None:
+        return None
+    table, head, ranks, scale = _table(embedding), _head(lm_head), embedding.ranks, embedding.scale
+    if table is None or head is None or (ranks is not None and ranks.link is None):
+        return None  # the kernels cannot exchange with these ranks
+    return {
+        "head": head, "logit_scale": lm_head.scale, "softcap": lm_head.softcap or 0.0,
+        "table": table[0], "blocks": table[1], "packed": table[2], "words": embedding.words,
+        "table_ranks": None if ranks is None else ranks.link,
+        "embedding_scale": 1.0 if scale is None else float(torch.tensor(scale, dtype=torch.bfloat16)),
+    }  # fmt: skip
 
 
 def make_room(model: CModel, num_tokens: int) -> None:
@@ -67,7 +78,7 @@ def make_room(model: CModel, num_tokens: int) -> None:
     model.states = states.data_ptr()
 
 
-def _tables(decoder: Decoder, group: StepGroup) -> tuple[CGroup, list[Tensor]]:
+def tables_of(decoder: Decoder, group: StepGroup) -> tuple[CGroup, list[Tensor]]:
     """The struct of a group, and what it points to."""
     rotary: Any = decoder.rotary.kinds[group.rotary]
     tables = [part.float().contiguous() for part in rotary.table()]

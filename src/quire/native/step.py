@@ -22,7 +22,7 @@ from quire.layers.lora import AdapterTable
 from quire.native.fused_decoder import fuse_model, unfuse_model
 from quire.native.model import make_room, native_model
 from quire.ops.cpu.bindings import Kernels, best
-from quire.ops.cpu.structs import CModel, CRows
+from quire.ops.cpu.structs import CModel, CRows, CSpeculator
 from quire.parallel.ranks import TensorRanks
 from quire.protocol.plan import StepPlan, StepResult, WorkItem
 
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from quire.worker.sampling.sampler import Sampler
 
 
-def make_native_step(rows: RequestRows, sampler: Sampler | None) -> NativeStep | None:
+def make_native_step(
+    rows: RequestRows, sampler: Sampler | None, shift: int = 0
+) -> NativeStep | None:
     """None if the CPU kernels are not available."""
     kernels = best()
-    return None if kernels is None else NativeStep(kernels, rows, sampler)
+    return None if kernels is None else NativeStep(kernels, rows, sampler, shift)
 
 
 class NativeStep:
@@ -42,9 +44,12 @@ class NativeStep:
 
     Args:
         sampler: its arrays give the sampling parameters by row; it says which rows need no more. None: nothing draws.
+        shift: at each position the model reads the token so many positions later.
     """
 
-    def __init__(self, kernels: Kernels, rows: RequestRows, sampler: Sampler | None):
+    def __init__(
+        self, kernels: Kernels, rows: RequestRows, sampler: Sampler | None, shift: int = 0
+    ):
         self.kernels, self.rows = kernels, rows
         self.model: CModel | None = None
         self.fused: Sequence[object] = ()
@@ -59,10 +64,11 @@ class NativeStep:
             tokens_RL.data_ptr(), rows.num_computed_tokens.ctypes.data, rows.length.ctypes.data,
             rows.num_drafts.ctypes.data, ctypes.addressof(self._tables),
             None if sampler is None else sampler.params_R.ctypes.data, None, tokens_RL.stride(0),
-            rows.blocks[0].shape[1] if rows.blocks else 0,
+            rows.blocks[0].shape[1] if rows.blocks else 0, shift,
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
         self._model = 0  # its address
+        self._speculator: CSpeculator | None = None  # that has it
         # By work item of a step: how many tokens it drew, and its highest logit.
         self._sampled_B = np.zeros(rows.max_rows, np.int64)
         self._max_logit_B = np.zeros(rows.max_rows, np.float32)
@@ -81,14 +87,16 @@ class NativeStep:
             unfuse_model(model)
         self._set_model(None)
 
-    def follow(self, model: object, vocab_size: int) -> None:
+    def follow(self, found: CModel | CSpeculator | None, vocab_size: int) -> None:
         """Run this model, whose layers another native step fuses and unfuses; call it again after each of these.
 
         `vocab_size`: tokens beyond it are not drawn.
         """
-        self._set_model(native_model(model))
-        if self.model is not None:
-            self.model.vocab = min(self.model.vocab, vocab_size)
+        self._speculator = found if isinstance(found, CSpeculator) else None
+        model = found.model if isinstance(found, CSpeculator) else found
+        if found is not None and model is not None:
+            model.references, model.vocab = found.references, min(model.vocab, vocab_size)
+        self._set_model(model)
 
     def _set_model(self, model: CModel | None) -> None:
         self.model = model
@@ -144,16 +152,20 @@ class NativeStep:
             }
         return result
 
-    def draft(self, work: Sequence[WorkItem], draws: Sequence[int]) -> None:
+    def draft(self, work: Sequence[WorkItem], draws: Sequence[int], states: int = 0) -> None:
         """Run a step, then steps of one token for rows until each has drawn as often as `draws` says, by work item.
+
+        Args:
+            states: for a speculator, the address of the target's hidden states at each token, bf16.
 
         Raises:
             PlanMismatch: as `run`.
         """
         work_4B, draws_B = _columns(work), array("q", draws)
+        speculator = None if self._speculator is None else ctypes.addressof(self._speculator)
         status = self.kernels.draft(
             self._model, self._address, work_4B.buffer_info()[0], len(work), draws_B.buffer_info()[0],
-            self._sampled, self._max_logit,
+            speculator, states, self._sampled, self._max_logit,
         )  # fmt: skip
         if self.ranks is not None:
             self.ranks.check()

@@ -17,9 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import (
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.platform_collector import PlatformCollector
@@ -32,10 +30,7 @@ from quire.logging import get_logger
 from quire.observe.buckets import buckets, checked
 from quire.observe.engine_snapshots import ENGINE, SnapshotCollector
 from quire.observe.http_metrics import HttpMetrics
-from quire.observe.metric_table import (
-    ALIASES,
-    OBSERVED,
-)
+from quire.observe.metric_table import ALIASES, OBSERVED
 from quire.observe.processes import FamilyCollector, Processes, allocate_files
 from quire.protocol.output import EngineReady, EngineStats
 from quire.version import __version__

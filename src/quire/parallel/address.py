@@ -10,7 +10,7 @@ import itertools
 import mmap
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,6 +26,12 @@ SLOT = 1 << 20
 """Bytes that a rank hands over at once; larger parts go in several turns."""
 HEADER = 128
 """Bytes of a rank's counters (ops/cpu/kernels/exchange.cpp)."""
+GROUPS: dict[str, Callable[[RankLayout, int], list[int]]] = {
+    "layers": RankLayout.tensor_group,
+    "context": RankLayout.context_group,
+    "blocks": RankLayout.blocks_group,
+}
+"""By kind: the ranks that exchange with a rank, itself among them."""
 
 
 class StageSocketFds(Struct, array_like=True):
@@ -72,35 +78,26 @@ class RankAddress(Struct, array_like=True):
         Raises:
             RankLost, StartupError: ranks of other machines did not come in time.
         """
-        layout, place = self.layout, self.place
         memory = None
         if self.fd >= 0:
-            memory = mmap.mmap(self.fd, memory_bytes(layout))
+            memory = mmap.mmap(self.fd, memory_bytes(self.layout))
             os.close(self.fd)
         store = None if self.machines is None else self.machines.meet()
-        number = place.stage * layout.prefill + place.part
-        begin = number * num_bytes(layout.tensor)
-        tensor = self._exchange("layers", layout.tensor_group(self.rank), memory, begin, store)
-        number = place.stage * layout.tensor + place.tensor
-        begin = _tensor_bytes(layout) + number * num_bytes(layout.prefill)
-        context = self._exchange("context", layout.context_group(self.rank), memory, begin, store)
-        begin = _tensor_bytes(layout) + _context_bytes(layout)
-        begin += self.rank // layout.decode * num_bytes(layout.decode)
-        blocks = self._exchange("blocks", layout.blocks_group(self.rank), memory, begin, store)
-        return Ranks(place, layout, tensor, context, self._stages(store), blocks)
+        tensor, context, blocks = (self._exchange(kind, memory, store) for kind in GROUPS)
+        return Ranks(self.place, self.layout, tensor, context, self._stages(store), blocks)
 
-    def _exchange(
-        self, what: str, group: list[int], memory: mmap.mmap | None, begin: int, store: Any
-    ) -> TensorRanks | None:
+    def _exchange(self, kind: str, memory: mmap.mmap | None, store: Any) -> TensorRanks | None:
         """With a group of ranks: through memory on one machine, by gloo between machines."""
+        group = GROUPS[kind](self.layout, self.rank)
         if len(group) == 1:
             return None
         if self.machines is not None and (memory is None or self.machines.spans(group)):
-            return self.machines.group(store, f"{what} {group}", group, self.rank)
+            return self.machines.group(store, f"{kind} {group}", group, self.rank)
         from quire.parallel.shared_memory import SharedMemoryRanks
 
         if memory is None:
             raise ValueError("ranks without memory that they share")
+        begin = _regions(self.layout)[0][kind, tuple(group)]
         return SharedMemoryRanks(memory, begin, group.index(self.rank), len(group))
 
     def _stages(self, store: Any) -> StageLink | None:
@@ -170,18 +167,19 @@ def _connect(stages: list[StageSocketFds], stack: ExitStack) -> None:
 
 def memory_bytes(layout: RankLayout) -> int:
     """Of the memory for all groups of a layout; 0: no group has several ranks."""
-    blocks = num_bytes(layout.decode) * (layout.size // layout.decode) if layout.decode > 1 else 0
-    return _tensor_bytes(layout) + _context_bytes(layout) + blocks
+    return _regions(layout)[1]
 
 
-def _context_bytes(layout: RankLayout) -> int:
-    groups = layout.pipeline * layout.tensor
-    return num_bytes(layout.prefill) * groups if layout.prefill > 1 else 0
-
-
-def _tensor_bytes(layout: RankLayout) -> int:
-    groups = layout.pipeline * layout.prefill
-    return num_bytes(layout.tensor) * groups if layout.tensor > 1 else 0
+def _regions(layout: RankLayout) -> tuple[dict[tuple[str, tuple[int, ...]], int], int]:
+    """The first byte of the region of each group with several ranks, by kind and ranks; and the bytes of all regions."""
+    begins: dict[tuple[str, tuple[int, ...]], int] = {}
+    end = 0
+    for kind, group_of in GROUPS.items():
+        for group in sorted({tuple(group_of(layout, rank)) for rank in range(layout.size)}):
+            if len(group) > 1:
+                begins[kind, group] = end
+                end += num_bytes(len(group))
+    return begins, end
 
 
 def num_bytes(size: int) -> int:

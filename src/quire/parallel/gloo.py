@@ -70,12 +70,12 @@ class GlooRanks:
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout_s)
         try:
+            options._devices = [gloo.create_device(hostname=host)]
             self._group = gloo(store, rank, size, options)
         except RuntimeError as why:
-            raise RankLost(f"rank {rank} of {size} at {host}: {why}") from why
+            raise RankLost(f"rank {rank} of {size} at {host} (QUIRE_HOST_IP, if that is set): {why}") from why  # fmt: skip
 
     def limit(self, timeout_s: float) -> None:
         """How long this rank waits for the others in each exchange from now on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from quire.config.parallel import ParallelConfig
@@ -27,7 +28,7 @@ class RankLayout(Struct, array_like=True, frozen=True):
     """The number of stages, of parts of a context, and of parts of each layer.
 
     partition: the number of layers of each stage; empty: as equal as possible. decode: the number of ranks that keep a part of
-    the blocks of one KV cache each, neighbours among those that split a layer.
+    the blocks of one KV cache each: those of all parts of a context, and neighbours among those that split a layer.
     """
 
     pipeline: int = 1
@@ -47,6 +48,11 @@ class RankLayout(Struct, array_like=True, frozen=True):
     def size(self) -> int:
         return self.pipeline * self.prefill * self.tensor
 
+    @property
+    def of_one_stage(self) -> RankLayout:
+        """The same, for a model of which one stage has all layers."""
+        return msgspec.structs.replace(self, pipeline=1, partition=())
+
     def place(self, rank: int) -> RankPlace:
         above, tensor = divmod(rank, self.tensor)
         return RankPlace(*divmod(above, self.prefill), tensor)
@@ -64,10 +70,21 @@ class RankLayout(Struct, array_like=True, frozen=True):
         place = self.place(rank)
         return [self.rank(place._replace(part=number)) for number in range(self.prefill)]
 
+    @property
+    def keepers(self) -> int:
+        """How many neighbours among the ranks that split a layer keep the blocks of the same KV heads."""
+        return max(1, self.decode // self.prefill)
+
     def blocks_group(self, rank: int) -> list[int]:
         """The ranks that keep the blocks of the same KV heads."""
-        first = rank // self.decode * self.decode
-        return list(range(first, first + self.decode))
+        place = self.place(rank)
+        first = place.tensor // self.keepers * self.keepers
+        parts = range(self.prefill) if self.decode > 1 else (place.part,)
+        return [
+            self.rank(RankPlace(place.stage, part, number))
+            for part in parts
+            for number in range(first, first + self.keepers)
+        ]
 
     def stage_group(self, rank: int) -> list[int]:
         """The ranks with the same parts in all stages, the first stage first."""

@@ -159,9 +159,8 @@ class CudaCopier:
 
     def device(self, size: int) -> Tensor:
         buffer = torch.empty(size, dtype=torch.uint8, device=self.place)
-        buffer.record_stream(
-            self.stream
-        )  # keeps the allocator from reusing freed memory during a copy
+        # keeps the allocator from reusing freed memory during a copy
+        buffer.record_stream(self.stream)
         return buffer
 
     def mark(self) -> torch.cuda.Event:

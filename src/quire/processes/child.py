@@ -30,6 +30,7 @@ STOP = signal.SIGUSR2
 STACKS = signal.SIGUSR1
 """A child writes the stacks of its threads to its standard error."""
 
+STOPPED_LOOKS = 15
 KILLED_S = 10.0  # a killed process has ended by then, unless a device or a disk blocks it
 PR_SET_PDEATHSIG = 1
 
@@ -103,6 +104,18 @@ def is_stopped(pid: int) -> bool:
     except (OSError, IndexError):
         return False
     return state in ("T", "t")
+
+
+class StopCounter:
+    """Counts the looks, a second each, that find a child stopped. Not seconds: its parent may have been stopped with it."""
+
+    def __init__(self, pid: int):
+        self._pid, self._count = pid, 0
+
+    def look(self) -> bool:
+        """Whether this one and those before it, STOPPED_LOOKS in all, found it stopped."""
+        self._count = self._count + 1 if is_stopped(self._pid) else 0
+        return self._count >= STOPPED_LOOKS
 
 
 def own_stacks() -> str:

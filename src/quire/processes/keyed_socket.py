@@ -48,8 +48,8 @@ def listen(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {why.strerror or why}{port_holder(port)}; --master-addr must be an address of this"
-            " machine, and no other process may use --master-port"
+            f"cannot listen on {host} port {port}: {why.strerror or why}{port_holder(port)}; --master-addr on machine 0, and"
+            " QUIRE_HOST_IP on each, must be an address of that machine, and no other process may use --master-port"
         ) from None
     return listener
 

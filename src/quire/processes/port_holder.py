@@ -14,10 +14,16 @@ def port_holder(port: int, proc: Path = Path("/proc")) -> str:
     inodes = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
     for folder in proc.glob("[0-9]*") if inodes else ():
         with suppress(OSError):  # it has ended, or is another user's
-            for fd in (folder / "fd").iterdir():
-                if os.readlink(fd) in inodes:
-                    name = (folder / "comm").read_text().strip()
-                    return f" (process {folder.name}, {name})"
+            if inodes & {_target(fd) for fd in (folder / "fd").iterdir()}:
+                name = (folder / "comm").read_text().strip()
+                return f" (process {folder.name}, {name})"
+    return ""
+
+
+def _target(fd: Path) -> str:
+    """Of the link; "" if the descriptor was closed since it was listed, as that of the list itself."""
+    with suppress(FileNotFoundError):
+        return os.readlink(fd)
     return ""
 
 

@@ -32,11 +32,8 @@ def own_folder() -> Path:
         StartupError: no directory is writable.
     """
     tried: list[str] = []
-    for place in (
-        None,
-        env.outer("XDG_RUNTIME_DIR"),
-        "/dev/shm",
-    ):  # None: Python's default, which uses TMPDIR
+    # None: Python's default, which uses TMPDIR.
+    for place in (None, env.outer("XDG_RUNTIME_DIR"), "/dev/shm"):
         try:
             return Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         except OSError as why:

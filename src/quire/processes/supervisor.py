@@ -57,9 +57,8 @@ class SupervisedProcess:
         """The messages received within at most `wait` seconds. Call it again within SUSPENDED_S."""
         messages = self.status.poll(wait)
         now = time.monotonic()
-        if (
-            messages or now - self.polled > wait + SUSPENDED_S
-        ):  # suspended, and perhaps the child too
+        was_suspended = now - self.polled > wait + SUSPENDED_S  # and perhaps the child, too
+        if messages or was_suspended:
             self.heard = now
         self.polled = now
         return messages

@@ -41,9 +41,8 @@ class WorkItem(Struct, array_like=True, omit_defaults=True, gc=False):
     num_tokens: int
     new_blocks: list[list[int]] = []  # by KV group; [] when no group grew
     drafts: int = 0  # how many of num_tokens are draft tokens, which the worker already has
-    samples: bool = (
-        True  # False: a prompt chunk that is not the last, or a request that generates no tokens
-    )
+    # False: a prompt chunk that is not the last, or a request that generates no tokens
+    samples: bool = True
     # With True the worker draws if all the row's tokens are computed then: it may have more than the scheduler knew.
 
 

@@ -43,9 +43,8 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     salt: str = ""  # prefix-cache isolation: only equal salts share blocks
     # the owner of the API key: requests of one tenant share its part of the engine
     tenant: str = ""
-    is_subrequest: bool = (
-        False  # part of a larger request, whose end its frontend counts (engine/rpc.py)
-    )
+    # part of a larger request, whose end its frontend counts (engine/rpc.py)
+    is_subrequest: bool = False
     engine: int | None = None  # the data parallel rank of the engine that must serve it; None: any
 
 

@@ -168,9 +168,8 @@ def prepared_weights(model: nn.Module) -> list[PreparedWeight]:
 
 def move(model: nn.Module, device: torch.device) -> None:
     """Move all weights, prepared or not, to another device."""
-    model._apply(
-        lambda t: t if t.is_meta else t.to(device)
-    )  # `to` refuses a model with "meta" tensors
+    # `to` refuses a model with "meta" tensors
+    model._apply(lambda t: t if t.is_meta else t.to(device))
     for prepared in prepared_weights(model):
         prepared.move(device)
 

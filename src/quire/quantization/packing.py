@@ -25,10 +25,8 @@ class Packing:
     def __init__(self, pack: Callable[[int, int], object]):
         self._pack = pack
         self._waiting: list[tuple[Sequence[int], tuple[Tensor, ...]]] = []
-        self._num_read, self._size = (
-            0,
-            0,
-        )  # those that the files should have by now; bytes of others
+        # those that the files should have by now; bytes of others
+        self._num_read, self._size = 0, 0
 
     def add(self, numbers: Sequence[int], *rows_ON: Tensor) -> None:
         """`numbers`: a row of the kernels' table, with the addresses of the tensors."""

@@ -59,7 +59,7 @@ class SchedulerLimits:
             return "the prompt is empty: a request needs at least one token"
         if num_prompt + max_tokens > self.max_length:
             return f"{sizes}: that exceeds max_model_len={self.max_length}"
-        num_blocks = kv.max_blocks(num_prompt + max_tokens + self.drafts, self.max_tokens_in_flight)
+        num_blocks = kv.max_blocks(num_prompt + max_tokens, self.max_tokens_in_flight)
         if num_blocks > kv.pool.usable:
             return (
                 f"{sizes}: that needs {num_blocks} KV blocks of {kv.block_size} tokens and there are"

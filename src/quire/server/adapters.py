@@ -20,12 +20,11 @@ from quire.frontend.adapters import Adapter, AdapterNotLoaded
 from quire.frontend.lora_resolvers import resolve
 from quire.logging import get_logger
 from quire.server.errors import ApiError
-from quire.server.health import state_of
 from quire.server.middleware import TENANT
 from quire.server.request_body import read
 from quire.server.schemas import LoadAdapterRequest, SageMakerAdapterRequest, UnloadAdapterRequest
 from quire.server.sse import EventStream
-from quire.server.state import ServerState
+from quire.server.state import ServerState, state_of
 
 log = get_logger(__name__)
 

@@ -45,7 +45,7 @@ from quire.server.page import routes as page
 from quire.server.pooling import score_routes, vector_routes
 from quire.server.request_body import read, read_raw
 from quire.server.sse import EventStream
-from quire.server.state import ServerPhase, ServerState
+from quire.server.state import ServerPhase, ServerState, state_of
 from quire.server.text_pool import CLIENT
 from quire.server.user_middleware import own_layers
 
@@ -82,7 +82,7 @@ def generating(endpoint: Endpoint) -> Endpoint:
 
     @wraps(endpoint)
     async def checked(request: Request) -> Response | EventStream:
-        engine = request.app.state.quire.engine
+        engine = state_of(request).engine
         if engine is not None:
             try:
                 engine.front.need_generation(request.url.path)
@@ -97,7 +97,7 @@ async def invocations(request: Request) -> Response | EventStream:
     """One path for all requests, as SageMaker calls it. The fields of the body select the endpoint."""
     request._body = await read_raw(request)  # the endpoint reads it from here
     body = await read(request, InvocationBody)
-    pooling = request.app.state.quire.serving().front.pooling
+    pooling = state_of(request).serving().front.pooling
     if pooling is not None:
         return await pooling_invocation(request, body, pooling.info.tasks[0])
     if body.messages is not None:
@@ -189,7 +189,7 @@ class ErrorBoundary:
         except ClientDisconnect:
             return Response(status_code=CLOSED_BY_CLIENT)
         except EngineDeadError as error:
-            request.app.state.quire.phase = ServerPhase.DEAD
+            state_of(request).phase = ServerPhase.DEAD
             return error_response(error)
         except ENDS:
             raise

@@ -22,11 +22,11 @@ from quire.api.worker_call import IN_PROCESS
 from quire.engine import sleep_client
 from quire.engine.sleep import checked_level, checked_tags
 from quire.errors import ValidationError
+from quire.server.engine_requests import own_name
 from quire.server.errors import ApiError, invalid
-from quire.server.generation import own_name
-from quire.server.health import state_of
 from quire.server.request_body import json_response, read
 from quire.server.schemas import AbortRequest, RpcRequest
+from quire.server.state import state_of
 from quire.version import __version__
 
 RPC_TIMEOUT_S = 300.0

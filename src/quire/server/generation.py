@@ -10,7 +10,6 @@ yet, so this module needs no bounded queue.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,27 +19,28 @@ from typing import Any
 
 from quire.api.async_engine import AsyncEngine, OutputStream
 from quire.engine.client import ERRORS
-from quire.errors import QueueFull, Unsupported, ValidationError
+from quire.errors import Unsupported, ValidationError
 from quire.frontend.beam_search import BeamStream
 from quire.frontend.outputs import RequestOutput, spec_decode_metrics
 from quire.frontend.prompts import Prompt
-from quire.logging import get_logger
-from quire.observe.prometheus import REQUESTS, TOKENS
 from quire.observe.request_metrics import RequestTimer
 from quire.observe.tracing import SpanAttributes
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
-from quire.server.adapters import unloaded_meanwhile
 from quire.server.answer_size import check_answer_size
 from quire.server.api_keys import Tenant
-from quire.server.errors import ApiError
+from quire.server.engine_requests import (
+    Wakeup,
+    engine_name,
+    log_request,
+    new_output,
+    out_of_time,
+)
 from quire.server.large_answers import LARGE_ENTRIES
 from quire.server.openai.chat_output import ChatOutputReader
 from quire.server.openai.logprobs import Position
 from quire.server.openai.sampling_params import FINAL_ONLY
 from quire.server.output_delta import OutputDelta
 from quire.server.state import ServerState
-
-log = get_logger(__name__)
 
 KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
 """Prefix of an id -> endpoint, as metrics name it."""
@@ -54,28 +54,6 @@ class TokenCount:
     cached: int = 0
     output_tokens: list[int] = field(default_factory=list)
     prompt_logprobs: Sequence[Position] | None = None
-
-
-class Wakeup:
-    """Wakes one waiting task. An asyncio.Event, which allows several, costs three times as much."""
-
-    __slots__ = ("_is_set", "_waiter")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Safe to cancel: it stays set until a wait returns."""
-        if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._is_set = False
 
 
 @dataclass(slots=True)
@@ -186,7 +164,7 @@ class Generation:
         if self.adapter is not None:
             self._counted.callback(self._count_adapter, self.adapter)
         for which in range(len(self.prompts)):
-            self._running.append(await self._ask(which))
+            self._running.append(await self._open_request(which))
             await asyncio.sleep(0)  # let other tasks run between many prompts
 
     async def next(self) -> list[OutputDelta]:
@@ -218,22 +196,11 @@ class Generation:
             async with asyncio.timeout_at(until):
                 await self._wakeup.wait()
         except TimeoutError as error:
-            raise ApiError(
-                408,
-                f"the request did not finish within {self.timeout:g} s (`timeout`)",
-                param="timeout",
-            ) from error
+            raise out_of_time(self.timeout) from error
 
     def _take(self, running: RunningPrompt) -> list[OutputDelta]:
         """The new deltas of one prompt."""
-        try:
-            output = running.stream.take()
-        except QueueFull as error:
-            self.state.metrics.refused(TOKENS if TOKENS in str(error) else REQUESTS)
-            raise
-        except ValidationError as error:
-            raise unloaded_meanwhile(error, self.adapter) or error from None
-        if output is None:
+        if (output := new_output(running.stream, self.state, self.adapter)) is None:
             if running.stream.ended:
                 self._end(running)
             return []
@@ -289,18 +256,14 @@ class Generation:
         output = sum(sum(count.output_tokens) for count in self.counts)
         self.state.metrics.by_adapter(adapter, prompt, output)
 
-    async def _ask(self, which: int) -> RunningPrompt:
+    async def _open_request(self, which: int) -> RunningPrompt:
         prompt = self.prompts[which]
-        name = public_id = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
-        if self.state.fronts > 1:  # clients of other HTTP processes choose ids too
-            name = shared_name(name, self.state.front)
-        if name in self.state.active:  # clients may choose an id twice
-            name = f"{name}-{secrets.token_hex(4)}"
+        public_id = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
+        name = engine_name(self.state, public_id)
         timer = RequestTimer(self.state.metrics)
         # A copy: the frontend fills in this request's own values (seed, EOS tokens).
         params = self.params.settled() if len(self.prompts) > 1 else self.params
-        if self.state.config.observe.enable_log_requests:
-            self._log(public_id, prompt, params)
+        log_request(self.state, public_id, prompt, params)
         tenant = self.tenant.id if self.tenant is not None else ""
         self.state.active.add(name)
         try:
@@ -361,14 +324,6 @@ class Generation:
             streamed = params.output_kind != FINAL_ONLY
             self.state.metrics.read_for_calls(streamed, called, kind)
 
-    def _log(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
-        most = self.state.config.observe.max_log_len
-        text = None if prompt.text is None else prompt.text[:most]
-        log.info(
-            "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
-            name, text, prompt.tokens[:most], params,
-        )  # fmt: skip
-
 
 def entries_of(positions: Sequence[Position] | None) -> int:
     """Number of log-probabilities of an output or a prompt."""
@@ -376,16 +331,6 @@ def entries_of(positions: Sequence[Position] | None) -> int:
         return 0
     packed = getattr(positions, "entries", None)
     return sum(len(one or ()) for one in positions) if packed is None else packed
-
-
-def shared_name(name: str, front: int) -> str:
-    """The id of a request in an engine that several HTTP processes share."""
-    return f"{name}@{front}"
-
-
-def own_name(shared: str) -> str:
-    """The inverse of `shared_name`, also for ids that the frontend derived from it."""
-    return shared.rpartition("@")[0]
 
 
 def output_deltas(

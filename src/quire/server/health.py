@@ -20,13 +20,8 @@ from quire.observe.http_metrics import UNDER_WAY
 from quire.observe.prometheus import CONTENT_TYPE
 from quire.server.middleware import TENANT
 from quire.server.request_body import json_response
-from quire.server.state import ServerPhase, ServerState
+from quire.server.state import ServerPhase, ServerState, state_of
 from quire.version import __version__
-
-
-def state_of(request: Request) -> ServerState:
-    found: ServerState = request.app.state.quire
-    return found
 
 
 def status(state: ServerState, good: bool) -> Response:

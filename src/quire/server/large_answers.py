@@ -49,6 +49,11 @@ class LongList:
         yield b"[]" if before == b"[" else b"]"
 
 
+def listed(items: Callable[[], Iterable[Any]], large: bool) -> Any:
+    """A list; in a large answer, one that is encoded while it is sent."""
+    return LongList(items) if large else list(items())
+
+
 def encoded_parts(body: Any) -> Iterator[bytes]:
     """The JSON of `body`, which may contain LongLists anywhere."""
     found: list[LongList] = []

@@ -11,7 +11,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.server.api_keys import KeyUse
 from quire.server.errors import ApiError, invalid
 from quire.server.middleware import KEY_USE
-from quire.server.state import ServerState
+from quire.server.state import ServerState, state_of
 
 MOST_ENTRIES = 1 << 22
 """Of allowed_token_ids and logit_bias, over all completions: the engine needs about 40 bytes for each entry."""
@@ -30,8 +30,7 @@ def take_from_key(request: Request, completions: int = 1) -> None:
         use.begin(completions)
     except ApiError as error:
         if error.status == 429:
-            state: ServerState = request.app.state.quire
-            state.metrics.key_refused(use.tenant.name)
+            state_of(request).metrics.key_refused(use.tenant.name)
         raise
 
 

@@ -130,9 +130,8 @@ class RequestIdMiddleware:
         if given_id is None:
             name = scope[NEW_ID] = secrets.token_hex(16)
         else:
-            name = (
-                given_id if VALID_ID.fullmatch(given_id) else ""
-            )  # a bad one is refused later; never echoed
+            # a bad one is refused later; never echoed
+            name = given_id if VALID_ID.fullmatch(given_id) else ""
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start" and name:

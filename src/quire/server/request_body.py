@@ -20,7 +20,8 @@ from starlette.responses import Response
 from quire.logging import get_logger
 from quire.server.errors import ApiError, invalid
 from quire.server.large_bodies import not_an_object, not_json, not_valid, read_long
-from quire.server.text_pool import TextPool, run_alone
+from quire.server.state import state_of
+from quire.server.text_pool import run_alone
 
 log = get_logger(__name__)
 
@@ -101,7 +102,7 @@ async def read_raw(request: Request) -> bytes:
         raise invalid("Unsupported Media Type: Only 'application/json' is allowed")
     raw: bytes | None = getattr(request, "_body", None)  # /invocations has read it
     if raw is None:
-        server = request.app.state.quire.config.server
+        server = state_of(request).config.server
         raw = await read_body(request, server.max_body_bytes, server.receive_timeout)
     request.scope[SIZE] = len(raw)
     return raw
@@ -149,8 +150,7 @@ async def read(request: Request, kind: type[Body]) -> Body:
     raw = await read_raw(request)
     if len(raw) <= SHORT_BODY:
         return read_short(raw, kind)
-    texts: TextPool = request.app.state.quire.texts
-    return await texts.run_sized(len(raw), read_long, raw, kind)
+    return await state_of(request).texts.run_sized(len(raw), read_long, raw, kind)
 
 
 async def prepared(
@@ -163,8 +163,9 @@ async def prepared(
     size = request.scope.get(SIZE, 0)
     if size <= SHORT_BODY:
         return await work(*args, **keywords)
-    texts: TextPool = request.app.state.quire.texts
-    return await texts.run_sized(size, partial(run_alone, work, *args, **keywords))
+    return await state_of(request).texts.run_sized(
+        size, partial(run_alone, work, *args, **keywords)
+    )
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

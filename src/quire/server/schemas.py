@@ -16,12 +16,10 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool = False
 
 
-class Sampling(Struct, kw_only=True):
-    """The common fields of chat and completions. None: the model's default, or that of SamplingParams."""
+class GenerationFields(Struct, kw_only=True):
+    """The common fields of completions, chat and responses. None: the model's default, or that of SamplingParams."""
 
     model: str | None = None
-    n: int = 1
-    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -34,32 +32,42 @@ class Sampling(Struct, kw_only=True):
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = 0
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] = []
-    repetition_detection: dict[str, Any] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    stream_interval: int | None = None
     user: str | None = None
     priority: int = 0
     request_id: str | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    speculative: dict[str, Any] | None = None
+    # Known but not supported: refused.
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Sampling(GenerationFields, kw_only=True):
+    """The common fields of completions and chat."""
+
+    n: int = 1
+    best_of: int | None = None
+    min_tokens: int = 0
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    repetition_detection: dict[str, Any] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
     return_prompt_text: bool = False
     timeout: float | None = None
-    vllm_xargs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -70,9 +78,7 @@ class Sampling(Struct, kw_only=True):
     use_beam_search: bool = False
     length_penalty: float = 1.0
     thinking_token_budget: int | None = None
-    speculative: dict[str, Any] | None = None
     # Known but not supported: refused.
-    kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     watermarking: Any = None
     routed_experts_prompt_start: int | None = None
@@ -137,31 +143,14 @@ class MessagesRequest(Struct, kw_only=True):
     vllm_xargs: dict[str, Any] | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True):
+class ResponsesRequest(GenerationFields, kw_only=True):
     """OpenAI's Responses. Fields that concern stored responses are accepted if they change no answer."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    stream: bool = False
     store: bool = True
     metadata: dict[str, Any] | None = None
-    user: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
@@ -171,14 +160,7 @@ class ResponsesRequest(Struct, kw_only=True):
     include: list[str] = []
     top_logprobs: int | None = None
     truncation: str | None = None
-    priority: int = 0
-    request_id: str | None = None
-    session_id: str | None = None
-    cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
-    vllm_xargs: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    speculative: dict[str, Any] | None = None
     # Accepted without effect (`config/unsupported.py` says why).
     max_tool_calls: int | None = None
     prompt_cache_key: str | None = None
@@ -188,7 +170,6 @@ class ResponsesRequest(Struct, kw_only=True):
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
-    kv_transfer_params: dict[str, Any] | None = None
     previous_input_messages: list[Any] | None = None
     enable_response_messages: bool = False
 

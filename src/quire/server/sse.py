@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import ENDS, as_api_error, envelope
+from quire.server.state import state_of
 
 T = TypeVar("T")
 Produced = TypeVar("Produced", covariant=True)
@@ -134,12 +135,8 @@ class EventStream:
         keep_alive: float = 0,
         failed: Callable[[BaseException], bytes] = failed,
     ):
-        self.source, self.encoder, self.keep_alive, self.failed = (
-            source,
-            encoder,
-            keep_alive,
-            failed,
-        )
+        self.source, self.encoder = source, encoder
+        self.keep_alive, self.failed = keep_alive, failed
         self.headers: list[tuple[bytes, bytes]] = list(HEADERS)
         self._hang_up = DisconnectGuard(receive)
         self._first: bytes | None = None
@@ -223,7 +220,7 @@ async def event_stream(
     Raises:
         Exception: an error before the first frame; the client gets its status.
     """
-    keep_alive = request.app.state.quire.config.server.sse_keep_alive_interval
+    keep_alive = state_of(request).config.server.sse_keep_alive_interval
     stream = EventStream(source, encoder, request.receive, keep_alive, failed)
     await stream.prepare()
     return stream

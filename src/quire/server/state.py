@@ -1,6 +1,6 @@
 """The state that all handlers of a server share: configuration, engine, counts, phase.
 
-Knows whether the server loads, serves, drains or is dead. Does not know HTTP.
+Knows whether the server loads, serves, drains or is dead. Does not know HTTP, but where a request finds it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from hashlib import sha256
+
+from starlette.requests import Request
 
 from quire import env
 from quire.api.async_engine import AsyncEngine
@@ -165,6 +167,12 @@ class ServerState:
         raise ApiError(
             404, f"The model `{name[:200]}` does not exist; this server has {known}.", param="model"
         )
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the application that serves a request."""
+    found: ServerState = request.app.state.quire
+    return found
 
 
 def fingerprint(client: EngineClient) -> str:

@@ -6,7 +6,6 @@ after everything else.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.config.serialize import WHERE
+from quire.config.serialize import by_name
 from quire.errors import ConfigError
 from quire.server.errors import ENDS, error_response
 
@@ -50,20 +49,8 @@ def own_layers(paths: Sequence[str]) -> list[Middleware]:
     Raises:
         ConfigError: the path cannot be imported, or names neither kind of layer.
     """
-    layers = [_layer(path, _found(path)) for path in paths]
+    layers = [_layer(path, by_name(path, "middleware")) for path in paths]
     return [Middleware(UserMiddlewareBoundary), *layers] if layers else []
-
-
-def _found(path: str) -> Any:
-    module, _, name = path.replace(":", ".").rpartition(".")
-    if not module:
-        raise ConfigError(f"middleware={path!r}: must be package.module.Name")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as why:
-        raise ConfigError(
-            f"middleware={path!r}: cannot be imported ({type(why).__name__}: {why}); {WHERE}"
-        ) from why
 
 
 def _layer(path: str, found: Any) -> Middleware:

@@ -20,9 +20,8 @@ from quire.models.checkpoint_files import stored_tensors
 from quire.models.location import find_adapter
 from quire.models.safetensors_header import header
 from quire.parallel.layout import RankLayout
+from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.rank_memory import construct_part
-
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class AdapterMemory(NamedTuple):
@@ -44,14 +43,17 @@ NO_ADAPTERS = AdapterMemory()
 LORA_B = ".lora_B.weight"
 
 
-def forecast_adapters(resolved: Resolved) -> AdapterMemory:
-    """The memory of max_cpu_loras adapters, those of lora_modules among them."""
+def forecast_adapters(resolved: Resolved, layout: RankLayout, stage: int) -> AdapterMemory:
+    """The memory of max_cpu_loras adapters, those of lora_modules among them, in a rank of a stage.
+
+    Of lora_modules, each stage counts the factors for all layers.
+    """
     options = resolved.config.lora
     if not options.enable_lora:
         return NO_ADAPTERS
     chosen = options.lora_dtype
     item = ITEMSIZE[resolved.dtype if chosen == "auto" else chosen]
-    layers = _layers(resolved)
+    layers = _layers(resolved, layout, stage)
     largest = _factors(resolved, layers) * options.max_lora_rank * item
     own = [_bytes_of(resolved, one["path"], layers, largest, item) for one in options.lora_modules]
     known = sorted(own, reverse=True)[: options.capacity]
@@ -92,13 +94,13 @@ def _factors(resolved: Resolved, layers: Mapping[str, AdaptedLayer]) -> int:
     )
 
 
-def _layers(resolved: Resolved) -> dict[str, AdaptedLayer]:
-    """The linear layers by their names in checkpoints."""
-    config, ranks = resolved.hf_config, resolved.config.parallel.tensor_parallel_size
+def _layers(resolved: Resolved, layout: RankLayout, stage: int) -> dict[str, AdaptedLayer]:
+    """The linear layers of a stage by their names in checkpoints."""
+    config = resolved.hf_config
     impl, _ = registry.choose_impl(resolved.architecture, config, resolved.config.model.model_impl)
     found: dict[str, AdaptedLayer] = {}
     if impl == "native":
-        places = construct_part(resolved.spec, RankLayout(tensor=ranks)).adapter_places()
+        places = construct_part(resolved.spec, layout, stage).adapter_places()
         names = Counter(id(place.target) for place in places.values())
         for name, place in places.items():
             if names[id(place.target)] == 1 or place.outs < place.target.num_out:  # not fused

@@ -118,6 +118,8 @@ def build_worker(
     with stages("planning memory"):
         place = address.layout, address.place.stage
         found = forecast_specs(resolved, others, *place)
+        if address.place.stage < address.layout.pipeline - 1:
+            others = ()  # the last stage has them
         forecast = plan_memory(resolved, others, *place, found)
     with stages("importing torch"):
         from quire.attention.base import load_backend
@@ -129,8 +131,6 @@ def build_worker(
         from quire.worker.page_prefault import KVPagePrefaulter
         from quire.worker.row_states import RowStates
         from quire.worker.sleep import WorkerSleep
-        from quire.worker.stage_worker import StageWorker
-        from quire.worker.worker import Worker
 
         platform = platform_of(resolved.device)
         if resolved.attention_backend is not None:
@@ -160,8 +160,7 @@ def build_worker(
     pages = KVPagePrefaulter(plan.num_blocks + 1, step_blocks)
     pages.begin(storages)
     hooks = [*build_state_hooks(states, rows), *pooling_hooks, *parts.hooks, pages]
-    make = Worker if ranks.stages is None else partial(StageWorker, link=ranks.stages)
-    worker = make(
+    worker = worker_class(resolved, ranks)(
         platform, model, parts.model_input, output, hooks, rows, batcher,
         functions=parts.functions, models=models, fast_step=fast_step,
     )  # fmt: skip
@@ -176,6 +175,17 @@ def build_worker(
     extension = resolved.config.parallel.worker_extension_cls
     ModuleHooks(worker, extended_worker(worker, address.rank, address.local[0], extension))
     return worker
+
+
+def worker_class(resolved: Resolved, ranks: Ranks) -> Callable[..., Worker]:
+    """What makes the worker: of a stage, if there are several."""
+    from quire.worker.stage_worker import StageWorker
+    from quire.worker.worker import Worker
+
+    if ranks.stages is None:
+        return Worker
+    has_own_engine = resolved.executor == "external_launcher"
+    return partial(StageWorker, link=ranks.stages, answers=has_own_engine)
 
 
 def build_parts(
@@ -307,7 +317,7 @@ def plan_on(
     tables = 4 * resolved.max_num_seqs * (forecast.max_model_len + 2 * groups * blocks)
     now = platform.plannable(Memory(forecast.total, forecast.available), tables)
     sizes = forecast.weights, now.total, now.available
-    specs, own, states = found
+    specs, own, states, _ = found
     return make_plan(resolved, *sizes, specs, others, states, forecast.adapters, own)
 
 

@@ -87,4 +87,5 @@ def batch_of_part(batch: ForwardBatch, dealt: DealtTokens) -> ForwardBatch:
         embeddings=[],
         hidden_states={},
         dealt=dealt,
+        whole=batch,
     )

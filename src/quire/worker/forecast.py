@@ -17,13 +17,14 @@ from quire.models.registry import has_states
 from quire.models.transformers.modes import check_own_cache
 from quire.parallel.layout import RankLayout
 from quire.platforms.detect import facts
+from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.adapter_memory import forecast_adapters
-from quire.worker.memory_plan import GIB, ITEMSIZE, MemoryPlan, make_plan, size
+from quire.worker.memory_plan import GIB, MemoryPlan, make_plan, size
 from quire.worker.rank_memory import construct_part, part_of_weights
 
 
 class ForecastSpecs(NamedTuple):
-    """What the layers of all models keep for requests.
+    """What the layers of all models keep for requests, and the part of each model's weights that a rank has.
 
     specs: the cache spec of each layer, of all stages. own: those of this rank's stage. states: bytes of one request's
     recurrent states in this stage.
@@ -32,6 +33,7 @@ class ForecastSpecs(NamedTuple):
     specs: list[CacheSpec]
     own: range
     states: int
+    parts: list[float]
 
 
 def specs_of(config: dict[str, Any], dtype: str) -> list[CacheSpec]:
@@ -97,8 +99,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan of a rank before anything is loaded, from config.json and the headers of the weight files.
 
-    `others`: the models of the worker beside the main one. `layout`: None: the configured one. `found`: of this stage, if it
-    is known.
+    `others`: the models of the worker beside the main one: of the last stage only. `layout`: None: the configured one. `found`:
+    of this stage, if it is known.
     """
     machine, cache = facts(), resolved.config.cache
     layout = layout or RankLayout.of(resolved.config.parallel)
@@ -107,13 +109,15 @@ def plan_memory(
     here = max(1, layout.size // resolved.config.parallel.nnodes)
     available = machine.available_bytes // (here * engines)  # they share this machine
     whole = forecast_weights(resolved.spec, resolved.device, machine.available_bytes + offloaded)
-    weights = max(0, int(whole * part_of_weights(resolved.spec, layout, stage)) - offloaded)
-    for spec in filter(lambda each: each.path != resolved.path, others):  # MTP layers are counted
-        whole = forecast_weights(spec, resolved.device, available - weights)
-        weights += int(whole * part_of_weights(spec, layout, stage))
-    specs, own, states = found or forecast_specs(resolved, others, layout, stage)
+    specs, own, states, parts = found or forecast_specs(resolved, others, layout, stage)
+    weights = max(0, int(whole * parts[0]) - offloaded)
+    for spec, part in zip(others, parts[1:], strict=False):  # the last stage has others
+        if spec.path != resolved.path:  # MTP layers are counted
+            weights += int(forecast_weights(spec, resolved.device, available - weights) * part)
     sizes = weights, machine.total_bytes, available
-    return make_plan(resolved, *sizes, specs, others, states, forecast_adapters(resolved), own)
+    return make_plan(
+        resolved, *sizes, specs, others, states, forecast_adapters(resolved, layout, stage), own
+    )
 
 
 def forecast_specs(
@@ -122,26 +126,30 @@ def forecast_specs(
     layout: RankLayout | None = None,
     stage: int = 0,
 ) -> ForecastSpecs:
-    """What the layers of all models keep.
+    """What the layers of all models keep, and which part of the models a rank has.
 
     From config.json alone for whole models that only have attention; others are constructed, without weights.
     """
     layout = layout or RankLayout.of(resolved.config.parallel)
     specs: list[CacheSpec] = []
+    parts: list[float] = []
     own, states = range(0), 0
-    for spec in (resolved.spec, *others):
+    for spec, cut in [(resolved.spec, layout), *((each, layout.of_one_stage) for each in others)]:
         cacheless = spec.pooling is not None and not spec.pooling.causal
         stateful = has_states(spec.architecture, spec.hf_config, spec.options.model_impl)
         if not (layout.size > 1 or cacheless or stateful):
             specs += specs_of(spec.hf_config, resolved.kv_dtype_for(spec.dtype))
+            parts.append(1.0)
             continue
-        for number in range(layout.pipeline):
-            model, start = construct_part(spec, layout, number), len(specs)
+        first = layout.pipeline - cut.pipeline  # the last stage has the other models
+        for number in range(cut.pipeline):
+            model, start = construct_part(spec, cut, number), len(specs)
             specs += layer_specs(resolved, [model], [spec])
-            if number == stage:
-                own = range(start, len(specs))
+            if first + number == stage:
+                own = range(own.start if own else start, len(specs))
                 states += state_bytes_of([model])
-    return ForecastSpecs(specs, own if layout.pipeline > 1 else range(len(specs)), states)
+                parts.append(part_of_weights(model, spec, cut))
+    return ForecastSpecs(specs, own if layout.pipeline > 1 else range(len(specs)), states, parts)
 
 
 def layer_specs(

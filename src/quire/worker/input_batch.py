@@ -27,9 +27,8 @@ class StepCounts:
     count_B: np.ndarray
     start_B: np.ndarray
     end_B: np.ndarray
-    drawing_S: (
-        np.ndarray
-    )  # indices of the rows that draw; a row with draft tokens draws at several positions
+    # indices of the rows that draw; a row with draft tokens draws at several positions
+    drawing_S: np.ndarray
     lengths_S: np.ndarray  # tokens before the one that is drawn
     query_start_B1: np.ndarray
     query_lens: list[int]  # as count_B
@@ -45,9 +44,8 @@ class StepCounts:
 
     @property
     def sample_at_S(self) -> np.ndarray:
-        after_S = (
-            self.end_B[self.drawing_S] - self.lengths_S
-        )  # tokens of the row after this position
+        # tokens of the row after this position
+        after_S = self.end_B[self.drawing_S] - self.lengths_S
         found: np.ndarray = self.query_start_B1[self.drawing_S + 1] - 1 - after_S
         return found
 

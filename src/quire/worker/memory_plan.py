@@ -15,13 +15,13 @@ from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec
 from quire.logging import get_logger
+from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.adapter_memory import NO_ADAPTERS, AdapterMemory
 
 logger = get_logger(__name__)
 GIB = 1 << 30
 CHECKPOINT_SHARE = 8  # one part in so many of the cache
 FREE_BLOCKS = 1 << 16  # of a cache whose blocks cost no memory
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +154,7 @@ def make_plan(
         max_num_seqs=resolved.max_num_seqs,
         max_step_tokens=min(resolved.max_num_batched_tokens, resolved.max_model_len),
         state_bytes=state_bytes,
-        num_drafts=resolved.speculation.num_speculative_tokens
-        if state_bytes and resolved.speculation
-        else 0,
+        num_drafts=resolved.num_drafts if state_bytes else 0,
         adapters=adapters,
     )
     if cache.num_gpu_blocks_override is not None:

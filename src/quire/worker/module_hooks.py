@@ -54,8 +54,7 @@ def extended_worker(worker: Worker, rank: int, local_rank: int, extension: str) 
     """
     if not extension:
         return RpcWorker(worker, rank, local_rank)
-    module, _, name = extension.replace(":", ".").rpartition(".")
-    added = by_name(f"{module}:{name}")
+    added = by_name(extension, "worker_extension_cls")
     if not isinstance(added, type):
         raise ConfigError(f"worker_extension_cls={extension} is not a class")
     own_names = {*vars(RpcWorker), *dir(worker), *worker.functions}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from queue import SimpleQueue
@@ -25,6 +26,9 @@ from quire.worker.hooks import Hook
 SLICE = 4 << 20  # bytes to prefault at a time
 MAX_AHEAD = 256 << 20  # bytes to stay ahead, at most
 NICENESS = 10
+
+Job = tuple[list[Tensor], int, int, int]
+"""The parts of a cache, its number of blocks, and the first and the end of those to prefault."""
 
 
 class KVPagePrefaulter(Hook):
@@ -42,8 +46,8 @@ class KVPagePrefaulter(Hook):
         self.parts: list[Tensor] = []
         self.ahead = 0
         self.prefaulted = 0  # blocks below this one are prefaulted, or queued for it
-        self._jobs: SimpleQueue[tuple[list[Tensor], int, int]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._runs = False
 
     def begin(self, storages: Sequence[tuple[Tensor, ...]]) -> None:
         """Start over with this cache, as `allocate_cache` returned it; none of its pages is allocated yet."""
@@ -52,10 +56,11 @@ class KVPagePrefaulter(Hook):
         self.parts, self.prefaulted = parts if on_host else [], 0
         if not self.parts:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="pages", daemon=True)
-            self._thread.start()
-        self.ahead = min(self.step, MAX_AHEAD // self._each(self.parts))
+        if not self._runs:
+            self._runs = True
+            threading.Thread(target=work, args=(self._jobs,), name="pages", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
+        self.ahead = min(self.step, MAX_AHEAD // bytes_per_block(self.parts, self.num_blocks))
         self._queue(self.ahead)
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
@@ -72,25 +77,27 @@ class KVPagePrefaulter(Hook):
 
     def _queue(self, until: int) -> None:
         start, self.prefaulted = self.prefaulted, min(until + 1, self.num_blocks)
-        self._jobs.put((self.parts, start, self.prefaulted))
+        self._jobs.put((self.parts, self.num_blocks, start, self.prefaulted))
 
-    def _each(self, parts: Sequence[Tensor]) -> int:
-        """Bytes of a block, over all parts."""
-        return sum(part.nbytes for part in parts) // self.num_blocks
 
-    def _work(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while True:
-            # The reference keeps the memory alive while this job runs.
-            parts, start, until = self._jobs.get()
-            blocks_at_once = max(1, SLICE // self._each(parts))
-            for block in range(start, until, blocks_at_once):
-                for part in parts:
-                    size, start_of = part.nbytes // self.num_blocks, part.data_ptr()
-                    end = min(until, block + blocks_at_once)
-                    try:
-                        memory.prefault(start_of + block * size, start_of + end * size)
-                    except OSError:
-                        return  # pages are then allocated when they are touched
-            del parts
+def bytes_per_block(parts: Sequence[Tensor], num_blocks: int) -> int:
+    return sum(part.nbytes for part in parts) // num_blocks
+
+
+def work(jobs: SimpleQueue[Job | None]) -> None:
+    """The thread. It knows the queue alone, so that an engine that is gone keeps neither its cache nor this thread."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    while (job := jobs.get()) is not None:
+        parts, num_blocks, start, until = job  # the references keep the memory alive meanwhile
+        blocks_at_once = max(1, SLICE // bytes_per_block(parts, num_blocks))
+        for block in range(start, until, blocks_at_once):
+            for part in parts:
+                size, start_of = part.nbytes // num_blocks, part.data_ptr()
+                end = min(until, block + blocks_at_once)
+                try:
+                    memory.prefault(start_of + block * size, start_of + end * size)
+                except OSError:
+                    return  # pages are then allocated when they are touched
+                del part
+        del job, parts

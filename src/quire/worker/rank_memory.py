@@ -55,12 +55,10 @@ def _why_not_dealt(spec: ModelSpec, model: CausalLM) -> str:
     return "whose recurrent layers compute a prompt in order" if model.state_layers() else ""
 
 
-def part_of_weights(spec: ModelSpec, layout: RankLayout, stage: int) -> float:
-    """The part of a model's weights that a rank has: of the numbers, in whatever format they are stored."""
+def part_of_weights(own: CausalLM, spec: ModelSpec, layout: RankLayout) -> float:
+    """How much of a model's weights are in `own`, the part of a rank: of the numbers, in whatever format they are stored."""
     if layout.size == 1 or not spec.is_split:
         return 1.0
-    own, whole = (
-        sum(parameter.numel() for parameter in model.parameters())
-        for model in (construct_part(spec, layout, stage), construct_part(spec))
-    )
-    return own / whole
+    models = own, construct_part(spec)
+    part, whole = (sum(each.numel() for each in model.parameters()) for model in models)
+    return part / whole

@@ -54,9 +54,8 @@ class RequestRows:
         self.num_computed_tokens = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int64)  # number of tokens, those being drawn included
         self.accepts_drafts = np.zeros(max_rows, bool)  # the model output sets it
-        self.num_drafts = np.zeros(
-            max_rows, np.int64
-        )  # how many of these, the last ones, are draft tokens
+        # how many of these, the last ones, are draft tokens
+        self.num_drafts = np.zeros(max_rows, np.int64)
         max_blocks = -(-(max_model_len + 1) // block_size)
         self.blocks = [np.zeros((max_rows, max_blocks), np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
@@ -88,9 +87,8 @@ class RequestRows:
             self.faults[row] = f"prompt has a token id outside the vocabulary of {self.vocab_size}"
             tokens = [0] * length  # the model's table has no embeddings of its ids
         self.write_tokens(row, 0, tokens)
-        self.num_prompt[row], self.num_computed_tokens[row], self.length[row] = (
-            new.num_prompt, new.num_computed_tokens, length,
-        )  # fmt: skip
+        self.num_prompt[row], self.length[row] = new.num_prompt, length
+        self.num_computed_tokens[row] = new.num_computed_tokens
         self.num_drafts[row] = 0
         self.num_blocks[:, row] = 0
         self.add_blocks(row, new.blocks)
@@ -172,7 +170,12 @@ class RequestRows:
             self.write_tokens(row, known, drafts)
         self.length[row], self.num_drafts[row] = known + len(drafts), len(drafts)
 
-    def take_back(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+    def drafts_of(self, row: int) -> list[int]:
+        """A row's draft tokens, on the host."""
+        length, count = int(self.length[row]), int(self.num_drafts[row])
+        return self.tokens_of(row, length - count, length) if count else []
+
+    def take_back(self, rows: np.ndarray | int, lengths: np.ndarray | int) -> None:
         """A step has verified the rows' draft tokens: `lengths` of their tokens are right, and the last is not computed."""
         self.length[rows], self.num_computed_tokens[rows] = lengths, lengths - 1
         self.num_drafts[rows] = 0

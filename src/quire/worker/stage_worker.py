@@ -1,7 +1,7 @@
 """The worker of one stage of a pipeline: the last one announces what it drew, and the others learn it before they need it.
 
-Knows plans, rows and the link of the stages. The model hands hidden states over (`models/base.py`). A stage needs the tokens of
-a step when a later plan computes a row that drew then; so it may run ahead of the last stage with other rows.
+Knows plans, rows, their draft tokens, and the link of the stages. The model hands hidden states over (`models/base.py`). A stage
+needs the tokens of a step when a later plan computes a row that drew then; so it may run ahead of the last stage with other rows.
 """
 
 from __future__ import annotations
@@ -16,25 +16,34 @@ from quire.forward_context import ForwardBatch
 from quire.models.base import LanguageModel
 from quire.parallel.stages import StageLink
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
+from quire.protocol.tensor_data import decode_tensor, encode_tensor
 from quire.worker.request_rows import ReportedCount, RequestRows
 from quire.worker.worker import FinishedStep, QueuedStep, Worker
 
 
-class AnnouncedTokens(msgspec.Struct, array_like=True):
-    """What a step drew, and the forced tokens behind it; as in `StepResult`."""
+class AnnouncedStep(msgspec.Struct, array_like=True):
+    """A step of the last stage: its tokens and forced tokens, or all of its result; and the rows' draft tokens, by work item."""
 
-    step: int
-    tokens: list[list[int]]
-    forced_tokens: dict[int, list[int]]
+    result: StepResult
+    drafts: dict[int, list[int]]
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_tensor)
+_decoder = msgspec.msgpack.Decoder(AnnouncedStep, dec_hook=decode_tensor)
 
 
 class StageOutput:
-    """The model output of a stage that is not the last: it draws nothing, and waits for no other stage."""
+    """The model output of a stage that is not the last: it draws nothing, and waits for no other stage.
+
+    Attributes:
+        unknown: by step: index of the work item, row, its count of known tokens, and the position of the token.
+        results: of the steps whose result is read here; None: it is not announced yet.
+    """
 
     def __init__(self, model: LanguageModel, rows: RequestRows, link: StageLink):
         self.model, self.rows, self.link = model, rows, link
-        # by step: index of the work item, row, its count of known tokens, and the position of the token
         self.unknown: dict[int, list[tuple[int, int, ReportedCount, int]]] = {}
+        self.results: dict[int, StepResult | None] = {}
 
     def enter(self, new: EnteredRow) -> None:
         """Nothing of a request's parameters matters here."""
@@ -61,46 +70,92 @@ class StageOutput:
         needed = {id(self.rows.reported_counts[row]) for row in rows}
         while self.unknown:
             draws = (draw for step in self.unknown.values() for draw in step)
-            waits = any(id(count) in needed for _, _, count, _ in draws)
-            if (data := self.link.announced(waits)) is None:
+            if not self._receive(wait=any(id(count) in needed for _, _, count, _ in draws)):
                 return
-            self._write(msgspec.msgpack.decode(data, type=AnnouncedTokens))
 
-    def _write(self, announced: AnnouncedTokens) -> None:
-        for item, row, count, position in self.unknown.pop(announced.step):
-            if tokens := announced.tokens[item]:
+    def result(self, step: int) -> StepResult:
+        """What the last stage announced of a step of `results`. Raises: as `learn`."""
+        while (found := self.results[step]) is None:
+            self._receive(wait=True)
+        del self.results[step]
+        return found
+
+    def _receive(self, wait: bool) -> bool:
+        """Write the next announced step into the rows; False: nothing has come yet."""
+        if (data := self.link.announced(wait)) is None:
+            return False
+        announced = _decoder.decode(data)
+        result, rows = announced.result, self.rows
+        if result.step in self.results:
+            self.results[result.step] = result
+        for item, row, count, position in self.unknown.pop(result.step):
+            is_there = rows.reported_counts[row] is count  # else another request has the row
+            if tokens := result.tokens[item]:
                 count.count = position + len(tokens)
-                if self.rows.reported_counts[row] is count:  # else another request has the row
-                    self.rows.write_tokens(row, position, tokens)
-            if forced := announced.forced_tokens.get(item):
-                self.rows.append_forced(row, count, forced)
+                if is_there:
+                    rows.write_tokens(row, position, tokens)
+                    rows.take_back(row, count.count)
+            if forced := result.forced_tokens.get(item):
+                rows.append_forced(row, count, forced)
+            if is_there and (drafts := announced.drafts.get(item)):
+                rows.put_drafts(row, drafts)
+        return True
 
 
 class StageWorker(Worker):
-    """A worker of one stage. `link`: with the other stages."""
+    """A worker of one stage.
 
-    def __init__(self, *args: Any, link: StageLink, **options: Any):
-        self.link = link
+    Args:
+        link: with the other stages.
+        answers: the results of every stage are read, not only those of the last one.
+    """
+
+    def __init__(self, *args: Any, link: StageLink, answers: bool = False, **options: Any):
+        self.link, self.answers = link, answers
         super().__init__(*args, **options)
 
     def run(self, plan: StepPlan) -> QueuedStep:
-        """As `Worker.run`. Raises StepFailed: another stage has ended, too."""
+        """As `Worker.run`."""
         self.link.step = plan.step
-        if isinstance(self.model_output, StageOutput):
-            self.model_output.learn(item.row for item in plan.work)
-            return super().run(plan)
+        output = self.model_output
+        if isinstance(output, StageOutput):
+            output.learn(item.row for item in plan.work)
         step = super().run(plan)
-        return AnnouncedStep(step, self.link) if plan.work else step
+        if not plan.work:
+            return step
+        if not isinstance(output, StageOutput):
+            return DrawnStep(step, plan, self.rows, self.link, self.answers)
+        if not self.answers:
+            return step
+        step.result()  # before the announcement counts its tokens
+        output.results[plan.step] = None
+        return LearnedStep(output, plan.step)
 
 
-class AnnouncedStep:
-    """A queued step of the last stage, whose tokens the other stages learn."""
+class DrawnStep:
+    """A queued step of the last stage, which the other stages learn. `whole`: its result, too."""
 
-    def __init__(self, step: QueuedStep, link: StageLink):
-        self._step, self._link = step, link
+    def __init__(
+        self, step: QueuedStep, plan: StepPlan, rows: RequestRows, link: StageLink, whole: bool
+    ):
+        self._step, self._plan, self._rows = step, plan, rows
+        self._link, self._whole = link, whole
 
     def result(self) -> StepResult:
         result = self._step.result()
-        tokens = AnnouncedTokens(result.step, result.tokens, result.forced_tokens)
-        self._link.announce(msgspec.msgpack.encode(tokens))
+        rows = (self._rows.drafts_of(item.row) for item in self._plan.work)
+        drafts = {at: found for at, found in enumerate(rows) if found}
+        tokens = StepResult(result.step, result.tokens, forced_tokens=result.forced_tokens)
+        announced = AnnouncedStep(result if self._whole else tokens, drafts)
+        self._link.announce(_encoder.encode(announced))
         return result
+
+
+class LearnedStep:
+    """A queued step of another stage, whose result the last one announces."""
+
+    def __init__(self, output: StageOutput, step: int):
+        self._output, self._step = output, step
+
+    def result(self) -> StepResult:
+        return self._output.result(self._step)

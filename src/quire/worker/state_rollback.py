@@ -30,14 +30,18 @@ class StateRollback(Hook):
 
     def __init__(self, states: RowStates, rows: RequestRows):
         self.states, self.rows = states, rows
-        self.verified: list[tuple[int, int, int]] = []  # row, known tokens, draft tokens
+        self.verified: dict[int, tuple[int, int]] = {}  # by row: known tokens, draft tokens
+
+    def leave(self, row: int) -> None:
+        self.verified.pop(row, None)
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """The fast path keeps no states."""
         return not self.rows.num_drafts.any()
 
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
-        self.verified = []
+        if self.verified:
+            self._take_back(plan, batch)
         if batch is None or len(batch.drawing) == len(set(batch.drawing)):
             return
         kept_T, ends = np.zeros(batch.num_tokens, np.int64), list(accumulate(batch.query_lens))
@@ -46,11 +50,16 @@ class StateRollback(Hook):
             if drafts := draws[index] - 1:
                 first, last = self.states.kept_entry(row, 0), ends[index] - 1
                 kept_T[last - drafts : last] = range(first, first + drafts)
-                self.verified.append((row, known, drafts))
+                self.verified[row] = known, drafts
         batch.extras[KEPT_STATES] = self.rows.tensor(kept_T)
 
-    def after(self, plan: StepPlan) -> None:
-        for row, known, drafts in self.verified:
-            accepted = int(self.rows.length[row]) - known - 1
+    def _take_back(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
+        """Rows that this step computes start behind what the step before accepted. Only now does every stage know that."""
+        for at, item in enumerate(plan.work):
+            known, drafts = self.verified.pop(item.row, (0, 0))
+            start = int(self.rows.num_computed_tokens[item.row])
+            if batch is not None:  # it has advanced the rows
+                start = batch.lengths[at] - batch.query_lens[at]
+            accepted = start - known
             if accepted < drafts:
-                self.states.take_back(row, accepted)
+                self.states.take_back(item.row, accepted)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from quire.errors import PlanMismatch, StepFailed, ValidationError
+from quire.errors import PlanMismatch, RankLost, StepFailed, ValidationError
 from quire.forward_context import ForwardBatch, forward_context
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.worker.hooks import Hook
@@ -78,8 +78,8 @@ def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return function(*args, **kwargs)
-        except (torch.AcceleratorError, PlanMismatch):
-            raise  # the device is lost, or the rows are wrong
+        except (torch.AcceleratorError, PlanMismatch, RankLost):
+            raise  # the device or another rank is lost, or the rows are wrong
         except Exception as error:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
@@ -169,6 +169,7 @@ class Worker:
         Raises:
             StepFailed: the forward pass failed; its rows must leave, and other rows can continue.
             RuntimeError: the plan contradicts earlier plans; the worker's state cannot be trusted.
+            RankLost: another rank of this engine did not take part.
         """
         if plan.freed_rows or plan.entered:
             self._update_rows(plan)

@@ -1,5 +1,8 @@
 // Routed experts: against the product of each pair by itself, to the bit, for weights of every form.
-#include "experts.h"
+#include "mixture.h"
+
+#include <thread>
+
 #include "harness.h"
 
 namespace {
@@ -84,7 +87,7 @@ CHECK(experts) {
         Guarded<bf16> middle(pairs * inner), outer(pairs * HIDDEN), sum_of(tokens * HIDDEN);
         quire_expert_products(&mixture.experts, 0, x, apart, tokens, ids, pairs, middle, inner);
         quire_expert_products(&mixture.experts, 1, middle, inner, pairs, ids, pairs, outer, HIDDEN);
-        quire_weighted_sum(outer, weights, sum_of, tokens, chosen, HIDDEN);
+        quire_weighted_sum(outer, nullptr, weights, sum_of, tokens, chosen, HIDDEN);
         same(named("expert_products", {act, count, tokens}), sum_of.data, y.data, tokens * HIDDEN);
         for (long t : {0L, tokens / 2, tokens - 1}) {
           std::vector<float> sum(HIDDEN);
@@ -114,5 +117,43 @@ CHECK(per_head) {
         mixture.gate_up[h].multiply(x + (t * HEADS + h) * WIDE, HIDDEN, want, inner, 1);
         same(named("per_head", {tokens, t, h}), y + (t * HEADS + h) * inner, want.data, inner);
       }
+  }
+}
+
+// Two ranks with whole experts, of which both have one, give the bits of one process.
+CHECK(placed_experts) {
+  constexpr long COUNT = 5, CHOSEN = 2, RANKS = 2, OWN = 3, SLOT = 4096;
+  const int64_t first[COUNT + 1] = {0, 1, 2, 4, 5, 6}, seats[][2] = {{0, 0}, {1, 0}, {0, 1}, {1, 1}, {1, 2}, {0, 2}};
+  const long numbers[RANKS][OWN] = {{0, 2, 4}, {1, 2, 3}};
+  alignas(128) static char memory[RANKS * (128 + 2 * SLOT)];
+  Mixture made(COUNT, CHOSEN, quire::SILU);
+  Random random(5);
+  const auto router = random.floats(COUNT * HIDDEN);
+  quire::Mixture whole{};
+  whole.router_weight = router, whole.experts = made.experts, whole.count = COUNT;
+  whole.routing = {CHOSEN, quire::SOFTMAX, 1, 0, 1, 1, 0, 0.f, 1.f};
+  for (long tokens : {1L, 2L, 40L}) {
+    const auto x = random.bf16s(tokens * HIDDEN);
+    Guarded<bf16> want(tokens * HIDDEN);
+    memcpy(want.data, x.data, tokens * HIDDEN * sizeof(bf16));
+    quire::compute(whole, want, tokens);
+    memset(memory, 0, sizeof(memory));
+    std::vector<Guarded<bf16>> found;
+    for (long rank = 0; rank < RANKS; rank++) memcpy(found.emplace_back(tokens * HIDDEN).data, x.data, tokens * HIDDEN * sizeof(bf16));
+    std::vector<std::thread> ranks;
+    for (long rank = 0; rank < RANKS; rank++)
+      ranks.emplace_back([&, rank] {
+        quire::RankLink link{memory, rank, RANKS, SLOT, 60000, 0, 0};
+        quire_join_ranks(&link);
+        quire::Weight gate_up[OWN], down[OWN];
+        for (long i = 0; i < OWN; i++) gate_up[i] = made.gate_up[numbers[rank][i]], down[i] = made.down[numbers[rank][i]];
+        int64_t loads[COUNT] = {};
+        quire::Mixture part = whole;
+        part.ranks = &link, part.first_seat = first, part.seats = seats[0], part.loads = loads;
+        part.experts = {gate_up, down, OWN, CHOSEN, HIDDEN, quire::SILU};
+        quire::compute(part, found[rank], tokens);
+      });
+    for (auto& each : ranks) each.join();
+    for (long rank = 0; rank < RANKS; rank++) same(named("placed_experts", {tokens, rank}), found[rank].data, want.data, tokens * HIDDEN);
   }
 }

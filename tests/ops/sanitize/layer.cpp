@@ -136,7 +136,7 @@ CHECK(gated_layers) {
   Guarded<bf16> conv_state(2 * conv_size);
   Guarded<float> state(2 * size);
   quire::DeltaNet net{made(channels + values, hidden), made(32, hidden), made(hidden, values), conv, norm, bias, a_log, conv_state,
-                      state, conv_size, size, key_heads, K, heads, V, taps, 0, 1e-6f};
+                      state, conv_size, size, key_heads, K, heads, V, taps, 0, heads, key_heads, 0, 1e-6f};
   quire::Layer gated = small.layer, recurrent{};
   gated.qkv = made((2 * SmallLayer::heads + 2 * SmallLayer::kv) * SmallLayer::D, hidden), gated.gated = 1;
   recurrent.delta_net = &net, recurrent.attention_in = gated.mlp_in, recurrent.hidden = hidden, recurrent.residual_scale = 1;

@@ -34,7 +34,7 @@ CHECK(step) {
       params[r] = {r == 1 ? 0.f : 0.7f, (uint32_t)r, r == 3 ? 5 : 0, r == 2 ? 0.8 : 1, -INFINITY};
     }
     const int32_t* tables[] = {blocks};
-    const quire::Rows rows{tokens, computed, length, drafts, tables, params, nullptr, L, M};
+    const quire::Rows rows{tokens, computed, length, drafts, tables, params, nullptr, L, M, 0};
 
     // A whole prompt, a part of one, and one that ends here but does not draw.
     const int64_t first[4][3] = {{2, 0, 1}, {22, 7, 21}, {1, 1, 0}, {0, 0, 0}};
@@ -88,7 +88,7 @@ CHECK(step) {
     // The same three by one call.
     const int64_t draws[] = {3}, after_three[] = {25, 26};
     computed[2] = 22, length[2] = 23, tokens[2 * L + 23] = tokens[2 * L + 24] = 0;
-    quire_draft(&m, &rows, next[0], 1, draws, drawn, whole);
+    quire_draft(&m, &rows, next[0], 1, draws, nullptr, nullptr, drawn, whole);
     const int64_t moved[] = {computed[2], length[2]};
     same("draft", moved, after_three, 2);
     same("tokens of a draft", tokens.data + 2 * L + 23, drew, 2);

@@ -77,9 +77,8 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
         if self.status and not self.bounded and error is None:
-            self._end(
-                HttpAnswer(self.status, b"".join(self.parts))
-            )  # a body without a length ends with the connection
+            # a body without a length ends with the connection
+            self._end(HttpAnswer(self.status, b"".join(self.parts)))
         elif self.done is not None:
             self._end(HttpFailed(f"the connection was closed{f': {error}' if error else ''}"))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from quire.config.engine import Resolved
@@ -60,17 +59,22 @@ class ExpertBalanceHook(Hook):
         """The main model's layers, if their experts may change seats."""
         modules = models[0].modules() if isinstance(models[0], nn.Module) else ()
         placed = [layer for layer in modules if isinstance(layer, Experts) and layer.is_placed]
-        self.layers, self.steps = [], 0
-        for layer in placed:
-            if isinstance(layer.split, PlacedExperts) and layer.can_move():
-                layer.split.loads_E = torch.zeros(layer.num_experts, dtype=torch.int64)
-                self.layers.append((layer, layer.split))
+        self.steps = 0
+        self.layers = [
+            (layer, layer.split)
+            for layer in placed
+            if isinstance(layer.split, PlacedExperts) and layer.can_move()
+        ]
         if len(self.layers) < len(placed):
             log.warning(
                 "enable_eplb: the experts of %d of %d layers stay on their ranks, since their weights differ in form",
                 *(len(placed) - len(self.layers), len(placed)),
             )
         self.window = self.logged = self._loads()
+
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """The kernels count loads, too."""
+        return True
 
     def after(self, plan: StepPlan) -> None:
         """Count the step; move experts if it is time."""
@@ -89,7 +93,7 @@ class ExpertBalanceHook(Hook):
 
     def _loads(self) -> list[Tensor]:
         """loads_E of each layer up to now."""
-        return [split.loads_E.clone() for _, split in self.layers if split.loads_E is not None]
+        return [split.loads_E.clone() for _, split in self.layers]
 
     def _move(self) -> None:
         now, seats = self._loads(), 0

@@ -111,12 +111,12 @@ class LoraGate(Gate):
         if request.finish is None:  # preempted
             version.waiting[request.number] = request.id
         else:
-            self.registry.left(version)
+            self.registry.forget_unused(version.key)
 
     def gave_up(self, request: Request) -> None:
         if (version := self._version(request)) is not None:
             self._forget_waiting(request, version)
-            self.registry.left(version)
+            self.registry.forget_unused(version.key)
 
     def _forget_waiting(self, request: Request, version: LoraVersion) -> None:
         version.waiting.pop(request.number, None)

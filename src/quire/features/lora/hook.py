@@ -18,7 +18,7 @@ from torch import nn
 
 from quire.config.lora import LoraConfig
 from quire.errors import QuireError
-from quire.features.lora.adapter_files import read_adapter
+from quire.features.lora.adapter_files import Targets, read_adapter
 from quire.features.lora.gate import NAME
 from quire.forward_context import ForwardBatch
 from quire.layers.lora import AdapterTable, AdapterWeights, lora_targets
@@ -43,12 +43,16 @@ class ReadAdapter(NamedTuple):
 
 
 class LoraHook(Hook):
-    """Gives rows their adapters."""
+    """Gives rows their adapters.
+
+    Args:
+        targets: of the whole model, if the worker's is a stage of it: an adapter has parts for other stages, too.
+    """
 
     name = NAME
 
-    def __init__(self, rows: RequestRows, options: LoraConfig):
-        self._rows, self._options = rows, options
+    def __init__(self, rows: RequestRows, options: LoraConfig, targets: Targets | None = None):
+        self._rows, self._options, self._targets = rows, options, targets
         chosen = options.lora_dtype
         self._dtype = None if chosen == "auto" else getattr(torch, chosen)
         self._thread = ThreadPoolExecutor(1, "lora-reader", _lower_priority)
@@ -133,13 +137,17 @@ class LoraHook(Hook):
     def _in_thread(self, path: str, version: str) -> ReadAdapter:
         model, table = self._model, self.table
         chosen = self._options.lora_target_modules
-        files = read_adapter(Path(path), self._options.max_lora_rank, lora_targets(model), chosen)
+        targets = self._targets or lora_targets(model)
+        files = read_adapter(Path(path), self._options.max_lora_rank, targets, chosen)
         if version not in ("", files.digest):
             raise QuireError(
                 f"the files of the adapter in {path} have changed since it was loaded: load it again with"
                 " load_inplace, to use the new ones"
             )
-        return ReadAdapter(files.digest, table.prepare(files.modules(), self._dtype), table)
+        modules = files.modules()
+        if self._targets is not None:
+            modules = {name: each for name, each in modules.items() if name in table.places}
+        return ReadAdapter(files.digest, table.prepare(modules, self._dtype), table)
 
 
 def _report(read: Future[ReadAdapter]) -> dict[str, Any]:

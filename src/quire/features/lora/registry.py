@@ -158,7 +158,7 @@ class LoraRegistry:
         if (known := self.names.pop(name, None)) is None:
             return False
         self._save()
-        self._forget_unused(known.version)
+        self.forget_unused(known.version)
         return True
 
     def pin(self, name: str) -> bool:
@@ -189,7 +189,7 @@ class LoraRegistry:
         )
         self._save()
         if old is not None:
-            self._forget_unused(old.version)
+            self.forget_unused(old.version)
 
     # -- requests -------------------------------------------------------------------------------
     def use(self, version: LoraVersion) -> None:
@@ -211,11 +211,7 @@ class LoraRegistry:
             if version.error:
                 yield version
                 version.error = ""
-                self._forget_unused(version.key)
-
-    def left(self, version: LoraVersion) -> None:
-        """A request with this version has ended."""
-        self._forget_unused(version.key)
+                self.forget_unused(version.key)
 
     def evict_all(self) -> None:
         """Free the memory of all versions. No request may run."""
@@ -233,8 +229,7 @@ class LoraRegistry:
                 for version in self.versions.values()
                 if version.state == "ready"
                 and not (version.running or version.is_pinned)
-                and (number is None or all(number < other for other in version.waiting))
-                and not (number is None and version.waiting)
+                and all(number is not None and number < other for other in version.waiting)
             ]
             if not unused:
                 return None
@@ -246,7 +241,7 @@ class LoraRegistry:
         self._free.append(version.slot)
         version.slot, version.state = NO_SLOT, "evicted"
 
-    def _forget_unused(self, key: str) -> None:
+    def forget_unused(self, key: str) -> None:
         """Forget a version that no name and no request leads to."""
         version = self.versions.get(key)
         if version is None or version.has_requests or version.state == "loading":
@@ -302,13 +297,8 @@ class LoraRegistry:
             self._call("discard_adapter", ticket)
         else:
             self._place(version, slot, ticket)
-        log.info(
-            "adapter %s: rank %d, %d bytes, version %s",
-            load.name,
-            version.rank,
-            version.num_bytes,
-            key,
-        )
+        about = f"rank {version.rank}, {version.num_bytes} bytes, version {key}"
+        log.info("adapter %s: %s", load.name, about)
         self._register(load, version)
 
     def _finish_fetch(self, version: LoraVersion, ticket: int, report: dict[str, Any]) -> None:
@@ -319,7 +309,7 @@ class LoraRegistry:
             self._free.append(version.slot)
             version.slot, version.state, version.error = NO_SLOT, "evicted", error
             log.warning("an adapter could not be loaded again: %s", error)
-        self._forget_unused(version.key)
+        self.forget_unused(version.key)
 
     def _place(self, version: LoraVersion, slot: int, ticket: int) -> None:
         if all(self._call("add_adapter", ticket, slot, version.key)):
@@ -341,14 +331,11 @@ class LoraRegistry:
         stored = msgspec.json.decode(path.read_bytes(), type=list[RegisteredLora])
         self.names = {known.name: known for known in stored}
         for known in stored:
-            self.versions.setdefault(
-                known.version,
-                LoraVersion(known.version, known.path, known.rank, known.num_bytes),
-            )
-        for version in list(
-            self.versions
-        ):  # those of the configuration that were replaced or unloaded
-            self._forget_unused(version)
+            version = LoraVersion(known.version, known.path, known.rank, known.num_bytes)
+            self.versions.setdefault(known.version, version)
+        # Those of the configuration may have been replaced or unloaded.
+        for key in list(self.versions):
+            self.forget_unused(key)
         log.info("restored the adapters of the previous engine process: %s", ", ".join(self.names))
 
     def _save(self) -> None:
@@ -363,7 +350,10 @@ class LoraRegistry:
 
 
 def merged(answers: list[Any]) -> dict[int, dict[str, Any]]:
-    """The reports that all workers have made, by ticket; one with an error if any worker has one, or read other files."""
+    """The reports that all workers have made, by ticket; one with an error if any worker has one, or read other files.
+
+    Its rank is the largest: each stage of a pipeline has some modules of an adapter.
+    """
     first = {int(ticket): report for ticket, report in answers[0].items()} if answers else {}
     for answer in answers[1:]:
         for ticket in list(first):
@@ -373,6 +363,8 @@ def merged(answers: list[Any]) -> dict[int, dict[str, Any]]:
                 first[ticket] = report
             elif report["version"] != first[ticket].get("version", report["version"]):
                 first[ticket] = {"error": OTHER_FILES}
+            elif "error" not in first[ticket]:
+                first[ticket]["rank"] = max(report["rank"], first[ticket]["rank"])
     return first
 
 

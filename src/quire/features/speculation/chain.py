@@ -23,6 +23,10 @@ class Chain(Drafter):
         self.observes = any(drafter.observes for drafter in self.drafters)
         self.records = sorted({number for drafter in drafters for number in drafter.records})
 
+    @property
+    def reads(self) -> bool:  # type: ignore[override]
+        return any(drafter.reads for drafter in self.drafters if drafter.records)
+
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         for drafter in self.drafters:
             drafter.use_models(models)
@@ -42,6 +46,9 @@ class Chain(Drafter):
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
         for drafter in self.drafters:
             drafter.observe(plan, step)
+
+    def lacking(self, row: int) -> int:
+        return max(drafter.lacking(row) for drafter in self.drafters)
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}

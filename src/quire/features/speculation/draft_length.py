@@ -5,26 +5,28 @@ decides can change a token, so it may follow the clock.
 
 A draft token at place j of a row is accepted with probability a^j, where a is the row's mean of late. It is worth its
 place if it adds more tokens than the rest of the step would produce in the time that it adds. Where none is, as under load,
-rows still get one now and then (a probe), so that a change is noticed; probes may take PROBE_SHARE of the time.
+rows still get one now and then (a probe), so that a change is noticed; probes may take PROBE_SHARE of the time. A drafter's
+model computes the tokens that it lacks before a probe, so the rows that lack the fewest have theirs first.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from quire.features.speculation.measured_times import MeasuredTimes
 
 START = 0.6  # the acceptance that the first rows have at first
 MEMORY = 0.8  # the weight of the past in a row's mean
 MEMORY_OF_ALL = 0.98  # and in the mean of all rows, with which a row starts
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
 PROBE_SHARE = 0.01
-LEAST_PROBE = 0.05  # the least cost of a probe, as a part of a step: drafters take it
+LEAST_PROBE, MOST_PROBE = 0.05, 4  # the cost of a probe, in steps
+LACKING = 8  # so many tokens that a drafter's model lacks take the time of a pass
 KEEP_PRICES = 16  # steps
-PLAIN_EVERY, LEARN_EVERY = (
-    64,
-    8,
-)  # steps between those without draft tokens: if their time is known, and if not
+PLAIN_EVERY, LEARN_EVERY = 64, 8
+"""Steps between those without draft tokens: if their time is known, and if not."""
 NO_COST = 0.01  # a drafter that takes less of a step's time is free
 MAX_REST = 15  # steps in which no draft tokens are looked for
 
@@ -41,13 +43,14 @@ class DraftLength:
         self.most, self.fixed = most, fixed
         self._accepted: dict[int, float] = {}  # by row
         self._mean = START  # of all rows
-        self._seconds: dict[int, float] = {}  # of a step, by its size
+        self._steps = MeasuredTimes()  # by `_size` of their tokens
+        self._drafts = MeasuredTimes()  # of a drafter's proposals, by passes of its model
         self._prices: dict[int, float] = {}  # by number of rows, as of late
         self._num_timed = 0
         self._since_plain = LEARN_EVERY  # steps
-        self._pass_seconds = 0.0  # that a drafter takes for one more place of all rows
-        self._spare = 0.0  # seconds that probes may take
+        self._spare = self._income = 0.0  # seconds that probes may take, and that each step adds
         self._probes: set[int] = set()  # rows whose draft token is a probe
+        self._probes_alone = False  # no row has others
         self._vain = self._rest = 0  # how often none were found, one after the other; steps to rest
 
     def enter(self, row: int) -> None:
@@ -62,22 +65,23 @@ class DraftLength:
 
     def timed(self, num_rows: int, tokens: int, seconds: float) -> None:
         """A step that computed the next tokens of rows, and no prompts, took so long. `tokens`: draft tokens included."""
-        size = _size(tokens)
         if tokens == num_rows:
             self._since_plain = 0
         self._num_timed += 1
-        if size not in self._seconds or self._num_timed % KEEP_PRICES == 0:
+        if self._steps.learn(_size(tokens), seconds) or self._num_timed % KEEP_PRICES == 0:
             self._prices.clear()
-        before = self._seconds.get(size, seconds)
-        # A slow step may be the machine's fault; the least of late is what the step costs.
-        self._seconds[size] = min(seconds, before + 0.1 * (seconds - before))
-        self._spare = min(self._spare + PROBE_SHARE * seconds, 2 * seconds)
+        self._income = PROBE_SHARE * seconds
+        self._save()
+
+    def _save(self) -> None:
+        self._spare = min(self._spare + self._income, MOST_PROBE / PROBE_SHARE * self._income)
 
     def drafted(self, passes: int, seconds: float) -> None:
-        """A drafter computed proposals in so many passes of its model."""
-        each = seconds / max(passes, 1)
-        before = self._pass_seconds or each
-        self._pass_seconds = min(each, before + 0.1 * (each - before))  # as in `timed`
+        """A drafter computed proposals in so many passes of its model; 0: it also computed many tokens that it lacked."""
+        if passes:
+            self._drafts.learn(passes, seconds)
+        if self._probes_alone:
+            self._spare -= seconds
 
     # -- where looking for draft tokens takes a part of a step's time
     def rests(self) -> bool:
@@ -85,6 +89,7 @@ class DraftLength:
         if not self._rest:
             return False
         self._rest -= 1
+        self._save()
         return True
 
     def looked(self, found: bool, num_rows: int, seconds: float) -> None:
@@ -95,24 +100,31 @@ class DraftLength:
             self._rest = min(MAX_REST, self._vain, int(worth))
 
     # -- before drafting
-    def limits(self, room: dict[int, int]) -> dict[int, int]:
-        """The most draft tokens that may pay off, at most `room`, for the rows that get any."""
+    def limits(
+        self, room: dict[int, int], lacking: Callable[[int], float] = lambda row: 0
+    ) -> dict[int, int]:
+        """The most draft tokens that may pay off, at most `room`, for the rows that get any.
+
+        `lacking`: how many tokens of a row the drafter's model has not computed.
+        """
         if self.fixed or not room:
             return {row: min(left, self.most) for row, left in room.items() if left > 0}
-        self._probes = set()
+        self._probes, self._probes_alone = set(), False
         if self._wants_plain_step(len(room)):
             return {}
         least, limits = max(self._price(len(room)), LEAST_GAIN), {}
         for row, left in room.items():
             if (limit := min(left, self._places(row, least))) > 0:
                 limits[row] = limit
-        if limits and self._pass_seconds > NO_COST * self._time(len(room)):
+        if limits and self._drafts(1) > NO_COST * self._time(len(room)):
             depth = self._best_depth(limits, len(room))
             limits = {row: min(limit, depth) for row, limit in limits.items()} if depth else {}
         if len(limits) < len(room) and self._spare >= LEAST_PROBE * self._time(len(room)):
-            idle = {row for row, left in room.items() if left > 0 and row not in limits}
-            if idle and self._may_probe(len(room), len(idle)):
-                self._probes = idle
+            idle = {row: lacking(row) for row, left in room.items() if left > 0 and row not in limits}  # fmt: skip
+            self._probes = self._affordable(len(room), idle)
+            self._probes_alone = not limits
+        if not (limits or self._probes):
+            self._vain = max(self._vain, MAX_REST)  # it is not the texts that offer none
         return limits | dict.fromkeys(self._probes, 1)
 
     def _wants_plain_step(self, num_rows: int) -> bool:
@@ -120,7 +132,7 @@ class DraftLength:
         self._since_plain += 1
         if self._since_plain < LEARN_EVERY:
             return False
-        is_known = any(0.75 * num_rows <= size <= num_rows for size in self._seconds)
+        is_known = self._steps.sizes(0.75 * num_rows, num_rows + 1)
         if is_known and self._since_plain < PLAIN_EVERY:
             return False
         self._since_plain = 0
@@ -139,31 +151,38 @@ class DraftLength:
         """Tokens that rows produce in the time that a draft token adds to their step, at the best number of these."""
         if num_rows not in self._prices:
             base, most = self._time(num_rows), num_rows * (1 + self.most)
-            larger = {size for size in self._seconds if num_rows < size < most}
-            larger |= {2 * num_rows, most}
+            larger = self._steps.sizes(num_rows + 1, most) | {2 * num_rows, most}
             each = min((self._time(size) - base) / (size - num_rows) for size in larger)
             self._prices[num_rows] = each * num_rows / base
         return self._prices[num_rows]
 
     def _best_depth(self, limits: dict[int, int], num_rows: int) -> int:
         """How many passes of a drafter's model, for all rows with a limit, give the most tokens a second."""
-        expected, count, seconds = float(num_rows), num_rows, 0.0
+        expected, count = float(num_rows), num_rows
         best, best_rate = 0, expected / self._time(count)
         for depth in range(1, max(limits.values(), default=0) + 1):
             rows = [row for row, limit in limits.items() if limit >= depth]
             expected += sum(self._accepted[row] ** depth for row in rows)
-            count, seconds = count + len(rows), seconds + self._pass_seconds
+            count += len(rows)
+            seconds = min(self._drafts(depth), depth * self._drafts(1))
             if (rate := expected / (self._time(count) + seconds)) > best_rate:
                 best, best_rate = depth, rate
         return best
 
-    def _may_probe(self, num_rows: int, idle: int) -> bool:
-        base = self._time(num_rows)
-        cost = max(self._time(num_rows + idle) - base, LEAST_PROBE * base) + self._pass_seconds
-        if self._spare < min(cost, base):
-            return False
-        self._spare -= cost
-        return True
+    def _affordable(self, num_rows: int, idle: dict[int, float]) -> set[int]:
+        """The rows that get a probe, of `idle` with the tokens that each lacks. `drafted` says what the drafter took."""
+        found: list[int] = []
+        base, tokens, price = self._time(num_rows), 0.0, 0.0
+        for row in sorted(idle, key=idle.__getitem__):
+            tokens += idle[row]
+            larger = max(self._time(num_rows + len(found) + 1) - base, LEAST_PROBE * base)
+            cost = larger + self._drafts(1) * (1 + tokens / LACKING)
+            if cost > MOST_PROBE * base or self._spare < min(cost, base):
+                break
+            found.append(row)
+            price = larger
+        self._spare -= price
+        return set(found)
 
     # -- after drafting
     def cut(self, proposals: dict[int, list[int]], num_rows: int) -> None:
@@ -200,26 +219,8 @@ class DraftLength:
                 yield gain, row, place
 
     def _time(self, tokens: int) -> float:
-        """Seconds of a step of so many tokens: as measured, between the next sizes that were, or on the line through the two
-        largest.
-
-        If only one was measured, up to twice its tokens are taken to cost no more: they will be measured.
-        """
-        size = _size(tokens)
-        if (known := self._seconds.get(size)) is not None:
-            return known
-        below = max((n for n in self._seconds if n < size), default=0)
-        above = min((n for n in self._seconds if n > size), default=0)
-        if not below:
-            return self._seconds.get(above, 1.0)
-        if not above:
-            before = max((n for n in self._seconds if n < below), default=0)
-            if not before:
-                return self._seconds[below] * max(size / (2 * below), 1.0)
-            slope = max(self._seconds[below] - self._seconds[before], 0.0) / (below - before)
-            return self._seconds[below] + slope * (size - below)
-        share = (size - below) / (above - below)
-        return (1 - share) * self._seconds[below] + share * self._seconds[above]
+        """Seconds of a step of so many tokens."""
+        return self._steps(_size(tokens), unknown=1.0)
 
 
 def _size(tokens: int) -> int:

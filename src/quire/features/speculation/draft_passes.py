@@ -19,7 +19,9 @@ from torch import Tensor
 from quire.features.speculation.draft_rows import DraftRows
 from quire.forward_context import ForwardBatch, forward_context
 from quire.models.base import LanguageModel
+from quire.native.model import native_model
 from quire.native.step import NativeStep, make_native_step
+from quire.ops.cpu.structs import CModel, CSpeculator
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.input_batch import InputBatchBuilder
@@ -63,15 +65,15 @@ class DraftPasses:
     Args:
         rows: the rows as the draft model sees them.
         ops: the functions that draw.
-        native: whether the fast path may run.
+        native: whether the fast path may run. It draws tokens by the ids of the model, or of the speculator's `target_ids_V`.
     """
 
     def __init__(self, rows: DraftRows, logits: TargetLogits, ops: SamplerOps, native: bool):
         self.rows, self.logits, self.batcher = rows, logits, InputBatchBuilder(rows)
         self.sampler = Sampler(logits, rows, ops=ops)  # type: ignore[arg-type]
         self.fast: NativeStep | None = None
-        if native and not logits.joined and rows.own_ids_V is None:
-            self.fast = make_native_step(rows, self.sampler)
+        if native:
+            self.fast = make_native_step(rows, self.sampler, rows.shift)
         self._fused: object = None  # the fused layers that the fast path has
 
     def use_model(self, model: LanguageModel) -> None:
@@ -93,7 +95,7 @@ class DraftPasses:
 
     def draw(self, work: Sequence[WorkItem], draws: Sequence[int]) -> None:
         """`run`, then passes of one token for rows until each has drawn as often as `draws` says, by work item."""
-        if self.fast is not None and self._accepts_fast_step(self.fast, work):
+        if self.fast is not None and self.accepts_fast_step(self.fast, work):
             self.fast.draft(work, draws)
             return
         self.run(work)
@@ -118,12 +120,16 @@ class DraftPasses:
         """hidden_TD"""
         return TokenModelInput(self.logits.model).forward(batch)
 
-    def _accepts_fast_step(self, fast: NativeStep, work: Sequence[WorkItem]) -> bool:
+    def native_model(self) -> CModel | CSpeculator | None:
+        """The model as the fast path runs it; None: it cannot."""
+        return native_model(self.logits.model)
+
+    def accepts_fast_step(self, fast: NativeStep, work: Sequence[WorkItem]) -> bool:
         model = self.logits.model
         layers = getattr(getattr(model, "model", None), "layers", None)
         if (fused := getattr(layers, "fused", None)) is not self._fused:
             self._fused = fused
-            fast.follow(model, self.logits.vocab_size)
+            fast.follow(self.native_model(), self.logits.vocab_size)
         if any(item.drafts for item in work):
             return False
         plan = StepPlan(0, [], list(work), [])

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
     from quire.worker.request_rows import RequestRows
 
-
-CHEAP_LAG = 16
-"""A row that gets one draft token, where it could get more, is drafted for only if the drafter's model lacks at most so many of its
-tokens: one draft token is a trial under load, and is not worth the computation of more."""
+NEVER = 1 << 30
+"""`Drafter.lacking` of a row that a drafter cannot propose for."""
 
 
 @dataclass(slots=True)
@@ -78,10 +76,11 @@ class Drafter:
     """
 
     records: Sequence[int] = ()
+    reads = True  # whether it reads what the next step records
     observes = True  # False: `observe` does nothing
     num_first = 0
     """Tokens that the first pass of the last proposals computed; many: it caught up with a prompt, which says nothing about later
-    ones."""
+    ones; 0: no model ran."""
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         """As `Hook.use_models`."""
@@ -101,6 +100,10 @@ class Drafter:
 
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
         """A step has run; called before `propose_all`. None: the drafter records nothing."""
+
+    def lacking(self, row: int) -> int:
+        """How many of the row's tokens a model must compute before it can propose; with a model that runs only then."""
+        return 0
 
     def propose(self, row: int, limit: int) -> list[int]:
         """At most `limit` tokens that may follow the row's tokens."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quire.errors import RankLost
 from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.logging import get_logger
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+LOST = (torch.AcceleratorError, RankLost)
+"""The device, or another rank that has a part of the drafter's model: the engine cannot go on."""
+
 
 class GuardedDrafter(Drafter):
     """Logs a drafter's first exception. Rows whose tokens the drafter failed to take get no proposals."""
@@ -29,6 +33,10 @@ class GuardedDrafter(Drafter):
         self.records, self.observes = drafter.records, drafter.observes
         self._lost: set[int] = set()  # rows
         self._is_logged = False
+
+    @property
+    def reads(self) -> bool:  # type: ignore[override]
+        return self.drafter.reads
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         if self.records and isinstance(models[0], torch.nn.Module):  # not asleep
@@ -49,8 +57,8 @@ class GuardedDrafter(Drafter):
     def _call(self, method: Callable[..., None], row: int, *args: Any) -> None:
         try:
             method(row, *args)
-        except torch.AcceleratorError:
-            raise  # the device is lost
+        except LOST:
+            raise
         except Exception as error:
             self._lost.add(row)
             self._report(error)
@@ -58,10 +66,13 @@ class GuardedDrafter(Drafter):
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
         try:
             self.drafter.observe(plan, step)
-        except torch.AcceleratorError:
+        except LOST:
             raise
         except Exception as error:
             self._report(error)
+
+    def lacking(self, row: int) -> int:
+        return self.drafter.lacking(row)
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
         if self._lost:
@@ -72,7 +83,7 @@ class GuardedDrafter(Drafter):
             return {
                 row: self._valid(drafts, limits[row]) for row, drafts in found.items() if drafts
             }
-        except torch.AcceleratorError:
+        except LOST:
             raise
         except Exception as error:
             self._report(error)

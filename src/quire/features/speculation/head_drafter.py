@@ -22,16 +22,21 @@ import torch
 from torch import Tensor
 
 from quire.features.speculation.draft_passes import DraftPasses
-from quire.features.speculation.drafter import CHEAP_LAG, ComputedTokens, Drafter
+from quire.features.speculation.drafter import NEVER, ComputedTokens, Drafter
 from quire.features.speculation.waiting_positions import (
-    IDLE_STEPS,
+    CHECKED_POSITIONS,
+    TRIED_EVERY,
     States,
     WaitingPositions,
+    address_of,
+    as_tensor,
     joined,
     too_many,
 )
 from quire.forward_context import ForwardBatch
 from quire.models.base import LanguageModel
+from quire.native.speculator import native_speculator
+from quire.ops.cpu.structs import CSpeculator
 from quire.protocol.plan import WorkItem
 
 if TYPE_CHECKING:
@@ -43,10 +48,35 @@ class HeadPasses(DraftPasses):
 
     states: Tensor
 
-    def step(self, number: int, work: Sequence[WorkItem], states_TD: Tensor) -> None:
+    def native_model(self) -> CSpeculator | None:
+        return native_speculator(self.logits.model)
+
+    def guess(self, work: Sequence[WorkItem], draws: Sequence[int], states: States) -> None:
+        """Pass 0, from the target's states at its tokens; then passes of one token for rows until each has drawn as often as
+        `draws` says, by work item."""
+        if self.fast is not None and self.accepts_fast_step(self.fast, work):
+            self.fast.draft(work, draws, address_of(states))
+            return
+        self._step(0, work, self._target_states(as_tensor(states)))
+        drew = [item.row for item in work if item.samples]
+        most = {item.row: count for item, count in zip(work, draws, strict=True)}
+        for number in range(1, max(draws)):
+            staying = [at for at, row in enumerate(drew) if most[row] > number]
+            if len(staying) < len(drew):
+                drew = [drew[at] for at in staying]
+                self.states = self.states[staying]
+            self._step(number, [WorkItem(row, 1) for row in drew], self.states)
+
+    def _step(self, number: int, work: Sequence[WorkItem], states_TD: Tensor) -> None:
         """Run pass `number`."""
         self.logits.step, self.states = (number,), states_TD
         self.run(work)
+
+    @torch.inference_mode()
+    def _target_states(self, states_TE: Tensor) -> Tensor:
+        """What pass 0 takes of the target's hidden states."""
+        found_TD: Tensor = self.logits.model.target_states(states_TE)
+        return found_TD
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         speculator, number = self.logits.model, self.logits.step[0]
@@ -62,7 +92,6 @@ class HeadDrafter(Drafter):
     Args:
         records: numbers of the target's layers whose states the speculator takes, one beside the other.
         has_layers: the speculator has keys and values, so it computes every token; False: those of rows that draw.
-        num_drafts: draft tokens of a row.
         most: how many tokens the speculator can guess; None: any number.
     """
 
@@ -71,16 +100,18 @@ class HeadDrafter(Drafter):
         passes: HeadPasses,
         records: Sequence[int],
         max_model_len: int,
-        num_drafts: int,
         *,
         has_layers: bool,
         most: int | None = None,
         mask: tuple[int, Tensor] | None = None,
     ):
         self.passes, self.rows, self.records = passes, passes.rows, tuple(records)
-        self.max_model_len, self.num_drafts = max_model_len, num_drafts
+        self.max_model_len = max_model_len
         self.has_layers, self.most, self.mask = has_layers, most, mask
         self._waiting: dict[int, WaitingPositions] = {}  # by row
+        self._unused = 0  # requests that left since the last draft tokens
+        self._unread: set[int] = set()  # rows that enter with the next plan, and keep no states
+        self._unchecked = 0  # positions that were kept since `too_many` looked
         self._step: ComputedTokens | None = None  # the last one
         self._memory: dict[int, Tensor] = {}  # by record: where the last step left it
         self._words: dict[int, np.ndarray] = {}  # the same
@@ -90,18 +121,28 @@ class HeadDrafter(Drafter):
         if isinstance(models[-1], LanguageModel):  # not asleep
             models[-1].use_target(models[0])  # type: ignore[operator]
 
+    def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
+        if self.has_layers and self._unused >= TRIED_EVERY and self._unused % TRIED_EVERY:
+            self._unread.add(row)
+        else:
+            self.reads = True
+
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
         for row in (*plan.freed_rows, *(new.row for new in plan.entered)):
             if self._waiting.pop(row, None) is not None:
                 self.passes.leave(row)
+                self._unused += 1
         for new in plan.entered:
             self.passes.enter(new)
-            self._waiting[new.row] = WaitingPositions()
+            self._waiting[new.row] = WaitingPositions(is_lost=new.row in self._unread)
+        self._unread.clear()
         self._step = step
         if self.has_layers and step is not None and step.rows:
             self._keep(step)
-            if rows := too_many(self._waiting):
-                self._make_room(rows)
+            if self._unchecked >= CHECKED_POSITIONS:
+                self._unchecked = 0
+                if rows := too_many(self._waiting):
+                    self._make_room(rows)
 
     def _keep(self, step: ComputedTokens) -> None:
         """Copy the states of a step: the next one overwrites them."""
@@ -110,8 +151,10 @@ class HeadDrafter(Drafter):
             if (one := self._waiting.get(row)) is not None and not one.is_lost:
                 kept.append((one, start, at, at + end - start))
         if not kept:
+            self.reads = not all(one.is_lost for one in self._waiting.values())
             return
         most = kept[-1][-1]
+        self._unchecked += most
         states = [self._states(number, step.states[number])[:most] for number in self.records]
         states_TE = joined(states, axis=1)
         for one, start, first, last in kept:
@@ -140,14 +183,12 @@ class HeadDrafter(Drafter):
 
     def _make_room(self, rows: Sequence[int]) -> None:
         """Of a prompt the last position goes on waiting, since the first pass of a draft draws behind it."""
-        idle = [row for row in rows if self._waiting[row].steps > IDLE_STEPS]
-        for row in idle:
-            self._waiting[row].lose()
-        self._compute({row: self._waiting[row].count - 1 for row in rows if row not in idle})
+        self._compute({row: self._waiting[row].count - 1 for row in rows})
 
     def _compute(self, counts: dict[int, int]) -> None:
         """Keys and values of positions behind which nothing is drawn."""
-        work, states_nE = [], []
+        work: list[WorkItem] = []
+        states_nE: list[States] = []
         for row, count in counts.items():
             one = self._waiting[row]
             first, last = one.start, min(one.start + count, self.max_model_len)
@@ -158,20 +199,25 @@ class HeadDrafter(Drafter):
                 work.append(WorkItem(row, last - first, samples=False))
                 states_nE.append(own_nE[: last - first])
         if work:
-            self.passes.step(0, work, self._target_states(torch.cat(states_nE)))
+            self.passes.guess(work, [0] * len(work), joined(states_nE))
+
+    def lacking(self, row: int) -> int:
+        one = self._waiting.get(row)
+        if one is None or one.is_lost:
+            return NEVER
+        return one.count if self.has_layers else 1
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+        self.num_first = 0
         most: dict[int, int] = {}  # by row that gets draft tokens: how many
         ends: dict[int, int] = {}  # and behind which position
         work: list[WorkItem] = []
-        states_nE: list[Tensor] = []
+        states_nE: list[States] = []
         if not self.has_layers:
             self._take_last(limits)
         for row, wanted in limits.items():
             one = self._waiting.get(row)
             if one is None or not one.count:
-                continue
-            if wanted == 1 < self.num_drafts and one.steps > CHEAP_LAG:
                 continue
             end = one.start + one.count
             if not (limit := self._limit(row, end, wanted)):
@@ -180,13 +226,15 @@ class HeadDrafter(Drafter):
             first, masks = one.start, self._put_masks(row, end, limit)
             states_nE.append(one.take_first(one.count))
             if self.mask is not None:
-                states_nE.append(self.mask[1].to(states_nE[-1]).expand(masks, -1))
+                states_nE.append(self.mask[1].to(as_tensor(states_nE[-1])).expand(masks, -1))
             self.rows.set_counts(row, first, end, masks)
             work.append(WorkItem(row, end - first + masks, drafts=masks))
         if not work:
             return {}
+        self._unused = 0
         self.num_first = sum(item.num_tokens for item in work)
-        self._run(work, most, self._target_states(torch.cat(states_nE)))
+        draws = [1] * len(work) if self.mask is not None else list(most.values())
+        self.passes.guess(work, draws, joined(states_nE))
         return {row: self.rows.tokens_of(row, ends[row], ends[row] + most[row]) for row in most}
 
     def _limit(self, row: int, end: int, limit: int) -> int:
@@ -203,22 +251,3 @@ class HeadDrafter(Drafter):
             return 0
         self.rows.write_tokens(row, end + 1, [self.mask[0]] * (limit - 1))
         return limit - 1
-
-    @torch.inference_mode()
-    def _target_states(self, states_TE: Tensor) -> Tensor:
-        """What pass 0 takes of the target's hidden states."""
-        found_TD: Tensor = self.passes.logits.model.target_states(states_TE)
-        return found_TD
-
-    def _run(self, work: list[WorkItem], most: dict[int, int], states_TD: Tensor) -> None:
-        """All passes. A row takes part until it has its draft tokens."""
-        self.passes.step(0, work, states_TD)
-        if self.mask is not None:
-            return
-        drew = [item.row for item in work if item.samples]
-        for number in range(1, max(most.values(), default=0)):
-            staying = [at for at, row in enumerate(drew) if most[row] > number]
-            if len(staying) < len(drew):
-                drew = [drew[at] for at in staying]
-                self.passes.states = self.passes.states[staying]
-            self.passes.step(number, [WorkItem(row, 1) for row in drew], self.passes.states)

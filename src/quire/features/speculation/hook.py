@@ -98,7 +98,8 @@ class SpeculationHook(Hook):
         if self._entered:
             self._enter_drafter(plan)
         self._rests = not self._drafted and self.length.rests()
-        if self._rests and not self.drafter.records:
+        reads = self.drafter.records and self.drafter.reads
+        if self._rests and not reads:
             return
         if not self._drafted:
             self._verified = {}
@@ -107,7 +108,7 @@ class SpeculationHook(Hook):
             self._verified = {row: (place, draws[at] - 1) for at, row, place in batch.first_draws()}
         else:
             self._verified = dict(filter(None, map(self._drafts_of, plan.work)))
-        if self.drafter.records:
+        if reads:
             drafts = self._drafted or any(item.drafts for item in plan.work)
             self._batch = batch
             self._computed = ComputedTokens.before(plan, batch, self.rows) if drafts else None
@@ -153,7 +154,7 @@ class SpeculationHook(Hook):
         self.reports.append((drew, report))
 
     def _computed_tokens(self, plan: StepPlan) -> ComputedTokens | None:
-        if not self.drafter.records or self._model is None:
+        if not (self.drafter.records and self.drafter.reads) or self._model is None:
             return None
         batch = self._batch
         states = self._model.fast_states if batch is None else batch.hidden_states
@@ -205,7 +206,7 @@ class SpeculationHook(Hook):
         step_s, draft_s, look_s = seconds
         if tokens:
             self.length.timed(rows, tokens, step_s)
-        if passes:
+        if draft_s:
             self.length.drafted(passes, draft_s)
         found = any(agreed.values()) or any(each.looks_ahead for each in self.processors)
         self.length.looked(found, len(drew), look_s)
@@ -213,7 +214,7 @@ class SpeculationHook(Hook):
 
     def _proposals(self, room: dict[int, int]) -> dict[int, list[int]]:
         """The drafter's proposals that pay off."""
-        limits = self.length.limits(room)
+        limits = self.length.limits(room, self.drafter.lacking)
         if self.drafter.records and limits:  # it has no hidden states of forced tokens
             computed_of, length_of = self.rows.num_computed_tokens.item, self.rows.length.item
             forced = [row for row in limits if computed_of(row) < length_of(row) - 1]
@@ -221,10 +222,10 @@ class SpeculationHook(Hook):
                 del limits[row]
         began = time.perf_counter()
         found = self.drafter.propose_all(limits)
-        # what a drafter without a model takes does not grow with its proposals
-        has_model = self.drafter.observes
-        if limits and has_model and self.drafter.num_first <= (self.length.most + 2) * len(limits):
-            self._draft_time = max(limits.values()), time.perf_counter() - began
+        if computed := self.drafter.num_first:
+            usual = computed <= (2 * self.length.most + 1) * len(limits)
+            passes = max(map(len, found.values()), default=0) if usual else 0
+            self._draft_time = passes, time.perf_counter() - began
         self.length.cut(found, len(room))
         return found
 

@@ -25,7 +25,7 @@ from quire.features.speculation.joined_vocabulary import joined
 from quire.features.speculation.model_drafter import ModelDrafter
 from quire.features.speculation.ngram import NgramDrafter
 from quire.features.speculation.suffix import SuffixDrafter
-from quire.models.draft_model import token_ids
+from quire.models.json_files import token_ids
 from quire.worker.build import WorkerParts, build_sampler_ops
 from quire.worker.sampling.sampler_ops import SamplerOps
 
@@ -54,9 +54,7 @@ def _suffix(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions)
 
 def _custom(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
     """Raises ConfigError: the class cannot be imported, or is no class of drafters."""
-    module, _, name = str(options.model).replace(":", ".").rpartition(".")
-    kind = by_name(f"{module}:{name}")
-    drafter = kind(options)
+    drafter = by_name(str(options.model), "speculative_config.model")(options)
     if not isinstance(drafter, Drafter):
         raise ConfigError(
             f"speculative_config.model={options.model}: custom_class needs a class derived from"
@@ -85,12 +83,13 @@ def _draft_model(parts: WorkerParts, resolved: Resolved, options: SpeculativeOpt
         own_ids_V, target_ids_W = (torch.from_numpy(table).to(device) for table in tables)
     rows = DraftRows(parts.rows, own_ids_V=own_ids_V)
     layers = model.attention_layers()
+    ops, native = _drawing(parts)
+    passes = DraftPasses(rows, TargetLogits(target, target_ids_W), ops, native and own_ids_V is None)  # fmt: skip
     return ModelDrafter(
-        DraftPasses(rows, TargetLogits(target, target_ids_W), *_drawing(parts)),
+        passes,
         layers[0].kv_group,
         spec.max_model_len,
         spec.max_step_tokens,
-        options.num_speculative_tokens,
         has_windows=any(layer.spec.window is not None for layer in layers),
         vocab_size=model.vocab_size if own_ids_V is None and model.vocab_size < target else None,
         mask_token=_mask_token(spec.hf_config, options) if options.parallel_drafting else None,
@@ -123,13 +122,12 @@ def _heads(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) 
             f"speculative_config.parallel_drafting: {options.model} has no mask_hidden; leave parallel_drafting out"
         )
     rows, target = DraftRows(parts.rows, shift=1), parts.models[0].vocab_size
-    ops, _ = _drawing(parts)
+    passes = HeadPasses(rows, TargetLogits(target, speculator.target_ids_V), *_drawing(parts))
     last = int(resolved.hf_config["num_hidden_layers"]) + 1
     return HeadDrafter(
-        HeadPasses(rows, TargetLogits(target, speculator.target_ids_V), ops, native=False),
+        passes,
         speculator.after or (last,),
         resolved.max_model_len,
-        options.num_speculative_tokens,
         has_layers=bool(speculator.attention_layers()),
         most=speculator.most,
         mask=speculator.mask,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from quire.features.speculation.draft_passes import DraftPasses
 from quire.features.speculation.draft_rows import ComputedBlocks
-from quire.features.speculation.drafter import CHEAP_LAG, ComputedTokens, Drafter
+from quire.features.speculation.drafter import NEVER, ComputedTokens, Drafter
 from quire.protocol.plan import WorkItem
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ class ModelDrafter(Drafter):
         kv_group: of the draft model's layers.
         has_windows: some of its layers have a window. What leaves a window is lost, so it computes every step.
         max_step_tokens: the most tokens of a pass.
-        most: draft tokens of a row.
         vocab_size: rows with other tokens get no draft tokens, since the draft model has no embeddings of these; None: the
             draft model has all of the target's.
         mask_token: see the module.
@@ -53,7 +52,6 @@ class ModelDrafter(Drafter):
         kv_group: int,
         max_model_len: int,
         max_step_tokens: int,
-        most: int,
         *,
         has_windows: bool = False,
         vocab_size: int | None = None,
@@ -61,7 +59,6 @@ class ModelDrafter(Drafter):
     ):
         self.passes, self.rows = passes, passes.rows
         self.max_model_len, self.max_step_tokens = max_model_len, max_step_tokens
-        self.most = most
         self.has_windows, self.vocab_size, self.mask_token = has_windows, vocab_size, mask_token
         self.blocks = ComputedBlocks(self.rows, kv_group)
         self._rows: dict[int, _DraftedRow] = {}
@@ -85,7 +82,13 @@ class ModelDrafter(Drafter):
         if self._rows.pop(row, None) is not None:
             self.passes.leave(row)
 
+    def lacking(self, row: int) -> int:
+        if (one := self._rows.get(row)) is None:
+            return NEVER
+        return max(int(self.rows.target.length[row]) - one.computed, 0)
+
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+        self.num_first = 0
         also = dict.fromkeys(self._stepped if self.has_windows else (), 0)
         left, planned = self.max_step_tokens, []
         for row, limit in {**also, **limits}.items():
@@ -114,8 +117,6 @@ class ModelDrafter(Drafter):
         limit = min(limit, min(self.max_model_len, rows.capacity(row)) - length + 1)
         end = length if limit > 0 else min(int(target.num_computed_tokens[row]), self.max_model_len)
         count = min(end - one.computed, left)
-        if limit == 1 < self.most and count > CHEAP_LAG and not self.has_windows:
-            return None
         if count < 1 or self._lacks_tokens(row, one.computed, one.computed + count):
             return None
         draws, masks = one.computed + count == length, 0

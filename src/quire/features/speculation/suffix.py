@@ -117,9 +117,8 @@ class SuffixDrafter(Drafter):
         self.factor, self.least_chance = factor, least_chance
         self.rows: dict[int, _SuffixRow] = {}
         self.answers: dict[bytes, TokenIndex] = {}  # by scope
-        self._ages: deque[tuple[bytes, int]] = (
-            deque()
-        )  # scope and length of each answer, the oldest first
+        # scope and length of each answer, the oldest first
+        self._ages: deque[tuple[bytes, int]] = deque()
         self.num_bytes = 0
 
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:

@@ -17,9 +17,12 @@ from torch import Tensor
 
 MOST_OF_ROW, MOST_OF_ALL = 512, 4096
 """Positions that wait: of a row, and of all rows together."""
-IDLE_STEPS = 64
-"""A row of which too many wait gets no draft tokens any more, if it had none in so many steps. Else it has a long prompt, which is
-computed."""
+CHECKED_POSITIONS = 64
+"""How many more may wait before they are counted again."""
+IDLE_STEPS = 128
+"""A row that had no draft tokens in so many steps gets none any more, so that it costs nothing."""
+TRIED_EVERY = 8
+"""After so many requests without draft tokens, only one of so many keeps states: to see whether draft tokens pay again."""
 JOINED_STEPS = 64
 """So many steps' states become one tensor: each is a part of its step's, which stays in memory as a whole."""
 
@@ -32,6 +35,10 @@ def joined(parts: Sequence[States], axis: int = 0) -> States:
     if any(isinstance(part, Tensor) for part in parts):
         return torch.cat([as_tensor(part) for part in parts], axis)
     return np.concatenate(parts, axis)
+
+
+def address_of(states: States) -> int:
+    return states.data_ptr() if isinstance(states, Tensor) else states.ctypes.data
 
 
 def as_tensor(states: States) -> Tensor:
@@ -50,6 +57,9 @@ class WaitingPositions:
 
     def add(self, start: int, states_nE: States) -> None:
         """What a step computed from position `start` on."""
+        if self.steps >= IDLE_STEPS:
+            self.lose()
+            return
         if self.start + self.count != start:
             self.start, self.states_nE, self.count = start, [], 0
         self.states_nE.append(states_nE)
@@ -57,15 +67,15 @@ class WaitingPositions:
         if len(self.states_nE) == JOINED_STEPS:
             self.states_nE = [joined(self.states_nE)]
 
-    def take_first(self, count: int) -> Tensor:
+    def take_first(self, count: int) -> States:
         """The states of the first positions, which then wait no longer."""
-        states_NE = as_tensor(joined(self.states_nE))
+        states_NE = joined(self.states_nE)
         self.start, self.count, self.steps = self.start + count, self.count - count, 0
         self.states_nE = [states_NE[count:]] if self.count else []
         return states_NE[:count]
 
     def lose(self) -> None:
-        """The row gets no draft tokens any more."""
+        """The row gets no draft tokens any more. Its keys and values lack the positions that waited."""
         self.states_nE, self.count, self.is_lost = [], 0, True
 
 

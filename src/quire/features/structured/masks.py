@@ -187,9 +187,8 @@ class GrammarMasks(Processor):
         if drawing is None:
             return
         grammars, rows_P, lengths_P = drawing
-        kept_P = (
-            lengths_P < self.rows.length[rows_P]
-        )  # the others were drawn behind a wrong draft token
+        # the others were drawn behind a wrong draft token
+        kept_P = lengths_P < self.rows.length[rows_P]
         rows_P, lengths_P = rows_P[kept_P], lengths_P[kept_P]
         grammars = [grammar for grammar, kept in zip(grammars, kept_P, strict=True) if kept]
         state = self.rows

@@ -134,9 +134,8 @@ class PoolingInputs:
             self._check_dimensions(requested.dimensions, task)
         skips = requested.skip_reading_prefix_cache
         if skips is None and task not in self.info.cached_tasks:
-            skips = (
-                True  # the output needs hidden states of all tokens, and a cached token has none
-            )
+            # the output needs hidden states of all tokens, and a cached token has none
+            skips = True
         return msgspec.structs.replace(requested, task=task, skip_reading_prefix_cache=skips)
 
     def _check_dimensions(self, dimensions: int, task: str) -> None:

@@ -35,12 +35,10 @@ def encode_inputs(
 
 
 def _truncated(backend: Any, text: Text, special: bool, limit: int, keep_first: bool) -> Any:
-    pair = isinstance(text, tuple)
-    parts = [
-        backend.encode(part, add_special_tokens=False)
-        for part in (text if isinstance(text, tuple) else (text,))
-    ]
-    room = max(0, limit - (backend.num_special_tokens_to_add(pair) if special else 0))
+    texts = text if isinstance(text, tuple) else (text,)
+    parts = [backend.encode(each, add_special_tokens=False) for each in texts]
+    added = backend.num_special_tokens_to_add(len(texts) > 1) if special else 0
+    room = max(0, limit - added)
     for part, most in zip(parts, shares([len(part) for part in parts], room), strict=True):
         part.truncate(most, direction="right" if keep_first else "left")
     return backend.post_process(*parts, add_special_tokens=special)
@@ -51,8 +49,7 @@ def shares(lengths: Sequence[int], room: int) -> list[int]:
     if len(lengths) == 1:
         return [min(lengths[0], room)]
     short, long = sorted(lengths)
-    if short > room // 2:
-        short = room // 2
+    short = min(short, room // 2)
     long = min(long, room - short)
     return [short, long] if lengths[0] <= lengths[1] else [long, short]
 

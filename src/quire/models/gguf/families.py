@@ -252,10 +252,7 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
         if trained:
             rope["original_max_position_embeddings"] = trained
     elif kind not in (None, "none", "linear", "yarn", "longrope"):
-        raise Unsupported(
-            f"{header.files[0]} (rope.scaling.type={kind!r})",
-            SAFETENSORS,
-        )
+        raise Unsupported(f"{header.files[0]} (rope.scaling.type={kind!r})", SAFETENSORS)
     return rope
 
 

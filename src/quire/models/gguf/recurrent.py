@@ -42,9 +42,8 @@ def layer_sizes(
             )
         found |= {f"{called}_period": period, f"{called}_offset": offset}
         found["mamba_expand"] = header.get("ssm.inner_size") // config["hidden_size"]
-    if (
-        header.architecture == "granitehybrid"
-    ):  # Bamba, of the same architecture there, has positions
+    # Bamba, of the same architecture there, has positions.
+    if header.architecture == "granitehybrid":
         heads = config["hidden_size"] // config["num_attention_heads"]
         found["attention_multiplier"] = header.get("attention.scale") or heads**-0.5
         rope = header.get("rope.scaling.finetuned")

@@ -5,14 +5,14 @@ Knows the keys of params.json. Does not know tensors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, Unsupported
+from quire.models.json_files import read_json
 
-LONGEST = 1 << 20  # bytes of a params.json
+MAX_BYTES = 1 << 20  # of a params.json
 
 KEYS = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "hidden_dim": "intermediate_size", "n_heads": "num_attention_heads",
@@ -39,12 +39,7 @@ def read_params(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is damaged. Unsupported: a model or a quantization that is not known.
     """
-    try:
-        if file.stat().st_size > LONGEST:
-            raise ValueError(f"it has more than {LONGEST} bytes")
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
+    found = read_json(file, MAX_BYTES)
     try:
         return _config(found)
     except Unsupported as why:

@@ -7,14 +7,14 @@ the format.
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.models.bytes_in_tokens import byte_alphabet
+from quire.models.json_files import read_json
 
-LARGEST = 256 << 20  # bytes of a tekken.json
 MOST_TOKENS, LONGEST_TOKEN = 1 << 20, 256
 
 OLD_SPECIAL = (
@@ -39,13 +39,6 @@ OLD_SYSTEM = "{%- set system.text = text_of(message['content']) %}"
 """Versions before v7 put the system prompt before the last message."""
 
 
-def _alphabet() -> list[str]:
-    """Byte -> character, of byte-level vocabularies."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
-
-
 class TekkenTokenizer:
     """The tokenizer of a tekken.json.
 
@@ -55,11 +48,10 @@ class TekkenTokenizer:
 
     def __init__(self, file: Path):
         self.file = file
+        found = read_json(file)
         try:
-            if file.stat().st_size > LARGEST:
-                raise ValueError(f"it has more than {LARGEST} bytes")
-            self._read(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:  # fmt: skip
+            self._read(found)
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(f"{file} is not a tekken.json: {error!r:.200}") from None
 
     def _read(self, found: dict[str, Any]) -> None:
@@ -84,14 +76,9 @@ class TekkenTokenizer:
 
     def files(self, there: Collection[str] = ()) -> dict[str, object]:
         """The files of a checkpoint directory, but those that are `there`."""
-        named = {
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-            "pad_token": "<pad>",
-        }
+        named = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
         config: dict[str, object] = {
-            name: text for name, text in named.items() if text in self.special
+            f"{name}_token": text for name, text in named.items() if text in self.special
         }
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if "chat_template.jinja" not in there and {"[INST]", "[/INST]"} <= set(self.special):
@@ -103,28 +90,13 @@ class TekkenTokenizer:
         return {name: text for name, text in found.items() if name not in there}
 
     def tokenizer_json(self) -> dict[str, Any]:
-        letters, first = _alphabet(), len(self.special)
+        letters = {byte: letter for letter, byte in byte_alphabet().items()}
+        first = len(self.special)
         spelled = ["".join(letters[byte] for byte in token) for token in self.tokens]
         vocab = {text: first + i for i, text in enumerate(spelled)}
-        flags = {
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        split = {
-            "type": "Split",
-            "pattern": {"Regex": self.pattern},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        to_bytes = {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        }
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        split = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}  # fmt: skip
+        to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}  # fmt: skip
         sequence: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
         bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
         second = {"Sequence": {"id": "B", "type_id": 0}}
@@ -139,9 +111,9 @@ class TekkenTokenizer:
         }  # fmt: skip
         return {
             "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-            "added_tokens": [{"id": i, "content": text, **flags} for i, text in enumerate(self.special)],
+            "added_tokens": [{"id": i, "content": text, **flags, "special": True} for i, text in enumerate(self.special)],
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, to_bytes]}, "post_processor": around,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}, "model": model,
+            "decoder": {**to_bytes, "add_prefix_space": True, "use_regex": True}, "model": model,
         }  # fmt: skip
 
     @staticmethod

@@ -7,29 +7,23 @@ The user's pooler_config counts first, then these files, then the family's own w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from quire.config.engine import EngineConfig
-from quire.config.pooling import (
-    TASKS,
-    PoolerConfig,
-    PoolingModel,
-    Splade,
-    Stage,
-    pooler_options,
-)
+from quire.config.pooling import TASKS, PoolerConfig, PoolingModel, Splade, Stage, pooler_options
 from quire.errors import ConfigError, Unsupported
 from quire.models.checkpoint_files import HEAD_FILES
+from quire.models.json_files import token_ids
 from quire.models.pooling.sentence_transformers import (
     SentenceFiles,
     activation_name,
     read_sentence_files,
 )
-from quire.models.pooling.stages import head_stages, token_vectors, with_logits
-from quire.models.pooling.vocabulary import vocabulary
+from quire.models.pooling.stages import head_stages, token_vectors, with_logits, without_normalize
 from quire.models.registry import FAMILIES, MODELS
 from quire.protocol.pooling_info import PoolingInfo
 
@@ -110,10 +104,8 @@ class _Reader:
         if self.use == EMBED and use == GENERATE and (rows := self.options.returned_token_ids):
             # A process reward model that generates: the logits of these tokens are its scores.
             self.hf = {**hf_config, "classifier_from_token": rows, "method": "no_post_processing"}
-            self.options, self.use = (
-                replace(self.options, returned_token_ids=None),
-                "token_classify",
-            )
+            self.options = replace(self.options, returned_token_ids=None)
+            self.use = "token_classify"
 
     def _chosen_use(self, convert: str, use: str) -> str:
         """The kind of output; `convert` counts first."""
@@ -143,27 +135,19 @@ class _Reader:
             found = self.files.splade or Splade()
             splade = with_logits(found, self.architecture, self.hf, self.family, self.hidden)
             pooled = splade.stages[-1].num_out
-        stages, normalizes = list(self.files.stages), self.files.normalizes
+        stages, normalizes = without_normalize(self.files.stages)
         if not self.has_files:
             normalizes = splade is None
-        elif stages and normalizes:
-            stages.pop()  # the last one is optional, see `use_activation`
-        token_stages, normalizes_tokens = (
-            list(self.files.token_stages),
-            self.files.normalizes_tokens,
-        )
-        if (name := self._token_projection(heads)) and not token_stages:
-            own_vectors = token_vectors(self.path, self.hf, self.hidden, name)
-            token_stages, normalizes_tokens = [own_vectors, Stage(kind="normalize")], True
-        if token_stages and normalizes_tokens:
-            token_stages.pop()
-        elif not token_stages:
+        token_stages, normalizes_tokens = without_normalize(self.files.token_stages)
+        if not self.files.token_stages:
+            name = self._token_projection(heads)
+            token_stages = [token_vectors(self.path, self.hf, self.hidden, name)] if name else []
             normalizes_tokens = True
         tasks = self._tasks(heads)
         activation = str(heads.get("activation") or self._activation())
         step, returned = self._step(heads)
         vectors = any(task.endswith("embed") for task in tasks)
-        stages, token_stages = self._vector_stages(stages, token_stages, pooled)
+        self._check_widths(stages, token_stages, pooled)
         causal = self._causal()
         ends = poolers == ["LAST"]
         return PoolingModel(
@@ -185,7 +169,8 @@ class _Reader:
             else [],
             splade=splade,
             edges=self._edges(),
-            **self._from_tokens(),
+            from_tokens=self.token_ids,
+            difference=self._is_difference(),
             activation=activation,
             normalizes_tokens=normalizes_tokens,
             use_activation=chosen.use_activation,
@@ -231,7 +216,7 @@ class _Reader:
 
     def _num_labels(self, heads: Mapping[str, Any]) -> int:
         if self.hf.get("classifier_from_token") or self.files.true_false:
-            return 1 if self._is_difference() else len(self._token_ids())
+            return 1 if self._is_difference() else len(self.token_ids)
         labels = self.hf.get("id2label")
         count = heads.get("labels") or self.hf.get("num_labels")
         if count is None:
@@ -274,7 +259,7 @@ class _Reader:
         return bool(self.family.get("causal", True))
 
     def _head(self, key: str, heads: Mapping[str, Any]) -> list[Stage]:
-        if self._token_ids():
+        if self.token_ids:
             return []
         text = str(heads.get(key) or self.family.get(key) or heads.get("own", "score|classifier"))
         special = heads.get("by_architecture", {}).get(self.architecture)
@@ -282,12 +267,13 @@ class _Reader:
 
     # -- classes from tokens
     def _is_difference(self) -> bool:
-        two = len(self._token_ids()) == 2
+        two = len(self.token_ids) == 2
         if self.files.true_false is not None:
             return two
         return two and self.hf.get("method") != "no_post_processing"
 
-    def _token_ids(self) -> list[int]:
+    @cached_property
+    def token_ids(self) -> list[int]:
         """Tokens whose rows of the LM head are the classifier: no, yes."""
         if self.files.true_false is not None:
             yes, no = self.files.true_false
@@ -295,29 +281,20 @@ class _Reader:
         names = self.hf.get("classifier_from_token") or []
         if not isinstance(names, list):
             raise ConfigError(f"classifier_from_token={names!r}: must be a list of tokens")
-        if not hasattr(self, "_ids"):
-            words = {} if all(isinstance(n, int) for n in names) else vocabulary(self.tokenizer)
-            found = [name if isinstance(name, int) else words.get(str(name)) for name in names]
-            if None in found:
-                raise ConfigError(
-                    f"classifier_from_token={names!r}: {names[found.index(None)]!r} is no token of {self.tokenizer};"
-                    " name tokens, or give their ids"
-                )
-            self._ids: list[int] = [int(one) for one in found if one is not None]
-        return self._ids
-
-    def _from_tokens(self) -> dict[str, Any]:
-        return {"from_tokens": self._token_ids(), "difference": self._is_difference()}
+        file = Path(self.tokenizer, "tokenizer.json")
+        named = file.is_file() and not all(isinstance(name, int) for name in names)
+        words = token_ids(file) if named else {}
+        found = [name if isinstance(name, int) else words.get(str(name)) for name in names]
+        if None in found:
+            raise ConfigError(
+                f"classifier_from_token={names!r}: {names[found.index(None)]!r} is no token of {self.tokenizer};"
+                " name tokens, or give their ids"
+            )
+        return [int(one) for one in found if one is not None]
 
     # -- vectors
-    def _vector_stages(
-        self, stages: list[Stage], token_stages: list[Stage], pooled: int
-    ) -> tuple[list[Stage], list[Stage]]:
-        """Check the widths.
-
-        Raises:
-            ConfigError: one stage's output does not fit the next.
-        """
+    def _check_widths(self, stages: list[Stage], token_stages: list[Stage], pooled: int) -> None:
+        """Raises ConfigError: one stage's output does not fit the next."""
         if self.files.num_in not in (0, self.hidden) and not token_stages:
             raise ConfigError(
                 f"the module Pooling of {self.path} takes {self.files.num_in} features, the model gives {self.hidden}"
@@ -329,7 +306,6 @@ class _Reader:
                         f"the module in {stage.folder} of {self.path} takes {stage.num_in} features, and gets {width}"
                     )
                 width = stage.num_out or width
-        return stages, token_stages
 
     @staticmethod
     def _width(stages: list[Stage], width: int) -> int:
@@ -391,7 +367,7 @@ class _Reader:
     def _use_sep_token(self) -> bool:
         if (own := self.hf.get("use_sep_token")) is not None:
             return bool(own)
-        return not self._token_ids()
+        return not self.token_ids
 
 
 def adapted(hf_config: Mapping[str, Any], pooling: PoolingModel | None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ Source: sentence-transformers 6, and the files of its earlier releases (docs: "C
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from msgspec import Struct
 from quire.config.pooling import Splade, Stage
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
+from quire.models.json_files import read_json, read_object
 
 log = get_logger(__name__)
 
@@ -31,7 +31,6 @@ MODES = {
 }
 """`pooling_mode` -> pooler, in the order in which old files, with a boolean for each, concatenate them."""
 OLD_MODES = {mode: f"pooling_mode_{mode}" for mode in ("mean_sqrt_len_tokens", "lasttoken")}
-MAX_FILE = 1 << 24
 SENTENCE, TOKENS = "sentence_embedding", "token_embeddings"
 IGNORED = ("Dropout", "MultiVectorMask")
 """Modules without effect on the vectors; the mask's words are the client's choice."""
@@ -49,8 +48,6 @@ class SentenceFiles(Struct, kw_only=True):
     include_prompt: bool = True
     stages: list[Stage] = []
     token_stages: list[Stage] = []
-    normalizes: bool = False
-    normalizes_tokens: bool = False
     max_length: int = 0
     lowercases: bool = False
     prompts: dict[str, str] = {}
@@ -60,25 +57,6 @@ class SentenceFiles(Struct, kw_only=True):
     is_cross_encoder: bool = False
     is_masked: bool = False
     """The model has the head of a masked language model."""
-
-
-def read_json(file: Path) -> Any:
-    """The file's JSON; None: there is no such file. Raises ConfigError: it cannot be read."""
-    try:
-        if file.stat().st_size > MAX_FILE:
-            raise ConfigError(f"{file} has {file.stat().st_size} bytes; the limit is {MAX_FILE}")
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as why:
-        raise ConfigError(f"{file} cannot be read: {why}") from None
-
-
-def _object(file: Path) -> dict[str, Any]:
-    found = read_json(file)
-    if not isinstance(found, dict | None):
-        raise ConfigError(f"{file} contains a {type(found).__name__}, not an object")
-    return found or {}
 
 
 def read_sentence_files(path: str) -> SentenceFiles | None:
@@ -100,7 +78,7 @@ def read_sentence_files(path: str) -> SentenceFiles | None:
             f"{root}: logits of a masked language model without a module SpladePooling",
             "serve a checkpoint with this module",
         )
-    about = _object(root / "config_sentence_transformers.json")
+    about = read_object(root / "config_sentence_transformers.json")
     files.is_cross_encoder = about.get("model_type") == "CrossEncoder"
     prompts = about.get("prompts") or {}
     if not isinstance(prompts, dict):
@@ -128,7 +106,6 @@ def _add(files: SentenceFiles, root: Path, kind: str, folder: str) -> None:
     if name in ("Transformer", "MLMTransformer"):
         files.is_masked |= name == "MLMTransformer"
         if folder:
-            files.num_in = 0
             raise Unsupported(
                 f"the module {kind} in the folder {folder!r} of {root}",
                 "serve a checkpoint whose model is in its own directory",
@@ -140,34 +117,18 @@ def _add(files: SentenceFiles, root: Path, kind: str, folder: str) -> None:
         for each in _default_route(root, folder):
             _add(files, root, *each)
         return
-    config = _object(file)
-    on_tokens = _on_tokens(config, kind)
-    stages = files.token_stages if on_tokens else files.stages
+    config = read_object(file)
+    stages = files.token_stages if _on_tokens(config, kind) else files.stages
     if name == "Pooling":
         _add_pooling(files, config, file)
     elif name == "SpladePooling":
         _add_splade(files, config, file)
     elif name == "Dense":
         stages.append(_dense(config, folder, file))
-        _set_normalizes(files, on_tokens, False)
     elif name == "LayerNorm":
-        size = _size(
-            config.get("dimension") or config.get("embedding_dimension"), "dimension", file
-        )
-        stages.append(
-            Stage(
-                kind="layer_norm",
-                names=["norm"],
-                folder=folder,
-                num_in=size,
-                num_out=size,
-                bias=True,
-            )
-        )
-        _set_normalizes(files, on_tokens, False)
+        stages.append(_layer_norm(config, folder, file))
     elif name == "Normalize":
         stages.append(Stage(kind="normalize"))
-        _set_normalizes(files, on_tokens, True)
     elif name == "LogitScore":
         _add_logit_score(files, config, file)
     else:
@@ -184,7 +145,7 @@ def _default_route(root: Path, folder: str) -> list[tuple[str, str]]:
         Unsupported: there is no such route. ConfigError: the file is damaged.
     """
     file = root / folder / "router_config.json"
-    config = _object(file)
+    config = read_object(file)
     types, routes, parameters = (config.get(key) for key in ("types", "structure", "parameters"))
     if not (isinstance(types, dict) and isinstance(routes, dict) and isinstance(parameters, dict)):
         raise ConfigError(f"{file} is not the configuration of a Router")
@@ -216,14 +177,6 @@ def _on_tokens(config: Mapping[str, Any], kind: str) -> bool:
             f"serve a checkpoint whose modules change {SENTENCE} or {TOKENS}",
         )
     return read == TOKENS
-
-
-def _set_normalizes(files: SentenceFiles, on_tokens: bool, value: bool) -> None:
-    """The last Normalize is the one that a request may leave out (`use_activation`)."""
-    if on_tokens:
-        files.normalizes_tokens = value
-    else:
-        files.normalizes = value
 
 
 def _add_pooling(files: SentenceFiles, config: Mapping[str, Any], file: Path) -> None:
@@ -283,6 +236,12 @@ def _dense(config: Mapping[str, Any], folder: str, file: Path) -> Stage:
     )
 
 
+def _layer_norm(config: Mapping[str, Any], folder: str, file: Path) -> Stage:
+    width = config.get("dimension") or config.get("embedding_dimension")
+    size = _size(width, "dimension", file)
+    return Stage(kind="layer_norm", names=["norm"], folder=folder, num_in=size, num_out=size, bias=True)  # fmt: skip
+
+
 def activation_name(name: Any, where: str) -> str:
     """torch.nn.modules.activation.Tanh -> Tanh. Raises Unsupported: it is no class of torch.nn."""
     if name is None:
@@ -307,10 +266,10 @@ def _read_transformer(files: SentenceFiles, root: Path) -> str:
     """Reads the longest text, which newer releases write where the tokenizer has it; returns the task of the model."""
     about: dict[str, Any] = {}
     for name in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlnet_config.json"):  # fmt: skip
-        about = about or _object(root / name)
+        about = about or read_object(root / name)
     length = about.get("max_seq_length")
     if length is None:
-        length = _object(root / "tokenizer_config.json").get("model_max_length")
+        length = read_object(root / "tokenizer_config.json").get("model_max_length")
     if isinstance(length, int | float) and 0 < length < 1 << 30:
         files.max_length = int(length)
     files.lowercases = bool(about.get("do_lower_case"))

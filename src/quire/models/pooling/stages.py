@@ -8,7 +8,7 @@ Knows names and sizes. Does not know weights (`head.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from quire.config.pooling import Splade, Stage
 from quire.errors import Unsupported
-from quire.models.pooling.sentence_transformers import read_json
+from quire.models.json_files import read_json
 
 
 def head_stages(
@@ -68,3 +68,9 @@ def token_vectors(path: str, hf: Mapping[str, Any], hidden: int, name: str) -> S
     own = about.get("dim") if isinstance(about, dict) else None
     width = int(hf.get("colbert_dim") or own or (hidden if name.startswith("@") else 128))
     return head_stages(name, hf, hidden, width)[0]
+
+
+def without_normalize(stages: Sequence[Stage]) -> tuple[list[Stage], bool]:
+    """The stages before a last Normalize, which a request may leave out (`use_activation`), and whether there is one."""
+    normalizes = bool(stages) and stages[-1].kind == "normalize"
+    return list(stages[:-1] if normalizes else stages), normalizes

@@ -38,13 +38,7 @@ from quire.models.transformers import paged
 from quire.models.transformers import self_check as check
 from quire.models.transformers.adapters import places_of
 from quire.models.transformers.hidden_states import HiddenStateRecorder, decoder_layers
-from quire.models.transformers.modes import (
-    PAGED,
-    PER_REQUEST,
-    Mode,
-    check_supported,
-    choose_mode,
-)
+from quire.models.transformers.modes import PAGED, PER_REQUEST, Mode, check_supported, choose_mode
 from quire.models.transformers.parts import (
     drop_towers,
     find_trunk,

@@ -139,7 +139,7 @@ def _weighted_sum(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
         return definitions.weighted_sum.reference(y_TKD, weights_TK)
     y_TD, weights_TK = torch.empty(tokens, size, dtype=torch.bfloat16), weights_TK.contiguous()
     kernels.weighted_sum(
-        y_TKD.data_ptr(), weights_TK.data_ptr(), y_TD.data_ptr(), tokens, chosen, size
+        y_TKD.data_ptr(), None, weights_TK.data_ptr(), y_TD.data_ptr(), tokens, chosen, size
     )
     return y_TD
 

@@ -86,10 +86,10 @@ class CMixture(ctypes.Structure):
     references: Any
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "router shared_gate_up shared_down shared_gate"),
-        *_all(c_void_p, "router_weight router_bias correction ranks"),
+        *_all(c_void_p, "router_weight router_bias correction ranks first_seat seats loads"),
         ("routing", CRouting),
         ("experts", CExperts),
-        *_all(c_int64, "shared_act on_input"),
+        *_all(c_int64, "count shared_act on_input"),
     ]
 
 
@@ -114,7 +114,8 @@ class CDeltaNet(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "in gates out"),
         *_all(c_void_p, "conv norm bias a_log conv_state state"),
-        *_all(c_int64, "conv_step state_step key_heads K heads V taps interleaved"),
+        *_all(c_int64, "conv_step state_step key_heads K heads V taps"),
+        *_all(c_int64, "first_head all_heads all_key_heads interleaved"),
         ("eps", c_float),
     ]
 
@@ -130,7 +131,7 @@ class CLayer(ctypes.Structure):
         *_all(CWeight, "qkv o gate_up down"),
         *_all(CNorm, "attention_in attention_out mlp_in mlp_out q_norm k_norm v_norm"),
         *_all(c_void_p, "keys values key_scales value_scales sinks delta_net mixture flat_ranks"),
-        *_all(c_int64, "kind hidden heads kv_heads D turns interleaved block_size window act kv_parts flat_norms gated parallel kv_copies"),
+        *_all(c_int64, "kind hidden heads kv_heads D turns interleaved block_size window act kv_parts flat_norms gated parallel kv_copies joined"),
         *_all(c_float, "scale softcap residual_scale"),
     ]  # fmt: skip
 
@@ -197,7 +198,21 @@ class CRowParams(ctypes.Structure):
 class CRows(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(c_void_p, "tokens num_computed_tokens length num_drafts blocks params adapters"),
-        *_all(c_int64, "tokens_step blocks_step"),
+        *_all(c_int64, "tokens_step blocks_step shift"),
+    ]
+
+
+class CSpeculator(ctypes.Structure):
+    """`references` keeps references to what it points to."""
+
+    references: tuple[Any, ...]
+    _fields_: ClassVar[Sequence[Any]] = [
+        ("model", CModel),
+        ("states", CWeight),
+        *_all(CNorm, "embedding_norm state_norm"),
+        ("join", CWeight),
+        ("target_ids", c_void_p),
+        *_all(c_int64, "target_vocab normed_residual hands_on_sum"),
     ]
 
 
@@ -219,6 +234,7 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
     CModel,
     CRowParams,
     CRows,
+    CSpeculator,
 )
 
 Layout = dict[str, tuple[int, int]]

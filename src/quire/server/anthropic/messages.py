@@ -28,7 +28,6 @@ from quire.server.anthropic.content_blocks import (
 )
 from quire.server.errors import ENDS, as_api_error, clean, invalid
 from quire.server.generation import Generation
-from quire.server.health import state_of
 from quire.server.limits import take_from_key
 from quire.server.openai.chat import chat_prompt, effort_of, generation_of
 from quire.server.openai.response_format import of_format
@@ -36,7 +35,7 @@ from quire.server.output_delta import OutputDelta
 from quire.server.request_body import json_response, prepared, read
 from quire.server.schemas import ChatRequest, MessagesRequest
 from quire.server.sse import EventStream, event, event_stream, until_disconnect
-from quire.server.state import ServerPhase, ServerState
+from quire.server.state import ServerPhase, ServerState, state_of
 
 ERRORS = {
     400: "invalid_request_error",

@@ -21,7 +21,7 @@ from quire.frontend.prompts import Prompt
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.generation import Generation
-from quire.server.large_answers import json_answer
+from quire.server.large_answers import json_answer, listed
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
@@ -43,7 +43,7 @@ from quire.server.prompts import check_messages, render, tokenize_options
 from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, TokenizeRequest
 from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
-from quire.server.state import ServerState
+from quire.server.state import ServerState, state_of
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -103,9 +103,8 @@ async def chat_prompt(
     text = await chat_text(body, body.messages, engine, state)
     options = tokenize_options(body, body.add_special_tokens, fits_model=check)
     prompt = await engine.tokenize(Prompt(text, salt=body.cache_salt or ""), options)
-    prompt.text = (
-        text  # all of it, also of truncated tokens: it shows whether the model is reasoning
-    )
+    # all of it, also of truncated tokens: it shows whether the model is reasoning
+    prompt.text = text
     return prompt
 
 
@@ -260,7 +259,7 @@ async def generation_of(
     Raises:
         ApiError, ValidationError: the request is invalid.
     """
-    state: ServerState = request.app.state.quire
+    state = state_of(request)
     params = chat_params(body, engine.inputs.defaults)
     choice = tool_choice_of(body)
     take_from_key(request, completions_of(1, params, state))
@@ -276,7 +275,7 @@ async def generation_of(
 
 async def chat(request: Request) -> Response | EventStream:
     """Answer a conversation."""
-    state: ServerState = request.app.state.quire
+    state = state_of(request)
     engine = state.serving()
     body = await read(request, ChatRequest)
     model, adapter = await model_of(state, body.model)
@@ -303,7 +302,7 @@ async def chat(request: Request) -> Response | EventStream:
         "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": shapes.listed(choices, large),
+        "choices": listed(choices, large),
         "service_tier": None,
         "system_fingerprint": state.fingerprint,
         "usage": generation.usage(details),

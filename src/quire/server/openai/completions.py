@@ -21,7 +21,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.generation import Generation
-from quire.server.large_answers import json_answer
+from quire.server.large_answers import json_answer, listed
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
@@ -40,7 +40,7 @@ from quire.server.prompts import given_prompts, one_prompt
 from quire.server.request_body import prepared, read
 from quire.server.schemas import CompletionRequest
 from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
-from quire.server.state import ServerState
+from quire.server.state import ServerState, state_of
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ async def read_request(
 
 async def completions(request: Request) -> Response | EventStream:
     """Continue one text or several."""
-    state: ServerState = request.app.state.quire
+    state = state_of(request)
     engine = state.serving()
     body = await read(request, CompletionRequest)
     model, adapter = await model_of(state, body.model)
@@ -206,7 +206,7 @@ async def completions(request: Request) -> Response | EventStream:
             "object": "text_completion",
             "created": created,
             "model": model,
-            "choices": shapes.listed(choices, large),
+            "choices": listed(choices, large),
             "service_tier": None,
             "system_fingerprint": state.fingerprint,
             "usage": builder.usage(details),

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from quire.frontend.logprobs import Logprob
-from quire.server.large_answers import LongList
+from quire.server.large_answers import LongList, listed
 
 FLOOR = -9999.0  # JSON has no -inf
 Position = Mapping[int, Logprob] | None
@@ -56,11 +56,6 @@ class Joined:
 
     def __iter__(self) -> Iterator[Position]:
         return chain.from_iterable(self.parts)
-
-
-def listed(items: Callable[[], Iterable[Any]], long: bool) -> Any:
-    """A list; for a long answer, one that is encoded while it is sent."""
-    return LongList(items) if long else list(items())
 
 
 def chat(

@@ -14,9 +14,8 @@ from quire.api.async_engine import AsyncEngine
 from quire.frontend.adapters import Adapter
 from quire.server.adapters import listed
 from quire.server.errors import ApiError
-from quire.server.health import state_of
 from quire.server.request_body import json_response
-from quire.server.state import ServerState
+from quire.server.state import ServerState, state_of
 
 OWNER = "vllm"  # some clients check it
 

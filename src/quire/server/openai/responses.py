@@ -25,7 +25,6 @@ from quire.logging import get_logger
 from quire.server.adapters import model_of
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation
-from quire.server.health import state_of
 from quire.server.large_answers import json_answer
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.chat import effort_of, generation_of
@@ -33,8 +32,9 @@ from quire.server.openai.response_format import of_format
 from quire.server.openai.responses_items import ResponseItems, choice_of, messages_of, tools_of
 from quire.server.output_delta import OutputDelta
 from quire.server.request_body import prepared, read
-from quire.server.schemas import ChatRequest, ResponsesRequest
+from quire.server.schemas import ChatRequest, GenerationFields, ResponsesRequest
 from quire.server.sse import EventStream, event, event_stream, until_disconnect
+from quire.server.state import state_of
 
 log = get_logger(__name__)
 
@@ -82,21 +82,14 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The equivalent chat request."""
     refuse_unsupported(body)
     return ChatRequest(
-        messages=conversation(body), model=body.model, max_completion_tokens=body.max_output_tokens,
-        stream=body.stream, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
-        min_p=body.min_p, frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty, repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias, seed=body.seed, stop=body.stop, stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos,
-        include_stop_str_in_output=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens, priority=body.priority,
-        request_id=body.request_id, session_id=body.session_id, cache_salt=body.cache_salt,
-        chat_template_kwargs=body.chat_template_kwargs, vllm_xargs=body.vllm_xargs,
+        **{name: getattr(body, name) for name in GenerationFields.__struct_fields__},
+        messages=conversation(body), max_completion_tokens=body.max_output_tokens,
+        chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=effort_of((body.reasoning or {}).get("effort"), "reasoning.effort"),
         include_reasoning=body.include_reasoning, tools=tools_of(body.tools) or None,
         tool_choice=choice_of(body.tool_choice), parallel_tool_calls=body.parallel_tool_calls,
         logprobs=wants_logprobs(body), top_logprobs=body.top_logprobs,
-        response_format=(body.text or {}).get("format"), structured_outputs=body.structured_outputs,
-        speculative=body.speculative,
+        response_format=(body.text or {}).get("format"),
     )  # fmt: skip
 
 

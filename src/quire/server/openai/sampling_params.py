@@ -57,9 +57,8 @@ def check(request: Sampling) -> None:
     refuse_unsupported(request)
     if request.stream_options is not None and not request.stream:
         raise invalid("`stream_options` needs `stream: true`", "stream_options")
-    most = (
-        1 if request.n == 1 else env.get("MAX_N_SEQUENCES")
-    )  # reading the environment costs as much as all other checks
+    # reading the environment costs as much as all other checks
+    most = 1 if request.n == 1 else env.get("MAX_N_SEQUENCES")
     if not 1 <= request.n <= most:
         raise invalid(f"`n` is {request.n}; it must be from 1 to {most}", "n")
     stops = 1 if isinstance(request.stop, str) else len(request.stop or [])

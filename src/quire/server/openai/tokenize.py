@@ -15,12 +15,11 @@ from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.prompts import Prompt
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
-from quire.server.health import state_of
 from quire.server.limits import take_from_key
 from quire.server.openai.chat import chat_text
 from quire.server.request_body import json_response, prepared, read
 from quire.server.schemas import DetokenizeRequest, TokenizeRequest
-from quire.server.state import ServerState
+from quire.server.state import ServerState, state_of
 
 MOST_TOKENS = 1 << 19
 """Limit of /detokenize: the tokenizer keeps the GIL while it decodes."""

@@ -38,9 +38,8 @@ class LiveFeed:
         if self._asking is None:
             self._asking = asyncio.ensure_future(self._ask(engine))
             self._asking.add_done_callback(self._on_answer)
-        return await asyncio.shield(
-            self._asking
-        )  # a viewer that disconnects does not cancel it for the others
+        # a viewer that disconnects does not cancel it for the others
+        return await asyncio.shield(self._asking)
 
     async def _ask(self, engine: AsyncEngine) -> dict[str, Any]:
         which = {} if self.number is None else {"engine": self.number}

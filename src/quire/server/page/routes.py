@@ -16,11 +16,11 @@ from starlette.responses import Response
 from quire.errors import EngineDeadError, QuireError
 from quire.observe.process_memory import resident_bytes
 from quire.server.errors import ApiError, invalid, unavailable
-from quire.server.health import state_of
 from quire.server.middleware import TENANT
 from quire.server.page.document import document
 from quire.server.page.feed import LiveFeed, viewer_state
 from quire.server.request_body import json_response
+from quire.server.state import state_of
 
 PATIENCE_S = 5.0
 

@@ -9,7 +9,6 @@ aborts every engine request that still runs.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,29 +17,22 @@ from functools import partial
 from typing import Any
 
 from quire.api.async_engine import BREATH_S, LONG_TEXT, AsyncEngine, OutputStream
-from quire.errors import QueueFull, ValidationError
 from quire.frontend.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.frontend.prompts import Prompt
-from quire.logging import get_logger
-from quire.observe.prometheus import REQUESTS, TOKENS
 from quire.observe.request_metrics import RequestTimer
 from quire.observe.tracing import SpanAttributes
 from quire.protocol.pooling_params import PoolingParams
-from quire.server.adapters import unloaded_meanwhile
 from quire.server.api_keys import Tenant
+from quire.server.engine_requests import Wakeup, engine_name, log_request, new_output, out_of_time
 from quire.server.errors import ApiError, invalid
-from quire.server.generation import Wakeup, shared_name
 from quire.server.state import ServerState
-
-log = get_logger(__name__)
 
 Output = PoolingRequestOutput[PoolingOutput]
 GROUP = 128  # prompts that are tokenized together
 GROUP_SIZE = 256 << 10  # ... and their characters
 MOST_TOKENS_AHEAD = 1 << 17  # of one HTTP request in the engine: far more than a step takes
-NUMBERS_PER_ENTRY = (
-    16  # numbers of an answer that take the memory of an entry (--max-answer-entries)
-)
+NUMBERS_PER_ENTRY = 16
+"""Numbers of an answer that take the memory of an entry (--max-answer-entries)."""
 
 
 @dataclass(slots=True)
@@ -86,7 +78,7 @@ class PoolingBatch:
     num_cached: int = 0
     _outputs: dict[int, Output] = field(default_factory=dict)
     _running: dict[int, RunningText] = field(default_factory=dict)
-    _heard: deque[RunningText] = field(default_factory=deque)
+    _changed: deque[RunningText] = field(default_factory=deque)
     _wakeup: Wakeup = field(default_factory=Wakeup)
     _tokens_ahead: int = 0
 
@@ -104,7 +96,7 @@ class PoolingBatch:
         except TimeoutError as error:
             if not clock.expired():
                 raise
-            raise ApiError(408, f"the request did not finish within {self.timeout:g} s (`timeout`)", param="timeout") from error  # fmt: skip
+            raise out_of_time(self.timeout) from error
         finally:
             for running in tuple(self._running.values()):
                 self._end(running)
@@ -122,7 +114,7 @@ class PoolingBatch:
             for which, prompt in enumerate(prompts, start):
                 while self._tokens_ahead >= MOST_TOKENS_AHEAD:
                     await self._next()
-                await self._ask(which, prompt)
+                await self._open_request(which, prompt)
                 if time.monotonic() > until:
                     await asyncio.sleep(0)
                     until = time.monotonic() + BREATH_S
@@ -140,16 +132,10 @@ class PoolingBatch:
             size += more
         yield start, self.source.count, size
 
-    async def _ask(self, which: int, prompt: Prompt) -> None:
-        public = name = self.id if self.source.count == 1 else f"{self.id}-{which}"
-        if self.state.fronts > 1:  # clients of other HTTP processes choose ids too
-            name = shared_name(name, self.state.front)
-        if name in self.state.active:  # clients may choose an id twice
-            name = f"{name}-{secrets.token_hex(4)}"
-        if self.state.config.observe.enable_log_requests:
-            most = self.state.config.observe.max_log_len
-            text = None if prompt.text is None else prompt.text[:most]
-            log.info("Received request %s: prompt: %r, prompt_token_ids: %s, params: %s", public, text, prompt.tokens[:most], self.params)  # fmt: skip
+    async def _open_request(self, which: int, prompt: Prompt) -> None:
+        public_id = self.id if self.source.count == 1 else f"{self.id}-{which}"
+        name = engine_name(self.state, public_id)
+        log_request(self.state, public_id, prompt, self.params)
         running = RunningText(which, name, len(prompt.tokens), RequestTimer(self.state.metrics))
         self._count(running.num_tokens)
         self._running[which] = running
@@ -157,7 +143,7 @@ class PoolingBatch:
         tenant = self.tenant.id if self.tenant is not None else ""
         running.stream = await self.engine.open(
             prompt, self.params, name, partial(self._on_output, running), priority=self.priority, tenant=tenant,
-            lora_request=self.adapter, data_parallel_rank=self.data_parallel_rank,
+            adapter=self.adapter, data_parallel_rank=self.data_parallel_rank,
         )  # fmt: skip
 
     def _count(self, num_tokens: int) -> None:
@@ -175,26 +161,20 @@ class PoolingBatch:
             )  # fmt: skip
 
     def _on_output(self, running: RunningText) -> None:
-        self._heard.append(running)
+        self._changed.append(running)
         self._wakeup.set()
 
     async def _next(self) -> None:
         """Wait for outputs, and take them."""
-        while not self._heard:
+        while not self._changed:
             await self._wakeup.wait()
-        while self._heard:
-            running = self._heard.popleft()
+        while self._changed:
+            running = self._changed.popleft()
             if running.which in self._running and running.stream is not None:
                 self._take(running, running.stream)
 
     def _take(self, running: RunningText, stream: OutputStream) -> None:
-        try:
-            output: Output | None = stream.take()
-        except ValidationError as error:
-            raise unloaded_meanwhile(error, self.adapter) or error from error
-        except QueueFull as error:
-            self.state.metrics.refused(TOKENS if TOKENS in str(error) else REQUESTS)
-            raise
+        output: Output | None = new_output(stream, self.state, self.adapter)
         if output is None:
             return
         running.timer.output(whole=True)
@@ -223,7 +203,9 @@ class PoolingBatch:
                 SpanAttributes(running.name, model, self.params, running.num_tokens, []), latencies
             )
 
-    def usage(self, details: bool) -> dict[str, Any]:
+    @property
+    def usage(self) -> dict[str, Any]:
+        details = self.state.config.server.enable_prompt_tokens_details
         return {
             "prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0,
             "prompt_tokens_details": {"cached_tokens": self.num_cached} if details else None,

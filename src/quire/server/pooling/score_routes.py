@@ -19,14 +19,14 @@ from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.validators import wrong
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
-from quire.server.large_answers import LongList, json_answer
+from quire.server.large_answers import json_answer, listed
 from quire.server.pooling.batch import PoolingBatch, PromptSource
 from quire.server.pooling.inputs import check_common, check_count, pooling_of, tokenize_options
 from quire.server.pooling.schemas import PairBody, RerankRequest, ScoreRequest
 from quire.server.pooling.vector_routes import new_batch
 from quire.server.request_body import prepared, read
 from quire.server.sse import until_disconnect
-from quire.server.state import ServerState
+from quire.server.state import ServerState, state_of
 
 FIELDS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))  # fmt: skip
 RENDERED = 100  # characters that a template costs about as much time as
@@ -66,7 +66,7 @@ async def _scored(
     request: Request, body: PairBody, queries: Any, documents: Any, names: tuple[str, str], prefix: str,
     adapter: str | None,
 ) -> tuple[PoolingBatch, Pairs, list[float]]:  # fmt: skip
-    state: ServerState = request.app.state.quire
+    state = state_of(request)
     engine = state.serving()
     inputs = pooling_of(request, engine)
     pairs = await prepared(request, read_pairs, body, queries, documents, names, engine, state)
@@ -93,7 +93,7 @@ async def _scored(
 
 async def score(request: Request) -> Response:
     """Scores of pairs of texts."""
-    state: ServerState = request.app.state.quire
+    state = state_of(request)
     pooling_of(request, state.serving())
     body = await read(request, ScoreRequest)
     model, adapter = await model_of(state, body.model)
@@ -103,16 +103,13 @@ async def score(request: Request) -> Response:
         request, body, getattr(body, names[0]), getattr(body, names[1]), names, "score-", adapter
     )
     data = [{"index": at, "object": "score", "score": one} for at, one in enumerate(scores)]
-    usage = batch.usage(state.config.server.enable_prompt_tokens_details)
-    return json_answer(
-        {"id": batch.id, "object": "list", "created": created, "model": model, "data": data, "usage": usage},
-        False, state.answering,
-    )  # fmt: skip
+    head = {"id": batch.id, "object": "list", "created": created, "model": model}
+    return json_answer({**head, "data": data, "usage": batch.usage}, False, state.answering)
 
 
 async def rerank(request: Request) -> Response:
     """Documents in the order of their scores with a query."""
-    state: ServerState = request.app.state.quire
+    state = state_of(request)
     pooling_of(request, state.serving())
     body = await read(request, RerankRequest)
     model, adapter = await model_of(state, body.model)
@@ -134,7 +131,7 @@ async def rerank(request: Request) -> Response:
         return {"index": at, "document": document, "relevance_score": scores[at]}
 
     large = len(order) >= LARGE or sum(len(pairs.documents[at]) for at in order) > LONG_TEXT * 10
-    results: Any = LongList(lambda: map(result, order)) if large else list(map(result, order))
+    results = listed(lambda: map(result, order), large)
     usage = {"prompt_tokens": batch.num_tokens, "total_tokens": batch.num_tokens}
     return json_answer(
         {"id": batch.id, "model": model, "usage": usage, "results": results}, large, state.answering

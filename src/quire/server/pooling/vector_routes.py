@@ -21,7 +21,7 @@ from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.validators import wrong
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
-from quire.server.large_answers import LongList, json_answer
+from quire.server.large_answers import json_answer, listed
 from quire.server.limits import take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai.chunks import data_parallel_rank, new_id, priority
@@ -37,7 +37,7 @@ from quire.server.pooling.schemas import (
 from quire.server.pooling.vectors import LARGE_NUMBERS, VectorEncoding, vectors_answer
 from quire.server.request_body import prepared, read
 from quire.server.sse import until_disconnect
-from quire.server.state import ServerState
+from quire.server.state import state_of
 
 COHERE_TYPES = ("float", "binary", "ubinary", "base64")
 COHERE_PROMPTS: dict[str, tuple[str, ...]] = {
@@ -53,7 +53,7 @@ def new_batch(
     adapter: str | None, numbers_per_token: int = 0,
 ) -> PoolingBatch:  # fmt: skip
     """The batch of a request, not started. Raises ApiError: the key's limits refuse it."""
-    state: ServerState = request.app.state.quire
+    state = state_of(request)
     take_from_key(request, source.count)
     return PoolingBatch(
         state, engine, new_id(prefix, request, body), source, params, priority(request, body), body.timeout,
@@ -64,18 +64,17 @@ def new_batch(
 Body = TypeVar("Body", bound=InputBody)
 
 
-async def _read(request: Request, kind: type[Body]) -> tuple[Body, ServerState]:
+async def _read(request: Request, kind: type[Body]) -> Body:
     """The body, where the model is a pooling model."""
-    state: ServerState = request.app.state.quire
-    pooling_of(request, state.serving())
-    return await read(request, kind), state
+    pooling_of(request, state_of(request).serving())
+    return await read(request, kind)
 
 
 async def _run(
     request: Request, body: InputBody, task: str | None, prefix: str
 ) -> tuple[PoolingBatch, list[Floats], dict[str, Any]]:
     """Run a request; returns its batch, its arrays, and the head of its answer."""
-    state: ServerState = request.app.state.quire
+    state = state_of(request)
     engine = state.serving()
     pooling = pooling_of(request, engine)
     model, adapter = await model_of(state, body.model)
@@ -101,29 +100,27 @@ def encoding_of(body: InputBody) -> VectorEncoding:
 
 async def embeddings(request: Request) -> Response:
     """Vectors of texts."""
-    body, state = await _read(request, EmbeddingsRequest)
+    body = await _read(request, EmbeddingsRequest)
     encoding = encoding_of(body)
     batch, arrays, head = await _run(request, body, "embed", "embd-")
-    usage = batch.usage(state.config.server.enable_prompt_tokens_details)
-    return vectors_answer(
-        head, arrays, encoding, ("embedding", "embedding"), usage, state.answering
-    )
+    kind = "embedding", "embedding"
+    return vectors_answer(head, arrays, encoding, kind, batch.usage, batch.state.answering)
 
 
 async def pooling(request: Request) -> Response:
     """The outputs of texts for any task that the model has."""
-    body, state = await _read(request, PoolingRequest)
+    body = await _read(request, PoolingRequest)
     if body.dimensions is not None:
         raise invalid("`dimensions` belongs to /v1/embeddings", "dimensions")
     encoding = encoding_of(body)
     batch, arrays, head = await _run(request, body, body.task, "pooling-")
-    usage = batch.usage(state.config.server.enable_prompt_tokens_details)
-    return vectors_answer(head, arrays, encoding, ("pooling", "data"), usage, state.answering)
+    kind = "pooling", "data"
+    return vectors_answer(head, arrays, encoding, kind, batch.usage, batch.state.answering)
 
 
 async def classify(request: Request) -> Response:
     """Probabilities of classes."""
-    body, state = await _read(request, ClassifyRequest)
+    body = await _read(request, ClassifyRequest)
     batch, arrays, head = await _run(request, body, "classify", "classify-")
     labels = pooling_of(request, batch.engine).info.labels
     large = sum(array.size for array in arrays) >= LARGE_NUMBERS
@@ -132,19 +129,11 @@ async def classify(request: Request) -> Response:
         probs = arrays[index].reshape(-1)
         best = int(probs.argmax())
         label = labels[best] if best < len(labels) else None
-        return {
-            "index": index,
-            "label": label,
-            "probs": probs.tolist(),
-            "num_classes": len(probs),
-        }
+        return {"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)}
 
-    data: Any = LongList(lambda: map(item, range(len(arrays))))
-    usage = batch.usage(state.config.server.enable_prompt_tokens_details)
-    return json_answer(
-        {**head, "data": data if large else list(map(item, range(len(arrays)))), "usage": usage},
-        large, state.answering,
-    )  # fmt: skip
+    data = listed(lambda: map(item, range(len(arrays))), large)
+    answering = batch.state.answering
+    return json_answer({**head, "data": data, "usage": batch.usage}, large, answering)
 
 
 # -- Cohere ------------------------------------------------------------------------------------------
@@ -219,7 +208,7 @@ def cohere_source(
 
 async def cohere_embed(request: Request) -> Response:
     """Vectors of texts, in Cohere's form; version 1 has them without a type unless a request names types."""
-    state: ServerState = request.app.state.quire
+    state = state_of(request)
     engine = state.serving()
     inputs = pooling_of(request, engine)
     body = await read(request, CohereEmbedRequest)
@@ -265,4 +254,4 @@ def _cohere_vectors(kind: str, arrays: list[Floats], large: bool) -> Any:
             else:
                 yield VectorEncoding(kind, endianness="little").value(array, False)
 
-    return LongList(rows) if large else list(rows())
+    return listed(rows, large)

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.frontend.pooling.outputs import Floats
+from quire.protocol.tensor_data import ITEMSIZE
 from quire.protocol.validators import wrong
 from quire.server.errors import invalid
-from quire.server.large_answers import LongList, PartsAnswer, json_answer
+from quire.server.large_answers import LongList, PartsAnswer, json_answer, listed
 
 FORMATS = ("float", "base64", "bytes", "bytes_only")
 DTYPES = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -129,8 +130,7 @@ def vectors_answer(
         for index, array in enumerate(arrays):
             yield {"index": index, "object": name, field: encoding.value(array, large)}
 
-    data: Any = LongList(items) if large else list(items())
-    return json_answer({**head, "data": data, "usage": usage}, large, pool)
+    return json_answer({**head, "data": listed(items, large), "usage": usage}, large, pool)
 
 
 def _bytes_answer(
@@ -139,7 +139,7 @@ def _bytes_answer(
 ) -> Response:  # fmt: skip
     headers, start, entries = {}, 0, []
     if encoding.form == "bytes":
-        itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}.get(encoding.dtype, 1)
+        itemsize = ITEMSIZE.get(encoding.dtype, 1)
         for index, array in enumerate(arrays):
             end = start + array.size * itemsize
             entries.append({

@@ -17,24 +17,40 @@ from quire.protocol.output import EngineReady
 from quire.protocol.pooling_info import PoolingInfo
 from quire.server.adapters import runtime_updates
 from quire.server.process.sockets import LOOPBACKS, host_of
-from quire.startup_timer import table
+from quire.startup_timer import since_process_start, table
+from quire.terminal import show
 
 log = get_logger(__name__)
 
 LONGEST = 0.005  # seconds; shorter stages get no line
 
 
-def facts_table(config: EngineConfig, ready: EngineReady, url: str, names: list[str]) -> str:
+def greet(
+    config: EngineConfig, ready: EngineReady, url: str, chats: bool, processes: int = 1
+) -> float:
+    """Log where the start-up time went, print what is served, and a command that works. Returns seconds of the start."""
+    total = since_process_start()
+    log.info("start-up\n%s", stages_table(ready.startup, total))
+    for text in warnings(config, physical_cores()):
+        log.warning("%s", text)
+    show(facts_table(config, ready, url, processes))
+    line = curl_line(config, url, config.model.served_names[0], chats, ready.pooling)
+    show(f"\nReady. Try:\n\n{line}\n")
+    return total
+
+
+def facts_table(config: EngineConfig, ready: EngineReady, url: str, processes: int = 1) -> str:
     """What is served, where, and with which limits."""
     contexts = ready.num_tokens / max(1, ready.max_model_len)
     rows = [
-        ("model", ", ".join(names)),
+        ("model", ", ".join(config.model.served_names)),
         ("architecture", f"{ready.architecture} ({ready.model_impl}), {ready.dtype} on {ready.device}"),
         ("context", f"{ready.max_model_len} tokens"),
         ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {contexts:.1f} full contexts"),
         *([("engines", f"{len(config.parallel.ranks)}, each with a KV cache of its own")] if len(config.parallel.ranks) > 1 else []),
         ("address", url),
         ("API key", "needed" if config.server.needs_key else "none"),
+        *([("HTTP", f"{processes} processes")] if processes > 1 else []),
     ]  # fmt: skip
     return table(rows)
 
@@ -67,11 +83,6 @@ def warnings(config: EngineConfig, cores: int) -> list[str]:
                 " --allowed-lora-paths"
             )
     return found
-
-
-def log_warnings(config: EngineConfig) -> None:
-    for text in warnings(config, physical_cores()):
-        log.warning("%s", text)
 
 
 def stages_table(stages: list[tuple[str, float]], total: float) -> str:

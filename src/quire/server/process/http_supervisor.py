@@ -37,7 +37,7 @@ from quire.processes.child import STOP, how_it_ended, start_child
 from quire.processes.restart_policy import RestartCount
 from quire.processes.supervisor import SupervisedProcess
 from quire.protocol.output import EngineDied, EngineOpen
-from quire.server.process.banner import curl_line, facts_table, failure, log_warnings, stages_table
+from quire.server.process.banner import failure, greet
 from quire.server.process.http_worker import KEYS, MODULE
 from quire.server.process.server_process import (
     ABORTED_S,
@@ -47,7 +47,6 @@ from quire.server.process.server_process import (
 )
 from quire.server.process.sockets import LAST_ANSWERS_S, address, bind_beside
 from quire.server.shared_usage import forget
-from quire.startup_timer import since_process_start
 from quire.terminal import show
 
 log = get_logger(__name__)
@@ -310,13 +309,7 @@ class HttpSupervisor:
 
     # -- output to the terminal -----------------------------------------------------------------
     def _greet(self) -> None:
-        ready, names = self.client.wait_ready(), self.config.model.served_names
-        log.info("start-up\n%s", stages_table(ready.startup, since_process_start()))
-        log_warnings(self.config)
-        show(facts_table(self.config, ready, self.url, names))
-        show(f"  HTTP          {self.count} processes")
-        line = curl_line(self.config, self.url, names[0], self.chats, ready.pooling)
-        show(f"\nReady. Try:\n\n{line}\n")
+        greet(self.config, self.client.wait_ready(), self.url, self.chats, self.count)
         self.logs = stats_logs(self.client)
         self.ticked = time.monotonic()
 

@@ -9,8 +9,8 @@ a load balancer that knows these ports sees either all of them or none. Imports 
 
 from __future__ import annotations
 
+import asyncio
 import http.client
-import json
 import os
 import signal
 import subprocess
@@ -18,9 +18,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
 
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.serialize import resolved_to_bytes
@@ -31,13 +35,15 @@ from quire.frontend.startup import check_startup
 from quire.logging import get_logger
 from quire.processes.child import how_it_ended, start_child, wait_or_kill
 from quire.processes.restart_policy import RestartCount
-from quire.server.process.sockets import LOOPBACK, host_of
+from quire.server.process.sockets import LOOPBACK, UvicornServer, bind, host_of, http_server
+from quire.server.request_body import json_response
 from quire.terminal import show
 
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 0.2
 PROBE_S = 2.0  # limit for a server to answer a probe
+PROBE_EVERY_S = 1.0
 GRACE_S = 15.0  # after the time that running requests may take to end
 
 
@@ -62,6 +68,8 @@ class PortSupervisor:
         self.servers: list[subprocess.Popen[bytes]] = []
         self.stopped = threading.Event()
         self.was_ready = False
+        self.health = {str(port): False for port in self.ports}
+        """Whether each port took requests at the last probe."""
 
     def run(self) -> int:
         """Run to the end; the exit status."""
@@ -80,10 +88,11 @@ class PortSupervisor:
                 log.error("%s; %s", ended, restart.text)
                 if not self.was_ready or restart.delay is None:
                     return 1
-                self.stopped.wait(restart.delay)
+                if self.stopped.wait(restart.delay):
+                    return 0
         finally:
             if health is not None:
-                health.shutdown()
+                health.should_exit = True
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         log.info("%s: shutting down", signal.Signals(number).name)
@@ -95,12 +104,17 @@ class PortSupervisor:
 
     def _watch(self) -> str:
         """Wait until a server ends, and return how; or until a stop signal."""
-        is_ready = False
+        is_ready, probed = False, 0.0
         while not self.stopped.wait(LOOK_EVERY_S):
             for port, server in zip(self.ports, self.servers, strict=True):
                 if server.poll() is not None:
+                    self.health = dict.fromkeys(self.health, False)
                     return f"the server at port {port} {how_it_ended(server)}"
-            if not is_ready and all(map(self.is_healthy, self.ports)):
+            if time.monotonic() - probed < PROBE_EVERY_S:
+                continue
+            self.health = {str(port): self.is_healthy(port) for port in self.ports}
+            probed = time.monotonic()
+            if not is_ready and all(self.health.values()):
                 is_ready = self.was_ready = True
                 show(f"\n{len(self.ports)} servers are ready, at the ports {self.ports[0]} to {self.ports[-1]}\n", sys.stdout)  # fmt: skip
         return ""
@@ -127,32 +141,24 @@ class PortSupervisor:
         finally:
             probe.close()
 
-    def _answer_health(self) -> ThreadingHTTPServer | None:
+    def _answer_health(self) -> UvicornServer | None:
         """Answer GET /health at the supervisor's port: 200 if all servers are healthy."""
-        port = self.config.server.data_parallel_supervisor_port
+        server, port = self.config.server, self.config.server.data_parallel_supervisor_port
         if port is None:
             return None
-        supervisor = self
-
-        class HealthHandler(BaseHTTPRequestHandler):
-            timeout = PROBE_S
-
-            def do_GET(self) -> None:
-                found = {str(one): supervisor.is_healthy(one) for one in supervisor.ports}
-                good = self.path.partition("?")[0] == "/health" and all(found.values())
-                self.send_response(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
-                self.end_headers()
-                self.wfile.write(json.dumps(found).encode())
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
+        server = replace(server, port=port, disable_uvicorn_access_log=True)
         try:
-            made = ThreadingHTTPServer((self.host, port), HealthHandler)
-        except OSError as why:
-            raise ConfigError(f"data_parallel_supervisor_port={port}: {why.strerror}; choose another") from None  # fmt: skip
-        threading.Thread(target=made.serve_forever, name="health", daemon=True).start()
+            listener = bind(server)
+            listener.listen()
+        except ConfigError as why:
+            raise ConfigError(f"data_parallel_supervisor_port={port}: {why}") from None
+        made = http_server(Router([Route("/health", self._health)]), server)
+        work = partial(asyncio.run, made.serve(sockets=[listener]))
+        threading.Thread(target=work, name="health", daemon=True).start()
         return made
+
+    async def _health(self, request: Request) -> Response:
+        return json_response(self.health, 200 if all(self.health.values()) else 503)
 
 
 def server_of(resolved: Resolved, at: int) -> Resolved:

@@ -36,11 +36,10 @@ from quire.server.api_keys import ApiKeys
 from quire.server.app import build_app
 from quire.server.hosts import allowed_hosts
 from quire.server.process import tls
-from quire.server.process.banner import curl_line, facts_table, failure, log_warnings, stages_table
+from quire.server.process.banner import failure, greet
 from quire.server.process.inline_engine import InlineEngineLoader
 from quire.server.process.sockets import address, http_server
 from quire.server.state import ServerPhase, ServerState
-from quire.startup_timer import since_process_start
 from quire.terminal import show
 
 log = get_logger(__name__)
@@ -215,17 +214,8 @@ class ServerProcess:
         self._greet(engine)
 
     def _greet(self, engine: AsyncEngine) -> None:
-        names, client = self.state.model_names, self.client
-        if client is None:
-            return
-        total = since_process_start()
+        total = greet(self.config, engine.client.ready, self.url, engine.front.has_chat_template)
         self.state.metrics.startup.labels("all").set(total)
-        log.info("start-up\n%s", stages_table(client.ready.startup, total))
-        log_warnings(self.config)
-        show(facts_table(self.config, client.ready, self.url, names))
-        chats, pooling = engine.front.has_chat_template, client.ready.pooling
-        line = curl_line(self.config, self.url, names[0], chats, pooling)
-        show(f"\nReady. Try:\n\n{line}\n")
 
     async def _watch(self) -> None:
         """Wait until the engine is dead; log statistics at intervals."""

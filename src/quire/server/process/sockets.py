@@ -34,9 +34,8 @@ KEEP_ALIVE_S = 100
 90). If the server closed first, or at the same time, a request on its way would fail.
 """
 TICK_S = 0.1  # how often uvicorn calls `on_tick`
-CHECK_EVERY_S = (
-    1.0  # how often the time limits of connections are checked, unless a limit is shorter
-)
+CHECK_EVERY_S = 1.0
+"""How often the time limits of connections are checked, unless a limit is shorter."""
 LAST_ANSWERS_S = 3  # limit for writing the last answers when all else has ended
 
 

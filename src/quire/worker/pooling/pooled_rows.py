@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SUMS = frozenset({"MEAN", "MEAN_SQRT_LEN"})
-WEIGHTED, MAX, ALL = "WEIGHTEDMEAN", "MAX", "ALL"
+WEIGHTED, ALL = "WEIGHTEDMEAN", "ALL"
 
 
 class PooledStates:
@@ -27,28 +26,11 @@ class PooledStates:
         only: keep just these positions, ascending, for ALL; None: every one.
     """
 
-    __slots__ = (
-        "_all",
-        "_cls_D",
-        "_last_D",
-        "_max_D",
-        "_sum_1D",
-        "_weighted_1D",
-        "count",
-        "first",
-        "only",
-        "poolers",
-        "weight",
-    )
-
     def __init__(self, poolers: Collection[str], first: int = 0, only: Sequence[int] | None = None):
         self.poolers, self.first, self.only = poolers, first, only
         self.count, self.weight = 0, 0.0
-        self._cls_D: Tensor | None = None
-        self._last_D: Tensor | None = None
-        self._max_D: Tensor | None = None
-        self._sum_1D: np.ndarray | None = None
-        self._weighted_1D: np.ndarray | None = None
+        self._states_D: dict[str, Tensor] = {}  # by pooler
+        self._sums_1D: dict[str, np.ndarray] = {}  # by pooler that takes a mean
         self._all: list[Tensor] = []
 
     def add(self, hidden_ND: Tensor, start: int) -> None:
@@ -56,25 +38,23 @@ class PooledStates:
         if start < self.first:
             hidden_ND = hidden_ND[self.first - start :]
             start = self.first
-        count = len(hidden_ND)
-        if not count:
+        if not len(hidden_ND):
             return
-        if self.count == 0 and "CLS" in self.poolers:
-            self._cls_D = _copy(hidden_ND[0])
-        if "LAST" in self.poolers:
-            self._last_D = _copy(hidden_ND[-1])
-        if ALL in self.poolers:
-            self._keep(hidden_ND, start)
-        if not SUMS.isdisjoint(self.poolers):
-            self._sum_1D = _summed(self._sum_1D, _host(hidden_ND))
-        if WEIGHTED in self.poolers:
-            weights_N = np.arange(start + 1, start + count + 1, dtype=np.float32)
-            self._weighted_1D = _summed(self._weighted_1D, _host(hidden_ND) * weights_N[:, None])
-            self.weight += float(weights_N.sum(dtype=np.float64))
-        if MAX in self.poolers:
-            most_D = hidden_ND.float().amax(0)
-            self._max_D = most_D if self._max_D is None else torch.maximum(self._max_D, most_D)
-        self.count += count
+        states_D = self._states_D
+        for pooler in set(self.poolers):
+            match pooler:
+                case "CLS":
+                    states_D.setdefault("CLS", _copy(hidden_ND[0]))
+                case "LAST":
+                    states_D["LAST"] = _copy(hidden_ND[-1])
+                case "MAX":
+                    most_D = hidden_ND.float().amax(0)
+                    states_D["MAX"] = torch.maximum(states_D.get("MAX", most_D), most_D)
+                case "ALL":
+                    self._keep(hidden_ND, start)
+                case _:
+                    self._add_up(pooler, hidden_ND, start)
+        self.count += len(hidden_ND)
 
     def _keep(self, hidden_ND: Tensor, start: int) -> None:
         if self.only is not None:
@@ -84,25 +64,23 @@ class PooledStates:
         if len(hidden_ND):
             self._all.append(_copy(hidden_ND))
 
+    def _add_up(self, pooler: str, hidden_ND: Tensor, start: int) -> None:
+        """Add the rows one after another: numpy adds those of the outer dimension in their order."""
+        x_ND = hidden_ND.detach().to("cpu", torch.float32).numpy()
+        if pooler == WEIGHTED:
+            weights_N = np.arange(start + 1, start + len(x_ND) + 1, dtype=np.float32)
+            self.weight += float(weights_N.sum(dtype=np.float64))
+            x_ND = x_ND * weights_N[:, None]
+        sum_1D = self._sums_1D.get(pooler, np.zeros((1, x_ND.shape[1]), np.float32))
+        self._sums_1D[pooler] = np.add.reduce(np.concatenate((sum_1D, x_ND)), axis=0, keepdims=True)
+
     def parts(self, device: torch.device) -> list[Tensor]:
         """The pooled states [D] of each sequence pooler, in float32."""
-        found = []
-        for name in self.poolers:
-            value: Tensor | None = None
-            if name == "CLS":
-                value = self._cls_D
-            elif name == "LAST":
-                value = self._last_D
-            elif name == MAX:
-                value = self._max_D
-            elif name == WEIGHTED and self._weighted_1D is not None:
-                value = torch.from_numpy(self._weighted_1D[0] / np.float32(self.weight))
-            elif name in SUMS and self._sum_1D is not None:
-                by = np.float32(self.count)
-                value = torch.from_numpy(self._sum_1D[0] / (by if name == "MEAN" else np.sqrt(by)))
-            if value is not None:
-                found.append(value.to(device))
-        return found
+        count = np.float32(self.count)
+        by = {"MEAN": count, "MEAN_SQRT_LEN": np.sqrt(count), WEIGHTED: np.float32(self.weight)}
+        means = {name: torch.from_numpy(x_1D[0] / by[name]) for name, x_1D in self._sums_1D.items()}
+        pooled = self._states_D | means
+        return [pooled[name].to(device) for name in self.poolers if name in pooled]
 
     def tokens(self, like: Tensor) -> Tensor:
         """hidden_ND of every token that was kept, in float32; `like`: has the device and the width of none."""
@@ -114,16 +92,3 @@ class PooledStates:
 def _copy(x: Tensor) -> Tensor:
     """A float32 copy: the model may overwrite its output in the next step."""
     return x.to(torch.float32, copy=True)
-
-
-def _host(x_ND: Tensor) -> np.ndarray:
-    found: np.ndarray = x_ND.detach().to("cpu", torch.float32).numpy()
-    return found
-
-
-def _summed(sum_1D: np.ndarray | None, x_ND: np.ndarray) -> np.ndarray:
-    """The sum so far plus each row of x, one after another: numpy adds the rows of the outer dimension in their order."""
-    if sum_1D is None:
-        sum_1D = np.zeros((1, x_ND.shape[1]), np.float32)
-    total_1D: np.ndarray = np.add.reduce(np.concatenate((sum_1D, x_ND)), axis=0, keepdims=True)
-    return total_1D

@@ -66,9 +66,8 @@ def seed_words(seeds: list[int]) -> np.ndarray:
 def keys(seed_words_S: np.ndarray, positions_S: np.ndarray) -> np.ndarray:
     """[2, S] int32: the words a and b of each row."""
     a = mix(seed_words_S ^ positions_S.astype(np.uint32))
-    b = mix(
-        mix(a) + np.uint32(OTHER)
-    )  # not a simple function of a, or one token's word would always be 0
+    # not a simple function of a, or one token's word would always be 0
+    b = mix(mix(a) + np.uint32(OTHER))
     return np.stack([a, b]).view(np.int32)
 
 

@@ -7,7 +7,6 @@ classes that are written for vLLM (`vllm_processors.py`).
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from quire import env
-from quire.config.serialize import WHERE
+from quire.config.serialize import by_name
 from quire.errors import ConfigError
 from quire.logging import get_logger
 from quire.worker.sampling.logits_processors import Processor
@@ -40,10 +39,8 @@ def load_processors(
     Raises:
         ConfigError: a name cannot be imported, a class is of neither kind, or its constructor fails.
     """
-    return [
-        _create_processor(kind, config, device)
-        for kind in [*_installed(), *map(_import_processor, names)]
-    ]
+    named = (by_name(n, "logits_processors") if isinstance(n, str) else n for n in names)
+    return [_create_processor(kind, config, device) for kind in (*_installed(), *named)]
 
 
 def _installed() -> list[Any]:
@@ -64,25 +61,6 @@ def _installed() -> list[Any]:
             ) from error
         log.info("loaded logits processor %s (%s) of an installed package", point.name, point.value)
     return kinds
-
-
-def _import_processor(name: str | type) -> Any:
-    if not isinstance(name, str):
-        return name
-    module, colon, path = name.partition(":")
-    if not colon:
-        module, _, path = name.rpartition(".")
-    if not module or not path:
-        raise ConfigError(f"logits_processors: {name!r} is not of the form module:Class")
-    try:
-        processor: Any = importlib.import_module(module)
-        for part in path.split("."):
-            processor = getattr(processor, part)
-    except Exception as error:
-        raise ConfigError(
-            f"logits_processors: {name!r} cannot be imported: {type(error).__name__}: {error} ({WHERE})"
-        ) from error
-    return processor
 
 
 def _create_processor(kind: Any, config: Any, device: torch.device | str) -> Processor:

@@ -61,14 +61,12 @@ class SampledStep:
         self.step, self.num_items = step, num_items
         self.items: list[int] = []
         self.positions: list[int] = []  # of the draws: the tokens before each
-        self.continues_S: list[bool] | None = (
-            None  # False: drawn after a wrong draft token; None: all are kept
-        )
+        # False: drawn after a wrong draft token; None: all are kept
+        self.continues_S: list[bool] | None = None
         self.tokens_S: Tensor | None = None
         self.max_logit_S: Tensor | None = None  # the highest logit; not finite: the model failed
-        self.max_allowed_logit_S: Tensor | None = (
-            None  # the highest logit that is allowed; None: all are
-        )
+        # the highest logit that is allowed; None: all are
+        self.max_allowed_logit_S: Tensor | None = None
         # of the rows of S, if `max_allowed_logit_S` is set
         self.params: list[SamplingParams | None] = []
         self.scored: list[tuple[ScoredTokens, list[int]]] = []  # each with its draws, indices of S

@@ -97,7 +97,7 @@ void GOMP_barrier() {
 }
 
 void GOMP_parallel(Work what, void* data, unsigned threads, unsigned) {
-  static Pool* pool = new Pool;
+  static thread_local Pool* pool = new Pool;  // ranks that are threads call at the same time
   if (threads == 1) {  // within another, perhaps
     Team* const outer = team;
     const int as = number;
@@ -111,14 +111,14 @@ void GOMP_parallel(Work what, void* data, unsigned threads, unsigned) {
 }
 
 bool GOMP_loop_nonmonotonic_dynamic_next(long* from, long* to) { return team && team->take(from, to); }
-bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long, long chunk, long* from, long* to) {
+bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long step, long chunk, long* from, long* to) {
   if (!team) {  // a region of one thread
     *from = start, *to = end;
     return start < end;
   }
   {
     std::lock_guard<std::mutex> lock(team->mutex);
-    if (!team->begun) team->begun = true, team->next = start, team->end = end, team->chunk = chunk;
+    if (!team->begun) team->begun = true, team->next = start, team->end = end, team->chunk = chunk * step;
   }
   return team->take(from, to);
 }

@@ -3,15 +3,15 @@
 
 namespace quire {
 
-// Moves parts of each key head behind each other: from [key_heads][parts] to [parts][key_heads].
-static void by_part(const DeltaNet& net, const bf16* from, long from_step, bf16* to, long to_step, long tokens, std::initializer_list<long> sizes) {
+// Moves parts of each head behind each other: from [heads][parts] to [parts][heads].
+static void by_part(long heads, const bf16* from, long from_step, bf16* to, long to_step, long tokens, std::initializer_list<long> sizes) {
   for (long t = 0; t < tokens; t++) {
     const bf16* head = from + t * from_step;
-    for (long h = 0; h < net.key_heads; h++) {
+    for (long h = 0; h < heads; h++) {
       bf16* at = to + t * to_step;
       for (const long size : sizes) {
         memcpy(at + h * size, head, size * sizeof(bf16));
-        head += size, at += net.key_heads * size;
+        head += size, at += heads * size;
       }
     }
   }
@@ -27,14 +27,15 @@ void compute(const DeltaNet& net, const Step& s, bf16* x) {
   net.gates.multiply(x, hidden, gates, gates_row, T);
   if (net.interleaved) {
     bf16* ordered = keep_ordered.at_least(T * (row + gates_row));
-    by_part(net, in, row, ordered, row, T, {net.K, net.K, each * net.V, each * net.V});
-    by_part(net, gates, gates_row, ordered + T * row, gates_row, T, {each, each});
+    by_part(net.key_heads, in, row, ordered, row, T, {net.K, net.K, each * net.V, each * net.V});
+    by_part(net.all_key_heads, gates, gates_row, ordered + T * row, gates_row, T, {each, each});
     in = ordered, gates = ordered + T * row;
   }
+  const bf16 *writes = gates + net.first_head, *decays = writes + net.all_heads;
   bf16 *q = keep_conv.at_least(T * channels), *normed = keep_normed.at_least(T * values);
   float* out = keep_out.at_least(T * values);
   quire_causal_conv(in, row, 1, net.conv, nullptr, net.conv_state, net.conv_step, q, channels, net.taps, 1, s.state_rows, s.starts, s.rows, s.kept);
-  quire_linear_recurrence(q, channels, q + keys, channels, q + 2 * keys, channels, gates + net.heads, gates_row, gates, gates_row, 1,
+  quire_linear_recurrence(q, channels, q + keys, channels, q + 2 * keys, channels, decays, gates_row, writes, gates_row, 1,
                           net.bias, net.a_log, nullptr, 0.f, INFINITY, net.state, net.state_step, out, net.key_heads, net.K,
                           net.heads, net.V, s.state_rows, s.starts, s.rows, s.kept);
   quire_gated_rms_norm(out, in + channels, row, 1, net.norm, 0, normed, T, net.heads, net.V, net.eps, 0);

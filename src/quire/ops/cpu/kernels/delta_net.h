@@ -5,13 +5,14 @@
 namespace quire {
 
 struct DeltaNet {                  // fixed once the model is loaded
-  Weight in, gates, out;           // in: queries, keys, values and output gates; gates: of writing, and inputs of the decays
+  Weight in, gates, out;           // in: queries, keys, values and output gates; gates: of writing, and inputs of the decays, of all ranks' heads
   const bf16 *conv, *norm;         // [channels, taps], [V]
   const float *bias, *a_log;       // [heads]
   bf16* conv_state;                // [rows, taps - 1, channels]
   float* state;
   int64_t conv_step, state_step;   // from row to row
   int64_t key_heads, K, heads, V, taps;
+  int64_t first_head, all_heads, all_key_heads;  // of this rank, among those of all ranks
   int64_t interleaved;             // outputs of `in` and `gates` are in the order of the key heads
   float eps;
 };

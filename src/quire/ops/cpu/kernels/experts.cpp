@@ -160,12 +160,16 @@ EXPORT void quire_expert_products(const Experts* experts, int down, const bf16* 
   }
 }
 
-// y of each token: the sum of its rows of x times their weights, in their order. x: [tokens, chosen, D]; D is a multiple of 16.
-EXPORT void quire_weighted_sum(const bf16* x, const float* weights, bf16* y, long tokens, long chosen, long D) {
+// y of each token: the sum of its rows of x times their weights, in the order of its pairs. x: [., D]; D is a multiple of 16. places: the row of
+// each pair [tokens, chosen]; null: pair i has row i.
+EXPORT void quire_weighted_sum(const bf16* x, const int64_t* places, const float* weights, bf16* y, long tokens, long chosen, long D) {
   static thread_local Scratch<int64_t> keep;  // of the calling thread
   const Experts e{nullptr, nullptr, 0, chosen, D, NO_ACTIVATION};
-  int64_t* place = keep.at_least(chosen);
-  for (long j = 0; j < chosen; j++) place[j] = j;
+  if (!places) {
+    int64_t* in_order = keep.at_least(tokens * chosen);
+    for (long i = 0; i < tokens * chosen; i++) in_order[i] = i;
+    places = in_order;
+  }
 #pragma omp parallel for if (tokens * chosen * D > 1 << 16) schedule(static)
-  for (long r = 0; r < tokens; r++) add(e, x + r * chosen * D, place, weights + r * chosen, y + r * D, 0, D);
+  for (long r = 0; r < tokens; r++) add(e, x, places + r * chosen, weights + r * chosen, y + r * D, 0, D);
 }

@@ -18,4 +18,5 @@ EXPORT void quire_per_head(const quire::Weight* weights, long heads, const quire
                            long y_row, long y_head, long tokens);
 EXPORT void quire_expert_products(const quire::Experts* experts, int down, const quire::bf16* x, long x_row, long rows, const int64_t* ids,
                                   long pairs, quire::bf16* y, long outs);
-EXPORT void quire_weighted_sum(const quire::bf16* x, const float* weights, quire::bf16* y, long tokens, long chosen, long D);
+EXPORT void quire_weighted_sum(const quire::bf16* x, const int64_t* places, const float* weights, quire::bf16* y, long tokens, long chosen,
+                               long D);

@@ -103,7 +103,7 @@ static void attend(const Layer& l, const Step& s, const bf16* x, bf16* y) {
   const long T = s.tokens, D = l.D, width = (l.heads * (l.gated ? 2 : 1) + l.kv_parts * l.kv_heads) * D, wide = l.heads * D;
   bf16 *qkv = keep_qkv.at_least(T * width), *o = keep_o.at_least(T * wide);
   bf16* q = l.gated ? keep_q.at_least(T * wide) : qkv;
-  l.qkv.multiply(x, l.hidden, qkv, width, T);
+  l.qkv.multiply(x, l.joined ? 2 * l.hidden : l.hidden, qkv, width, T);
   if (l.flat_ranks) norm_among_ranks(l, qkv, width, T);
   prepare(l, s, qkv, q);
   quire_attention(q, l.gated ? wide : width, o, l.keys, l.values, l.key_scales, l.value_scales, l.kind, s.table, s.table_step, s.starts,
@@ -116,10 +116,10 @@ static void attend(const Layer& l, const Step& s, const bf16* x, bf16* y) {
 static void attention_half(const Layer& l, const Step& s, bf16* x, bf16* residual, bool first) {
   static thread_local Scratch<bf16> keep_y;  // of the calling thread
   const long T = s.tokens;
-  if (first) {
+  if (first && !l.joined) {
     memcpy(residual, x, T * l.hidden * sizeof(bf16));
     l.attention_in.in_place(x, l.hidden, T, 1, l.hidden);
-  } else {
+  } else if (!l.joined) {
     l.attention_in.add(x, residual, T, l.hidden);
   }
   bf16* y = l.parallel ? keep_y.at_least(T * l.hidden) : x;

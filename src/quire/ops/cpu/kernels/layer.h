@@ -90,6 +90,7 @@ struct Layer {  // fixed once the model is loaded; a half without weights (qkv o
   int64_t gated;       // a head's query has a gate behind it, of its output
   int64_t parallel;    // the MLP's input is the attention's
   int64_t kv_copies;   // of flat_ranks: so many neighbours have the same keys and values
+  int64_t joined;      // x is [tokens, 2 * hidden], what attention reads; and the residual is there (Speculator)
   float scale, softcap, residual_scale;
 };
 

@@ -6,6 +6,8 @@
 //   logits     of the rows that draw; each draws a token by its own parameters
 #include "step.h"
 
+#include <numeric>
+
 namespace quire {
 
 namespace {
@@ -13,7 +15,7 @@ namespace {
 struct Places {  // of one step: T tokens, B rows, S draws; a row draws once, and once after each draft token
   Scratch<int64_t> counts, adapters, ids, positions, slots, last, items, lengths64, tokens;
   Scratch<int> starts, lengths, tables;
-  Scratch<bf16> x, residual, hidden, logits;
+  Scratch<bf16> x, residual, both, hidden, logits, spread;
   Scratch<float> whole;
   Scratch<RowParams> params;
 };
@@ -56,7 +58,7 @@ void place(const Model& m, const Rows& r, const Work& w, const Size& size, Place
       memcpy(tables + (g * B + b) * width, blocks, width * sizeof(int32_t));
       for (long i = start; i < end; i++) slots[g * T + t + i - start] = blocks[i / block_size] * block_size + i % block_size;
     }
-    for (long i = start; i < end; i++, t++) ids[t] = r.tokens[row * r.tokens_step + i], positions[t] = i;
+    for (long i = start; i < end; i++, t++) ids[t] = r.tokens[row * r.tokens_step + i + r.shift], positions[t] = i;
   }
   starts[B] = (int)t;
   for (long g = 0; g < m.num_groups; g++) {
@@ -104,6 +106,25 @@ void embed(const Model& m, const int64_t* ids, long T, bf16* x) {
   if (m.embedding_scale != 1) quire_scale(x, hidden, T, hidden, m.embedding_scale, 0);
 }
 
+struct Pass {  // of a speculator
+  const Speculator* of;
+  const bf16* states;  // of each token
+  bf16* next;          // of each work item that draws: what its next pass takes
+};
+
+// The input of the first layer, from embeddings.
+bf16* join(const Pass& pass, bf16* embeddings, long T, bf16* residual, Places& p) {
+  const Speculator& s = *pass.of;
+  const long D = s.model.layers[0]->hidden, size = D * sizeof(bf16);
+  bf16* both = p.both.at_least(2 * T * D);
+  for (long t = 0; t < T; t++) memcpy(both + 2 * t * D, embeddings + t * D, size), memcpy(both + (2 * t + 1) * D, pass.states + t * D, size);
+  s.embedding_norm.in_place(both, 2 * D, T, 1, D);
+  s.state_norm.in_place(both + D, 2 * D, T, 1, D);
+  if (s.join.data) return s.join.multiply(both, 2 * D, embeddings, D, T), embeddings;
+  for (long t = 0; t < T; t++) memcpy(residual + t * D, s.normed_residual ? both + (2 * t + 1) * D : pass.states + t * D, size);
+  return both;
+}
+
 // All layers and the final norm; keeps the states that the model records.
 void compute(const Model& m, const Step* const* steps, long T, const int64_t* adapters, bf16* x, bf16* residual) {
   const long hidden = m.layers[0]->hidden, size = T * hidden;
@@ -129,7 +150,7 @@ void compute(const Model& m, const Step* const* steps, long T, const int64_t* ad
 }
 
 // Advances the rows. Returns the number of draws. Of each, p.last: its token of the step, p.items: its work item, p.lengths64: the
-// tokens before it.
+// position of its token.
 long advance(const Rows& r, const Work& w, long T, Places& p) {
   int64_t *last = p.last.at_least(T), *items = p.items.at_least(T), *lengths = p.lengths64.at_least(T);
   long S = 0;
@@ -137,7 +158,7 @@ long advance(const Rows& r, const Work& w, long T, Places& p) {
     const long row = w.row[b], end = r.num_computed_tokens[row] + w.tokens[b], known = r.length[row] - r.num_drafts[row];
     r.num_computed_tokens[row] = end;
     if (!w.draws[b]) continue;
-    for (long n = known; n <= end; n++, S++) last[S] = p.starts.data[b + 1] - 1 - (end - n), items[S] = b, lengths[S] = n;
+    for (long n = known; n <= end; n++, S++) last[S] = p.starts.data[b + 1] - 1 - (end - n), items[S] = b, lengths[S] = n + r.shift;
   }
   return S;
 }
@@ -153,15 +174,26 @@ void keep_right(const Rows& r, const Work& w, long S, const Places& p, int64_t* 
       const long n = p.lengths64.data[s];
       right = tokens[n] == (int32_t)p.tokens.data[s] && s + 1 < S && p.items.data[s + 1] == b && fabsf(p.whole.data[s + 1]) < INFINITY;
       tokens[n] = (int32_t)p.tokens.data[s];
-      drawn[b]++, r.num_computed_tokens[row] = n, r.length[row] = n + 1;
+      drawn[b]++, r.num_computed_tokens[row] = n - r.shift, r.length[row] = n - r.shift + 1;
       if (fabsf(whole[b]) < INFINITY) whole[b] = p.whole.data[s];
     }
     r.num_drafts[row] = 0;
   }
 }
 
-void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64_t* adapters, const bf16* x, long T) {
-  const long hidden = m.layers[0]->hidden, width = m.head.all_outs();
+// Logits of the target's tokens; of those that the head lacks: -inf.
+bf16* spread(const Speculator& s, const bf16* logits, long width, long S, Places& p) {
+  const long V = s.target_vocab;
+  bf16* all = p.spread.at_least(S * V);
+  std::fill(all, all + S * V, (bf16)0xff80);
+  for (long i = 0; i < S; i++)
+    for (long w = 0; w < s.model.vocab; w++) all[i * V + s.target_ids[w]] = logits[i * width + w];
+  return all;
+}
+
+void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64_t* adapters, const bf16* x, long T, const Pass* pass) {
+  const long hidden = m.layers[0]->hidden;
+  long width = m.head.all_outs(), vocab = m.vocab;
   const bf16* from = x;
   if (S < T) {
     bf16* some = p.hidden.at_least(S * hidden);
@@ -176,13 +208,15 @@ void draw(const Model& m, const Rows& r, const Work& w, long S, Places& p, int64
     m.head.multiply(from, hidden, logits, width, S);
   }
   if (m.logit_scale != 1 || m.softcap != 0) quire_scale(logits, width, S, width, m.logit_scale, m.softcap);
+  if (pass && pass->of->target_ids) logits = spread(*pass->of, logits, width, S, p), width = vocab = pass->of->target_vocab;
   float* most = p.whole.at_least(S);
   RowParams* params = p.params.at_least(S);
   for (long s = 0; s < S; s++) params[s] = r.params[w.row[p.items.data[s]]];
-  quire_sample(logits, width, 1, params, p.lengths64.data, S, m.vocab, p.tokens.at_least(S), most);
+  quire_sample(logits, width, 1, params, p.lengths64.data, S, vocab, p.tokens.at_least(S), most);
 }
 
-int step(const Model& m, const Rows& rows, const Work& planned, int64_t* drawn, float* whole) {
+// pass: of a speculator, else null.
+int step(const Model& m, const Rows& rows, const Work& planned, int64_t* drawn, float* whole, const Pass* pass = nullptr) {
   static thread_local Places p;  // of the calling thread
   static thread_local Scratch<Step> keep;
   static thread_local Scratch<const Step*> keep_all;
@@ -197,12 +231,18 @@ int step(const Model& m, const Rows& rows, const Work& planned, int64_t* drawn, 
   bf16* x = p.x.at_least(size.tokens * m.layers[0]->hidden);
   embed(m, p.ids.data, size.tokens, x);
   bf16* residual = p.residual.at_least(size.tokens * m.layers[0]->hidden);
+  if (pass) x = join(*pass, x, size.tokens, residual, p);
   int64_t* adapters = adapters_of(rows, w, size.tokens, p);
   compute(m, all, size.tokens, adapters, x, residual);
   std::fill(drawn, drawn + B, 0);
   std::fill(whole, whole + B, 0.f);
   if (const long S = advance(rows, w, size.tokens, p)) {
-    draw(m, rows, w, S, p, adapters, x, size.tokens);
+    draw(m, rows, w, S, p, adapters, x, size.tokens, pass);
+    if (pass) {
+      const long D = m.layers[0]->hidden;
+      const bf16* states = pass->of->hands_on_sum ? residual : x;
+      for (long s = 0; s < S; s++) memcpy(pass->next + p.items.data[s] * D, states + p.last.data[s] * D, D * sizeof(bf16));
+    }
     keep_right(rows, w, S, p, drawn, whole);
   }
   return (int)std::count_if(whole, whole + B, [](float most) { return !(fabsf(most) < INFINITY); });
@@ -220,19 +260,35 @@ EXPORT int quire_step(const Model* model, const Rows* rows, const int64_t* work_
   return step(*model, *rows, {work_4B, work_4B + B, work_4B + 2 * B, work_4B + 3 * B, B}, drawn, whole);
 }
 
-// A step, then steps of one token for the rows of the work items that have not drawn as often as `draws` says.
-EXPORT int quire_draft(const Model* model, const Rows* rows, const int64_t* work_4B, long B, const int64_t* draws, int64_t* drawn,
-                       float* whole) {
+// A step, then steps of one token for the rows of the work items that have not drawn as often as `draws` says. With a speculator: its passes,
+// the first from the hidden states of the target at each token of the step.
+EXPORT int quire_draft(const Model* model, const Rows* rows, const int64_t* work_4B, long B, const int64_t* draws,
+                       const Speculator* speculator, const bf16* states, int64_t* drawn, float* whole) {
   static thread_local Scratch<int64_t> keep;  // of the calling thread
-  int64_t* next = keep.at_least(4 * B);
-  int status = quire_step(model, rows, work_4B, B, drawn, whole);
-  for (long n = 1; status >= 0; n++) {
+  static thread_local Scratch<bf16> keep_states, keep_next;
+  const long D = model->layers[0]->hidden, T = std::accumulate(work_4B + B, work_4B + 2 * B, 0L);
+  int64_t *next = keep.at_least(5 * B), *item = next + 4 * B;  // item: of each work item of a pass, that of the first
+  Pass pass{speculator, states, nullptr};
+  if (speculator) pass.next = keep_next.at_least(B * D);
+  if (speculator && speculator->states.data) {
+    bf16* own = keep_states.at_least(T * D);
+    speculator->states.multiply(states, speculator->states.ins, own, D, T);
+    pass.states = own;
+  }
+  const Pass* of = speculator ? &pass : nullptr;
+  int status = step(*model, *rows, {work_4B, work_4B + B, work_4B + 2 * B, work_4B + 3 * B, B}, drawn, whole, of);
+  std::iota(item, item + B, 0);
+  for (long n = 1, before = B; status >= 0; n++) {
     long count = 0;
-    for (long b = 0; b < B; b++)
-      if (draws[b] > n) next[count++] = work_4B[b];
-    if (!count) break;
+    for (long b = 0; b < before; b++) {
+      if (draws[item[b]] <= n) continue;
+      if (speculator) memmove(pass.next + count * D, pass.next + b * D, D * sizeof(bf16));
+      next[count] = work_4B[item[b]], item[count++] = item[b];
+    }
+    if (!(before = count)) break;
     std::fill(next + B, next + 3 * B, 1), std::fill(next + 3 * B, next + 4 * B, 0);
-    status = step(*model, *rows, {next, next + B, next + 2 * B, next + 3 * B, count}, drawn, whole);
+    pass.states = pass.next;
+    status = step(*model, *rows, {next, next + B, next + 2 * B, next + 3 * B, count}, drawn, whole, of);
   }
   return status;
 }

@@ -32,6 +32,18 @@ struct Rows {  // the state of each row, by its number; a step advances tokens a
   const RowParams* params;
   const int64_t* adapters;           // the numbers of their adapters, -1: none; may be null
   int64_t tokens_step, blocks_step;  // from row to row
+  int64_t shift;                     // at position i the model reads the token at i + shift: 1 of a speculator
+};
+
+struct Speculator {  // guesses tokens from the hidden states of another model, the target (models/speculators)
+  Model model;                    // its layers, the norm before the head, and the table and head that it uses
+  Weight states;                  // of what the target recorded; no data: that is one state
+  Norm embedding_norm, state_norm;
+  Weight join;                    // of both, one beside the other; no data: the first layer reads both (Layer::joined)
+  const int64_t* target_ids;      // of each token of the head; null: the same
+  int64_t target_vocab;
+  int64_t normed_residual;        // a joined layer adds to the state behind its norm
+  int64_t hands_on_sum;           // the next pass takes the state before the last norm
 };
 
 struct Work {  // of each of B work items: row, number of tokens to compute, whether it may draw, draft tokens among `tokens`
@@ -44,4 +56,4 @@ struct Work {  // of each of B work items: row, number of tokens to compute, whe
 EXPORT int quire_step(const quire::Model* model, const quire::Rows* rows, const int64_t* work_4B, long B, int64_t* drawn,
                       float* whole);
 EXPORT int quire_draft(const quire::Model* model, const quire::Rows* rows, const int64_t* work_4B, long B, const int64_t* draws,
-                       int64_t* drawn, float* whole);
+                       const quire::Speculator* speculator, const quire::bf16* states, int64_t* drawn, float* whole);
