@@ -150,7 +150,7 @@ def test_beams_are_the_likeliest_examined(server: Served):
 
 
 def test_a_beam_search_ends_when_its_client_disconnects(server: Served):
-    body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "use_beam_search": True, "n": 4}
+    body = {"prompt": ["a"] * 8, "max_tokens": 1900, "ignore_eos": True, "use_beam_search": True, "n": 4}
     counted = ("vllm:request_success_total", 'finished_reason="abort"')
     let_it_tell(server)
     aborted = server.metric(*counted)
@@ -165,7 +165,7 @@ def test_a_beam_search_ends_when_its_client_disconnects(server: Served):
     server.post("/abort_requests")
     ended.join(PATIENCE_S)
     assert {choice["finish_reason"] for choice in found[0]["choices"]} == {"abort"}
-    until(lambda: server.metric(*counted) == aborted + 4 + 4)
+    until(lambda: server.metric(*counted) == aborted + 2 * 8 * 4)
 
 
 @pytest.mark.parametrize("stream", [True, False])
