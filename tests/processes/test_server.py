@@ -150,7 +150,8 @@ def test_beams_are_the_likeliest_examined(server: Served):
 
 
 def test_a_beam_search_ends_when_its_client_disconnects(server: Served):
-    body = {"prompt": ["a"] * 8, "max_tokens": 1900, "ignore_eos": True, "use_beam_search": True, "n": 4}
+    long = {"max_tokens": 1900, "ignore_eos": True}
+    body = {"prompt": ["a"] * 8, "use_beam_search": True, "n": 4, **long}
     counted = ("vllm:request_success_total", 'finished_reason="abort"')
     let_it_tell(server)
     aborted = server.metric(*counted)
