@@ -183,7 +183,7 @@ def test_a_drafter_that_fits(drafter: Any) -> None:
     assert found.speculation.method == "draft_model"
     assert found.draft_spec.hf_config["num_hidden_layers"] == 1
     assert found.draft_spec.path == found.draft.path != found.path
-    assert found.draft_spec.dtype == "float32"
+    assert found.draft_spec.dtype == found.spec.dtype
     assert resolved_from_bytes(resolved_to_bytes(found)) == found
     assert drafter(EAGLE3).speculation.method == "eagle3"
     assert drafter({"model_type": "medusa", "hidden_size": 32}).speculation.method == "medusa"

@@ -71,7 +71,7 @@ def test_a_draft_model_never_changes_an_answer(
     with engine(target, dtype=dtype) as one:
         expected = answers(one)
     chunks = {"max_num_batched_tokens": 24, "max_num_seqs": 3}
-    short = {"kv_cache_memory_bytes": 480 << 10, "max_model_len": 112}
+    short = {"kv_cache_memory_bytes": 320 << 10, "max_model_len": 112}
     for num_drafts, runs, more in ((5, 2, chunks), (2, 1, short)):
         with drafted(target, draft, num_drafts, dtype=dtype, depth=depth, block_size=16, **more) as one:  # fmt: skip
             for _ in range(runs):  # the second finds the prompts in the prefix cache
