@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RankLost
 from quire.features.speculation import suffix
 from quire.features.speculation.chain import Chain
 from quire.features.speculation.drafter import Drafter
@@ -66,6 +68,18 @@ def test_past_answers_are_found_in_their_scope_only() -> None:
     none = drafter(answers=0)
     answered(none, [50, 51], [1, 2, 3, 4, 5])
     assert proposal(none, [60, 1, 2]) == []
+
+
+def test_answers_for_which_another_drafter_had_all_proposals_are_kept_too() -> None:
+    one = drafter()
+    chain = Chain([Always(), one])
+    chain.enter(3, [50, 51], A)
+    for token in (1, 2, 3, 4, 5):
+        assert chain.propose_all({3: 2}) == {3: [8, 8]}
+        chain.extend(3, [token])
+    chain.leave(3)
+    assert proposal(one, [60, 1, 2]) == [3, 4, 5]
+    assert list(one.answers[A].tokens) == [1, 2, 3, 4, 5, END]
 
 
 def test_what_a_preempted_request_knew_counts_once() -> None:
@@ -218,6 +232,30 @@ def test_a_drafter_that_fails_costs_proposals_only(
     finally:
         hook.drafter = good
     assert caplog.text.count(f"the drafter {kind.__name__} failed") == 1
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_lost_rank_is_no_failure_of_a_drafter(lost: bool) -> None:
+    """A draft model's own pass found that another rank is lost: the worker must end, for the supervisor to replace all ranks."""
+    inner, calls = Drafter(), ("enter", "leave", "extend", "observe", "propose_all")
+
+    def fails(*args: Any) -> None:
+        raise RankLost("rank 0 waited for rank 1, which has ended") if lost else RuntimeError
+
+    for name in calls:
+        setattr(inner, name, fails)
+    one = GuardedDrafter(inner, SimpleNamespace(vocab_size=9))  # type: ignore[arg-type]
+    arguments = {"enter": (1, [1], A), "leave": (2,), "extend": (3, [1]), "observe": (None, None)}
+    for name in calls:
+        with pytest.raises(RankLost) if lost else nullcontext():
+            getattr(one, name)(*arguments.get(name, ({4: 2},)))
+
+
+class Always(Drafter):
+    """Proposes as many as it may, for every row."""
+
+    def propose(self, row: int, limit: int) -> list[int]:
+        return [8] * limit
 
 
 class SometimesWrong(Drafter):

@@ -126,7 +126,9 @@ class SuffixDrafter(Drafter):
 
     def leave(self, row: int) -> None:
         one = self.rows.pop(row)
-        self._add_answer(one.scope, one.own.tokens[one.num_entered :])
+        # Some are not in its index where other drafters of a chain had all proposals.
+        tokens = one.own.tokens + array("i", one.pending)
+        self._add_answer(one.scope, tokens[one.num_entered :])
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         one = self.rows[row]
