@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -89,10 +90,17 @@ def test_a_header_names_the_engine(server: Served) -> None:
     assert "the engines 0 to 1" in refused.text
 
 
+def cpu_ticks(pid: int) -> int:
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+
 def test_a_dead_engine_disturbs_no_other(server: Served) -> None:
     """Its begun requests end with an error; the rest of all requests is answered meanwhile."""
     engines = [pid for pid in children(server.process.pid) if has_torch(pid)]
     assert len(engines) == 2
+    before = {pid: cpu_ticks(pid) for pid in engines}
+    assert asked(server, rank="1", max_tokens=200, ignore_eos=True).status_code == 200
+    second = max(engines, key=lambda pid: cpu_ticks(pid) - before[pid])
     found: list[httpx.Response] = []
 
     def ask() -> None:
@@ -102,8 +110,9 @@ def test_a_dead_engine_disturbs_no_other(server: Served) -> None:
     for thread in threads:
         thread.start()
     until(lambda: server.metric("vllm:num_requests_running") > 1 or len(found) == 12)
-    os.kill(engines[0], signal.SIGKILL)
+    os.kill(second, signal.SIGKILL)
     until(lambda: server.client.get("/health/ready").status_code == 503)
+    assert server.client.get("/health/ready").json() == {"status": "engine 1 is being restarted"}
     assert server.client.get("/health").status_code == 200
     assert asked(server).status_code == 200
     for thread in threads:
@@ -113,7 +122,9 @@ def test_a_dead_engine_disturbs_no_other(server: Served) -> None:
     assert codes.count(500) <= 4  # the rows of one engine
     until(lambda: server.client.get("/health/ready").status_code == 200)
     assert server.metric("quire:process_restarts_total", 'process="engine"') == 1
-    assert asked(server, rank="0").status_code == 200
+    assert asked(server, rank="1").status_code == 200
+    failures = [line for line in server.lines if re.search(r"failure \w+ of ", line)]
+    assert [" of engine 1: the engine process was ended by SIGKILL" in line for line in failures] == [True]  # fmt: skip
 
 
 def test_a_stop_leaves_nothing(server: Served) -> None:

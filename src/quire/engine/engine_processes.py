@@ -88,10 +88,11 @@ def supervise(resolved: Resolved, frontends: int = 1) -> list[EnginePlace]:
 def supervise_local(resolved: Resolved, frontends: int = 1) -> list[EnginePlace]:
     """Start the processes of the engines of this machine. Raises StartupError: no directory for the sockets."""
     found: list[EnginePlace] = []
-    suspects, policy = Suspects(), restart_policy()
+    suspects, policy, parallel = Suspects(), restart_policy(), resolved.config.parallel
     try:
-        for payload in payloads(resolved):
-            one = EngineSupervisor(payload, frontends, policy, suspects)
+        for rank, payload in zip(parallel.local_ranks, payloads(resolved), strict=True):
+            name = f"engine {rank}" if len(parallel.ranks) > 1 else "the engine"
+            one = EngineSupervisor(payload, frontends, policy, suspects, name)
             found.append(EnginePlace(one.folder, one.board, one))
     except BaseException:
         for place in found:

@@ -99,7 +99,7 @@ class RemoteEngine:
         if self.state.condition in ("dead", "closed"):
             return
         incident = secrets.token_hex(4)
-        log.error("failure %s: engine %d: %s", incident, self.rank, why)
+        log.error("failure %s of engine %d: %s", incident, self.rank, why)
         if self.state.ready is None:  # it has never been ready: another node may offer it
             return
         self.board.publish(EngineState(self.state.epoch, "delayed", self.state.ready, why, incident=incident))  # fmt: skip

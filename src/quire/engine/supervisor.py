@@ -49,6 +49,7 @@ class EngineSupervisor:
         payload: what the child reads from stdin: a resolved configuration (`config/serialize.py`).
         frontends: how many frontends there will be.
         suspects: which requests ran when engines died; several supervisors share it.
+        name: of the engine in the log, if there are several.
 
     Raises:
         StartupError: no directory for the sockets.
@@ -60,7 +61,9 @@ class EngineSupervisor:
         frontends: int = 1,
         policy: RestartPolicy | None = None,
         suspects: Suspects | None = None,
+        name: str = "the engine",
     ):
+        self.name = name
         self.folder = own_folder()
         self._lock = hold(self.folder)
         remove_stale(self.folder.parent)
@@ -84,8 +87,9 @@ class EngineSupervisor:
         if state.condition in ("dead", "closed") or self._thread.is_alive():
             return state
         if (state := self.board.latest).condition not in ("dead", "closed"):
-            log.error("the thread that supervises the engine has ended")
-            self._change(condition="dead", error="the thread that supervises the engine has ended")
+            why = f"the thread that supervises {self.name} has ended"
+            log.error(why)
+            self._change(condition="dead", error=why)
         return self.board.latest
 
     def stop(self) -> None:
@@ -109,7 +113,7 @@ class EngineSupervisor:
             while self._run_once():
                 pass
         except Exception as error:
-            log.exception("the engine's supervisor failed")
+            log.exception("the supervisor of %s failed", self.name)
             self._change(condition="dead", error=f"{type(error).__name__}: {error}")
 
     def _change(self, **changes: Any) -> None:
@@ -176,7 +180,7 @@ class EngineSupervisor:
 
     def _hung(self, child: SupervisedProcess, why: str) -> EngineDied:
         """Make both processes write their stacks to the log, then kill the child."""
-        log.error("the engine hangs: %s; stacks of both processes follow", why)
+        log.error("%s hangs: %s; stacks of both processes follow", self.name, why)
         log.error("%s", own_stacks())
         child.kill_hanging()
         return EngineDied(f"the engine hung: {why}")
@@ -191,7 +195,8 @@ class EngineSupervisor:
         running = [] if recording is None else recording.running()
         self._suspects.ran(digest_of_entered(row) for row in running)
         incident, restart = secrets.token_hex(4), self._restarts.after_death()
-        log.error("failure %s: %s; %s\n%s", incident, died.error, restart.text, died.traceback)
+        about = f"failure {incident} of {self.name}"
+        log.error("%s: %s; %s\n%s", about, died.error, restart.text, died.traceback)
         state_after = EngineState(
             state.epoch, "dead" if restart.delay is None else "delayed", error=died.error, traceback=died.traceback,
             lost=[] if recording is None else sorted(recording.seen()), recorded=recording is not None,
@@ -211,7 +216,7 @@ class EngineSupervisor:
             try:
                 self._make_folder(state.epoch + 1)
             except OSError as why:
-                log.error("no folder for the sockets of the next engine process: %s", why)
+                log.error("no folder for the sockets of the next process of %s: %s", self.name, why)
                 self.board.publish(msgspec.structs.replace(state, condition="delayed"))
                 wait = self.policy.retry
                 continue
@@ -236,13 +241,14 @@ class EngineSupervisor:
         try:
             recording = flight_recorder.read_recording(folder)
         except Exception:  # its last steps may have left anything there
-            log.exception("the flight recording could not be read")
+            log.exception("the flight recording of %s could not be read", self.name)
             return None
         if recording is not None:
             try:
                 log.error(
-                    "the last steps are recorded in %s: see quire replay", keep_recording(folder)
-                )
+                    "the last steps of %s are recorded in %s: see quire replay",
+                    self.name, keep_recording(folder),
+                )  # fmt: skip
             except OSError as why:
                 log.warning("could not keep the flight recording: %s", why)
         return recording

@@ -149,9 +149,19 @@ class ServerState:
             case ServerPhase.DEAD:
                 return "the engine has stopped"
             case ServerPhase.READY:
-                engine = self.engine
-                replaced = engine is not None and not engine.is_ready()
-                return "the engine is being restarted" if replaced else ""
+                if self.engine is None or self.engine.is_ready():
+                    return ""
+                return f"{self._replaced(self.engine.client)} being restarted"
+
+    def _replaced(self, client: EngineClient) -> str:
+        """Which engines are not ready, as the beginning of a sentence."""
+        pairs = zip(self.config.parallel.ranks, client.engines, strict=True)
+        numbers = [str(rank) for rank, one in pairs if one.state().condition != "ready"]
+        if len(client.engines) == 1 or not numbers:
+            return "the engine is"
+        return (
+            f"engine {numbers[0]} is" if len(numbers) == 1 else f"engines {', '.join(numbers)} are"
+        )
 
     def check_model(self, name: str | None, adapters: Sequence[str] = ()) -> str:
         """The model name for the answer. `adapters`: further names that are served, for the error.
