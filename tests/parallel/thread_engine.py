@@ -63,7 +63,7 @@ def thread_addresses(layout: RankLayout) -> list[ThreadAddress]:
 
 
 class ThreadMember:
-    """A rank's worker in a thread of its own; see `ProcessExecutor`, of which a group uses these methods."""
+    """A rank's worker in a thread of its own; see `RankProcess`, of which a group uses these methods."""
 
     def __init__(self, make: Callable[[], Any]):
         self.thread = ThreadPoolExecutor(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 from quire.errors import ConfigError
 
@@ -23,6 +25,21 @@ def slow(payload: bytes, report):
 
 def vanishing(payload: bytes, report):
     os._exit(7)
+
+
+def waiting(payload: bytes, report):
+    """Rank 0 waits until rank 1 has loaded its weights."""
+    rank, _, path = payload.decode().partition(" ")
+    if rank == "1":
+        for number in range(1000):
+            report("reading weights", number / 1000)
+        Path(path).touch()
+    until = time.monotonic() + 20
+    while not Path(path).exists():
+        if time.monotonic() > until:
+            raise TimeoutError("the other rank does not come")
+        time.sleep(0.01)
+    return Idle()
 
 
 class Idle:

@@ -7,17 +7,29 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import pytest
 from devices import Driver, Executed, TinyModel, enter, follow, generate, make_worker
 
 from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError, StepFailed
+from quire.executor import process as rank_process
+from quire.executor.group import GroupExecutor
 from quire.executor.inline import InlineExecutor
-from quire.executor.process import ProcessExecutor
+from quire.executor.process import spawn
 from quire.protocol.plan import StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+
+def group(target: str, *payloads: bytes, **options) -> GroupExecutor:
+    return GroupExecutor(target, payloads, [spawn] * len(payloads), **options)
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
 
 
 # -- made in the child ------------------------------------------------------------------------
@@ -31,6 +43,9 @@ def tiny(payload: bytes, report=None):
     def grumble(number: int) -> None:
         raise ValueError(f"{number} is too much")
 
+    def point() -> dict:
+        return {Point(1): 2}
+
     class Odd(Exception):
         pass
 
@@ -43,6 +58,7 @@ def tiny(payload: bytes, report=None):
         "fail_next": fail_next,
         "grumble": grumble,
         "odd": odd,
+        "point": point,
         "leave": lambda code: os._exit(code),
         "object": object,
         "big": lambda size: b"x" * size,
@@ -59,14 +75,14 @@ def vocabulary(model) -> int:
 @pytest.fixture(scope="module")
 def shared():
     """For tests that leave the child as they found it."""
-    executor = ProcessExecutor("test_executors:tiny", b"hello")
+    executor = group("test_executors:tiny", b"hello")
     yield executor
     executor.close()
 
 
 @pytest.fixture
 def process():
-    executor = ProcessExecutor("test_executors:tiny", b"hello")
+    executor = group("test_executors:tiny", b"hello")
     yield executor
     executor.close()
 
@@ -86,7 +102,7 @@ def test_both_executors_give_the_same_results(shared):
     there = generate(Executed(shared), prompts, 8)
     assert here == there
     assert shared.call("payload") == [b"hello"]
-    assert shared.call("pid") == [shared.process.pid]
+    assert shared.call("pid") == [shared.members[0].process.pid]
 
 
 def test_several_steps_in_flight(shared):
@@ -102,10 +118,12 @@ def test_several_steps_in_flight(shared):
 
 def test_large_messages_in_both_directions_do_not_deadlock(shared):
     """Much in both directions at once, and more than a socket holds."""
-    size = 4_000_000
-    shared.request(_ask("big", size))
-    last = shared.request(_ask("length", b"y" * size))
-    assert shared.answer(last).value == size
+    size, (member,) = 4_000_000, shared.members
+    member.request(_ask("big", size))
+    last = member.request(_ask("length", b"y" * size))
+    while (answer := member.look(last, 1.0)) is None:
+        pass
+    assert answer.value == size
 
 
 def _ask(name, *args):
@@ -148,6 +166,11 @@ def test_calls(kind, request):
             executor.call("odd")
         with pytest.raises(TypeError, match="object cannot be sent"):
             executor.call("object")
+        # msgpack encodes these and does not decode them: in an answer, and in a call
+        with pytest.raises(TypeError, match=r"cannot be sent to another process.* hashable"):
+            executor.call("point")
+        with pytest.raises(TypeError, match=r"cannot be sent to another process.* hashable"):
+            executor.call("length", {Point(1): 2})
         with pytest.raises(ConfigError, match="cannot be imported by another process"):
             executor.call("apply_model", lambda model: 1)
     assert executor.call("ping") == [True]
@@ -155,24 +178,41 @@ def test_calls(kind, request):
 
 def test_a_worker_that_cannot_start():
     with pytest.raises(ConfigError, match=r"^max_num_seqs must be even$"):
-        ProcessExecutor("stub_workers:misconfigured", b"")
+        group("stub_workers:misconfigured", b"")
     with pytest.raises(
         StartupError, match="ZeroDivisionError: in the middle of loading"
     ) as failure:
-        ProcessExecutor("stub_workers:broken", b"")
+        group("stub_workers:broken", b"")
     assert "in broken" in failure.value.detail
     with pytest.raises(StartupError, match="ended with exit code 7"):
-        ProcessExecutor("stub_workers:vanishing", b"")
+        group("stub_workers:vanishing", b"")
 
 
 def test_the_progress_of_a_worker_reaches_the_engine():
     seen = []
-    executor = ProcessExecutor("stub_workers:slow", b"", lambda *about: seen.append(about))
+    executor = group("stub_workers:slow", b"", report=lambda *about: seen.append(about))
     try:
         assert seen == [("reading weights", 0.25), ("reading weights", 0.5)]
         assert executor.call("a") == ["a"]
     finally:
         executor.close()
+
+
+def test_ranks_whose_progress_nobody_reads_start(tmp_path):
+    """One waits for the other, which has more to report than a pipe holds."""
+    payloads = (f"{rank} {tmp_path}/loaded".encode() for rank in (0, 1))
+    executor = group("stub_workers:waiting", *payloads)
+    assert executor.call("a") == ["a", "a"]
+    executor.close()
+
+
+def test_a_stopped_worker_does_not_block_the_sender(monkeypatch):
+    monkeypatch.setattr(rank_process, "STUCK_S", 1)
+    monkeypatch.setattr(rank_process, "END_S", 0.1)
+    executor = group("stub_workers:idle", b"")
+    os.kill(executor.members[0].process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="the worker's process is stopped"):
+        executor.call("a", b"x" * 4_000_000)
 
 
 def test_a_plan_that_contradicts_itself_ends_the_worker(process):
@@ -187,7 +227,7 @@ def test_a_plan_that_contradicts_itself_ends_the_worker(process):
 def test_a_killed_worker_is_noticed(process):
     step = process.launch(StepPlan(1, [enter(0, [5, 6], GREEDY)], [WorkItem(0, 2)], []))
     assert len(step.result().tokens) == 1
-    os.kill(process.process.pid, signal.SIGKILL)
+    os.kill(process.members[0].process.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"ended by SIGKILL.*memory"):
         process.launch(StepPlan(2, [], [WorkItem(0, 1)], [])).result()
@@ -197,12 +237,13 @@ def test_a_killed_worker_is_noticed(process):
 
 
 def test_close_ends_the_child():
-    process = ProcessExecutor("stub_workers:idle", b"")
+    process = group("stub_workers:idle", b"")
     assert process.call("anything") == ["anything"]
-    pid = process.process.pid
+    child = process.members[0].process
+    pid = child.pid
     process.close()
     process.close()
-    assert process.process.returncode == 0  # it went by itself
+    assert child.returncode == 0  # it went by itself
     assert not _lives(pid)
     with pytest.raises(EngineDeadError, match="shut down"):
         process.call("ping")
@@ -210,9 +251,10 @@ def test_close_ends_the_child():
 
 PARENT = """
 import sys, time
-from quire.executor.process import ProcessExecutor
-executor = ProcessExecutor("stub_workers:idle", b"")
-print(executor.process.pid, flush=True)
+from quire.executor.group import GroupExecutor
+from quire.executor.process import spawn
+executor = GroupExecutor("stub_workers:idle", [b""], [spawn])
+print(executor.members[0].process.pid, flush=True)
 time.sleep(60)
 """
 

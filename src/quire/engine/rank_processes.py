@@ -21,7 +21,7 @@ from quire.engine.node_facts import node_facts
 from quire.executor.base import Executor
 from quire.executor.control_port import ControlPort
 from quire.executor.group import GroupExecutor
-from quire.executor.process import ProcessExecutor, Start, spawn
+from quire.executor.process import Start, spawn
 from quire.parallel.address import RankAddress, addresses
 from quire.parallel.layout import RankLayout
 from quire.parallel.machines import EXCHANGE_S, Machines
@@ -49,8 +49,6 @@ def start_ranks(target: str, resolved: Resolved, report: Report) -> Executor:
         return ray_executor(resolved, on_port)
     if resolved.config.parallel.nnodes > 1:
         return _over_nodes(resolved, layout, on_port)
-    if layout.size == 1:
-        return ProcessExecutor(target, payload_of(resolved, RankAddress()), report)
     with addresses(layout) as ranks:
         payloads = [payload_of(resolved, own) for own in ranks]
         starts = [partial(spawn, own.fds) for own in ranks]

@@ -32,7 +32,7 @@ from quire.executor.node_messages import (
 )
 from quire.logging import get_logger
 from quire.parallel.rendezvous import RendezvousTable
-from quire.processes.keyed_socket import PROOF_S, KeyRefused, accept, address_of, listen
+from quire.processes.keyed_socket import PROOF_S, KeyRefused, accept, address_of, listen, socket_of
 
 log = get_logger(__name__)
 
@@ -51,13 +51,11 @@ class RankOnNode:
 
     def poll(self) -> int | None:
         """None: the connection is whole. Its state is the kernel's, for unread messages may come before its end."""
-        if self._connection.closed:
-            return 1
-        with socket.socket(fileno=self._connection.fileno()) as end:
-            try:
+        try:
+            with socket_of(self._connection) as end:
                 state = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-            finally:
-                end.detach()
+        except OSError:  # it was closed; another thread may close it
+            return 1
         return None if state == ESTABLISHED else 1
 
     def kill(self) -> None:
@@ -272,8 +270,5 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> str:
 
 def _shut(connection: Connection) -> None:
     """Break a connection on which another thread waits."""
-    with socket.socket(fileno=connection.fileno()) as end:
-        try:
-            end.shutdown(socket.SHUT_RDWR)
-        finally:
-            end.detach()
+    with socket_of(connection) as end:
+        end.shutdown(socket.SHUT_RDWR)

@@ -14,7 +14,7 @@ from typing import Any
 from quire.errors import EngineDeadError, RankLost, StartupError, StepFailed
 from quire.executor.base import StepFuture
 from quire.executor.messages import Answer, CallFailed, CallResult, CallWorker, encode, exception
-from quire.executor.process import LOOK_AGAIN_S, ProcessExecutor, Start
+from quire.executor.process import LOOK_AGAIN_S, RankProcess, Start
 from quire.protocol.plan import StepPlan, StepResult
 from quire.startup_timer import Report, no_report
 
@@ -29,15 +29,15 @@ class GroupExecutor:
     """An Executor for one process a rank.
 
     Args:
-        target: see `ProcessExecutor`.
+        target: see `RankProcess`.
         payloads: of each rank.
-        starts: how the process of each rank starts (`ProcessExecutor`).
+        starts: how the process of each rank starts (`RankProcess`).
         answering: the ranks that draw tokens; the first of them answers.
         report: receives the reports of rank 0.
         on_end: called when the ranks have ended; True: this executor was stopped, False: a rank failed.
 
     Raises:
-        as `ProcessExecutor`, if any rank does not start; the others are killed.
+        as `RankProcess.wait_started`, if any rank does not start; the others are killed.
     """
 
     recoverable: tuple[type[BaseException], ...] = (StepFailed,)
@@ -53,16 +53,19 @@ class GroupExecutor:
         answering: Sequence[int] = (0,),
         on_end: Callable[[bool], None] = lambda stopped: None,
     ):
-        self.members: list[ProcessExecutor] = []
+        self.members: list[RankProcess] = []
         self.answering, self._on_end = list(answering), on_end
         try:
             for payload, start in zip(payloads, starts, strict=True):
-                self.members.append(ProcessExecutor(target, payload, start=start, wait=False))
-            for rank, member in enumerate(self.members):
-                member.wait_started(report if rank == 0 else no_report, self._check)
+                own_report = no_report if self.members else report
+                self.members.append(RankProcess(target, payload, start, own_report))
+            for member in self.members:
+                member.wait_started(self._check)
         except Exception as error:
             cause = self.fail(error)
-            raise StartupError(str(cause)) if isinstance(cause, RankLost) else cause from None
+            if isinstance(cause, EngineDeadError):  # of a rank that had started, or lost another
+                cause = StartupError(str(cause))
+            raise cause from None
         except BaseException:
             self._kill()
             raise
@@ -71,7 +74,14 @@ class GroupExecutor:
         return _GroupStep(self, self._send(encode(plan)))
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """One result for each rank. Raises as `ProcessExecutor.call`; the first failure counts."""
+        """One result for each rank. Functions and classes among the arguments are sent by name.
+
+        Raises:
+            the first failure: the function's own exception, with the traceback of its process as a note; InternalError if
+            its type is neither Quire's nor Python's.
+            ConfigError, TypeError: an argument, or a result, cannot go to another process.
+            EngineDeadError: a rank has ended, or is stopped; all were killed.
+        """
         answers = self._answers(self._send(encode(CallWorker(name, list(args)))))
         for answer in answers:
             if isinstance(answer, CallFailed):

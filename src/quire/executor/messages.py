@@ -1,4 +1,4 @@
-"""Messages between a ProcessExecutor and its worker process: msgpack, one message a frame.
+"""Messages between a RankProcess and its worker process: msgpack, one message a frame.
 
 Knows the messages, and how exceptions and functions are encoded. Does not know pipes. Every message to the worker
 except `StartWorker` has exactly one answer. Answers come in the order of the messages, so they need no number. No
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import builtins
 import traceback
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -30,12 +30,14 @@ from quire.protocol.tensor_data import decode_tensor, encode_tensor
 class StartWorker(Struct, array_like=True, tag="start"):
     """Call `target` ("module:function") with `payload` to create the worker.
 
-    `path` is the parent's sys.path without the working directory (`config/serialize.py`).
+    `path` is the parent's sys.path without the working directory (`config/serialize.py`). `reports`: the parent reads
+    WorkerProgress. It does not read that of other ranks, so their pipes would fill up and block them.
     """
 
     target: str
     payload: bytes
     path: list[str]
+    reports: bool
 
 
 class CallWorker(Struct, array_like=True, tag="ask"):
@@ -76,9 +78,11 @@ class WorkerEnded(Struct, array_like=True, tag="worker_ended"):
     detail: str
 
 
-Down = StartWorker | StepPlan | CallWorker
+Down = StartWorker | StepPlan | CallWorker | CallFailed
 Answer = StepResult | CallResult | CallFailed
 Up = WorkerProgress | WorkerStarted | Answer | WorkerEnded
+
+Message = TypeVar("Message")
 
 
 def _encode_callable(value: Any) -> Any:
@@ -96,11 +100,21 @@ def encode(message: Down | Up) -> bytes:
 
 
 def decode_down(data: bytes) -> Down:
-    return _down.decode(data)
+    """The message; CallFailed: the answer to one that cannot be decoded."""
+    return _decoded(_down, data)
 
 
 def decode_up(data: bytes) -> Up:
-    return _up.decode(data)
+    """The message; CallFailed: it is an answer that cannot be decoded."""
+    return _decoded(_up, data)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message | CallFailed:
+    """msgpack encodes some values that it does not decode: a dataclass as a key of a dict, a deep list."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as why:
+        return call_failed(TypeError(f"a value cannot be sent to another process: {why}"))
 
 
 def revive_callables(value: Any) -> Any:

@@ -1,29 +1,28 @@
-"""ProcessExecutor: the worker runs in a process of its own.
+"""RankProcess: the worker of one rank, in a process of its own.
 
 Knows one socket and one child process. Does not know what a plan means. The child is a new program, not a fork:
 a user's script needs no `__main__` guard, and nothing of this process is copied. No torch here.
 
-Only one thread may use it at a time, as EngineCore does. A wait ends when the child ends: its socket closes.
+Only one thread may use it at a time, as EngineCore does. A wait ends when the child ends: its socket closes. `GroupExecutor`
+finds a child that is stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Protocol
+from typing import Protocol
 
 from quire.config.serialize import import_path
-from quire.errors import ConfigError, EngineDeadError, RankLost, StartupError, StepFailed
-from quire.executor.base import StepFuture
+from quire.errors import ConfigError, EngineDeadError, RankLost, StartupError
 from quire.executor.messages import (
     Answer,
-    CallFailed,
-    CallResult,
-    CallWorker,
     StartWorker,
     Up,
     WorkerEnded,
@@ -34,11 +33,13 @@ from quire.executor.messages import (
     exception,
 )
 from quire.processes.child import StopCounter, how_it_ended, start_child, wait_or_kill
-from quire.protocol.plan import StepPlan, StepResult
+from quire.processes.keyed_socket import socket_of
 from quire.startup_timer import Report, no_report
 
 LOOK_AGAIN_S = 1.0  # how often a wait looks whether the child runs: the socket may not close
 END_S = 5.0  # how long a child may take to end after its socket is closed
+STUCK_S = 60
+"""How long the rest of a message that has begun may make no progress: the child is stopped."""
 
 
 class FarProcess(Protocol):
@@ -55,76 +56,52 @@ class FarProcess(Protocol):
 Start = Callable[[], tuple[Connection, "subprocess.Popen[bytes] | FarProcess"]]
 
 
-class ProcessExecutor:
-    """An Executor for one child process.
+class RankProcess:
+    """One child process. `wait_started` must be called first.
 
     Args:
         target: "module:function"; the child calls it with `payload` and a `Report` to create the worker.
-        report: receives the child's reports.
         start: starts the child, or finds it on another machine; returns this end of its connection, and the process.
-        wait: until the worker is created; else `wait_started` must be called next.
-
-    Raises:
-        ConfigError, NotEnoughMemory, ...: the child found an error in the configuration.
-        StartupError: the child could not create the worker for another reason; `detail` has its traceback.
+        report: receives the child's reports.
     """
 
-    recoverable: tuple[type[BaseException], ...] = (StepFailed,)
-
-    def __init__(
-        self,
-        target: str,
-        payload: bytes,
-        report: Report = no_report,
-        *,
-        start: Start | None = None,
-        wait: bool = True,
-    ):
-        self._pipe, process = (start or spawn)()
-        self.process = process
+    def __init__(self, target: str, payload: bytes, start: Start, report: Report = no_report):
+        self._pipe, process = start()
+        self.process, self._report = process, report
         self._stops = StopCounter(process.pid) if isinstance(process, subprocess.Popen) else None
         self._num_sent = self._num_answered = 0
+        self._is_started = False
         self._answers: dict[int, Answer] = {}  # those that nothing has fetched
         self._dead: Exception | None = None
         try:
-            self._send(encode(StartWorker(target, payload, import_path())))
-            if wait:
-                self.wait_started(report)
+            limit = struct.pack("ll", STUCK_S, 0)
+            with socket_of(self._pipe) as end:
+                for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                    end.setsockopt(socket.SOL_SOCKET, option, limit)
+            reports = report is not no_report
+            self._send(encode(StartWorker(target, payload, import_path(), reports)))
         except BaseException:
             self.close()
             raise
 
-    def wait_started(self, report: Report, on_wait: Callable[[], None] = lambda: None) -> None:
+    def wait_started(self, on_wait: Callable[[], None]) -> None:
         """Wait until the worker is created. `on_wait` is called now and then; its exceptions end the wait.
 
-        Raises as the constructor.
+        Raises:
+            ConfigError, NotEnoughMemory, ...: the child found an error in the configuration.
+            StartupError: the child could not create the worker for another reason; `detail` has its traceback.
         """
-        message: Up | None = None
-        while not isinstance(message, WorkerStarted):
-            if (message := self._receive(LOOK_AGAIN_S)) is None:
+        while not isinstance(message := self._receive(LOOK_AGAIN_S), WorkerStarted):
+            if message is None:
                 on_wait()
             elif isinstance(message, WorkerProgress):
-                report(message.stage, message.share)
-
-    # -- interface for the engine ---------------------------------------------------------------
-    def launch(self, plan: StepPlan) -> StepFuture:
-        return _Step(self, self.request(encode(plan)))
-
-    def call(self, name: str, *args: Any) -> list[Any]:
-        """Like `Executor.call`. Functions and classes among the arguments are sent by name.
-
-        Raises:
-            the function's own exception, with the child's traceback as a note; QuireError if its type is
-            neither Quire's nor Python's.
-            ConfigError, TypeError: an argument, or the result, cannot go to another process.
-            EngineDeadError: the child has died.
-        """
-        answer = self.answer(self.request(encode(CallWorker(name, list(args)))))
-        if isinstance(answer, CallFailed):
-            raise exception(answer)
-        return [answer.value] if isinstance(answer, CallResult) else []
+                self._report(message.stage, message.share)
+            else:
+                raise RuntimeError(f"{type(message).__name__} came before the worker was created")
+        self._is_started = True
 
     def lost(self) -> str:
+        """As `Executor.lost`."""
         ended = self.process.poll() is not None
         return f"the worker's process {self._how_it_ended()}" if ended else ""
 
@@ -150,9 +127,7 @@ class ProcessExecutor:
         return self._num_sent
 
     def answer(self, number: int) -> Answer:
-        """Wait for answer `number`. Each answer can be fetched once."""
-        while self.look(number, LOOK_AGAIN_S) is None:
-            pass
+        """Answer `number`, which `look` has found. Each answer can be fetched once."""
         return self._answers.pop(number)
 
     def look(self, number: int, seconds: float = 0.0) -> Answer | None:
@@ -221,7 +196,7 @@ class ProcessExecutor:
         return self.process.how_it_ended()
 
     def _cause(self, last: WorkerEnded | None) -> Exception:
-        starting = not self._num_sent
+        starting = not self._is_started
         if last is None:
             text = f"the worker's process {self._how_it_ended()}"
             return StartupError(text) if starting else EngineDeadError(text)
@@ -234,23 +209,6 @@ class ProcessExecutor:
         dead = EngineDeadError(text)
         dead.add_note(f"In the worker's process:\n{last.detail}")
         return dead
-
-
-class _Step:
-    """The future of a step in the child."""
-
-    def __init__(self, executor: ProcessExecutor, number: int):
-        self._executor, self._number = executor, number
-        self._answer: Answer | None = None
-
-    def result(self) -> StepResult:
-        if self._answer is None:
-            self._answer = self._executor.answer(self._number)
-        if isinstance(self._answer, CallFailed):
-            raise exception(self._answer)
-        if not isinstance(self._answer, StepResult):
-            raise RuntimeError(f"{type(self._answer).__name__} came for a step")
-        return self._answer
 
 
 def spawn(fds: Sequence[int] = ()) -> tuple[Connection, subprocess.Popen[bytes]]:

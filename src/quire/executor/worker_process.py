@@ -21,6 +21,7 @@ from quire import logging as our_logging
 from quire.config.serialize import extend_path
 from quire.errors import RankLost, StepFailed
 from quire.executor.messages import (
+    CallFailed,
     CallResult,
     CallWorker,
     Down,
@@ -59,9 +60,12 @@ def serve(inbox: SimpleQueue[Down], pipe: Connection) -> None:
     start = inbox.get()
     if not isinstance(start, StartWorker):
         raise TypeError(f"{type(start).__name__} came before Start")
-    worker = make_worker(
-        start, lambda stage, share: pipe.send_bytes(encode(WorkerProgress(stage, share)))
-    )
+
+    def report(stage: str, share: float) -> None:
+        if start.reports:
+            pipe.send_bytes(encode(WorkerProgress(stage, share)))
+
+    worker = make_worker(start, report)
     pipe.send_bytes(encode(WorkerStarted()))
     while True:
         message = inbox.get()
@@ -82,6 +86,8 @@ def call(worker: Any, message: Down) -> bytes:
 
     Raises RankLost: another rank did not take part, so this one cannot go on.
     """
+    if isinstance(message, CallFailed):
+        return encode(message)
     if not isinstance(message, CallWorker):
         raise TypeError(f"{type(message).__name__} came after Start")
     try:

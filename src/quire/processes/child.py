@@ -85,11 +85,12 @@ def wait_or_kill(child: subprocess.Popen[Any], seconds: float) -> None:
 
 
 def how_it_ended(child: subprocess.Popen[bytes], seconds: float = 2.0) -> str:
-    """What became of a child whose pipe is closed: "ended with exit code 1"."""
+    """What became of a child whose pipe is closed, or is not read: "ended with exit code 1"."""
     try:
         code = child.wait(seconds)
     except subprocess.TimeoutExpired:
-        return "closed its pipe without exiting"
+        stopped = "is stopped (SIGSTOP, or a debugger)"
+        return stopped if is_stopped(child.pid) else "neither answers nor ends"
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

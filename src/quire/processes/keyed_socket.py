@@ -10,7 +10,8 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from quire.errors import ConfigError, StartupError
@@ -128,13 +129,20 @@ def prove(peer: socket.socket, key: bytes) -> Connection:
         peer.close()
 
 
+@contextmanager
+def socket_of(connection: Connection) -> Iterator[socket.socket]:
+    """The connection's socket, which stays open. Raises OSError: the connection is closed."""
+    end = socket.socket(fileno=connection.fileno())
+    try:
+        yield end
+    finally:
+        end.detach()
+
+
 def address_of(connection: Connection, *, peer: bool = False) -> str:
     """This end's address, or the peer's."""
-    with socket.socket(fileno=connection.fileno()) as end:
-        try:
-            return str((end.getpeername() if peer else end.getsockname())[0])
-        finally:
-            end.detach()
+    with socket_of(connection) as end:
+        return str((end.getpeername() if peer else end.getsockname())[0])
 
 
 def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
