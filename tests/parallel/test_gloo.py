@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -66,6 +67,20 @@ def test_a_rank_that_does_not_come_ends_the_exchange() -> None:
         return "lost"
 
     assert on_machines(2, run) == ["lost", ""]
+
+
+def test_a_rank_may_load_for_longer_than_an_exchange() -> None:
+    def run(ranks: GlooRanks) -> list[int]:
+        ranks.limit(0.3)
+        if ranks.rank == 1:
+            time.sleep(1.0)
+        found = ranks.least([3 - ranks.rank])
+        if ranks.rank == 0:
+            with pytest.raises(RankLost, match=r"\(limit 0\.3 s\)"):
+                ranks.gather(torch.zeros(1, 2))
+        return found
+
+    assert on_machines(2, run) == [[2], [2]]
 
 
 def test_an_address_of_no_interface_is_named() -> None:

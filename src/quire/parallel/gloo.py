@@ -16,6 +16,7 @@ import torch.distributed
 from torch import Tensor
 
 from quire.errors import RankLost
+from quire.parallel.ranks import START_S
 from quire.parallel.rendezvous import RendezvousClient
 
 dist: Any = torch.distributed  # most of its names have no types
@@ -105,7 +106,11 @@ class GlooRanks:
         """Kernels do not exchange by gloo."""
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number among the ranks."""
-        own = torch.tensor([numbers], dtype=torch.int64)
-        found: list[int] = self.gather(own).view(self.size, -1).amin(0).tolist()
+        """See `TensorRanks`."""
+        own, before = torch.tensor([numbers], dtype=torch.int64), self._timeout_s
+        self.limit(START_S)
+        try:
+            found: list[int] = self.gather(own).view(self.size, -1).amin(0).tolist()
+        finally:
+            self.limit(before)
         return found

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+START_S = 1800.0
+"""How long a rank may load its part of the model after another has. (One that ends is noticed at once.)"""
 PANEL = 32
 """Outputs that the CPU kernels compute at once. Torch computes the ends of rows that are no multiple of 16 with other bits."""
 
@@ -67,7 +69,7 @@ class TensorRanks(Protocol):
         ...
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number among the ranks."""
+        """The least of each number among the ranks, which may come START_S apart. Raises as `gather`."""
         ...
 
 

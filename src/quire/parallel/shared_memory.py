@@ -19,6 +19,7 @@ from quire.errors import RankLost, Unsupported
 from quire.ops.cpu.bindings import best
 from quire.ops.cpu.structs import RANK_ENDED, RANK_STOPPED, CRankLink
 from quire.parallel.address import SLOT
+from quire.parallel.ranks import START_S
 
 
 class SharedMemoryRanks:
@@ -28,7 +29,6 @@ class SharedMemoryRanks:
         memory: of all groups; this group has a region from byte `begin` on.
         rank, size: within the group.
         timeout_s: how long a rank waits for another that is alive.
-        start_s: the same while they read weights. (One that ends is noticed at once.)
 
     Raises:
         Unsupported: there are no native kernels.
@@ -41,7 +41,6 @@ class SharedMemoryRanks:
         rank: int,
         size: int,
         timeout_s: float = 60.0,
-        start_s: float = 1800.0,
     ):
         kernels = best()
         if kernels is None:
@@ -50,7 +49,6 @@ class SharedMemoryRanks:
             )
         self.rank, self.size = rank, size
         self._kernels, self._timeout_ms = kernels, int(timeout_s * 1000)
-        self._start_ms = int(start_s * 1000)
         self._memory = memory
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory, begin))
         self._link = CRankLink(address, rank, size, SLOT, self._timeout_ms)
@@ -85,9 +83,9 @@ class SharedMemoryRanks:
         )
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number among the ranks, which may come far apart."""
+        """See `TensorRanks`."""
         own = torch.tensor([numbers], dtype=torch.int64)
-        self._link.timeout_ms = self._start_ms
+        self._link.timeout_ms = int(START_S * 1000)
         try:
             found: list[int] = self.gather(own).view(self.size, -1).amin(0).tolist()
         finally:

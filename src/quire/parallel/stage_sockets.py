@@ -23,12 +23,11 @@ from torch import Tensor
 from quire import env
 from quire.errors import PlanMismatch, RankLost
 from quire.parallel.address import StageSocketFds
+from quire.parallel.ranks import START_S
 
 LENGTH = struct.Struct("<Q")
 MAX_HEADER = 1 << 26
 """Bytes of a header, at most: it has the tokens of a step."""
-START_S = 1800.0
-"""How long a stage may load its part of the model after another has."""
 
 
 class StageFrame(msgspec.Struct, array_like=True):
@@ -97,7 +96,7 @@ class StageSockets:
         return self._frame(last, self.size - 1).data
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number among the stages."""
+        """See `StageLink`."""
         found = list(numbers)
         self._wait_at_most(START_S)
         if self._previous is not None:
@@ -138,7 +137,7 @@ class StageSockets:
             for part in parts:
                 to.sendall(part)  # type: ignore[union-attr]
         except OSError as error:
-            raise self._lost(stage, error) from None
+            raise self._lost(to, stage, error) from None
 
     def _frame(self, source: socket.socket | None, stage: int) -> StageFrame:
         length = LENGTH.unpack(self._fill(source, stage, memoryview(bytearray(LENGTH.size))))[0]
@@ -155,13 +154,13 @@ class StageSockets:
                     raise RankLost(f"stage {stage} of {self.size} has ended")
                 left = left[count:]
         except OSError as error:
-            raise self._lost(stage, error) from None
+            raise self._lost(source, stage, error) from None
         return into
 
-    def _lost(self, stage: int, error: OSError) -> RankLost:
+    def _lost(self, link: socket.socket | None, stage: int, error: OSError) -> RankLost:
         about = f"stage {self.stage} of {self.size}"
         if isinstance(error, TimeoutError):
-            return RankLost(f"{about} waited {self._timeout_s:g} s for stage {stage}")
+            return RankLost(f"{about} waited {link.gettimeout():g} s for stage {stage}")  # type: ignore[union-attr]
         return RankLost(f"{about} lost stage {stage}, which has ended: {error}")
 
 

@@ -54,7 +54,7 @@ class StageLink(Protocol):
         ...
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number among the stages."""
+        """The least of each number among the stages, which may come START_S apart (`ranks.py`)."""
         ...
 
 
