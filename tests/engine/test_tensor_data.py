@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +14,7 @@ from test_process_client import Place, ask, place  # noqa: F401
 from quire.engine.engine_process import FrontendSockets
 from quire.errors import ValidationError
 from quire.executor.messages import decode_up, encode
-from quire.protocol.output import EngineOutput, FromEngine
+from quire.protocol.output import EngineOutput, FromEngine, Reply
 from quire.protocol.plan import StepResult
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import EngineRequest, ToEngine
@@ -54,6 +56,26 @@ def test_a_client_in_another_process_gets_the_same_tensors(place: Place, tmp_pat
     assert asked.params == PoolingParams(dimensions=3)
     link.down.context.destroy(linger=0)
     client.close()
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+
+
+@pytest.mark.parametrize("value", [object(), 1 << 64, {Point(1): 2}, "\ud800"])
+def test_an_answer_that_cannot_be_sent_is_an_error_of_that_call(tmp_path: Path, value: Any) -> None:
+    """Regression: it ended the engine, or the frontend's thread that receives outputs."""
+    link, frames = FrontendSockets(tmp_path, 1), []
+    link._send = lambda socket, messages: frames.append(link.encoder.encode(messages))  # type: ignore[method-assign, assignment]
+    output = EngineOutput("other", [5], None)
+    link.send([Reply(3, value), output, Reply(4, [1])])
+    first, *others = FrameDecoder[list[FromEngine]](list[FromEngine]).decode(frames[0])
+    assert isinstance(first, Reply)
+    assert (first.id, first.value) == (3, None)
+    assert "cannot be sent to another process" in (first.error or "")
+    assert others == [output, Reply(4, [1])]
+    link.down.context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ class FrontendSockets:
 
     def send(self, messages: list[EngineOutput | Reply]) -> None:
         """Send each message to the frontend that it is for."""
+        messages = [sendable(each) if isinstance(each, Reply) else each for each in messages]
         if len(self.up) == 1:
             self._send(self.up[0], messages)
             return
@@ -120,6 +121,17 @@ def undecoded(data: bytes) -> Answered | None:
     if isinstance(head, RequestHead):
         return EngineOutput(head.id, [], "error", error=error, client=head.client)
     return Reply(head.id, error=error, client=head.client)
+
+
+def sendable(reply: Reply) -> Reply:
+    """The reply; an error if its value cannot go to another process: a function of a worker may return anything."""
+    try:
+        msgspec.msgpack.decode(FrameEncoder().encode(reply)[0])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as why:
+        log.error("the answer to a call cannot be sent: %s", why)
+        error = f"TypeError: the answer cannot be sent to another process: {why}"
+        return Reply(reply.id, error=error, client=reply.client)
+    return reply
 
 
 def stop(number: int, frame: FrameType | None) -> None:
