@@ -20,7 +20,7 @@ import zmq
 from quire.config.cluster_key import cluster_key
 from quire.config.engine import Resolved
 from quire.engine import remote_link as link
-from quire.engine.engine_processes import EnginePlace, supervise_local
+from quire.engine.engine_processes import EnginePlace, close_all, supervise_local
 from quire.engine.process_client import EngineSockets
 from quire.engine.shared_state import EngineState
 from quire.errors import StartupError
@@ -102,11 +102,7 @@ class EngineNode:
             return self._serve()
         finally:
             self._send(link.control(link.Farewell()))
-            for place in places:
-                if place.supervisor is not None:
-                    place.supervisor.stop()
-            for place in places:
-                place.close()
+            close_all(places)
             for engine in self.engines:
                 engine.close()
             self._context.destroy(linger=500)

@@ -34,9 +34,14 @@ class EnginePlace(NamedTuple):
     supervisor: EngineSupervisor | RemoteEngine | None = None
     """In the process that supervises the engine."""
 
-    def close(self) -> None:
-        if self.supervisor is not None:
-            self.supervisor.close()
+
+def close_all(places: Sequence[EnginePlace]) -> None:
+    """End the engines. All are stopped first: those of other machines end together."""
+    supervisors = [place.supervisor for place in places if place.supervisor is not None]
+    for one in supervisors:
+        one.stop()
+    for one in supervisors:
+        one.close()
 
 
 def restart_policy() -> RestartPolicy:
@@ -80,8 +85,7 @@ def supervise(resolved: Resolved, frontends: int = 1) -> list[EnginePlace]:
     try:
         return [*supervise_local(resolved, frontends), *others]
     except BaseException:
-        for place in others:
-            place.close()
+        close_all(others)
         raise
 
 
@@ -95,8 +99,7 @@ def supervise_local(resolved: Resolved, frontends: int = 1) -> list[EnginePlace]
             one = EngineSupervisor(payload, frontends, policy, suspects, name)
             found.append(EnginePlace(one.folder, one.board, one))
     except BaseException:
-        for place in found:
-            place.close()
+        close_all(found)
         raise
     return found
 
