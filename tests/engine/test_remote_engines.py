@@ -131,6 +131,27 @@ def test_a_node_that_leaves_may_come_again(remote: RemoteEngines, node: Node) ->
     again.close()
 
 
+def test_a_node_that_leaves_while_its_engine_restarts_may_come_again(
+    remote: RemoteEngines,
+) -> None:
+    """Regression: the engine stayed "restarting" for ever, and requests waited for it; or it was given up."""
+    engine = remote.engines[1]
+    ready, restarts = EngineState(1, "ready", READY), EngineState(2, "restarting")
+    starts, fails = EngineState(1, "starting"), EngineState(1, "dead", error="no memory")
+    for epoch, states in ((2, (ready, restarts)), (3, (starts,)), (4, (fails,))):
+        own = Node(remote.where)
+        own.say(link.Hello([1], FACTS))
+        for state in states:
+            own.say(link.NodeState(1, state))
+        own.say(link.Farewell())
+        until(
+            lambda epoch=epoch: (engine.state.epoch, engine.state.condition) == (epoch, "delayed")
+        )
+        own.close()
+        remote._until = 0.0  # the time in which all nodes must have come is over
+    assert engine.state.error == "no memory"
+
+
 def test_a_silent_node_is_lost(
     remote: RemoteEngines, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

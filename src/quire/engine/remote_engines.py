@@ -47,6 +47,7 @@ class RemoteEngine:
         """The identity of its node; None: it has none now."""
         self.base = 0
         """Added to the number of its process at the node, it is the number of its process here."""
+        self.was_ready = False
         self._ups: dict[int, zmq.Socket[bytes]] = {}
         waiting = StartupStatus(f"waiting for a node with engine {rank} at {where}")
         self.board.publish(EngineState(1, "starting", startup=waiting))
@@ -100,7 +101,7 @@ class RemoteEngine:
             return
         incident = secrets.token_hex(4)
         log.error("failure %s of engine %d: %s", incident, self.rank, why)
-        if self.state.ready is None:  # it has never been ready: another node may offer it
+        if not self.was_ready:  # the server still starts: another node may offer it
             return
         self.board.publish(EngineState(self.state.epoch, "delayed", self.state.ready, why, incident=incident))  # fmt: skip
 
@@ -221,6 +222,12 @@ class RemoteEngines:
     def _follow(self, engine: RemoteEngine, state: EngineState) -> None:
         if state.condition == "closed":
             return
+        if (
+            state.condition == "dead" and engine.base
+        ):  # it did not start there; another node may offer it
+            engine.lose(state.error)
+            return
+        engine.was_ready |= state.condition == "ready"
         found = msgspec.structs.replace(state, epoch=state.epoch + engine.base)
         if found.epoch != engine.state.epoch:
             engine.follow(found.epoch)
@@ -249,7 +256,7 @@ class RemoteEngines:
 
     def _join(self, engine: RemoteEngine, node: bytes) -> None:
         before, engine.node = engine.state, node
-        if before.ready is None:
+        if not engine.was_ready:
             return
         engine.base = before.epoch
         self._follow(engine, EngineState(1, "restarting", incident=before.incident))
