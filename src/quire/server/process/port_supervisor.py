@@ -108,7 +108,6 @@ class PortSupervisor:
         while not self.stopped.wait(LOOK_EVERY_S):
             for port, server in zip(self.ports, self.servers, strict=True):
                 if server.poll() is not None:
-                    self.health = dict.fromkeys(self.health, False)
                     return f"the server at port {port} {how_it_ended(server)}"
             if time.monotonic() - probed < PROBE_EVERY_S:
                 continue
@@ -120,7 +119,8 @@ class PortSupervisor:
         return ""
 
     def _end(self) -> None:
-        """Drain the servers that still run; kill those that do not end."""
+        """Drain the servers that still run; kill those that do not end. None of them takes new requests."""
+        self.health = dict.fromkeys(self.health, False)
         until = time.monotonic() + self.config.server.shutdown_timeout + GRACE_S
         for server in self.servers:
             if server.poll() is None:
@@ -147,11 +147,8 @@ class PortSupervisor:
         if port is None:
             return None
         server = replace(server, port=port, disable_uvicorn_access_log=True)
-        try:
-            listener = bind(server)
-            listener.listen()
-        except ConfigError as why:
-            raise ConfigError(f"data_parallel_supervisor_port={port}: {why}") from None
+        listener = bind(server, "--data-parallel-supervisor-port")
+        listener.listen()
         made = http_server(Router([Route("/health", self._health)]), server)
         work = partial(asyncio.run, made.serve(sockets=[listener]))
         threading.Thread(target=work, name="health", daemon=True).start()

@@ -114,8 +114,8 @@ def host_of(server: ServerConfig) -> str:
     return "0.0.0.0" if server.needs_key or in_container() else LOOPBACK
 
 
-def bind(server: ServerConfig) -> socket.socket:
-    """The listening socket; bound before anything is loaded, so that a mistake costs no time.
+def bind(server: ServerConfig, options: str = "--host or --port") -> socket.socket:
+    """The listening socket; bound before anything is loaded, so that a mistake costs no time. `options`: choose the address.
 
     Raises:
         ConfigError: the address is taken, or not one of this machine.
@@ -133,7 +133,7 @@ def bind(server: ServerConfig) -> socket.socket:
             listener.close()
         why = error.strerror or str(error)
         raise ConfigError(
-            f"cannot listen on {host} port {server.port}: {why}{port_holder(server.port)}; choose another with --host or --port"
+            f"cannot listen on {host} port {server.port}: {why}{port_holder(server.port)}; choose another with {options}"
         ) from error
     listener.set_inheritable(False)
     return listener
