@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 
+from quire.platforms import memory
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.page_prefault import KVPagePrefaulter
@@ -102,6 +103,27 @@ def test_a_new_cache_restarts_prefaulting_and_frees_the_old():
     hook.begin([(second,)])
     until(second, 40)
     assert resident(first, 400 * EACH, BLOCKS * EACH) < 0.1
+
+
+def test_an_older_kernel_does_not_keep_a_cache_that_sleep_drops(monkeypatch: pytest.MonkeyPatch):
+    tried = threading.Event()
+
+    def refused(start: int, end: int) -> None:
+        tried.set()
+        raise OSError
+
+    monkeypatch.setattr(memory, "prefault", refused)
+    tensor = fresh()
+    hook, cache = begun(tensor, 40), weakref.ref(tensor)
+    assert tried.wait(60)
+    hook.before(plan(0, 1, 300), None)
+    hook.begin([])
+    del tensor
+    for _ in range(1000):
+        if cache() is None:
+            return
+        time.sleep(0.01)
+    pytest.fail("the cache is still there")
 
 
 def test_a_hook_that_is_gone_leaves_neither_its_thread_nor_the_cache():
