@@ -23,6 +23,7 @@ from quire.features.structured.grammar_messages import GrammarRowSettings
 from quire.features.structured.grammar_process import GrammarProcess
 from quire.features.structured.grammar_rows import LIBRARY_FAILED, GrammarStates
 from quire.features.structured.masks import GrammarMasks
+from quire.features.structured.row_grammar import RowGrammar
 from quire.features.structured.validate import check_constraint
 from quire.ops.masked_argmax import bits, num_words
 from quire.protocol.plan import EnteredRow, StepPlan
@@ -100,6 +101,35 @@ def test_tokens_that_are_drawn_move_the_grammar_on(reader: Reader):
     again = entered(0, Form(regex="b"), [])
     made.rows.enter(again)
     made.enter(again)
+    assert allowed(made, [0]) == [{B}]
+
+
+def test_a_request_that_left_does_not_mask_the_next_one_in_its_row(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+):
+    """A second thread had put the old request into a new process, and stored its mask by the row."""
+    made = masks(reader, entered(0, Form(regex="a*"), []))
+    assert allowed(made, [0]) == [{A, EOS}]
+    old, enter = made.row_grammars[0], made._enter
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def late(grammar: RowGrammar) -> None:
+        if grammar is old:
+            begun.set()
+            goes_on.wait(60)
+        enter(grammar)
+
+    monkeypatch.setattr(made, "_enter", late)
+    made._replace_process(old)
+    assert begun.wait(60)
+    made.leave(0)
+    made.rows.leave(0)
+    again = entered(0, Form(regex="b"), [])
+    made.rows.enter(again)
+    made.enter(again)
+    made.row_grammars[0].job.result(60)
+    goes_on.set()
+    old.restart.result(60)
     assert allowed(made, [0]) == [{B}]
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,6 @@ class GrammarMasks(Processor):
         self.forced: dict[int, Future[dict[int, list[int]]]] = {}  # step -> row -> forced tokens
         self.hook = GrammarHook(self)
         self._drawing: tuple[list[RowGrammar], np.ndarray, np.ndarray] | None = None
-        self._masks_RW: np.ndarray | None = None
         self._numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
         self._second = ThreadPoolExecutor(1, "grammar-restart")
@@ -160,11 +160,11 @@ class GrammarMasks(Processor):
                 words_SW[at, len(mask_W) :] = 0
         return unmasked
 
-    def _state_at(self, grammar: RowGrammar, number: int) -> tuple[bool, np.ndarray]:
+    def _state_at(self, grammar: RowGrammar, number: int) -> tuple[bool, Any]:
         """Whether the output must end behind `number` draft tokens of the row, and the mask there."""
         if number:
             return grammar.ahead[number - 1]
-        return grammar.over, self._masks(0)[grammar.row]
+        return grammar.over, grammar.mask_W
 
     @property
     def looks_ahead(self) -> bool:
@@ -211,11 +211,6 @@ class GrammarMasks(Processor):
             grammar.job = job
 
     # -- in the thread --------------------------------------------------------------------------
-    def _masks(self, words: int) -> np.ndarray:
-        if self._masks_RW is None:
-            self._masks_RW = np.zeros((self.rows.max_rows, words), np.int32)
-        return self._masks_RW
-
     def _begin(self, grammar: RowGrammar) -> None:
         """Enter the grammar's process with the output so far."""
         try:
@@ -244,8 +239,7 @@ class GrammarMasks(Processor):
             log.exception("the grammar of row %d failed", grammar.row)
             grammar.error = f"{grammar.field}: {FAILED}"
         else:
-            if grammar.update(reply, 0):
-                self._masks(process.words)[grammar.row] = masks_1W[0]
+            grammar.update(reply, masks_1W, 0)
 
     def _restart(self, rows: list[RowGrammar]) -> None:
         """Their process has ended: each enters a new one in turn, in a second thread, while other grammars continue."""
@@ -302,8 +296,7 @@ class GrammarMasks(Processor):
             finally:
                 process.lock.release()
             for at, grammar in enumerate(rows):
-                if grammar.update(reply, at):
-                    self._masks(process.words)[grammar.row] = masks_NW[at]
+                grammar.update(reply, masks_NW, at)
 
     def _send(
         self, grammars: list[RowGrammar], tokens: list[int], lengths: list[int]

@@ -1,6 +1,8 @@
 """RowGrammar: the grammar state of a row, on the worker's side.
 
-Knows the row's output, its process and its faults. Does not know how they are used (`masks.py`).
+Knows the row's output, its mask, its process and its faults. Does not know how they are used (`masks.py`).
+
+Shape suffixes: N rows of one process, W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class RowGrammar:
     has_left: bool = False
     job: Future[None] | None = None
     restart: Future[None] | None = None  # entering a new process, which may take long
+    mask_W: np.ndarray | None = None  # of the next token; None: it has not come
     looks_ahead: bool = True  # False: no draft tokens, since looking ahead failed
     # behind each draft token: whether only an end-of-text token may follow, and the mask
     ahead: list[tuple[bool, np.ndarray]] = field(default_factory=list)
@@ -50,9 +53,8 @@ class RowGrammar:
         said, kind = self.constraint.field_name, self.constraint.kind
         return said if said != FIELD else f"{said}.{kind}"
 
-    def update(self, reply: MaskReply, at: int) -> bool:
-        """Read the row's part of a process's answer. True: it has a mask."""
-        self.over = reply.over[at]
+    def update(self, reply: MaskReply, masks_NW: np.ndarray, at: int) -> None:
+        """Read the row's part of a process's answer."""
+        self.over, self.mask_W = reply.over[at], masks_NW[at]
         if reply.errors[at] is not None:
             self.fail(reply.errors[at] or "")
-        return self.error is None
