@@ -177,6 +177,8 @@ WRONG = [
     ({"lora_name": "other", "lora_path": "/x"}, 400, "InvalidUserInput"),
     ({"lora_name": "a", "lora_path": "/no/such/place"}, 404, "LoRAAdapterNotFoundError"),
     ({"lora_name": "a", "lora_path": "org/none"}, 404, "LoRAAdapterNotFoundError"),
+    ({"lora_name": "a", "lora_path": "/" + "x" * 300}, 404, "LoRAAdapterNotFoundError"),
+    ({"lora_name": "a", "lora_path": "~nobody-here/x"}, 404, "LoRAAdapterNotFoundError"),
     ({"lora_name": "a", "lora_path": "/"}, 400, "InvalidUserInput"),
     ({"lora_name": "a" * 300, "lora_path": "/"}, 400, "InvalidUserInput"),
     ({"lora_name": "a\u0007", "lora_path": "/"}, 400, "InvalidUserInput"),
@@ -231,7 +233,7 @@ def test_paths_outside_the_allowed_directories_are_refused(serve, adapter, tmp_p
 
     async def body(on: Served) -> None:
         assert (await on.load("a", inside)).status_code == 200
-        for path in (str(outside), f"{inside}/../out", "org/repository", "/"):
+        for path in (str(outside), f"{inside}/../out", "org/repository", "/", "~nobody-here/x"):
             status, kind, message = said(await on.load("b", path))
             assert (status, kind) == (400, "InvalidUserInput")
             assert "--allowed-lora-paths" in message

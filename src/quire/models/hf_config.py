@@ -25,9 +25,9 @@ def read_config(path: str, overrides: Any = None) -> dict[str, Any]:
         ModelNotFound: there is no config.json. ConfigError: it is not a JSON object, or its rope entry is malformed.
     """
     file = Path(path) / "config.json"
-    if not file.exists():
-        raise ModelNotFound(f"{file} does not exist")
     config = read_object(file)
+    if not config and not file.exists():
+        raise ModelNotFound(f"{file} does not exist")
     found = text_config(overridden(_with_quantization(config, Path(path)), overrides or {}))
     check_sizes(found)
     for key in ("rope_parameters", "rope_scaling"):

@@ -17,7 +17,7 @@ def read_json(file: Path, max_bytes: int = MAX_BYTES) -> Any:
         if (size := file.stat().st_size) > max_bytes:
             raise ConfigError(f"{file} has {size} bytes; the limit is {max_bytes}")
         return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except RecursionError:
         raise ConfigError(f"{file} is nested too deeply") from None
@@ -27,7 +27,9 @@ def read_json(file: Path, max_bytes: int = MAX_BYTES) -> Any:
 
 def read_object(file: Path) -> dict[str, Any]:
     """The file's JSON object; {}: there is no such file. Raises ConfigError: it cannot be read, or has no object."""
-    found = read_json(file) if file.exists() else {}
+    found = read_json(file)
+    if found is None and not file.exists():
+        return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{file} contains a {type(found).__name__}, not an object")
     return found

@@ -1,12 +1,14 @@
 """Finds a checkpoint: a directory, an embedded model, or a hub id, whose weights are downloaded last.
 
-Knows paths, the hub's client, and names that are no checkpoint for Quire. Does not know what the files contain.
+Knows paths, the hub's client, and names that are no checkpoint for Quire. Does not know what the files contain. A name may be any
+text, so it is looked up with os.path: pathlib raises an error for a text that cannot be a path.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,16 +48,16 @@ def find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
         Unsupported: a URL, or a GGUF file of an unknown architecture.
     """
     name = model.model
-    directory = Path(name).expanduser()
+    directory = Path(os.path.expanduser(name))
     mistral = "mistral" in (load.load_format, model.config_format)
-    if directory.is_dir():
+    if os.path.isdir(directory):
         return _directory(directory.absolute(), mistral), _nothing
-    if (EMBEDDED / name / "config.json").is_file() and "/" not in name:
+    if os.path.isfile(EMBEDDED / name / "config.json") and "/" not in name:
         return str(EMBEDDED / name), _nothing
     if name.startswith(OBJECT_STORES):
         return _from_object_store(name, load)
     _refuse_url("model", name, LOCAL)
-    if directory.is_file():
+    if os.path.isfile(directory):
         if is_gguf(directory):
             return checkpoint_folder(directory), _nothing
         raise ModelNotFound(f"{directory} is a file; pass the directory that contains it")
@@ -83,11 +85,11 @@ def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
     name = model.tokenizer
     if name is None or name == model.model:
         return path
-    if (folder := Path(name).expanduser().absolute()).is_dir():
+    if os.path.isdir(folder := Path(os.path.expanduser(name)).absolute()):
         return str(folder)
     _refuse_url("tokenizer", name, LOCAL_TOKENIZER)
-    if folder.is_file() or _is_path(name):
-        what = "is a file" if folder.is_file() else "does not exist"
+    if os.path.isfile(folder) or _is_path(name):
+        what = "is a file" if os.path.isfile(folder) else "does not exist"
         raise ModelNotFound(f"tokenizer={name}: {folder} {what}; {LOCAL_TOKENIZER}")
     named = replace(model, model=name, revision=model.tokenizer_revision)
     load = replace(load, ignore_patterns=NO_TOKENIZER_FILES)
@@ -101,15 +103,15 @@ def find_adapter(path: str, load: LoadConfig, token: str | bool | None = None) -
         ModelNotFound: there is no such directory or repository.
         Unsupported: a URL.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return str(folder.absolute())
-    if "/" not in path and (EMBEDDED / path / ADAPTER_CONFIG).is_file():
+    folder = Path(os.path.expanduser(path)).absolute()
+    if os.path.isdir(folder):
+        return str(folder)
+    if "/" not in path and os.path.isfile(EMBEDDED / path / ADAPTER_CONFIG):
         return str(EMBEDDED / path)
     _refuse_url("the adapter's path", path, LOCAL_ADAPTER)
-    if folder.is_file() or _is_path(path):
-        what = "is a file" if folder.is_file() else "does not exist"
-        raise ModelNotFound(f"no adapter in {path}: {folder.absolute()} {what}; {LOCAL_ADAPTER}")
+    if os.path.isfile(folder) or _is_path(path):
+        what = "is a file" if os.path.isfile(folder) else "does not exist"
+        raise ModelNotFound(f"no adapter in {path}: {folder} {what}; {LOCAL_ADAPTER}")
     adapter, few = ModelConfig(model=path, hf_token=token), replace(load, ignore_patterns=[])
     found, fetch_weights = _from_hub("adapter", adapter, few, LOCAL_ADAPTER)
     fetch_weights()

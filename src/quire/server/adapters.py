@@ -134,9 +134,9 @@ def allowed_path(path: str, config: LoraConfig) -> str:
         raise wrong_input("`lora_path` is not a path", "lora_path")
     if not config.allowed_lora_paths:
         return path
-    folder = Path(os.path.realpath(Path(path).expanduser()))
+    folder = Path(os.path.realpath(os.path.expanduser(path)))
     for allowed in config.allowed_lora_paths:
-        if folder.is_relative_to(os.path.realpath(Path(allowed).expanduser())):
+        if folder.is_relative_to(os.path.realpath(os.path.expanduser(allowed))):
             return str(folder)
     raise wrong_input(
         "`lora_path` is outside the directories from which this server loads adapters (--allowed-lora-paths)", "lora_path"

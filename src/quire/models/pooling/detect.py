@@ -287,7 +287,7 @@ class _Reader:
         found = [name if isinstance(name, int) else words.get(str(name)) for name in names]
         if None in found:
             raise ConfigError(
-                f"classifier_from_token={names!r}: {names[found.index(None)]!r} is no token of {self.tokenizer};"
+                f"classifier_from_token={names!r}: {names[found.index(None)]!r} is no token of {file};"
                 " name tokens, or give their ids"
             )
         return [int(one) for one in found if one is not None]
