@@ -232,6 +232,11 @@ def changed(tensors: Mapping[str, Tensor], **changes: Tensor | None) -> dict[str
         ({"target_hidden_size": 64}, {}, "target_hidden_size .* is 64, but the target .* has hidden_size=48"),
         ({"hidden_size": 64}, {}, "hidden_size .* is 64, but the target .* has hidden_size=48"),
         ({"hidden_size": None}, {}, "hidden_size=None"),
+        (
+            {"hidden_size": 64, "use_aux_hidden_state": False},
+            {"embed_tokens__weight": torch.zeros(VOCAB, 64), "lm_head__weight": torch.zeros(40, 64)},
+            "hidden_size .* is 64, but the target .* has hidden_size=48",
+        ),
         ({"draft_vocab_size": 41}, {"d2t": torch.zeros(41, dtype=torch.int64)}, r"lm_head\.weight .* shape \[40, 48\]"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, {}, r"fc\.weight .* takes 144 features.* \[1, 2\]"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, {}, r"layer_ids=\[1, 2, 5\] .* 4 layers"),

@@ -219,6 +219,8 @@ def _eagle3(checkpoint: _Checkpoint) -> dict[str, Any]:
         words = len(checkpoint.tensor("lm_head.weight"))
     words = words or vocab
     after = _aux_layers(checkpoint) if checkpoint.option("use_aux_hidden_state", True) else []
+    if not after:  # the first layer reads the target's last state as it is
+        checkpoint.check("hidden_size", checkpoint.hidden_size, "hidden_size")
     flags = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
     config |= {flag: bool(checkpoint.option(flag, False)) for flag in flags}
     config["norm_before_fc"] |= checkpoint.has(r"^input_norm\.")
