@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -64,6 +65,15 @@ def test_input_forms(serving, given, expected):
     assert (body["object"], body["model"], body["data"][0]["object"]) == ("list", "toy", "embedding")  # fmt: skip
     assert body["id"].startswith("embd-")
     assert not server.state.active
+
+
+def test_spans_have_the_ids_that_clients_know(serving):
+    """Where several HTTP processes share an engine, requests have other ids there."""
+    server, spans = serving(), []
+    server.state.fronts = 2
+    server.state.tracer = SimpleNamespace(request=lambda about, _: spans.append(about.name))
+    id = server.ask("/v1/embeddings", {"input": ["a", "b"]}).json()["id"]
+    assert sorted(spans) == [f"{id}-0", f"{id}-1"]
 
 
 def test_messages(serving):

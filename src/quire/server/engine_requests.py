@@ -45,6 +45,11 @@ class Wakeup:
         self._is_set = False
 
 
+def prompt_id(request_id: str, which: int, count: int) -> str:
+    """The id, for the user, of one of the `count` prompts of a request."""
+    return request_id if count == 1 else f"{request_id}-{which}"
+
+
 def engine_name(state: ServerState, name: str) -> str:
     """The id of a request in the engine: no other request has it."""
     if state.fronts > 1:  # clients of other HTTP processes choose ids too

@@ -34,6 +34,7 @@ from quire.server.engine_requests import (
     log_request,
     new_output,
     out_of_time,
+    prompt_id,
 )
 from quire.server.large_answers import LARGE_ENTRIES
 from quire.server.openai.chat_output import ChatOutputReader
@@ -258,7 +259,7 @@ class Generation:
 
     async def _open_request(self, which: int) -> RunningPrompt:
         prompt = self.prompts[which]
-        public_id = self.id if len(self.prompts) == 1 else f"{self.id}-{which}"
+        public_id = prompt_id(self.id, which, len(self.prompts))
         name = engine_name(self.state, public_id)
         timer = RequestTimer(self.state.metrics)
         # A copy: the frontend fills in this request's own values (seed, EOS tokens).

@@ -23,7 +23,14 @@ from quire.observe.request_metrics import RequestTimer
 from quire.observe.tracing import SpanAttributes
 from quire.protocol.pooling_params import PoolingParams
 from quire.server.api_keys import Tenant
-from quire.server.engine_requests import Wakeup, engine_name, log_request, new_output, out_of_time
+from quire.server.engine_requests import (
+    Wakeup,
+    engine_name,
+    log_request,
+    new_output,
+    out_of_time,
+    prompt_id,
+)
 from quire.server.errors import ApiError, invalid
 from quire.server.state import ServerState
 
@@ -52,6 +59,9 @@ class RunningText:
 
     which: int
     name: str
+    """Its id in the engine."""
+    public_id: str
+    """Its id for the user."""
     num_tokens: int
     timer: RequestTimer
     stream: OutputStream | None = None
@@ -133,10 +143,11 @@ class PoolingBatch:
         yield start, self.source.count, size
 
     async def _open_request(self, which: int, prompt: Prompt) -> None:
-        public_id = self.id if self.source.count == 1 else f"{self.id}-{which}"
+        public_id = prompt_id(self.id, which, self.source.count)
         name = engine_name(self.state, public_id)
         log_request(self.state, public_id, prompt, self.params)
-        running = RunningText(which, name, len(prompt.tokens), RequestTimer(self.state.metrics))
+        timer = RequestTimer(self.state.metrics)
+        running = RunningText(which, name, public_id, len(prompt.tokens), timer)
         self._count(running.num_tokens)
         self._running[which] = running
         self.state.active.add(name)
@@ -200,7 +211,8 @@ class PoolingBatch:
         if (tracer := self.state.tracer) is not None:
             model = self.state.model_name
             tracer.request(
-                SpanAttributes(running.name, model, self.params, running.num_tokens, []), latencies
+                SpanAttributes(running.public_id, model, self.params, running.num_tokens, []),
+                latencies,
             )
 
     @property
