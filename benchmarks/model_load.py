@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     shapes.add_options(parser)
     add("--quantizations", nargs="+", default=["none", "int8", "int4"], metavar="NAME", help="each in turn")  # fmt: skip
-    add("--rounds", type=int, default=2, help="starts of each; medians are told")
+    add("--rounds", type=int, default=2, help="starts of each; it prints the medians")
     given = parser.parse_args(argv)
     model = str(shapes.checkpoint(shapes.SHAPES[given.shape], "bfloat16", given.cache))
     found: dict[str, list[dict[str, float]]] = {}

@@ -59,12 +59,12 @@ KNOWN = {
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks serving", description=__doc__)
     add = parser.add_argument
-    add("--model", default="quire-tiny", help="what every server is told to serve")
+    add("--model", default="quire-tiny", help="the model of every server")
     add("--clients", nargs="+", type=int, default=[1, 16, 64], metavar="N")
     add("--requests", type=int, default=4, metavar="N", help="of each client, and no fewer than 16")
     add("--input-len", type=int, default=32, metavar="TOKENS")
     add("--output-len", type=int, default=64, metavar="TOKENS")
-    add("--rounds", type=int, default=3, metavar="N", help="medians are told")
+    add("--rounds", type=int, default=3, metavar="N", help="it prints the medians")
     add(
         "--flags",
         default="--max-num-seqs 64",

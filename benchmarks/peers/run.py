@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         help=f"of {', '.join(ENGINES)}; unset: all")  # fmt: skip
     add("--workloads", nargs="+", choices=[w.name for w in shapes.WORKLOADS], metavar="ROWSxIN/OUT",
         help=f"of {', '.join(w.name for w in shapes.WORKLOADS)}; unset: all")  # fmt: skip
-    add("--rounds", type=int, default=3, help="how often each workload is run; medians are told")
+    add("--rounds", type=int, default=3, help="runs of each workload; it prints the medians")
     add("--once", nargs="*", default=[], metavar="ROWSxIN/OUT", help="run in the first round only")
     add("--threads", type=int, default=os.cpu_count(), help="compute threads of vLLM; the others choose")  # fmt: skip
     add("--kv-gib", type=int, help="for keys and values of each; unset: what the workloads need")
@@ -138,7 +138,7 @@ def _measure(given: argparse.Namespace, command: str) -> int:
                 try:
                     asked = _asked(ENGINES[name], models[name], shape, chosen, given)
                     running[name] = open_.enter_context(started(name, asked, given))
-                    engines[name] = running[name].told()
+                    engines[name] = running[name].report()
                 except StartupError as why:
                     engines[name] = {"group": group, "failed": str(why)}
                     print(f"{name}: {why}", flush=True)
@@ -319,7 +319,7 @@ class Running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         return {
             "group": self.asked["group"],
             "about": self.about,

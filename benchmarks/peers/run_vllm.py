@@ -26,8 +26,8 @@ def main() -> None:
         params = vllm.SamplingParams(
             temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False
         )
-        told: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        done = llm.generate(told, params, use_tqdm=False)
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        done = llm.generate(inputs, params, use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in done]
 
     about = {

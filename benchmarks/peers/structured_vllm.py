@@ -35,9 +35,9 @@ def main() -> None:
         params = vllm.SamplingParams(
             temperature=0.0, max_tokens=output, ignore_eos=True, structured_outputs=held
         )
-        told: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
         start = time.perf_counter()
-        done = llm.generate(told, params, use_tqdm=False)
+        done = llm.generate(inputs, params, use_tqdm=False)
         spent = time.perf_counter() - start
         if any(len(one.outputs[0].token_ids) != output for one in done):
             raise SystemExit("a request ended early")

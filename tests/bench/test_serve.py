@@ -126,7 +126,7 @@ def test_tls_verifies_the_certificate_unless_insecure(tmp_path: Path):
 # One request
 
 
-def heard(kind: str, *events: Any, cuts: int = 0) -> RequestRecord:
+def record_of(kind: str, *events: Any, cuts: int = 0) -> RequestRecord:
     """What a stream of events says, one event a second, each cut at random places."""
     done = RequestRecord(5, start=100.0)
     stream = SseReader(KINDS[kind], done)
@@ -135,7 +135,7 @@ def heard(kind: str, *events: Any, cuts: int = 0) -> RequestRecord:
         data = b": comment\r\n\r\n" + event(one).replace(b"\n", b"\r\n" if cuts % 2 else b"\n")
         places = sorted(draw.randrange(len(data)) for _ in range(cuts))
         for start, end in zip([0, *places], [*places, len(data)], strict=True):
-            stream.heard(data[start:end], 101.0 + second)
+            stream.add(data[start:end], 101.0 + second)
     stream.end()
     return done
 
@@ -149,10 +149,10 @@ def test_streams_parse_the_same_for_any_chunking(cuts: int):
 
     used = {"prompt_tokens": 9, "completion_tokens": 4}
     whole_text = [
-        heard("openai", text("openai", "é"), text("openai", "b"), text("openai", ""), {"choices": [], "usage": used}, cuts=cuts),
-        heard("openai-chat", {"choices": [{"delta": {"role": "assistant", "content": ""}}]}, {"choices": [{"delta": {"reasoning": "é"}}]},
+        record_of("openai", text("openai", "é"), text("openai", "b"), text("openai", ""), {"choices": [], "usage": used}, cuts=cuts),
+        record_of("openai-chat", {"choices": [{"delta": {"role": "assistant", "content": ""}}]}, {"choices": [{"delta": {"reasoning": "é"}}]},
               text("openai-chat", "b"), {"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": used}, cuts=cuts),
-        heard("openai-responses", {"type": "response.created"}, {"type": "response.output_text.delta", "delta": "é"},
+        record_of("openai-responses", {"type": "response.created"}, {"type": "response.output_text.delta", "delta": "é"},
               {"type": "response.output_text.delta", "delta": "b"},
               {"type": "response.completed", "response": {"usage": {"input_tokens": 9, "output_tokens": 4}}}, cuts=cuts),
     ]  # fmt: skip
@@ -172,14 +172,16 @@ def test_streams_parse_the_same_for_any_chunking(cuts: int):
     ],
 )
 def test_a_stream_that_fails_is_not_an_answer(events: list[Any], said: str):
-    assert said in heard("openai", *events).error
+    assert said in record_of("openai", *events).error
 
 
 def test_tokens_without_text_are_counted_and_timed():
     used = {"completion_tokens": 2}
-    done = heard("openai", {"choices": [{"text": ""}]}, {"choices": [{"text": ""}], "usage": used})
+    done = record_of(
+        "openai", {"choices": [{"text": ""}]}, {"choices": [{"text": ""}], "usage": used}
+    )
     assert (done.output_tokens, done.ttft, done.latency, done.error) == (2, 1.0, 2.0, "")
-    assert heard("openai", {"choices": [{"text": "a"}]}).output_tokens == 1  # nobody counts
+    assert record_of("openai", {"choices": [{"text": "a"}]}).output_tokens == 1  # nobody counts
 
 
 def test_refusals_contain_the_reason():

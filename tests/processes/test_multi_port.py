@@ -92,7 +92,7 @@ def test_no_client_holds_the_port_of_health() -> None:
         assert threading.active_count() <= threads + 1
         assert {one.recv(99) for one in slow} == {b""}
         assert httpx.get(health, timeout=60).status_code == 200
-        with pytest.raises(ConfigError, match="in use.*with --data-parallel-supervisor-port"):
+        with pytest.raises(ConfigError, match=r"in use.*with --data-parallel-supervisor-port"):
             supervisor._answer_health()
         supervisor._end()  # the servers drain: they take no new requests
         assert httpx.get(health, timeout=60).status_code == 503

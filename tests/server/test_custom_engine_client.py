@@ -115,7 +115,7 @@ async def test_metrics_report_the_statistics_and_the_restarts_of_the_client(
 async def test_the_server_ends_with_its_engine(
     client: ToldClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_process, "DEATH_TOLD_S", 0.0)
+    monkeypatch.setattr(server_process, "DEATH_NOTICE_S", 0.0)
     async with served(client) as (_, _, running):
         client.condition = "dead"
         assert await asyncio.wait_for(running, PATIENCE_S) == 1

@@ -132,7 +132,7 @@ class SseReader:
         self.times: list[float] = []
         self.usage: dict[str, Any] = {}
 
-    def heard(self, piece: bytes, when: float) -> None:
+    def add(self, piece: bytes, when: float) -> None:
         lines = (self.rest + piece).split(b"\n")
         self.rest = lines.pop()
         for line in lines:
@@ -192,7 +192,7 @@ async def ask(
     done = RequestRecord(prompt.length, start=clock())
     stream = SseReader(kind, done)
     try:
-        answer = await server.ask("POST", path, data, heard=stream.heard, headers=headers)
+        answer = await server.ask("POST", path, data, on_piece=stream.add, headers=headers)
     except HttpFailed as why:
         done.error = str(why)
         return done

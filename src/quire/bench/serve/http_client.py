@@ -20,7 +20,7 @@ import httptools
 
 from quire.errors import ConfigError, QuireError
 
-Heard = Callable[[bytes, float], None]
+OnPiece = Callable[[bytes, float], None]
 """Called with a piece of a body and its arrival time (seconds of time.perf_counter)."""
 
 
@@ -31,7 +31,7 @@ class HttpFailed(QuireError):
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
     status: int
-    body: bytes  # empty if the pieces went to `heard`
+    body: bytes  # empty if the pieces went to `on_piece`
 
 
 class HttpConnection(asyncio.Protocol):
@@ -42,9 +42,9 @@ class HttpConnection(asyncio.Protocol):
         self.done: asyncio.Future[HttpAnswer] | None = None
         self.open = False
 
-    def ask(self, request: bytes, heard: Heard | None) -> asyncio.Future[HttpAnswer]:
+    def ask(self, request: bytes, on_piece: OnPiece | None) -> asyncio.Future[HttpAnswer]:
         self.parser = httptools.HttpResponseParser(self)
-        self.heard, self.parts, self.status = heard, list[bytes](), 0
+        self.on_piece, self.parts, self.status = on_piece, list[bytes](), 0
         self.started = self.bounded = False
         self.when = 0.0
         self.done = asyncio.get_running_loop().create_future()
@@ -91,8 +91,8 @@ class HttpConnection(asyncio.Protocol):
         self.status = self.parser.get_status_code()
 
     def on_body(self, piece: bytes) -> None:
-        if self.heard is not None and self.status == 200:
-            self.heard(piece, self.when)
+        if self.on_piece is not None and self.status == 200:
+            self.on_piece(piece, self.when)
         else:
             self.parts.append(piece)
 
@@ -153,11 +153,11 @@ class HttpTarget:
         path: str,
         body: bytes = b"",
         *,
-        heard: Heard | None = None,
+        on_piece: OnPiece | None = None,
         headers: Mapping[str, str] | None = None,
         timeout: float = 6 * 3600.0,
     ) -> HttpAnswer:
-        """One exchange. `heard` gets the pieces of a response with status 200 as they arrive.
+        """One exchange. `on_piece` gets the pieces of a response with status 200 as they arrive.
 
         Raises:
             HttpFailed: no connection, a broken one, not HTTP, or `timeout` seconds have passed.
@@ -170,7 +170,7 @@ class HttpTarget:
                 while True:
                     link, used = await self._link()
                     try:
-                        answer = await link.ask(request, heard)
+                        answer = await link.ask(request, on_piece)
                     except HttpFailed:
                         self._drop(link)
                         if used and not link.started:

@@ -41,7 +41,7 @@ from quire.server.process.banner import failure, greet
 from quire.server.process.http_worker import KEYS, MODULE
 from quire.server.process.server_process import (
     ABORTED_S,
-    DEATH_TOLD_S,
+    DEATH_NOTICE_S,
     closes_with_terminal,
     stats_logs,
 )
@@ -304,7 +304,7 @@ class HttpSupervisor:
         if env.get("KEEP_ALIVE_ON_ENGINE_DEATH"):
             return None
         left = any(child.process for child in self.children)
-        seconds = DEATH_TOLD_S + LAST_ANSWERS_S + GRACE_S
+        seconds = DEATH_NOTICE_S + LAST_ANSWERS_S + GRACE_S
         return None if left and now - self.engine_died_at < seconds else 1
 
     # -- output to the terminal -----------------------------------------------------------------

@@ -46,7 +46,7 @@ log = get_logger(__name__)
 
 LOOK_EVERY_S = 0.25
 ABORTED_S = 5.0  # limit for the engine to end aborted requests
-DEATH_TOLD_S = 1.0  # time for clients to read the error before the process ends
+DEATH_NOTICE_S = 1.0  # time for clients to read the error before the process ends
 
 
 def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -173,7 +173,7 @@ class ServerProcess:
         await first_of(stopped, watch, http)
         if watch.done():
             watch.result()
-            await asyncio.sleep(DEATH_TOLD_S)
+            await asyncio.sleep(DEATH_NOTICE_S)
             return 1
         code = 0 if stopped.done() else 1
         watch.cancel()
