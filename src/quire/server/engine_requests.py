@@ -45,16 +45,12 @@ class Wakeup:
         self._is_set = False
 
 
-def prompt_id(request_id: str, which: int, count: int) -> str:
-    """The id, for the user, of one of the `count` prompts of a request."""
-    return request_id if count == 1 else f"{request_id}-{which}"
-
-
-def engine_name(state: ServerState, name: str) -> str:
-    """The id of a request in the engine: no other request has it."""
+def prompt_ids(state: ServerState, request_id: str, which: int, count: int) -> tuple[str, str]:
+    """The ids of one of the `count` prompts of a request: for the user; and in the engine, where no other request has it."""
+    public = name = request_id if count == 1 else f"{request_id}-{which}"
     if state.fronts > 1:  # clients of other HTTP processes choose ids too
         name = shared_name(name, state.front)
-    return f"{name}-{secrets.token_hex(4)}" if name in state.active else name
+    return public, f"{name}-{secrets.token_hex(4)}" if name in state.active else name
 
 
 def log_request(state: ServerState, name: str, prompt: Prompt, params: RequestParams) -> None:

@@ -28,14 +28,7 @@ from quire.observe.tracing import SpanAttributes
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.answer_size import check_answer_size
 from quire.server.api_keys import Tenant
-from quire.server.engine_requests import (
-    Wakeup,
-    engine_name,
-    log_request,
-    new_output,
-    out_of_time,
-    prompt_id,
-)
+from quire.server.engine_requests import Wakeup, log_request, new_output, out_of_time, prompt_ids
 from quire.server.large_answers import LARGE_ENTRIES
 from quire.server.openai.chat_output import ChatOutputReader
 from quire.server.openai.logprobs import Position
@@ -259,8 +252,7 @@ class Generation:
 
     async def _open_request(self, which: int) -> RunningPrompt:
         prompt = self.prompts[which]
-        public_id = prompt_id(self.id, which, len(self.prompts))
-        name = engine_name(self.state, public_id)
+        public_id, name = prompt_ids(self.state, self.id, which, len(self.prompts))
         timer = RequestTimer(self.state.metrics)
         # A copy: the frontend fills in this request's own values (seed, EOS tokens).
         params = self.params.settled() if len(self.prompts) > 1 else self.params

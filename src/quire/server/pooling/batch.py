@@ -23,14 +23,7 @@ from quire.observe.request_metrics import RequestTimer
 from quire.observe.tracing import SpanAttributes
 from quire.protocol.pooling_params import PoolingParams
 from quire.server.api_keys import Tenant
-from quire.server.engine_requests import (
-    Wakeup,
-    engine_name,
-    log_request,
-    new_output,
-    out_of_time,
-    prompt_id,
-)
+from quire.server.engine_requests import Wakeup, log_request, new_output, out_of_time, prompt_ids
 from quire.server.errors import ApiError, invalid
 from quire.server.state import ServerState
 
@@ -143,8 +136,7 @@ class PoolingBatch:
         yield start, self.source.count, size
 
     async def _open_request(self, which: int, prompt: Prompt) -> None:
-        public_id = prompt_id(self.id, which, self.source.count)
-        name = engine_name(self.state, public_id)
+        public_id, name = prompt_ids(self.state, self.id, which, self.source.count)
         log_request(self.state, public_id, prompt, self.params)
         timer = RequestTimer(self.state.metrics)
         running = RunningText(which, name, public_id, len(prompt.tokens), timer)
@@ -210,10 +202,8 @@ class PoolingBatch:
         )  # fmt: skip
         if (tracer := self.state.tracer) is not None:
             model = self.state.model_name
-            tracer.request(
-                SpanAttributes(running.public_id, model, self.params, running.num_tokens, []),
-                latencies,
-            )
+            about = SpanAttributes(running.public_id, model, self.params, running.num_tokens, [])
+            tracer.request(about, latencies)
 
     @property
     def usage(self) -> dict[str, Any]:
