@@ -88,21 +88,17 @@ def work(jobs: SimpleQueue[Job | None]) -> None:
     """The thread. It knows the queue alone, so that an engine that is gone keeps neither its cache nor this thread."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-    can_prefault = True
     while (job := jobs.get()) is not None:
-        can_prefault = can_prefault and prefault(*job)
+        with suppress(OSError):  # pages are then allocated when they are touched
+            prefault(*job)
         del job  # it keeps the memory alive
 
 
-def prefault(parts: Sequence[Tensor], num_blocks: int, start: int, until: int) -> bool:
-    """False: the system cannot. It then allocates pages when they are touched."""
+def prefault(parts: Sequence[Tensor], num_blocks: int, start: int, until: int) -> None:
+    """Raises OSError: an older kernel, or no memory is left."""
     blocks_at_once = max(1, SLICE // bytes_per_block(parts, num_blocks))
     for block in range(start, until, blocks_at_once):
         for part in parts:
             size, start_of = part.nbytes // num_blocks, part.data_ptr()
             end = min(until, block + blocks_at_once)
-            try:
-                memory.prefault(start_of + block * size, start_of + end * size)
-            except OSError:
-                return False
-    return True
+            memory.prefault(start_of + block * size, start_of + end * size)
