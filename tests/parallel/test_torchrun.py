@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,21 +51,93 @@ def outputs(**options: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["tensor", "pipeline"])
 def test_every_rank_gets_the_outputs_of_one_process(size: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    tests, folder = str(Path(__file__).parent), str(tmp_path)
-    program.write_text(PROGRAM.format(size=size, tests=tests, folder=folder))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    done = subprocess.run([*command, str(program)], capture_output=True, timeout=LIMIT_S, text=True)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    found = launched(PROGRAM, tmp_path, size=size)
     assert found[0] == found[1] == json.loads(json.dumps(outputs()))
+
+
+def launched(text: str, folder: Path, **fields: str) -> list[Any]:
+    """Run a program in two ranks. Returns what each wrote into the folder; None: it wrote nothing."""
+    program, tests = folder / "program.py", str(Path(__file__).parent)
+    program.write_text(text.format(tests=tests, folder=str(folder), **fields))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*launcher, program], capture_output=True, timeout=LIMIT_S, text=True)
+    files = [folder / str(rank) for rank in range(2)]
+    assert any(file.exists() for file in files), done.stderr
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+FAULTY_PROGRAM = """
+import json, os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import test_rank_faults as faults
+from quire import LLM
+
+rank, folder = int(os.environ["RANK"]), Path({folder!r})
+(folder / f"process {{rank}}").write_text(str(os.getpid()))
+if "far" in {where!r}:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # as on two machines
+if "every rank" in {where!r}:
+    faults.FAULTY = rank
+llm = LLM("quire-tiny", max_model_len=256, {size}_parallel_size=2, distributed_executor_backend="external_launcher")
+hooks = llm.client.core.executor.worker.hooks
+
+def outcome():
+    try:
+        return [len(one.outputs[0].token_ids) for one in llm.generate(["The quick"] * 3, faults.LONG, use_tqdm=False)]
+    except Exception as error:
+        return f"{{type(error).__name__}}: {{error}}"
+
+before = outcome()
+hooks.append(faults.Fault(rank, {how!r}, "before"))
+began = time.monotonic()
+found, seconds = outcome(), time.monotonic() - began
+hooks.pop()
+(folder / str(rank)).write_text(json.dumps([before, found, seconds, outcome()]))
+if {how!r} == "stop":
+    os.kill(int((folder / "process 1").read_text()), signal.SIGKILL)
+while not (folder / "0").exists() and time.monotonic() < began + 60:
+    time.sleep(0.1)  # while this rank lives, its connections do
+"""
+WHOLE = [64] * 3
+ALONE = (
+    "EngineDeadError: the engine stopped: RankLost: only rank 1 failed a step: .*a fault of a test"
+)
+FOLLOWS = "EngineDeadError: the engine stopped: RankLost: .*the engine of rank 1 has ended: only rank 1 failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tensor", "pipeline"])
+@pytest.mark.parametrize("where", ["here", "far"])
+def test_a_stopped_rank_ends_the_engines_of_the_others(
+    size: str, where: str, tmp_path: Path
+) -> None:
+    first, _ = launched(FAULTY_PROGRAM, tmp_path, size=size, where=where, how="stop")
+    before, found, seconds, again = first
+    assert before == WHOLE
+    why = {"here": r"rank 1 is stopped \(SIGSTOP", "far": "rank 1 was silent for 20 s"}[where]
+    assert re.search(f"EngineDeadError: the engine stopped: RankLost: .*{why}", found)
+    assert seconds < 30
+    assert again.startswith("EngineDeadError")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tensor", "pipeline"])
+def test_a_step_that_fails_in_one_rank_ends_all_engines(size: str, tmp_path: Path) -> None:
+    found = launched(FAULTY_PROGRAM, tmp_path, size=size, where="here", how="raise")
+    for (before, outcome, seconds, again), why in zip(found, [FOLLOWS, ALONE], strict=True):
+        assert before == WHOLE
+        assert re.search(why, outcome)
+        assert seconds < 30
+        assert again.startswith("EngineDeadError")
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_in_all_ranks_ends_its_requests_only(tmp_path: Path) -> None:
+    found = launched(FAULTY_PROGRAM, tmp_path, size="tensor", where="every rank", how="raise")
+    for before, outcome, _, again in found:
+        assert before == again == WHOLE
+        assert outcome == [0] * 3
 
 
 def test_without_torchrun_the_error_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,7 @@ class InlineClient:
                     self._dead = EngineDeadError(
                         f"the engine stopped: {type(error).__name__}: {error}"
                     )
+                    self._shut()
                     raise self._dead from error
             outputs, self._outputs = self._outputs, []
             return outputs

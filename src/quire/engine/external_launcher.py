@@ -6,23 +6,62 @@ Knows torchrun's environment. Does not know what the engines must do alike (docs
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from quire import env
 from quire.config.engine import Resolved
+from quire.errors import StepFailed
+from quire.executor.base import FailedStep, StepFuture
+from quire.executor.inline import InlineExecutor
 from quire.parallel.address import RankAddress
 from quire.parallel.layout import RankLayout
-from quire.parallel.machines import EXCHANGE_S, Machines
+from quire.parallel.machines import EXCHANGE_S
+from quire.parallel.torchrun import RankWatch, TorchrunMachines
+from quire.protocol.plan import StepPlan
+
+if TYPE_CHECKING:
+    from quire.worker.worker import Worker
 
 
-def external_address(resolved: Resolved) -> RankAddress:
-    """This process's rank. `config/nodes.py` has checked the variables."""
+class RankExecutor(InlineExecutor):
+    """Runs the worker of one rank. A step that not all ranks fail ends the engines of all, as it ends a group of processes."""
+
+    def __init__(self, worker: Worker, watch: RankWatch):
+        super().__init__(worker)
+        self.watch = watch
+
+    def launch(self, plan: StepPlan) -> StepFuture:
+        try:
+            try:
+                return self.worker.run(plan)
+            except StepFailed as error:
+                self.watch.failed(error)
+                return FailedStep(error)
+        except BaseException as error:
+            self.watch.leave(str(error))
+            raise
+
+    def close(self) -> None:
+        self.watch.leave("it was stopped")
+
+
+def external_executor(resolved: Resolved, make: Callable[[RankAddress], Worker]) -> RankExecutor:
+    """The executor of this process' rank, with the worker that `make` makes."""
+    machines = torchrun_machines(resolved)
+    address = RankAddress(machines.rank, RankLayout.of(resolved.config.parallel), machines=machines)
+    return RankExecutor(make(address), machines.watch)
+
+
+def torchrun_machines(resolved: Resolved) -> TorchrunMachines:
+    """Of this process' rank. `config/nodes.py` has checked the variables."""
     parallel = resolved.config.parallel
-    layout, rank = RankLayout.of(parallel), int(env.outer("RANK") or 0)
-    local = int(env.outer("LOCAL_WORLD_SIZE") or layout.size)
+    size, rank = RankLayout.of(parallel).size, int(env.outer("RANK") or 0)
+    local = int(env.outer("LOCAL_WORLD_SIZE") or size)
     host = env.get("HOST_IP") or _route_to(env.outer("MASTER_ADDR") or "127.0.0.1")
     wait_s = parallel.cpu_distributed_timeout_seconds or EXCHANGE_S
-    machines = Machines([each // local for each in range(layout.size)], host, exchange_s=wait_s)
-    return RankAddress(rank, layout, machines=machines)
+    nodes = [each // local for each in range(size)]
+    return TorchrunMachines(nodes, host, exchange_s=wait_s, rank=rank)
 
 
 def _route_to(host: str) -> str:

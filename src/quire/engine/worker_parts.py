@@ -5,6 +5,7 @@ Loads torch only where it builds a worker (`worker/build.py`).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from quire.config.engine import ModelSpec, Resolved
 from quire.config.serialize import resolved_from_bytes
 from quire.config.structured import structured_options
 from quire.errors import ConfigError
+from quire.executor.inline import InlineExecutor
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.parallel.address import RankAddress
@@ -48,12 +50,13 @@ def build_executor(
         from quire.engine.rank_processes import start_ranks
 
         return start_ranks("quire.engine.worker_parts:worker_from_wire", resolved, report)
-    from quire.engine.external_launcher import external_address
-    from quire.executor.inline import InlineExecutor
-
-    address = RankAddress() if resolved.executor == "uni" else external_address(resolved)
     features = worker_features(resolved, compiler)
-    return InlineExecutor(build_worker(resolved, features, draft_specs(resolved), report, address))
+    make = partial(build_worker, resolved, features, draft_specs(resolved), report)
+    if resolved.executor == "uni":
+        return InlineExecutor(make())
+    from quire.engine.external_launcher import external_executor
+
+    return external_executor(resolved, make)
 
 
 def worker_from_wire(payload: bytes, report: Report) -> Worker:

@@ -105,8 +105,11 @@ class RankAddress(Struct, array_like=True):
             return None
         from quire.parallel.stage_sockets import StageSockets
 
-        fds = self.sockets if self.machines is None else self._far_sockets(self.machines, store)
-        return StageSockets(self.place.stage, self.layout.pipeline, fds)
+        place = self.place.stage, self.layout.pipeline
+        if self.machines is None:
+            return StageSockets(*place, self.sockets)
+        fds = self._far_sockets(self.machines, store)
+        return StageSockets(*place, fds, look=self.machines.look)
 
     def _far_sockets(self, machines: Machines, store: Any) -> StageSocketFds:
         """Sockets to the other stages, as `_connect` makes them on one machine."""

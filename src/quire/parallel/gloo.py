@@ -7,7 +7,8 @@ Shape suffixes: R ranks, T tokens, W width of one rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 
 from quire.errors import RankLost
-from quire.parallel.ranks import START_S
+from quire.parallel.ranks import LOOK_S, START_S
 from quire.parallel.rendezvous import RendezvousClient
 
 dist: Any = torch.distributed  # most of its names have no types
@@ -45,13 +46,6 @@ def prefixed(name: str, store: Any) -> Any:
     return dist.PrefixStore(name, store)
 
 
-def torchrun_store(size: int, seconds: float) -> Any:
-    """The store of torchrun, which its environment names, for the next engine of `size` ranks."""
-    store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=seconds))))[0]
-    before = store.add("quire ranks", 1) - 1  # each rank adds 1 for each of its engines
-    return prefixed(f"quire {before // size}", store)
-
-
 class GlooRanks:
     """See `TensorRanks` (parallel/ranks.py).
 
@@ -60,6 +54,7 @@ class GlooRanks:
         rank, size: in the group.
         host: this machine's address, at which the others reach this rank.
         timeout_s: how long this rank waits for the others, at the start and in each exchange.
+        look: called each second of a wait; its RankLost ends the wait.
 
     Raises:
         RankLost: the others did not come in time.
@@ -67,8 +62,11 @@ class GlooRanks:
 
     link: int | None = None
 
-    def __init__(self, store: Any, rank: int, size: int, host: str, timeout_s: float):
-        self.rank, self.size, self._timeout_s = rank, size, timeout_s
+    def __init__(
+        self, store: Any, rank: int, size: int, host: str, timeout_s: float,
+        look: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
+        self.rank, self.size, self._timeout_s, self._look = rank, size, timeout_s, look
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -94,13 +92,29 @@ class GlooRanks:
         all_RTW = torch.empty(self.size, rows, width, dtype=x_TW.dtype)
         if own.numel():
             try:
-                self._group._allgather_base(all_RTW.view(-1).view(torch.uint8), own).wait()
+                self._wait(self._group._allgather_base(all_RTW.view(-1).view(torch.uint8), own))
             except RuntimeError as why:
                 raise RankLost(
                     f"rank {self.rank} of {self.size} lost another rank in an exchange of {own.numel()} bytes"
                     f" (limit {self._timeout_s:g} s): {why}"
                 ) from why
         return all_RTW.transpose(0, 1).reshape(rows, self.size * width)
+
+    def _wait(self, exchange: Any) -> None:
+        """Raises RuntimeError: it failed. RankLost: it will not end."""
+        while True:
+            try:
+                exchange.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError:
+                if exchange.is_completed():
+                    raise
+            try:
+                self._look()
+            except RankLost:
+                # The group's destructor would wait for the exchange, so the group stays until the process ends.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                raise
 
     def check(self) -> None:
         """Kernels do not exchange by gloo."""

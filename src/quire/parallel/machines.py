@@ -1,6 +1,6 @@
 """Machines: which rank is on which machine, and how a rank reaches those of other machines. No torch here until `meet`.
 
-Two ways to find the others: the head's rendezvous (`rendezvous.py`), or torchrun's, which its environment names.
+The ranks find each other through the head's rendezvous (`rendezvous.py`), or through torchrun's store (`torchrun.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Machines(Struct, array_like=True):
     Attributes:
         nodes: the machine of each rank.
         host: this machine's address, at which ranks of others reach this rank.
-        meeting: host and port of the head's rendezvous; port 0: torchrun's.
+        meeting: host and port of the head's rendezvous.
         key: of the rendezvous.
         exchange_s: how long this rank waits for another in an exchange.
     """
@@ -59,12 +59,12 @@ class Machines(Struct, array_like=True):
         Raises:
             StartupError: it does not answer.
         """
-        from quire.parallel.gloo import RendezvousStore, torchrun_store
+        from quire.parallel.gloo import RendezvousStore
 
-        host, port = self.meeting
-        if not port:
-            return torchrun_store(len(self.nodes), MEET_S)
-        return RendezvousStore(RendezvousClient(connect(host, port, self.key, MEET_S), MEET_S))
+        return RendezvousStore(RendezvousClient(connect(*self.meeting, self.key, MEET_S), MEET_S))
+
+    def look(self) -> None:
+        """Called each second of a wait for other ranks. The executor looks at them, so here nothing is to do."""
 
     def group(self, store: Any, name: str, ranks: Sequence[int], rank: int) -> GlooRanks:
         """The exchange of a group.
@@ -79,7 +79,7 @@ class Machines(Struct, array_like=True):
         from quire.parallel.gloo import GlooRanks, prefixed
 
         own = prefixed(name, store)
-        found = GlooRanks(own, ranks.index(rank), len(ranks), self.host, MEET_S)
+        found = GlooRanks(own, ranks.index(rank), len(ranks), self.host, MEET_S, self.look)
         found.limit(self.exchange_s)
         return found
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 START_S = 1800.0
 """How long a rank may load its part of the model after another has. (One that ends is noticed at once.)"""
+LOOK_S = 1.0
+"""How often a wait for another rank looks whether it goes on, where no kernel waits."""
 PANEL = 32
 """Outputs that the CPU kernels compute at once. Torch computes the ends of rows that are no multiple of 16 with other bits."""
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import select
 import socket
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from torch import Tensor
 from quire import env
 from quire.errors import PlanMismatch, RankLost
 from quire.parallel.address import StageSocketFds
-from quire.parallel.ranks import START_S
+from quire.parallel.ranks import LOOK_S, START_S
 
 LENGTH = struct.Struct("<Q")
 MAX_HEADER = 1 << 26
@@ -45,16 +46,22 @@ class StageSockets:
         fds: of the sockets. They are closed with this object.
         timeout_s: how long a stage waits for another that is alive; None: as long as a step may take
             (QUIRE_EXECUTE_MODEL_TIMEOUT_SECONDS).
+        look: called each second of a wait; its RankLost ends the wait.
     """
 
-    def __init__(self, stage: int, size: int, fds: StageSocketFds, timeout_s: float | None = None):
-        self.stage, self.size, self.step = stage, size, 0
+    def __init__(
+        self, stage: int, size: int, fds: StageSocketFds, timeout_s: float | None = None,
+        look: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
+        self.stage, self.size, self.step, self._look = stage, size, 0, look
         self._timeout_s = timeout_s or float(env.get("EXECUTE_MODEL_TIMEOUT_SECONDS"))
         self._previous, self._next = (
             None if fd < 0 else socket.socket(fileno=fd) for fd in (fds.previous, fds.next)
         )
         self._others = [socket.socket(fileno=fd) for fd in fds.others]
-        self._wait_at_most(self._timeout_s)
+        self._limit_s = self._timeout_s
+        for one in self._sockets():
+            one.settimeout(min(LOOK_S, self._timeout_s))
         self._decoder = msgspec.msgpack.Decoder(StageFrame)
 
     def send(self, tensors_TD: Sequence[Tensor]) -> None:
@@ -97,8 +104,7 @@ class StageSockets:
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """See `StageLink`."""
-        found = list(numbers)
-        self._wait_at_most(START_S)
+        found, self._limit_s = list(numbers), START_S
         if self._previous is not None:
             before = self._frame(self._previous, self.stage - 1)
             found = [min(pair) for pair in zip(found, _numbers(before), strict=True)]
@@ -108,7 +114,7 @@ class StageSockets:
             found = _numbers(self._frame(self._others[0], self.size - 1))
         else:
             self.announce(frame.data)
-        self._wait_at_most(self._timeout_s)
+        self._limit_s = self._timeout_s
         return found
 
     def close(self) -> None:
@@ -119,10 +125,6 @@ class StageSockets:
     def _sockets(self) -> list[socket.socket]:
         return [one for one in (self._previous, self._next, *self._others) if one is not None]
 
-    def _wait_at_most(self, seconds: float) -> None:
-        for one in self._sockets():
-            one.settimeout(seconds)
-
     # -- frames ---------------------------------------------------------------------------------
     def _send(
         self,
@@ -132,12 +134,8 @@ class StageSockets:
         parts: Sequence[memoryview] = (),
     ) -> None:
         header = msgspec.msgpack.encode(frame)
-        try:
-            to.sendall(LENGTH.pack(len(header)) + header)  # type: ignore[union-attr]
-            for part in parts:
-                to.sendall(part)  # type: ignore[union-attr]
-        except OSError as error:
-            raise self._lost(to, stage, error) from None
+        for part in (memoryview(LENGTH.pack(len(header)) + header), *parts):
+            self._move(to.send, stage, part)  # type: ignore[union-attr]
 
     def _frame(self, source: socket.socket | None, stage: int) -> StageFrame:
         length = LENGTH.unpack(self._fill(source, stage, memoryview(bytearray(LENGTH.size))))[0]
@@ -147,21 +145,27 @@ class StageSockets:
 
     def _fill(self, source: socket.socket | None, stage: int, into: memoryview) -> memoryview:
         """Read as many bytes as fit."""
-        left = into
-        try:
-            while left:
-                if not (count := source.recv_into(left)):  # type: ignore[union-attr]
-                    raise RankLost(f"stage {stage} of {self.size} has ended")
-                left = left[count:]
-        except OSError as error:
-            raise self._lost(source, stage, error) from None
+        self._move(source.recv_into, stage, into)  # type: ignore[union-attr]
         return into
 
-    def _lost(self, link: socket.socket | None, stage: int, error: OSError) -> RankLost:
-        about = f"stage {self.stage} of {self.size}"
-        if isinstance(error, TimeoutError):
-            return RankLost(f"{about} waited {link.gettimeout():g} s for stage {stage}")  # type: ignore[union-attr]
-        return RankLost(f"{about} lost stage {stage}, which has ended: {error}")
+    def _move(self, move: Callable[[memoryview], int], stage: int, left: memoryview) -> None:
+        """Send or receive all of these bytes."""
+        about, began = f"stage {self.stage} of {self.size}", time.monotonic()
+        while left:
+            try:
+                count = move(left)
+            except TimeoutError:
+                if time.monotonic() - began >= self._limit_s:
+                    raise RankLost(
+                        f"{about} waited {self._limit_s:g} s for stage {stage}"
+                    ) from None
+                self._look()
+                continue
+            except OSError as error:
+                raise RankLost(f"{about} lost stage {stage}, which has ended: {error}") from None
+            if not count:
+                raise RankLost(f"stage {stage} of {self.size} has ended")
+            left = left[count:]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
