@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, EngineDeadError, StartupError
+from tests.processes.server_process import Served, until
 
 MODEL = "quire-tiny"
 PROMPTS = ["The quick brown fox", "1 2 3 4 5"]
@@ -108,6 +112,45 @@ def test_engines_on_the_machines_of_a_cluster(
         assert found == answers(whole)
     with pytest.raises(StartupError, match="need 3 machines or more, and the Ray cluster has 2"):
         LLM(MODEL, data_parallel_size=3, data_parallel_size_local=1, data_parallel_backend="ray")
+
+
+@pytest.mark.slow
+def test_a_server_outlives_the_head_of_ray() -> None:
+    """Requests are answered soon after Ray's head is killed, and the engine starts again when there is a next head."""
+    pytest.importorskip("ray", reason="pip install quire[ray]")
+    from ray.cluster_utils import Cluster
+
+    def end(nodes: list[Any]) -> None:
+        for node in nodes:
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+    options = {"num_cpus": 1, "include_dashboard": False}
+    first = Cluster(initialize_head=True, head_node_args=options)
+    running, second = [first.head_node, first.add_node(num_cpus=1)], None
+    flags = "-tp", "2", "--distributed-executor-backend", "ray", "--max-model-len", "2048"
+    answers: list[httpx.Response] = []
+    try:
+        with Served(MODEL, *flags, env={"RAY_ADDRESS": first.address}) as server:
+            body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True}
+            asks = threading.Thread(
+                target=lambda: answers.append(server.client.post("/v1/completions", json=body))
+            )
+            asks.start()
+            until(lambda: server.metric("vllm:num_requests_running") == 1)
+            end(running[:1])
+            asks.join(30)
+            assert [answer.status_code for answer in answers] == [500]
+            assert re.search(
+                r"failure \w+ of the engine: .* on node \d .* has ended", server.output
+            )
+            assert server.client.get("/health/ready").status_code == 503
+            end(running)
+            port = int(first.address.rpartition(":")[2])
+            second = Cluster(initialize_head=True, head_node_args=options | {"num_cpus": 2, "gcs_server_port": port})  # fmt: skip
+            until(lambda: server.client.get("/health/ready").status_code == 200)
+            assert server.post("/v1/completions", **body | {"max_tokens": 4})["choices"]
+    finally:
+        end(running if second is None else [*running, second.head_node])
 
 
 @pytest.mark.slow

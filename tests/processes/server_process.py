@@ -78,7 +78,7 @@ class Served:
         except BaseException:
             self.stop(signal.SIGKILL)
             raise
-        self.url = re.findall(r"http://[\d.]+:\d+", self.until("address "))[0]
+        self.url = re.findall(r"http://[\d.]+:\d+", self.until("address .*http://"))[0]
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
         return self
 

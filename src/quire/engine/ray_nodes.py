@@ -7,6 +7,7 @@ sends, and runs it: its ports belong into a closed network. No torch here.
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ log = get_logger(__name__)
 INSTALL = "install Ray on all machines: pip install quire[ray]"
 NODE_LABEL = "ray.io/node-id"
 """Ray gives each machine this label."""
+CLOSE_S = 5.0
+"""How long Ray may take to end the actors; its end of their processes ends them too."""
 NOT_COPIED = ("HOST_IP", "LOCAL_RANK", "VISIBLE_DEVICES")
 """Ends of the names of variables that each machine sets for itself."""
 
@@ -164,14 +167,19 @@ class RayRanks:
         return str(env.get("HOST_IP") or self._util.get_node_ip_address())
 
     def close(self) -> None:
-        """End the actors, and give the CPUs back. May be called twice."""
+        """End the actors, and give the CPUs back. May be called twice. Ray's head may be gone, for which Ray would wait a minute."""
+        closing = threading.Thread(target=self._close, name="ray-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+
+    def _close(self) -> None:
         if not self._ray.is_initialized():
             return  # the program has left the cluster, and with it its actors have ended
-        for actor in self._actors:
+        actors, own, self._actors, self._own = self._actors, self._own, [], False
+        for actor in actors:
             self._ray.kill(actor)
-        if self._own:
+        if own:
             self._util.remove_placement_group(self._group)
-        self._actors, self._own = [], False
 
 
 def ray_executor(
