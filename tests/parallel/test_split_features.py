@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from equality.engines import engine, greedy, make_checkpoint, prompts
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from quire.config.engine import EngineConfig
 from quire.engine.build import resolve_config
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.hook import SpeculationHook
 from quire.frontend.request_manager import RequestManager
@@ -208,6 +210,33 @@ def test_sleep_and_calls_of_all_ranks(checkpoint: str) -> None:
             == found[1][1]
             == one.client.call("collective_rpc", "num_parameters", [], {})[0]
         )
+
+
+@pytest.mark.parametrize("layout", [{}, {"size": 1, "pipeline": 2}], ids=["ranks", "stages"])
+@pytest.mark.parametrize("released", [False, True])
+def test_every_rank_reloads_weights(
+    checkpoint: str, layout: dict[str, int], released: bool, tmp_path: Path
+) -> None:
+    """From a checkpoint that was replaced; as vLLM's users do between two calls of `wake_up`, or in a pause."""
+    path = shutil.copytree(checkpoint, tmp_path / "model")
+    with split_engine(str(path), **layout) as one:  # type: ignore[arg-type]
+        before, call = one.tokens(PROMPTS[:2], greedy(6)), one.client.call
+        reload = ("collective_rpc", "reload_weights", [], {})
+        with pytest.raises(QuireError, match=r"call it between sleep\(level=2\) and wake_up"):
+            call(*reload)
+        assert one.tokens(PROMPTS[:2], greedy(6)) == before
+        call("sleep", 0 if released else 2)
+        call(*(["release_kv_cache"] if released else ["wake_up", ["weights"]]))
+        weights = load_file(path / "model.safetensors")
+        weights["lm_head.weight"] = weights["lm_head.weight"].flip(0)
+        save_file(weights, path / "new", {"format": "pt"})
+        (path / "new").rename(path / "model.safetensors")
+        assert call(*reload) == [None, None]
+        assert call("wake_up") == []
+        found = one.tokens(PROMPTS[:2], greedy(6))
+    with engine(str(path)) as whole:
+        assert found == whole.tokens(PROMPTS[:2], greedy(6))
+    assert found != before
 
 
 @pytest.mark.parametrize(("ranks", "fits"), [(1, "1$"), (4, "1 or 4")])

@@ -24,7 +24,10 @@ ELASTIC = (
     "another number of engines while the server runs",
     "start it with the --data-parallel-size that it needs",
 )
-WEIGHTS = "replacing weights while running", "start again with the new checkpoint"
+WEIGHTS = (
+    "replacing weights while running",
+    "sleep at level 2, replace the checkpoint, and call reload_weights on the workers before they wake up",
+)
 BATCHES = "files and batches", "use quire run-batch, or send the requests one by one"
 PROFILER = "profiling", "use py-spy or torch.profiler on the engine's process"
 

@@ -99,10 +99,9 @@ class ModuleHooks:
         Raises:
             Unsupported: a hook is on a module that the model does not call as a module; the hook is removed.
         """
-        model = self.worker.model
-        if model is not self._model():
+        if self.worker.model is not self._model():
             self._follow_model()
-        before = registered_hooks(model)
+        before = registered_hooks(self.worker.model)
         added = type(self.rpc_worker) is not RpcWorker and not method.startswith("_")
         own = getattr(type(self.rpc_worker), method, None) if added else None
         try:
@@ -110,7 +109,8 @@ class ModuleHooks:
                 return own(self.rpc_worker, *args, **(kwargs or {}))
             return self._rpc(method, args, kwargs)
         finally:
-            self._remove_uncalled(model, before)
+            if (model := self._model()) is not None:  # the function may have dropped it
+                self._remove_uncalled(model, before)
 
     def apply(self, function: Any) -> Any:
         """Return `function(model)`.

@@ -37,7 +37,7 @@ Storages = list[tuple[Tensor, ...]]
 
 
 class WorkerSleep:
-    """Provides `sleep_worker` and `wake_up_worker` as functions of a worker.
+    """Provides `sleep_worker`, `wake_up_worker` and `reload_weights` as functions of a worker.
 
     Args:
         storages: the cache, as `allocate_cache` returned it.
@@ -65,7 +65,9 @@ class WorkerSleep:
         self.in_place = device.type == "cpu"
         self.missing_parts: set[str] = set()
         self.has_cache = True
-        worker.functions.update(sleep_worker=self.sleep, wake_up_worker=self.wake_up)
+        worker.functions.update(
+            sleep_worker=self.sleep, wake_up_worker=self.wake_up, reload_weights=self.reload
+        )
 
     def sleep(self, level: int) -> None:
         """Free the cache; at level 2 the weights too. No step may be in flight.
@@ -107,6 +109,24 @@ class WorkerSleep:
         if not self.missing_parts:
             self.on_cache_reset(self.storages)
         collect()
+
+    def reload(self) -> None:
+        """Load the weights again, from a checkpoint that was replaced meanwhile.
+
+        Raises:
+            QuireError: there is a KV cache, which the old weights have computed.
+        """
+        worker = self.worker
+        if "kv_cache" not in self.missing_parts:
+            raise QuireError(
+                "reload_weights would leave keys and values of the old weights in the KV cache: call it between sleep(level=2)"
+                " and wake_up(tags=['kv_cache'])"
+            )
+        if self.has_cache:
+            self._drop_cache()
+        worker.set_models([ABSENT] * len(worker.models))
+        collect()
+        worker.set_models(self.load())
 
     def _drop_cache(self) -> None:
         self.storages, self.has_cache = [], False
