@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+from dataclasses import replace
 
 import pytest
 from toy_device import ToyDevice, next_token
@@ -14,7 +15,7 @@ from quire.config.engine import EngineConfig, Resolved
 from quire.engine import rpc, sleep
 from quire.engine.client import InlineClient, interrupts_deferred
 from quire.engine.core import EngineCore
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError, ValidationError
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVManager
 from quire.kvcache.specs import CacheGroup, CacheSpec
@@ -68,6 +69,16 @@ def test_outputs_come_until_every_request_has_ended() -> None:
     got = collect(client, {request.id for request in asked})
     for request in asked:
         assert [t for output in got[request.id] for t in output.tokens] == reference(request)[0]
+
+
+def test_a_request_that_cannot_reach_the_workers_is_refused() -> None:
+    """Regression: the plan could not be encoded, which ended the engine."""
+    client = make()
+    params = SamplingParams(stop=["\ud800"])
+    client.submit(EngineRequest("inline", [1], params))
+    client.resolved = replace(client.resolved, executor="mp")
+    with pytest.raises(ValidationError, match="cannot be sent to the engine's process"):
+        client.submit(EngineRequest("ranks", [1], params))
 
 
 def test_clients_have_the_common_interface() -> None:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
+import msgspec
+
 from quire.config.engine import Resolved
 from quire.engine.core import EngineCore, Outbox
 from quire.engine.shared_state import EngineState
@@ -34,7 +36,7 @@ from quire.protocol.output import (
     FinishReason,
     Reply,
 )
-from quire.protocol.request import Abort, Call, EngineRequest
+from quire.protocol.request import Abort, Call, EngineRequest, ToEngine
 
 log = get_logger(__name__)
 
@@ -145,6 +147,8 @@ class InlineClient:
 
     def submit(self, request: EngineRequest) -> None:
         self._check_open()
+        if self.resolved.executor in ("mp", "ray"):
+            encoded(request)  # a plan that cannot be encoded would end the engine
         self.core.inbox.put(request)
 
     def abort(self, ids: list[str], why: FinishReason = "abort") -> None:
@@ -214,6 +218,16 @@ def answer(reply: Reply) -> Any:
     if reply.error is not None:
         raise ERRORS[reply.error_kind](reply.error)
     return reply.value
+
+
+def encoded(message: ToEngine) -> bytes:
+    """Raises ValidationError: the message contains a value that the protocol cannot encode."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as why:
+        raise ValidationError(
+            f"the request contains a value that cannot be sent to the engine's process: {why}"
+        ) from why
 
 
 @contextmanager

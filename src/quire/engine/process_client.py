@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from quire.config.engine import Resolved
-from quire.engine.client import answer
+from quire.engine.client import answer, encoded
 from quire.engine.quarantine import MAX_DIGESTS, Suspects, digest_of
 from quire.engine.shared_state import EngineState, StateBoard
 from quire.engine.supervisor import EngineSupervisor
@@ -163,7 +163,7 @@ class ProcessClient:
         if request.client != self.client:
             request = msgspec.structs.replace(request, client=self.client)
         self.refuse_poison(request)
-        data = self._encoded(request)  # a request that cannot be encoded is not registered
+        data = encoded(request)  # a request that cannot be encoded is not registered
         with self._sending:
             # The engine refuses an id that is in use; this client keeps the first request.
             is_new = request.id not in self._unfinished
@@ -240,17 +240,8 @@ class ProcessClient:
             self._context.destroy(linger=0)
 
     # -- messages -------------------------------------------------------------------------------
-    def _encoded(self, message: ToEngine) -> bytes:
-        """Raises ValidationError: the message contains a value that the protocol cannot encode."""
-        try:
-            return msgspec.msgpack.encode(message)
-        except (TypeError, ValueError, OverflowError, RecursionError) as why:
-            raise ValidationError(
-                f"the request contains a value that cannot be sent to the engine's process: {why}"
-            ) from why
-
     def _put(self, message: ToEngine) -> None:
-        self._send(self._encoded(message))
+        self._send(encoded(message))
 
     def _send(self, data: bytes) -> None:
         try:
