@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.forward_context import current_batch
-from quire.parallel.dealt_tokens import LEAST, DealtTokens, deal
+from quire.parallel.dealt_tokens import LEAST, DealtTokens, deal, is_dealt
 from quire.parallel.ranks import LoneRank
 from quire.worker.context_parallel import ContextModelInput
 from tests.models.cases import CASES, VOCAB, Case, write
@@ -39,8 +39,8 @@ class DealtModel(nn.Module):
         return self.input.forward(current_batch())
 
 
-@pytest.mark.parametrize("parts", [2, 3, 4])
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("parts", [2, 3, 4, 10])
+@pytest.mark.parametrize("counts", [*COUNTS, [19] * 9])
 def test_each_token_has_one_part(counts: list[int], parts: int):
     dealt = deal(counts, parts)
     found = sorted(
@@ -49,6 +49,9 @@ def test_each_token_has_one_part(counts: list[int], parts: int):
     assert found == [(row, token) for row, count in enumerate(counts) for token in range(count)]
     loads = [sum(piece.length for piece in own) for own in dealt]
     assert max(loads) - min(loads) <= 2 * parts * len(counts)
+    assert min(loads) or not is_dealt(
+        counts, parts
+    )  # each part has tokens of a step that is dealt out
 
 
 def test_parts_of_a_prompt_attend_to_as_many_tokens():

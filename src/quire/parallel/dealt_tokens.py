@@ -33,9 +33,9 @@ class RowPiece(NamedTuple):
     length: int
 
 
-def is_dealt(num_tokens: int, parts: int) -> bool:
-    """Whether a step of so many tokens is dealt out."""
-    return num_tokens >= LEAST * parts
+def is_dealt(counts: Sequence[int], parts: int) -> bool:
+    """Whether a step of rows with so many new tokens is dealt out: it has enough, and every part gets some."""
+    return sum(counts) >= LEAST * parts and (len(counts) >= parts or max(counts) >= 2 * parts)
 
 
 def deal(counts: Sequence[int], parts: int) -> list[list[RowPiece]]:

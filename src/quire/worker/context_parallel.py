@@ -39,11 +39,11 @@ class ContextModelInput(TokenModelInput):
         self.ranks = ranks
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
-        return not is_dealt(sum(item.num_tokens for item in plan.work), self.ranks.size)
+        return not is_dealt([item.num_tokens for item in plan.work], self.ranks.size)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of all tokens of the batch."""
-        if not is_dealt(batch.num_tokens, self.ranks.size):
+        if not is_dealt(batch.query_lens, self.ranks.size):
             return super().forward(batch)
         embeddings_TD, positions = self.inputs(batch)
         dealt = DealtTokens(self.ranks, batch.query_lens)
