@@ -236,6 +236,13 @@ def test_a_killed_worker_is_noticed(process):
     assert time.monotonic() - began < 30
 
 
+def test_signals_of_the_group_are_for_the_parent(shared):
+    """Regression: SIGTERM of a service manager ended the ranks, and with them the requests that the server still served."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(shared.members[0].process.pid, number)
+    assert shared.call("ping") == [True]
+
+
 def test_close_ends_the_child():
     process = group("stub_workers:idle", b"")
     assert process.call("anything") == ["anything"]

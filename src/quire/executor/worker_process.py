@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from quire import logging as our_logging
 from quire.config.serialize import extend_path
 from quire.errors import RankLost, StepFailed
 from quire.executor.messages import (
@@ -35,7 +33,7 @@ from quire.executor.messages import (
     revive_callables,
     worker_ended,
 )
-from quire.processes.child import end_with_parent, exit_child, watch_parent
+from quire.processes.child import begin_child, exit_child
 from quire.protocol.plan import StepPlan
 from quire.startup_timer import Report
 
@@ -99,12 +97,8 @@ def call(worker: Any, message: Down) -> bytes:
 
 
 def main(fd: int, parent: int, lasting: bool) -> int:
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides
+    begin_child("worker", parent, lasting)
     os.set_inheritable(fd, False)
-    # The kernel ends a process that is stopped too, but already when the thread that started it ends.
-    (end_with_parent if lasting else watch_parent)(parent)
-    our_logging.configure("worker")
     pipe = Connection(fd)
     inbox: SimpleQueue[Down] = SimpleQueue()
     threading.Thread(target=read_into, args=(inbox, pipe), name="reader", daemon=True).start()

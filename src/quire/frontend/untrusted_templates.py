@@ -26,6 +26,7 @@ from quire.errors import QuireError, ValidationError
 from quire.frontend.chat import ChatOptions, rendered
 from quire.frontend.chat_template import ChatTemplate, plain
 from quire.frontend.jinja_sandbox import MOST_TEXT, deadline
+from quire.processes.child import leave_signals_to_parent
 from quire.processes.isolated_child import IsolatedChild, ProcessEnded, receive, send
 
 SECONDS = 5.0
@@ -100,7 +101,7 @@ def _close(idle: list[IsolatedChild]) -> None:
 # -- in the child process -------------------------------------------------------------------------
 def serve(pipe: socket.socket) -> None:
     """Answer jobs until the socket closes or a resource limit ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the server
+    leave_signals_to_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

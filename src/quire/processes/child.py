@@ -132,19 +132,24 @@ def own_stacks() -> str:
 
 
 # -- in the child ---------------------------------------------------------------------------------
-def begin_child(name: str, parent: int) -> None:
+def begin_child(name: str, parent: int, lasting: bool = True) -> None:
     """The first call of a supervised child.
 
     Args:
         name: of the process, in the log.
         parent: the process id of its parent.
+        lasting: the thread that started it lasts as long as the parent (`end_with_parent`).
     """
     configure(name)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A terminal sends them to the whole group; only the parent handles them.
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     faulthandler.register(STACKS, all_threads=True)
-    end_with_parent(parent)
+    (end_with_parent if lasting else watch_parent)(parent)
+
+
+def leave_signals_to_parent() -> None:
+    """A terminal or a service manager sends them to the whole group, and only the parent knows when this process may end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_parent(parent: int) -> None:

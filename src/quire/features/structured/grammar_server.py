@@ -48,6 +48,7 @@ from quire.features.structured.grammar_rows import GrammarStates
 from quire.features.structured.matcher import PANIC, make_matcher
 from quire.features.structured.validate import verdict
 from quire.features.structured.vocabulary import Vocabulary
+from quire.processes.child import leave_signals_to_parent
 from quire.processes.isolated_child import ProcessEnded, receive, send
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def for_rows(number: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the server
+    leave_signals_to_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ProcessEnded):
         ForkServer(socket.socket(fileno=int(sys.argv[1]))).run()
