@@ -174,7 +174,7 @@ struct Parting {
   Parting(const Job4& job, const uint8_t* zero)
       : left(four(zero)), right(four(zero + 16)), table(job.codes ? job.table() : ints(0)), coded(job.codes) {}
   Ints part(Ints line, int part) const { return coded ? NibbleDots<true>::part_of(line, part, table) : NibbleDots<false>::part_of(line, part); }
-  static Ints four(const uint8_t* p) { return widen(p) * ints(0x01010101); }
+  static Ints four(const uint8_t* p) { return wrapping_times(widen(p), ints(0x01010101)); }
   void lines(const uint8_t* w, int count, int8_t* to, int8_t* other) const {
     for (int i = 0; i < count; i++, w += LINE) {
       const Ints line = load((const int32_t*)w);
