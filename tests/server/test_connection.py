@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 import uvloop
-from asgi import calling
 from scripted import ScriptedEngine, make_state
 
 from quire.config.server import ServerConfig
-from quire.server import request_body
 from quire.server.app import build_app
 from quire.server.process import accept, connection, sockets
 
@@ -339,36 +337,6 @@ async def test_a_received_body_keeps_the_connection_open():
     assert found.count(b"HTTP/1.1 200") == 1
 
 
-@in_loop
-async def test_a_body_has_a_time_in_all(monkeypatch: pytest.MonkeyPatch):
-    """Not only from one part to the next."""
-    with monkeypatch.context() as patched:
-        patched.setattr(request_body, "BODY_BYTES_PER_S", 1000, raising=False)
-        state = make_state(ScriptedEngine(), receive_timeout=0.2)
-        async with calling(state, CHAT, HI) as call:
-            call.incoming.get_nowait()
-            for sent in range(200):
-                if not call.outgoing.empty():
-                    break
-                call.incoming.put_nowait(
-                    {"type": "http.request", "body": b" ", "more_body": sent < 199}
-                )
-                await asyncio.sleep(0.02)
-            assert (await call.next())["status"] == 408
-
-
-@in_loop
-async def test_a_steady_body_is_not_timed_out():
-    state = make_state(ScriptedEngine(), receive_timeout=1.0)
-    async with calling(state, CHAT, HI) as call:
-        whole = call.incoming.get_nowait()["body"]
-        for at in range(20):
-            part = b" " * (16 << 10) if at < 19 else whole
-            call.incoming.put_nowait({"type": "http.request", "body": part, "more_body": at < 19})
-            await asyncio.sleep(0.08)
-        assert (await call.next())["status"] == 200
-
-
 # -- clients that do not read ---------------------------------------------------------------------
 def small_window(port: int) -> socket.socket:
     """A client with little room for what it does not read."""
@@ -452,9 +420,8 @@ async def test_idle_connections_are_closed_for_new_ones():
             for _ in range(60):
                 clients.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S))
             allow(server, 10)
-            await asyncio.sleep(0.2)
-            assert len(server.server_state.connections) <= 12
-            found = await exchange(port, b"GET /health HTTP/1.0\r\n\r\n")
+            found = await exchange(port, b"GET /health HTTP/1.0\r\n\r\n")  # the last in the queue
+            await until(lambda: len(server.server_state.connections) <= 12)
     assert found.startswith(b"HTTP/1.1 200")
 
 
@@ -501,6 +468,7 @@ async def test_a_handshake_that_never_ends_is_closed(
         patched.setattr(accept, "HANDSHAKE_S", 0.3, raising=False)
         async with serving(**tls) as (_, port):
             assert await exchange(port, b"") == b""
+            patched.undo()  # a busy machine takes longer over a handshake
             context = ssl.create_default_context(cafile=str(certificate / "c.pem"))
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             writer.write(b"GET /health HTTP/1.0\r\n\r\n")

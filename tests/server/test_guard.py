@@ -6,15 +6,20 @@ import asyncio
 import json
 import logging
 import re
+from typing import Any
 
 import httpx
 import pytest
 from asgi import ask, browser, calling
+from fake_clock import FakeClockLoop
 from scripted import ScriptedEngine, make_state
+from starlette.requests import Request
 
 from quire.config.unsupported import REQUEST_FIELDS
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES, build_app
+from quire.server.errors import ApiError
 from quire.server.middleware import OPEN
+from quire.server.request_body import read_body
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -182,6 +187,34 @@ def test_a_stalled_body_times_out():
             return (await call.next())["status"]
 
     assert asyncio.run(go()) == 408
+
+
+@pytest.mark.parametrize(
+    ("bytes_each", "seconds_each", "is_whole"),
+    [(16 << 10, 0.9, True), (16 << 10, 1.1, False), (1, 0.1, False)],
+    ids=["steady", "silent", "slow in all"],
+)
+def test_a_body_has_a_time_for_each_part_and_in_all(
+    bytes_each: int, seconds_each: float, is_whole: bool
+):
+    parts = iter([b" " * bytes_each] * 20)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(seconds_each)
+        return {
+            "type": "http.request",
+            "body": next(parts),
+            "more_body": parts.__length_hint__() > 0,
+        }
+
+    read = read_body(Request({"type": "http", "headers": []}, receive), 1 << 20, patience=1.0)
+    with asyncio.Runner(loop_factory=FakeClockLoop) as runner:
+        if is_whole:
+            assert len(runner.run(read)) == 20 * bytes_each
+        else:
+            with pytest.raises(ApiError) as refused:
+                runner.run(read)
+            assert refused.value.status == 408
 
 
 def test_requests_are_logged_if_enabled(caplog: pytest.LogCaptureFixture):
