@@ -33,6 +33,6 @@ def llm(make: Callable[..., AsyncLLM]) -> AsyncLLM:
 
 @pytest.fixture
 def slow(llm: AsyncLLM) -> AsyncLLM:
-    """One that is still at it when a test gives up."""
-    executor(llm).pause = 0.004
+    """One that is still at it when a test gives up: 190 tokens take four seconds."""
+    executor(llm).pause = 0.02
     return llm

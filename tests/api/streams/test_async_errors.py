@@ -224,20 +224,26 @@ def test_pausing(slow: AsyncLLM):
 
 def test_requests_kept_by_a_pause_continue_with_the_same_tokens(slow: AsyncLLM):
     async def main() -> None:
-        (whole,) = await outputs(slow, "x", greedy(max_tokens=40, output_kind=FINAL), "a")
+        async def made() -> int:
+            return (await slow.call("stats"))["generation_tokens"]
+
+        long = greedy(max_tokens=190, output_kind=FINAL)
+        executor(slow).pause = 0.0
+        (whole,) = await outputs(slow, "x", long, "a")
         for still, on in (
             (slow.pause_generation(mode="keep"), slow.resume_generation),
             (slow.sleep(mode="keep"), slow.wake_up),
         ):
-            kept = asyncio.create_task(
-                outputs(slow, "x", greedy(max_tokens=40, output_kind=FINAL), "b")
-            )
-            await asyncio.sleep(0.02)
+            executor(slow).pause, before = 0.02, await made()
+            kept = asyncio.create_task(outputs(slow, "x", long, "b"))
+            while await made() == before:
+                await asyncio.sleep(0.005)
             await still
-            begun = (await slow.call("stats"))["generation_tokens"]
+            begun = await made()
             await asyncio.sleep(0.05)
             assert not kept.done()
-            assert (await slow.call("stats"))["generation_tokens"] == begun
+            assert await made() == begun
+            executor(slow).pause = 0.0
             await on()
             assert (await kept)[-1].outputs[0].token_ids == whole.outputs[0].token_ids
 
