@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quire.engine import supervisor as module
-from quire.engine.shared_state import StateBoard
+from quire.engine.shared_state import EngineState, StateBoard
 from quire.engine.supervisor import EngineSupervisor, own_folder
 from quire.errors import StartupError
 from quire.processes.child import own_stacks
@@ -106,11 +106,15 @@ def test_a_start_after_a_death_that_fails_is_tried_again(make: Callable[..., Hos
     until(is_ready(host, 4))
 
 
-def test_too_many_deaths_delay_the_next_start(make: Callable[..., Host]) -> None:
+def test_too_many_deaths_delay_the_next_start(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, publish = list[EngineState](), StateBoard.publish
+    monkeypatch.setattr(StateBoard, "publish", lambda self, state: states.append(state) or publish(self, state))  # fmt: skip
     host = make("dies", "dies", "lives", restarts=1)
-    until(lambda: host.state.condition == "delayed")
-    assert host.state.incident
     until(is_ready(host, 3))
+    (delayed,) = [state for state in states if state.condition == "delayed"]
+    assert delayed.incident
 
 
 def test_a_stop_does_not_wait_for_a_delayed_restart(make: Callable[..., Host]) -> None:

@@ -34,6 +34,7 @@ def free_port() -> int:
 @pytest.fixture
 def resolved(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(link, "facts_of", lambda resolved: FACTS)
+    monkeypatch.setattr(link, "GONE_S", 600.0)  # the nodes here send no heartbeats
     parallel = ParallelConfig(
         data_parallel_size=3, data_parallel_size_local=1, data_parallel_rpc_port=free_port()
     )
