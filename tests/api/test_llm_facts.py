@@ -158,7 +158,7 @@ def test_engine_args_are_accepted(monkeypatch: pytest.MonkeyPatch, folder: Path)
 
 def test_importing_costs_no_torch():
     code = "import sys, quire.api.llm, quire.api.async_llm, quire.api.llm_engine; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
 
 
 @pytest.mark.parametrize("call", [lambda llm: llm.collective_rpc(print), lambda llm: llm.apply_model(print),

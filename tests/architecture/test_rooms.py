@@ -36,7 +36,7 @@ def load_each(modules: list[str], path: Path = SOURCE) -> str:
         env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     return done.stderr.strip() if done.returncode else ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -171,15 +172,22 @@ def test_a_hanging_section_is_stopped_and_its_results_are_kept(tmp_path: Path, m
     script = tmp_path / "child.py"
     script.write_text(
         "import sys, time, json; at = sys.argv[sys.argv.index('--file') + 1]\n"
-        "open(at, 'w').write(json.dumps({'bytes': 3.0})); time.sleep(60)\n"
+        "open(at, 'w').write(json.dumps({'bytes': 3.0})); time.sleep(600)\n"
     )
-    real = gpu.subprocess.Popen
-    monkeypatch.setattr(gpu.subprocess, "Popen", lambda words, **how: real([words[0], str(script), *words[4:]], **how))  # fmt: skip
+    real, piece = gpu.subprocess.Popen, tmp_path / "piece"
+
+    def hanging(words: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        child = real([words[0], str(script), *words[4:]], **how)
+        while not (piece.is_file() and piece.read_text().endswith("}")):
+            time.sleep(0.01)
+        return child
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", hanging)
     monkeypatch.setattr(gpu, "GRACE", 0.0)
     asked = argparse.Namespace(device="cpu", small=True)
     began = time.monotonic()
-    found = gpu.apart("machine", gpu.Run("cpu", 2.0, True), tmp_path / "piece", asked)
-    assert time.monotonic() - began < 30
+    found = gpu.apart("machine", gpu.Run("cpu", 0.2, True), piece, asked)
+    assert time.monotonic() - began < 60
     assert found["bytes"] == 3
     assert found["failed"].startswith("it was stopped after")
 

@@ -109,7 +109,7 @@ def state(pid: int) -> str:
 
 def soon(holds: Callable[[], bool]) -> bool:
     """Signals arrive a moment after they are sent."""
-    for _ in range(500):
+    for _ in range(6000):
         if holds():
             return True
         time.sleep(0.01)

@@ -50,7 +50,7 @@ def test_control_c_is_no_traceback(monkeypatch):
 
 def test_the_module_is_the_command():
     words = [sys.executable, "-m", "quire", "version"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.stdout == f"{quire.__version__}\n"
 
 

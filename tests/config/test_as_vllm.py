@@ -57,7 +57,7 @@ def run(*words: str, path: tuple[Path, ...] = (), check: bool = True) -> str:
     done = subprocess.run(
         [sys.executable, *words],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", *path)))},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert not check or done.returncode == 0, done.stderr
     return done.stdout + done.stderr

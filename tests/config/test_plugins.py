@@ -121,7 +121,7 @@ def test_plugins_run_before_the_model_is_chosen(package):
     done = subprocess.run(
         [sys.executable, *words],
         env={**os.environ, "PYTHONPATH": f"{Path(plugins.__file__).parents[1]}:{package}"},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert "model code      native (MadeUpForCausalLM has a native model)" in done.stdout, (
         done.stdout + done.stderr
@@ -169,7 +169,7 @@ def test_an_engine_on_a_plugins_device(package):
     path = f"{Path(plugins.__file__).parents[1]}:{package}"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path, "QUIRE_PLUGINS": "mine"}, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": path, "QUIRE_PLUGINS": "mine"}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout.split() == ["mine", "3"], done.stderr
 

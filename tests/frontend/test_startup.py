@@ -204,7 +204,7 @@ def test_each_command_says_the_same(resolved, command: str) -> None:
     )
     code = "import sys; from quire.cli.main import main; status = main(sys.argv[1:]); sys.exit(status if 'torch' not in sys.modules else 9)"
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1, done.stderr
     assert "it is an encoder-decoder" in done.stdout + done.stderr

@@ -177,6 +177,8 @@ def test_what_differs_is_named_with_both_values_on_both_sides(threads, port):
 def test_a_missing_node_is_named_with_the_address_and_who_else_came(threads, port):
     with pytest.raises(StartupError, match=r"has another key"):
         node(port, key=b"o" * 32).run()
+    while not port._stranger:
+        time.sleep(0.01)
     with pytest.raises(StartupError) as caught:
         port.wait(0.3)
     text = str(caught.value)

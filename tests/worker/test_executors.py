@@ -243,7 +243,8 @@ def test_signals_of_the_group_are_for_the_parent(shared):
     assert shared.call("ping") == [True]
 
 
-def test_close_ends_the_child():
+def test_close_ends_the_child(monkeypatch):
+    monkeypatch.setattr("quire.executor.process.END_S", 60.0)
     process = group("stub_workers:idle", b"")
     assert process.call("anything") == ["anything"]
     child = process.members[0].process
