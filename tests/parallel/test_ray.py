@@ -127,7 +127,7 @@ def test_a_server_outlives_the_head_of_ray() -> None:
     options = {"num_cpus": 1, "include_dashboard": False}
     first = Cluster(initialize_head=True, head_node_args=options)
     running, second = [first.head_node, first.add_node(num_cpus=1)], None
-    flags = "-tp", "2", "--distributed-executor-backend", "ray", "--max-model-len", "2048"
+    flags = "-tp", "2", "--distributed-executor-backend", "ray", "--kv-cache-memory-bytes", "16M"
     answers: list[httpx.Response] = []
     try:
         with Served(MODEL, *flags, env={"RAY_ADDRESS": first.address}) as server:
