@@ -37,12 +37,13 @@ class RankWatch:
         self._store, self.rank = store, rank
         self._others = [other for other in range(len(nodes)) if other != rank]
         store.set(f"process {rank}", str(os.getpid()))
+        store.add(f"beat {rank}", 1)
         local = [other for other in self._others if nodes[other] == nodes[rank]]
         self._stops = {each: StopCounter(int(store.get(f"process {each}"))) for each in local}
         far = [other for other in self._others if other not in local]
         self._beats, self._missed = dict.fromkeys(far, 0), dict.fromkeys(far, 0)
-        self._why = ""  # why the engine of another rank has ended
-        self._looks = self._failures = 0
+        # why the engine of another rank has ended; looks since the last beat
+        self._why, self._looks, self._failures = "", 0, 0
         self._left = threading.Event()
         threading.Thread(target=self._beat, name="rank-watch", daemon=True).start()
 
