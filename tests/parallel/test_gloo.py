@@ -83,6 +83,18 @@ def test_a_rank_may_load_for_longer_than_an_exchange() -> None:
     assert on_machines(2, run) == [[2], [2]]
 
 
+def test_an_exchange_that_ends_at_the_end_of_a_look_is_no_fault() -> None:
+    class Exchange:
+        def wait(self, timeout: Any = None) -> None:
+            if timeout is not None:
+                raise RuntimeError("Operation timed out!")
+
+        def is_completed(self) -> bool:
+            return True
+
+    GlooRanks.__new__(GlooRanks)._wait(Exchange())
+
+
 def test_an_address_of_no_interface_is_named() -> None:
     port = ControlPort("127.0.0.1", 0, b"", {}, {})
     machines = Machines([0, 1], "192.0.2.1", (port.host, port.port), port.rendezvous_key)

@@ -108,7 +108,8 @@ class GlooRanks:
                 return
             except RuntimeError:
                 if exchange.is_completed():
-                    raise
+                    exchange.wait()  # raises why it failed; or it was completed at the end of this second
+                    return
             try:
                 self._look()
             except RankLost:
