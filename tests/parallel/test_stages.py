@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -53,10 +55,18 @@ def test_stages_hand_tensors_and_tokens_over(size: int) -> None:
 
 
 def two_stages() -> list[StageSockets]:
-    with addresses(RankLayout(2)) as found:
-        return [
-            StageSockets(stage, 2, own_sockets(found[stage]), timeout_s=0.2) for stage in (0, 1)
-        ]
+    """With descriptors that `select` does not take, as in a program with many open files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        with addresses(RankLayout(2)) as found:
+            fds = [own_sockets(found[stage]) for stage in (0, 1)]
+            return [StageSockets(stage, 2, fds[stage], timeout_s=0.2) for stage in (0, 1)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in files:
+            os.close(file)
 
 
 def test_a_stage_that_does_not_come_is_named() -> None:

@@ -10,11 +10,11 @@ Shape suffixes: T tokens, D features.
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait as ready_for_reading
 from typing import Any
 
 import msgspec
@@ -98,7 +98,7 @@ class StageSockets:
     def announced(self, wait: bool) -> bytes | None:
         """What the last stage announced next; None: nothing has come yet. Raises RankLost: it has ended, or does not send in time."""
         last = self._others[0]
-        if not wait and not select.select([last], [], [], 0)[0]:
+        if not wait and not ready_for_reading([last], 0):
             return None
         return self._frame(last, self.size - 1).data
 

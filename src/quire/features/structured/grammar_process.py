@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import select
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from multiprocessing.connection import wait as ready_for_reading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -165,7 +165,7 @@ class GrammarProcess:
 
     def ready(self) -> bool:
         """Whether it still runs, for a process that has got no message yet."""
-        return not select.select([self.pipe], [], [], 0)[0]  # readable: it has ended
+        return not ready_for_reading([self.pipe], 0)  # readable: it has ended
 
     def check(
         self, constraint: StructuredOutputsParams, engine: str, second: bool, cpu_s: float
