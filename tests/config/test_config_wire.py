@@ -76,7 +76,7 @@ def test_functions_that_cannot_be_imported_by_name_are_refused(sent):
             ConfigError, match=r"cannot be imported .*distributed_executor_backend=uni"
         ):
             sent(hf_overrides=function)
-    for value in (object(), shift):
+    for value in (object(), shift, 1 << 64, "\ud800"):
         with pytest.raises(ConfigError, match="cannot be sent to another process"):
             sent(override_generation_config={"a": value})
 

@@ -88,7 +88,7 @@ def _config(plain: dict[str, Any]) -> EngineConfig:
 def _encode(plain: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(plain)
-    except (TypeError, OverflowError) as why:
+    except (TypeError, ValueError, OverflowError) as why:
         raise ConfigError(
             f"the configuration contains a value that cannot be sent to another process: {why}"
         ) from None
