@@ -157,8 +157,8 @@ def test_errors_show_the_clients_text_and_no_other(form: Form, says: str):
 @pytest.mark.parametrize(
     "fields",
     [
-        {}, {"json": {}, "regex": "a"}, {"json": 5}, {"regex": 5}, {"choice": "ab"}, {"choice": [1]}, {"choice": []},
-        {"choice": ["a", ""]}, {"json_object": "yes"}, {"json_object": False}, {"structural_tag": 5},
+        {}, {"json": {}, "regex": "a"}, {"json": 5}, {"regex": 5}, {"choice": "ab"}, {"choice": [1]}, {"choice": []}, {"choice": 5},
+        {"choice": {"a": 1}}, {"choice": ["a", ""]}, {"json_object": "yes"}, {"json_object": False}, {"structural_tag": 5},
         {"regex": "a", "disable_any_whitespace": "no"},
     ],
 )  # fmt: skip

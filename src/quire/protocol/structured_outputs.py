@@ -7,7 +7,7 @@ Knows the fields and that exactly one kind is given. Does not know what a schema
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -87,7 +87,8 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
         if self.choice is None:
             return
         choice: Any = self.choice
-        if isinstance(choice, str) or not all(isinstance(c, str) for c in choice):
+        is_list = isinstance(choice, Collection) and not isinstance(choice, str | Mapping)
+        if not is_list or not all(isinstance(c, str) for c in choice):
             raise read.wrong(f"{FIELD}.choice", self.choice, "a list of strings")
         self.choice = list(self.choice)
         if not self.choice or not all(self.choice):
