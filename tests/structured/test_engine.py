@@ -202,7 +202,7 @@ def test_a_request_without_an_allowed_token_fails_alone(plain: Engine):
     ended = finished(plain, {"x", "y"})
     assert ended["x"].error_kind == "invalid"
     assert ended["x"].error == (
-        "no token is left to sample: structured_outputs and allowed_token_ids together exclude them all"
+        "no token is left to sample: structured_outputs and allowed_token_ids together exclude them all; allow more tokens"
     )
     assert ended["y"].finish == "stop"
 

@@ -200,7 +200,7 @@ def test_a_row_without_an_allowed_token_fails_alone():
             make_worker(MODEL), {0: (PROMPTS[0], free), 1: (PROMPTS[0], cornered)}, 1
         )
         assert result.errors == {
-            1: "no token is left to sample: allowed_token_ids and bad_words together exclude them all"
+            1: "no token is left to sample: allowed_token_ids and bad_words together exclude them all; allow more tokens"
         }
         assert result.kinds == {1: "invalid"}
         assert result.tokens[0] == TEXT[:1]

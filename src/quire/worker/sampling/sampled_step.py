@@ -37,7 +37,7 @@ def no_token_left(params: SamplingParams | None) -> str:
             why = f"{one} excludes them all"
         case [*others, last]:
             why = f"{', '.join(others)} and {last} together exclude them all"
-    return f"no token is left to sample: {why}"
+    return f"no token is left to sample: {why}; allow more tokens"
 
 
 class RequestFault(str):
