@@ -79,6 +79,7 @@ class ScriptedEngine(AsyncEngine):
 
     def __init__(self, *script: str | Exception, finish: str = "stop"):
         self.front = self.client = self  # type: ignore[assignment]
+        self.engines = [self]
         self.inputs = InputProcessor(self, self.max_model_len, 0x110000)  # type: ignore[arg-type]
         self.script: Sequence[str | Exception] = script or ("Hel", "lo")
         self.finish = finish

@@ -156,12 +156,11 @@ class ServerState:
     def _replaced(self, client: EngineClient) -> str:
         """Which engines are not ready, as the beginning of a sentence."""
         pairs = zip(self.config.parallel.ranks, client.engines, strict=True)
-        numbers = [str(rank) for rank, one in pairs if one.state().condition != "ready"]
-        if len(client.engines) == 1 or not numbers:
+        several = len(client.engines) > 1
+        numbers = [str(r) for r, one in pairs if several and one.state().condition != "ready"]
+        if not numbers:
             return "the engine is"
-        return (
-            f"engine {numbers[0]} is" if len(numbers) == 1 else f"engines {', '.join(numbers)} are"
-        )
+        return f"engines {', '.join(numbers)} are" if numbers[1:] else f"engine {numbers[0]} is"
 
     def check_model(self, name: str | None, adapters: Sequence[str] = ()) -> str:
         """The model name for the answer. `adapters`: further names that are served, for the error.
