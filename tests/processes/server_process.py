@@ -112,6 +112,13 @@ class Served:
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
+def let_it_tell(client: httpx.Client) -> None:
+    """Have the engine count all that was asked before, and its counts arrive at the HTTP process of `client`: they follow
+    the first answer. In development mode."""
+    for _ in range(2):
+        assert client.post("/reset_prefix_cache").status_code == 200
+
+
 def parents() -> dict[int, int]:
     """The parent of each process."""
     found = {}

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from server_process import PATIENCE_S, Served, children, has_torch, until
+from server_process import PATIENCE_S, Served, children, has_torch, let_it_tell, until
 from tiny_llama import make_checkpoint
 
 from quire.engine.shared_state import EngineState
@@ -33,7 +33,7 @@ LONG = {"prompt": "a", "n": 2, "max_tokens": 240, "ignore_eos": True, "stream": 
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = make_checkpoint(tmp_path_factory.mktemp("tiny"))
     dev = {"QUIRE_SERVER_DEV_MODE": "1", "QUIRE_HEARTBEAT_TIMEOUT_S": "5"}
-    flags = ["--served-model-name", "tiny", "--api-server-count", "2", "--max-num-seqs", "32"]
+    flags = ["--served-model-name", "tiny", "--api-server-count", "2", "--max-num-seqs", "32", "--shutdown-timeout", "600"]  # fmt: skip
     with Served(path, *flags, env=dev) as found:
         yield found
 
@@ -108,6 +108,7 @@ def test_each_process_answers_and_none_has_torch(server: Served, clients: list[h
 
 
 def test_both_workers_report_the_same_totals(server: Served, clients: list[httpx.Client]):
+    let_it_tell(clients[0])
     before = told(clients[0])
     for count, client in zip((3, 5), clients, strict=True):
         for _ in range(count):
@@ -252,6 +253,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced(
     old = fronts(server)
     [survivor] = [client for client in clients if process_of(client) != old[0]]
     streams = in_the_middle(server, survivor, 16)
+    let_it_tell(server.client)
     before = {name: server.metric(name) for name in ("http_requests_total", "vllm:request_success_total", "quire:process_restarts_total")}  # fmt: skip
     server.client.close()  # it may go to either, and must not wait for the one that is struck
     os.kill(old[0], blow)
@@ -267,13 +269,9 @@ def test_a_worker_that_dies_or_hangs_is_replaced(
     until(lambda: server.client.get("/health/ready").status_code == 200)
     until(lambda: server.metric("vllm:num_requests_running") == 0)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
-    # Those that broke were ended in the engine, and were never counted as answered.
-    assert server.metric("vllm:request_success_total") == before["vllm:request_success_total"] + 32
-    assert (
-        server.metric("http_requests_total") == before["http_requests_total"] + len(whole) + 1
-    )  # /resume
-    name = "quire:process_restarts_total"
-    until(lambda: server.metric(name) == before[name] + 1)
+    # Those that broke were ended in the engine, and were never counted as answered. The one more is /resume.
+    grown = {"vllm:request_success_total": 32, "http_requests_total": len(whole) + 1, "quire:process_restarts_total": 1}  # fmt: skip
+    until(lambda: all(server.metric(name) == before[name] + grown[name] for name in grown))
     for _ in range(8):
         answer = httpx.post(server.url + TEXT, json=GREEDY, timeout=PATIENCE_S)
         assert answer.status_code == 200
@@ -301,7 +299,8 @@ def test_a_worker_that_dies_during_a_sleep_call_blocks_no_other(
     time.sleep(0.2)  # on its way
     os.kill(struck, signal.SIGKILL)
     waiting.join(PATIENCE_S)
-    os.kill(engine, signal.SIGCONT)
+    with suppress(ProcessLookupError):  # it stood still for so long that it was replaced
+        os.kill(engine, signal.SIGCONT)
     assert failed
     until(lambda: struck not in fronts(server) and len(fronts(server)) == 2)
     until(lambda: other.get("/health/ready").status_code == 200)  # were it stopped for long

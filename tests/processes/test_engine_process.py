@@ -252,10 +252,11 @@ def test_a_request_running_at_two_crashes_is_refused(client: ProcessClient) -> N
 
 
 def test_a_call_does_not_wait_for_a_dead_engine(client: ProcessClient) -> None:
-    os.kill(client.supervisor.child.pid, signal.SIGSTOP)
-    threading.Timer(0.5, die, [client]).start()
-    with pytest.raises(Exception, match="restarted before"):
-        client.call("stats")
+    hang(client)
+    asked = client.ask("stats")
+    die(client)
+    with pytest.raises(QuireError, match="restarted before"):
+        client.answer_to(asked)
 
 
 def test_a_restarted_engine_keeps_its_pause_and_sleep(client: ProcessClient) -> None:
