@@ -21,7 +21,7 @@ MESSAGE = "Hi <img src=x onerror=\"document.title='hit'\"><b>you</b>"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with Served(make_checkpoint(tmp_path_factory.mktemp("model")), *FLAGS) as found:
+    with Served(make_checkpoint(tmp_path_factory.mktemp("model"), length=2048), *FLAGS) as found:
         found.client.headers["Authorization"] = "Bearer k"
         yield found
 
@@ -75,7 +75,7 @@ def test_answers_stream_and_the_block_view_updates(browser: Chromium, server: Se
         new MutationObserver(() => {
             for (const box of document.querySelectorAll(".assistant .text")) lengths.add(box.textContent.length);
         }).observe(document.getElementById("talk"), {childList: true, subtree: true, characterData: true});
-        document.getElementById("most").value = "150";
+        document.getElementById("most").value = "1000";
         Object.defineProperty(navigator, "clipboard", {value: {writeText: async text => { window.copied = text; }}});
         document.getElementById("words").focus();
         0
@@ -83,7 +83,7 @@ def test_answers_stream_and_the_block_view_updates(browser: Chromium, server: Se
     browser.type(MESSAGE)
     browser.enter()
     browser.until("document.querySelector('.assistant .note')?.textContent.includes('tokens')")
-    asked = {"messages": [{"role": "user", "content": MESSAGE}], "max_tokens": 150}
+    asked = {"messages": [{"role": "user", "content": MESSAGE}], "max_tokens": 1000}
     expected = server.post("/v1/chat/completions", **asked)["choices"][0]["message"]["content"]
     click(browser, ".assistant", "Copy")
     assert browser.until("window.copied") == expected
