@@ -32,7 +32,7 @@ LONG = {"prompt": "a", "n": 2, "max_tokens": 240, "ignore_eos": True, "stream": 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = make_checkpoint(tmp_path_factory.mktemp("tiny"))
-    dev = {"QUIRE_SERVER_DEV_MODE": "1", "QUIRE_HEARTBEAT_TIMEOUT_S": "5"}
+    dev = {"QUIRE_SERVER_DEV_MODE": "1"}
     flags = ["--served-model-name", "tiny", "--api-server-count", "2", "--max-num-seqs", "32", "--shutdown-timeout", "600"]  # fmt: skip
     with Served(path, *flags, env=dev) as found:
         yield found
@@ -55,10 +55,11 @@ def fronts(server: Served) -> list[int]:
 
 @pytest.fixture
 def clients(server: Served) -> Iterator[list[httpx.Client]]:
-    """One of each process."""
+    """One of each process. A connection that a client gave up because it was idle would be followed by one to any process."""
     found: dict[int, httpx.Client] = {}
+    kept = httpx.Limits(keepalive_expiry=None)
     while len(found) < 2:
-        client = httpx.Client(base_url=server.url, timeout=PATIENCE_S)
+        client = httpx.Client(base_url=server.url, timeout=PATIENCE_S, limits=kept)
         pid = process_of(client)
         if pid in found:
             client.close()

@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: str) -> Iterator[Served]:
-    dev = {"QUIRE_SERVER_DEV_MODE": "1", "QUIRE_HEARTBEAT_TIMEOUT_S": "5"}
+    dev = {"QUIRE_SERVER_DEV_MODE": "1", "QUIRE_HEARTBEAT_TIMEOUT_S": "7"}
     flags = ["--max-num-queued-reqs", "40", "--kv-cache-memory-bytes", "20M"]
     with Served(checkpoint, "--served-model-name", "tiny", *flags, env=dev) as found:
         yield found
