@@ -29,7 +29,7 @@ WEIGHTS = (
     "sleep at level 2, replace the checkpoint, and call reload_weights on the workers before they wake up",
 )
 BATCHES = "files and batches", "use quire run-batch, or send the requests one by one"
-PROFILER = "profiling", "use py-spy or torch.profiler on the engine's process"
+PROFILER = "profiling", "use py-spy, or torch.profiler in a class for --worker-extension-cls"
 
 _WEIGHT_CALLS = (
     "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update", "update_weights",
