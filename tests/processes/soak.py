@@ -341,7 +341,7 @@ def soak(server: Served, seconds: float, clients: int, seed: int) -> tuple[Round
     def make(expected: Alone, seconds: float, seed: int) -> Soak:
         return Soak(server.url, expected, seconds, seed)
 
-    lengths = min(60, seconds / 3), seconds
+    lengths = min(60, seconds), seconds  # memory of ranks and of the front grows for half a minute
     run, wrong, words = rounds(server, lambda: alone(server), make, clients, lengths, seed)
     return run, wrong, f"{words}, {server.metric('vllm:num_preemptions_total'):.0f} preemptions"
 
