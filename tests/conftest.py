@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not HAS_GPU and item.get_closest_marker("device") is not None:
         pytest.skip("needs a GPU")
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)  # what a test draws depends on no other test
 
 
 @pytest.fixture
