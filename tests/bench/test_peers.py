@@ -122,7 +122,7 @@ def test_an_engine_answers_and_is_stopped_between(tmp_path):
         assert engine.about == {"asked": "m"}
         assert engine.ask([[7, 8], [9]], 3)["tokens"] == [[7, 7, 7], [9, 9, 9]]
         assert soon(lambda: state(engine.process.pid) == "T")
-        assert 0 < engine.told()["ready_s"] <= engine.told()["first_token_s"]
+        assert 0 < engine.report()["ready_s"] <= engine.report()["first_token_s"]
         with pytest.raises(StartupError, match="not 8 tokens"):
             engine.ask([[1]], 8)
         with pytest.raises(StartupError, match="ended: ValueError: nine"):
