@@ -214,7 +214,7 @@ def _tiny(
 ) -> list[dict[str, Any]]:
     rows = []
     for kind in TASKS:
-        prompts = tasks(kind, max(clients, 16))
+        prompts = tasks(kind, max(4 * clients, 16))
         case = Case(f"{kind}, quire-tiny", "quire-tiny", prompts, given.output or 200, clients, drafters, goal, tuple(ENDS))  # fmt: skip
         rows += measure(case, given.rounds)
     return rows
