@@ -186,3 +186,17 @@ def test_rows_that_lack_the_fewest_tokens_get_probes() -> None:
     assert probed[0] > 20
     assert probed[2] == 0
     assert drafting < 0.011 * 3000
+
+
+def test_the_first_draft_tokens_say_soon_how_many_are_right() -> None:
+    """Of ten, all right: a new row gets draft tokens where those of START would not pay."""
+    length = DraftLength(4)
+    for row in range(2):
+        length.enter(row)
+    for tokens in (1, 5):
+        length.timed(1, tokens, 1.0 + 0.8 * (tokens - 1))
+    assert length.limits({0: 4}) == {}
+    for _ in range(10):
+        length.learn(1, 4, 4)
+    length.enter(2)
+    assert length.limits({2: 4}) == {2: 3}

@@ -165,7 +165,7 @@ class RequestRows:
 
     def put_drafts(self, row: int, drafts: Sequence[int]) -> None:
         """Append draft tokens, which the next step verifies, in the place of those that the row has."""
-        known = int(self.length[row] - self.num_drafts[row])
+        known = self.length.item(row) - self.num_drafts.item(row)
         if drafts:
             self.write_tokens(row, known, drafts)
         self.length[row], self.num_drafts[row] = known + len(drafts), len(drafts)

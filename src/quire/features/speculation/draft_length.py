@@ -19,7 +19,8 @@ from quire.features.speculation.measured_times import MeasuredTimes
 
 START = 0.6  # the acceptance that the first rows have at first
 MEMORY = 0.8  # the weight of the past in a row's mean
-MEMORY_OF_ALL = 0.98  # and in the mean of all rows, with which a row starts
+MEMORY_OF_ALL = 0.98  # and in the mean of all rows, with which a row starts; the first ones count more, as in a plain mean
+START_WEIGHT = 2  # START counts as so many
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
 PROBE_SHARE = 0.01
 LEAST_PROBE, MOST_PROBE = 0.05, 4  # the cost of a probe, in steps
@@ -42,7 +43,7 @@ class DraftLength:
     def __init__(self, most: int, fixed: bool = False):
         self.most, self.fixed = most, fixed
         self._accepted: dict[int, float] = {}  # by row
-        self._mean = START  # of all rows
+        self._mean, self._num_learnt = START, 0  # of all rows
         self._steps = MeasuredTimes()  # by `_size` of their tokens
         self._drafts = MeasuredTimes()  # of a drafter's proposals, by passes of its model
         self._prices: dict[int, float] = {}  # by number of rows, as of late
@@ -61,7 +62,9 @@ class DraftLength:
         """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
         share = accepted / min(drafts, accepted + 1)
         self._accepted[row] = MEMORY * self._accepted[row] + (1 - MEMORY) * share
-        self._mean = MEMORY_OF_ALL * self._mean + (1 - MEMORY_OF_ALL) * share
+        self._num_learnt += 1
+        weight = max(1 - MEMORY_OF_ALL, 1 / (START_WEIGHT + self._num_learnt))
+        self._mean += weight * (share - self._mean)
 
     def timed(self, num_rows: int, tokens: int, seconds: float) -> None:
         """A step that computed the next tokens of rows, and no prompts, took so long. `tokens`: draft tokens included."""
@@ -114,7 +117,7 @@ class DraftLength:
             return {}
         least, limits = max(self._price(len(room)), LEAST_GAIN), {}
         for row, left in room.items():
-            if (limit := min(left, self._places(row, least))) > 0:
+            if self._accepted[row] >= least and (limit := min(left, self._places(row, least))) > 0:
                 limits[row] = limit
         if limits and self._drafts(1) > NO_COST * self._time(len(room)):
             depth = self._best_depth(limits, len(room))
@@ -141,8 +144,6 @@ class DraftLength:
     def _places(self, row: int, least: float) -> int:
         """How many places add at least so many tokens each."""
         accepted = self._accepted[row]
-        if accepted < least:
-            return 0
         if accepted >= 1:
             return self.most
         return min(self.most, int(math.log(least) / math.log(accepted)))
@@ -201,11 +202,12 @@ class DraftLength:
         """How many of the draft tokens, in this order, give the most tokens a second."""
         best, best_rate = 0, num_rows / self._time(num_rows)
         totals = list(itertools.accumulate(gains, initial=float(num_rows)))
-        for count in range(1, len(totals)):
-            tokens = num_rows + count
-            if count + 1 < len(totals) and _size(tokens) == _size(tokens + 1):
-                continue  # the next one takes no time
-            if (rate := totals[count] / self._time(tokens)) > best_rate:
+        count, most = 0, len(gains)
+        while count < most:
+            count = min(
+                _size(num_rows + count + 1) - num_rows, most
+            )  # those of one size take the same time
+            if (rate := totals[count] / self._time(num_rows + count)) > best_rate:
                 best, best_rate = count, rate
         return best
 

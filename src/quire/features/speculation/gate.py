@@ -37,6 +37,7 @@ class SpeculationGate(Gate):
 
     def __init__(self, num_speculative_tokens: int):
         self.num_speculative_tokens = num_speculative_tokens
+        self._per_position = [PER_POSITION.format(at) for at in range(num_speculative_tokens)]
         self._verified: dict[str, tuple[int, int]] = {}  # by request, of the last step
         self.counts: dict[str, float] = {}
         self.publish({})
@@ -47,7 +48,7 @@ class SpeculationGate(Gate):
         """Count in this dict, from 0 on."""
         self.counts = counts
         counts.update(dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED), 0.0))
-        counts.update({PER_POSITION.format(at): 0.0 for at in range(self.num_speculative_tokens)})
+        counts.update(dict.fromkeys(self._per_position, 0.0))
 
     def allow(self, request: Request, start: int, num_tokens: int) -> int:
         """All known tokens, and the draft tokens that the row has; with a step in flight, as many as it may have."""
@@ -73,7 +74,7 @@ class SpeculationGate(Gate):
             self.counts[DRAFT_TOKENS] += verified
             self.counts[ACCEPTED] += accepted
             for at in range(accepted):
-                self.counts[PER_POSITION.format(at)] += 1
+                self.counts[self._per_position[at]] += 1
 
     def annotate(self, outputs: list[EngineOutput]) -> None:
         """What was verified in this step, and num_speculative_tokens."""

@@ -92,7 +92,7 @@ class GuardedDrafter(Drafter):
     def _valid(self, drafts: Sequence[int], limit: int) -> list[int]:
         """Up to the first that is no token."""
         size = self.rows.vocab_size
-        valid = [int(token) for token in drafts[:limit]]
+        valid = list(map(int, drafts[:limit]))
         if valid and not (min(valid) >= 0 and max(valid) < size):
             del valid[next(at for at, token in enumerate(valid) if not 0 <= token < size) :]
         return valid
