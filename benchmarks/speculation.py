@@ -41,7 +41,7 @@ LOOKUPS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_max_cached_requests": 0},
 }  # fmt: skip
 HEADS: dict[str, dict[str, Any]] = {
-    "draft_model": {"method": "draft_model", "model": "quire-tiny-draft", "num_speculative_tokens": 3},
+    "draft_model": {"method": "draft_model", "model": "quire-tiny-draft", "num_speculative_tokens": 3, "quantization": "int8"},
     "eagle3": {"method": "eagle3", "model": "quire-tiny-eagle3", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "model": "quire-tiny-mtp", "num_speculative_tokens": 3},
 }  # fmt: skip
