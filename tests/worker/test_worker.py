@@ -205,6 +205,9 @@ def test_calls():
         match=r"no function or method '_update_rows'; it has .*num_parameters.*, run",
     ):
         worker.call("collective_rpc", "_update_rows")
+    for args in (["greet"], ["greet", ["you", "!", 1]], ["greet", ["you"], {"end": "!"}]):
+        with pytest.raises(ValidationError, match="'greet': .*argument"):
+            worker.call("collective_rpc", *args)
 
 
 def test_tokens_are_stored_in_rows():

@@ -12,6 +12,7 @@ does not answer is taken to refuse.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -249,7 +250,7 @@ class Worker:
         """Call a function by name, with keyword arguments; else a public method of the worker (or of its subclass).
 
         Raises:
-            ValidationError: there is no function or method of that name.
+            ValidationError: there is no function or method of that name, or it does not take these arguments.
         """
         function = self.functions.get(method)
         if function is None and not method.startswith("_"):
@@ -261,6 +262,10 @@ class Worker:
                 f"the worker has no function or method {method!r}; it has {names}",
                 parameter="method", value=method,
             )  # fmt: skip
+        try:
+            inspect.signature(function).bind(*args, **(kwargs or {}))
+        except TypeError as error:
+            raise ValidationError(f"the worker's {method!r}: {error}", parameter="args") from None
         return function(*args, **(kwargs or {}))
 
     @torch.inference_mode()
