@@ -206,7 +206,7 @@ def test_calls():
     ):
         worker.call("collective_rpc", "_update_rows")
     for args in (["greet"], ["greet", ["you", "!", 1]], ["greet", ["you"], {"end": "!"}]):
-        with pytest.raises(ValidationError, match="'greet': .*argument"):
+        with pytest.raises(ValidationError, match=r"'greet': .*argument"):
             worker.call("collective_rpc", *args)
 
 

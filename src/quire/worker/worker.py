@@ -12,19 +12,19 @@ does not answer is taken to refuse.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from quire.errors import PlanMismatch, RankLost, StepFailed, ValidationError
+from quire.errors import PlanMismatch, RankLost, StepFailed
 from quire.forward_context import ForwardBatch, forward_context
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.worker.hooks import Hook
 from quire.worker.input_batch import InputBatchBuilder
 from quire.worker.model_input import ModelInput
 from quire.worker.request_rows import ReportedCount, RequestRows
+from quire.worker.rpc import call_method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,7 +121,7 @@ class Worker:
         self.functions: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
             "num_parameters": lambda: sum(p.numel() for p in self.model.parameters()),
-            "collective_rpc": self._rpc,
+            "collective_rpc": functools.partial(call_method, self),
             **(functions or {}),
         }
         self.fast_step = fast_step
@@ -243,30 +243,6 @@ class Worker:
             names = ", ".join(sorted(self.functions))
             raise ValueError(f"the worker has no function {name!r}; it has {names}")
         return function(*args)
-
-    def _rpc(
-        self, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a function by name, with keyword arguments; else a public method of the worker (or of its subclass).
-
-        Raises:
-            ValidationError: there is no function or method of that name, or it does not take these arguments.
-        """
-        function = self.functions.get(method)
-        if function is None and not method.startswith("_"):
-            function = getattr(self, method, None)
-        if not callable(function):
-            methods = (name for name in dir(type(self)) if not name.startswith("_"))
-            names = ", ".join(sorted({*self.functions, *methods}))
-            raise ValidationError(
-                f"the worker has no function or method {method!r}; it has {names}",
-                parameter="method", value=method,
-            )  # fmt: skip
-        try:
-            inspect.signature(function).bind(*args, **(kwargs or {}))
-        except TypeError as error:
-            raise ValidationError(f"the worker's {method!r}: {error}", parameter="args") from None
-        return function(*args, **(kwargs or {}))
 
     @torch.inference_mode()
     def _update_rows(self, plan: StepPlan) -> None:
