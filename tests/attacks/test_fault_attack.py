@@ -139,7 +139,7 @@ def test_no_secret_is_written_to_a_disk(started: Start, tmp_path: Path):
     place, cache = tmp_path / "t", tmp_path / "cache"
     place.mkdir()
     real = Path(os.environ.get("QUIRE_CACHE_ROOT", "~/.cache/quire")).expanduser()
-    shutil.copytree(real, cache, ignore=shutil.ignore_patterns("crashes"))
+    shutil.copytree(real, cache, symlinks=True, ignore=shutil.ignore_patterns("crashes"))
     env = {"TMPDIR": str(place), "QUIRE_CACHE_ROOT": str(cache), "HF_TOKEN": "hf_" + SECRET}
     server = started("--api-key", SECRET, "--hf-token", "hf_" + SECRET, env=env, key=SECRET)
     server.signal_engine(signal.SIGKILL)
