@@ -199,7 +199,9 @@ def test_media_are_refused(llm: LLM):
     assert llm.generate("x", GREEDY, lora_request=[None], use_tqdm=False)
 
 
-def test_unknown_keywords_are_type_errors():
+def test_unknown_keywords_are_type_errors(llm: LLM):
+    with pytest.raises(TypeError, match="prompt_token_ids; pass lists of token ids"):
+        llm.generate(prompt_token_ids=[[1]])  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="did you mean max_num_seqs"):
         LLM("quire-tiny", max_num_seq=4)
     with pytest.raises(TypeError, match="api_server_count is an option of the server only"):
@@ -237,8 +239,11 @@ def test_chat_options(llm: LLM):
     assert prompt(hi, chat_template="{{ tools[0].name }}", tools=[{"name": "t"}]) == "t"
     with pytest.raises(ValidationError, match="exclude each other"):
         prompt(started, continue_final_message=True)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="keyword nonsense; choose from lora_request"):
         prompt(hi, nonsense=1)
+    for name in ("tools", "chat_template_kwargs", "chat_template", "chat_template_content_format"):
+        with pytest.raises(ValidationError, match=rf"{name} must be .*; it is 5"):
+            prompt(hi, **{name: 5})
 
 
 def test_a_chat_does_not_get_a_second_bos(tmp_path: Path):

@@ -101,7 +101,7 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, UnsupportedMethods):
 
     # -- generation -----------------------------------------------------------------------------
     def generate(
-        self, prompts: Any, sampling_params: Params = None, *, use_tqdm: Progress = True,
+        self, prompts: Any = None, sampling_params: Params = None, *, use_tqdm: Progress = True,
         **options: Unpack[BatchOptions],
     ) -> list[RequestOutput]:  # fmt: skip
         """Generate outputs for one prompt or several, in the order of the prompts.

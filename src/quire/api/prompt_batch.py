@@ -11,8 +11,10 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from quire.config.unknown_names import UnknownName
 from quire.errors import Unsupported, ValidationError
 from quire.frontend.adapters import names_for
+from quire.frontend.chat import KEYWORDS
 from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.prompts import read_prompts
 from quire.frontend.request_manager import RequestManager
@@ -32,6 +34,13 @@ class BatchOptions(TypedDict, total=False):
     mm_processor_kwargs: Mapping[str, Any] | None
 
 
+REMOVED = {
+    "prompt_token_ids": 'pass lists of token ids, or {"prompt_token_ids": [...]}, as prompts',
+    "guided_options_request": "use SamplingParams(structured_outputs=...)",
+}
+"""Keyword of earlier versions of vLLM -> what to do instead."""
+
+
 def accept_all(
     front: RequestManager,
     ids: Iterator[str],
@@ -42,13 +51,18 @@ def accept_all(
     priority: Priority = None,
     tokenization_kwargs: Mapping[str, Any] | None = None,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
+    **unknown: Any,
 ) -> list[AcceptedRequest]:
     """Check all requests before any is sent. Each request gets a single, final output.
 
     Raises:
         ValidationError: names the index of the prompt if there are several.
         Unsupported: multimedia options.
+        UnknownName: a keyword that `LLM.generate` and `LLM.chat` do not have.
     """
+    for name in unknown:
+        known = f"choose from {', '.join(BatchOptions.__annotations__)}; LLM.chat also has {', '.join(KEYWORDS)}"
+        raise UnknownName(f"unknown keyword {name}; {REMOVED.get(name) or known}")
     if mm_processor_kwargs:
         raise Unsupported("mm_processor_kwargs", "the engine accepts text only")
     found = read_prompts(prompts)

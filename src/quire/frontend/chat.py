@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from quire.errors import ConfigError, Unsupported, ValidationError
 from quire.frontend.chat_template import ChatTemplate, plain
 from quire.frontend.jinja_sandbox import SECONDS, compile_template
+from quire.protocol.validators import wrong
 
 if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
@@ -23,6 +24,11 @@ KEYWORDS = {
     "continue_final_message": "continue_final_message", "tools": "tools", "documents": "documents",
 }  # fmt: skip
 """Keyword of vLLM's `chat` -> field of ChatOptions."""
+KINDS: dict[str, tuple[Any, str]] = {
+    "chat_template": (str, "a template or its path"), "chat_template_kwargs": (Mapping, "a dict"),
+    "tools": (Sequence, "a list"), "documents": (Sequence, "a list"),
+}  # fmt: skip
+FORMATS = ("auto", "string", "openai")
 MEDIA_PARTS = ("image", "video", "audio", "file")  # substrings of image_url, input_audio, ...
 
 
@@ -46,7 +52,17 @@ class ChatOptions:
 
     @classmethod
     def of_keywords(cls, keywords: dict[str, Any]) -> Self:
-        """Take these options out of `keywords`, where they have vLLM's names."""
+        """Take these options out of `keywords`, where they have vLLM's names.
+
+        Raises:
+            ValidationError: a value of another kind.
+        """
+        for name, (kind, must) in KINDS.items():
+            if not isinstance(value := keywords.get(name), (kind, type(None))):
+                raise wrong(name, value, must)
+        form = keywords.get("chat_template_content_format") or "auto"
+        if form not in FORMATS:
+            raise wrong("chat_template_content_format", form, f"one of {', '.join(FORMATS)}")
         found = {field: keywords.pop(name, None) for name, field in KEYWORDS.items()}
         return cls(**{field: value for field, value in found.items() if value is not None})
 
