@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.metric_table import COUNTS, ENGINE_HISTOGRAMS, INFOS, RESIDENCY, SNAPSHOTS
 from quire.observe.prometheus import ServerMetrics
+from quire.protocol.output import EngineStats
 from tools.generated_tables import DOCS, main
 
 PAGE = DOCS / "metrics.md"
@@ -23,7 +24,9 @@ def rows() -> Iterator[str]:
     yield "| name | type | meaning |"
     yield "|---|---|---|"
     replaced = {row.name for row in SNAPSHOTS if row.legacy}
-    for family in text_string_to_metric_families(ServerMetrics("model").render().decode()):
+    metrics = ServerMetrics("model")
+    metrics.attach(EngineStats, 2048, {})  # the histograms of requests need an engine
+    for family in text_string_to_metric_families(metrics.render().decode()):
         if family.name.endswith("_created") or family.name.startswith(OF_PYTHON):
             continue
         if family.name in replaced or family.documentation.startswith("Old"):
