@@ -14,6 +14,7 @@ from scripted import ScriptedEngine, make_state
 from quire.frontend.chat import read_message
 from quire.server import request_body
 from quire.server.app import build_app
+from quire.server.errors import clean
 from quire.server.openai import responses
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -117,10 +118,12 @@ def test_unknown_fields_are_logged_once_each(
     with caplog.at_level("INFO", logger="quire"):
         for number in range(3):
             ask(ScriptedEngine(), "POST", CHAT, {**HI, "foo_bar": number, "store": True})
+            ask(ScriptedEngine(), "POST", "/invocations", {**HI, "max_tokens": 3})
         for number in range(request_body.MOST_LOGGED + 50):  # a client that invents names
             request_body.warn_of({f"field_{number}_x"}, {"messages"})
     lines = [r.getMessage() for r in caplog.records if "ignored field" in r.getMessage()]
     assert sum("'foo_bar'" in line for line in lines) == sum("'store'" in line for line in lines) == 1  # fmt: skip
+    assert not any("max_tokens" in line for line in lines), "known to the route behind /invocations"
     assert len(lines) == request_body.MOST_LOGGED
 
 
@@ -133,3 +136,23 @@ def test_a_parameter_of_the_query_is_named_as_one(path: str, param: str):
     state.dev_mode = True
     found = ask(None, "POST", path, state=state)
     assert (found.status_code, found.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "remedy"),
+    [
+        ("POST", "/sleep", None, "/sleep is off: start the server with QUIRE_SERVER_DEV_MODE=1"),
+        ("GET", "/tokenizer_info", None, "/tokenizer_info is off: start the server with --enable-tokenizer-info-endpoint"),
+        ("POST", "/v1/batches", {}, "the API of files and batches is not supported yet: use quire run-batch"),
+        ("GET", "/v1/models/no", None, "this server has `toy`"),
+        ("POST", CHAT, {**HI, "response_format": {"type": "json_schema"}}, "`response_format.json_schema.schema` must be"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_to_do(method: str, path: str, body: Any, remedy: str):
+    assert remedy in ask(ScriptedEngine(), method, path, body).json()["error"]["message"]
+
+
+def test_paths_in_errors_are_hidden_and_sentences_keep_their_end():
+    assert (
+        clean("loaded from /srv/models/a.b. To replace it") == "loaded from [path]. To replace it"
+    )

@@ -13,9 +13,6 @@ from quire.errors import Unsupported
 Feature = tuple[str, str]
 """(name, what to do instead)."""
 
-RUNTIME_ADAPTERS = (
-    "loading adapters while the server runs", "start the server with --enable-lora and QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1"
-)  # fmt: skip
 AUDIO = "audio", "send text"
 MEDIA = "media input", "send text"
 SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of /v1/completions"
@@ -28,7 +25,7 @@ WEIGHTS = (
     "replacing weights while running",
     "sleep at level 2, replace the checkpoint, and call reload_weights on the workers before they wake up",
 )
-BATCHES = "files and batches", "use quire run-batch, or send the requests one by one"
+BATCHES = "the API of files and batches", "use quire run-batch, or send the requests one by one"
 PROFILER = "profiling", "use py-spy, or torch.profiler in a class for --worker-extension-cls"
 
 _WEIGHT_CALLS = (
@@ -47,7 +44,6 @@ METHODS: dict[str, Feature] = {
 ROUTES: dict[str, Feature] = {
     "/generative_scoring": ("scoring by generation", "ask /v1/completions for logprobs, or /score on a reranker"),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), AUDIO),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters"), RUNTIME_ADAPTERS),
     "/v1/systemone": ("structured decisions", "ask /v1/chat/completions for structured_outputs"),
     "/v1/chat/completions/batch": ("several conversations in one request", "send one request for each, or use quire run-batch"),
     "/cohere/v2/chat": ("Cohere's protocol", "use /v1/chat/completions"),
@@ -62,11 +58,16 @@ ROUTES: dict[str, Feature] = {
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), ELASTIC),
     **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), ("recovery by commands", "dead engines are replaced by themselves; see /health/ready")),
     "/kv_event_sources": ("KV events", "watch /metrics"),
-    "/tokenizer_info": ("the tokenizer's configuration without its flag", "start the server with --enable-tokenizer-info-endpoint"),
     **dict.fromkeys(("/v1/files", "/v1/files/{path:path}", "/v1/batches", "/v1/batches/{path:path}"), BATCHES),
     **dict.fromkeys(("/start_profile", "/stop_profile"), PROFILER),
 }  # fmt: skip
 """Paths."""
+
+OPTIONAL_ROUTES: dict[str, str] = {
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters"), "--enable-lora and QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1"),
+    "/tokenizer_info": "--enable-tokenizer-info-endpoint",
+}  # fmt: skip
+"""Paths of supported routes that are off by default -> what turns them on."""
 
 DEV_ROUTES: dict[str, Feature] = {
     **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), MEDIA),

@@ -96,7 +96,7 @@ def generating(endpoint: Endpoint) -> Endpoint:
 async def invocations(request: Request) -> Response | EventStream:
     """One path for all requests, as SageMaker calls it. The fields of the body select the endpoint."""
     request._body = await read_raw(request)  # the endpoint reads it from here
-    body = await read(request, InvocationBody)
+    body = await read(request, InvocationBody, warn=False)  # the endpoint warns of unknown fields
     pooling = state_of(request).serving().front.pooling
     if pooling is not None:
         return await pooling_invocation(request, body, pooling.info.tasks[0])
@@ -107,12 +107,23 @@ async def invocations(request: Request) -> Response | EventStream:
     raise invalid("`/invocations` needs `messages` (chat) or `prompt` (completion)", "messages")
 
 
-async def unsupported_route(request: Request, feature: unsupported.Feature) -> Response:
-    """Raises ApiError 404 that names the feature, so that the path does not look misspelt.
+async def missing_route(request: Request, message: str) -> Response:
+    """Raises ApiError 404 that says why, so that the path does not look misspelt.
 
     vLLM has no such route either for a model without the feature. SDKs repeat a request after a 501.
     """
-    raise ApiError(404, f"{feature[0]} is not supported yet: {feature[1]}")
+    raise ApiError(404, message)
+
+
+def missing_routes(dev_mode: bool) -> list[tuple[str, str, Endpoint]]:
+    """Routes of features that are not built yet, and of those that are off. Not in the OpenAPI document."""
+    later = unsupported.ROUTES | (unsupported.DEV_ROUTES if dev_mode else {})
+    why = {path: f"{what} is not supported yet: {remedy}" for path, (what, remedy) in later.items()}
+    flags = dict(unsupported.OPTIONAL_ROUTES)
+    if not dev_mode:
+        flags |= {path: "QUIRE_SERVER_DEV_MODE=1" for _, path, _ in DEV_ROUTES}
+    why |= {path: f"{path} is off: start the server with {flag}" for path, flag in flags.items()}
+    return [("GET POST DELETE", path, partial(missing_route, message=m)) for path, m in why.items()]
 
 
 ROUTES: list[tuple[str, str, Endpoint]] = [
@@ -283,11 +294,7 @@ def build_app(state: ServerState) -> QuireApp:
         rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:
         rows = rows + openapi.routes(rows, bool(tenants), server.root_path or "")
-    missing = unsupported.ROUTES | (unsupported.DEV_ROUTES if state.dev_mode else {})
-    rows = rows + [
-        ("GET POST DELETE", path, partial(unsupported_route, feature=feature))
-        for path, feature in missing.items()
-    ]  # not in the OpenAPI document
+    rows = rows + missing_routes(state.dev_mode)
     layers = [Middleware(RequestCountMiddleware, state=state, paths=[path for _, path, _ in rows])]
     if state.hosts is not None:
         layers.append(Middleware(KnownHosts, hosts=state.hosts, refusal=refusal))

@@ -48,7 +48,7 @@ TYPES = {
 
 MESSAGE_LIMIT = 2000  # characters: quotes of a request stay readable
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_PATH = re.compile(r"(?<![\w:/.])/(?!v[12]/)(?:[\w.@+-]+/)+[\w.@+-]+")
+_PATH = re.compile(r"(?<![\w:/.])/(?!v[12]/)(?:[\w.@+-]+/)+[\w.@+-]*[\w@+-]")
 
 
 class ApiError(QuireError):

@@ -108,7 +108,7 @@ async def read_raw(request: Request) -> bytes:
     return raw
 
 
-def read_short(raw: bytes, kind: type[Body]) -> Body:
+def read_short(raw: bytes, kind: type[Body], warn: bool = True) -> Body:
     """A short body as a Struct. Ignores nulls, and accepts numbers as strings, as many clients send them.
 
     Raises:
@@ -122,7 +122,7 @@ def read_short(raw: bytes, kind: type[Body]) -> Body:
         raise not_an_object()
     body = {key: value for key, value in body.items() if value is not None}
     known = set(kind.__struct_encode_fields__)  # structs.fields evaluates annotations: 1 ms
-    if unknown := body.keys() - known:
+    if warn and (unknown := body.keys() - known):
         warn_of(unknown, known)
     try:
         return msgspec.convert(body, kind, strict=False)
@@ -145,11 +145,11 @@ def warn_of(unknown: Set[str], known: Set[str]) -> None:
     log.debug("ignored fields: %s (%d in all)", ", ".join(sorted(looked_at)), len(unknown))
 
 
-async def read(request: Request, kind: type[Body]) -> Body:
-    """The body as a Struct; a thread decodes a long one."""
+async def read(request: Request, kind: type[Body], warn: bool = True) -> Body:
+    """The body as a Struct; a thread decodes a long one. `warn`: log the unknown fields of a short one."""
     raw = await read_raw(request)
     if len(raw) <= SHORT_BODY:
-        return read_short(raw, kind)
+        return read_short(raw, kind, warn)
     return await state_of(request).texts.run_sized(len(raw), read_long, raw, kind)
 
 

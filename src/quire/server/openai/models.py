@@ -13,7 +13,6 @@ from starlette.responses import Response
 from quire.api.async_engine import AsyncEngine
 from quire.frontend.adapters import Adapter
 from quire.server.adapters import listed
-from quire.server.errors import ApiError
 from quire.server.request_body import json_response
 from quire.server.state import ServerState, state_of
 
@@ -70,9 +69,9 @@ async def model(request: Request) -> Response:
     state = state_of(request)
     engine = state.serving()
     name = request.path_params["name"]
-    for adapter in await listed(state) if name not in state.model_names else ():
+    adapters = await listed(state) if name not in state.model_names else []
+    for adapter in adapters:
         if adapter.name == name:
             return json_response(adapter_card(adapter, state, engine))
-    if name not in state.model_names:
-        raise ApiError(404, f"The model `{name[:200]}` does not exist.", param="model")
+    state.check_model(name, [one.name for one in adapters])
     return json_response(card(name, state, engine))

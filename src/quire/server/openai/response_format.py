@@ -69,11 +69,8 @@ def of_format(value: Any, field_name: str = "response_format") -> StructuredOutp
         inner = value.get("json_schema", value)
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if not isinstance(schema, dict | bool):
-            where = (
-                f"{field_name}.json_schema.schema"
-                if "json_schema" in value
-                else f"{field_name}.schema"
-            )
+            ours = field_name == "response_format" or "json_schema" in value
+            where = f"{field_name}.json_schema.schema" if ours else f"{field_name}.schema"
             raise invalid(f"`{where}` must be a JSON schema", field_name)
         return structured_outputs_of(field_name, json=schema)
     if kind == "structural_tag":
