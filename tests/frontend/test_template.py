@@ -254,7 +254,7 @@ def test_messages_of_no_form_are_refused(ours: Tokenizer, messages: list[Any], w
 
 def test_a_missing_template_error_names_the_remedy(tmp_path: Path):
     bare = load(small_tokenizers.save_byte_level(tmp_path, chat_template=None))
-    with pytest.raises(ValidationError, match="no chat template; set chat_template"):
+    with pytest.raises(ValidationError, match="no chat template: start it with --chat-template"):
         chat.render(bare, CHATS[0])
 
 

@@ -15,10 +15,11 @@ from scripted import ScriptedEngine, make_state
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, StartupError
+from quire.protocol.output import EngineReady
 from quire.protocol.pooling_info import PoolingInfo
 from quire.server.app import build_app
 from quire.server.process import launch, sockets
-from quire.server.process.banner import curl_line, failure, stages_table, warnings
+from quire.server.process.banner import curl_line, facts_table, failure, stages_table, warnings
 
 
 async def talk(config: ServerConfig, *sent: bytes) -> list[bytes]:
@@ -210,6 +211,13 @@ def test_the_curl_line_contains_no_secret():
         line = curl_line(config, "http://a", "m", True, PoolingInfo(tasks=tasks))
         assert f"{path} " in line
         assert '\'{"model": "m", "input": ' in line
+
+
+@pytest.mark.parametrize(("tokens", "cache"), [(128, "100 blocks of 4 tokens: 2.0 full contexts"), (0, "none")])  # fmt: skip
+def test_the_table_has_the_kv_cache(tokens: int, cache: str):
+    ready = EngineReady(64, 100, 4, 97, "float32", "cpu", "Toy", "native", 1, num_tokens=tokens)
+    lines = facts_table(make_state(None).config, ready, "http://a").splitlines()
+    assert [line.split(maxsplit=2)[2] for line in lines if "KV cache" in line] == [cache]
 
 
 def test_a_failed_start_is_one_report():

@@ -178,7 +178,7 @@ def test_a_model_without_attention_has_blocks_that_cost_nothing() -> None:
     plan = with_states(4, 5 * STATE, ())
     assert (plan.kv, plan.num_blocks, plan.max_requests) == (0, 4 * 16, 4)
     assert plan.layout.groups[0].layers == ()
-    assert ("KV cache", "none: no layer is attention") in plan.table()
+    assert ("KV cache", "none: no layer keeps keys and values") in plan.table()
     with pytest.raises(NotEnoughMemory, match=r"Set max_num_seqs=3 or less"):
         with_states(4, 5 * STATE - 1, ())
 

@@ -177,7 +177,7 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
         startup=info.stages,
         pid=os.getpid(),
         version=__version__,
-        num_tokens=kv_layout.tokens_in(
+        num_tokens=bool(kv_layout.groups[0].layers) * kv_layout.tokens_in(
             info.num_blocks, info.max_model_len,
             min(resolved.max_num_batched_tokens, info.max_model_len),
         ),

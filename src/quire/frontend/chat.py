@@ -85,7 +85,7 @@ def render(
         template = _own(options.template, options.template_may_be_path)
     if template is None:
         raise ValidationError(
-            "this model has no chat template; set chat_template=..., or use generate (completions) with a prompt",
+            "this model has no chat template: start it with --chat-template (Python: chat_template=...), or send a text (prompt, input)",
             parameter="chat_template",
         )  # fmt: skip
     return rendered(template, messages, options, tokenizer.special_tokens_map)

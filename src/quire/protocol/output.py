@@ -106,7 +106,7 @@ class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="re
     startup: list[tuple[str, float]] = []  # stage, seconds
     pid: int = 0
     version: str = ""
-    num_tokens: int = 0  # capacity of the KV cache, for requests of max_model_len tokens
+    num_tokens: int = 0  # capacity of the KV cache, 0: there is none
     max_num_seqs: int = 0
     state_bytes: int = 0  # recurrent states of all rows, and their checkpoints
     pooling: PoolingInfo | None = None  # None: the model generates tokens

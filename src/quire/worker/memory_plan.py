@@ -75,7 +75,7 @@ class MemoryPlan:
                 f"{size(self.kv)} = {self.num_blocks} blocks of {self.layout.block_size},"
                 f" in {kv_of.spec.dtype}"
                 if kv_of.layers
-                else "none: no layer is attention",
+                else "none: no layer keeps keys and values",
             ),
             ("tokens that fit", f"{self.num_tokens:,}"),
             (

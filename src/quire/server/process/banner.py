@@ -46,7 +46,7 @@ def facts_table(config: EngineConfig, ready: EngineReady, url: str, processes: i
         ("model", ", ".join(config.model.served_names)),
         ("architecture", f"{ready.architecture} ({ready.model_impl}), {ready.dtype} on {ready.device}"),
         ("context", f"{ready.max_model_len} tokens"),
-        ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {contexts:.1f} full contexts"),
+        ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {contexts:.1f} full contexts" if ready.num_tokens else "none"),
         *([("engines", f"{len(config.parallel.ranks)}, each with a KV cache of its own")] if len(config.parallel.ranks) > 1 else []),
         ("address", url),
         ("API key", "needed" if config.server.needs_key else "none"),
