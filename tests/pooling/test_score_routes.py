@@ -21,7 +21,7 @@ from vector_engine import (
     vector_of,
 )
 
-from quire.cli.run_batch import answers
+from quire.cli.run_batch import ROUTES, answers
 from quire.protocol.pooling_params import PoolingParams
 
 PAIR_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% endfor %}{{ instruction or '' }}"  # fmt: skip
@@ -159,6 +159,7 @@ POOLING_BODIES = {
     "/v1/embeddings": {"input": "a"},
     "/pooling": {"input": "a"},
     "/classify": {"input": "a"},
+    "/v1/embed": {"texts": ["a"]},
     "/v2/embed": {"texts": ["a"]},
     **{path: {"queries": "a", "documents": "b"} for path in SCORES},
     **{path: {"query": "a", "documents": ["b"]} for path in RERANKS},
@@ -178,6 +179,7 @@ def test_a_generating_model_refuses_pooling_routes(serving, path):
     assert "/v1/chat/completions" in message
     assert "--runner pooling" in message
     assert server.error(path, {}) == message
+    assert path in ROUTES, "run-batch answers it"
 
 
 @pytest.mark.parametrize("path", GENERATING_BODIES)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 ROUTES = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/embed", "/pooling",
     "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v2/embed",
 )  # fmt: skip
 AHEAD = 512  # requests in flight at once: enough to fill any batch
