@@ -131,7 +131,11 @@ def test_mistakes_end_with_status_2(words: list[str], capsys):
 
 def test_without_a_server_the_exit_status_is_1(capsys):
     assert run.main(["--port", "1", "--ready-check-timeout-sec", "0.1"]) == 1
-    assert "127.0.0.1:1" in capsys.readouterr().err
+    first, last = capsys.readouterr().err.splitlines()
+    assert re.match(
+        r"waiting for http://127.0.0.1:1, at most 0.1 s \(--ready-check-timeout-sec\)", first
+    )
+    assert "127.0.0.1:1" in last
 
 
 def test_a_chat_ends_with_its_text():

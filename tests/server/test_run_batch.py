@@ -92,6 +92,16 @@ def test_flags(capsys: pytest.CaptureFixture[str]):
     assert "--output-file is required" in capsys.readouterr().err
 
 
+def test_files_that_cannot_be_opened_are_named_by_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    there = tmp_path / "in"
+    there.touch()
+    for source, target, flag in ((tmp_path / "x", there, "--input-file"), (there, tmp_path / "x/y", "--output-file")):  # fmt: skip
+        assert run_batch.main(["-i", str(source), "-o", str(target)]) == 1
+        assert capsys.readouterr().err.startswith(f"quire run-batch: error: {flag}")
+
+
 def test_metrics_can_be_read_meanwhile():
     state = make_state(ScriptedEngine("ok"), port=0, host="127.0.0.1")
 

@@ -106,11 +106,17 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def opened(source: str) -> Iterator[Iterable[bytes]]:
-    """The lines of a file or of an HTTP response."""
+    """The lines of a file or of an HTTP response.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     if source.startswith(("http://", "https://")):
         with urllib.request.urlopen(source, timeout=600) as answer:
             yield answer
     else:
+        if not os.access(source, os.R_OK):
+            raise ConfigError(f"--input-file: cannot read {source}")
         with Path(source).open("rb") as file:
             yield file
 
@@ -120,6 +126,11 @@ def written(job: BatchJob) -> Iterator[IO[bytes]]:
     """A temporary file that becomes the output when it is complete."""
     remote = job.target.startswith(("http://", "https://"))
     folder = job.folder if remote else str(Path(job.target).resolve().parent)
+    if folder and not os.access(folder, os.W_OK):
+        name = "--output-tmp-dir" if remote else "--output-file"
+        raise ConfigError(
+            f"{name}: cannot write to the directory {folder}; create it, or name another"
+        )
     with tempfile.NamedTemporaryFile("wb", dir=folder, prefix=".batch-", delete=False) as file:
         try:
             yield file.file

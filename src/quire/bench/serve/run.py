@@ -107,7 +107,7 @@ class ServePlan:
         """
         args = self.args
         name = args.served_model_name or args.model
-        end = time.monotonic() + args.ready_check_timeout_sec
+        end, told = time.monotonic() + args.ready_check_timeout_sec, False
         while True:
             try:
                 if name and not args.ready_check_timeout_sec:
@@ -122,6 +122,12 @@ class ServePlan:
                     return str(name)  # a server without /v1/models
                 if refused or time.monotonic() > end:
                     raise
+                if not told:
+                    limit = (
+                        f"at most {args.ready_check_timeout_sec:g} s (--ready-check-timeout-sec)"
+                    )
+                    print(f"waiting for {self.url}, {limit}: {why}", file=sys.stderr)
+                told = True
             await asyncio.sleep(1)
 
     def _announce(self, model: str, tokenizer: str) -> None:
