@@ -33,7 +33,9 @@ def make_tokenizer(folder: Path) -> int:
     return len(vocabulary)
 
 
-def make_checkpoint(folder: Path, length: int = LENGTH, kv_heads: int = KV_HEADS) -> str:
+def make_checkpoint(
+    folder: Path, length: int = LENGTH, kv_heads: int = KV_HEADS, head: int = HEAD
+) -> str:
     """The path of a model that serves; `length`: tokens of a prompt and its answer."""
     vocabulary = make_tokenizer(folder)
     config = {
@@ -45,7 +47,7 @@ def make_checkpoint(folder: Path, length: int = LENGTH, kv_heads: int = KV_HEADS
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": kv_heads,
-        "head_dim": HEAD,
+        "head_dim": head,
         "max_position_embeddings": length,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
@@ -72,10 +74,10 @@ def make_checkpoint(folder: Path, length: int = LENGTH, kv_heads: int = KV_HEADS
         weights |= {
             f"{at}.input_layernorm.weight": np.ones(HIDDEN, np.float32),
             f"{at}.post_attention_layernorm.weight": np.ones(HIDDEN, np.float32),
-            f"{at}.self_attn.q_proj.weight": matrix(HEADS * HEAD, HIDDEN),
-            f"{at}.self_attn.k_proj.weight": matrix(kv_heads * HEAD, HIDDEN),
-            f"{at}.self_attn.v_proj.weight": matrix(kv_heads * HEAD, HIDDEN),
-            f"{at}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD),
+            f"{at}.self_attn.q_proj.weight": matrix(HEADS * head, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": matrix(kv_heads * head, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": matrix(kv_heads * head, HIDDEN),
+            f"{at}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * head),
             f"{at}.mlp.gate_proj.weight": matrix(INNER, HIDDEN),
             f"{at}.mlp.up_proj.weight": matrix(INNER, HIDDEN),
             f"{at}.mlp.down_proj.weight": matrix(HIDDEN, INNER),

@@ -54,7 +54,8 @@ def test_prompts_in_parts(options: dict[str, Any]):
 
 @pytest.fixture(scope="module")
 def one_kv_head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("one"), kv_heads=1))
+    # heads that the CPU kernels have: torch's attention in bf16 may round a row as its batch is
+    return str(make_checkpoint(tmp_path_factory.mktemp("one"), kv_heads=1, head=32))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # the first entry is this sc
 
 from benchmarks.gpu import fp8_gemm_tma
 from quire.layers.moe import Experts
+from quire.ops.experts import CodedWeight, ExpertWeights
+from quire.ops.lora import LoraTable
 from quire.ops.recurrent import Gates, StateRows, recurrence_shape, scan_shape
 from quire.ops.triton import (
     attention,
@@ -34,6 +37,8 @@ from quire.ops.triton import (
     gather_inputs,
     int8_gemm,
     kv_write,
+    lora,
+    packed_attention,
     qk_norm_rope_kv,
     recurrent,
     sampling,
@@ -180,6 +185,10 @@ def launch_other_steps() -> None:
         launch_int8(tokens)
         launch_sampling(tokens + 1)
         launch_few_bits(4, 128, tokens)
+        launch_quantized_experts(8, 0, (tokens,))
+        launch_quantized_experts(4, 128, (tokens,))
+        launch_lora((tokens,))
+        launch_packed((tokens + 1,))
     launch_steps(((1, 1, 16), (3, 7, 8192), (16, 16, 40000)), (2, 5))
 
 
@@ -275,6 +284,49 @@ def launch_experts() -> None:
                 experts.experts(x, torch.zeros(tokens, 8, dtype=torch.int64), weights, layer.of)
 
 
+def launch_quantized_experts(
+    bits: int, group: int, tokens: tuple[int, ...] = (1, 64, 2048)
+) -> None:
+    """As `launch_experts`. Group 0: int8 with a scale for each output."""
+
+    def weight(outs: int, ins: int, bias: bool) -> SimpleNamespace:
+        data = torch.zeros(outs, ins * bits // 8, dtype=torch.uint8 if group else torch.int8)
+        scale = torch.zeros((ins // group, outs) if group else outs)
+        coded = CodedWeight(data, scale)
+        if group:
+            step = wna16_gemm.step_of(group)
+            coded = CodedWeight(data, scale, scale.to(torch.uint8), bits, step)
+        given = torch.zeros(outs, dtype=BF16) if bias else None
+        return SimpleNamespace(prepared=SimpleNamespace(coded=lambda: coded), bias=given)
+
+    for act, biased in (("silu", False), ("clamped_swiglu", True)):
+        with torch.device("meta"):
+            gate_up, down = weight(2 * 768, 2048, biased), weight(2048, 768, biased)
+            of = ExpertWeights([gate_up] * 128, [down] * 128, act)
+            for count in tokens:
+                x, weights = torch.zeros(count, 2048, dtype=BF16), torch.zeros(count, 8)
+                experts.experts(x, torch.zeros(count, 8, dtype=torch.int64), weights, of)
+
+
+def launch_lora(tokens: tuple[int, ...] = (1, 300)) -> None:
+    """Adapters of rank 16 and 64 on the q, k and v of an 8B model."""
+    for rank in (16, 64):
+        table = LoraTable(4, torch.device("cpu"), BF16, 2 * rank)
+        for count in tokens:
+            x, y = torch.zeros(count, 4096, dtype=BF16), torch.zeros(count, 6144, dtype=BF16)
+            lora._lora(x, y, torch.zeros(count, dtype=torch.int64), table)
+
+
+def launch_packed(prompts: tuple[int, ...] = (1, 5)) -> None:
+    """Of encoders: 12 heads of 64, 16 of 128; with a window, and with a bias by distance."""
+    for heads, size in ((12, 64), (16, 128)):
+        for count in prompts:
+            q = torch.zeros(40 * count, heads, size, dtype=BF16)
+            starts = torch.arange(count + 1, dtype=torch.int32) * 40
+            for more in ({}, {"window": 64}, {"bias_HL": torch.zeros(heads, 129)}):
+                packed_attention._packed_attention(q, q, q, starts, 0.1, **more)
+
+
 LAUNCHES = {
     "rows": launch_rows,
     "attention bfloat16": lambda: launch_attention(BF16, BF16),
@@ -293,6 +345,10 @@ LAUNCHES = {
     "4 bits in groups of 32": lambda: launch_few_bits(4, 32),
     "8 bits in groups of 2048": lambda: launch_few_bits(8, 2048),
     "experts": launch_experts,
+    "experts in int8": lambda: launch_quantized_experts(8, 0),
+    "experts of 4 bits in groups of 128": lambda: launch_quantized_experts(4, 128),
+    "adapters": launch_lora,
+    "packed prompts": launch_packed,
     "sampling": launch_sampling,
     "recurrent layers": launch_recurrent,
     "batch": launch_batch,
@@ -301,7 +357,8 @@ LAUNCHES = {
 
 def main(capability: int) -> None:
     driver.set_active(Target(capability))
-    rows.runs_on = recurrent.runs_on = experts.runs_on = lambda x: True
+    for module in (rows, recurrent, experts, lora, packed_attention):
+        module.runs_on = lambda x: True
     run, what, seen = jit.JITFunction.run, "", set[str]()
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
