@@ -179,7 +179,9 @@ def test_a_context_that_does_not_fit(ask):
 def test_a_model_that_does_not_fit(ask):
     status, text = ask("--gpu-memory-utilization", "0.1")
     assert status == 1
-    assert "The weights alone do not fit: use a smaller model or a smaller dtype" in text
+    assert (
+        "The weights alone do not fit: raise gpu_memory_utilization, or use a smaller model" in text
+    )
     assert "What fits" not in text
     assert text.count("Not enough memory") == 1
 

@@ -15,6 +15,8 @@ from equality.engines import VOCAB, Engine, engine, greedy, make_checkpoint
 from equality.test_speculation import PROMPTS, answers
 from safetensors.torch import load_file, save_file
 
+from quire import LLM
+from quire.errors import ConfigError
 from quire.features.speculation.model_drafter import ModelDrafter
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
@@ -252,3 +254,8 @@ def test_shared_noise_accepts_as_the_formula_says() -> None:
     drawn = [draw(one.log().expand(count, 3).contiguous(), keys_2S) for one in (p, q)]
     assert abs(float((drawn[0] == drawn[1]).float().mean()) - formula) < 0.01
     assert round(formula, 2) == 0.88
+
+
+def test_an_encoder_is_no_draft_model() -> None:
+    with pytest.raises(ConfigError, match="choose one that generates text"):
+        LLM("quire-tiny", max_model_len=256, speculative_config={"model": "quire-tiny-embed"})

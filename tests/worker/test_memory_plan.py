@@ -202,7 +202,7 @@ def test_too_little_memory_names_the_numbers_and_the_flag() -> None:
     with pytest.raises(NotEnoughMemory, match=r"max_model_len=160 or less") as caught:
         make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
     assert size(3 * 64 * 16 * 17) in str(caught.value)
-    with pytest.raises(NotEnoughMemory, match="weights alone do not fit"):
+    with pytest.raises(NotEnoughMemory, match="weights alone do not fit: use a smaller"):
         make_plan(resolved(), 2 << 30, 1 << 30, 1 << 30, [FULL] * 3)
 
 

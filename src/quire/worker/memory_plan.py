@@ -287,7 +287,8 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | N
     elif requested is not None:
         remedy = "Raise kv_cache_memory_bytes"
     elif plan.weights > plan.available * plan.share:
-        remedy = "The weights alone do not fit: use a smaller model or a smaller dtype"
+        share = "raise gpu_memory_utilization, or " * (plan.weights < plan.available)
+        remedy = f"The weights alone do not fit: {share}use a smaller model or a smaller dtype"
     else:
         adapters = ", max_cpu_loras or max_lora_rank" * bool(plan.adapters.num_bytes)
         remedy = f"Lower max_num_batched_tokens{adapters}, or raise gpu_memory_utilization"

@@ -68,12 +68,13 @@ MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 
 def _draft_model(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
-    """Raises ConfigError: the draft model cannot take tokens back, or has no mask."""
+    """Raises ConfigError: the draft model keeps no keys, cannot take tokens back, or has no mask."""
     model, spec, target = parts.models[-1], resolved.draft_spec, parts.models[0].vocab_size
-    if spec is None or model.per_request or model.state_layers():
+    layers = model.attention_layers()
+    if spec is None or model.per_request or model.state_layers() or not layers:
         raise ConfigError(
             f"speculative_config.model={options.model}: a draft model needs a KV cache in blocks, so that it can take"
-            " tokens back; choose one without recurrent states"
+            " tokens back; choose one that generates text, without recurrent states"
         )
     own_ids_V = target_ids_W = None
     if options.use_heterogeneous_vocab:
@@ -82,7 +83,6 @@ def _draft_model(parts: WorkerParts, resolved: Resolved, options: SpeculativeOpt
         tables = joined(texts, own_texts, target, model.vocab_size)
         own_ids_V, target_ids_W = (torch.from_numpy(table).to(device) for table in tables)
     rows = DraftRows(parts.rows, own_ids_V=own_ids_V)
-    layers = model.attention_layers()
     ops, native = _drawing(parts)
     passes = DraftPasses(rows, TargetLogits(target, target_ids_W), ops, native and own_ids_V is None)  # fmt: skip
     return ModelDrafter(
