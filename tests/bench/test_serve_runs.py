@@ -138,6 +138,11 @@ def test_without_a_server_the_exit_status_is_1(capsys):
     assert "127.0.0.1:1" in last
 
 
+def test_a_server_that_needs_a_key_is_not_waited_for():
+    with pytest.raises(HttpFailed, match="--api-key or OPENAI_API_KEY"):
+        bench(lambda *_: whole({"error": {"message": "no key"}}, "401 Unauthorized"))
+
+
 def test_a_chat_ends_with_its_text():
     def chat(method: str, path: str, body: Any) -> Any:
         if path == "/v1/models":

@@ -117,10 +117,11 @@ class ServePlan:
             except (KeyError, IndexError, TypeError):
                 raise HttpFailed(f"{self.url} lists no model; name one with --model") from None
             except HttpFailed as why:
-                refused = any(f" {status}:" in str(why) for status in (401, 403))
                 if name and " 404:" in str(why):
                     return str(name)  # a server without /v1/models
-                if refused or time.monotonic() > end:
+                if any(f" {status}:" in str(why) for status in (401, 403)):
+                    raise HttpFailed(f"{why}; --api-key or OPENAI_API_KEY sets the key") from why
+                if time.monotonic() > end:
                     raise
                 if not told:
                     limit = (
@@ -147,12 +148,8 @@ class ServePlan:
         body = {"model": model, "temperature": 0.0}
         body |= {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
         if args.logprobs is not None:
-            chat = args.backend == "openai-chat"
-            body |= (
-                {"logprobs": True, "top_logprobs": args.logprobs}
-                if chat
-                else {"logprobs": args.logprobs}
-            )
+            chat = {"logprobs": True, "top_logprobs": args.logprobs}
+            body |= chat if args.backend == "openai-chat" else {"logprobs": args.logprobs}
         return body | args.extra_body
 
     async def _send(
