@@ -333,7 +333,7 @@ class InputProcessor:
         count = self.vocab_size if requested == -1 else requested
         if limited and self.max_logprobs != -1 and count > self.max_logprobs:
             raise ValidationError(
-                f"{name}={requested} is more than the engine's max_logprobs of {self.max_logprobs}; request fewer, or"
+                f"{name}={requested} is more than the engine's max_logprobs of {self.max_logprobs}; request fewer (a chat: top_logprobs), or"
                 " start the engine with a larger max_logprobs (-1: no limit)",
                 parameter=name, value=requested,
             )  # fmt: skip
