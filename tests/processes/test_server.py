@@ -228,6 +228,10 @@ def test_named_functions_of_the_engine(server: Served):
     assert "'no_such'; it has" in unknown.json()["error"]["message"]
     assert " info," in unknown.json()["error"]["message"]
     failed = {"method": "wake_up_worker", "args": [["no part"], "one too many"]}
+    refused = server.client.post("/collective_rpc", json=failed)
+    assert refused.status_code == 400
+    assert "'wake_up_worker': too many positional arguments" in refused.json()["error"]["message"]
+    failed = {"method": "wake_up_worker", "args": [5]}
     assert server.client.post("/collective_rpc", json=failed).status_code == 500
 
 
