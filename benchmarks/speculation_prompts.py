@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def tasks(kind: str, many: int) -> list[list[int]]:
     """Token ids of conversations.
 
     quoting: words to repeat. editing: a list to sort, and once more after it was sorted. json: a third sentence to turn into
-    JSON, after two others.
+    JSON, after two others, with the same keys.
 
     Raises:
         ConfigError: this is not the folder of the repository.
@@ -61,14 +62,16 @@ def tasks(kind: str, many: int) -> list[list[int]]:
 
     chat, corpus = _of_tiny("chat"), _of_tiny("corpus")
     tokenizer = Tokenizer.from_file(str(Path(EMBEDDED) / "quire-tiny" / "tokenizer.json"))
-    family, turns, again = {
-        "quoting": ("repeat", 1, False), "editing": ("sort", 1, True), "json": ("json", 3, False),
-    }[kind]  # fmt: skip
+    family = {"quoting": "repeat", "editing": "sort", "json": "json"}[kind]
     drawn = corpus.samples(2, True, family, plain=True)
     found = []
     for _ in range(many):
-        samples = [next(drawn) for _ in range(turns)]
-        samples += samples if again else []
+        samples = [next(drawn)]
+        if kind == "editing":
+            samples *= 2
+        elif kind == "json":
+            same = (one for one in drawn if list(one.expected) == list(samples[0].expected))
+            samples += itertools.islice(same, 2)
         messages: list[dict[str, Any]] = []
         for sample in samples:
             messages += [*sample.messages, {"role": "assistant", "content": sample.answer}]

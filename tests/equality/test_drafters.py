@@ -12,11 +12,13 @@ import pytest
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
 from quire.errors import ConfigError, RankLost
-from quire.features.speculation import suffix
+from quire.features.speculation import suffix, token_index
 from quire.features.speculation.chain import Chain
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.guarded import GuardedDrafter
-from quire.features.speculation.suffix import END, SuffixDrafter, TokenIndex
+from quire.features.speculation.ngram import NgramDrafter
+from quire.features.speculation.suffix import SuffixDrafter
+from quire.features.speculation.token_index import END, TokenIndex
 from quire.protocol.sampling_params import SamplingParams
 
 A, B = b"a", b"b"
@@ -101,9 +103,25 @@ def test_the_oldest_answers_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proposal(one, [1, 40, 41], B) == [42, 43, 44, 45]
 
 
-def test_the_index_agrees_with_a_search_through_all_texts() -> None:
-    draw = random.Random(1)
-    index, texts = TokenIndex(), list[list[int]]()
+def test_of_several_places_the_longest_match_counts_and_then_the_last() -> None:
+    one = NgramDrafter(2, 3)
+
+    def found(*tokens: int) -> list[int]:
+        one.enter(4, tokens[:3], A)
+        one.extend(4, tokens[3:])
+        return one.propose(4, 2)
+
+    assert found(7, 1, 2, 3, 9, 8, 1, 2, 4, 9, 8, 1, 2) == [4, 9]
+    assert found(7, 1, 2, 3, 9, 8, 1, 2, 4, 9, 7, 1, 2) == [3, 9]
+    assert found(8, 1, 2, 3, 9, 8, 1, 2, 4, 9, 7, 1, 2) == [4, 9]
+    assert found(1, 2, 1, 2) == [1, 2]
+    assert found(1, 2, 3) == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_index_agrees_with_a_search_through_all_texts(size: int) -> None:
+    draw = random.Random(size)
+    index, texts = TokenIndex(size), list[list[int]]()
     for _ in range(60):
         texts.append([draw.randrange(4) for _ in range(draw.randint(1, 12))])
         index.add_text(texts[-1])
@@ -114,11 +132,11 @@ def test_the_index_agrees_with_a_search_through_all_texts() -> None:
             expected = [
                 (index.start + sum(len(text) + 1 for text in texts[:number]) + end, common(text[:end], recent))
                 for number, text in enumerate(texts)
-                for end in range(2, len(text))
-                if text[end - 2 : end] == recent[-2:].tolist()
+                for end in range(size, len(text))
+                if text[end - size : end] == recent[-size:].tolist()
             ]  # fmt: skip
             found = [(place, index.match(place, recent)) for place in index.places(recent)]
-            assert found == expected[::-1][: suffix.MAX_PLACES]
+            assert found == expected[::-1][: token_index.MAX_PLACES]
 
 
 def common(text: list[int], recent: Any) -> int:

@@ -170,11 +170,14 @@ def make_plan(
         share = min(left // CHECKPOINT_SHARE, left - _one_request(plan, resolved))
         plan = _with_checkpoints(plan, share, resolved)
         room -= plan.states
-    # More blocks than max_num_seqs full-length requests need can never be used.
+    # Requests that run need no more blocks than max_num_seqs of full length. More hold prefixes of others, if the user wants them.
     blocks_per_request = kv_layout.blocks_for(plan.max_model_len, plan.max_step_tokens)
     blocks = plan.max_num_seqs * blocks_per_request
     if kv_layout.bytes_per_block:
-        blocks = min(blocks, room // kv_layout.bytes_per_block - 1)
+        fits = room // kv_layout.bytes_per_block - 1
+        requested = cache.kv_cache_memory_bytes
+        keeps = resolved.prefix_caching and requested is not None and requested <= _most(plan)
+        blocks = fits if keeps else min(blocks, fits)
     else:
         blocks = min(blocks, max(FREE_BLOCKS, blocks_per_request))
     plan = _with_blocks(plan, blocks, resolved)
@@ -228,9 +231,14 @@ def _with_checkpoints(plan: MemoryPlan, share: int, resolved: Resolved) -> Memor
     return replace(plan, num_checkpoints=max(min(share // plan.state_bytes, most), 0))
 
 
+def _most(plan: MemoryPlan) -> int:
+    """Bytes that the machine has for the KV cache and the states."""
+    return plan.total - plan.weights - plan.activations - plan.adapters.num_bytes
+
+
 def _check_requested(plan: MemoryPlan, requested: int) -> None:
     """Raises NotEnoughMemory: the machine cannot hold weights and a KV cache of kv_cache_memory_bytes."""
-    most = plan.total - plan.weights - plan.activations - plan.adapters.num_bytes
+    most = _most(plan)
     if plan.kv + plan.states > most:
         raise NotEnoughMemory(
             f"kv_cache_memory_bytes={requested}: beside {size(plan.weights)} of weights and {size(plan.activations)} of"

@@ -21,6 +21,7 @@ class Chain(Drafter):
     def __init__(self, drafters: Sequence[Drafter]):
         self.drafters = list(drafters)
         self.observes = any(drafter.observes for drafter in self.drafters)
+        self.extends = any(drafter.extends for drafter in self.drafters)
         self.records = sorted({number for drafter in drafters for number in drafter.records})
 
     @property
@@ -54,6 +55,7 @@ class Chain(Drafter):
         found: dict[int, list[int]] = {}
         for drafter in self.drafters:
             left = {row: limit for row, limit in limits.items() if not found.get(row)}
+            drafter.pays = self.pays
             found |= drafter.propose_all(left)
         self.num_first = max(drafter.num_first for drafter in self.drafters)
         return found

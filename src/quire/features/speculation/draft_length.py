@@ -24,6 +24,8 @@ START_WEIGHT = 2  # START counts as so many
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
 PROBE_SHARE = 0.01
 LEAST_PROBE, MOST_PROBE = 0.05, 4  # the cost of a probe, in steps
+CATCH_UP_WEIGHT = 1 / 32  # of a drafting step's time for prompts
+CATCH_UP_KEPT = 0.999  # of its mean, with each step: a drafter that it made too slow is tried again
 LACKING = 8  # so many tokens that a drafter's model lacks take the time of a pass
 KEEP_PRICES = 16  # steps
 PLAIN_EVERY, LEARN_EVERY = 64, 8
@@ -46,17 +48,20 @@ class DraftLength:
         self._mean, self._num_learnt = START, 0  # of all rows
         self._steps = MeasuredTimes()  # by `_size` of their tokens
         self._drafts = MeasuredTimes()  # of a drafter's proposals, by passes of its model
+        self._catch_up = 0.0  # seconds of late that proposals took for prompts, by step
         self._prices: dict[int, float] = {}  # by number of rows, as of late
+        self._times: dict[int, float] = {}  # of steps, by their tokens, as of late
         self._num_timed = 0
         self._since_plain = LEARN_EVERY  # steps
         self._spare = self._income = 0.0  # seconds that probes may take, and that each step adds
         self._probes: set[int] = set()  # rows whose draft token is a probe
-        self._probes_alone = False  # no row has others
         self._vain = self._rest = 0  # how often none were found, one after the other; steps to rest
+        self.pays = True  # in the last step some rows got draft tokens that are no probes
 
     def enter(self, row: int) -> None:
         self._accepted[row] = self._mean
-        self._vain, self._rest = self._vain // 2, 0
+        if self.pays:  # its text may offer some
+            self._vain, self._rest = self._vain // 2, 0
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
         """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
@@ -71,19 +76,26 @@ class DraftLength:
         if tokens == num_rows:
             self._since_plain = 0
         self._num_timed += 1
+        self._catch_up *= CATCH_UP_KEPT
         if self._steps.learn(_size(tokens), seconds) or self._num_timed % KEEP_PRICES == 0:
             self._prices.clear()
+            self._times.clear()
         self._income = PROBE_SHARE * seconds
         self._save()
 
     def _save(self) -> None:
         self._spare = min(self._spare + self._income, MOST_PROBE / PROBE_SHARE * self._income)
 
-    def drafted(self, passes: int, seconds: float) -> None:
-        """A drafter computed proposals in so many passes of its model; 0: it also computed many tokens that it lacked."""
-        if passes:
+    def drafted(self, passes: int, seconds: float, caught_up: bool = False) -> None:
+        """A drafter computed proposals in so many passes of its model. `caught_up`: and many tokens that it lacked, as of a prompt."""
+        more = 0.0
+        if caught_up:
+            more = max(seconds - self._drafts(passes), 0.0)
+        else:
             self._drafts.learn(passes, seconds)
-        if self._probes_alone:
+        if self.pays:
+            self._catch_up += CATCH_UP_WEIGHT * (more - self._catch_up)
+        else:
             self._spare -= seconds
 
     # -- where looking for draft tokens takes a part of a step's time
@@ -112,20 +124,20 @@ class DraftLength:
         """
         if self.fixed or not room:
             return {row: min(left, self.most) for row, left in room.items() if left > 0}
-        self._probes, self._probes_alone = set(), False
+        self._probes = set()
         if self._wants_plain_step(len(room)):
             return {}
         least, limits = max(self._price(len(room)), LEAST_GAIN), {}
         for row, left in room.items():
-            if self._accepted[row] >= least and (limit := min(left, self._places(row, least))) > 0:
-                limits[row] = limit
+            if left > 0 and self._accepted[row] >= least:
+                limits[row] = min(left, self._places(row, least))
         if limits and self._drafts(1) > NO_COST * self._time(len(room)):
             depth = self._best_depth(limits, len(room))
             limits = {row: min(limit, depth) for row, limit in limits.items()} if depth else {}
-        if len(limits) < len(room) and self._spare >= LEAST_PROBE * self._time(len(room)):
+        self.pays = bool(limits)
+        if len(limits) < len(room) and self._spare >= self._least_probe(len(room)):
             idle = {row: lacking(row) for row, left in room.items() if left > 0 and row not in limits}  # fmt: skip
             self._probes = self._affordable(len(room), idle)
-            self._probes_alone = not limits
         if not (limits or self._probes):
             self._vain = max(self._vain, MAX_REST)  # it is not the texts that offer none
         return limits | dict.fromkeys(self._probes, 1)
@@ -165,10 +177,15 @@ class DraftLength:
             rows = [row for row, limit in limits.items() if limit >= depth]
             expected += sum(self._accepted[row] ** depth for row in rows)
             count += len(rows)
-            seconds = min(self._drafts(depth), depth * self._drafts(1))
+            seconds = self._catch_up + min(self._drafts(depth), depth * self._drafts(1))
             if (rate := expected / (self._time(count) + seconds)) > best_rate:
                 best, best_rate = depth, rate
         return best
+
+    def _least_probe(self, num_rows: int) -> float:
+        """Seconds that must be there for one: of a row that lacks nothing, at most a step."""
+        base = self._time(num_rows)
+        return min(LEAST_PROBE * base + self._drafts(1), base)
 
     def _affordable(self, num_rows: int, idle: dict[int, float]) -> set[int]:
         """The rows that get a probe, of `idle` with the tokens that each lacks. `drafted` says what the drafter took."""
@@ -222,7 +239,9 @@ class DraftLength:
 
     def _time(self, tokens: int) -> float:
         """Seconds of a step of so many tokens."""
-        return self._steps(_size(tokens), unknown=1.0)
+        if (found := self._times.get(tokens)) is None:
+            found = self._times[tokens] = self._steps(_size(tokens), unknown=1.0)
+        return found
 
 
 def _size(tokens: int) -> int:

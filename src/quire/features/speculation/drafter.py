@@ -78,6 +78,8 @@ class Drafter:
     records: Sequence[int] = ()
     reads = True  # whether it reads what the next step records
     observes = True  # False: `observe` does nothing
+    extends = True  # False: `extend` does nothing
+    pays = True  # False: of late no draft tokens paid, but for some that show whether they would
     num_first = 0
     """Tokens that the first pass of the last proposals computed; many: it caught up with a prompt, which says nothing about later
     ones; 0: no model ran."""

@@ -31,6 +31,7 @@ class GuardedDrafter(Drafter):
     def __init__(self, drafter: Drafter, rows: RequestRows):
         self.drafter, self.rows = drafter, rows
         self.records, self.observes = drafter.records, drafter.observes
+        self.extends = drafter.extends
         self._lost: set[int] = set()  # rows
         self._is_logged = False
 
@@ -78,6 +79,7 @@ class GuardedDrafter(Drafter):
         if self._lost:
             limits = {row: limit for row, limit in limits.items() if row not in self._lost}
         try:
+            self.drafter.pays = self.pays
             found = self.drafter.propose_all(limits)
             self.num_first = self.drafter.num_first
             return {

@@ -40,7 +40,7 @@ from quire.ops.cpu.structs import CSpeculator
 from quire.protocol.plan import WorkItem
 
 if TYPE_CHECKING:
-    from quire.protocol.plan import StepPlan
+    from quire.protocol.plan import EnteredRow, StepPlan
 
 
 class HeadPasses(DraftPasses):
@@ -95,6 +95,8 @@ class HeadDrafter(Drafter):
         most: how many tokens the speculator can guess; None: any number.
     """
 
+    extends = False
+
     def __init__(
         self,
         passes: HeadPasses,
@@ -109,7 +111,8 @@ class HeadDrafter(Drafter):
         self.max_model_len = max_model_len
         self.has_layers, self.most, self.mask = has_layers, most, mask
         self._waiting: dict[int, WaitingPositions] = {}  # by row
-        self._unused = 0  # requests that left since the last draft tokens
+        self._unused = 0  # requests that left since draft tokens paid
+        self._entered: dict[int, EnteredRow] = {}  # rows that never had draft tokens
         self._unread: set[int] = set()  # rows that enter with the next plan, and keep no states
         self._unchecked = 0  # positions that were kept since `too_many` looked
         self._step: ComputedTokens | None = None  # the last one
@@ -130,10 +133,11 @@ class HeadDrafter(Drafter):
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
         for row in (*plan.freed_rows, *(new.row for new in plan.entered)):
             if self._waiting.pop(row, None) is not None:
-                self.passes.leave(row)
                 self._unused += 1
+                if self._entered.pop(row, None) is None:
+                    self.passes.leave(row)
         for new in plan.entered:
-            self.passes.enter(new)
+            self._entered[new.row] = new
             self._waiting[new.row] = WaitingPositions(is_lost=new.row in self._unread)
         self._unread.clear()
         self._step = step
@@ -231,7 +235,11 @@ class HeadDrafter(Drafter):
             work.append(WorkItem(row, end - first + masks, drafts=masks))
         if not work:
             return {}
-        self._unused = 0
+        if self.pays:
+            self._unused = 0
+        for item in work if self._entered else ():
+            if (new := self._entered.pop(item.row, None)) is not None:
+                self.passes.enter(new)
         self.num_first = sum(item.num_tokens for item in work)
         draws = [1] * len(work) if self.mask is not None else list(most.values())
         self.passes.guess(work, draws, joined(states_nE))

@@ -68,8 +68,9 @@ class SpeculationHook(Hook):
         self._reported: set[int] = set()  # rows that have some, as far as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
         self._began, self._rests = 0.0, False
-        # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: passes and seconds.
-        self._step_time, self._draft_time = (0, 0, 0.0), (0, 0.0)
+        # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: passes, seconds, and whether
+        # they include those for a prompt.
+        self._step_time, self._draft_time = (0, 0, 0.0), (0, 0.0, False)
         self._model: LanguageModel | None = None
         self._batch: ForwardBatch | None = None
         self._computed: ComputedTokens | None = None
@@ -132,23 +133,25 @@ class SpeculationHook(Hook):
         return row, (length - drafts, end - length + drafts)
 
     def after(self, plan: StepPlan) -> None:
+        took = time.perf_counter() - self._began
+        if self.drafter.observes:
+            self.drafter.observe(plan, self._computed_tokens(plan))
         if self._rests:
-            if self.drafter.observes:
-                self.drafter.observe(plan, self._computed_tokens(plan))
             self.reports.append(None)
             return
-        computed_of, length_of = self.rows.num_computed_tokens.item, self.rows.length.item
+        rows, work = self.rows, plan.work
+        computed_of, length_of = rows.num_computed_tokens.item, rows.length.item
         drew = [
             item.row
-            for item in plan.work
+            for item in work
             if item.samples and computed_of(item.row) == length_of(item.row) - 1
         ]
         report = self._verify_counts()
-        computed = sum(item.num_tokens for item in plan.work)
-        if drew and len(drew) == len(plan.work) and computed <= len(drew) * (1 + self.length.most):
-            tokens = len(drew) + sum(drafts for _, drafts in self._verified.values() if drafts > 0)
-            self._step_time = len(drew), tokens, time.perf_counter() - self._began
-        self.drafter.observe(plan, self._computed_tokens(plan))
+        if drew and len(drew) == len(work):
+            computed = sum(item.num_tokens for item in work)
+            if computed <= len(drew) * (1 + self.length.most):
+                tokens = len(drew) + sum(n for _, n in self._verified.values() if n > 0)
+                self._step_time = len(drew), tokens, took
         if not self.waits:
             report.num_drafts = self._propose(drew)
         self.reports.append((drew, report))
@@ -176,13 +179,16 @@ class SpeculationHook(Hook):
     def _propose(self, drew: list[int]) -> dict[int, int]:
         """Give draft tokens to these rows. Returns how many each has, where the gate does not know that it has none."""
         began, rows, most = time.perf_counter(), self.rows, self.most_at(len(drew))
-        room: dict[int, int] = {}
-        for row in drew:
-            length = rows.length.item(row)
-            self.drafter.extend(row, rows.tokens_of(row, self._known[row], length))
-            self._known[row] = length
-            left = min(most, self._most[row], rows.max_model_len - length)
-            room[row] = left if rows.accepts_drafts.item(row) else 0
+        lengths = dict(zip(drew, map(rows.length.item, drew), strict=True))
+        if self.drafter.extends:
+            for row, length in lengths.items():
+                self.drafter.extend(row, rows.tokens_of(row, self._known[row], length))
+                self._known[row] = length
+        accepts, end, wanted = rows.accepts_drafts.item, rows.max_model_len, self._most
+        room = {
+            row: min(most, wanted[row], end - length) if accepts(row) else 0
+            for row, length in lengths.items()
+        }
         proposals = self._proposals(room)
         for processor in self.processors:
             processor.look_ahead(proposals, room)
@@ -191,6 +197,8 @@ class SpeculationHook(Hook):
         counts = {row: len(drafts) for row, drafts in proposals.items() if drafts}
         for row in counts:
             rows.put_drafts(row, proposals[row])
+        if not (counts or self._drafted or self._reported):
+            return counts
         self._drafted = self._drafted.difference(drew) | counts.keys()
         report = dict.fromkeys(self._reported.intersection(drew), 0) | counts
         self._reported = self._reported.difference(drew) | counts.keys()
@@ -200,14 +208,14 @@ class SpeculationHook(Hook):
         self, drew: list[int], proposals: dict[int, list[int]], look_s: float
     ) -> dict[int, list[int]]:
         """The draft tokens that all ranks have. The times that they learn from are the same too, so all rest in the same steps."""
-        (rows, tokens, step_s), (passes, draft_s) = self._step_time, self._draft_time
-        self._step_time, self._draft_time = (0, 0, 0.0), (0, 0.0)
+        (rows, tokens, step_s), (passes, draft_s, caught_up) = self._step_time, self._draft_time
+        self._step_time, self._draft_time = (0, 0, 0.0), (0, 0.0, False)
         seconds, agreed = self.agree((step_s, draft_s, look_s), drew, proposals)
         step_s, draft_s, look_s = seconds
         if tokens:
             self.length.timed(rows, tokens, step_s)
         if draft_s:
-            self.length.drafted(passes, draft_s)
+            self.length.drafted(passes, draft_s, caught_up)
         found = any(agreed.values()) or any(each.looks_ahead for each in self.processors)
         self.length.looked(found, len(drew), look_s)
         return agreed
@@ -221,11 +229,12 @@ class SpeculationHook(Hook):
             for row in forced:
                 del limits[row]
         began = time.perf_counter()
+        self.drafter.pays = self.length.pays
         found = self.drafter.propose_all(limits)
         if computed := self.drafter.num_first:
-            usual = computed <= (2 * self.length.most + 1) * len(limits)
-            passes = max(map(len, found.values()), default=0) if usual else 0
-            self._draft_time = passes, time.perf_counter() - began
+            caught_up = computed > (2 * self.length.most + 1) * len(limits)
+            passes = max(map(len, found.values()), default=0)
+            self._draft_time = passes, time.perf_counter() - began, caught_up or not passes
         self.length.cut(found, len(room))
         return found
 

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+FIRST = 2
+"""A first time may be the machine's fault: it counts as at most so many times what was expected."""
+KEPT_ONCE, KEPT = 64, 512
+"""A time is forgotten if its size was not measured again in so many times: one that was measured once, and others."""
+
 
 class MeasuredTimes:
-    """Seconds by size."""
+    """Seconds by size. A larger size takes at least the time of a smaller one."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        self._counts: dict[int, int] = {}  # times of each size
+        self._last: dict[int, int] = {}  # its last, by the number of all times
+        self._num = 0  # of all sizes
 
     def learn(self, size: int, seconds: float) -> bool:
-        """Whether the size is new. A slow run may be the machine's fault: the least of late counts, and a first one counts as at
-        most twice what was expected."""
-        before, expected = self._seconds.get(size), self(size)
-        if before is not None:
-            self._seconds[size] = min(seconds, before + 0.1 * (seconds - before))
+        """Whether a size is new, or forgotten. The least of late counts, since load makes times longer, and not shorter."""
+        before, count = self._seconds.get(size), self._counts.get(size, 0) + 1
+        if before is None:
+            expected = self(size)
+            self._seconds[size] = min(seconds, FIRST * expected) if expected else seconds
         else:
-            self._seconds[size] = min(seconds, 2 * expected) if expected else seconds
-        return before is None
+            self._seconds[size] = min(seconds, before + max(0.1, 1 / count) * (seconds - before))
+        self._num += 1
+        self._counts[size], self._last[size] = count, self._num
+        return (self._num % KEPT_ONCE == 0 and self._forget()) or before is None
+
+    def _forget(self) -> bool:
+        kept = {size: KEPT_ONCE if count == 1 else KEPT for size, count in self._counts.items()}
+        old = [size for size, last in self._last.items() if last <= self._num - kept[size]]
+        for size in old:
+            del self._seconds[size], self._counts[size], self._last[size]
+        return bool(old)
 
     def sizes(self, first: float, end: float) -> set[int]:
         """Those that were measured, from `first` to before `end`."""
@@ -28,17 +45,19 @@ class MeasuredTimes:
 
         If only one was measured, up to twice its size is taken to cost no more: it will be measured. `unknown`: if none was.
         """
-        if (known := self._seconds.get(size)) is not None:
-            return known
-        below = max((n for n in self._seconds if n < size), default=0)
-        above = min((n for n in self._seconds if n > size), default=0)
+        if not self._seconds:
+            return unknown
+        below = max((n for n in self._seconds if n <= size), default=0)
+        larger = {n: seconds for n, seconds in self._seconds.items() if n >= size}
         if not below:
-            return self._seconds.get(above, unknown)
-        if not above:
-            before = max((n for n in self._seconds if n < below), default=0)
-            if not before:
-                return self._seconds[below] * max(size / (2 * below), 1.0)
-            slope = max(self._seconds[below] - self._seconds[before], 0.0) / (below - before)
-            return self._seconds[below] + slope * (size - below)
-        share = (size - below) / (above - below)
-        return (1 - share) * self._seconds[below] + share * self._seconds[above]
+            return min(larger.values())
+        if larger:
+            above = min(larger)
+            share = (size - below) / (above - below) if above > below else 0.0
+            between = (1 - share) * self._seconds[below] + share * self._seconds[above]
+            return min(between, *larger.values())
+        before = max((n for n in self._seconds if n < below), default=0)
+        if not before:
+            return self._seconds[below] * max(size / (2 * below), 1.0)
+        slope = max(self._seconds[below] - self._seconds[before], 0.0) / (below - before)
+        return self._seconds[below] + slope * (size - below)

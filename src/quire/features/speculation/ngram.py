@@ -6,20 +6,19 @@ Source: prompt lookup decoding (Saxena, 2023), as in vLLM's method `ngram`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from quire.features.speculation.drafter import Drafter
+from quire.features.speculation.token_index import MAX_INDEXED, TokenIndex
 
-MAX_INDEXED = 4096
-"""Tokens of a row that one call adds to the index: a long prompt takes several steps."""
+MAX_COMPARED = 4
+"""Earlier occurrences that are compared."""
 
 
 @dataclass(slots=True)
 class _IndexedRow:
-    tokens: list[int]
-    num_indexed: int = 0
-    # the first and the last place after the tokens of each n-gram
-    places: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
+    index: TokenIndex
+    pending: list[int]  # tokens that are not in the index yet
 
 
 class NgramDrafter(Drafter):
@@ -36,39 +35,26 @@ class NgramDrafter(Drafter):
         self.rows: dict[int, _IndexedRow] = {}
 
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
-        self.rows[row] = _IndexedRow(list(tokens))
+        self.rows[row] = _IndexedRow(TokenIndex(self.shortest), list(tokens))
 
     def leave(self, row: int) -> None:
         del self.rows[row]
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
-        self.rows[row].tokens += tokens
+        self.rows[row].pending += tokens
 
     def propose(self, row: int, limit: int) -> list[int]:
+        """Of several earlier places, what followed the longest match, and of equal ones the last."""
         one = self.rows[row]
-        self._index(one)
-        found = one.places.get(tuple(one.tokens[-self.shortest :]))
-        if found is None:
+        index = one.index
+        index.extend(one.pending[:MAX_INDEXED])
+        del one.pending[:MAX_INDEXED]
+        if one.pending:
             return []
-        first, last = found
-        start = last if self._match(one.tokens, last) >= self._match(one.tokens, first) else first
-        return one.tokens[start : start + limit]
-
-    def _index(self, one: _IndexedRow) -> None:
-        """Add n-grams that a token follows."""
-        tokens, places, size = one.tokens, one.places, self.shortest
-        start = max(one.num_indexed, size)
-        end = min(len(tokens), start + MAX_INDEXED)
-        for place in range(start, end):
-            gram = tuple(tokens[place - size : place])
-            first, _ = places.get(gram, (place, place))
-            places[gram] = first, place
-        one.num_indexed = end
-
-    def _match(self, tokens: list[int], place: int) -> int:
-        """How many tokens before `place` equal the last ones, at most `longest`."""
-        most = min(self.longest, place)
-        for count in range(self.shortest, most):
-            if tokens[place - 1 - count] != tokens[-1 - count]:
-                return count
-        return most
+        best, most, recent = -1, 0, index.tokens[-self.longest :]
+        for place in index.places(most=MAX_COMPARED):
+            if (length := index.match(place, recent)) > most:
+                best, most = place, length
+                if most == self.longest:
+                    break
+        return index.tokens[best : best + limit].tolist() if best >= 0 else []

@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.features.speculation.drafter import Drafter
+from quire.features.speculation.token_index import END, MAX_INDEXED, TokenIndex
 
-MAX_INDEXED = 4096
-"""Tokens of a row that one call adds to its index: a long prompt takes several steps."""
-MAX_PLACES = 12
-"""Earlier occurrences that are compared."""
 LONG_MATCH = 6
 """A match that went on to so many tokens is not compared with others."""
 MAX_BYTES = 64 << 20
@@ -24,70 +21,6 @@ MAX_BYTES = 64 << 20
 BYTES_PER_TOKEN = 192
 """Of an index: an entry of each array, and one of the dict, which is most of it."""
 PAIR = 2
-END = -1
-_START, _LOW = -1, (1 << 32) - 1
-
-
-class TokenIndex:
-    """Texts one behind another, each with END behind it, and the places that follow each pair of tokens.
-
-    Places count from the first token that was ever added; those before `start` are dropped.
-    """
-
-    __slots__ = ("_earlier", "_last", "_pair", "start", "tokens")
-
-    def __init__(self) -> None:
-        self.start = 0
-        self.tokens = array("i")
-        self._earlier = array("q")  # by token: the place before it that follows the same pair
-        self._last: dict[int, int] = {}  # by pair: the last place that follows it
-        self._pair = _START  # the last two tokens of the text
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the last text."""
-        known, earlier, last, pair = self.tokens, self._earlier, self._last, self._pair
-        for place, token in enumerate(tokens, self.start + len(known)):
-            earlier.append(last.get(pair, -1))
-            last[pair] = place
-            known.append(token)
-            pair = (pair & _LOW) << 32 | token
-        self._pair = pair
-
-    def add_text(self, tokens: Sequence[int]) -> None:
-        self.extend(tokens)
-        self.tokens.append(END)
-        self._earlier.append(-1)
-        self._pair = _START
-
-    def drop_text(self, count: int) -> None:
-        """Drop the first text, of `count` tokens."""
-        pair, last = _START, self._last
-        for place, token in enumerate(self.tokens[:count], self.start):
-            if last.get(pair) == place:
-                del last[pair]
-            pair = (pair & _LOW) << 32 | token
-        del self.tokens[: count + 1], self._earlier[: count + 1]
-        self.start += count + 1
-
-    def places(self, recent: array[int]) -> list[int]:
-        """Some places that follow the last two of these tokens, the last ones first."""
-        found: list[int] = []
-        place = self._last.get((recent[-2] & _LOW) << 32 | recent[-1], -1)
-        while place >= self.start and len(found) < MAX_PLACES:
-            found.append(place)
-            place = self._earlier[place - self.start]
-        return found
-
-    def match(self, place: int, recent: array[int]) -> int:
-        """How many tokens before `place` are also the last of `recent`; the last two are."""
-        at, tokens = place - self.start, self.tokens
-        most = min(len(recent), at)
-        if tokens[at - most : at] == recent[len(recent) - most :]:
-            return most
-        count = PAIR
-        while count < most and tokens[at - 1 - count] == recent[-1 - count]:
-            count += 1
-        return count
 
 
 @dataclass(slots=True)

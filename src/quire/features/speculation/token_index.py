@@ -1,0 +1,87 @@
+"""TokenIndex: where each n-gram of a text occurs, in O(1) for each token.
+
+Knows tokens and places. Does not know rows, or what a place is used for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+MAX_INDEXED = 4096
+"""Tokens of a row that one call adds to its index: a long prompt takes several steps."""
+MAX_PLACES = 12
+"""Earlier occurrences that are compared."""
+END = -1
+_START, _LOW = -1, (1 << 32) - 1
+
+
+class TokenIndex:
+    """Texts one behind another, each with END behind it, and the places that follow each n-gram.
+
+    Places count from the first token that was ever added; those before `start` are dropped.
+
+    Args:
+        size: tokens of an n-gram.
+    """
+
+    __slots__ = ("_earlier", "_gram", "_last", "_mask", "size", "start", "tokens")
+
+    def __init__(self, size: int = 2) -> None:
+        self.start, self.size = 0, size
+        self.tokens = array("i")
+        self._earlier = array("q")  # by token: the place before it that follows the same n-gram
+        self._last: dict[int, int] = {}  # by n-gram: the last place that follows it
+        self._gram, self._mask = _START, (1 << 32 * (size - 1)) - 1  # the last n-gram of the text
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the last text."""
+        last, gram, mask = self._last, self._gram, self._mask
+        last_of, add = last.get, self._earlier.append
+        for place, token in enumerate(tokens, self.start + len(self.tokens)):
+            add(last_of(gram, -1))
+            last[gram] = place
+            gram = (gram & mask) << 32 | token
+        self._gram = gram
+        self.tokens.extend(tokens)
+
+    def add_text(self, tokens: Sequence[int]) -> None:
+        self.extend(tokens)
+        self.tokens.append(END)
+        self._earlier.append(-1)
+        self._gram = _START
+
+    def drop_text(self, count: int) -> None:
+        """Drop the first text, of `count` tokens."""
+        gram, last = _START, self._last
+        for place, token in enumerate(self.tokens[:count], self.start):
+            if last.get(gram) == place:
+                del last[gram]
+            gram = (gram & self._mask) << 32 | token
+        del self.tokens[: count + 1], self._earlier[: count + 1]
+        self.start += count + 1
+
+    def places(self, recent: Sequence[int] | None = None, most: int = MAX_PLACES) -> list[int]:
+        """The last `most` places that follow the last n-gram of these tokens (None: of the text), the last one first."""
+        gram = self._gram
+        if recent is not None:
+            gram = _START
+            for token in recent[-self.size :]:
+                gram = (gram & self._mask) << 32 | token
+        found: list[int] = []
+        place, start, earlier = self._last.get(gram, -1), self.start, self._earlier
+        while place >= start and len(found) < most:
+            found.append(place)
+            place = earlier[place - start]
+        return found
+
+    def match(self, place: int, recent: array[int]) -> int:
+        """How many tokens before `place` are also the last of `recent`; the last n-gram is."""
+        at, tokens = place - self.start, self.tokens
+        most = min(len(recent), at)
+        if tokens[at - most : at] == recent[len(recent) - most :]:
+            return most
+        count = self.size
+        while count < most and tokens[at - 1 - count] == recent[-1 - count]:
+            count += 1
+        return count
