@@ -36,12 +36,16 @@ from quire.protocol.sampling_params import SamplingParams
 
 ENDS = [0, 2]  # of quire-tiny's answers
 LOOKUPS: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 4},
     # without the trees of past answers: each round asks the same
-    "suffix": {"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_max_cached_requests": 0},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_max_cached_requests": 0, "suffix_decoding_max_spec_factor": 4.0},
 }  # fmt: skip
 HEADS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "model": "quire-tiny-draft", "num_speculative_tokens": 3, "quantization": "int8"},
+    "ngram, then draft_model": {
+        "method": "ngram,draft_model", "model": "quire-tiny-draft", "num_speculative_tokens": 7, "quantization": "int8",
+        "prompt_lookup_min": 2, "prompt_lookup_max": 4,
+    },
     "eagle3": {"method": "eagle3", "model": "quire-tiny-eagle3", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "model": "quire-tiny-mtp", "num_speculative_tokens": 3},
 }  # fmt: skip
@@ -83,7 +87,7 @@ class Server:
 
         config = EngineConfig.from_keywords(
             model=case.model, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=case.longest,
-            max_num_seqs=case.clients, kv_cache_memory_bytes=cache_bytes, speculative_config=speculative,
+            max_num_seqs=case.clients, kv_cache_memory_bytes=cache_bytes, speculative_config=speculative, block_size=16,
             disable_log_stats=True,
         )  # fmt: skip
         self.case, self.client, self.runs = case, make_client(config), Runs()

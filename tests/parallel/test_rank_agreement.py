@@ -29,7 +29,3 @@ def test_ranks_take_the_common_beginning_and_the_least_times() -> None:
     for (times, drafts), _ in on_ranks(3, agreed):
         assert times == [0.25, 0.002]
         assert drafts == {4: [7, 8], 1: [5]}
-
-
-def test_one_rank_takes_what_it_has() -> None:
-    assert RankAgreement(None, 3)((0.5, 0.1), ROWS, PROPOSED[0]) == ([0.5, 0.1], PROPOSED[0])

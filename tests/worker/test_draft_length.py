@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from quire.features.speculation import measured_times as module
 from quire.features.speculation.draft_length import DraftLength
 from quire.features.speculation.measured_times import MeasuredTimes
 
@@ -163,6 +164,44 @@ def test_a_slow_first_run_does_not_count_whole() -> None:
     assert times(4) == 3.0
 
 
+def test_a_time_that_was_measured_once_is_forgotten() -> None:
+    """The machine may have been slow: steps of that size would never run again."""
+    times = MeasuredTimes()
+    for size in (1, 4, 8):
+        times.learn(size, 1.0)
+        times.learn(size, 1.0)
+    times.learn(6, 2.0)
+    assert times(6) == 1.0  # no more than a larger step
+    times.learn(16, 9.0)
+    assert times(16) == 2.0
+    for _ in range(2 * module.KEPT_ONCE):
+        times.learn(4, 1.0)
+    assert times.sizes(1, 99) == {1, 4, 8}
+    for _ in range(2 * module.KEPT):
+        times.learn(4, 1.0)
+    assert times.sizes(1, 99) == {4}
+
+
+def test_the_prompts_that_a_drafter_computes_count_as_its_cost() -> None:
+    """Drafts of short answers behind long prompts do not pay, where those of long answers do."""
+
+    def drafted(prompt: float) -> int:
+        length, found = DraftLength(3), 0
+        length.enter(0)
+        for step in range(400):
+            length.timed(1, step % 4 + 1, 1.0)
+            if limits := length.limits({0: 3}):
+                length.drafted(3, 0.3)
+                if step % 10 == 0:
+                    length.drafted(1, prompt, caught_up=True)
+            found += sum(limits.values())
+            length.learn(0, 3, 2)
+        return found
+
+    assert drafted(0.4) > 1000
+    assert drafted(60.0) < 400
+
+
 def test_rows_that_lack_the_fewest_tokens_get_probes() -> None:
     """And none gets one that takes longer than a few steps. All probes together take a hundredth of the time."""
     length, lacking = DraftLength(4), {0: 2, 1: 20, 2: 4000}
@@ -199,4 +238,4 @@ def test_the_first_draft_tokens_say_soon_how_many_are_right() -> None:
     for _ in range(10):
         length.learn(1, 4, 4)
     length.enter(2)
-    assert length.limits({2: 4}) == {2: 3}
+    assert length.limits({2: 4}) == {2: 4}

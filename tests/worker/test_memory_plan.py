@@ -110,6 +110,13 @@ def test_remaining_memory_becomes_blocks() -> None:
     assert plan.kv == 3 * 64 * 16 * 41
 
 
+@pytest.mark.parametrize(("caching", "blocks"), [(True, 400), (False, 4 * 16)])
+def test_a_cache_of_the_users_size_holds_prefixes_beside_all_requests(caching: bool, blocks: int) -> None:  # fmt: skip
+    asked = replace(resolved(kv_cache_memory_bytes=3 * 64 * 16 * 401), prefix_caching=caching)
+    plan = make_plan(asked, 1000, 1 << 30, 1 << 30, [FULL] * 3)
+    assert (plan.num_blocks, plan.max_num_seqs * plan.max_model_len) == (blocks, 4 * 256)
+
+
 STATE = 64 * 1000
 
 

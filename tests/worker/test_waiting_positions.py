@@ -9,7 +9,12 @@ import torch
 
 from quire.features.speculation import waiting_positions as module
 from quire.features.speculation.head_drafter import HeadDrafter
-from quire.features.speculation.waiting_positions import WaitingPositions, too_many
+from quire.features.speculation.waiting_positions import (
+    TRIED_EVERY,
+    TRIED_FIRST,
+    WaitingPositions,
+    too_many,
+)
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.protocol.sampling_params import SamplingParams
 
@@ -74,7 +79,7 @@ def test_the_rows_with_the_most_positions_give_way() -> None:
 
 
 def test_most_requests_keep_no_states_while_none_gets_draft_tokens() -> None:
-    """One of eight does, so that a change is noticed; all do again when one got draft tokens."""
+    """One does now and then, so that a change is noticed; all do again when draft tokens paid."""
     passes = SimpleNamespace(rows=None, enter=lambda new: None, leave=lambda row: None)
     drafter = HeadDrafter(passes, [1], 100, has_layers=True)  # type: ignore[arg-type]
 
@@ -85,8 +90,8 @@ def test_most_requests_keep_no_states_while_none_gets_draft_tokens() -> None:
         drafter.observe(StepPlan(0, [new], [], [0]), None)
         return not drafter._waiting[0].is_lost
 
-    found = [keeps() for _ in range(40)]
-    assert found[:9] == [True] * 8 + [True]
-    assert sum(found[9:33]) == 3
+    found = [keeps() for _ in range(2 * TRIED_EVERY)]
+    assert found[: TRIED_FIRST + 2] == [True] * (TRIED_FIRST + 1) + [False]
+    assert sum(found[TRIED_FIRST + 1 :]) == 1
     drafter._unused = 0  # as `propose_all` sets it
     assert keeps()

@@ -30,7 +30,7 @@ class CacheConfig:
     gpu_memory_utilization: Fraction = 0.9
     """Fraction of the device's memory for weights, activations and KV cache; on a CPU, of the memory that is free in this cgroup at start."""
     kv_cache_memory_bytes: AtLeast1 | None = None
-    """Size of the KV cache in bytes; replaces gpu_memory_utilization."""
+    """Size of the KV cache in bytes; replaces gpu_memory_utilization. What running requests do not need holds prefixes of others."""
     num_gpu_blocks_override: AtLeast1 | None = None
     """Number of KV blocks, without regard to free memory (for tests of preemption)."""
     kv_cache_dtype: str = "auto"

@@ -22,6 +22,7 @@ class Chain(Drafter):
         self.drafters = list(drafters)
         self.observes = any(drafter.observes for drafter in self.drafters)
         self.extends = any(drafter.extends for drafter in self.drafters)
+        self.is_checked = all(drafter.is_checked for drafter in self.drafters)
         self.records = sorted({number for drafter in drafters for number in drafter.records})
 
     @property

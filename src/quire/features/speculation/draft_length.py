@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from quire.features.speculation.measured_times import MeasuredTimes
 
-START = 0.6  # the acceptance that the first rows have at first
+START, START_WEIGHT = (
+    0.6,
+    3,
+)  # the acceptance that the first rows have at first, as of so many draft tokens
 MEMORY = 0.8  # the weight of the past in a row's mean
-MEMORY_OF_ALL = 0.98  # and in the mean of all rows, with which a row starts; the first ones count more, as in a plain mean
-START_WEIGHT = 2  # START counts as so many
+MEMORY_OF_ALL = 0.98  # and in the mean of all rows, with which a row starts
+ROW_WEIGHT = 3  # that mean counts as so many draft tokens of the row
+STEPS = 20
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
 PROBE_SHARE = 0.01
 LEAST_PROBE, MOST_PROBE = 0.05, 4  # the cost of a probe, in steps
@@ -31,7 +35,7 @@ KEEP_PRICES = 16  # steps
 PLAIN_EVERY, LEARN_EVERY = 64, 8
 """Steps between those without draft tokens: if their time is known, and if not."""
 NO_COST = 0.01  # a drafter that takes less of a step's time is free
-MAX_REST = 15  # steps in which no draft tokens are looked for
+MAX_REST = 64  # steps in which no draft tokens are looked for
 
 
 class DraftLength:
@@ -45,12 +49,17 @@ class DraftLength:
     def __init__(self, most: int, fixed: bool = False):
         self.most, self.fixed = most, fixed
         self._accepted: dict[int, float] = {}  # by row
-        self._mean, self._num_learnt = START, 0  # of all rows
+        self._counts: dict[
+            int, tuple[float, float]
+        ] = {}  # by row: accepted ones, and all that count
+        self._all = START * START_WEIGHT, float(START_WEIGHT)  # the same, of all rows
         self._steps = MeasuredTimes()  # by `_size` of their tokens
         self._drafts = MeasuredTimes()  # of a drafter's proposals, by passes of its model
         self._catch_up = 0.0  # seconds of late that proposals took for prompts, by step
         self._prices: dict[int, float] = {}  # by number of rows, as of late
         self._times: dict[int, float] = {}  # of steps, by their tokens, as of late
+        # of a row, by its acceptance (in parts of STEPS), its proposals and the number of rows, as of late
+        self._lengths: dict[tuple[int, int, int], int] = {}
         self._num_timed = 0
         self._since_plain = LEARN_EVERY  # steps
         self._spare = self._income = 0.0  # seconds that probes may take, and that each step adds
@@ -59,17 +68,19 @@ class DraftLength:
         self.pays = True  # in the last step some rows got draft tokens that are no probes
 
     def enter(self, row: int) -> None:
-        self._accepted[row] = self._mean
+        mean = self._accepted[row] = self._all[0] / self._all[1]
+        self._counts[row] = ROW_WEIGHT * mean, float(ROW_WEIGHT)
         if self.pays:  # its text may offer some
             self._vain, self._rest = self._vain // 2, 0
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
         """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
-        share = accepted / min(drafts, accepted + 1)
-        self._accepted[row] = MEMORY * self._accepted[row] + (1 - MEMORY) * share
-        self._num_learnt += 1
-        weight = max(1 - MEMORY_OF_ALL, 1 / (START_WEIGHT + self._num_learnt))
-        self._mean += weight * (share - self._mean)
+        tried = min(drafts, accepted + 1)
+        right, all = self._counts[row]
+        right, all = MEMORY * right + accepted, MEMORY * all + tried
+        self._counts[row], self._accepted[row] = (right, all), right / all
+        right, all = self._all
+        self._all = MEMORY_OF_ALL * right + accepted, MEMORY_OF_ALL * all + tried
 
     def timed(self, num_rows: int, tokens: int, seconds: float) -> None:
         """A step that computed the next tokens of rows, and no prompts, took so long. `tokens`: draft tokens included."""
@@ -80,6 +91,7 @@ class DraftLength:
         if self._steps.learn(_size(tokens), seconds) or self._num_timed % KEEP_PRICES == 0:
             self._prices.clear()
             self._times.clear()
+            self._lengths.clear()
         self._income = PROBE_SHARE * seconds
         self._save()
 
@@ -145,7 +157,9 @@ class DraftLength:
     def _wants_plain_step(self, num_rows: int) -> bool:
         """Whether a step without draft tokens should run, so that its time is known: it is what draft tokens must beat."""
         self._since_plain += 1
-        if self._since_plain < LEARN_EVERY:
+        if self._since_plain < LEARN_EVERY or (
+            num_rows in self._prices and self._since_plain < PLAIN_EVERY
+        ):
             return False
         is_known = self._steps.sizes(0.75 * num_rows, num_rows + 1)
         if is_known and self._since_plain < PLAIN_EVERY:
@@ -205,15 +219,29 @@ class DraftLength:
     # -- after drafting
     def cut(self, proposals: dict[int, list[int]], num_rows: int) -> None:
         """Shorten the proposals to the draft tokens that pay off together, and probes. `num_rows`: of the step."""
-        if self.fixed or not any(proposals.values()):
+        if self.fixed or not proposals:
             return
-        gains = sorted(self._gains(proposals), reverse=True)
+        if len(proposals) == 1:
+            ((row, drafts),) = proposals.items()
+            del drafts[max(self._best_length(row, len(drafts), num_rows), row in self._probes) :]
+            return
+        gains = self._gains(proposals)
         most = self._best_count(num_rows, [gain for gain, _, _ in gains])
         lengths = {row: int(row in self._probes) for row in proposals}
         for _, row, place in gains[:most]:
             lengths[row] = max(lengths[row], place)
         for row, drafts in proposals.items():
             del drafts[lengths[row] :]
+
+    def _best_length(self, row: int, most: int, num_rows: int) -> int:
+        """How many draft tokens of a row pay off, if no other row has any."""
+        about = int(STEPS * self._accepted[row] + 0.5), most, num_rows
+        if (found := self._lengths.get(about)) is None:
+            accepted = about[0] / STEPS
+            gains = [accepted**place for place in range(1, most + 1)]
+            gains = [gain for gain in gains if gain >= LEAST_GAIN]
+            found = self._lengths[about] = self._best_count(num_rows, gains)
+        return found
 
     def _best_count(self, num_rows: int, gains: list[float]) -> int:
         """How many of the draft tokens, in this order, give the most tokens a second."""
@@ -228,14 +256,18 @@ class DraftLength:
                 best, best_rate = count, rate
         return best
 
-    def _gains(self, proposals: dict[int, list[int]]) -> Iterable[tuple[float, int, int]]:
-        """For each draft token: the tokens that it adds on average, its row and its place."""
+    def _gains(self, proposals: dict[int, list[int]]) -> list[tuple[float, int, int]]:
+        """For each draft token: the tokens that it adds on average, its row and its place; the most first."""
+        found = []
         for row, drafts in proposals.items():
-            accepted, gain = self._accepted[row], 1.0
+            accepted = gain = self._accepted[row]
             for place in range(1, len(drafts) + 1):
-                if (gain := gain * accepted) < LEAST_GAIN:
+                if gain < LEAST_GAIN:
                     break
-                yield gain, row, place
+                found.append((gain, row, place))
+                gain *= accepted
+        found.sort(reverse=True)
+        return found
 
     def _time(self, tokens: int) -> float:
         """Seconds of a step of so many tokens."""

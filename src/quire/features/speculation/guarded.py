@@ -82,6 +82,8 @@ class GuardedDrafter(Drafter):
             self.drafter.pays = self.pays
             found = self.drafter.propose_all(limits)
             self.num_first = self.drafter.num_first
+            if self.drafter.is_checked:
+                return found
             return {
                 row: self._valid(drafts, limits[row]) for row, drafts in found.items() if drafts
             }

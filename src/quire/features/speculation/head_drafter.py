@@ -26,6 +26,7 @@ from quire.features.speculation.drafter import NEVER, ComputedTokens, Drafter
 from quire.features.speculation.waiting_positions import (
     CHECKED_POSITIONS,
     TRIED_EVERY,
+    TRIED_FIRST,
     States,
     WaitingPositions,
     address_of,
@@ -95,7 +96,7 @@ class HeadDrafter(Drafter):
         most: how many tokens the speculator can guess; None: any number.
     """
 
-    extends = False
+    extends, is_checked = False, True
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class HeadDrafter(Drafter):
         self.has_layers, self.most, self.mask = has_layers, most, mask
         self._waiting: dict[int, WaitingPositions] = {}  # by row
         self._unused = 0  # requests that left since draft tokens paid
+        self._untried = 0  # steps since a request came that keeps states
         self._entered: dict[int, EnteredRow] = {}  # rows that never had draft tokens
         self._unread: set[int] = set()  # rows that enter with the next plan, and keep no states
         self._unchecked = 0  # positions that were kept since `too_many` looked
@@ -125,12 +127,23 @@ class HeadDrafter(Drafter):
             models[-1].use_target(models[0])  # type: ignore[operator]
 
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
-        if self.has_layers and self._unused >= TRIED_EVERY and self._unused % TRIED_EVERY:
+        if self.has_layers and self._unused >= TRIED_FIRST and self._untried < TRIED_EVERY:
             self._unread.add(row)
         else:
-            self.reads = True
+            self.reads, self._untried = True, 0
 
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
+        self._step, self._untried = step, self._untried + 1
+        if plan.freed_rows or plan.entered:
+            self._update_rows(plan)
+        if self.has_layers and step is not None and step.rows:
+            self._keep(step)
+            if self._unchecked >= CHECKED_POSITIONS:
+                self._unchecked = 0
+                if rows := too_many(self._waiting):
+                    self._make_room(rows)
+
+    def _update_rows(self, plan: StepPlan) -> None:
         for row in (*plan.freed_rows, *(new.row for new in plan.entered)):
             if self._waiting.pop(row, None) is not None:
                 self._unused += 1
@@ -140,13 +153,6 @@ class HeadDrafter(Drafter):
             self._entered[new.row] = new
             self._waiting[new.row] = WaitingPositions(is_lost=new.row in self._unread)
         self._unread.clear()
-        self._step = step
-        if self.has_layers and step is not None and step.rows:
-            self._keep(step)
-            if self._unchecked >= CHECKED_POSITIONS:
-                self._unchecked = 0
-                if rows := too_many(self._waiting):
-                    self._make_room(rows)
 
     def _keep(self, step: ComputedTokens) -> None:
         """Copy the states of a step: the next one overwrites them."""

@@ -55,7 +55,7 @@ class SpeculationHook(Hook):
         waits: bool = False,
     ):
         self.rows, self.drafter, self.length, self.most_at = rows, drafter, length, most_at
-        self.agree = RankAgreement(ranks, length.most)
+        self.agree = None if ranks is None else RankAgreement(ranks, length.most)
         self.names_requests, self.processors, self.waits = names_requests, processors, waits
         # Of steps whose results are not read yet: the rows that drew, and the report.
         # None: the step rested.
@@ -133,7 +133,7 @@ class SpeculationHook(Hook):
         return row, (length - drafts, end - length + drafts)
 
     def after(self, plan: StepPlan) -> None:
-        took = time.perf_counter() - self._began
+        took = 0.0 if self._rests else time.perf_counter() - self._began
         if self.drafter.observes:
             self.drafter.observe(plan, self._computed_tokens(plan))
         if self._rests:
@@ -169,7 +169,7 @@ class SpeculationHook(Hook):
         rows, report = self.rows, DraftReport({}, [])
         for row, (before, drafts) in self._verified.items():
             if drafts:
-                accepted = int(rows.length[row]) - before - 1
+                accepted = rows.length.item(row) - before - 1
                 report.verified.append((drafts, accepted))
                 if self.names_requests:
                     report.ids.append(rows.ids[row] or "")
@@ -210,15 +210,16 @@ class SpeculationHook(Hook):
         """The draft tokens that all ranks have. The times that they learn from are the same too, so all rest in the same steps."""
         (rows, tokens, step_s), (passes, draft_s, caught_up) = self._step_time, self._draft_time
         self._step_time, self._draft_time = (0, 0, 0.0), (0, 0.0, False)
-        seconds, agreed = self.agree((step_s, draft_s, look_s), drew, proposals)
-        step_s, draft_s, look_s = seconds
+        if self.agree is not None:
+            seconds, proposals = self.agree((step_s, draft_s, look_s), drew, proposals)
+            step_s, draft_s, look_s = seconds
         if tokens:
             self.length.timed(rows, tokens, step_s)
         if draft_s:
             self.length.drafted(passes, draft_s, caught_up)
-        found = any(agreed.values()) or any(each.looks_ahead for each in self.processors)
+        found = any(proposals.values()) or any(each.looks_ahead for each in self.processors)
         self.length.looked(found, len(drew), look_s)
-        return agreed
+        return proposals
 
     def _proposals(self, room: dict[int, int]) -> dict[int, list[int]]:
         """The drafter's proposals that pay off."""

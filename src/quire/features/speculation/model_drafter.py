@@ -46,7 +46,7 @@ class ModelDrafter(Drafter):
         mask_token: see the module.
     """
 
-    extends = False
+    extends, is_checked = False, True
 
     def __init__(
         self,

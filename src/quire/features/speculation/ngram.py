@@ -28,14 +28,14 @@ class NgramDrafter(Drafter):
         shortest, longest: how many of the last tokens must have occurred before (`prompt_lookup_min`, `prompt_lookup_max`).
     """
 
-    observes = False
+    observes, is_checked = False, True
 
     def __init__(self, shortest: int, longest: int):
         self.shortest, self.longest = shortest, longest
         self.rows: dict[int, _IndexedRow] = {}
 
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
-        self.rows[row] = _IndexedRow(TokenIndex(self.shortest), list(tokens))
+        self.rows[row] = _IndexedRow(TokenIndex(max(self.shortest, 2)), list(tokens))
 
     def leave(self, row: int) -> None:
         del self.rows[row]
@@ -51,7 +51,8 @@ class NgramDrafter(Drafter):
         del one.pending[:MAX_INDEXED]
         if one.pending:
             return []
-        best, most, recent = -1, 0, index.tokens[-self.longest :]
+        best, most = index.place_after_token() if self.shortest == 1 else -1, 0
+        recent = index.tokens[-self.longest :]
         for place in index.places(most=MAX_COMPARED):
             if (length := index.match(place, recent)) > most:
                 best, most = place, length

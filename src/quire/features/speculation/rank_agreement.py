@@ -26,11 +26,10 @@ class RankAgreement:
     """What all ranks take.
 
     Args:
-        ranks: None: there is only this one.
         most: draft tokens of a row.
     """
 
-    def __init__(self, ranks: TensorRanks | None, most: int):
+    def __init__(self, ranks: TensorRanks, most: int):
         self.ranks, self.most = ranks, most
 
     def __call__(
@@ -40,8 +39,6 @@ class RankAgreement:
 
         All ranks call it with the same rows, in the same order; some may have no proposal.
         """
-        if self.ranks is None:
-            return list(seconds), proposals
         own_NM = np.full((1 + len(rows), max(self.most, len(seconds))), NONE, np.int64)
         own_NM[0, : len(seconds)] = [int(each * NS) for each in seconds]
         for at, row in enumerate(rows, 1):

@@ -43,7 +43,7 @@ class SuffixDrafter(Drafter):
         least_chance: of the last proposed token, by how often it followed (`suffix_decoding_min_token_prob`).
     """
 
-    observes = False
+    observes, is_checked = False, True
 
     def __init__(self, depth: int, max_answers: int, factor: float, least_chance: float):
         self.depth, self.max_answers = depth, max_answers
@@ -109,9 +109,11 @@ class SuffixDrafter(Drafter):
         if is_there and length >= LONG_MATCH:
             most = min(limit, int(self.factor * min(length, self.depth)))
             return self._likeliest(index, [followed], most)
-        places = index.places(recent)
+        places = index.places(None if is_own else recent)
         if is_there and followed not in places:
             places.append(followed)
+        if not places and is_own and (place := index.place_after_token()) >= 0:
+            return self._likeliest(index, [place], min(limit, int(self.factor)))
         if not places:
             return [], 0.0
         lengths = [index.match(place, recent) for place in places]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 MAX_INDEXED = 4096
 """Tokens of a row that one call adds to its index: a long prompt takes several steps."""
-MAX_PLACES = 12
+MAX_PLACES = 8
 """Earlier occurrences that are compared."""
 END = -1
 _START, _LOW = -1, (1 << 32) - 1
@@ -22,10 +22,10 @@ class TokenIndex:
     Places count from the first token that was ever added; those before `start` are dropped.
 
     Args:
-        size: tokens of an n-gram.
+        size: tokens of an n-gram, at least 2. Of single tokens only the last place is known (`place_after_token`).
     """
 
-    __slots__ = ("_earlier", "_gram", "_last", "_mask", "size", "start", "tokens")
+    __slots__ = ("_after", "_earlier", "_gram", "_last", "_mask", "_token", "size", "start", "tokens")  # fmt: skip
 
     def __init__(self, size: int = 2) -> None:
         self.start, self.size = 0, size
@@ -33,23 +33,25 @@ class TokenIndex:
         self._earlier = array("q")  # by token: the place before it that follows the same n-gram
         self._last: dict[int, int] = {}  # by n-gram: the last place that follows it
         self._gram, self._mask = _START, (1 << 32 * (size - 1)) - 1  # the last n-gram of the text
+        self._after: dict[int, int] = {}  # by token: the last place that follows it
+        self._token = END  # the last of the text
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens to the last text."""
         last, gram, mask = self._last, self._gram, self._mask
-        last_of, add = last.get, self._earlier.append
+        last_of, add, after, before = last.get, self._earlier.append, self._after, self._token
         for place, token in enumerate(tokens, self.start + len(self.tokens)):
             add(last_of(gram, -1))
-            last[gram] = place
-            gram = (gram & mask) << 32 | token
-        self._gram = gram
+            last[gram] = after[before] = place
+            gram, before = (gram & mask) << 32 | token, token
+        self._gram, self._token = gram, before
         self.tokens.extend(tokens)
 
     def add_text(self, tokens: Sequence[int]) -> None:
         self.extend(tokens)
         self.tokens.append(END)
         self._earlier.append(-1)
-        self._gram = _START
+        self._gram, self._token = _START, END
 
     def drop_text(self, count: int) -> None:
         """Drop the first text, of `count` tokens."""
@@ -74,6 +76,11 @@ class TokenIndex:
             found.append(place)
             place = earlier[place - start]
         return found
+
+    def place_after_token(self) -> int:
+        """The last place that follows the text's last token; -1: it did not occur before."""
+        place = self._after.get(self._token, -1)
+        return place if place >= self.start and self._token != END else -1
 
     def match(self, place: int, recent: array[int]) -> int:
         """How many tokens before `place` are also the last of `recent`; the last n-gram is."""
