@@ -47,6 +47,7 @@ def answered(one: SuffixDrafter, prompt: list[int], answer: list[int], scope: by
 def test_the_text_itself_is_searched() -> None:
     assert proposal(drafter(), [1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1, 2, 3]
     assert proposal(drafter(factor=1.0), [1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1]
+    assert proposal(drafter(), [1, 2, 3, 4, 5, 2, 6, 2]) == [6, 2]  # of one token, the last place
     assert proposal(drafter(), [1, 2, 3, 4, 5, 1, 2, 3], limit=2) == [4, 5]
     assert proposal(drafter(), [1, 2, 3]) == []
     assert proposal(drafter(), [1]) == []
@@ -116,6 +117,11 @@ def test_of_several_places_the_longest_match_counts_and_then_the_last() -> None:
     assert found(8, 1, 2, 3, 9, 8, 1, 2, 4, 9, 7, 1, 2) == [4, 9]
     assert found(1, 2, 1, 2) == [1, 2]
     assert found(1, 2, 3) == []
+    assert found(3, 1, 3) == []
+    one = NgramDrafter(1, 3)
+    assert found(3, 1, 3) == [1, 3]
+    assert found(3, 1, 3, 2, 3) == [2, 3]
+    assert found(1, 2, 3) == []
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -137,6 +143,9 @@ def test_the_index_agrees_with_a_search_through_all_texts(size: int) -> None:
             ]  # fmt: skip
             found = [(place, index.match(place, recent)) for place in index.places(recent)]
             assert found == expected[::-1][: token_index.MAX_PLACES]
+    for text in texts:
+        index.drop_text(len(text))
+    assert not (index.tokens or index._last or index._after)
 
 
 def common(text: list[int], recent: Any) -> int:

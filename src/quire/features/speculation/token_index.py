@@ -55,11 +55,13 @@ class TokenIndex:
 
     def drop_text(self, count: int) -> None:
         """Drop the first text, of `count` tokens."""
-        gram, last = _START, self._last
+        gram, last, before, after = _START, self._last, END, self._after
         for place, token in enumerate(self.tokens[:count], self.start):
             if last.get(gram) == place:
                 del last[gram]
-            gram = (gram & self._mask) << 32 | token
+            if after.get(before) == place:
+                del after[before]
+            gram, before = (gram & self._mask) << 32 | token, token
         del self.tokens[: count + 1], self._earlier[: count + 1]
         self.start += count + 1
 
