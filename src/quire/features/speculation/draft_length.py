@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable
 
-from quire.features.speculation.measured_times import MeasuredTimes
+from quire.features.speculation.measured_times import MeasuredPasses, MeasuredTimes
 
 START, START_WEIGHT = (
     0.6,
@@ -54,7 +54,8 @@ class DraftLength:
         ] = {}  # by row: accepted ones, and all that count
         self._all = START * START_WEIGHT, float(START_WEIGHT)  # the same, of all rows
         self._steps = MeasuredTimes()  # by `_size` of their tokens
-        self._drafts = MeasuredTimes()  # of a drafter's proposals, by passes of its model
+        self._drafts = MeasuredPasses()  # of a drafter's proposals
+        self._each_lacked = MeasuredTimes()  # of a token that its model lacked
         self._catch_up = 0.0  # seconds of late that proposals took for prompts, by step
         self._prices: dict[int, float] = {}  # by number of rows, as of late
         self._times: dict[int, float] = {}  # of steps, by their tokens, as of late
@@ -98,13 +99,14 @@ class DraftLength:
     def _save(self) -> None:
         self._spare = min(self._spare + self._income, MOST_PROBE / PROBE_SHARE * self._income)
 
-    def drafted(self, passes: int, seconds: float, caught_up: bool = False) -> None:
-        """A drafter computed proposals in so many passes of its model. `caught_up`: and many tokens that it lacked, as of a prompt."""
+    def drafted(self, num_rows: int, passes: int, seconds: float, lacked: int = 0) -> None:
+        """A drafter computed proposals for rows in so many passes of its model, and `lacked` tokens more, as of a prompt."""
         more = 0.0
-        if caught_up:
-            more = max(seconds - self._drafts(passes), 0.0)
+        if lacked:
+            new = self._each_lacked.learn(1, max(seconds - self._drafts(passes, num_rows), 0.0) / lacked)
+            more = 0.0 if new else lacked * self._each_lacked(1)  # the first call of a model is slow
         else:
-            self._drafts.learn(passes, seconds)
+            self._drafts.learn(passes, num_rows, seconds)
         if self.pays:
             self._catch_up += CATCH_UP_WEIGHT * (more - self._catch_up)
         else:
@@ -120,10 +122,11 @@ class DraftLength:
         return True
 
     def looked(self, found: bool, num_rows: int, seconds: float) -> None:
-        """A step looked for draft tokens. The longer none are found, the more steps rest, up to NO_COST of the time."""
+        """A step looked for draft tokens. The longer none are found, the more steps rest, up to NO_COST of the time, or a quarter of it where they do not pay."""
         self._vain = 0 if found or self.fixed else min(self._vain + 1, 2 * MAX_REST)
         if self._vain >= 4:
-            worth = seconds / (NO_COST * self._time(num_rows))
+            free = NO_COST if self.pays else NO_COST / 4
+            worth = seconds / (free * self._time(num_rows))
             self._rest = min(MAX_REST, self._vain, int(worth))
 
     # -- before drafting
@@ -143,7 +146,7 @@ class DraftLength:
         for row, left in room.items():
             if left > 0 and self._accepted[row] >= least:
                 limits[row] = min(left, self._places(row, least))
-        if limits and self._drafts(1) > NO_COST * self._time(len(room)):
+        if limits and self._drafts(1, len(limits)) > NO_COST * self._time(len(room)):
             depth = self._best_depth(limits, len(room))
             limits = {row: min(limit, depth) for row, limit in limits.items()} if depth else {}
         self.pays = bool(limits)
@@ -191,7 +194,7 @@ class DraftLength:
             rows = [row for row, limit in limits.items() if limit >= depth]
             expected += sum(self._accepted[row] ** depth for row in rows)
             count += len(rows)
-            seconds = self._catch_up + min(self._drafts(depth), depth * self._drafts(1))
+            seconds = self._catch_up + self._drafts(depth, len(limits))
             if (rate := expected / (self._time(count) + seconds)) > best_rate:
                 best, best_rate = depth, rate
         return best
@@ -199,7 +202,7 @@ class DraftLength:
     def _least_probe(self, num_rows: int) -> float:
         """Seconds that must be there for one: of a row that lacks nothing, at most a step."""
         base = self._time(num_rows)
-        return min(LEAST_PROBE * base + self._drafts(1), base)
+        return min(LEAST_PROBE * base + self._drafts(1, 1), base)
 
     def _affordable(self, num_rows: int, idle: dict[int, float]) -> set[int]:
         """The rows that get a probe, of `idle` with the tokens that each lacks. `drafted` says what the drafter took."""
@@ -208,7 +211,7 @@ class DraftLength:
         for row in sorted(idle, key=idle.__getitem__):
             tokens += idle[row]
             larger = max(self._time(num_rows + len(found) + 1) - base, LEAST_PROBE * base)
-            cost = larger + self._drafts(1) * (1 + tokens / LACKING)
+            cost = larger + self._drafts(1, 1) * (1 + tokens / LACKING)
             if cost > MOST_PROBE * base or self._spare < min(cost, base):
                 break
             found.append(row)

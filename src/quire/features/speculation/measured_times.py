@@ -1,4 +1,4 @@
-"""MeasuredTimes: how long something takes by its size, as measured of late."""
+"""MeasuredTimes: how long something takes by its size, as measured of late; MeasuredPasses: the same of passes of a model."""
 
 from __future__ import annotations
 
@@ -61,3 +61,20 @@ class MeasuredTimes:
             return self._seconds[below] * max(size / (2 * below), 1.0)
         slope = max(self._seconds[below] - self._seconds[before], 0.0) / (below - before)
         return self._seconds[below] + slope * (size - below)
+
+
+class MeasuredPasses:
+    """Seconds of passes of a model, one after the other, by their number and that of the rows."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, MeasuredTimes] = {}  # by passes: times by rows
+
+    def learn(self, passes: int, num_rows: int, seconds: float) -> None:
+        self._times.setdefault(passes, MeasuredTimes()).learn(num_rows, seconds)
+
+    def __call__(self, passes: int, num_rows: int) -> float:
+        """0 if none was measured. More passes than were measured take the time of these as often; fewer, no more than these."""
+        found = (
+            times(num_rows) * max(passes / known, 1.0) for known, times in self._times.items()
+        )
+        return min(found, default=0.0)
