@@ -41,7 +41,7 @@ def simulated(
         limits = length.limits(dict.fromkeys(range(rows), most))
         if limits and drafting:
             passes = max(limits.values())
-            length.drafted(rows, passes, passes * drafting)
+            length.drafted(passes * drafting, rows, passes)
             took += passes * drafting
         proposals = {row: [1] * limits.get(row, 0) for row in range(rows)}
         length.cut(proposals, len(proposals))
@@ -191,9 +191,9 @@ def test_the_prompts_that_a_drafter_computes_count_as_its_cost() -> None:
         for step in range(400):
             length.timed(1, step % 4 + 1, 1.0)
             if limits := length.limits({0: 3}):
-                length.drafted(1, 3, 0.3)
+                length.drafted(0.3, 1, 3)
                 if step % 10 == 0:
-                    length.drafted(1, 1, prompt, 150)
+                    length.drafted(prompt, 1, 1, 150)
             found += sum(limits.values())
             length.learn(0, 3, 2)
         return found
@@ -211,13 +211,13 @@ def test_rows_that_lack_the_fewest_tokens_get_probes() -> None:
         for _ in range(40):
             length.learn(row, 4, 0)
     probed, drafting = dict.fromkeys(rows, 0), 0.0
-    length.drafted(1, 1, 0.2)
+    length.drafted(0.2, 1, 1)
     for _ in range(3000):
         length.timed(3, 3, 1.0)
         if limits := length.limits(rows, lacking.__getitem__):
             assert set(limits.values()) == {1}
             took = 0.2 * (1 + sum(lacking[row] for row in limits) / 8)
-            length.drafted(len(limits), 1, took, 8)
+            length.drafted(took, len(limits), 1, 8)
             drafting += took
             for row in limits:
                 probed[row] += 1

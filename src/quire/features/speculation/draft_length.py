@@ -17,14 +17,12 @@ from collections.abc import Callable
 
 from quire.features.speculation.measured_times import MeasuredPasses, MeasuredTimes
 
-START, START_WEIGHT = (
-    0.6,
-    3,
-)  # the acceptance that the first rows have at first, as of so many draft tokens
+START = 0.6  # the acceptance that the first rows have at first
+START_WEIGHT = ROW_WEIGHT = (
+    3  # it counts as so many draft tokens; and so does the mean of all rows, with which a row starts
+)
 MEMORY = 0.8  # the weight of the past in a row's mean
-MEMORY_OF_ALL = 0.98  # and in the mean of all rows, with which a row starts
-ROW_WEIGHT = 3  # that mean counts as so many draft tokens of the row
-STEPS = 20
+MEMORY_OF_ALL = 0.98  # and in the mean of all rows
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
 PROBE_SHARE = 0.01
 LEAST_PROBE, MOST_PROBE = 0.05, 4  # the cost of a probe, in steps
@@ -49,9 +47,8 @@ class DraftLength:
     def __init__(self, most: int, fixed: bool = False):
         self.most, self.fixed = most, fixed
         self._accepted: dict[int, float] = {}  # by row
-        self._counts: dict[
-            int, tuple[float, float]
-        ] = {}  # by row: accepted ones, and all that count
+        # by row, of late: draft tokens that were accepted, and those that were tried
+        self._counts: dict[int, tuple[float, float]] = {}
         self._all = START * START_WEIGHT, float(START_WEIGHT)  # the same, of all rows
         self._steps = MeasuredTimes()  # by `_size` of their tokens
         self._drafts = MeasuredPasses()  # of a drafter's proposals
@@ -59,7 +56,7 @@ class DraftLength:
         self._catch_up = 0.0  # seconds of late that proposals took for prompts, by step
         self._prices: dict[int, float] = {}  # by number of rows, as of late
         self._times: dict[int, float] = {}  # of steps, by their tokens, as of late
-        # of a row, by its acceptance (in parts of STEPS), its proposals and the number of rows, as of late
+        # of a row alone, by its acceptance in twentieths, its proposals and the number of rows, as of late
         self._lengths: dict[tuple[int, int, int], int] = {}
         self._num_timed = 0
         self._since_plain = LEARN_EVERY  # steps
@@ -76,12 +73,12 @@ class DraftLength:
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
         """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
-        tried = min(drafts, accepted + 1)
-        right, all = self._counts[row]
-        right, all = MEMORY * right + accepted, MEMORY * all + tried
-        self._counts[row], self._accepted[row] = (right, all), right / all
-        right, all = self._all
-        self._all = MEMORY_OF_ALL * right + accepted, MEMORY_OF_ALL * all + tried
+        more = min(drafts, accepted + 1)
+        right, tried = self._counts[row]
+        right, tried = MEMORY * right + accepted, MEMORY * tried + more
+        self._counts[row], self._accepted[row] = (right, tried), right / tried
+        right, tried = self._all
+        self._all = MEMORY_OF_ALL * right + accepted, MEMORY_OF_ALL * tried + more
 
     def timed(self, num_rows: int, tokens: int, seconds: float) -> None:
         """A step that computed the next tokens of rows, and no prompts, took so long. `tokens`: draft tokens included."""
@@ -99,12 +96,16 @@ class DraftLength:
     def _save(self) -> None:
         self._spare = min(self._spare + self._income, MOST_PROBE / PROBE_SHARE * self._income)
 
-    def drafted(self, num_rows: int, passes: int, seconds: float, lacked: int = 0) -> None:
+    def drafted(self, seconds: float, num_rows: int, passes: int, lacked: int = 0) -> None:
         """A drafter computed proposals for rows in so many passes of its model, and `lacked` tokens more, as of a prompt."""
         more = 0.0
         if lacked:
-            new = self._each_lacked.learn(1, max(seconds - self._drafts(passes, num_rows), 0.0) / lacked)
-            more = 0.0 if new else lacked * self._each_lacked(1)  # the first call of a model is slow
+            new = self._each_lacked.learn(
+                1, max(seconds - self._drafts(passes, num_rows), 0.0) / lacked
+            )
+            more = (
+                0.0 if new else lacked * self._each_lacked(1)
+            )  # the first call of a model is slow
         else:
             self._drafts.learn(passes, num_rows, seconds)
         if self.pays:
@@ -122,7 +123,10 @@ class DraftLength:
         return True
 
     def looked(self, found: bool, num_rows: int, seconds: float) -> None:
-        """A step looked for draft tokens. The longer none are found, the more steps rest, up to NO_COST of the time, or a quarter of it where they do not pay."""
+        """A step looked for draft tokens. The longer none are found, the more steps rest, up to NO_COST of the time.
+
+        Where draft tokens do not pay, which the text does not change, they rest up to a quarter of that.
+        """
         self._vain = 0 if found or self.fixed else min(self._vain + 1, 2 * MAX_REST)
         if self._vain >= 4:
             free = NO_COST if self.pays else NO_COST / 4
@@ -160,9 +164,7 @@ class DraftLength:
     def _wants_plain_step(self, num_rows: int) -> bool:
         """Whether a step without draft tokens should run, so that its time is known: it is what draft tokens must beat."""
         self._since_plain += 1
-        if self._since_plain < LEARN_EVERY or (
-            num_rows in self._prices and self._since_plain < PLAIN_EVERY
-        ):
+        if self._since_plain < (PLAIN_EVERY if num_rows in self._prices else LEARN_EVERY):
             return False
         is_known = self._steps.sizes(0.75 * num_rows, num_rows + 1)
         if is_known and self._since_plain < PLAIN_EVERY:
@@ -238,9 +240,9 @@ class DraftLength:
 
     def _best_length(self, row: int, most: int, num_rows: int) -> int:
         """How many draft tokens of a row pay off, if no other row has any."""
-        about = int(STEPS * self._accepted[row] + 0.5), most, num_rows
+        about = int(20 * self._accepted[row] + 0.5), most, num_rows
         if (found := self._lengths.get(about)) is None:
-            accepted = about[0] / STEPS
+            accepted = about[0] / 20
             gains = [accepted**place for place in range(1, most + 1)]
             gains = [gain for gain in gains if gain >= LEAST_GAIN]
             found = self._lengths[about] = self._best_count(num_rows, gains)

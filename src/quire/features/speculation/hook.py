@@ -68,9 +68,9 @@ class SpeculationHook(Hook):
         self._reported: set[int] = set()  # rows that have some, as far as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
         self._began, self._rests = 0.0, False
-        # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: rows, passes, seconds, and the
+        # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: seconds, rows, passes, and the
         # tokens that the model lacked, if there were many.
-        self._step_time, self._draft_time = (0, 0, 0.0), (0, 0, 0.0, 0)
+        self._step_time, self._draft_time = (0, 0, 0.0), (0.0, 0, 0, 0)
         self._model: LanguageModel | None = None
         self._batch: ForwardBatch | None = None
         self._computed: ComputedTokens | None = None
@@ -207,17 +207,17 @@ class SpeculationHook(Hook):
     def _agreed(
         self, drew: list[int], proposals: dict[int, list[int]], look_s: float
     ) -> dict[int, list[int]]:
-        """The draft tokens that all ranks have. The times that they learn from are the same too, so all rest in the same steps."""
+        """The draft tokens that all ranks have. What they learn from is the same too, so all rest in the same steps."""
         rows, tokens, step_s = self._step_time
-        drafted, passes, draft_s, lacked = self._draft_time
-        self._step_time, self._draft_time = (0, 0, 0.0), (0, 0, 0.0, 0)
+        draft_s, *drafted = self._draft_time
+        self._step_time, self._draft_time = (0, 0, 0.0), (0.0, 0, 0, 0)
         if self.agree is not None:
-            seconds, proposals = self.agree((step_s, draft_s, look_s), drew, proposals)
-            step_s, draft_s, look_s = seconds
+            least, proposals = self.agree((step_s, look_s, draft_s, *drafted), drew, proposals)
+            step_s, look_s, draft_s, *drafted = *least[:3], *map(round, least[3:])
         if tokens:
             self.length.timed(rows, tokens, step_s)
         if draft_s:
-            self.length.drafted(drafted, passes, draft_s, lacked)
+            self.length.drafted(draft_s, *drafted)
         found = any(proposals.values()) or any(each.looks_ahead for each in self.processors)
         self.length.looked(found, len(drew), look_s)
         return proposals
@@ -236,7 +236,7 @@ class SpeculationHook(Hook):
         if computed := self.drafter.num_first:
             passes, usual = max(map(len, found.values()), default=0), 2 * self.length.most + 1
             lacked = computed if not passes or computed > usual * len(limits) else 0
-            self._draft_time = len(limits), passes, time.perf_counter() - began, lacked
+            self._draft_time = time.perf_counter() - began, len(limits), passes, lacked
         self.length.cut(found, len(room))
         return found
 

@@ -74,7 +74,5 @@ class MeasuredPasses:
 
     def __call__(self, passes: int, num_rows: int) -> float:
         """0 if none was measured. More passes than were measured take the time of these as often; fewer, no more than these."""
-        found = (
-            times(num_rows) * max(passes / known, 1.0) for known, times in self._times.items()
-        )
+        found = (times(num_rows) * max(passes / known, 1.0) for known, times in self._times.items())
         return min(found, default=0.0)

@@ -33,20 +33,20 @@ class RankAgreement:
         self.ranks, self.most = ranks, most
 
     def __call__(
-        self, seconds: Sequence[float], rows: Sequence[int], proposals: Proposals
+        self, numbers: Sequence[float], rows: Sequence[int], proposals: Proposals
     ) -> tuple[list[float], Proposals]:
-        """The least of each time among the ranks; of each row the draft tokens with which the proposals of all ranks begin.
+        """The least of each number (times, and counts) among the ranks; of each row the draft tokens with which the proposals of all ranks begin.
 
         All ranks call it with the same rows, in the same order; some may have no proposal.
         """
-        own_NM = np.full((1 + len(rows), max(self.most, len(seconds))), NONE, np.int64)
-        own_NM[0, : len(seconds)] = [int(each * NS) for each in seconds]
+        own_NM = np.full((1 + len(rows), max(self.most, len(numbers))), NONE, np.int64)
+        own_NM[0, : len(numbers)] = [int(each * NS) for each in numbers]
         for at, row in enumerate(rows, 1):
             drafts = proposals.get(row, [])
             own_NM[at, : len(drafts)] = drafts
         all_NX = self.ranks.gather(torch.from_numpy(own_NM)).numpy()
         all_NRM = all_NX.reshape(len(own_NM), self.ranks.size, -1)
-        least = all_NRM[0].min(0)[: len(seconds)] / NS
+        least = all_NRM[0].min(0)[: len(numbers)] / NS
         same_NM = (all_NRM[1:] == all_NRM[1:, :1]).all(1) & (all_NRM[1:, 0] != NONE)
         counts_N = np.logical_and.accumulate(same_NM, axis=1).sum(1).tolist()
         agreed = {
