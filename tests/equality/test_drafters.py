@@ -145,7 +145,7 @@ def test_the_index_agrees_with_a_search_through_all_texts(size: int) -> None:
             assert found == expected[::-1][: token_index.MAX_PLACES]
     for text in texts:
         index.drop_text(len(text))
-    assert not (index.tokens or index._last or index._after)
+    assert [len(index.tokens), len(index._last), len(index._after)] == [0, 0, 0]
 
 
 def common(text: list[int], recent: Any) -> int:
