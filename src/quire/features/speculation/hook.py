@@ -209,15 +209,17 @@ class SpeculationHook(Hook):
     ) -> dict[int, list[int]]:
         """The draft tokens that all ranks have. What they learn from is the same too, so all rest in the same steps."""
         rows, tokens, step_s = self._step_time
-        draft_s, *drafted = self._draft_time
+        draft_s, drafted, passes, lacked = self._draft_time
         self._step_time, self._draft_time = (0, 0, 0.0), (0.0, 0, 0, 0)
         if self.agree is not None:
-            least, proposals = self.agree((step_s, look_s, draft_s, *drafted), drew, proposals)
-            step_s, look_s, draft_s, *drafted = *least[:3], *map(round, least[3:])
+            own = step_s, look_s, draft_s, drafted, passes, lacked
+            least, proposals = self.agree(own, drew, proposals)
+            step_s, look_s, draft_s = least[:3]
+            drafted, passes, lacked = map(round, least[3:])
         if tokens:
             self.length.timed(rows, tokens, step_s)
         if draft_s:
-            self.length.drafted(draft_s, *drafted)
+            self.length.drafted(draft_s, drafted, passes, lacked)
         found = any(proposals.values()) or any(each.looks_ahead for each in self.processors)
         self.length.looked(found, len(drew), look_s)
         return proposals
