@@ -54,7 +54,8 @@ class SpeculationGate(Gate):
         """All known tokens, and the draft tokens that the row has; with a step in flight, as many as it may have."""
         if not request.drafted or request.num_pending_tokens:
             return num_tokens
-        return min(num_tokens, len(request.tokens) - start + self._num_drafts.get(request.row, 0))
+        most = len(request.tokens) - start + self._num_drafts.get(request.row, 0)
+        return most if most < num_tokens else num_tokens  # for each row and step: min() takes twice as long
 
     def enter(self, request: Request) -> None:
         """`root` is a hash of salt and adapter."""
@@ -62,8 +63,10 @@ class SpeculationGate(Gate):
 
     def extra(self, plan: StepPlan) -> bytes | None:
         """The scopes of the rows that enter: a drafter may use the text of one for another only if they are equal."""
+        if not self._scopes:
+            return None
         scopes, self._scopes = self._scopes, {}
-        return msgspec.msgpack.encode(scopes) if scopes else None
+        return msgspec.msgpack.encode(scopes)
 
     def learn(self, extra: bytes) -> None:
         report = msgspec.msgpack.decode(extra, type=DraftReport)
@@ -78,7 +81,9 @@ class SpeculationGate(Gate):
 
     def annotate(self, outputs: list[EngineOutput]) -> None:
         """What was verified in this step, and num_speculative_tokens."""
+        if not self._verified:
+            return
         verified, self._verified = self._verified, {}
-        for output in outputs if verified else ():
+        for output in outputs:
             if (found := verified.get(output.id)) is not None:
                 output.details = {NAME: [*found, self.num_speculative_tokens]}

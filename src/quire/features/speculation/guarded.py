@@ -30,14 +30,10 @@ class GuardedDrafter(Drafter):
 
     def __init__(self, drafter: Drafter, rows: RequestRows):
         self.drafter, self.rows = drafter, rows
-        self.records, self.observes = drafter.records, drafter.observes
+        self.records, self.observes, self.reads = drafter.records, drafter.observes, drafter.reads
         self.extends = drafter.extends
         self._lost: set[int] = set()  # rows
         self._is_logged = False
-
-    @property
-    def reads(self) -> bool:  # type: ignore[override]
-        return self.drafter.reads
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         if self.records and isinstance(models[0], torch.nn.Module):  # not asleep
@@ -47,6 +43,7 @@ class GuardedDrafter(Drafter):
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
         self._lost.discard(row)
         self._call(self.drafter.enter, row, tokens, scope)
+        self.reads = self.drafter.reads
 
     def leave(self, row: int) -> None:
         self._call(self.drafter.leave, row)
@@ -67,6 +64,7 @@ class GuardedDrafter(Drafter):
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
         try:
             self.drafter.observe(plan, step)
+            self.reads = self.drafter.reads
         except LOST:
             raise
         except Exception as error:

@@ -135,7 +135,8 @@ class SpeculationHook(Hook):
     def after(self, plan: StepPlan) -> None:
         took = 0.0 if self._rests else time.perf_counter() - self._began
         if self.drafter.observes:
-            self.drafter.observe(plan, self._computed_tokens(plan))
+            reads = self.drafter.records and self.drafter.reads
+            self.drafter.observe(plan, self._computed_tokens(plan) if reads else None)
         if self._rests:
             self.reports.append(None)
             return
@@ -157,7 +158,7 @@ class SpeculationHook(Hook):
         self.reports.append((drew, report))
 
     def _computed_tokens(self, plan: StepPlan) -> ComputedTokens | None:
-        if not (self.drafter.records and self.drafter.reads) or self._model is None:
+        if self._model is None:
             return None
         batch = self._batch
         states = self._model.fast_states if batch is None else batch.hidden_states
