@@ -3,7 +3,8 @@
 Knows how many draft tokens were accepted, and how long steps and drafters took. Does not know tokens. Nothing that it
 decides can change a token, so it may follow the clock.
 
-A draft token at place j of a row is accepted with probability a^j, where a is the row's mean of late. It is worth its
+A draft token at place j of a row is accepted with probability a^j, where a is the row's mean of late, and a part of that mean's
+standard deviation: a row that turns out to be right goes on, and another stops soon. A draft token is worth its
 place if it adds more tokens than the rest of the step would produce in the time that it adds. Where none is, as under load,
 rows still get one now and then (a probe), so that a change is noticed; probes may take PROBE_SHARE of the time. A drafter's
 model computes the tokens that it lacks before a probe, so the rows that lack the fewest have theirs first.
@@ -18,9 +19,9 @@ from collections.abc import Callable
 from quire.features.speculation.measured_times import MeasuredPasses, MeasuredTimes
 
 START = 0.6  # the acceptance that the first rows have at first
-START_WEIGHT = ROW_WEIGHT = (
-    3  # it counts as so many draft tokens; and so does the mean of all rows, with which a row starts
-)
+START_WEIGHT = 3  # it counts as so many draft tokens
+ROW_WEIGHT = 3  # and so does the mean of all rows, with which a row starts
+HOPE = 0.5  # standard deviations of its mean that are added to a row's acceptance
 MEMORY = 0.8  # the weight of the past in a row's mean
 MEMORY_OF_ALL = 0.98  # and in the mean of all rows
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
@@ -66,8 +67,7 @@ class DraftLength:
         self.pays = True  # in the last step some rows got draft tokens that are no probes
 
     def enter(self, row: int) -> None:
-        mean = self._accepted[row] = self._all[0] / self._all[1]
-        self._counts[row] = ROW_WEIGHT * mean, float(ROW_WEIGHT)
+        self._set(row, ROW_WEIGHT * self._all[0] / self._all[1], ROW_WEIGHT)
         if self.pays:  # its text may offer some
             self._vain, self._rest = self._vain // 2, 0
 
@@ -75,10 +75,15 @@ class DraftLength:
         """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
         more = min(drafts, accepted + 1)
         right, tried = self._counts[row]
-        right, tried = MEMORY * right + accepted, MEMORY * tried + more
-        self._counts[row], self._accepted[row] = (right, tried), right / tried
+        self._set(row, MEMORY * right + accepted, MEMORY * tried + more)
         right, tried = self._all
         self._all = MEMORY_OF_ALL * right + accepted, MEMORY_OF_ALL * tried + more
+
+    def _set(self, row: int, right: float, tried: float) -> None:
+        """What is known of a row. The fewer were tried, the more it may be better than that: then it is worth finding out."""
+        mean = min(right / tried, 1.0)
+        self._counts[row] = right, tried
+        self._accepted[row] = min(mean + HOPE * math.sqrt(mean * (1 - mean) / tried), 1.0)
 
     def timed(self, num_rows: int, tokens: int, seconds: float) -> None:
         """A step that computed the next tokens of rows, and no prompts, took so long. `tokens`: draft tokens included."""

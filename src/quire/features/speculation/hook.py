@@ -68,9 +68,9 @@ class SpeculationHook(Hook):
         self._reported: set[int] = set()  # rows that have some, as far as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
         self._began, self._rests = 0.0, False
-        # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: seconds, rows, passes, and the
-        # tokens that the model lacked, if there were many.
-        self._step_time, self._draft_time = (0, 0, 0.0), (0.0, 0, 0, 0)
+        # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: rows, passes, and the tokens
+        # that the model lacked, if there were many.
+        self._step_time, self._passes = (0, 0, 0.0), (0, 0, 0)
         self._model: LanguageModel | None = None
         self._batch: ForwardBatch | None = None
         self._computed: ComputedTokens | None = None
@@ -210,17 +210,17 @@ class SpeculationHook(Hook):
     ) -> dict[int, list[int]]:
         """The draft tokens that all ranks have. What they learn from is the same too, so all rest in the same steps."""
         rows, tokens, step_s = self._step_time
-        draft_s, drafted, passes, lacked = self._draft_time
-        self._step_time, self._draft_time = (0, 0, 0.0), (0.0, 0, 0, 0)
+        drafted, passes, lacked = self._passes
+        self._step_time, self._passes = (0, 0, 0.0), (0, 0, 0)
         if self.agree is not None:
-            own = step_s, look_s, draft_s, drafted, passes, lacked
+            own = step_s, look_s, drafted, passes, lacked
             least, proposals = self.agree(own, drew, proposals)
-            step_s, look_s, draft_s = least[:3]
-            drafted, passes, lacked = map(round, least[3:])
+            step_s, look_s = least[:2]
+            drafted, passes, lacked = map(round, least[2:])
         if tokens:
             self.length.timed(rows, tokens, step_s)
-        if draft_s:
-            self.length.drafted(draft_s, drafted, passes, lacked)
+        if drafted:
+            self.length.drafted(look_s, drafted, passes, lacked)
         found = any(proposals.values()) or any(each.looks_ahead for each in self.processors)
         self.length.looked(found, len(drew), look_s)
         return proposals
@@ -233,13 +233,12 @@ class SpeculationHook(Hook):
             forced = [row for row in limits if computed_of(row) < length_of(row) - 1]
             for row in forced:
                 del limits[row]
-        began = time.perf_counter()
         self.drafter.pays = self.length.pays
         found = self.drafter.propose_all(limits)
         if computed := self.drafter.num_first:
             passes, usual = max(map(len, found.values()), default=0), 2 * self.length.most + 1
             lacked = computed if not passes or computed > usual * len(limits) else 0
-            self._draft_time = time.perf_counter() - began, len(limits), passes, lacked
+            self._passes = len(limits), passes, lacked
         self.length.cut(found, len(room))
         return found
 
