@@ -55,7 +55,9 @@ class SpeculationGate(Gate):
         if not request.drafted or request.num_pending_tokens:
             return num_tokens
         most = len(request.tokens) - start + self._num_drafts.get(request.row, 0)
-        return most if most < num_tokens else num_tokens  # for each row and step: min() takes twice as long
+        return (
+            most if most < num_tokens else num_tokens
+        )  # for each row and step: min() takes twice as long
 
     def enter(self, request: Request) -> None:
         """`root` is a hash of salt and adapter."""
