@@ -75,13 +75,18 @@ class DraftPasses:
         if native:
             self.fast = make_native_step(rows, self.sampler, rows.shift)
         self._fused: object = None  # the fused layers that the fast path has
+        self._entered: dict[int, EnteredRow] = {}  # rows that no pass has computed
 
     def use_model(self, model: LanguageModel) -> None:
         """Run this model from now on."""
         self.logits.model = model
 
     def enter(self, new: EnteredRow) -> None:
-        """A request took a row. Its tokens are drawn with its parameters, and not scored."""
+        """A request took a row. Until a pass computes it, it costs nothing."""
+        self._entered[new.row] = new
+
+    def _enter(self, new: EnteredRow) -> None:
+        """Its tokens are drawn with its parameters, and not scored."""
         if isinstance(new.params, SamplingParams):
             unscored = msgspec.structs.replace(
                 new.params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None
@@ -91,7 +96,8 @@ class DraftPasses:
 
     def leave(self, row: int) -> None:
         """The row is freed."""
-        self.sampler.leave(row)
+        if self._entered.pop(row, None) is None:
+            self.sampler.leave(row)
 
     def draw(self, work: Sequence[WorkItem], draws: Sequence[int]) -> None:
         """`run`, then passes of one token for rows until each has drawn as often as `draws` says, by work item."""
@@ -107,6 +113,7 @@ class DraftPasses:
     def run(self, work: Sequence[WorkItem]) -> None:
         """Compute tokens of rows by parts, and draw behind each row of which all tokens are computed then, and in place of its
         draft tokens. The rows get the draws."""
+        self._enter_rows(work)
         plan = StepPlan(0, [], list(work), [])
         batch = self.batcher.build(plan)
         batch.lengths_S = batch.lengths_S + self.rows.shift
@@ -124,7 +131,13 @@ class DraftPasses:
         """The model as the fast path runs it; None: it cannot."""
         return native_model(self.logits.model)
 
+    def _enter_rows(self, work: Sequence[WorkItem]) -> None:
+        for item in work if self._entered else ():
+            if (new := self._entered.pop(item.row, None)) is not None:
+                self._enter(new)
+
     def accepts_fast_step(self, fast: NativeStep, work: Sequence[WorkItem]) -> bool:
+        self._enter_rows(work)
         model = self.logits.model
         layers = getattr(getattr(model, "model", None), "layers", None)
         if (fused := getattr(layers, "fused", None)) is not self._fused:

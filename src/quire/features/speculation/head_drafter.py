@@ -41,7 +41,7 @@ from quire.ops.cpu.structs import CSpeculator
 from quire.protocol.plan import WorkItem
 
 if TYPE_CHECKING:
-    from quire.protocol.plan import EnteredRow, StepPlan
+    from quire.protocol.plan import StepPlan
 
 
 class HeadPasses(DraftPasses):
@@ -114,7 +114,6 @@ class HeadDrafter(Drafter):
         self._waiting: dict[int, WaitingPositions] = {}  # by row
         self._unused = 0  # requests that left since draft tokens paid
         self._untried = 0  # steps since a request came that keeps states
-        self._entered: dict[int, EnteredRow] = {}  # rows that never had draft tokens
         self._unread: set[int] = set()  # rows that enter with the next plan, and keep no states
         self._unchecked = 0  # positions that were kept since `too_many` looked
         self._step: ComputedTokens | None = None  # the last one
@@ -146,11 +145,10 @@ class HeadDrafter(Drafter):
     def _update_rows(self, plan: StepPlan) -> None:
         for row in (*plan.freed_rows, *(new.row for new in plan.entered)):
             if self._waiting.pop(row, None) is not None:
+                self.passes.leave(row)
                 self._unused += 1
-                if self._entered.pop(row, None) is None:
-                    self.passes.leave(row)
         for new in plan.entered:
-            self._entered[new.row] = new
+            self.passes.enter(new)
             self._waiting[new.row] = WaitingPositions(is_lost=new.row in self._unread)
         self._unread.clear()
 
@@ -243,9 +241,6 @@ class HeadDrafter(Drafter):
             return {}
         if self.pays:
             self._unused = 0
-        for item in work if self._entered else ():
-            if (new := self._entered.pop(item.row, None)) is not None:
-                self.passes.enter(new)
         self.num_first = sum(item.num_tokens for item in work)
         draws = [1] * len(work) if self.mask is not None else list(most.values())
         self.passes.guess(work, draws, joined(states_nE))

@@ -24,7 +24,7 @@ from quire.protocol.plan import WorkItem
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
-    from quire.protocol.plan import EnteredRow, StepPlan
+    from quire.protocol.plan import StepPlan
 
 
 @dataclass(slots=True)
@@ -64,7 +64,6 @@ class ModelDrafter(Drafter):
         self.has_windows, self.vocab_size, self.mask_token = has_windows, vocab_size, mask_token
         self.blocks = ComputedBlocks(self.rows, kv_group)
         self._rows: dict[int, _DraftedRow] = {}
-        self._entered: dict[int, EnteredRow] = {}  # rows that never had draft tokens
         self._stepped: list[int] = []  # rows of the last step
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
@@ -75,7 +74,7 @@ class ModelDrafter(Drafter):
             self._leave(row)
         for new in plan.entered:
             self._leave(new.row)  # if the step whose plan freed it failed
-            self._entered[new.row] = new
+            self.passes.enter(new)
             self._rows[new.row] = _DraftedRow(self.blocks.enter(new.row, new.num_computed_tokens))
         for item in plan.work:
             if item.new_blocks:
@@ -84,7 +83,7 @@ class ModelDrafter(Drafter):
             self._stepped = [item.row for item in plan.work]
 
     def _leave(self, row: int) -> None:
-        if self._rows.pop(row, None) is not None and self._entered.pop(row, None) is None:
+        if self._rows.pop(row, None) is not None:
             self.passes.leave(row)
 
     def lacking(self, row: int) -> int:
@@ -103,9 +102,6 @@ class ModelDrafter(Drafter):
         if not planned:
             return {}
         work, most = [item for item, _ in planned], [limit for _, limit in planned]
-        for item in work if self._entered else ():
-            if (new := self._entered.pop(item.row, None)) is not None:
-                self.passes.enter(new)
         self.num_first = sum(item.num_tokens for item in work)
         if self.mask_token is None:
             self.passes.draw(work, most)
