@@ -19,6 +19,7 @@ from quire.features.speculation.guarded import GuardedDrafter
 from quire.features.speculation.ngram import NgramDrafter
 from quire.features.speculation.suffix import SuffixDrafter
 from quire.features.speculation.token_index import END, TokenIndex
+from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 
 A, B = b"a", b"b"
@@ -395,3 +396,29 @@ def test_a_chain_ends_with_a_draft_model(checkpoint: str, sampled: list[Any]) ->
             assert everything(one) == sampled
         counts = one.stats()["counts"]
         assert counts["spec_decode_num_accepted_tokens"] > 0.5 * counts["spec_decode_num_draft_tokens"] > 50  # fmt: skip
+
+
+def test_no_drafter_sees_tokens_outside_the_vocabulary(speculating: Engine, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """They would come back as draft tokens, for which the model has no embedding."""
+    seen: list[int] = []
+    enter = SuffixDrafter.enter
+
+    def noted(one: SuffixDrafter, row: int, tokens: Sequence[int], scope: bytes) -> None:
+        seen.extend(tokens)
+        enter(one, row, tokens, scope)
+
+    monkeypatch.setattr(SuffixDrafter, "enter", noted)
+    faulty = [7, 1 << 20, 7, 1 << 20, 7]
+    speculating.client.core.inbox.put(EngineRequest("faulty", faulty, greedy(9)))  # type: ignore[attr-defined]
+    outputs, errors = speculating.client.outputs, list[str]()
+
+    def without_faulty() -> list[Any]:
+        found = outputs()
+        errors.extend(str(each.error) for each in found if each.id == "faulty")
+        return [each for each in found if each.id != "faulty"]
+
+    speculating.client.outputs = without_faulty  # type: ignore[method-assign]
+    assert speculating.tokens(PROMPTS, greedy(40)) == plain
+    assert ["outside the vocabulary" in each for each in errors] == [True]
+    assert seen.count(0) >= len(faulty)
+    assert max(seen) < 1 << 20

@@ -120,7 +120,11 @@ class SpeculationHook(Hook):
         extra = plan.extras.get(NAME)
         scopes = msgspec.msgpack.decode(extra, type=dict[int, bytes]) if extra else {}
         for row, new in self._entered.items():
-            self.drafter.enter(row, new.tokens, scopes.get(row, new.id.encode()))
+            is_faulty = (
+                row in self.rows.faults
+            )  # a token of its prompt may be none of the vocabulary
+            tokens = [0] * len(new.tokens) if is_faulty else new.tokens
+            self.drafter.enter(row, tokens, scopes.get(row, new.id.encode()))
         self._entered.clear()
 
     def _drafts_of(self, item: WorkItem) -> tuple[int, tuple[int, int]] | None:
