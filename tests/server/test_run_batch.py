@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,23 @@ def test_the_output_appears_whole_or_not_at_all(tmp_path: Path):
     with run_batch.written(job) as out:
         out.write(b"whole")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"whole"]
+
+
+def test_a_batch_that_is_terminated_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"{}")
+
+    async def run(*args: Any) -> tuple[int, int]:
+        assert len(list(tmp_path.glob(".batch-*"))) == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+        return 0, 0
+
+    monkeypatch.setattr(run_batch, "run", run)
+    argv = ["-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", "quire-tiny"]
+    assert run_batch.main(argv) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == [source]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_flags(capsys: pytest.CaptureFixture[str]):

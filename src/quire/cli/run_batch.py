@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import sys
 import tempfile
 import urllib.request
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,12 +97,22 @@ def main(argv: Sequence[str]) -> int:
     configure("batch", job.config.observe.log_level)
     try:
         with opened(job.source) as lines, written(job) as out:
-            count, refused = asyncio.run(run(job.config, lines, out, job.metrics))
+            work = run(job.config, lines, out, job.metrics)
+            count, refused = asyncio.run(until_terminated(work))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     except (QuireError, OSError) as why:
         print(f"quire run-batch: error: {why}", file=sys.stderr)
         return 1
     print(f"{count} requests, {refused} with an error", file=sys.stderr)
     return 0
+
+
+async def until_terminated(work: Coroutine[Any, Any, tuple[int, int]]) -> tuple[int, int]:
+    """SIGTERM cancels it, as Ctrl-C does: the engine ends, and the temporary file is removed."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 @contextmanager
