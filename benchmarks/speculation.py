@@ -38,7 +38,7 @@ ENDS = [0, 2]  # of quire-tiny's answers
 LOOKUPS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 4},
     # without the trees of past answers: each round asks the same
-    "suffix": {"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_max_cached_requests": 0, "suffix_decoding_max_spec_factor": 4.0},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_max_cached_requests": 0, "suffix_decoding_max_spec_factor": 8.0},
 }  # fmt: skip
 HEADS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "model": "quire-tiny-draft", "num_speculative_tokens": 3, "quantization": "int8"},
