@@ -79,9 +79,7 @@ class Drafter:
     reads = True  # whether it reads what the next step records
     observes = True  # False: `observe` does nothing
     extends = True  # False: `extend` does nothing
-    is_checked = (
-        False  # True: proposals have tokens of the vocabulary alone, and no more than their limit
-    )
+    is_checked = False  # True: it proposes tokens of the vocabulary, and no more than the limit
     pays = True  # False: of late no draft tokens paid, but for some that show whether they would
     num_first = 0
     """Tokens that the first pass of the last proposals computed; many: it caught up with a prompt, which says nothing about later
