@@ -135,7 +135,7 @@ def name_of(thing: Any) -> str:
             pass
     raise ConfigError(
         f"{module}.{name} cannot be imported by another process: define it at the top level of an importable module,"
-        " or keep the engine in this process (distributed_executor_backend=uni)"
+        " or run one engine of one rank in this process (distributed_executor_backend=uni)"
     )
 
 
