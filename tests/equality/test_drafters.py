@@ -172,6 +172,21 @@ def test_a_chain_asks_the_next_drafter_for_rows_without_a_proposal() -> None:
     assert second.asked == [{2: 4, 3: 4}]
 
 
+def test_a_chain_gives_its_model_the_rows_and_numbers_that_pay() -> None:
+    first, second = Fixed({1: [5], 2: []}), Fixed({1: [6], 2: [7], 3: [8], 4: [8]})
+    second.has_model = True
+    chain = GuardedDrafter(Chain([first, second]), SimpleNamespace(vocab_size=9))  # type: ignore[arg-type]
+    second.computed = 2, 1, 3
+    assert not chain.has_model
+    found = chain.propose_within({1: 4, 2: 4, 3: 4, 4: 4}, {1: 2, 2: 2, 4: 1})
+    assert found == {1: [5], 2: [7], 4: [8]}
+    assert (first.asked, second.asked) == ([{1: 4, 2: 4, 3: 4, 4: 4}], [{2: 2, 4: 1}])
+    assert chain.computed == (2, 1, 3)
+    alone = GuardedDrafter(second, SimpleNamespace(vocab_size=9))  # type: ignore[arg-type]
+    alone.propose_within({1: 4, 3: 4}, {3: 2})
+    assert (alone.has_model, second.asked[-1]) == (True, {3: 2})
+
+
 class Failing(Drafter):
     """It fails for some rows, and proposes what is no token."""
 

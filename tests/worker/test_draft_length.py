@@ -26,7 +26,7 @@ def simulated(
     cost: Cost, rows: int, right: float, *, steps: int = 3000, most: int = 5, drafting: float = 0.0
 ) -> tuple[float, float]:
     """Tokens a second relative to a server without draft tokens, and the draft tokens of a row and step at the end."""
-    length, draw = DraftLength(most), random.Random(1)
+    length, draw = DraftLength(most, looks_up=not drafting), random.Random(1)
     for row in range(rows):
         length.enter(row)
     drafts, tokens, seconds, late = dict.fromkeys(range(rows), 0), 0, 0.0, 0
@@ -186,7 +186,7 @@ def test_the_prompts_that_a_drafter_computes_count_as_its_cost() -> None:
     """Drafts of short answers behind long prompts do not pay, where those of long answers do."""
 
     def drafted(prompt: float) -> int:
-        length, found = DraftLength(3), 0
+        length, found = DraftLength(3, looks_up=False), 0
         length.enter(0)
         for step in range(400):
             length.timed(1, step % 4 + 1, 1.0)
@@ -200,6 +200,21 @@ def test_the_prompts_that_a_drafter_computes_count_as_its_cost() -> None:
 
     assert drafted(0.4) > 1000
     assert drafted(60.0) < 400
+
+
+def test_where_a_model_does_not_pay_look_ups_go_on() -> None:
+    found = {}
+    for looks_up in (True, False):
+        length = DraftLength(3, looks_up=looks_up)
+        length.enter(0)
+        for step in range(50):
+            length.timed(1, step % 4 + 1, 1.0)
+            limits = length.limits({0: 3})
+            length.drafted(9.0, 1, 1)
+            length.looked(False, 1, 9.0)
+        found[looks_up] = limits, length.of_model
+        assert not length.pays
+    assert found == {True: ({0: 3}, {}), False: ({}, {})}
 
 
 def test_rows_that_lack_the_fewest_tokens_get_probes() -> None:

@@ -137,8 +137,10 @@ def add_drafter(parts: WorkerParts, resolved: Resolved) -> None:
             f"speculative_config: {resolved.architecture} runs on Transformers with a cache of its own, which cannot take"
             " tokens back; leave the option out, the text is the same"
         )
-    length = DraftLength(options.num_speculative_tokens, fixed=not options.adaptive)
     drafter = build_drafter(parts, resolved, options)
+    length = DraftLength(
+        options.num_speculative_tokens, fixed=not options.adaptive, looks_up=not drafter.has_model
+    )
     named = resolved.config.observe.per_request_spec_decode_metrics != "none"
     parts.hooks.append(
         SpeculationHook(

@@ -22,6 +22,7 @@ class Chain(Drafter):
         self.drafters = list(drafters)
         self.observes = any(drafter.observes for drafter in self.drafters)
         self.extends = any(drafter.extends for drafter in self.drafters)
+        self.has_model = all(drafter.has_model for drafter in self.drafters)
         self.is_checked = all(drafter.is_checked for drafter in self.drafters)
         self.records = sorted({number for drafter in drafters for number in drafter.records})
 
@@ -52,11 +53,16 @@ class Chain(Drafter):
     def lacking(self, row: int) -> int:
         return max(drafter.lacking(row) for drafter in self.drafters)
 
-    def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+    def propose_within(
+        self, limits: dict[int, int], of_model: dict[int, int]
+    ) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for drafter in self.drafters:
             left = {row: limit for row, limit in limits.items() if not found.get(row)}
             drafter.pays = self.pays
-            found |= drafter.propose_all(left)
-        self.num_first = max(drafter.num_first for drafter in self.drafters)
+            found |= drafter.propose_within(left, of_model)
+        self.computed = max(drafter.computed for drafter in self.drafters)
         return found
+
+    def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+        return self.propose_within(limits, limits)

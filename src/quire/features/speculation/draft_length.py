@@ -43,10 +43,11 @@ class DraftLength:
     Args:
         most: `num_speculative_tokens`.
         fixed: always propose as many.
+        looks_up: some drafter proposes without a model.
     """
 
-    def __init__(self, most: int, fixed: bool = False):
-        self.most, self.fixed = most, fixed
+    def __init__(self, most: int, fixed: bool = False, looks_up: bool = True):
+        self.most, self.fixed, self.looks_up = most, fixed, looks_up
         self._accepted: dict[int, float] = {}  # by row
         # by row, of late: draft tokens that were accepted, and those that were tried
         self._counts: dict[int, tuple[float, float]] = {}
@@ -65,10 +66,11 @@ class DraftLength:
         self._probes: set[int] = set()  # rows whose draft token is a probe
         self._vain = self._rest = 0  # how often none were found, one after the other; steps to rest
         self.pays = True  # in the last step some rows got draft tokens that are no probes
+        self.of_model: dict[int, int] = {}  # as `limits`, what a model's passes pay for
 
     def enter(self, row: int) -> None:
         self._set(row, ROW_WEIGHT * self._all[0] / self._all[1], ROW_WEIGHT)
-        if self.pays:  # its text may offer some
+        if self.pays or self.looks_up:  # its text may offer some
             self._vain, self._rest = self._vain // 2, 0
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
@@ -134,7 +136,7 @@ class DraftLength:
         """
         self._vain = 0 if found or self.fixed else min(self._vain + 1, 2 * MAX_REST)
         if self._vain >= 4:
-            free = NO_COST if self.pays else NO_COST / 4
+            free = NO_COST if self.pays or self.looks_up else NO_COST / 4
             worth = seconds / (free * self._time(num_rows))
             self._rest = min(MAX_REST, self._vain, int(worth))
 
@@ -146,10 +148,12 @@ class DraftLength:
 
         `lacking`: how many tokens of a row the drafter's model has not computed.
         """
-        if self.fixed or not room:
-            return {row: min(left, self.most) for row, left in room.items() if left > 0}
         self._probes = set()
+        if self.fixed or not room:
+            self.of_model = {row: min(left, self.most) for row, left in room.items() if left > 0}
+            return self.of_model
         if self._wants_plain_step(len(room)):
+            self.of_model = {}
             return {}
         least, limits = max(self._price(len(room)), LEAST_GAIN), {}
         for row, left in room.items():
@@ -157,14 +161,18 @@ class DraftLength:
                 limits[row] = min(left, self._places(row, least))
         if limits and self._drafts(1, len(limits)) > NO_COST * self._time(len(room)):
             depth = self._best_depth(limits, len(room))
-            limits = {row: min(limit, depth) for row, limit in limits.items()} if depth else {}
-        self.pays = bool(limits)
-        if len(limits) < len(room) and self._spare >= self._least_probe(len(room)):
-            idle = {row: lacking(row) for row, left in room.items() if left > 0 and row not in limits}  # fmt: skip
+            paid = {row: min(limit, depth) for row, limit in limits.items()} if depth else {}
+        else:
+            paid = limits
+        self.pays = bool(paid)
+        if len(paid) < len(room) and self._spare >= self._least_probe(len(room)):
+            idle = {row: lacking(row) for row, left in room.items() if left > 0 and row not in paid}
             self._probes = self._affordable(len(room), idle)
-        if not (limits or self._probes):
+        self.of_model = paid | dict.fromkeys(self._probes, 1)
+        found = limits | self.of_model if self.looks_up else self.of_model
+        if not found:
             self._vain = max(self._vain, MAX_REST)  # it is not the texts that offer none
-        return limits | dict.fromkeys(self._probes, 1)
+        return found
 
     def _wants_plain_step(self, num_rows: int) -> bool:
         """Whether a step without draft tokens should run, so that its time is known: it is what draft tokens must beat."""

@@ -81,9 +81,10 @@ class Drafter:
     extends = True  # False: `extend` does nothing
     is_checked = False  # True: it proposes tokens of the vocabulary, and no more than the limit
     pays = True  # False: of late no draft tokens paid, but for some that show whether they would
-    num_first = 0
-    """Tokens that the first pass of the last proposals computed; many: it caught up with a prompt, which says nothing about later
-    ones; 0: no model ran."""
+    has_model = False  # True: it proposes by passes of a model
+    computed = (0, 0, 0)
+    """Of the last proposals: rows of which a model ran, its passes, and the tokens of the first one; many: it caught up with a
+    prompt."""
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         """As `Hook.use_models`."""
@@ -118,3 +119,11 @@ class Drafter:
         It is called after every step, maybe with no rows.
         """
         return {row: self.propose(row, limit) for row, limit in limits.items()}
+
+    def propose_within(
+        self, limits: dict[int, int], of_model: dict[int, int]
+    ) -> dict[int, list[int]]:
+        """As `propose_all`. A model proposes for the rows of `of_model` alone, and so many: its passes take time."""
+        if self.has_model:
+            limits = {row: min(n, of_model[row]) for row, n in limits.items() if row in of_model}
+        return self.propose_all(limits)

@@ -31,7 +31,7 @@ class GuardedDrafter(Drafter):
     def __init__(self, drafter: Drafter, rows: RequestRows):
         self.drafter, self.rows = drafter, rows
         self.records, self.observes, self.reads = drafter.records, drafter.observes, drafter.reads
-        self.extends = drafter.extends
+        self.extends, self.has_model = drafter.extends, drafter.has_model
         self._lost: set[int] = set()  # rows
         self._is_logged = False
 
@@ -74,12 +74,17 @@ class GuardedDrafter(Drafter):
         return self.drafter.lacking(row)
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+        return self.propose_within(limits, limits)
+
+    def propose_within(
+        self, limits: dict[int, int], of_model: dict[int, int]
+    ) -> dict[int, list[int]]:
         if self._lost:
             limits = {row: limit for row, limit in limits.items() if row not in self._lost}
         try:
-            self.drafter.pays = self.pays
-            found = self.drafter.propose_all(limits)
-            self.num_first = self.drafter.num_first
+            self.drafter.pays, self.computed = self.pays, (0, 0, 0)
+            found = self.drafter.propose_within(limits, of_model)
+            self.computed = self.drafter.computed
             if self.drafter.is_checked:
                 return found
             return {

@@ -96,7 +96,7 @@ class HeadDrafter(Drafter):
         most: how many tokens the speculator can guess; None: any number.
     """
 
-    extends, is_checked = False, True
+    extends, is_checked, has_model = False, True, True
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class HeadDrafter(Drafter):
         return one.count if self.has_layers else 1
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        self.num_first = 0
+        self.computed = (0, 0, 0)
         most: dict[int, int] = {}  # by row that gets draft tokens: how many
         ends: dict[int, int] = {}  # and behind which position
         work: list[WorkItem] = []
@@ -241,8 +241,8 @@ class HeadDrafter(Drafter):
             return {}
         if self.pays:
             self._unused = 0
-        self.num_first = sum(item.num_tokens for item in work)
         draws = [1] * len(work) if self.mask is not None else list(most.values())
+        self.computed = len(work), max(draws), sum(item.num_tokens for item in work)
         self.passes.guess(work, draws, joined(states_nE))
         return {row: self.rows.tokens_of(row, ends[row], ends[row] + most[row]) for row in most}
 

@@ -238,11 +238,11 @@ class SpeculationHook(Hook):
             for row in forced:
                 del limits[row]
         self.drafter.pays = self.length.pays
-        found = self.drafter.propose_all(limits)
-        if computed := self.drafter.num_first:
-            passes, usual = max(map(len, found.values()), default=0), 2 * self.length.most + 1
-            lacked = computed if not passes or computed > usual * len(limits) else 0
-            self._passes = len(limits), passes, lacked
+        found = self.drafter.propose_within(limits, self.length.of_model)
+        drafted, passes, tokens = self.drafter.computed
+        if drafted:
+            usual = (2 * self.length.most + 1) * drafted
+            self._passes = drafted, passes, tokens if tokens > usual or not passes else 0
         self.length.cut(found, len(room))
         return found
 

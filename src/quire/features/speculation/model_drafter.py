@@ -46,7 +46,7 @@ class ModelDrafter(Drafter):
         mask_token: see the module.
     """
 
-    extends, is_checked = False, True
+    extends, is_checked, has_model = False, True, True
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ModelDrafter(Drafter):
         return max(int(self.rows.target.length[row]) - one.computed, 0)
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        self.num_first = 0
+        self.computed = (0, 0, 0)
         also = dict.fromkeys(self._stepped if self.has_windows else (), 0)
         left, planned = self.max_step_tokens, []
         for row, limit in {**also, **limits}.items():
@@ -102,7 +102,8 @@ class ModelDrafter(Drafter):
         if not planned:
             return {}
         work, most = [item for item, _ in planned], [limit for _, limit in planned]
-        self.num_first = sum(item.num_tokens for item in work)
+        passes = max(most) if self.mask_token is None else 1
+        self.computed = len(work), passes, sum(item.num_tokens for item in work)
         if self.mask_token is None:
             self.passes.draw(work, most)
         else:
