@@ -159,17 +159,18 @@ class DraftLength:
         for row, left in room.items():
             if left > 0 and self._accepted[row] >= least:
                 limits[row] = min(left, self._places(row, least))
-        if limits and self._drafts(1, len(limits)) > NO_COST * self._time(len(room)):
+        paid = limits
+        if self._drafts.known and self._drafts(1, len(limits)) > NO_COST * self._time(len(room)):
             depth = self._best_depth(limits, len(room))
             paid = {row: min(limit, depth) for row, limit in limits.items()} if depth else {}
-        else:
-            paid = limits
         self.pays = bool(paid)
         if len(paid) < len(room) and self._spare >= self._least_probe(len(room)):
             idle = {row: lacking(row) for row, left in room.items() if left > 0 and row not in paid}
             self._probes = self._affordable(len(room), idle)
-        self.of_model = paid | dict.fromkeys(self._probes, 1)
-        found = limits | self.of_model if self.looks_up else self.of_model
+        self.of_model = paid | dict.fromkeys(self._probes, 1) if self._probes else paid
+        found = self.of_model
+        if self.looks_up and found is not limits:
+            found = limits | found
         if not found:
             self._vain = max(self._vain, MAX_REST)  # it is not the texts that offer none
         return found

@@ -64,8 +64,7 @@ class SpeculationHook(Hook):
         self._entered: dict[int, EnteredRow] = {}
         self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
         self._most: dict[int, int] = {}  # by row: the most draft tokens that its request wants
-        self._drafted: set[int] = set()  # rows that may have draft tokens
-        self._reported: set[int] = set()  # rows that have some, as far as the gate knows
+        self._drafted: set[int] = set()  # rows that may have draft tokens, as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
         self._began, self._rests = 0.0, False
         # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: rows, passes, and the tokens
@@ -202,11 +201,10 @@ class SpeculationHook(Hook):
         counts = {row: len(drafts) for row, drafts in proposals.items() if drafts}
         for row in counts:
             rows.put_drafts(row, proposals[row])
-        if not (counts or self._drafted or self._reported):
+        if not (counts or self._drafted):
             return counts
+        report = dict.fromkeys(self._drafted.intersection(drew), 0) | counts
         self._drafted = self._drafted.difference(drew) | counts.keys()
-        report = dict.fromkeys(self._reported.intersection(drew), 0) | counts
-        self._reported = self._reported.difference(drew) | counts.keys()
         return report
 
     def _agreed(

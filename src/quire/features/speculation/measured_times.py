@@ -67,12 +67,14 @@ class MeasuredPasses:
     """Seconds of passes of a model, one after the other, by their number and that of the rows."""
 
     def __init__(self) -> None:
-        self._times: dict[int, MeasuredTimes] = {}  # by passes: times by rows
+        self.known: dict[int, MeasuredTimes] = {}  # by passes: times by rows
 
     def learn(self, passes: int, num_rows: int, seconds: float) -> None:
-        self._times.setdefault(passes, MeasuredTimes()).learn(num_rows, seconds)
+        self.known.setdefault(passes, MeasuredTimes()).learn(num_rows, seconds)
 
     def __call__(self, passes: int, num_rows: int) -> float:
         """0 if none was measured. More passes than were measured take the time of these as often; fewer, no more than these."""
-        found = (times(num_rows) * max(passes / known, 1.0) for known, times in self._times.items())
+        found = (
+            times(num_rows) * max(passes / number, 1.0) for number, times in self.known.items()
+        )
         return min(found, default=0.0)
