@@ -63,6 +63,7 @@ class Case:
     drafters: dict[str, dict[str, Any]]
     goal: float
     stops: tuple[int, ...] = ()  # tokens that end an answer
+    block_size: int | None = None  # of the KV cache; a prompt's tokens behind its last full block are computed in each round
 
     @property
     def longest(self) -> int:
@@ -87,7 +88,7 @@ class Server:
 
         config = EngineConfig.from_keywords(
             model=case.model, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=case.longest,
-            max_num_seqs=case.clients, kv_cache_memory_bytes=cache_bytes, speculative_config=speculative, block_size=16,
+            max_num_seqs=case.clients, kv_cache_memory_bytes=cache_bytes, speculative_config=speculative, block_size=case.block_size,
             disable_log_stats=True,
         )  # fmt: skip
         self.case, self.client, self.runs = case, make_client(config), Runs()
@@ -219,7 +220,7 @@ def _tiny(
     rows = []
     for kind in TASKS:
         prompts = tasks(kind, max(4 * clients, 16))
-        case = Case(f"{kind}, quire-tiny", "quire-tiny", prompts, given.output or 200, clients, drafters, goal, tuple(ENDS))  # fmt: skip
+        case = Case(f"{kind}, quire-tiny", "quire-tiny", prompts, given.output or 200, clients, drafters, goal, tuple(ENDS), block_size=16)  # fmt: skip
         rows += measure(case, given.rounds)
     return rows
 
