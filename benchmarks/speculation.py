@@ -63,7 +63,7 @@ class Case:
     drafters: dict[str, dict[str, Any]]
     goal: float
     stops: tuple[int, ...] = ()  # tokens that end an answer
-    block_size: int | None = None  # of the KV cache; a prompt's tokens behind full blocks are not cached
+    block_size: int | None = None  # of the KV cache, which keeps full blocks of prompts
 
     @property
     def longest(self) -> int:
