@@ -217,6 +217,16 @@ def test_where_a_model_does_not_pay_look_ups_go_on() -> None:
     assert found == {True: ({0: 3}, {}), False: ({}, {})}
 
 
+def test_passes_limit_a_model_and_no_look_up() -> None:
+    length = DraftLength(3)
+    length.enter(0)
+    for tokens in (1, 4):
+        length.timed(1, tokens, 1.0)
+    length.drafted(0.5, 1, 1)
+    found = length.limits({0: 3})
+    assert (found, length.of_model) == ({0: 3}, {0: 1})
+
+
 def test_rows_that_lack_the_fewest_tokens_get_probes() -> None:
     """And none gets one that takes longer than a few steps. All probes together take a hundredth of the time."""
     length, lacking = DraftLength(4), {0: 2, 1: 20, 2: 4000}

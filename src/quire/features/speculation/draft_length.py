@@ -107,12 +107,9 @@ class DraftLength:
         """A drafter computed proposals for rows in so many passes of its model, and `lacked` tokens more, as of a prompt."""
         more = 0.0
         if lacked:
-            new = self._each_lacked.learn(
-                1, max(seconds - self._drafts(passes, num_rows), 0.0) / lacked
-            )
-            more = (
-                0.0 if new else lacked * self._each_lacked(1)
-            )  # the first call of a model is slow
+            each = max(seconds - self._drafts(passes, num_rows), 0.0) / lacked
+            if not self._each_lacked.learn(1, each):  # the first call of a model is slow
+                more = lacked * self._each_lacked(1)
         else:
             self._drafts.learn(passes, num_rows, seconds)
         if self.pays:
@@ -170,7 +167,7 @@ class DraftLength:
         self.of_model = paid | dict.fromkeys(self._probes, 1) if self._probes else paid
         found = self.of_model
         if self.looks_up and found is not limits:
-            found = limits | found
+            found = found | limits
         if not found:
             self._vain = max(self._vain, MAX_REST)  # it is not the texts that offer none
         return found
@@ -268,9 +265,8 @@ class DraftLength:
         totals = list(itertools.accumulate(gains, initial=float(num_rows)))
         count, most = 0, len(gains)
         while count < most:
-            count = min(
-                _size(num_rows + count + 1) - num_rows, most
-            )  # those of one size take the same time
+            # those of one size take the same time
+            count = min(_size(num_rows + count + 1) - num_rows, most)
             if (rate := totals[count] / self._time(num_rows + count)) > best_rate:
                 best, best_rate = count, rate
         return best

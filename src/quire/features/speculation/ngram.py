@@ -47,12 +47,10 @@ class NgramDrafter(Drafter):
         """Of several earlier places, what followed the longest match, and of equal ones the last."""
         one = self.rows[row]
         index = one.index
-        if len(one.pending) > MAX_INDEXED:
-            index.extend(one.pending[:MAX_INDEXED])
-            del one.pending[:MAX_INDEXED]
+        index.extend(one.pending[:MAX_INDEXED])
+        del one.pending[:MAX_INDEXED]
+        if one.pending:
             return []
-        index.extend(one.pending)
-        one.pending.clear()
         best, most = index.place_after_token() if self.shortest == 1 else -1, 0
         recent = index.tokens[-self.longest :]
         for place in index.places(most=MAX_COMPARED):

@@ -81,8 +81,7 @@ class TokenIndex:
 
     def place_after_token(self) -> int:
         """The last place that follows the text's last token; -1: it did not occur before."""
-        place = self._after.get(self._token, -1)
-        return place if place >= self.start and self._token != END else -1
+        return -1 if self._token == END else self._after.get(self._token, -1)
 
     def match(self, place: int, recent: array[int]) -> int:
         """How many tokens before `place` are also the last of `recent`; the last n-gram is."""
