@@ -86,7 +86,7 @@ def test_a_published_head_is_as_right_as_its_card_says(folder: str) -> None:
     target = Network(shape_of(MODEL)).requires_grad_(False)
     load_weights(target, MODEL)
     head = load(EMBEDDED / folder, target)
-    assert (EMBEDDED / folder / "model.safetensors").stat().st_size < 1.2e6
+    assert (EMBEDDED / folder / "model.safetensors").stat().st_size < 1e6
     card = Path(EMBEDDED / folder / "README.md").read_text()
     said = re.findall(r"\| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \| (\d\.\d\d) \|$", card, re.M)
     assert len(said) == len(DRAFTED)
