@@ -14,6 +14,7 @@ from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 from quire.errors import ConfigError, RankLost
 from quire.features.speculation import suffix, token_index
 from quire.features.speculation.chain import Chain
+from quire.features.speculation.draft_length import DraftLength
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.guarded import GuardedDrafter
 from quire.features.speculation.ngram import NgramDrafter
@@ -46,7 +47,8 @@ def answered(one: SuffixDrafter, prompt: list[int], answer: list[int], scope: by
 
 
 def test_the_text_itself_is_searched() -> None:
-    assert proposal(drafter(), [1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1, 2, 3]
+    assert proposal(drafter(), [1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1, 2, 3, 4]
+    assert proposal(drafter(), [1, 2, 2, 2]) == [2, 2, 2, 2]
     assert proposal(drafter(factor=1.0), [1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1]
     assert proposal(drafter(), [1, 2, 3, 4, 5, 2, 6, 2]) == [6, 2]  # of one token, the last place
     assert proposal(drafter(), [1, 2, 3, 4, 5, 1, 2, 3], limit=2) == [4, 5]
@@ -60,6 +62,43 @@ def test_the_longest_match_counts_and_then_the_most_frequent_continuation() -> N
     often = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 5, 3, 3, 1, 2]
     assert proposal(drafter(depth=2), often, limit=1) == [5]
     assert proposal(drafter(depth=2, least=0.7), often, limit=1) == []
+
+
+def record(*values: int) -> list[int]:
+    """Two keys, and their values."""
+    return [1, 2, values[0], 3, 4, *values[1:], 5]
+
+
+@pytest.mark.parametrize("one", [NgramDrafter(2, 4), NgramDrafter(1, 4), drafter(factor=8)])
+def test_a_text_goes_on_behind_one_or_two_other_tokens(one: Drafter) -> None:
+    one.enter(7, record(11, 12, 13), A)
+    assert one.propose(7, 4) == []
+    found = []
+    for token in record(21, 22, 23):
+        one.extend(7, [token])
+        found.append(one.propose(7, 2))
+    assert found[1:] == [[11, 3], [3, 4], [4, 12], [12, 13], [13, 5], [5, 1], [1, 2]]
+    for token in (31, 32, 33):
+        one.extend(7, [token])
+        found.append(one.propose(7, 2))
+    assert found[8:] == [[2, 21], [21, 3], []]  # the third is none of that text
+
+
+def test_a_past_answer_goes_on_behind_one_or_two_other_tokens() -> None:
+    one = drafter(factor=8)
+    answered(one, [50, 51], record(11, 12, 13))
+    one.enter(7, [60, 1, 2], A)
+    assert one.propose(7, 2) == [11, 3]
+    for token, expected in ((21, [3, 4]), (22, [4, 12]), (23, [])):
+        one.extend(7, [token])
+        assert one.propose(7, 2) == expected
+
+
+def test_the_longer_match_counts_of_the_text_itself_and_a_past_answer() -> None:
+    one = drafter(factor=8)
+    answered(one, [50, 51], [1, 2, 3, 4, 5, 6])
+    assert proposal(one, [2, 3, 8, 8, 1, 2, 3], limit=3) == [4, 5, 6]
+    assert proposal(one, [9, 2, 3, 8, 8, 9, 2, 3], limit=3) == [8, 8, 9]
 
 
 def test_past_answers_are_found_in_their_scope_only() -> None:
@@ -117,6 +156,7 @@ def test_of_several_places_the_longest_match_counts_and_then_the_last() -> None:
     assert found(7, 1, 2, 3, 9, 8, 1, 2, 4, 9, 7, 1, 2) == [3, 9]
     assert found(8, 1, 2, 3, 9, 8, 1, 2, 4, 9, 7, 1, 2) == [4, 9]
     assert found(1, 2, 1, 2) == [1, 2]
+    assert found(5, 6, 6, 6) == [6, 6]
     assert found(1, 2, 3) == []
     assert found(3, 1, 3) == []
     one = NgramDrafter(1, 3)
@@ -228,28 +268,30 @@ def speculating(checkpoint: str) -> Iterator[Engine]:
         yield one
 
 
-def drafted(one: Engine, params: SamplingParams, **fields: Any) -> int:
-    before = one.stats()["counts"]["spec_decode_num_draft_tokens"]
+def drafted(one: Engine, params: SamplingParams, count: str = "spec_decode_num_draft_tokens", **fields: Any) -> int:  # fmt: skip
+    before = one.stats()["counts"][count]
     one.found = one.tokens(PROMPTS, params, **fields)
-    return int(one.stats()["counts"]["spec_decode_num_draft_tokens"] - before)
+    return int(one.stats()["counts"][count] - before)
+
+
+def accepted(one: Engine, params: SamplingParams, **fields: Any) -> int:
+    return drafted(one, params, "spec_decode_num_accepted_tokens", **fields)
 
 
 def test_past_answers_help_the_next_request(speculating: Engine, plain: list[list[int]]) -> None:
-    first = drafted(speculating, greedy(40))
+    first = accepted(speculating, greedy(40))
     assert speculating.found == plain
-    before = speculating.stats()["counts"]["spec_decode_num_accepted_tokens"]
-    assert drafted(speculating, greedy(40)) > first + 50
+    assert accepted(speculating, greedy(40)) > first + 50
     assert speculating.found == plain
-    assert speculating.stats()["counts"]["spec_decode_num_accepted_tokens"] > before + 100
 
 
 @pytest.mark.parametrize("field", ["salt", "tenant"])
 def test_requests_that_share_nothing_get_nothing_of_one_another(
     speculating: Engine, plain: list[list[int]], field: str
 ) -> None:
-    first = drafted(speculating, greedy(40), **{field: "a"})
-    assert drafted(speculating, greedy(40), **{field: "a"}) > first + 50
-    assert drafted(speculating, greedy(40), **{field: "b"}) == first
+    first = accepted(speculating, greedy(40), **{field: "a"})
+    assert accepted(speculating, greedy(40), **{field: "a"}) > first + 50
+    assert accepted(speculating, greedy(40), **{field: "b"}) == first
     assert speculating.found == plain
 
 
@@ -262,6 +304,17 @@ def test_a_request_limits_its_draft_tokens(speculating: Engine, plain: list[list
     steps = speculating.stats()["counts"]["spec_decode_num_drafts"]
     tokens = drafted(speculating, params)
     assert 0 < tokens == speculating.stats()["counts"]["spec_decode_num_drafts"] - steps
+
+
+def test_steps_that_compute_prompts_are_not_timed(speculating: Engine, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A step of eight tokens of a prompt counted as one that draws a token, and draft tokens seemed to cost nothing."""
+    timed: list[tuple[int, int]] = []
+    monkeypatch.setattr(DraftLength, "timed", lambda self, rows, tokens, seconds: timed.append((rows, tokens)))  # fmt: skip
+    short = [prompt[:4] for prompt in PROMPTS]
+    speculating.tokens(short, greedy(1))
+    assert timed == []
+    speculating.tokens(short[:1], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, speculative={"k": 0}))  # fmt: skip
+    assert timed == [(1, 1)] * 3
 
 
 @pytest.mark.parametrize("kind", [Failing, Broken])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from quire.features.speculation import measured_times as module
 from quire.features.speculation.draft_length import DraftLength
+from quire.features.speculation.drafter import NEVER
 from quire.features.speculation.measured_times import MeasuredTimes
 
 Cost = Callable[[int], float]
@@ -264,3 +265,37 @@ def test_the_first_draft_tokens_say_soon_how_many_are_right() -> None:
         length.learn(1, 4, 4)
     length.enter(2)
     assert length.limits({2: 4}) == {2: 4}
+
+
+def test_rows_that_a_model_cannot_propose_for_are_no_reason_to_look() -> None:
+    """Requests that keep no states came and went, and each ended the rest of a drafter that had nothing to propose for them."""
+    length = DraftLength(3, looks_up=False)
+    for tokens in (1, 4):
+        length.timed(1, tokens, 1.0)
+    length.enter(0)
+    length.drafted(0.1, 1, 3)
+    assert length.limits({0: 3}, lambda row: 2) == {0: 3}
+    assert length.limits({0: 3}, lambda row: NEVER) == {}
+    assert not length.pays
+    length.looked(False, 1, 0.1)
+    length.enter(0)
+    assert length.rests()
+
+
+def test_unsure_proposals_have_an_acceptance_of_their_own() -> None:
+    length = DraftLength(4)
+    length.enter(0)
+    for tokens in (1, 5):
+        length.timed(1, tokens, 1.0 + 0.5 * (tokens - 1))
+    for number in range(40):
+        found = {0: [7] * 4}
+        length.cut(found, 1, {0} if number % 2 else set())
+        length.learn(0, 4, 0 if number % 2 else 4)
+    length.enter(2)
+    for row in (0, 2):  # a new row starts with what is known of the others
+        sure, unsure = {row: [7] * 4}, {row: [7] * 4}
+        length.cut(sure, 1)
+        length.cut(unsure, 1, {row})
+        assert (sure, unsure) == ({row: [7] * 4}, {row: []})
+    length.cut({row: [7] for row in (0, 2)}, 2)
+    assert length._unsure == set()

@@ -57,10 +57,13 @@ class Chain(Drafter):
         self, limits: dict[int, int], of_model: dict[int, int]
     ) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
+        unsure: set[int] = set()
         for drafter in self.drafters:
             left = {row: limit for row, limit in limits.items() if not found.get(row)}
             drafter.pays = self.pays
             found |= drafter.propose_within(left, of_model)
+            unsure |= drafter.unsure
+        self.unsure = unsure
         self.computed = max(drafter.computed for drafter in self.drafters)
         return found
 

@@ -14,23 +14,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
+from quire.features.speculation.acceptance import Acceptance
+from quire.features.speculation.drafter import NEVER
 from quire.features.speculation.measured_times import MeasuredPasses, MeasuredTimes
 
-START = 0.6  # the acceptance that the first rows have at first
-START_WEIGHT = 3  # it counts as so many draft tokens
-ROW_WEIGHT = 3  # and so does the mean of all rows, with which a row starts
-HOPE = 0.5  # standard deviations of its mean that are added to a row's acceptance
-MEMORY = 0.8  # the weight of the past in a row's mean
-MEMORY_OF_ALL = 0.98  # and in the mean of all rows
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
 PROBE_SHARE = 0.01
 LEAST_PROBE, MOST_PROBE = 0.05, 4  # the cost of a probe, in steps
 CATCH_UP_WEIGHT = 1 / 32  # of a drafting step's time for prompts
 CATCH_UP_KEPT = 0.999  # of its mean, with each step: a drafter that it made too slow is tried again
 LACKING = 8  # so many tokens that a drafter's model lacks take the time of a pass
-KEEP_PRICES = 16  # steps
+KEEP_PRICES = 64  # steps
 PLAIN_EVERY, LEARN_EVERY = 64, 8
 """Steps between those without draft tokens: if their time is known, and if not."""
 NO_COST = 0.01  # a drafter that takes less of a step's time is free
@@ -48,10 +44,8 @@ class DraftLength:
 
     def __init__(self, most: int, fixed: bool = False, looks_up: bool = True):
         self.most, self.fixed, self.looks_up = most, fixed, looks_up
-        self._accepted: dict[int, float] = {}  # by row
-        # by row, of late: draft tokens that were accepted, and those that were tried
-        self._counts: dict[int, tuple[float, float]] = {}
-        self._all = START * START_WEIGHT, float(START_WEIGHT)  # the same, of all rows
+        self._acceptance, self._of_unsure = Acceptance(), Acceptance()
+        self._unsure: set[int] = set()  # rows whose drafter was unsure of its last proposal
         self._steps = MeasuredTimes()  # by `_size` of their tokens
         self._drafts = MeasuredPasses()  # of a drafter's proposals
         self._each_lacked = MeasuredTimes()  # of a token that its model lacked
@@ -69,23 +63,14 @@ class DraftLength:
         self.of_model: dict[int, int] = {}  # as `limits`, what a model's passes pay for
 
     def enter(self, row: int) -> None:
-        self._set(row, ROW_WEIGHT * self._all[0] / self._all[1], ROW_WEIGHT)
+        self._acceptance.enter(row)
+        self._of_unsure.enter(row)
         if self.pays or self.looks_up:  # its text may offer some
             self._vain, self._rest = self._vain // 2, 0
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
-        """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
-        more = min(drafts, accepted + 1)
-        right, tried = self._counts[row]
-        self._set(row, MEMORY * right + accepted, MEMORY * tried + more)
-        right, tried = self._all
-        self._all = MEMORY_OF_ALL * right + accepted, MEMORY_OF_ALL * tried + more
-
-    def _set(self, row: int, right: float, tried: float) -> None:
-        """What is known of a row. The fewer were tried, the more it may be better than that: then it is worth finding out."""
-        mean = min(right / tried, 1.0)
-        self._counts[row] = right, tried
-        self._accepted[row] = min(mean + HOPE * math.sqrt(mean * (1 - mean) / tried), 1.0)
+        """`accepted` of a row's draft tokens were right."""
+        self._about(row).learn(row, drafts, accepted)
 
     def timed(self, num_rows: int, tokens: int, seconds: float) -> None:
         """A step that computed the next tokens of rows, and no prompts, took so long. `tokens`: draft tokens included."""
@@ -154,12 +139,14 @@ class DraftLength:
             return {}
         least, limits = max(self._price(len(room)), LEAST_GAIN), {}
         for row, left in room.items():
-            if left > 0 and self._accepted[row] >= least:
+            if left > 0 and self._acceptance.of[row] >= least:
                 limits[row] = min(left, self._places(row, least))
         paid = limits
-        if self._drafts.known and self._drafts(1, len(limits)) > NO_COST * self._time(len(room)):
-            depth = self._best_depth(limits, len(room))
-            paid = {row: min(limit, depth) for row, limit in limits.items()} if depth else {}
+        if self._drafts.known:  # a model proposes
+            paid = {row: limit for row, limit in limits.items() if lacking(row) < NEVER}
+            if self._drafts(1, len(paid)) > NO_COST * self._time(len(room)):
+                depth = self._best_depth(paid, len(room))
+                paid = {row: min(limit, depth) for row, limit in paid.items()} if depth else {}
         self.pays = bool(paid)
         if len(paid) < len(room) and self._spare >= self._least_probe(len(room)):
             idle = {row: lacking(row) for row, left in room.items() if left > 0 and row not in paid}
@@ -185,7 +172,7 @@ class DraftLength:
 
     def _places(self, row: int, least: float) -> int:
         """How many places add at least so many tokens each."""
-        accepted = self._accepted[row]
+        accepted = self._acceptance.of[row]
         if accepted >= 1:
             return self.most
         return min(self.most, int(math.log(least) / math.log(accepted)))
@@ -205,7 +192,7 @@ class DraftLength:
         best, best_rate = 0, expected / self._time(count)
         for depth in range(1, max(limits.values(), default=0) + 1):
             rows = [row for row, limit in limits.items() if limit >= depth]
-            expected += sum(self._accepted[row] ** depth for row in rows)
+            expected += sum(self._acceptance.of[row] ** depth for row in rows)
             count += len(rows)
             seconds = self._catch_up + self._drafts(depth, len(limits))
             if (rate := expected / (self._time(count) + seconds)) > best_rate:
@@ -233,8 +220,17 @@ class DraftLength:
         return set(found)
 
     # -- after drafting
-    def cut(self, proposals: dict[int, list[int]], num_rows: int) -> None:
-        """Shorten the proposals to the draft tokens that pay off together, and probes. `num_rows`: of the step."""
+    def cut(
+        self, proposals: dict[int, list[int]], num_rows: int, unsure: Set[int] = frozenset()
+    ) -> None:
+        """Shorten the proposals to the draft tokens that pay off together, and probes.
+
+        Args:
+            num_rows: of the step.
+            unsure: rows as in `Drafter.unsure`.
+        """
+        if self._unsure or unsure:
+            self._unsure = self._unsure.difference(proposals).union(unsure)
         if self.fixed or not proposals:
             return
         if len(proposals) == 1:
@@ -249,9 +245,12 @@ class DraftLength:
         for row, drafts in proposals.items():
             del drafts[lengths[row] :]
 
+    def _about(self, row: int) -> Acceptance:
+        return self._of_unsure if row in self._unsure else self._acceptance
+
     def _best_length(self, row: int, most: int, num_rows: int) -> int:
         """How many draft tokens of a row pay off, if no other row has any."""
-        about = int(20 * self._accepted[row] + 0.5), most, num_rows
+        about = int(20 * self._about(row).of[row] + 0.5), most, num_rows
         if (found := self._lengths.get(about)) is None:
             accepted = about[0] / 20
             gains = [accepted**place for place in range(1, most + 1)]
@@ -275,7 +274,7 @@ class DraftLength:
         """For each draft token: the tokens that it adds on average, its row and its place; the most first."""
         found = []
         for row, drafts in proposals.items():
-            accepted = gain = self._accepted[row]
+            accepted = gain = self._about(row).of[row]
             for place in range(1, len(drafts) + 1):
                 if gain < LEAST_GAIN:
                     break

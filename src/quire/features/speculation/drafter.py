@@ -6,7 +6,7 @@ Knows rows and tokens. Does not know how proposals are verified, or how many pay
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,8 @@ class Drafter:
     computed = (0, 0, 0)
     """Of the last proposals: rows of which a model ran, its passes, and the tokens of the first one; many: it caught up with a
     prompt."""
+    unsure: Set[int] = frozenset()
+    """Rows of the last proposals whose draft tokens are less likely to be right than others of the row."""
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         """As `Hook.use_models`."""

@@ -84,7 +84,7 @@ class GuardedDrafter(Drafter):
         try:
             self.drafter.pays, self.computed = self.pays, (0, 0, 0)
             found = self.drafter.propose_within(limits, of_model)
-            self.computed = self.drafter.computed
+            self.computed, self.unsure = self.drafter.computed, self.drafter.unsure
             if self.drafter.is_checked:
                 return found
             return {

@@ -60,13 +60,16 @@ class SpeculationHook(Hook):
         # Of steps whose results are not read yet: the rows that drew, and the report.
         # None: the step rested.
         self.reports: deque[tuple[list[int], DraftReport] | None] = deque()
+        self._undrawn: set[int] = set()  # rows that have not drawn since their request entered
         # by row: requests that the drafter does not know yet
         self._entered: dict[int, EnteredRow] = {}
         self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
         self._most: dict[int, int] = {}  # by row: the most draft tokens that its request wants
         self._drafted: set[int] = set()  # rows that may have draft tokens, as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
-        self._began, self._rests = 0.0, False
+        # When the look before the step ended, from where a step's time counts: the engine's own part is in it. 0: not known.
+        self._began = self._looked = 0.0
+        self._rests = False
         # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: rows, passes, and the tokens
         # that the model lacked, if there were many.
         self._step_time, self._passes = (0, 0, 0.0), (0, 0, 0)
@@ -80,6 +83,7 @@ class SpeculationHook(Hook):
 
     def enter(self, new: EnteredRow) -> None:
         self._entered[new.row] = new
+        self._undrawn.add(new.row)
         self.length.enter(new.row)
         self._known[new.row] = len(new.tokens)
         most = getattr(new.params, "max_draft_tokens", None)
@@ -88,6 +92,7 @@ class SpeculationHook(Hook):
     def leave(self, row: int) -> None:
         if self._entered.pop(row, None) is None:
             self.drafter.leave(row)
+        self._undrawn.discard(row)
         del self._known[row]
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
@@ -97,6 +102,7 @@ class SpeculationHook(Hook):
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         if self._entered:
             self._enter_drafter(plan)
+        self._began, self._looked = self._looked, 0.0
         self._rests = not self._drafted and self.length.rests()
         reads = self.drafter.records and self.drafter.reads
         if self._rests and not reads:
@@ -112,7 +118,6 @@ class SpeculationHook(Hook):
             drafts = self._drafted or any(item.drafts for item in plan.work)
             self._batch = batch
             self._computed = ComputedTokens.before(plan, batch, self.rows) if drafts else None
-        self._began = time.perf_counter()
 
     def _enter_drafter(self, plan: StepPlan) -> None:
         """The scopes of the rows come with their plan; a row without one shares nothing."""
@@ -136,12 +141,13 @@ class SpeculationHook(Hook):
         return row, (length - drafts, end - length + drafts)
 
     def after(self, plan: StepPlan) -> None:
-        took = 0.0 if self._rests else time.perf_counter() - self._began
+        now = time.perf_counter()
         if self.drafter.observes:
             reads = self.drafter.records and self.drafter.reads
             self.drafter.observe(plan, self._computed_tokens(plan) if reads else None)
         if self._rests:
             self.reports.append(None)
+            self._looked = now
             return
         rows, work = self.rows, plan.work
         computed_of, length_of = rows.num_computed_tokens.item, rows.length.item
@@ -151,11 +157,11 @@ class SpeculationHook(Hook):
             if item.samples and computed_of(item.row) == length_of(item.row) - 1
         ]
         report = self._verify_counts()
-        if drew and len(drew) == len(work):
-            computed = sum(item.num_tokens for item in work)
-            if computed <= len(drew) * (1 + self.length.most):
-                tokens = len(drew) + sum(n for _, n in self._verified.values() if n > 0)
-                self._step_time = len(drew), tokens, took
+        is_timed = self._began and drew and len(drew) == len(work)
+        if is_timed and self._undrawn.isdisjoint(drew):  # it computed no prompts
+            tokens = len(drew) + sum(n for _, n in self._verified.values() if n > 0)
+            self._step_time = len(drew), tokens, now - self._began
+        self._undrawn.difference_update(drew)
         if not self.waits:
             report.num_drafts = self._propose(drew)
         self.reports.append((drew, report))
@@ -201,6 +207,7 @@ class SpeculationHook(Hook):
         counts = {row: len(drafts) for row, drafts in proposals.items() if drafts}
         for row in counts:
             rows.put_drafts(row, proposals[row])
+        self._looked = time.perf_counter()
         if not (counts or self._drafted):
             return counts
         report = dict.fromkeys(self._drafted.intersection(drew), 0) | counts
@@ -241,7 +248,7 @@ class SpeculationHook(Hook):
         if drafted:
             usual = (2 * self.length.most + 1) * drafted
             self._passes = drafted, passes, tokens if tokens > usual or not passes else 0
-        self.length.cut(found, len(room))
+        self.length.cut(found, len(room), self.drafter.unsure)
         return found
 
     def report(self) -> bytes | None:

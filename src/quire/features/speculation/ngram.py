@@ -19,6 +19,7 @@ MAX_COMPARED = 4
 class _IndexedRow:
     index: TokenIndex
     pending: list[int]  # tokens that are not in the index yet
+    distance: int = 0  # from the end of the text back to the place of the last proposal
 
 
 class NgramDrafter(Drafter):
@@ -33,6 +34,7 @@ class NgramDrafter(Drafter):
     def __init__(self, shortest: int, longest: int):
         self.shortest, self.longest = shortest, longest
         self.rows: dict[int, _IndexedRow] = {}
+        self.unsure: set[int] = set()
 
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
         self.rows[row] = _IndexedRow(TokenIndex(max(self.shortest, 2)), list(tokens))
@@ -51,11 +53,26 @@ class NgramDrafter(Drafter):
         del one.pending[:MAX_INDEXED]
         if one.pending:
             return []
-        best, most = index.place_after_token() if self.shortest == 1 else -1, 0
+        place = self._longest(index)
+        if place < 0:  # one or two tokens may be others than in the text that it followed
+            place = len(index.tokens) - one.distance
+            if not index.follows(place, index.tokens):
+                return []
+            self.unsure.add(row)
+        one.distance = len(index.tokens) - place
+        return index.after(place, limit)
+
+    def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+        self.unsure.clear()
+        return super().propose_all(limits)
+
+    def _longest(self, index: TokenIndex) -> int:
+        """The place behind the longest match; -1: there is none."""
         recent = index.tokens[-self.longest :]
+        best, most = index.place_after_token() if self.shortest == 1 else -1, 0
         for place in index.places(most=MAX_COMPARED):
             if (length := index.match(place, recent)) > most:
                 best, most = place, length
                 if most == self.longest:
                     break
-        return index.tokens[best : best + limit].tolist() if best >= 0 else []
+        return best

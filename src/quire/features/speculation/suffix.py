@@ -49,6 +49,7 @@ class SuffixDrafter(Drafter):
         self.depth, self.max_answers = depth, max_answers
         self.factor, self.least_chance = factor, least_chance
         self.rows: dict[int, _SuffixRow] = {}
+        self.unsure: set[int] = set()
         self.answers: dict[bytes, TokenIndex] = {}  # by scope
         # scope and length of each answer, the oldest first
         self._ages: deque[tuple[bytes, int]] = deque()
@@ -76,13 +77,14 @@ class SuffixDrafter(Drafter):
     def _follow(
         self, one: _SuffixRow, is_own: bool, index: TokenIndex | None, tokens: Sequence[int]
     ) -> None:
-        """Move on in an index as far as it has the same tokens; else forget the place."""
+        """Move on in an index. Where it has other tokens, the match begins anew."""
         place, length = one.followed.pop(is_own, (-1, 0))
         if place < 0 or index is None:
             return
         at = place - index.start
-        if at >= 0 and index.tokens[at : at + len(tokens)] == array("i", tokens):
-            one.followed[is_own] = place + len(tokens), length + len(tokens)
+        if at >= 0:
+            is_same = index.tokens[at : at + len(tokens)] == array("i", tokens)
+            one.followed[is_own] = place + len(tokens), length + len(tokens) if is_same else 0
 
     def propose(self, row: int, limit: int) -> list[int]:
         one = self.rows[row]
@@ -92,35 +94,50 @@ class SuffixDrafter(Drafter):
         if one.pending or len(one.own.tokens) < PAIR:
             return []
         recent = one.own.tokens[-self.depth :]
-        drafts, worth = self._continuation(one, True, one.own, recent, limit)
-        if worth < limit and (index := self.answers.get(one.scope)) is not None:
-            others, more = self._continuation(one, False, index, recent, limit)
-            if more > worth:
-                return others
+        good, drafts = self._continuation(one, True, one.own, recent, limit)
+        if good[0] < LONG_MATCH and (index := self.answers.get(one.scope)) is not None:
+            better, others = self._continuation(one, False, index, recent, limit)
+            if better > good:
+                good, drafts = better, others
+        if drafts and good[0] == 0:
+            self.unsure.add(row)
         return drafts
+
+    def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
+        self.unsure.clear()
+        return super().propose_all(limits)
 
     def _continuation(
         self, one: _SuffixRow, is_own: bool, index: TokenIndex, recent: array[int], limit: int
-    ) -> tuple[list[int], float]:
-        """What followed the longest match in an index, and how many of these tokens are right on average."""
+    ) -> tuple[tuple[int, float], list[int]]:
+        """What followed the longest match in an index, behind its length and how many of these tokens are right on average."""
+        places, length = self._longest(one, is_own, index, recent)
+        if not places:
+            return (0, 0.0), []
+        one.followed[is_own] = places[0], length
+        most = min(limit, int(self.factor * min(max(length, 1), self.depth)))
+        drafts, worth = self._likeliest(index, places, most)
+        return (length, worth), drafts
+
+    def _longest(
+        self, one: _SuffixRow, is_own: bool, index: TokenIndex, recent: array[int]
+    ) -> tuple[list[int], int]:
+        """The places behind the longest match, and its length: 0 where a followed text had one or two other tokens."""
         followed, length = one.followed.get(is_own, (-1, 0))
         at = followed - index.start
         is_there = PAIR <= at < len(index.tokens) and index.tokens[at] != END
         if is_there and length >= LONG_MATCH:
-            most = min(limit, int(self.factor * min(length, self.depth)))
-            return self._likeliest(index, [followed], most)
+            return [followed], length
         places = index.places(None if is_own else recent)
-        if is_there and followed not in places:
+        if is_there and length >= PAIR and followed not in places:
             places.append(followed)
-        if not places and is_own and (place := index.place_after_token()) >= 0:
-            return self._likeliest(index, [place], min(limit, int(self.factor)))
-        if not places:
-            return [], 0.0
-        lengths = [index.match(place, recent) for place in places]
-        longest = max(lengths)
-        places = [place for place, length in zip(places, lengths, strict=True) if length == longest]
-        one.followed[is_own] = places[0], longest
-        return self._likeliest(index, places, min(limit, int(self.factor * longest)))
+        if places:
+            lengths = [index.match(place, recent) for place in places]
+            longest = max(lengths)
+            return [place for place, n in zip(places, lengths, strict=True) if n == longest], longest  # fmt: skip
+        if is_own and (place := index.place_after_token()) >= 0:
+            return [place], 1
+        return [followed] if is_there and index.follows(followed, recent) else [], 0
 
     def _likeliest(
         self, index: TokenIndex, places: list[int], limit: int
@@ -130,8 +147,7 @@ class SuffixDrafter(Drafter):
         follow = [place - index.start for place in places]
         while len(drafts) < limit:
             if len(follow) == 1:
-                rest = tokens[follow[0] : follow[0] + limit - len(drafts)].tolist()
-                rest = rest[: rest.index(END)] if END in rest else rest
+                rest = index.after(follow[0] + index.start, limit - len(drafts))
                 return drafts + rest, worth + chance * len(rest)
             there = [tokens[at] for at in follow if at < len(tokens)]
             if (token := max(there, key=there.count, default=END)) == END:

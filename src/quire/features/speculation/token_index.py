@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from operator import eq
 
 MAX_INDEXED = 4096
 """Tokens of a row that one call adds to its index: a long prompt takes several steps."""
 MAX_PLACES = 8
 """Earlier occurrences that are compared."""
+MAX_DIFFERENT = 2
+"""Tokens in a row that differ from those before a place, as the values of two records do, and the text goes on there."""
 END = -1
-_START, _LOW = -1, (1 << 32) - 1
+_START = -1
 
 
 class TokenIndex:
@@ -82,6 +85,23 @@ class TokenIndex:
     def place_after_token(self) -> int:
         """The last place that follows the text's last token; -1: it did not occur before."""
         return -1 if self._token == END else self._after.get(self._token, -1)
+
+    def follows(self, place: int, recent: array[int]) -> bool:
+        """Whether one of the last tokens of `recent` is the same before `place`, which earlier tokens led to."""
+        at, most = place - self.start, MAX_DIFFERENT + 1
+        if not most <= at < len(self.tokens):
+            return False
+        return any(map(eq, self.tokens[at - most : at], recent[-most:]))
+
+    def after(self, place: int, limit: int) -> list[int]:
+        """What follows a place, up to the end of its text. The last text goes on there: it repeats what follows."""
+        at = place - self.start
+        found = self.tokens[at : at + limit].tolist()
+        if END in found:
+            return found[: found.index(END)]
+        if found and len(found) < limit:
+            found = (found * (limit // len(found) + 1))[:limit]
+        return found
 
     def match(self, place: int, recent: array[int]) -> int:
         """How many tokens before `place` are also the last of `recent`; the last n-gram is."""
