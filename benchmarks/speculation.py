@@ -28,8 +28,8 @@ from benchmarks import roofline, speculation_peers
 from benchmarks.peers.run import PATIENCE_S
 from benchmarks.result_files import commit
 from benchmarks.shapes import SHAPES
-from benchmarks.speculation_models import copying, damped
-from benchmarks.speculation_prompts import COPIED, TASKS, copied, tasks
+from benchmarks.speculation_models import damped, transcribing
+from benchmarks.speculation_prompts import SOURCE, TASKS, tasks, texts, transcribed
 from quire.errors import ConfigError, QuireError
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
@@ -205,12 +205,12 @@ def _damped(given: argparse.Namespace, clients: int) -> list[dict[str, Any]]:
     return measure(case, given.rounds)
 
 
-def _copying(given: argparse.Namespace, kind: str, clients: int) -> list[dict[str, Any]]:
-    target = copying(SHAPES[given.shape], given.cache)
-    output = given.output or (96 if clients < 8 else 24)
-    prompts = copied(kind, SHAPES[given.shape].vocab, clients)
+def _transcribing(given: argparse.Namespace, kind: str, clients: int) -> list[dict[str, Any]]:
+    target = transcribing(SHAPES[given.shape], given.cache)
+    output = given.output or (SOURCE if clients < 8 else 48)
+    prompts = transcribed(kind, SHAPES[given.shape].vocab, clients)
     goal = 2.0 if clients == 1 else 0.97
-    case = Case(f"{kind}, copying", str(target), prompts, output, clients, LOOKUPS, goal)
+    case = Case(f"{kind}, transcribing", str(target), prompts, output, clients, LOOKUPS, goal)
     return measure(case, given.rounds)
 
 
@@ -238,14 +238,14 @@ def _host(given: argparse.Namespace) -> list[dict[str, Any]]:
 def host_seconds(options: dict[str, Any], num_rows: int = 32, steps: int = 200) -> float:
     """Seconds a token of a drafter: each step, each row gets a token, and proposals are asked for."""
     drafter = speculation_peers.host_drafter(options)
-    texts = copied("json", 30_000, num_rows)
-    for at, text in enumerate(texts):
+    read = [prompt + answer for prompt, answer in texts("json", 30_000, num_rows)]
+    for at, text in enumerate(read):
         drafter.enter(at, text, b"")
     limits = dict.fromkeys(range(num_rows), 7)
     drafter.propose_all(limits)
     start = time.perf_counter()
     for step in range(steps):
-        for at, text in enumerate(texts):
+        for at, text in enumerate(read):
             drafter.extend(at, [text[step % len(text)]])
         drafter.propose_all(limits)
     return (time.perf_counter() - start) / (steps * num_rows)
@@ -257,8 +257,8 @@ Piece = Callable[[argparse.Namespace], list[dict[str, Any]]]
 def pieces() -> dict[str, Piece]:
     """Name -> what returns its rows."""
     found: dict[str, Piece] = {f"damped-{n}": partial(_damped, clients=n) for n in (1, 4, 32)}
-    for kind, n in itertools.product(COPIED, (1, 32)):
-        found[f"{kind}-{n}"] = partial(_copying, kind=kind, clients=n)
+    for kind, n in itertools.product(TASKS, (1, 32)):
+        found[f"{kind}-{n}"] = partial(_transcribing, kind=kind, clients=n)
     found["tiny-1"] = partial(_tiny, clients=1, drafters=LOOKUPS, goal=2.0)
     found["tiny-32"] = partial(_tiny, clients=32, drafters=LOOKUPS, goal=0.97)
     found["tiny-heads"] = partial(_tiny, clients=1, drafters=HEADS, goal=1.25)
@@ -275,7 +275,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks speculation", description=__doc__)
     add, known = parser.add_argument, pieces()
     add("--only", nargs="+", choices=known, metavar="PIECE", help=f"of {', '.join(known)}; unset: all")  # fmt: skip
-    add("--shape", default="qwen3-0.6b", choices=sorted(SHAPES), help="of the damped and the copying model")  # fmt: skip
+    add("--shape", default="qwen3-0.6b", choices=sorted(SHAPES), help="of the damped and the transcribing model")  # fmt: skip
     add("--drafts", type=int, default=4, help="num_speculative_tokens of the damped draft model")
     add("--draft-quantization", help="of the damped draft model, such as int8; unset: bfloat16")
     add("--rounds", type=int, default=5)
@@ -289,7 +289,10 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     given.command = " ".join(["python -m benchmarks speculation", *argv])
     if given.prepare:
-        print(*damped(SHAPES[given.shape], given.cache), copying(SHAPES[given.shape], given.cache))
+        print(
+            *damped(SHAPES[given.shape], given.cache),
+            transcribing(SHAPES[given.shape], given.cache),
+        )
         return 0
     try:
         for name in given.only or known:

@@ -1,7 +1,7 @@
 """Checkpoints for the benchmark of speculation, of any shape of Qwen3: full cost, random weights, and text that can be guessed.
 
 `damped`: the last layers change little, so that the first ones alone are a draft model that is often right.
-`copying`: the first two layers continue a text as it went on after the last token's earlier places, so the model quotes its prompt.
+`transcribing`: the first layer says what the end of the prompt tells in other ids, so the model has any answer that a benchmark wants.
 
 Shapes: V vocabulary, D hidden, E head size.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import Shape, checkpoint
+from benchmarks.speculation_prompts import SOURCE
 
 ADDED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """What a layer adds to the residual passes through these."""
@@ -55,11 +56,11 @@ def damped(
     )
 
 
-def copying(shape: Shape, folder: Path, factor: float = 0.01) -> Path:
-    """A target that quotes: an attention head of layer 0 notes each token's predecessor, and one of layer 1 finds the places
-    whose predecessor is the current token, and writes the tokens there (an induction head, arXiv 2209.11895).
+def transcribing(shape: Shape, folder: Path, factor: float = 0.01) -> Path:
+    """A target whose answer is told by the last SOURCE tokens of the prompt: each names a token of the lower half of the
+    vocabulary by one of the upper half. An attention head of layer 0 looks SOURCE - 1 positions back, and writes the token there.
 
-    Of several places it writes a mean. All other layers compute as usual, and add little (`factor`).
+    All other layers compute as usual, and add little (`factor`): they are damped, as in `damped`.
     """
     circuit = _Circuit(shape)
 
@@ -68,58 +69,53 @@ def copying(shape: Shape, folder: Path, factor: float = 0.01) -> Path:
             circuit.embed(weight)
         elif name.endswith(ADDED):
             weight.mul_(factor)
-        if layer_of(name) in (0, 1):
-            circuit.change(layer_of(name), name.split(".", 3)[3].removesuffix(".weight"), weight)
+        if layer_of(name) == 0:
+            circuit.change(name.split(".", 3)[3].removesuffix(".weight"), weight)
 
-    return checkpoint(replace(shape, name=f"{shape.name}-copying"), "bfloat16", folder, change)
+    return checkpoint(replace(shape, name=f"{shape.name}-transcribing"), "bfloat16", folder, change)
 
 
 class _Circuit:
-    """A hidden state has, from its first number on: a constant, E signs that name the token, and E that name its predecessor."""
+    """A hidden state has, from its first number on: a constant, E signs that name the token, and E of the token that it tells."""
 
     def __init__(self, shape: Shape):
         import torch
 
-        self.torch, self.size, self.heads = torch, shape.head_dim, shape.heads
+        self.torch, self.size = torch, shape.head_dim
         self.token = slice(1, 1 + self.size)
-        self.before = slice(1 + self.size, 1 + 2 * self.size)
+        self.told = slice(1 + self.size, 1 + 2 * self.size)
         half = self.size // 2
         frequencies = 1_000_000.0 ** -(torch.arange(half) / half)
         self.fast = frequencies[: max(2, half // 8)]
-        self.slow = torch.arange(half * 5 // 8, half)  # these pairs hardly turn within a text
 
     def embed(self, weight_VD: Any) -> None:
         """Every row has the same length, so the first norm divides all by the same number."""
-        torch = self.torch
+        torch, half = self.torch, len(weight_VD) // 2
         draw = torch.Generator().manual_seed(2)
-        signs = torch.randint(0, 2, (len(weight_VD), self.size), generator=draw) * 2 - 1
+        signs = (torch.randint(0, 2, (half, self.size), generator=draw) * 2 - 1).to(weight_VD.dtype)
         weight_VD.zero_()
         weight_VD[:, 0] = 0.1
-        weight_VD[:, self.token] = 0.1 * signs.to(weight_VD.dtype)
+        weight_VD[:half, self.token] = 0.1 * signs
+        weight_VD[half : 2 * half, self.told] = 0.1 * signs
 
-    def change(self, layer: int, name: str, weight: Any) -> None:
-        """Write the circuit into the first query head and its keys and values; sharpen the layer's attention."""
+    def change(self, name: str, weight: Any) -> None:
+        """Write the circuit into the first query head and its keys and values of layer 0; sharpen the attention."""
+        torch = self.torch
         if name in ("self_attn.q_norm", "self_attn.k_norm"):
-            weight.fill_(math.sqrt(10.0 if layer == 0 else 4.0))
+            weight.fill_(math.sqrt(10.0))
         elif name == "self_attn.v_proj":
             weight[: self.size] = 0.0
-            weight[: self.size, self.token] = self.torch.eye(self.size, dtype=weight.dtype)
+            weight[: self.size, self.told] = torch.eye(self.size, dtype=weight.dtype)
         elif name == "self_attn.o_proj":
             weight[:, : self.size] = 0.0
-            target = self.before if layer == 0 else self.token
-            weight[target, : self.size] = self.torch.eye(self.size, dtype=weight.dtype) * (0.1 if layer == 0 else 1.0)  # fmt: skip
+            weight[self.token, : self.size] = torch.eye(self.size, dtype=weight.dtype)
         elif name in ("self_attn.q_proj", "self_attn.k_proj"):
             weight[: self.size] = 0.0
-            self._match(layer, name.endswith("q_proj"), weight)
+            self._look_back(name.endswith("q_proj"), weight)
 
-    def _match(self, layer: int, query: bool, weight: Any) -> None:
-        half = self.size // 2
-        if layer == 0:  # turned back by one position, a query is its predecessor's key
-            turn = self.fast if query else self.torch.zeros_like(self.fast)
-            pairs = self.torch.arange(len(self.fast))
-            weight[pairs, 0] = turn.cos().to(weight.dtype)
-            weight[half + pairs, 0] = -turn.sin().to(weight.dtype)
-            return
-        columns = self.token if query else self.before
-        places = self.torch.cat([self.slow, half + self.slow])
-        weight[places, columns.start + self.torch.arange(len(places))] = 1.0
+    def _look_back(self, query: bool, weight: Any) -> None:
+        """Turned back by so many positions, a query is the key there."""
+        half, pairs = self.size // 2, self.torch.arange(len(self.fast))
+        turn = self.fast * (SOURCE - 1) if query else self.torch.zeros_like(self.fast)
+        weight[pairs, 0] = turn.cos().to(weight.dtype)
+        weight[half + pairs, 0] = -turn.sin().to(weight.dtype)

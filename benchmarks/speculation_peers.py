@@ -1,4 +1,4 @@
-"""The copying model quotes its prompt in Quire and in another engine, each with and without its look-up of n-grams.
+"""The transcribing model answers in Quire and in another engine, each with and without its look-up of n-grams.
 
 Each is a process (`peers/run.py`) that is stopped while another has its turn. The time of decoding is that of an answer
 less that of its first token.
@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.peers.run import Running, _converted, started
 from benchmarks.shapes import SHAPES
-from benchmarks.speculation_models import copying
-from benchmarks.speculation_prompts import COPIED, LENGTH, copied
+from benchmarks.speculation_models import transcribing
+from benchmarks.speculation_prompts import TASKS, transcribed
 from quire.errors import StartupError
 
 DRAFTS = 7
@@ -39,15 +39,17 @@ def host_drafter(options: dict[str, Any]) -> Any:
 
 def compare(given: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
     """Rows of both engines, by workload, one client each."""
-    shape, output = SHAPES[given.shape], given.output or 64
-    model = copying(shape, given.cache)
+    shape, output = SHAPES[given.shape], given.output or 96
+    model = transcribing(shape, given.cache)
     given.threads = os.cpu_count()
     script, lookup = PEERS[peer]
     theirs = model
     if peer == "llama-cpp":
         theirs = _converted(model, model.with_name(f"{model.name}.gguf"), peer, "to_gguf.py", "bf16", given)  # fmt: skip
+    prompts = {kind: transcribed(kind, shape.vocab, 1) for kind in TASKS}
+    longest = max(len(prompt) for texts in prompts.values() for prompt in texts)
     common = {
-        "group": "speculation", "dtype": "bfloat16", "rows": 1, "length": LENGTH + output + 16, "batched_tokens": 1024,
+        "group": "speculation", "dtype": "bfloat16", "rows": 1, "length": longest + output + 16, "batched_tokens": 1024,
         "kv_gib": 1, "threads": given.threads,
     }  # fmt: skip
     ours = {**common, "script": "run_quire.py", "python": None, "model": str(model)}
@@ -64,8 +66,8 @@ def compare(given: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
                 running[name] = open_.enter_context(started(name, asked, given))
             except StartupError as why:
                 rows.append({"workload": "", "drafter": name, "failed": str(why)})
-        for kind in COPIED:
-            rows += _rows(kind, running, copied(kind, shape.vocab, 1), output, given.rounds)
+        for kind, texts in prompts.items():
+            rows += _rows(kind, running, texts, output, given.rounds)
     return rows
 
 
@@ -84,7 +86,7 @@ def _rows(
     best = next(iter(running))
     return [
         {
-            "workload": f"{kind}, copying", "clients": 1, "drafter": name,
+            "workload": f"{kind}, transcribing", "clients": 1, "drafter": name,
             "tokens_per_s": round(output / statistics.median(spent), 1),
             "speed": round(statistics.median(a / b for a, b in zip(seconds[best], spent, strict=True)), 3),
             "same_text": tokens[name] == tokens[best],

@@ -1,7 +1,8 @@
 """Prompts of the benchmark of speculation: texts that are quoted, edited, or have a form that repeats.
 
-`copied` is for the copying model, which goes on as the text went on after the last token's earlier places.
-`tasks` are conversations for quire-tiny, in the words of its own corpus (`tools/tiny_model`, so only in the repository).
+`texts` are for a model that answers what it is told to (`speculation_models.transcribing`). Their tokens are about those of a
+trained tokenizer: words with the space before them, digits, signs. `tasks` are conversations for quire-tiny, in the words of
+its own corpus (`tools/tiny_model`, so only in the repository).
 """
 
 from __future__ import annotations
@@ -9,42 +10,94 @@ from __future__ import annotations
 import importlib
 import itertools
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
 
-COPIED = ("quoting", "editing", "json")
 TASKS = ("quoting", "editing", "json")
-LENGTH = 128
+SOURCE = 128
+"""Tokens of an answer."""
+_TOKEN = re.compile(r"\n *| ?[A-Za-z_]+| ?\d| ?[^\w\s]")
+_NOUNS = "user order item page token block queue report invoice account session record".split()
+_FIELDS = "name size total state owner price limit offset label index".split()
+_VERBS = "load save parse find merge split check count fetch apply".split()
+_NAMES = "Ada Alan Grace Edsger Barbara Donald Tony Niklaus John Dennis Ken Brian Leslie Robin".split()  # fmt: skip
+_CITIES = "London Paris Oslo Lima Cairo Delhi Kyoto Turin Porto Quito Accra Dakar Hanoi Sofia".split()  # fmt: skip
 
 
-def copied(kind: str, vocabulary: int, many: int) -> list[list[int]]:
-    """Token ids: a text of one of COPIED, and then its first tokens again.
+def texts(kind: str, vocabulary: int, many: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and their answers of SOURCE tokens, with ids below `vocabulary`.
 
-    quoting: no token occurs twice, so the model quotes all of it. editing: lines of few identifiers, as in code; of
-    what followed a token, the model says what is most frequent. json: records of the same keys, with other values.
+    quoting: a paragraph, word for word. editing: a class, with a field of another name and a line more. json: a table, as
+    records of the same keys.
     """
     rng = random.Random(f"{kind} {vocabulary}")
-    return [_text(kind, rng, vocabulary) for _ in range(many)]
+    ids = iter(rng.sample(range(vocabulary), min(vocabulary, 4096)))
+    known: dict[str, int] = {}
+
+    def encoded(text: str) -> list[int]:
+        words = _TOKEN.findall(text)
+        for word in words:
+            if word not in known:
+                known[word] = next(ids)
+        return [known[word] for word in words]
+
+    drawn = (_TEXTS[kind](rng) for _ in range(many))
+    return [(encoded(prompt), encoded(answer)[:SOURCE]) for prompt, answer in drawn]
 
 
-def _text(kind: str, rng: random.Random, vocabulary: int) -> list[int]:
-    if kind == "quoting":
-        text = rng.sample(range(vocabulary), LENGTH)
-    elif kind == "editing":
-        names, end = rng.sample(range(vocabulary), 48), rng.randrange(vocabulary)
-        weights = [1 / place for place in range(1, len(names) + 1)]
-        lines = [[*rng.choices(names, weights, k=7), end] for _ in range(LENGTH // 8)]
-        text = [token for line in lines for token in line]
-    else:
-        form = rng.sample(range(vocabulary), 12)  # {, ", key, ":, ... of a record
-        text = []
-        for _ in range(LENGTH // 16):
-            values = rng.sample(range(vocabulary), 4)
-            for at in range(4):
-                text += [*form[3 * at : 3 * at + 3], values[at]]
-    return [*text, *text[:2]]
+def _quoting(rng: random.Random) -> tuple[str, str]:
+    words = [*_NOUNS, *_FIELDS, *_VERBS]
+    sentences = ["The " + " ".join(rng.choices(words, k=9)) + "." for _ in range(12)]
+    return " ".join(sentences) + "\nRepeat this.\n", " ".join(sentences)
+
+
+def _editing(rng: random.Random) -> tuple[str, str]:
+    noun, (first, second) = rng.choice(_NOUNS), rng.sample(_VERBS, 2)
+    key, other, new, *kept = rng.sample(_FIELDS, 6)
+    before = f"""class Store:
+    def __init__(self, {", ".join(kept)}):
+        self.{kept[0]} = {kept[0]}
+        self.{kept[1]} = {kept[1]}
+        self.{noun}s = {{}}
+    def {first}(self, {noun}):
+        if {noun}.{key} in self.{noun}s:
+            raise KeyError({noun}.{key})
+        self.{noun}s[{noun}.{key}] = {noun}
+        return self.{noun}s
+    def {second}(self, {other}):
+        return [{noun} for {noun} in self.{noun}s.values() if {noun}.{other} == {other}]
+    def clear(self):
+        self.{noun}s = {{}}
+        self.{kept[2]} = {kept[2]}
+"""
+    after = before.replace(key, new).replace("        return self", f"        log({first}, {noun})\n        return self")  # fmt: skip
+    return f"{before}Rename {key} to {new} and log each {first}.\n", after
+
+
+def _json(rng: random.Random) -> tuple[str, str]:
+    drawn = zip(rng.sample(_NAMES, 6), rng.sample(_CITIES, 6), strict=True)
+    rows = [(name, rng.randrange(18, 90), city, rng.choice(["true", "false"])) for name, city in drawn]  # fmt: skip
+    table = "\n".join(f"{name}, {age}, {city}, {member}" for name, age, city, member in rows)
+    first, *others = (
+        f'{{"name": "{name}", "age": {age}, "city": "{city}", "member": {member}}}'
+        for name, age, city, member in rows
+    )
+    return f"{table}\nAs JSON:\n[{first},\n ", ",\n ".join(others) + "]"
+
+
+_TEXTS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "quoting": _quoting, "editing": _editing, "json": _json,
+}  # fmt: skip
+
+
+def transcribed(kind: str, vocabulary: int, many: int) -> list[list[int]]:
+    """Prompts whose last SOURCE tokens tell a transcribing model its answer, in ids of the upper half of the vocabulary."""
+    half = vocabulary // 2
+    return [prompt + [half + token for token in answer] for prompt, answer in texts(kind, half, many)]  # fmt: skip
 
 
 def tasks(kind: str, many: int) -> list[list[int]]:

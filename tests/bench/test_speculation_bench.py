@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -11,26 +12,26 @@ import pytest
 from benchmarks import speculation
 from benchmarks.offline.runners import Quire
 from benchmarks.shapes import Shape, Workload
-from benchmarks.speculation_models import copying, damped
-from benchmarks.speculation_prompts import COPIED, LENGTH, TASKS, copied, tasks
+from benchmarks.speculation_models import damped, transcribing
+from benchmarks.speculation_prompts import SOURCE, TASKS, tasks, texts, transcribed
 
 SHAPE = Shape("few", 6, 160, 4, 2, 64, 96, 500)
 
 
-def test_the_copying_model_quotes_its_prompt_and_look_ups_guess_it(tmp_path: Path) -> None:
-    (prompt,) = copied("quoting", SHAPE.vocab, 1)
-    case = speculation.Case(
-        "quoting", str(copying(SHAPE, tmp_path)), [prompt], 24, 1, speculation.LOOKUPS, 2.0
-    )
-    rows = speculation.measure(case, 1)
-    assert [row["drafter"] for row in rows] == list(speculation.LOOKUPS)
-    for row in rows:
-        assert row["same_text"]
-        assert row["accepted"] > 0.5
-    engine = Quire(Path(case.model), "bfloat16", 1, case.longest, {})
-    (said,) = engine.run(Workload(1, len(prompt), 24), [prompt]).tokens
-    engine.close()
-    assert sum(a == b for a, b in zip(said, prompt[2:], strict=False)) >= 20
+def test_the_transcribing_model_answers_as_told_and_look_ups_guess_it(tmp_path: Path) -> None:
+    folder = str(transcribing(SHAPE, tmp_path))
+    for kind, least in {"quoting": 0.7, "editing": 0.3, "json": 0.2}.items():
+        prompts = transcribed(kind, SHAPE.vocab, 2)
+        case = speculation.Case(kind, folder, prompts, SOURCE, 2, speculation.LOOKUPS, 2.0)
+        rows = speculation.measure(case, 1)
+        assert [row["drafter"] for row in rows] == list(speculation.LOOKUPS)
+        for row in rows:
+            assert row["same_text"]
+            assert row["accepted"] > least
+        engine = Quire(Path(folder), "bfloat16", 2, case.longest, {})
+        said = engine.run(Workload(2, len(prompts[0]), SOURCE), prompts).tokens
+        engine.close()
+        assert said == [answer for _, answer in texts(kind, SHAPE.vocab // 2, 2)]
 
 
 def test_the_damped_model_agrees_with_its_first_layers(tmp_path: Path) -> None:
@@ -48,13 +49,15 @@ def test_the_damped_model_agrees_with_its_first_layers(tmp_path: Path) -> None:
 
 
 def test_prompts_repeat_as_their_names_say() -> None:
-    for kind in COPIED:
-        first, second = copied(kind, 500, 2)
-        assert len(first) == len(second) == LENGTH + 2
-        assert first != second
-        assert first[-2:] == first[:2]
-    assert len(set(copied("quoting", 500, 1)[0])) == LENGTH
     for kind in TASKS:
+        (prompt, answer), second = texts(kind, 250, 2)
+        assert len(answer) == len(second[1]) == SOURCE
+        assert answer != second[1]
+        assert max(prompt + answer) < 250
+        assert transcribed(kind, 500, 1) == [prompt + [250 + token for token in answer]]
+        pairs = set(itertools.pairwise(prompt))
+        known = [pair in pairs for pair in itertools.pairwise(answer)]
+        assert (sum(known) == len(known)) == (kind == "quoting")
         assert len(tasks(kind, 3)) == 3
 
 
