@@ -200,6 +200,7 @@ def common(text: list[int], recent: Any) -> int:
 class Fixed(Drafter):
     def __init__(self, proposals: dict[int, list[int]]):
         self.proposals, self.asked = proposals, list[dict[int, int]]()
+        self.unsure = set()
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
         self.asked.append(limits)
@@ -210,6 +211,15 @@ def test_a_chain_asks_the_next_drafter_for_rows_without_a_proposal() -> None:
     first, second = Fixed({1: [5], 2: []}), Fixed({1: [6], 2: [7], 3: [8]})
     assert Chain([first, second]).propose_all({1: 4, 2: 4, 3: 4}) == {1: [5], 2: [7], 3: [8]}
     assert second.asked == [{2: 4, 3: 4}]
+
+
+def test_a_chain_keeps_an_unsure_proposal_where_no_other_drafter_has_one() -> None:
+    first, second = Fixed({1: [5], 2: [5], 3: [5], 4: [5]}), Fixed({2: [6], 3: [6]})
+    first.unsure, second.unsure = {1, 2, 3}, {3}
+    chain = Chain([first, second])
+    assert chain.propose_all(dict.fromkeys(range(5), 4)) == {1: [5], 2: [6], 3: [5], 4: [5]}
+    assert second.asked == [dict.fromkeys((0, 1, 2, 3), 4)]
+    assert chain.unsure == {1, 3}
 
 
 def test_a_chain_gives_its_model_the_rows_and_numbers_that_pay() -> None:

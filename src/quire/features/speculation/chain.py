@@ -1,4 +1,4 @@
-"""Chain: several drafters, of which each is asked for the rows that those before it have no proposal for.
+"""Chain: several drafters, of which each is asked for the rows that those before it have no proposal for, or are unsure of.
 
 Knows drafters. Does not know how they guess.
 """
@@ -59,10 +59,13 @@ class Chain(Drafter):
         found: dict[int, list[int]] = {}
         unsure: set[int] = set()
         for drafter in self.drafters:
-            left = {row: limit for row, limit in limits.items() if not found.get(row)}
+            left = {row: n for row, n in limits.items() if row in unsure or row not in found}
             drafter.pays = self.pays
-            found |= drafter.propose_within(left, of_model)
-            unsure |= drafter.unsure
+            for row, drafts in drafter.propose_within(left, of_model).items():
+                is_unsure = row in drafter.unsure
+                if drafts and not (is_unsure and row in unsure):
+                    found[row] = drafts
+                    (unsure.add if is_unsure else unsure.discard)(row)
         self.unsure = unsure
         self.computed = max(drafter.computed for drafter in self.drafters)
         return found
