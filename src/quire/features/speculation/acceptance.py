@@ -39,4 +39,4 @@ class Acceptance:
         """The fewer were tried, the more a row may be better than its mean: then it is worth finding out."""
         mean = min(right / tried, 1.0)
         self._counts[row] = right, tried
-        self.of[row] = min(mean + HOPE * math.sqrt(mean * (1 - mean) / self._all[1]), 1.0)
+        self.of[row] = min(mean + HOPE * math.sqrt(mean * (1 - mean) / tried), 1.0)

@@ -26,7 +26,7 @@ LEAST_PROBE, MOST_PROBE = 0.05, 4  # the cost of a probe, in steps
 CATCH_UP_WEIGHT = 1 / 32  # of a drafting step's time for prompts
 CATCH_UP_KEPT = 0.999  # of its mean, with each step: a drafter that it made too slow is tried again
 LACKING = 8  # so many tokens that a drafter's model lacks take the time of a pass
-KEEP_PRICES = 64  # steps
+KEEP_PRICES = 16  # steps
 PLAIN_EVERY, LEARN_EVERY = 64, 8
 """Steps between those without draft tokens: if their time is known, and if not."""
 NO_COST = 0.01  # a drafter that takes less of a step's time is free

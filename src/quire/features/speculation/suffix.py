@@ -29,8 +29,8 @@ class _SuffixRow:
     scope: bytes
     num_entered: int  # tokens with which it took the row
     own: TokenIndex = field(default_factory=TokenIndex)
-    # In its own index (True) and that of past answers: the place after the longest match of late, and its length.
-    followed: dict[bool, tuple[int, int]] = field(default_factory=dict)
+    # In its own index (True) and that of past answers: from the end of the text to the place behind the longest match of late.
+    followed: dict[bool, int] = field(default_factory=dict)
 
 
 class SuffixDrafter(Drafter):
@@ -70,21 +70,6 @@ class SuffixDrafter(Drafter):
             one.pending += tokens
             return
         one.own.extend(tokens)
-        if one.followed:
-            for is_own, index in ((True, one.own), (False, self.answers.get(one.scope))):
-                self._follow(one, is_own, index, tokens)
-
-    def _follow(
-        self, one: _SuffixRow, is_own: bool, index: TokenIndex | None, tokens: Sequence[int]
-    ) -> None:
-        """Move on in an index. Where it has other tokens, the match begins anew."""
-        place, length = one.followed.pop(is_own, (-1, 0))
-        if place < 0 or index is None:
-            return
-        at = place - index.start
-        if at >= 0:
-            is_same = index.tokens[at : at + len(tokens)] == array("i", tokens)
-            one.followed[is_own] = place + len(tokens), length + len(tokens) if is_same else 0
 
     def propose(self, row: int, limit: int) -> list[int]:
         one = self.rows[row]
@@ -111,30 +96,32 @@ class SuffixDrafter(Drafter):
         self, one: _SuffixRow, is_own: bool, index: TokenIndex, recent: array[int], limit: int
     ) -> tuple[tuple[int, float], list[int]]:
         """What followed the longest match in an index, behind its length and how many of these tokens are right on average."""
-        places, length = self._longest(one, is_own, index, recent)
+        end = len(one.own.tokens)
+        offset = one.followed.get(is_own)
+        followed = -1 if offset is None else end + offset
+        places, length = self._longest(index, recent, is_own, followed)
         if not places:
             return (0, 0.0), []
-        one.followed[is_own] = places[0], length
-        most = min(limit, int(self.factor * min(max(length, 1), self.depth)))
+        one.followed[is_own] = places[0] - end
+        most = min(limit, int(self.factor * max(length, 1)))
         drafts, worth = self._likeliest(index, places, most)
         return (length, worth), drafts
 
     def _longest(
-        self, one: _SuffixRow, is_own: bool, index: TokenIndex, recent: array[int]
+        self, index: TokenIndex, recent: array[int], is_own: bool, followed: int
     ) -> tuple[list[int], int]:
-        """The places behind the longest match, and its length: 0 where a followed text had one or two other tokens."""
-        followed, length = one.followed.get(is_own, (-1, 0))
+        """The places behind the longest match, and its length: 0 where the text at `followed` had one or two other tokens."""
         at = followed - index.start
         is_there = PAIR <= at < len(index.tokens) and index.tokens[at] != END
-        if is_there and length >= LONG_MATCH:
-            return [followed], length
+        if is_there and index.tokens[max(at - LONG_MATCH, 0) : at] == recent[-LONG_MATCH:]:
+            return [followed], index.match(followed, recent)
         places = index.places(None if is_own else recent)
-        if is_there and length >= PAIR and followed not in places:
-            places.append(followed)
-        if places:
+        if len(places) > 1:
             lengths = [index.match(place, recent) for place in places]
             longest = max(lengths)
             return [place for place, n in zip(places, lengths, strict=True) if n == longest], longest  # fmt: skip
+        if places:
+            return places, index.match(places[0], recent)
         if is_own and (place := index.place_after_token()) >= 0:
             return [place], 1
         return [followed] if is_there and index.follows(followed, recent) else [], 0
