@@ -194,7 +194,7 @@ def features_are_known_where_they_are_switched_on(file: File) -> list[str]:
     if file.path.startswith("quire/features/") or file.path in ASKS_FOR_FEATURES:
         return []
     return [
-        f"{file.path}: imports {name}; a feature plugs in, nobody reaches for it"
+        f"{file.path}: imports {name}; a feature plugs in, the core does not import it"
         for name in imports(file)
         if name.startswith("quire.features")
     ]

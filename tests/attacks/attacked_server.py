@@ -304,14 +304,15 @@ class AttackedServer(Served):
         return json.dumps(answer.json()["choices"][0]["token_ids"])
 
     def gaps(self, tokens: int = 200) -> list[float]:
-        """Seconds between the tokens of a normal stream."""
+        """Seconds between the tokens of a normal stream; 0 between those that one event brings."""
         body = INNOCENT | {"max_tokens": tokens, "stream": True}
         times = []
         with self.client.stream("POST", TEXT, json=body, timeout=ATTACK_S) as answer:
             assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
-                    times.append(time.perf_counter())
+                    tokens_of = json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+                    times += [time.perf_counter()] * len(tokens_of or ())
         return [after - before for before, after in pairwise(times)]
 
     def gaps_beside(self, attack: Callable[[threading.Event], None], rounds: int = 3, tokens: int = 200) -> Gaps:  # fmt: skip

@@ -40,7 +40,7 @@ inline bf16 bf16_of(float x) {  // halves to even
 }
 inline float rounded_of(double x) { return value_of(bf16_of((float)x)); }
 
-// `count` values whose last byte lies before a page that nobody may touch: what the sanitizers do not see (loads of tiles)
+// `count` values whose last byte lies before a page without access rights: what the sanitizers do not see (loads of tiles)
 // stops there. Begins on a line of 64 bytes if its size is a multiple of that.
 template <class T>
 class Guarded {

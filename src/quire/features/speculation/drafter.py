@@ -120,6 +120,7 @@ class Drafter:
 
         It is called after every step, maybe with no rows.
         """
+        self.unsure = frozenset()
         return {row: self.propose(row, limit) for row, limit in limits.items()}
 
     def propose_within(

@@ -34,7 +34,6 @@ class NgramDrafter(Drafter):
     def __init__(self, shortest: int, longest: int):
         self.shortest, self.longest = shortest, longest
         self.rows: dict[int, _IndexedRow] = {}
-        self.unsure: set[int] = set()
 
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
         self.rows[row] = _IndexedRow(TokenIndex(max(self.shortest, 2)), list(tokens))
@@ -56,15 +55,11 @@ class NgramDrafter(Drafter):
         place = self._longest(index)
         if place < 0:  # one or two tokens may be others than in the text that it followed
             place = len(index.tokens) - one.distance
-            if not index.follows(place, index.tokens):
+            if not index.goes_on(place, index.tokens):
                 return []
-            self.unsure.add(row)
+            self.unsure |= {row}
         one.distance = len(index.tokens) - place
         return index.after(place, limit)
-
-    def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        self.unsure.clear()
-        return super().propose_all(limits)
 
     def _longest(self, index: TokenIndex) -> int:
         """The place behind the longest match; -1: there is none."""

@@ -49,7 +49,6 @@ class SuffixDrafter(Drafter):
         self.depth, self.max_answers = depth, max_answers
         self.factor, self.least_chance = factor, least_chance
         self.rows: dict[int, _SuffixRow] = {}
-        self.unsure: set[int] = set()
         self.answers: dict[bytes, TokenIndex] = {}  # by scope
         # scope and length of each answer, the oldest first
         self._ages: deque[tuple[bytes, int]] = deque()
@@ -85,12 +84,8 @@ class SuffixDrafter(Drafter):
             if better > good:
                 good, drafts = better, others
         if drafts and good[0] == 0:
-            self.unsure.add(row)
+            self.unsure |= {row}
         return drafts
-
-    def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        self.unsure.clear()
-        return super().propose_all(limits)
 
     def _continuation(
         self, one: _SuffixRow, is_own: bool, index: TokenIndex, recent: array[int], limit: int
@@ -124,7 +119,7 @@ class SuffixDrafter(Drafter):
             return places, index.match(places[0], recent)
         if is_own and (place := index.place_after_token()) >= 0:
             return [place], 1
-        return [followed] if is_there and index.follows(followed, recent) else [], 0
+        return [followed] if is_there and index.goes_on(followed, recent) else [], 0
 
     def _likeliest(
         self, index: TokenIndex, places: list[int], limit: int

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from operator import eq
 
 MAX_INDEXED = 4096
 """Tokens of a row that one call adds to its index: a long prompt takes several steps."""
@@ -86,12 +85,16 @@ class TokenIndex:
         """The last place that follows the text's last token; -1: it did not occur before."""
         return -1 if self._token == END else self._after.get(self._token, -1)
 
-    def follows(self, place: int, recent: array[int]) -> bool:
-        """Whether one of the last tokens of `recent` is the same before `place`, which earlier tokens led to."""
-        at, most = place - self.start, MAX_DIFFERENT + 1
-        if not most <= at < len(self.tokens):
+    def goes_on(self, place: int, recent: array[int]) -> bool:
+        """Whether the tokens before `place` are the last of `recent`, but for the last one or two of these."""
+        at, end, size = place - self.start, len(recent), self.size
+        if not size < at < len(self.tokens):
             return False
-        return any(map(eq, self.tokens[at - most : at], recent[-most:]))
+        for differ in range(1, min(MAX_DIFFERENT, at - size, end - size) + 1):
+            before = self.tokens[at - differ - size : at - differ]
+            if before == recent[end - differ - size : end - differ]:
+                return True
+        return False
 
     def after(self, place: int, limit: int) -> list[int]:
         """What follows a place, up to the end of its text. The last text goes on there: it repeats what follows."""
