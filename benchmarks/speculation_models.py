@@ -1,7 +1,7 @@
 """Checkpoints for the benchmark of speculation, of any shape of Qwen3: full cost, random weights, and text that can be guessed.
 
 `damped`: the last layers change little, so that the first ones alone are a draft model that is often right.
-`transcribing`: the first layer says what the end of the prompt tells in other ids, so the model has any answer that a benchmark wants.
+`transcribing`: the first layer writes what the end of the prompt names in other ids, so the model gives any answer that a benchmark wants.
 
 Shapes: V vocabulary, D hidden, E head size.
 """
@@ -57,8 +57,8 @@ def damped(
 
 
 def transcribing(shape: Shape, folder: Path, factor: float = 0.01) -> Path:
-    """A target whose answer is told by the last SOURCE tokens of the prompt: each names a token of the lower half of the
-    vocabulary by one of the upper half. An attention head of layer 0 looks SOURCE - 1 positions back, and writes the token there.
+    """A target that writes the answer which the last SOURCE tokens of its prompt name: each stands for a token of the lower half of the
+    vocabulary, and is of the upper half. An attention head of layer 0 looks SOURCE - 1 positions back, and writes the token there.
 
     All other layers compute as usual, and add little (`factor`): they are damped, as in `damped`.
     """
@@ -76,14 +76,14 @@ def transcribing(shape: Shape, folder: Path, factor: float = 0.01) -> Path:
 
 
 class _Circuit:
-    """A hidden state has, from its first number on: a constant, E signs that name the token, and E of the token that it tells."""
+    """A hidden state has, from its first number on: a constant, E signs that name the token, and E of the token that it stands for."""
 
     def __init__(self, shape: Shape):
         import torch
 
         self.torch, self.size = torch, shape.head_dim
         self.token = slice(1, 1 + self.size)
-        self.told = slice(1 + self.size, 1 + 2 * self.size)
+        self.named = slice(1 + self.size, 1 + 2 * self.size)
         half = self.size // 2
         frequencies = 1_000_000.0 ** -(torch.arange(half) / half)
         self.fast = frequencies[: max(2, half // 8)]
@@ -96,7 +96,7 @@ class _Circuit:
         weight_VD.zero_()
         weight_VD[:, 0] = 0.1
         weight_VD[:half, self.token] = 0.1 * signs
-        weight_VD[half : 2 * half, self.told] = 0.1 * signs
+        weight_VD[half : 2 * half, self.named] = 0.1 * signs
 
     def change(self, name: str, weight: Any) -> None:
         """Write the circuit into the first query head and its keys and values of layer 0; sharpen the attention."""
@@ -105,7 +105,7 @@ class _Circuit:
             weight.fill_(math.sqrt(10.0))
         elif name == "self_attn.v_proj":
             weight[: self.size] = 0.0
-            weight[: self.size, self.told] = torch.eye(self.size, dtype=weight.dtype)
+            weight[: self.size, self.named] = torch.eye(self.size, dtype=weight.dtype)
         elif name == "self_attn.o_proj":
             weight[:, : self.size] = 0.0
             weight[self.token, : self.size] = torch.eye(self.size, dtype=weight.dtype)

@@ -1,6 +1,6 @@
 """Prompts of the benchmark of speculation: texts that are quoted, edited, or have a form that repeats.
 
-`texts` are for a model that answers what it is told to (`speculation_models.transcribing`). Their tokens are about those of a
+`texts` are for a model that writes the answer which its prompt names (`speculation_models.transcribing`). Their tokens are about those of a
 trained tokenizer: words with the space before them, digits, signs. `tasks` are conversations for quire-tiny, in the words of
 its own corpus (`tools/tiny_model`, so only in the repository).
 """
@@ -95,7 +95,7 @@ _TEXTS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 
 def transcribed(kind: str, vocabulary: int, many: int) -> list[list[int]]:
-    """Prompts whose last SOURCE tokens tell a transcribing model its answer, in ids of the upper half of the vocabulary."""
+    """Prompts whose last SOURCE tokens name a transcribing model's answer, in ids of the upper half of the vocabulary."""
     half = vocabulary // 2
     return [prompt + [half + token for token in answer] for prompt, answer in texts(kind, half, many)]  # fmt: skip
 
