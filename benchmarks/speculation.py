@@ -80,7 +80,7 @@ class Runs:
 
 
 class Server:
-    """An engine in this process, and clients that send their next request when an answer ends."""
+    """An engine in this process, and clients that send their next request when an answer ends, also over the end of a round."""
 
     def __init__(self, case: Case, speculative: dict[str, Any], cache_bytes: int):
         from quire.config.engine import EngineConfig
@@ -91,37 +91,42 @@ class Server:
             max_num_seqs=case.clients, kv_cache_memory_bytes=cache_bytes, speculative_config=speculative, block_size=case.block_size,
             disable_log_stats=True,
         )  # fmt: skip
-        self.case, self.client, self.runs = case, make_client(config), Runs()
+        self.case, self.client = case, make_client(config)
+        self.runs = Runs(tokens=[[] for _ in case.prompts])
         self.numbers = itertools.count()
+        self.answers: dict[str, list[int]] = {}  # by id, of the requests that run
+        self.params = SamplingParams(
+            temperature=0.0, max_tokens=case.output, ignore_eos=True, seed=0, detokenize=False,
+            stop_token_ids=list(case.stops),
+        )  # fmt: skip
+
+    def submit(self) -> None:
+        """The next prompt; the first follows the last."""
+        number = next(self.numbers)
+        prompt = self.case.prompts[number % len(self.case.prompts)]
+        self.answers[f"{number}"] = []
+        self.client.submit(EngineRequest(f"{number}", prompt, self.params))
 
     def round(self) -> float:
-        """Seconds until all requests have their answer.
+        """Seconds until as many answers ended as there are prompts. All clients are busy all the time.
 
         Raises:
             RuntimeError: a request failed.
         """
-        case = self.case
-        params = SamplingParams(
-            temperature=0.0, max_tokens=case.output, ignore_eos=True, seed=0, detokenize=False,
-            stop_token_ids=list(case.stops),
-        )  # fmt: skip
-        ids = [f"{next(self.numbers)}" for _ in case.prompts]
-        answers: dict[str, list[int]] = {id: [] for id in ids}
-        waiting = iter([EngineRequest(i, p, params) for i, p in zip(ids, case.prompts, strict=True)])  # fmt: skip
-        before, start, left = self.counts(), time.perf_counter(), len(ids)
-        for request in itertools.islice(waiting, case.clients):
-            self.client.submit(request)
-        while left:
+        before, start, left = self.counts(), time.perf_counter(), len(self.case.prompts)
+        while len(self.answers) < self.case.clients:
+            self.submit()
+        while left > 0:
             for output in self.client.outputs():
                 if output.error is not None:
                     raise RuntimeError(output.error)
-                answers[output.id] += output.tokens
+                self.answers[output.id] += output.tokens
                 if output.finish is not None:
                     left -= 1
-                    for request in itertools.islice(waiting, 1):
-                        self.client.submit(request)
+                    number = int(output.id) % len(self.case.prompts)
+                    self.runs.tokens[number] = self.answers.pop(output.id)
+                    self.submit()
         seconds = time.perf_counter() - start
-        self.runs.tokens = list(answers.values())
         self.runs.counts = {name: n - before.get(name, 0) for name, n in self.counts().items()}
         return seconds
 

@@ -25,7 +25,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "publish before the plan is final": (
         SCHEDULER, "Scheduler.plan",
         "builder.add_work(ANY, ANY, ANY, ANY)",
-        "builder.add_work(request, num_tokens, new_blocks, self.limits.drafts > 0); self.kv.publish(request)",
+        "builder.add_work(request, num_tokens, new_blocks, self.limits.drafts); self.kv.publish(request)",
     ),
     "re-admitted with tokens pending": (SCHEDULER, "Scheduler._admit", "request.num_pending_tokens", "False"),
     "rejected drafts stay computed": (SCHEDULER, "Scheduler.commit", "request.num_computed_tokens -= ANY", ""),

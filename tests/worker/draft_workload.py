@@ -180,6 +180,20 @@ class HistoryBias(Processor):
         return logits_SV
 
 
+class SleepingLength(DraftLength):
+    """The drafter sleeps at random: it misses steps, and requests that come and go."""
+
+    def __init__(self, most: int, fixed: bool, rng: random.Random):
+        super().__init__(most, fixed)
+        self.rng, self.asleep = rng, False
+
+    @property
+    def sleeps(self) -> bool:
+        if self.rng.random() < 0.1:
+            self.asleep = not self.asleep
+        return self.asleep
+
+
 def engine(
     rng: random.Random, answers: dict[tuple[int, ...], list[int]] | None, has_state: bool
 ) -> EngineCore:
@@ -197,10 +211,10 @@ def engine(
     gates = []
     if answers is not None:
         right = rng.choice([0.0, 0.6, 0.9, 1.0])
-        drafter, length = (
-            KnownAnswers(answers, right, rng),
-            DraftLength(k, fixed=rng.random() < 0.7),
-        )
+        drafter, fixed = KnownAnswers(answers, right, rng), rng.random() < 0.7
+        length = DraftLength(k, fixed)
+        if rng.random() < 0.3:
+            length = SleepingLength(k, fixed, random.Random(rng.random()))
         hooks += [
             StateRollback(states, rows),
             SpeculationHook(rows, drafter, length, lambda rows: k, waits=depth == 1),

@@ -48,6 +48,7 @@ def simulated(
         length.cut(proposals, len(proposals))
         drafts = {row: len(found) for row, found in proposals.items()}
         tokens, seconds = tokens + rows + sum(accepted.values()), seconds + took
+        length.spent(rows, 1, rows + sum(accepted.values()), took)
         late += sum(drafts.values()) * (step >= steps - 500)
     plain = rows / (cost(rows) * 31 / 30)
     return tokens / seconds / plain, late / 500 / rows
@@ -103,9 +104,10 @@ def test_the_time_without_draft_tokens_is_learnt() -> None:
     for row in rows:
         length.enter(row)
     seen = []
-    for _ in range(20):
+    for _ in range(40):
         seen.append(sum(length.limits(rows).values()))
         length.timed(32, 32 + seen[-1], steep(32 + seen[-1]))
+        length.spent(32, 1, 32, steep(32 + seen[-1]))
     assert seen.count(0) >= 1
     assert seen[-1] == 0  # they do not pay here
 
@@ -274,6 +276,8 @@ def test_rows_that_a_model_cannot_propose_for_are_no_reason_to_look() -> None:
         length.timed(1, tokens, 1.0)
     length.enter(0)
     length.drafted(0.1, 1, 3)
+    while (turn := length._gain.turn(1)) != (True, False):  # until they were faster
+        length.spent(1, 1, 1.0 + turn[0], 1.0)
     assert length.limits({0: 3}, lambda row: 2) == {0: 3}
     assert length.limits({0: 3}, lambda row: NEVER) == {}
     assert not length.pays

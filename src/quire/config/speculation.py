@@ -117,6 +117,11 @@ class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return next((method for method in self.methods if method not in own), None)
 
     @property
+    def shares_texts(self) -> bool:
+        """Whether a drafter may use the text of a request for others."""
+        return not {"suffix", "custom_class"}.isdisjoint(self.methods)
+
+    @property
     def lookup(self) -> tuple[int, int]:
         """The least and the most tokens that an n-gram compares."""
         found = self.prompt_lookup_min, self.prompt_lookup_max

@@ -270,7 +270,9 @@ def build_scheduler(
 
 
 def build_speculation(resolved: Resolved) -> list[SpeculationGate]:
-    return [SpeculationGate(resolved.num_drafts)] if resolved.speculation else []
+    if (options := resolved.speculation) is None:
+        return []
+    return [SpeculationGate(resolved.num_drafts, options.shares_texts)]
 
 
 def build_pipeline(resolved: Resolved) -> list[PipelineGate]:

@@ -61,19 +61,20 @@ class PlanBuilder:
         self.pending_outputs: list[PendingOutputs] = []
 
     def add_work(
-        self, request: Request, num_tokens: int, new_blocks: list[list[int]], drafts: bool
+        self, request: Request, num_tokens: int, new_blocks: list[list[int]], drafts: int
     ) -> None:
-        """Give `request` num_tokens of this step. Tokens beyond its length are draft tokens to verify."""
+        """Give `request` num_tokens of this step. Tokens beyond its length are draft tokens to verify; behind it, the worker
+        may have `drafts` more."""
         length = len(request.tokens) + request.num_pending_tokens
         request.num_computed_tokens = num_computed_tokens = request.num_computed_tokens + num_tokens
         if num_computed_tokens < length:
-            request.drafted = False
+            request.num_drafts = 0
             self.work.append(WorkItem(request.row, num_tokens, new_blocks, 0, False))
             self.pending_outputs.append((request, 0))
         else:
             num_drafts = num_computed_tokens - length
             request.num_pending_tokens += 1 + num_drafts
-            request.drafted = drafts and request.generates
+            request.num_drafts = drafts if request.generates else 0
             self.work.append(
                 WorkItem(request.row, num_tokens, new_blocks, num_drafts, request.generates)
             )

@@ -1,6 +1,6 @@
 """Request: one generation, or one prompt whose output is a tensor, as the scheduler sees it.
 
-Knows tokens, counts and blocks. Fields that several features share are here (`adapter`, `media`, `drafted`, `tenant`,
+Knows tokens, counts and blocks. Fields that several features share are here (`adapter`, `media`, `num_drafts`, `tenant`,
 `is_subrequest`; decision 51). A feature that needs more state for a request keeps a dict by request id, in its own package.
 
     tokens     |------- prompt -------|--- output, known ---|- pending -|
@@ -48,7 +48,7 @@ class Request:
     row: int = NO_ROW
     num_computed_tokens: int = 0  # tokens whose KV is written or in flight (upper bound)
     num_pending_tokens: int = 0  # output tokens in flight (upper bound), or an output's tensor
-    drafted: bool = False  # the worker has draft tokens that continue it
+    num_drafts: int = 0  # draft tokens that the worker has at most, which continue it
     blocks: list[list[int]] = field(default_factory=list)  # by KV group
     capacity: int = 0  # tokens that fit in its blocks
     hashes: list[bytes] = field(default_factory=list)

@@ -138,7 +138,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                builder.add_work(request, num_tokens, new_blocks, self.limits.drafts > 0)
+                builder.add_work(request, num_tokens, new_blocks, self.limits.drafts)
                 self.waiting.on_scheduled(request, num_tokens)
         for request, _ in builder.pending_outputs:  # only now is this work certain to run
             self.kv.publish(request)
@@ -175,8 +175,8 @@ class Scheduler:
         num_new_tokens = length - num_computed_tokens
         if num_new_tokens > budget and not self.limits.chunked:
             return 0
-        if request.drafted:
-            num_new_tokens += max(min(self.limits.drafts, request.limit - length - 1), 0)
+        if request.num_drafts:
+            num_new_tokens += max(min(request.num_drafts, request.limit - length - 1), 0)
         num_new_tokens = min(num_new_tokens, self.limits.max_chunk or budget, budget)
         for gate in self.gates:
             if num_new_tokens:
@@ -243,7 +243,7 @@ class Scheduler:
                 [list(column) for column in request.blocks], request.params, request.adapter,
             )
         )  # fmt: skip
-        builder.add_work(request, num_tokens, [], self.limits.drafts > 0)
+        builder.add_work(request, num_tokens, [], self.limits.drafts)
         self.waiting.on_scheduled(request, num_tokens)
         self.kv.publish(request)
 
@@ -264,7 +264,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a request's row and blocks and queue it again; its tokens are computed again later."""
         self._leave(request)
-        request.num_computed_tokens, request.drafted = 0, False
+        request.num_computed_tokens = request.num_drafts = 0
         request.preemptions += 1
         self.waiting.add(request)
         self.count.preemptions += 1

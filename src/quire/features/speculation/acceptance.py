@@ -23,9 +23,13 @@ class Acceptance:
         # by row, of late: draft tokens that were accepted, and those that were tried
         self._counts: dict[int, tuple[float, float]] = {}
         self._all = START * START_WEIGHT, float(START_WEIGHT)  # the same, of all rows
+        self._new: tuple[tuple[float, float], float] | None = None  # counts and chance of a new row
 
     def enter(self, row: int) -> None:
-        self._set(row, ROW_WEIGHT * self._all[0] / self._all[1], ROW_WEIGHT)
+        if self._new is None:
+            self._set(row, ROW_WEIGHT * self._all[0] / self._all[1], ROW_WEIGHT)
+            self._new = self._counts[row], self.of[row]
+        self._counts[row], self.of[row] = self._new
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
         """`accepted` of a row's draft tokens were right; those after the first wrong one say nothing."""
@@ -33,6 +37,7 @@ class Acceptance:
         right, tried = self._counts[row]
         self._set(row, MEMORY * right + accepted, MEMORY * tried + more)
         right, tried = self._all
+        self._new = None
         self._all = MEMORY_OF_ALL * right + accepted, MEMORY_OF_ALL * tried + more
 
     def _set(self, row: int, right: float, tried: float) -> None:

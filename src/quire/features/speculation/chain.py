@@ -23,6 +23,7 @@ class Chain(Drafter):
         self.observes = any(drafter.observes for drafter in self.drafters)
         self.extends = any(drafter.extends for drafter in self.drafters)
         self.has_model = all(drafter.has_model for drafter in self.drafters)
+        self.takes_running = all(drafter.takes_running for drafter in self.drafters)
         self.is_checked = all(drafter.is_checked for drafter in self.drafters)
         self.records = sorted({number for drafter in drafters for number in drafter.records})
 
@@ -49,6 +50,10 @@ class Chain(Drafter):
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
         for drafter in self.drafters:
             drafter.observe(plan, step)
+
+    def sleep(self) -> None:
+        for drafter in self.drafters:
+            drafter.sleep()
 
     def lacking(self, row: int) -> int:
         return max(drafter.lacking(row) for drafter in self.drafters)

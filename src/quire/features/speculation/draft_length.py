@@ -8,6 +8,9 @@ standard deviation: a row that turns out to be right goes on, and another stops 
 place if it adds more tokens than the rest of the step would produce in the time that it adds. Where none is, as under load,
 rows still get one now and then (a probe), so that a change is noticed; probes may take PROBE_SHARE of the time. A drafter's
 model computes the tokens that it lacks before a probe, so the rows that lack the fewest have theirs first.
+
+All that is a prediction. Whether draft tokens make the engine faster at all is measured (`measured_gain.py`). Where they do not
+for long, nothing is looked for (`sleeps`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Callable, Set
 
 from quire.features.speculation.acceptance import Acceptance
 from quire.features.speculation.drafter import NEVER
+from quire.features.speculation.measured_gain import MeasuredGain
 from quire.features.speculation.measured_times import MeasuredPasses, MeasuredTimes
 
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
@@ -27,8 +31,8 @@ CATCH_UP_WEIGHT = 1 / 32  # of a drafting step's time for prompts
 CATCH_UP_KEPT = 0.999  # of its mean, with each step: a drafter that it made too slow is tried again
 LACKING = 8  # so many tokens that a drafter's model lacks take the time of a pass
 KEEP_PRICES = 16  # steps
-PLAIN_EVERY, LEARN_EVERY = 64, 8
-"""Steps between those without draft tokens: if their time is known, and if not."""
+MEASURED = 0.75  # the speed of draft tokens that a short turn measures
+SLEEP_AFTER = 256  # steps of turns without draft tokens
 NO_COST = 0.01  # a drafter that takes less of a step's time is free
 MAX_REST = 64  # steps in which no draft tokens are looked for
 
@@ -46,61 +50,91 @@ class DraftLength:
         self.most, self.fixed, self.looks_up = most, fixed, looks_up
         self._acceptance, self._of_unsure = Acceptance(), Acceptance()
         self._unsure: set[int] = set()  # rows whose drafter was unsure of its last proposal
-        self._steps = MeasuredTimes()  # by `_size` of their tokens
+        self._gain = MeasuredGain()
+        self._plain = MeasuredTimes()  # of steps without draft tokens, by `_size` of their rows
+        self._steps = MeasuredTimes()  # of the others, by `_size` of their tokens
         self._drafts = MeasuredPasses()  # of a drafter's proposals
         self._each_lacked = MeasuredTimes()  # of a token that its model lacked
         self._catch_up = 0.0  # seconds of late that proposals took for prompts, by step
         self._prices: dict[int, float] = {}  # by number of rows, as of late
-        self._times: dict[int, float] = {}  # of steps, by their tokens, as of late
+        # As of late: of steps, by rows and draft tokens; of proposals, by passes and rows.
+        self._times: dict[tuple[int, int], float] = {}
+        self._draft_times: dict[tuple[int, int], float] = {}
         # of a row alone, by its acceptance in twentieths, its proposals and the number of rows, as of late
         self._lengths: dict[tuple[int, int, int], int] = {}
         self._num_timed = 0
-        self._since_plain = LEARN_EVERY  # steps
         self._spare = self._income = 0.0  # seconds that probes may take, and that each step adds
         self._probes: set[int] = set()  # rows whose draft token is a probe
         self._vain = self._rest = 0  # how often none were found, one after the other; steps to rest
+        self._tries, self.checks = True, False  # as `MeasuredGain`, in the last step
+        self._slow = 0  # steps, since draft tokens were tried
         self.pays = True  # in the last step some rows got draft tokens that are no probes
         self.of_model: dict[int, int] = {}  # as `limits`, what a model's passes pay for
 
     def enter(self, row: int) -> None:
         self._acceptance.enter(row)
         self._of_unsure.enter(row)
-        if self.pays or self.looks_up:  # its text may offer some
+        may_offer = self.looks_up or self.pays or self.checks  # its text may, or a model
+        if self._looks_up_beside_model or (self._tries and may_offer):
             self._vain, self._rest = self._vain // 2, 0
+
+    @property
+    def _looks_up_beside_model(self) -> bool:
+        """Of a chain: its turns without draft tokens are those without draft tokens of a model."""
+        return self.looks_up and bool(self._drafts.known)
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
         """`accepted` of a row's draft tokens were right."""
         self._about(row).learn(row, drafts, accepted)
 
     def timed(self, num_rows: int, tokens: int, seconds: float) -> None:
-        """A step that computed the next tokens of rows, and no prompts, took so long. `tokens`: draft tokens included."""
-        if tokens == num_rows:
-            self._since_plain = 0
+        """A step that drew in all its rows took so long. `tokens`: with draft tokens, and those of prompts."""
+        times = self._plain if tokens == num_rows else self._steps
         self._num_timed += 1
-        self._catch_up *= CATCH_UP_KEPT
-        if self._steps.learn(_size(tokens), seconds) or self._num_timed % KEEP_PRICES == 0:
+        if times.learn(_size(tokens), seconds) or self._num_timed % KEEP_PRICES == 0:
             self._prices.clear()
             self._times.clear()
+            self._draft_times.clear()
             self._lengths.clear()
         self._income = PROBE_SHARE * seconds
         self._save()
 
     def _save(self) -> None:
+        self._catch_up *= CATCH_UP_KEPT
         self._spare = min(self._spare + self._income, MOST_PROBE / PROBE_SHARE * self._income)
 
     def drafted(self, seconds: float, num_rows: int, passes: int, lacked: int = 0) -> None:
         """A drafter computed proposals for rows in so many passes of its model, and `lacked` tokens more, as of a prompt."""
         more = 0.0
         if lacked:
-            each = max(seconds - self._drafts(passes, num_rows), 0.0) / lacked
+            each = max(seconds - self._draft_time(passes, num_rows), 0.0) / lacked
             if not self._each_lacked.learn(1, each):  # the first call of a model is slow
                 more = lacked * self._each_lacked(1)
         else:
-            self._drafts.learn(passes, num_rows, seconds)
+            least = self._drafts.learn(passes, num_rows, seconds)
+            more = min(seconds - least, least)
         if self.pays:
             self._catch_up += CATCH_UP_WEIGHT * (more - self._catch_up)
         else:
             self._spare -= seconds
+
+    @property
+    def rest_left(self) -> int:
+        """Steps that will rest, if no request enters."""
+        return self._rest
+
+    def spent(self, num_rows: int, steps: int, tokens: float, seconds: float) -> None:
+        """The steps since the last look, this one included, drew so many tokens."""
+        ends = self._gain.spent(num_rows, steps, tokens, seconds)
+        tries, is_short = self._gain.turn(num_rows)
+        if tries and ends:
+            self._vain = self._rest = 0
+        self._slow = 0 if tries or is_short or self._looks_up_beside_model else self._slow + steps
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether no draft tokens are likely soon, so that the drafter need not follow the requests."""
+        return self._slow >= SLEEP_AFTER and not self.fixed
 
     # -- where looking for draft tokens takes a part of a step's time
     def rests(self) -> bool:
@@ -134,8 +168,10 @@ class DraftLength:
         if self.fixed or not room:
             self.of_model = {row: min(left, self.most) for row, left in room.items() if left > 0}
             return self.of_model
-        if self._wants_plain_step(len(room)):
-            self.of_model = {}
+        tries, self.checks = self._gain.turn(len(room))
+        self._tries, self.of_model = tries, {}
+        if not (tries or self._looks_up_beside_model):
+            self.pays, self._vain = False, max(self._vain, MAX_REST)
             return {}
         least, limits = max(self._price(len(room)), LEAST_GAIN), {}
         for row, left in room.items():
@@ -144,11 +180,13 @@ class DraftLength:
         paid = limits
         if self._drafts.known:  # a model proposes
             paid = {row: limit for row, limit in limits.items() if lacking(row) < NEVER}
-            if self._drafts(1, len(paid)) > NO_COST * self._time(len(room)):
+            if not tries:
+                paid = {}
+            elif self._draft_time(1, len(paid)) > NO_COST * self._time(len(room)):
                 depth = self._best_depth(paid, len(room))
                 paid = {row: min(limit, depth) for row, limit in paid.items()} if depth else {}
         self.pays = bool(paid)
-        if len(paid) < len(room) and self._spare >= self._least_probe(len(room)):
+        if tries and len(paid) < len(room) and self._spare >= self._least_probe(len(room)):
             idle = {row: lacking(row) for row, left in room.items() if left > 0 and row not in paid}
             self._probes = self._affordable(len(room), idle)
         self.of_model = paid | dict.fromkeys(self._probes, 1) if self._probes else paid
@@ -158,17 +196,6 @@ class DraftLength:
         if not found:
             self._vain = max(self._vain, MAX_REST)  # it is not the texts that offer none
         return found
-
-    def _wants_plain_step(self, num_rows: int) -> bool:
-        """Whether a step without draft tokens should run, so that its time is known: it is what draft tokens must beat."""
-        self._since_plain += 1
-        if self._since_plain < (PLAIN_EVERY if num_rows in self._prices else LEARN_EVERY):
-            return False
-        is_known = self._steps.sizes(0.75 * num_rows, num_rows + 1)
-        if is_known and self._since_plain < PLAIN_EVERY:
-            return False
-        self._since_plain = 0
-        return True
 
     def _places(self, row: int, least: float) -> int:
         """How many places add at least so many tokens each."""
@@ -182,27 +209,30 @@ class DraftLength:
         if num_rows not in self._prices:
             base, most = self._time(num_rows), num_rows * (1 + self.most)
             larger = self._steps.sizes(num_rows + 1, most) | {2 * num_rows, most}
-            each = min((self._time(size) - base) / (size - num_rows) for size in larger)
+            more = [size - num_rows for size in larger]
+            each = min((self._time(num_rows, drafts) - base) / drafts for drafts in more)
             self._prices[num_rows] = each * num_rows / base
         return self._prices[num_rows]
 
     def _best_depth(self, limits: dict[int, int], num_rows: int) -> int:
         """How many passes of a drafter's model, for all rows with a limit, give the most tokens a second."""
-        expected, count = float(num_rows), num_rows
-        best, best_rate = 0, expected / self._time(count)
+        expected, count = float(num_rows), 0
+        # A short turn also measures what seems not to pay, if it is not far from it.
+        least = MEASURED if self.checks else 1.0
+        best, best_rate = 0, least * expected / self._time(num_rows)
         for depth in range(1, max(limits.values(), default=0) + 1):
             rows = [row for row, limit in limits.items() if limit >= depth]
             expected += sum(self._acceptance.of[row] ** depth for row in rows)
             count += len(rows)
-            seconds = self._catch_up + self._drafts(depth, len(limits))
-            if (rate := expected / (self._time(count) + seconds)) > best_rate:
+            seconds = self._catch_up + self._draft_time(depth, len(limits))
+            if (rate := expected / (self._time(num_rows, count) + seconds)) > best_rate:
                 best, best_rate = depth, rate
         return best
 
     def _least_probe(self, num_rows: int) -> float:
         """Seconds that must be there for one: of a row that lacks nothing, at most a step."""
         base = self._time(num_rows)
-        return min(LEAST_PROBE * base + self._drafts(1, 1), base)
+        return min(LEAST_PROBE * base + self._draft_time(1, 1), base)
 
     def _affordable(self, num_rows: int, idle: dict[int, float]) -> set[int]:
         """The rows that get a probe, of `idle` with the tokens that each lacks. `drafted` says what the drafter took."""
@@ -210,8 +240,8 @@ class DraftLength:
         base, tokens, price = self._time(num_rows), 0.0, 0.0
         for row in sorted(idle, key=idle.__getitem__):
             tokens += idle[row]
-            larger = max(self._time(num_rows + len(found) + 1) - base, LEAST_PROBE * base)
-            cost = larger + self._drafts(1, 1) * (1 + tokens / LACKING)
+            larger = max(self._time(num_rows, len(found) + 1) - base, LEAST_PROBE * base)
+            cost = larger + self._draft_time(1, 1) * (1 + tokens / LACKING)
             if cost > MOST_PROBE * base or self._spare < min(cost, base):
                 break
             found.append(row)
@@ -266,7 +296,7 @@ class DraftLength:
         while count < most:
             # those of one size take the same time
             count = min(_size(num_rows + count + 1) - num_rows, most)
-            if (rate := totals[count] / self._time(num_rows + count)) > best_rate:
+            if (rate := totals[count] / self._time(num_rows, count)) > best_rate:
                 best, best_rate = count, rate
         return best
 
@@ -283,10 +313,19 @@ class DraftLength:
         found.sort(reverse=True)
         return found
 
-    def _time(self, tokens: int) -> float:
-        """Seconds of a step of so many tokens."""
-        if (found := self._times.get(tokens)) is None:
-            found = self._times[tokens] = self._steps(_size(tokens), unknown=1.0)
+    def _time(self, num_rows: int, drafts: int = 0) -> float:
+        """Seconds of a step. Draft tokens of fewer rows may have taken less time than so many rows do without any."""
+        if (found := self._times.get((num_rows, drafts))) is None:
+            found = self._plain(_size(num_rows), self._steps(_size(num_rows), unknown=1.0))
+            if drafts:
+                found = self._steps(_size(num_rows + drafts), first=(num_rows, found))
+            self._times[num_rows, drafts] = found
+        return found
+
+    def _draft_time(self, passes: int, num_rows: int) -> float:
+        """Seconds of a drafter's proposals."""
+        if (found := self._draft_times.get((passes, num_rows))) is None:
+            found = self._draft_times[passes, num_rows] = self._drafts(passes, num_rows)
         return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from quire.protocol.plan import EnteredRow
 from quire.worker.request_rows import RequestRows
 
 
@@ -56,20 +57,22 @@ class ComputedBlocks:
         self.rows, self.kv_group = rows, kv_group
         self._full: set[int] = set()
 
-    def enter(self, row: int, num_cached_tokens: int) -> int:
+    def enter(self, new: EnteredRow) -> int:
         """A request takes a row. How many of its cached tokens the draft model has computed."""
-        group, size = self.kv_group, self.rows.block_size
-        blocks = self.rows.blocks[group][row, : self.rows.num_blocks[group, row]].tolist()
-        cached = num_cached_tokens // size
+        blocks, size = new.blocks[self.kv_group], self.rows.block_size
+        cached = new.num_computed_tokens // size
         self._full.difference_update(blocks[cached:])
         # 0 is the null block, which is outside the windows of later tokens
         lacking = (at for at in range(cached) if blocks[at] and blocks[at] not in self._full)
         return next(lacking, cached) * size
 
-    def allocated(self, blocks: Sequence[Sequence[int]]) -> None:
-        """A row got these blocks, by group."""
-        if blocks:
-            self._full.difference_update(blocks[self.kv_group])
+    def allocated(self, blocks: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Rows got these blocks, by group."""
+        self._full.difference_update(*(groups[self.kv_group] for groups in blocks))
+
+    def clear(self) -> None:
+        """Blocks will be allocated unseen."""
+        self._full.clear()
 
     def computed(self, row: int, start: int, end: int) -> None:
         """The draft model has computed the row's tokens from `start` to `end`, and all before."""

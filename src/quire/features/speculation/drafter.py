@@ -81,6 +81,7 @@ class Drafter:
     extends = True  # False: `extend` does nothing
     is_checked = False  # True: it proposes tokens of the vocabulary, and no more than the limit
     pays = True  # False: of late no draft tokens paid, but for some that show whether they would
+    takes_running = True  # False: it must have seen all steps of a request
     has_model = False  # True: it proposes by passes of a model
     computed = (0, 0, 0)
     """Of the last proposals: rows of which a model ran, its passes, and the tokens of the first one; many: it caught up with a
@@ -106,6 +107,9 @@ class Drafter:
 
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
         """A step has run; called before `propose_all`. None: the drafter records nothing."""
+
+    def sleep(self) -> None:
+        """All rows left. It sees none of the next steps; then the requests enter that have rows."""
 
     def lacking(self, row: int) -> int:
         """How many of the row's tokens a model must compute before it can propose; with a model that runs only then."""

@@ -5,6 +5,8 @@ Knows requests and counts. Does not know drafters, or the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import Struct
 
@@ -31,12 +33,15 @@ class DraftReport(Struct, array_like=True):
 
 
 class SpeculationGate(Gate):
-    """Without it the scheduler would take blocks and budget for `num_speculative_tokens` more tokens of every row."""
+    """Without it the scheduler would take blocks and budget for `num_speculative_tokens` more tokens of every row.
+
+    `shares_texts`: the drafter may use the text of a request for others (`SpeculativeOptions`).
+    """
 
     name = NAME
 
-    def __init__(self, num_speculative_tokens: int):
-        self.num_speculative_tokens = num_speculative_tokens
+    def __init__(self, num_speculative_tokens: int, shares_texts: bool = True):
+        self.num_speculative_tokens, self.shares_texts = num_speculative_tokens, shares_texts
         self._per_position = [PER_POSITION.format(at) for at in range(num_speculative_tokens)]
         self._verified: dict[str, tuple[int, int]] = {}  # by request, of the last step
         self.counts: dict[str, float] = {}
@@ -50,18 +55,17 @@ class SpeculationGate(Gate):
         counts.update(dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED), 0.0))
         counts.update(dict.fromkeys(self._per_position, 0.0))
 
-    def allow(self, request: Request, start: int, num_tokens: int) -> int:
-        """All known tokens, and the draft tokens that the row has; with a step in flight, as many as it may have."""
-        if not request.drafted or request.num_pending_tokens:
-            return num_tokens
-        most = len(request.tokens) - start + self._num_drafts.get(request.row, 0)
-        return (
-            most if most < num_tokens else num_tokens
-        )  # for each row and step: min() takes twice as long
+    def begin(self, running: Sequence[Request]) -> None:
+        """All draft tokens that the rows have; with a step in flight, as many as they may have."""
+        count_of = self._num_drafts.get
+        for request in running:
+            if request.num_drafts and not request.num_pending_tokens:
+                request.num_drafts = count_of(request.row, 0)
 
     def enter(self, request: Request) -> None:
         """`root` is a hash of salt and adapter."""
-        self._scopes[request.row] = request.root + request.tenant.encode()
+        if self.shares_texts:
+            self._scopes[request.row] = request.root + request.tenant.encode()
 
     def extra(self, plan: StepPlan) -> bytes | None:
         """The scopes of the rows that enter: a drafter may use the text of one for another only if they are equal."""

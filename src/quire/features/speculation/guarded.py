@@ -32,6 +32,7 @@ class GuardedDrafter(Drafter):
         self.drafter, self.rows = drafter, rows
         self.records, self.observes, self.reads = drafter.records, drafter.observes, drafter.reads
         self.extends, self.has_model = drafter.extends, drafter.has_model
+        self.takes_running = drafter.takes_running
         self._lost: set[int] = set()  # rows
         self._is_logged = False
 
@@ -52,13 +53,14 @@ class GuardedDrafter(Drafter):
         if row not in self._lost:
             self._call(self.drafter.extend, row, tokens)
 
-    def _call(self, method: Callable[..., None], row: int, *args: Any) -> None:
+    def _call(self, method: Callable[..., None], *row: Any) -> None:
+        """`row`: and what else the method takes."""
         try:
-            method(row, *args)
+            method(*row)
         except LOST:
             raise
         except Exception as error:
-            self._lost.add(row)
+            self._lost.update(row[:1])
             self._report(error)
 
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
@@ -69,6 +71,11 @@ class GuardedDrafter(Drafter):
             raise
         except Exception as error:
             self._report(error)
+
+    def sleep(self) -> None:
+        self._lost.clear()
+        self._call(self.drafter.sleep)
+        self.reads = self.drafter.reads
 
     def lacking(self, row: int) -> int:
         return self.drafter.lacking(row)

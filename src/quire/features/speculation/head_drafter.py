@@ -96,7 +96,7 @@ class HeadDrafter(Drafter):
         most: how many tokens the speculator can guess; None: any number.
     """
 
-    extends, is_checked, has_model = False, True, True
+    extends, is_checked, has_model, takes_running = False, True, True, False
 
     def __init__(
         self,
@@ -126,7 +126,8 @@ class HeadDrafter(Drafter):
             models[-1].use_target(models[0])  # type: ignore[operator]
 
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
-        if self.has_layers and self._unused >= TRIED_FIRST and self._untried < TRIED_EVERY:
+        is_vain = self._unused >= TRIED_FIRST and self._untried < TRIED_EVERY
+        if self.has_layers and is_vain and not self.pays:
             self._unread.add(row)
         else:
             self.reads, self._untried = True, 0
@@ -148,9 +149,17 @@ class HeadDrafter(Drafter):
                 self.passes.leave(row)
                 self._unused += 1
         for new in plan.entered:
-            self.passes.enter(new)
-            self._waiting[new.row] = WaitingPositions(is_lost=new.row in self._unread)
+            if new.row not in self._unread:
+                self.passes.enter(new)
+                self._waiting[new.row] = WaitingPositions()
         self._unread.clear()
+
+    def sleep(self) -> None:
+        for row in self._waiting:
+            self.passes.leave(row)
+        self._waiting.clear()
+        self._unread.clear()
+        self.reads, self._step = False, None
 
     def _keep(self, step: ComputedTokens) -> None:
         """Copy the states of a step: the next one overwrites them."""

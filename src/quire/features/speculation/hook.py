@@ -17,15 +17,20 @@ from quire.features.speculation.draft_length import DraftLength
 from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.features.speculation.gate import NAME, DraftReport
 from quire.features.speculation.rank_agreement import RankAgreement
+from quire.protocol.plan import StepPlan
 from quire.worker.hooks import Hook
 
 if TYPE_CHECKING:
     from quire.forward_context import ForwardBatch
     from quire.models.base import LanguageModel
     from quire.parallel.ranks import TensorRanks
-    from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
+    from quire.protocol.plan import EnteredRow, WorkItem
     from quire.worker.request_rows import RequestRows
     from quire.worker.sampling.logits_processors import Processor
+
+
+COLD_STEPS = 48  # the first ones of a process, which take longer: their times say nothing
+TIMED_RESTS = 16  # the last steps of a rest say how long a step takes without draft tokens
 
 
 class SpeculationHook(Hook):
@@ -60,19 +65,25 @@ class SpeculationHook(Hook):
         # Of steps whose results are not read yet: the rows that drew, and the report.
         # None: the step rested.
         self.reports: deque[tuple[list[int], DraftReport] | None] = deque()
-        self._undrawn: set[int] = set()  # rows that have not drawn since their request entered
-        # by row: requests that the drafter does not know yet
-        self._entered: dict[int, EnteredRow] = {}
+        self._requests: dict[int, EnteredRow] = {}  # by row
+        self._entered: dict[int, EnteredRow] = {}  # those that the drafter does not know yet
+        self._scopes: dict[int, bytes] = {}  # by row, those that came with a plan
+        self._sleeps = False  # the drafter knows no request
         self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
         self._most: dict[int, int] = {}  # by row: the most draft tokens that its request wants
         self._drafted: set[int] = set()  # rows that may have draft tokens, as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
         # When the look before the step ended, from where a step's time counts: the engine's own part is in it. 0: not known.
-        self._began = self._looked = 0.0
+        # Where that part takes longer than the step before, no request ran.
+        self._began = self._looked = self._start = self._took = 0.0
         self._rests = False
-        # Of the last step, if its time says something: rows, tokens and seconds. Of its drafts: rows, passes, and the tokens
-        # that the model lacked, if there were many.
-        self._step_time, self._passes = (0, 0, 0.0), (0, 0, 0)
+        # Since the last look: when it ended, without the time in which no request ran; steps, and their tokens.
+        self._since, self._steps, self._tokens = 0.0, 0, 0.0
+        self._cold = COLD_STEPS
+        self._accepted: dict[int, int] = {}  # by row: draft tokens of the last step
+        # Of the last step, if its time says something, or of those that rested before it: rows, tokens and seconds (0: up to the
+        # look). Of the last drafts: rows, passes, and the tokens that the model lacked, if there were many.
+        self._timed, self._passes = (0, 0, 0.0), (0, 0, 0)
         self._model: LanguageModel | None = None
         self._batch: ForwardBatch | None = None
         self._computed: ComputedTokens | None = None
@@ -82,8 +93,11 @@ class SpeculationHook(Hook):
         self.drafter.use_models(models)
 
     def enter(self, new: EnteredRow) -> None:
-        self._entered[new.row] = new
-        self._undrawn.add(new.row)
+        self._requests[new.row] = self._entered[new.row] = new
+        if not self._sleeps:
+            self._know(new)
+
+    def _know(self, new: EnteredRow) -> None:
         self.length.enter(new.row)
         self._known[new.row] = len(new.tokens)
         most = getattr(new.params, "max_draft_tokens", None)
@@ -92,17 +106,25 @@ class SpeculationHook(Hook):
     def leave(self, row: int) -> None:
         if self._entered.pop(row, None) is None:
             self.drafter.leave(row)
-        self._undrawn.discard(row)
-        del self._known[row]
+        self._scopes.pop(row, None)
+        del self._requests[row]
+        # Those of its last step may be behind the end of its answer: half of them, on average.
+        self._tokens -= self._accepted.pop(row, 0) / 2
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """It acts around the step, which verifies draft tokens either way."""
         return True
 
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
-        if self._entered:
-            self._enter_drafter(plan)
+        if NAME in plan.extras:  # a row without a scope shares nothing
+            self._scopes |= msgspec.msgpack.decode(plan.extras[NAME], type=dict[int, bytes])
+        if self._entered and not self._sleeps:
+            self._enter_drafter()
         self._began, self._looked = self._looked, 0.0
+        self._start = time.perf_counter()
+        if self._began and (pause := self._start - self._began - self._took) > 0:
+            self._began += pause
+            self._since += pause
         self._rests = not self._drafted and self.length.rests()
         reads = self.drafter.records and self.drafter.reads
         if self._rests and not reads:
@@ -119,16 +141,11 @@ class SpeculationHook(Hook):
             self._batch = batch
             self._computed = ComputedTokens.before(plan, batch, self.rows) if drafts else None
 
-    def _enter_drafter(self, plan: StepPlan) -> None:
-        """The scopes of the rows come with their plan; a row without one shares nothing."""
-        extra = plan.extras.get(NAME)
-        scopes = msgspec.msgpack.decode(extra, type=dict[int, bytes]) if extra else {}
+    def _enter_drafter(self) -> None:
         for row, new in self._entered.items():
-            is_faulty = (
-                row in self.rows.faults
-            )  # a token of its prompt may be none of the vocabulary
+            is_faulty = row in self.rows.faults  # a token may be none of the vocabulary
             tokens = [0] * len(new.tokens) if is_faulty else new.tokens
-            self.drafter.enter(row, tokens, scopes.get(row, new.id.encode()))
+            self.drafter.enter(row, tokens, self._scopes.get(row, new.id.encode()))
         self._entered.clear()
 
     def _drafts_of(self, item: WorkItem) -> tuple[int, tuple[int, int]] | None:
@@ -141,13 +158,15 @@ class SpeculationHook(Hook):
         return row, (length - drafts, end - length + drafts)
 
     def after(self, plan: StepPlan) -> None:
-        now = time.perf_counter()
-        if self.drafter.observes:
+        if self.drafter.observes and not self._sleeps:
             reads = self.drafter.records and self.drafter.reads
             self.drafter.observe(plan, self._computed_tokens(plan) if reads else None)
+        self._steps += 1
+        self._tokens += len(plan.work)
+        self._accepted.clear()
         if self._rests:
             self.reports.append(None)
-            self._looked = now
+            self._rested(plan)
             return
         rows, work = self.rows, plan.work
         computed_of, length_of = rows.num_computed_tokens.item, rows.length.item
@@ -157,14 +176,24 @@ class SpeculationHook(Hook):
             if item.samples and computed_of(item.row) == length_of(item.row) - 1
         ]
         report = self._verify_counts()
-        is_timed = self._began and drew and len(drew) == len(work)
-        if is_timed and self._undrawn.isdisjoint(drew):  # it computed no prompts
-            tokens = len(drew) + sum(n for _, n in self._verified.values() if n > 0)
-            self._step_time = len(drew), tokens, now - self._began
-        self._undrawn.difference_update(drew)
+        self._tokens += sum(self._accepted.values())
+        if self._began and drew and len(drew) == len(work) and not self._timed[0]:
+            # Tokens of prompts take no longer than draft tokens do.
+            self._timed = len(drew), sum(item.num_tokens for item in work), 0.0
         if not self.waits:
             report.num_drafts = self._propose(drew)
         self.reports.append((drew, report))
+
+    def _rested(self, plan: StepPlan) -> None:
+        self._looked = time.perf_counter()
+        self._took = self._looked - self._start
+        if self.length.rest_left >= TIMED_RESTS or not self._began or plan.entered:
+            return
+        rows, seconds = len(plan.work), self._looked - self._began
+        if sum(item.num_tokens for item in plan.work) == rows:  # it computed no prompts
+            if self._timed[:2] == (rows, rows):
+                seconds = min(seconds, self._timed[2])
+            self._timed = rows, rows, seconds
 
     def _computed_tokens(self, plan: StepPlan) -> ComputedTokens | None:
         if self._model is None:
@@ -184,11 +213,35 @@ class SpeculationHook(Hook):
                 if self.names_requests:
                     report.ids.append(rows.ids[row] or "")
                 self.length.learn(row, drafts, accepted)
+                self._accepted[row] = accepted
         return report
 
     def _propose(self, drew: list[int]) -> dict[int, int]:
         """Give draft tokens to these rows. Returns how many each has, where the gate does not know that it has none."""
-        began, rows, most = time.perf_counter(), self.rows, self.most_at(len(drew))
+        began, rows = time.perf_counter(), self.rows
+        sleeps = self.length.sleeps and not (self._drafted or self._looks_ahead())
+        if self._sleeps != sleeps:
+            self._sleeps = sleeps
+            (self._sleep if sleeps else self._wake)()
+        proposals: dict[int, list[int]] = {} if sleeps else self._proposals_of(drew)
+        if drew:
+            proposals = self._agreed(drew, proposals, began, time.perf_counter())
+        counts = {row: len(drafts) for row, drafts in proposals.items() if drafts}
+        for row in counts:
+            rows.put_drafts(row, proposals[row])
+        self._looked = time.perf_counter()
+        self._took = self._looked - self._start
+        if not (counts or self._drafted):
+            return counts
+        report = dict.fromkeys(self._drafted.intersection(drew), 0) | counts
+        self._drafted = self._drafted.difference(drew) | counts.keys()
+        return report
+
+    def _looks_ahead(self) -> bool:
+        return any(each.looks_ahead for each in self.processors)
+
+    def _proposals_of(self, drew: list[int]) -> dict[int, list[int]]:
+        rows, most = self.rows, self.most_at(len(drew))
         lengths = dict(zip(drew, map(rows.length.item, drew), strict=True))
         if self.drafter.extends:
             for row, length in lengths.items():
@@ -202,35 +255,54 @@ class SpeculationHook(Hook):
         proposals = self._proposals(room)
         for processor in self.processors:
             processor.look_ahead(proposals, room)
-        if drew:
-            proposals = self._agreed(drew, proposals, time.perf_counter() - began)
-        counts = {row: len(drafts) for row, drafts in proposals.items() if drafts}
-        for row in counts:
-            rows.put_drafts(row, proposals[row])
-        self._looked = time.perf_counter()
-        if not (counts or self._drafted):
-            return counts
-        report = dict.fromkeys(self._drafted.intersection(drew), 0) | counts
-        self._drafted = self._drafted.difference(drew) | counts.keys()
-        return report
+        return proposals
+
+    def _sleep(self) -> None:
+        """Draft tokens make the engine slower: until they are tried again, the drafter does not follow the requests."""
+        for row in self._requests.keys() - self._entered:
+            self.drafter.leave(row)
+        self.drafter.sleep()
+        self._entered = dict(self._requests)
+
+    def _wake(self) -> None:
+        """The requests that have rows enter again, with all their tokens."""
+        rows, running = self.rows, list(self._entered.values())
+        for number, new in enumerate(running):
+            tokens = rows.tokens_of(new.row, 0, rows.length.item(new.row))
+            running[number] = msgspec.structs.replace(new, tokens=tokens, num_computed_tokens=0)
+            self._know(running[number])
+        if not self.drafter.takes_running:
+            self._entered.clear()
+            return
+        self._entered = {new.row: new for new in running}
+        self._enter_drafter()
+        if self.drafter.observes:
+            self.drafter.observe(StepPlan(0, running, [], []), None)
 
     def _agreed(
-        self, drew: list[int], proposals: dict[int, list[int]], look_s: float
+        self, drew: list[int], proposals: dict[int, list[int]], began: float, now: float
     ) -> dict[int, list[int]]:
         """The draft tokens that all ranks have. What they learn from is the same too, so all rest in the same steps."""
-        rows, tokens, step_s = self._step_time
+        rows, tokens, step_s = self._timed
+        step_s, look_s = step_s or began - self._began, now - began
+        period_s, self._since = now - self._since, now
         drafted, passes, lacked = self._passes
-        self._step_time, self._passes = (0, 0, 0.0), (0, 0, 0)
+        self._timed, self._passes = (0, 0, 0.0), (0, 0, 0)
         if self.agree is not None:
-            own = step_s, look_s, drafted, passes, lacked
+            own = step_s, look_s, period_s, drafted, passes, lacked
             least, proposals = self.agree(own, drew, proposals)
-            step_s, look_s = least[:2]
-            drafted, passes, lacked = map(round, least[2:])
-        if tokens:
-            self.length.timed(rows, tokens, step_s)
-        if drafted:
-            self.length.drafted(look_s, drafted, passes, lacked)
-        found = any(proposals.values()) or any(each.looks_ahead for each in self.processors)
+            step_s, look_s, period_s = least[:3]
+            drafted, passes, lacked = map(round, least[3:])
+        if self._cold > 0:
+            self._cold -= self._steps
+        else:
+            if tokens:
+                self.length.timed(rows, tokens, step_s)
+            if drafted:
+                self.length.drafted(look_s, drafted, passes, lacked)
+            self.length.spent(len(drew), self._steps, self._tokens, period_s)
+        self._steps, self._tokens = 0, 0.0
+        found = any(proposals.values()) or self._looks_ahead()
         self.length.looked(found, len(drew), look_s)
         return proposals
 
@@ -242,7 +314,7 @@ class SpeculationHook(Hook):
             forced = [row for row in limits if computed_of(row) < length_of(row) - 1]
             for row in forced:
                 del limits[row]
-        self.drafter.pays = self.length.pays
+        self.drafter.pays = self.length.pays or self.length.checks
         found = self.drafter.propose_within(limits, self.length.of_model)
         drafted, passes, tokens = self.drafter.computed
         if drafted:

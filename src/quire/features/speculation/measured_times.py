@@ -25,8 +25,8 @@ class MeasuredTimes:
             self._seconds[size] = min(seconds, FIRST * expected) if expected else seconds
         else:
             self._seconds[size] = min(seconds, before + max(0.1, 1 / count) * (seconds - before))
-        self._num += 1
         self._counts[size], self._last[size] = count, self._num
+        self._num += 1
         return (self._num % KEPT_ONCE == 0 and self._forget()) or before is None
 
     def _forget(self) -> bool:
@@ -40,27 +40,34 @@ class MeasuredTimes:
         """Those that were measured, from `first` to before `end`."""
         return {size for size in self._seconds if first <= size < end}
 
-    def __call__(self, size: int, unknown: float = 0.0) -> float:
+    def __call__(
+        self, size: int, unknown: float = 0.0, first: tuple[int, float] | None = None
+    ) -> float:
         """As measured, between the next sizes that were, or on the line through the two largest.
 
         If only one was measured, up to twice its size is taken to cost no more: it will be measured. `unknown`: if none was.
+        `first`: a size, and its time in the place of its own and that of smaller ones.
         """
-        if not self._seconds:
+        known = self._seconds
+        if first is not None:
+            known = {n: max(seconds, first[1]) for n, seconds in known.items() if n > first[0]}
+            known[first[0]] = first[1]
+        if not known:
             return unknown
-        below = max((n for n in self._seconds if n <= size), default=0)
-        larger = {n: seconds for n, seconds in self._seconds.items() if n >= size}
+        below = max((n for n in known if n <= size), default=0)
+        larger = {n: seconds for n, seconds in known.items() if n >= size}
         if not below:
             return min(larger.values())
         if larger:
             above = min(larger)
             share = (size - below) / (above - below) if above > below else 0.0
-            between = (1 - share) * self._seconds[below] + share * self._seconds[above]
+            between = (1 - share) * known[below] + share * known[above]
             return min(between, *larger.values())
-        before = max((n for n in self._seconds if n < below), default=0)
+        before = max((n for n in known if n < below), default=0)
         if not before:
-            return self._seconds[below] * max(size / (2 * below), 1.0)
-        slope = max(self._seconds[below] - self._seconds[before], 0.0) / (below - before)
-        return self._seconds[below] + slope * (size - below)
+            return known[below] * max(size / (2 * below), 1.0)
+        slope = max(known[below] - known[before], 0.0) / (below - before)
+        return known[below] + slope * (size - below)
 
 
 class MeasuredPasses:
@@ -69,8 +76,12 @@ class MeasuredPasses:
     def __init__(self) -> None:
         self.known: dict[int, MeasuredTimes] = {}  # by passes: times by rows
 
-    def learn(self, passes: int, num_rows: int, seconds: float) -> None:
-        self.known.setdefault(passes, MeasuredTimes()).learn(num_rows, seconds)
+    def learn(self, passes: int, num_rows: int, seconds: float) -> float:
+        """The seconds of such passes, as they are known then."""
+        if (times := self.known.get(passes)) is None:
+            times = self.known[passes] = MeasuredTimes()
+        times.learn(num_rows, seconds)
+        return times(num_rows)
 
     def __call__(self, passes: int, num_rows: int) -> float:
         """0 if none was measured. More passes than were measured take the time of these as often; fewer, no more than these."""

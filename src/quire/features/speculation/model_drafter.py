@@ -62,7 +62,7 @@ class ModelDrafter(Drafter):
         self.passes, self.rows = passes, passes.rows
         self.max_model_len, self.max_step_tokens = max_model_len, max_step_tokens
         self.has_windows, self.vocab_size, self.mask_token = has_windows, vocab_size, mask_token
-        self.blocks = ComputedBlocks(self.rows, kv_group)
+        self.blocks, self.takes_running = ComputedBlocks(self.rows, kv_group), not has_windows
         self._rows: dict[int, _DraftedRow] = {}
         self._stepped: list[int] = []  # rows of the last step
 
@@ -75,12 +75,16 @@ class ModelDrafter(Drafter):
         for new in plan.entered:
             self._leave(new.row)  # if the step whose plan freed it failed
             self.passes.enter(new)
-            self._rows[new.row] = _DraftedRow(self.blocks.enter(new.row, new.num_computed_tokens))
-        for item in plan.work:
-            if item.new_blocks:
-                self.blocks.allocated(item.new_blocks)
+            self._rows[new.row] = _DraftedRow(self.blocks.enter(new))
+        if new_blocks := [item.new_blocks for item in plan.work if item.new_blocks]:
+            self.blocks.allocated(new_blocks)
         if self.has_windows:
             self._stepped = [item.row for item in plan.work]
+
+    def sleep(self) -> None:
+        for row in list(self._rows):
+            self._leave(row)
+        self.blocks.clear()
 
     def _leave(self, row: int) -> None:
         if self._rows.pop(row, None) is not None:
