@@ -9,7 +9,7 @@ import pytest
 from quire.features.speculation import hook as module
 from quire.features.speculation.draft_length import DraftLength
 from quire.features.speculation.drafter import Drafter
-from quire.features.speculation.hook import COLD_STEPS, SpeculationHook
+from quire.features.speculation.hook import COLD_STEPS, IDLE_STEPS, SpeculationHook
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.request_rows import RequestRows
@@ -67,11 +67,11 @@ class Steps:
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.length, self.drafter = clock, RecordedLength(), Followed()
-        self.rows = RequestRows(4, 64, 1, 8)
+        self.rows = RequestRows(4, 256, 1, 8)
         self.hook = SpeculationHook(
             self.rows, self.drafter, self.length, lambda rows: 3, waits=True
         )
-        self.hook._cold = 0
+        self.hook._cold = self.number = 0
 
     def enter(self, row: int, tokens: list[int]) -> None:
         new = EnteredRow(row, str(row), tokens, len(tokens), 0, [], SamplingParams())
@@ -90,16 +90,19 @@ class Steps:
             WorkItem(row, int(rows.length[row] - rows.num_computed_tokens[row]), [], 0, True)
             for row, _ in drawn
         ]
-        plan = StepPlan(1, [], work, [])
-        self.hook.before(plan, None)
+        self.number += 1
+        plan, acts = StepPlan(self.number, [], work, []), self.number >= self.hook.idle_until
+        if acts:
+            self.hook.before(plan, None)
         self.clock.now += 1.0
         for row, tokens in drawn:
             start = int(rows.length[row] - rows.num_drafts[row])
             rows.write_tokens(row, start, tokens)
             rows.length[row], rows.num_drafts[row] = start + len(tokens), 0
             rows.num_computed_tokens[row] = rows.length[row] - 1
-        self.hook.after(plan)
-        self.hook.report()
+        if acts:
+            self.hook.after(plan)
+            self.hook.report()
 
     def said(self, what: str) -> list[tuple[Any, ...]]:
         found = [call[1:] for call in self.length.calls if call[0] == what]
@@ -188,13 +191,20 @@ def test_a_drafter_that_sleeps_knows_no_request_and_then_all_with_their_tokens(
     steps.length.most = 0
     steps.step((0, [9]), (1, [8]))
     steps.step((0, [9]), (1, [8]))
-    assert steps.drafter.rows == {}
+    assert (steps.drafter.rows, steps.hook.idle_until) == ({}, steps.number + IDLE_STEPS)
+    steps.said("spent")
     steps.leave(0)
     steps.enter(2, [3])
-    steps.step((1, [8]), (2, [7]))
-    assert steps.drafter.rows == {}
+    for _ in range(IDLE_STEPS):
+        steps.step((1, [8]), (2, [7]))
+    assert steps.said("spent") == [(2, IDLE_STEPS, 2.0, 0.0)]  # how long they took is not known
     steps.length.sleeping = False
-    steps.step((1, [8]), (2, [7]))
-    assert steps.drafter.rows == {1: [2] + [8] * 7, 2: [3, 7, 7]}
+    for _ in range(IDLE_STEPS):
+        assert steps.drafter.rows == {}
+        steps.step((1, [8]), (2, [7]))
+    assert steps.drafter.rows == {
+        1: [2] + [8] * (5 + 2 * IDLE_STEPS),
+        2: [3] + [7] * 2 * IDLE_STEPS,
+    }
     steps.leave(1)
-    assert steps.drafter.rows == {2: [3, 7, 7]}
+    assert steps.drafter.rows.keys() == {2}

@@ -94,6 +94,22 @@ def test_the_batch_contains_all_positions_and_slots():
     assert {name: getattr(batch, name).element_size() for name in wanted} == wanted
 
 
+def test_a_hook_may_be_idle_until_a_step():
+    """It hears of requests meanwhile, and of no steps."""
+    worker, watch = make_worker(), Watch()
+    watch.entered = []
+    watch.enter = lambda new: watch.entered.append(new.row)
+    worker.hooks.append(watch)
+    drive = Driver(worker)
+    assert drive([WorkItem(1, 1)], [enter(1, [5], GREEDY)]).extras == {"watch": b"seen 1"}
+    watch.idle_until = watch.steps[-1] + 3
+    for row in (2, 3):
+        assert drive([WorkItem(row, 1)], [enter(row, [5], GREEDY)]).extras == {}
+    assert drive([WorkItem(1, 1)]).extras == {"watch": b"seen 2"}
+    assert watch.entered == [1, 2, 3]
+    assert watch.steps == [watch.steps[0], watch.steps[0] + 3]
+
+
 def test_blocks_of_the_plan_are_appended():
     worker = make_worker()
     seen = batches_of(worker)

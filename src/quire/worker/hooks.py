@@ -19,6 +19,8 @@ class Hook:
     """The base does nothing; a feature overrides what it needs."""
 
     name = "hook"
+    idle_until = 0
+    """Of plans with smaller numbers (`plan.step`) the worker calls only `enter` and `leave`."""
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         """The worker runs these models from now on, the main one first, and has not fused them yet; or, while it is asleep,

@@ -118,6 +118,7 @@ class Worker:
     ):
         self.platform, self.model_input, self.model_output = platform, model_input, model_output
         self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or InputBatchBuilder(rows)
+        self.acting: Sequence[Hook] = ()  # of these, in the last step
         self.functions: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
             "num_parameters": lambda: sum(p.numel() for p in self.model.parameters()),
@@ -175,6 +176,7 @@ class Worker:
         if plan.freed_rows or plan.entered:
             self._update_rows(plan)
             self._update_hooks(plan)
+        self.acting = [hook for hook in self.hooks if plan.step >= hook.idle_until]
         step = self._fast(plan) if self._accepts_fast_step(plan) else self._by_parts(plan)
         self._call_after(plan)
         return step
@@ -191,7 +193,7 @@ class Worker:
     def _accepts_fast_step(self, plan: StepPlan) -> bool:
         if not plan.work:
             return True
-        parts = (self.fast_step, self.model, self.model_input, self.model_output, *self.hooks)
+        parts = (self.fast_step, self.model, self.model_input, self.model_output, *self.acting)
         answers = (getattr(part, "accepts_fast_step", _refuses)(plan) for part in parts)
         return all(answers)
 
@@ -209,7 +211,7 @@ class Worker:
         return self._queued(plan, queued, draws)
 
     def _queued(self, plan: StepPlan, queued: QueuedStep, draws: list[_Draw]) -> _Step:
-        return _Step(queued, self.hooks, self.rows, draws, self.rows.faults_of(plan.work))
+        return _Step(queued, self.acting, self.rows, draws, self.rows.faults_of(plan.work))
 
     @_recoverable
     def _run_fast(self, plan: StepPlan) -> StepResult:
@@ -225,12 +227,12 @@ class Worker:
 
     @_recoverable
     def _call_before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
-        for hook in self.hooks:
+        for hook in self.acting:
             hook.before(plan, batch)
 
     @_recoverable
     def _call_after(self, plan: StepPlan) -> None:
-        for hook in self.hooks:
+        for hook in self.acting:
             hook.after(plan)
 
     def call(self, name: str, *args: Any) -> Any:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 COLD_STEPS = 48  # the first ones of a process, which take longer: their times say nothing
+IDLE_STEPS = 64  # of a drafter that sleeps: then the hook looks again whether it should
 TIMED_RESTS = 16  # the last steps of a rest say how long a step takes without draft tokens
 
 
@@ -69,6 +70,7 @@ class SpeculationHook(Hook):
         self._entered: dict[int, EnteredRow] = {}  # those that the drafter does not know yet
         self._scopes: dict[int, bytes] = {}  # by row, those that came with a plan
         self._sleeps = False  # the drafter knows no request
+        self._step = 0  # the number of the last plan
         self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
         self._most: dict[int, int] = {}  # by row: the most draft tokens that its request wants
         self._drafted: set[int] = set()  # rows that may have draft tokens, as the gate knows
@@ -122,10 +124,13 @@ class SpeculationHook(Hook):
             self._enter_drafter()
         self._began, self._looked = self._looked, 0.0
         self._start = time.perf_counter()
+        if skipped := plan.step - self._step - 1 if self._sleeps else 0:
+            self._steps, self._began, self._since = self._steps + skipped, 0.0, 0.0
+        self._step = plan.step
         if self._began and (pause := self._start - self._began - self._took) > 0:
             self._began += pause
             self._since += pause
-        self._rests = not self._drafted and self.length.rests()
+        self._rests = not (self._drafted or self._sleeps) and self.length.rests()
         reads = self.drafter.records and self.drafter.reads
         if self._rests and not reads:
             return
@@ -231,6 +236,8 @@ class SpeculationHook(Hook):
             rows.put_drafts(row, proposals[row])
         self._looked = time.perf_counter()
         self._took = self._looked - self._start
+        if sleeps:
+            self.idle_until = self._step + IDLE_STEPS
         if not (counts or self._drafted):
             return counts
         report = dict.fromkeys(self._drafted.intersection(drew), 0) | counts
@@ -285,7 +292,7 @@ class SpeculationHook(Hook):
         """The draft tokens that all ranks have. What they learn from is the same too, so all rest in the same steps."""
         rows, tokens, step_s = self._timed
         step_s, look_s = step_s or began - self._began, now - began
-        period_s, self._since = now - self._since, now
+        period_s, self._since = now - self._since if self._since else 0.0, now
         drafted, passes, lacked = self._passes
         self._timed, self._passes = (0, 0, 0.0), (0, 0, 0)
         if self.agree is not None:

@@ -94,9 +94,10 @@ class MeasuredGain:
         return load
 
     def spent(self, num_rows: int, steps: int, tokens: float, seconds: float) -> bool:
-        """So many steps drew so many tokens, since the last call. Whether the turn ends."""
+        """So many steps drew so many tokens, since the last call. Whether the turn ends. `seconds`: 0 if they are not known."""
         load = self._of(num_rows)
-        load.rates[load.tries].add(steps, tokens, seconds)
+        if seconds:
+            load.rates[load.tries].add(steps, tokens, seconds)
         load.left -= steps
         if load.left > 0:
             return False
