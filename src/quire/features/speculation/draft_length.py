@@ -30,7 +30,7 @@ LEAST_PROBE, MOST_PROBE = 0.05, 4  # the cost of a probe, in steps
 CATCH_UP_WEIGHT = 1 / 32  # of a drafting step's time for prompts
 CATCH_UP_KEPT = 0.999  # of its mean, with each step: a drafter that it made too slow is tried again
 LACKING = 8  # so many tokens that a drafter's model lacks take the time of a pass
-KEEP_PRICES = 16  # steps
+KEEP_PRICES = 64  # steps
 MEASURED = 0.75  # the speed of draft tokens that a short turn measures
 SLEEP_AFTER = 256  # steps of turns without draft tokens
 NO_COST = 0.01  # a drafter that takes less of a step's time is free
@@ -89,6 +89,8 @@ class DraftLength:
 
     def timed(self, num_rows: int, tokens: int, seconds: float) -> None:
         """A step that drew in all its rows took so long. `tokens`: with draft tokens, and those of prompts."""
+        if tokens > 2 * num_rows * (1 + self.most):
+            return  # most were those of a prompt
         times = self._plain if tokens == num_rows else self._steps
         self._num_timed += 1
         if times.learn(_size(tokens), seconds) or self._num_timed % KEEP_PRICES == 0:
