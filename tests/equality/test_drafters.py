@@ -315,15 +315,18 @@ def test_a_request_limits_its_draft_tokens(speculating: Engine, plain: list[list
     assert 0 < tokens == speculating.stats()["counts"]["spec_decode_num_drafts"] - steps
 
 
-def test_steps_that_compute_prompts_are_not_timed(speculating: Engine, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_the_tokens_of_a_prompt_count_in_a_steps_time(speculating: Engine, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """A step of eight tokens of a prompt counted as one that draws a token, and draft tokens seemed to cost nothing."""
     timed: list[tuple[int, int]] = []
     monkeypatch.setattr(DraftLength, "timed", lambda self, rows, tokens, seconds: timed.append((rows, tokens)))  # fmt: skip
-    short = [prompt[:4] for prompt in PROMPTS]
-    speculating.tokens(short, greedy(1))
-    assert timed == []
-    speculating.tokens(short[:1], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, speculative={"k": 0}))  # fmt: skip
-    assert timed == [(1, 1)] * 3
+    monkeypatch.setattr(DraftLength, "rests", lambda self: False)
+    monkeypatch.setattr(DraftLength, "sleeps", False)
+    hook = next(hook for hook in speculating.client.core.executor.worker.hooks if hook.name == "speculation")  # fmt: skip
+    monkeypatch.setattr(hook, "_cold", 0)
+    speculating.tokens([PROMPTS[1][:4]], greedy(2))
+    timed.clear()
+    speculating.tokens([PROMPTS[0][:4]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, speculative={"k": 0}))  # fmt: skip
+    assert timed == [(1, 4)] + [(1, 1)] * 3
 
 
 @pytest.mark.parametrize("kind", [Failing, Broken])
