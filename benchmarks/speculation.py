@@ -267,6 +267,8 @@ def pieces() -> dict[str, Piece]:
     found["tiny-1"] = partial(_tiny, clients=1, drafters=LOOKUPS, goal=2.0)
     found["tiny-32"] = partial(_tiny, clients=32, drafters=LOOKUPS, goal=0.97)
     found["tiny-heads"] = partial(_tiny, clients=1, drafters=HEADS, goal=1.25)
+    for n in (8, 32):  # those that do not pay must not cost much
+        found[f"tiny-heads-{n}"] = partial(_tiny, clients=n, drafters=HEADS, goal=0.97)
     found["host"] = _host
     for name in speculation_peers.PEERS:
         found[name] = partial(speculation_peers.compare, peer=name)
