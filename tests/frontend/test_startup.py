@@ -180,7 +180,7 @@ def test_a_broken_template_of_the_checkpoint_is_a_warning(resolved, tmp_path: Pa
     assert "/v1/chat/completions refuses requests; set one with --chat-template" in caplog.text
 
 
-# ------------------------------------------------------------------------------------ who runs them
+# ------------------------------------------------------------------------------------ which process runs them
 
 
 def test_a_program_runs_them_before_it_loads(resolved, monkeypatch) -> None:

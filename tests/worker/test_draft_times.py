@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +158,7 @@ def test_the_fastest_step_of_a_rest_counts(steps: Steps) -> None:
     steps.said("timed"), steps.said("spent")
     steps.hook._drafted.clear()  # as if none were proposed
     steps.rows.num_drafts[0], steps.rows.length[0] = 0, steps.rows.length[0] - 1
-    steps.length._rest = 3
+    steps.length.rest = 3
     for slower in (0.5, 0.0, 0.2):
         steps.clock.now += slower
         steps.step((0, [9]))
@@ -198,6 +199,11 @@ def test_a_drafter_that_sleeps_knows_no_request_and_then_all_with_their_tokens(
     for _ in range(IDLE_STEPS):
         steps.step((1, [8]), (2, [7]))
     assert steps.said("spent") == [(2, IDLE_STEPS, 2.0, 0.0)]  # how long they took is not known
+    steps.hook.processors = [SimpleNamespace(looks_ahead=True)]
+    steps.enter(3, [4])  # its forced tokens would be draft tokens
+    assert steps.hook.idle_until == 0
+    steps.leave(3)
+    steps.hook.processors, steps.hook.idle_until = [], steps.number + IDLE_STEPS
     steps.length.sleeping = False
     for _ in range(IDLE_STEPS):
         assert steps.drafter.rows == {}

@@ -65,7 +65,8 @@ class DraftLength:
         self._num_timed = 0
         self._spare = self._income = 0.0  # seconds that probes may take, and that each step adds
         self._probes: set[int] = set()  # rows whose draft token is a probe
-        self._vain = self._rest = 0  # how often none were found, one after the other; steps to rest
+        self._vain = 0  # how often none were found, one after the other
+        self.rest = 0  # steps that will rest, if no request enters
         self._tries, self.checks = True, False  # as `MeasuredGain`, in the last step
         self._slow = 0  # steps, since draft tokens were tried
         self.pays = True  # in the last step some rows got draft tokens that are no probes
@@ -76,7 +77,7 @@ class DraftLength:
         self._of_unsure.enter(row)
         may_offer = self.looks_up or self.pays or self.checks  # its text may, or a model
         if self._looks_up_beside_model or (self._tries and may_offer):
-            self._vain, self._rest = self._vain // 2, 0
+            self._vain, self.rest = self._vain // 2, 0
 
     @property
     def _looks_up_beside_model(self) -> bool:
@@ -120,17 +121,12 @@ class DraftLength:
         else:
             self._spare -= seconds
 
-    @property
-    def rest_left(self) -> int:
-        """Steps that will rest, if no request enters."""
-        return self._rest
-
     def spent(self, num_rows: int, steps: int, tokens: float, seconds: float) -> None:
         """The steps since the last look, this one included, drew so many tokens."""
         ends = self._gain.spent(num_rows, steps, tokens, seconds)
         tries, is_short = self._gain.turn(num_rows)
         if tries and ends:
-            self._vain = self._rest = 0
+            self._vain = self.rest = 0
         self._slow = 0 if tries or is_short or self._looks_up_beside_model else self._slow + steps
 
     @property
@@ -141,9 +137,9 @@ class DraftLength:
     # -- where looking for draft tokens takes a part of a step's time
     def rests(self) -> bool:
         """Whether this step looks for none."""
-        if not self._rest:
+        if not self.rest:
             return False
-        self._rest -= 1
+        self.rest -= 1
         self._save()
         return True
 
@@ -156,7 +152,7 @@ class DraftLength:
         if self._vain >= 4:
             free = NO_COST if self.pays or self.looks_up else NO_COST / 4
             worth = seconds / (free * self._time(num_rows))
-            self._rest = min(MAX_REST, self._vain, int(worth))
+            self.rest = min(MAX_REST, self._vain, int(worth))
 
     # -- before drafting
     def limits(

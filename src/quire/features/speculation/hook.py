@@ -98,6 +98,8 @@ class SpeculationHook(Hook):
         self._requests[new.row] = self._entered[new.row] = new
         if not self._sleeps:
             self._know(new)
+        elif self._looks_ahead():  # its forced tokens are draft tokens, without a drafter
+            self.idle_until = 0
 
     def _know(self, new: EnteredRow) -> None:
         self.length.enter(new.row)
@@ -192,7 +194,7 @@ class SpeculationHook(Hook):
     def _rested(self, plan: StepPlan) -> None:
         self._looked = time.perf_counter()
         self._took = self._looked - self._start
-        if self.length.rest_left >= TIMED_RESTS or not self._began or plan.entered:
+        if self.length.rest >= TIMED_RESTS or not self._began or plan.entered:
             return
         rows, seconds = len(plan.work), self._looked - self._began
         if sum(item.num_tokens for item in plan.work) == rows:  # it computed no prompts
