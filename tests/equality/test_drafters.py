@@ -14,6 +14,7 @@ from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 from quire.errors import ConfigError, RankLost
 from quire.features.speculation import suffix, token_index
 from quire.features.speculation.chain import Chain
+from quire.features.speculation.copied_runs import NEAR, CopiedRuns
 from quire.features.speculation.draft_length import DraftLength
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.guarded import GuardedDrafter
@@ -83,6 +84,45 @@ def test_a_text_goes_on_behind_one_or_two_other_tokens(one: Drafter) -> None:
         one.extend(7, [token])
         found.append(one.propose(7, 2))
     assert found[9:] == [[2, 21], [21, 3], []]  # the third is none of that text
+
+
+def three_keys(*values: list[int]) -> list[int]:
+    """A comma (9) follows each value but the last."""
+    return [20, 1, 11, *values[0], 9, 2, 11, *values[1], 9, 3, 11, *values[2], 12]
+
+
+@pytest.mark.parametrize("one", [NgramDrafter(1, 4), drafter(factor=8)])
+def test_a_record_goes_on_as_the_last_one_behind_its_commas(one: Drafter) -> None:
+    others = range(
+        100, 116
+    )  # the first value is copied from behind them, which is a run of its own
+    question = [*others, 60, 61, 62, 63, 50]
+    one.enter(7, [*three_keys([31, 32], [33], [34, 35]), *question], A)
+    behind_values, behind_commas = [], []
+    for token in three_keys([60, 61, 62, 63], [71, 72, 73, 74, 75], [81])[:-1]:
+        one.extend(7, [token])
+        found = one.propose(7, 3)
+        if token == 60:
+            behind_values = found
+        if token == 9:
+            behind_commas.append(found[0])
+    assert behind_values == [61, 62, 63]
+    assert behind_commas == [2, 3]
+
+
+def test_a_run_counts_only_near_and_of_two_tokens_or_more() -> None:
+    def place_behind(copied: int, between: int) -> int:
+        """Of token 9, behind a run of so many tokens and others, where it also occurs later."""
+        index, runs = TokenIndex(), CopiedRuns()
+        index.extend([1, 2, 3, *range(100, 100 + between), 9, 4, *range(200, 230), 9, 5, 6])
+        runs.follow(index.tokens, 0)
+        index.extend([*range(1, 1 + copied), 300, 301, 9])
+        found = runs.place_after_token(index)
+        assert runs.place_after_token(index) == found  # what it copied is known
+        return index.after(found, 1)[0]
+
+    assert [place_behind(2, n) for n in (0, 8, NEAR - 2, NEAR - 1)] == [4, 4, 4, 5]
+    assert [place_behind(n, 8) for n in (0, 1, 2, 3)] == [5, 5, 4, 4]
 
 
 def test_a_past_answer_goes_on_behind_one_or_two_other_tokens() -> None:

@@ -6,8 +6,9 @@ Source: prompt lookup decoding (Saxena, 2023), as in vLLM's method `ngram`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from quire.features.speculation.copied_runs import CopiedRuns
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.token_index import MAX_INDEXED, TokenIndex
 
@@ -19,7 +20,7 @@ MAX_COMPARED = 4
 class _IndexedRow:
     index: TokenIndex
     pending: list[int]  # tokens that are not in the index yet
-    distance: int = 0  # from the end of the text back to the place of the last proposal
+    runs: CopiedRuns = field(default_factory=CopiedRuns)
 
 
 class NgramDrafter(Drafter):
@@ -53,18 +54,20 @@ class NgramDrafter(Drafter):
         if one.pending:
             return []
         place = self._longest(index)
+        if place < 0 and self.shortest == 1:
+            place = one.runs.place_after_token(index)
         if place < 0:  # one or two tokens may be others than in the text that it followed
-            place = len(index.tokens) - one.distance
+            place = len(index.tokens) - one.runs.distance
             if not index.goes_on(place, index.tokens):
                 return []
             self.unsure |= {row}
-        one.distance = len(index.tokens) - place
+        one.runs.follow(index.tokens, place)
         return index.after(place, limit)
 
     def _longest(self, index: TokenIndex) -> int:
-        """The place behind the longest match; -1: there is none."""
+        """The place behind the longest match of two tokens or more; -1: there is none."""
         recent = index.tokens[-self.longest :]
-        best, most = index.place_after_token() if self.shortest == 1 else -1, 0
+        best, most = -1, 0
         for place in index.places(most=MAX_COMPARED):
             if (length := index.match(place, recent)) > most:
                 best, most = place, length

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire.features.speculation.copied_runs import CopiedRuns
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.token_index import END, MAX_INDEXED, TokenIndex
 
@@ -31,6 +32,7 @@ class _SuffixRow:
     own: TokenIndex = field(default_factory=TokenIndex)
     # In its own index (True) and that of past answers: from the end of the text to the place behind the longest match of late.
     followed: dict[bool, int] = field(default_factory=dict)
+    runs: CopiedRuns = field(default_factory=CopiedRuns)  # of its own text
 
 
 class SuffixDrafter(Drafter):
@@ -94,30 +96,35 @@ class SuffixDrafter(Drafter):
         end = len(one.own.tokens)
         offset = one.followed.get(is_own)
         followed = -1 if offset is None else end + offset
-        places, length = self._longest(index, recent, is_own, followed)
+        places, length = self._longest(index, recent, one.runs if is_own else None, followed)
         if not places:
             return (0, 0.0), []
         one.followed[is_own] = places[0] - end
+        if is_own:
+            one.runs.follow(index.tokens, places[0])
         most = min(limit, int(self.factor * max(length, 1)))
         drafts, worth = self._likeliest(index, places, most)
         return (length, worth), drafts
 
     def _longest(
-        self, index: TokenIndex, recent: array[int], is_own: bool, followed: int
+        self, index: TokenIndex, recent: array[int], runs: CopiedRuns | None, followed: int
     ) -> tuple[list[int], int]:
-        """The places behind the longest match, and its length: 0 where the text at `followed` had one or two other tokens."""
+        """The places behind the longest match, and its length: 0 where the text at `followed` had one or two other tokens.
+
+        `runs`: of the row's own text, if that is the index.
+        """
         at = followed - index.start
         is_there = PAIR <= at < len(index.tokens) and index.tokens[at] != END
         if is_there and index.tokens[max(at - LONG_MATCH, 0) : at] == recent[-LONG_MATCH:]:
             return [followed], index.match(followed, recent)
-        places = index.places(None if is_own else recent)
+        places = index.places(recent if runs is None else None)
         if len(places) > 1:
             lengths = [index.match(place, recent) for place in places]
             longest = max(lengths)
             return [place for place, n in zip(places, lengths, strict=True) if n == longest], longest  # fmt: skip
         if places:
             return places, index.match(places[0], recent)
-        if is_own and (place := index.place_after_token()) >= 0:
+        if runs is not None and (place := runs.place_after_token(index)) >= 0:
             return [place], 1
         return [followed] if is_there and index.goes_on(followed, recent) else [], 0
 
