@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
+
+import pytest
 
 from quire.features.speculation import measured_times as module
 from quire.features.speculation.draft_length import DraftLength
@@ -267,6 +270,40 @@ def test_the_first_draft_tokens_say_soon_how_many_are_right() -> None:
         length.learn(1, 4, 4)
     length.enter(2)
     assert length.limits({2: 4}) == {2: 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "look_ups", "nothing"), [(0.8, 0.9, 1.0), (0.8, 1.2, 1.0), (1.5, 1.2, 1.0), (1.1, 0.8, 1.0), (1.1, 1.2, 1.0), (0.9, 0.8, 1.0)]
+)  # fmt: skip
+def test_a_chain_finds_the_fastest_of_its_ways(
+    model: float, look_ups: float, nothing: float
+) -> None:
+    """Tokens a second with draft tokens of its model, with those of look-ups alone, and without any."""
+    speeds, counts = {"model": model, "look-ups": look_ups, "nothing": nothing}, Counter[str]()
+    length = DraftLength(3)
+    length.enter(0)
+    length.drafted(0.01, 1, 1)
+    for tokens in (1, 4):
+        length.timed(1, tokens, 1.0)
+    for step in range(12000):
+        limits = length.limits({0: 3})
+        way = "model" if length.of_model else "look-ups" if limits else "nothing"
+        counts[way] += step >= 4000
+        length.spent(1, 1, speeds[way], 1.0)
+    assert counts[max(speeds, key=speeds.__getitem__)] > 0.85 * counts.total()
+
+
+def test_a_model_that_always_lacks_prompts_costs_the_time_for_these() -> None:
+    """Each request ended after a few tokens. The cost of a pass alone was never seen, so the model seemed to cost nothing."""
+    length, found = DraftLength(3), {}
+    length.enter(0)
+    for tokens in (1, 4):
+        length.timed(1, tokens, 1.0)
+    for _ in range(100):
+        found = length.limits({0: 3})
+        if length.of_model:
+            length.drafted(9.0, 1, 1, 200)
+    assert (found, length.of_model) == ({0: 3}, {})
 
 
 def test_rows_that_a_model_cannot_propose_for_are_no_reason_to_look() -> None:

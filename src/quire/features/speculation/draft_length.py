@@ -21,7 +21,7 @@ from collections.abc import Callable, Set
 
 from quire.features.speculation.acceptance import Acceptance
 from quire.features.speculation.drafter import NEVER
-from quire.features.speculation.measured_gain import MeasuredGain
+from quire.features.speculation.measured_gain import CHECK_STEPS, MeasuredGain
 from quire.features.speculation.measured_times import MeasuredPasses, MeasuredTimes
 
 LEAST_GAIN = 0.05  # tokens that a draft token must add on average: it costs time that the steps' times do not show
@@ -51,9 +51,12 @@ class DraftLength:
         self._acceptance, self._of_unsure = Acceptance(), Acceptance()
         self._unsure: set[int] = set()  # rows whose drafter was unsure of its last proposal
         self._gain = MeasuredGain()
+        # of a chain, in the turns without draft tokens of its model
+        self._look_ups = MeasuredGain(CHECK_STEPS)
         self._plain = MeasuredTimes()  # of steps without draft tokens, by `_size` of their rows
         self._steps = MeasuredTimes()  # of the others, by `_size` of their tokens
-        self._drafts = MeasuredPasses()  # of a drafter's proposals
+        self._has_model = False  # some drafter computed proposals
+        self._drafts = MeasuredPasses()  # of proposals where the model lacked few tokens
         self._each_lacked = MeasuredTimes()  # of a token that its model lacked
         self._catch_up = 0.0  # seconds of late that proposals took for prompts, by step
         self._prices: dict[int, float] = {}  # by number of rows, as of late
@@ -81,8 +84,8 @@ class DraftLength:
 
     @property
     def _looks_up_beside_model(self) -> bool:
-        """Of a chain: its turns without draft tokens are those without draft tokens of a model."""
-        return self.looks_up and bool(self._drafts.known)
+        """Of a chain: the turns of `_gain` without draft tokens are those without draft tokens of its model."""
+        return self.looks_up and self._has_model
 
     def learn(self, row: int, drafts: int, accepted: int) -> None:
         """`accepted` of a row's draft tokens were right."""
@@ -108,7 +111,7 @@ class DraftLength:
 
     def drafted(self, seconds: float, num_rows: int, passes: int, lacked: int = 0) -> None:
         """A drafter computed proposals for rows in so many passes of its model, and `lacked` tokens more, as of a prompt."""
-        more = 0.0
+        more, self._has_model = 0.0, True
         if lacked:
             each = max(seconds - self._draft_time(passes, num_rows), 0.0) / lacked
             if not self._each_lacked.learn(1, each):  # the first call of a model is slow
@@ -123,9 +126,16 @@ class DraftLength:
 
     def spent(self, num_rows: int, steps: int, tokens: float, seconds: float) -> None:
         """The steps since the last look, this one included, drew so many tokens."""
+        begins = False
+        if self._looks_up_beside_model and not self._gain.turn(num_rows)[0]:
+            is_short = self._look_ups.turn(num_rows)[1]
+            ends = self._look_ups.spent(num_rows, steps, tokens, seconds)
+            begins = ends and self._look_ups.turn(num_rows)[0]
+            if is_short:
+                seconds = 0.0  # the model's draft tokens must beat the better way
         ends = self._gain.spent(num_rows, steps, tokens, seconds)
         tries, is_short = self._gain.turn(num_rows)
-        if tries and ends:
+        if begins or (tries and ends):
             self._vain = self.rest = 0
         self._slow = 0 if tries or is_short or self._looks_up_beside_model else self._slow + steps
 
@@ -168,7 +178,8 @@ class DraftLength:
             return self.of_model
         tries, self.checks = self._gain.turn(len(room))
         self._tries, self.of_model = tries, {}
-        if not (tries or self._looks_up_beside_model):
+        looks = self._looks_up_beside_model and self._look_ups.turn(len(room))[0]
+        if not (tries or looks):
             self.pays, self._vain = False, max(self._vain, MAX_REST)
             return {}
         least, limits = max(self._price(len(room)), LEAST_GAIN), {}
@@ -176,11 +187,11 @@ class DraftLength:
             if left > 0 and self._acceptance.of[row] >= least:
                 limits[row] = min(left, self._places(row, least))
         paid = limits
-        if self._drafts.known:  # a model proposes
+        if self._has_model:
             paid = {row: limit for row, limit in limits.items() if lacking(row) < NEVER}
             if not tries:
                 paid = {}
-            elif self._draft_time(1, len(paid)) > NO_COST * self._time(len(room)):
+            elif self._catch_up + self._draft_time(1, len(paid)) > NO_COST * self._time(len(room)):
                 depth = self._best_depth(paid, len(room))
                 paid = {row: min(limit, depth) for row, limit in paid.items()} if depth else {}
         self.pays = bool(paid)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 LOOK_STEPS = 16
 """Of the first turn, which has no draft tokens: how long a step takes, which these must beat."""
-FIRST_ROW_STEPS = (
-    256  # of the first turn with draft tokens: more requests show sooner what these bring
-)
+FIRST_ROW_STEPS = 256
+"""Of the first turn with draft tokens: more requests show sooner what these bring."""
 CHECK_STEPS = 64  # of a turn that only compares
 FIRST_STEPS, MOST_STEPS = 256, 8192
 """A turn of the better way has twice as many as the first, and then twice as many as the last, while it stays the better one."""
@@ -76,9 +75,10 @@ class _Load:
 
 
 class MeasuredGain:
-    """By number of rows, in powers of two."""
+    """By number of rows, in powers of two. `first_row_steps`: of the first turn with draft tokens, where one request runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_row_steps: int = FIRST_ROW_STEPS) -> None:
+        self.first_row_steps = first_row_steps
         self._loads: dict[int, _Load] = {}
 
     def turn(self, num_rows: int) -> tuple[bool, bool]:
@@ -89,7 +89,7 @@ class MeasuredGain:
 
     def _of(self, num_rows: int) -> _Load:
         if (load := self._loads.get(num_rows.bit_length())) is None:
-            first = max(FIRST_ROW_STEPS // max(num_rows, 1), CHECK_STEPS)
+            first = max(self.first_row_steps // max(num_rows, 1), CHECK_STEPS)
             load = self._loads[num_rows.bit_length()] = _Load(first)
         return load
 
