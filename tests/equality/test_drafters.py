@@ -93,9 +93,8 @@ def three_keys(*values: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("one", [NgramDrafter(1, 4), drafter(factor=8)])
 def test_a_record_goes_on_as_the_last_one_behind_its_commas(one: Drafter) -> None:
-    others = range(
-        100, 116
-    )  # the first value is copied from behind them, which is a run of its own
+    # The first value is copied from behind these tokens, which is a run of its own.
+    others = range(100, 116)
     question = [*others, 60, 61, 62, 63, 50]
     one.enter(7, [*three_keys([31, 32], [33], [34, 35]), *question], A)
     behind_values, behind_commas = [], []

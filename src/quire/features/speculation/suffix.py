@@ -30,9 +30,9 @@ class _SuffixRow:
     scope: bytes
     num_entered: int  # tokens with which it took the row
     own: TokenIndex = field(default_factory=TokenIndex)
-    # In its own index (True) and that of past answers: from the end of the text to the place behind the longest match of late.
-    followed: dict[bool, int] = field(default_factory=dict)
     runs: CopiedRuns = field(default_factory=CopiedRuns)  # of its own text
+    # From the end of the text to the place behind its longest match of late in past answers.
+    followed: int | None = None
 
 
 class SuffixDrafter(Drafter):
@@ -80,9 +80,9 @@ class SuffixDrafter(Drafter):
         if one.pending or len(one.own.tokens) < PAIR:
             return []
         recent = one.own.tokens[-self.depth :]
-        good, drafts = self._continuation(one, True, one.own, recent, limit)
+        good, drafts = self._continuation(one, one.runs, one.own, recent, limit)
         if good[0] < LONG_MATCH and (index := self.answers.get(one.scope)) is not None:
-            better, others = self._continuation(one, False, index, recent, limit)
+            better, others = self._continuation(one, None, index, recent, limit)
             if better > good:
                 good, drafts = better, others
         if drafts and good[0] == 0:
@@ -90,18 +90,21 @@ class SuffixDrafter(Drafter):
         return drafts
 
     def _continuation(
-        self, one: _SuffixRow, is_own: bool, index: TokenIndex, recent: array[int], limit: int
-    ) -> tuple[tuple[int, float], list[int]]:
+        self, one: _SuffixRow, runs: CopiedRuns | None, index: TokenIndex, recent: array[int], limit: int
+    ) -> tuple[tuple[int, float], list[int]]:  # fmt: skip
         """What followed the longest match in an index, behind its length and how many of these tokens are right on average."""
         end = len(one.own.tokens)
-        offset = one.followed.get(is_own)
-        followed = -1 if offset is None else end + offset
-        places, length = self._longest(index, recent, one.runs if is_own else None, followed)
+        if runs is not None:
+            followed = end - runs.distance
+        else:
+            followed = -1 if one.followed is None else end + one.followed
+        places, length = self._longest(index, recent, runs, followed)
         if not places:
             return (0, 0.0), []
-        one.followed[is_own] = places[0] - end
-        if is_own:
-            one.runs.follow(index.tokens, places[0])
+        if runs is not None:
+            runs.follow(index.tokens, places[0])
+        else:
+            one.followed = places[0] - end
         most = min(limit, int(self.factor * max(length, 1)))
         drafts, worth = self._likeliest(index, places, most)
         return (length, worth), drafts
