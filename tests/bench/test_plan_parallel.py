@@ -26,7 +26,7 @@ from quire.bench.parallel_costs import (
 )
 from quire.bench.part_costs import part_costs
 from quire.config.engine import EngineConfig, Resolved
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.parallel.ranks import split_among
 from tests.models.cases import CASES, write
 from tests.models.harness import Runner

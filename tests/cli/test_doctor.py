@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.cli import doctor, doctor_checks
-from quire.engine import build
+from quire.engine import resolve
 from quire.frontend import tokenizer
 from quire.platforms.detect import PlatformFacts
 
@@ -54,7 +54,7 @@ def checkpoint(tmp_path, monkeypatch):
     for name in [n for n in os.environ if n.startswith(("QUIRE_", "VLLM_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(doctor, "facts", lambda: FACTS)
-    monkeypatch.setattr(build, "facts", lambda: FACTS)
+    monkeypatch.setattr(resolve, "facts", lambda: FACTS)
 
     def make(config=None, files=None, weights=NUM_WEIGHTS, layers=16):
         write_weights(tmp_path / "model.safetensors", weights, layers)

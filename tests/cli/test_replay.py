@@ -18,8 +18,9 @@ from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.recording import config_of, for_recording, from_recording
 from quire.config.serialize import resolved_to_bytes
-from quire.engine.build import build_core, resolve_config
+from quire.engine.build import build_core
 from quire.engine.flight_recorder import FlightRecorder, read_recording
+from quire.engine.resolve import resolve_config
 from quire.engine.supervisor import CONFIG
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import EngineRequest

@@ -14,7 +14,7 @@ from quire.config.flags import parse
 from quire.config.from_keywords import engine_config
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
 from quire.config.speculation import KEY, REFUSED, speculative_options
-from quire.engine.build import resolve_without_weights
+from quire.engine.resolve import resolve_without_weights
 from quire.errors import ConfigError, Unsupported
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}

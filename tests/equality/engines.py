@@ -19,6 +19,7 @@ import transformers
 from quire.config.engine import EngineConfig
 from quire.engine import build
 from quire.engine.client import InlineClient
+from quire.engine.resolve import resolve_config
 from quire.protocol.output import EngineOutput
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
@@ -182,7 +183,7 @@ def engine(path: str, depth: int | None = None, **keywords: Any) -> Iterator[Eng
         "kv_cache_memory_bytes": 64 << 20,
         **keywords,
     }
-    resolved = build.resolve_config(EngineConfig.from_keywords(model=path, **settings))
+    resolved = resolve_config(EngineConfig.from_keywords(model=path, **settings))
     if depth is not None:
         resolved = replace(resolved, depth=depth)
     core, ready = build.build_core(resolved)

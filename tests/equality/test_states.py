@@ -14,7 +14,7 @@ import torch
 
 from quire.cli import doctor
 from quire.config.engine import EngineConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, NotEnoughMemory
 from quire.models.load import build_model
 from quire.platforms.base import platform_of

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.config.engine import EngineConfig, ModelSpec, Resolved
 from quire.engine import build, worker_parts
 from quire.engine.client import InlineClient
+from quire.engine.resolve import resolve_config
 from quire.executor.inline import InlineExecutor
 from quire.forward_context import ForwardBatch
 from quire.models.hf_config import read_config
@@ -79,7 +80,7 @@ class Run:
         keywords = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
         keywords |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": 8 << 20}
         config = EngineConfig.from_keywords(model=paths[0], **keywords, **settings)
-        self.resolved = replace(build.resolve_config(config), depth=depth)
+        self.resolved = replace(resolve_config(config), depth=depth)
         self.others = [self.spec(path) for path in paths[1:]]
         self.fast = fast
         with pytest.MonkeyPatch.context() as patched:

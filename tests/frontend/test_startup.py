@@ -17,6 +17,7 @@ from quire.attention import names
 from quire.attention.base import load_backend
 from quire.config.engine import EngineConfig, Resolved
 from quire.engine import build
+from quire.engine.resolve import resolve_without_weights
 from quire.errors import ConfigError, ModelNotFound, QuireError, Unsupported
 from quire.frontend.startup import CHECKS, check_startup, load_tokenizer, start_engine
 from quire.models import supported
@@ -44,9 +45,9 @@ def resolved(tmp_path: Path) -> Any:
 
     def make(config: dict[str, Any] | None = None, **options: Any) -> Resolved:
         (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
-        return build.resolve_without_weights(
-            EngineConfig.from_keywords(model=str(tmp_path), **options)
-        )[0]
+        return resolve_without_weights(EngineConfig.from_keywords(model=str(tmp_path), **options))[
+            0
+        ]
 
     return make
 

@@ -9,7 +9,7 @@ from equality.engines import make_checkpoint
 from lora.adapters import lora_engine, write
 
 from quire.config.engine import EngineConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.errors import NotEnoughMemory
 from quire.worker.forecast import plan_memory
 

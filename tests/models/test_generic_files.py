@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.config.engine import EngineConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, Unsupported
 from quire.models.base import CausalLM
 from quire.models.load import build_model

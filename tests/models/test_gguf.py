@@ -20,7 +20,7 @@ from quire.attention.cpu import CpuAttention
 from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.errors import ModelNotFound, QuireError, Unsupported
 from quire.frontend.tokenizer import load as load_tokenizer
 from quire.layers.weights import weights_of

@@ -13,7 +13,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, ModelNotFound, QuireError, Unsupported
 from quire.models import hf_config, location
 from quire.models.checkpoint_files import stored_tensors, weight_files

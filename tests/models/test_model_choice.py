@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.config.engine import EngineConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.models import hf_config, registry
 from quire.models.llama import Qwen3

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.config.engine import EngineConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.models import progress
 from quire.models.load import build_model
 from quire.models.progress import LoadProgress

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quire.config.engine import EngineConfig, ModelSpec
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, Unsupported
 from quire.forward_context import current_batch
 from quire.models.base import LanguageModel

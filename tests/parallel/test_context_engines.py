@@ -15,7 +15,7 @@ from tiny_llama import make_checkpoint
 
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
-from quire.engine.build import resolve_without_weights
+from quire.engine.resolve import resolve_without_weights
 from quire.errors import ConfigError, Unsupported
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec

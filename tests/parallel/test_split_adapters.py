@@ -11,7 +11,7 @@ from equality.engines import make_checkpoint, prompts
 from lora.adapters import PREFIX, Answer, run, write
 
 from quire.config.engine import EngineConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.features.lora.registry import OTHER_FILES, merged
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.forecast import plan_memory

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from quire.config.engine import EngineConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, QuireError
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.hook import SpeculationHook

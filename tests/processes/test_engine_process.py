@@ -19,8 +19,9 @@ from equality.engines import engine, greedy, make_checkpoint, prompts
 from quire import env
 from quire.config.engine import EngineConfig
 from quire.config.serialize import resolved_to_bytes
-from quire.engine import build, flight_recorder, supervisor
+from quire.engine import flight_recorder, supervisor
 from quire.engine.process_client import ProcessClient
+from quire.engine.resolve import resolve_config
 from quire.engine.supervisor import EngineSupervisor
 from quire.errors import (
     EngineDeadError,
@@ -62,7 +63,7 @@ def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def started(path: str, policy: RestartPolicy | None = None) -> Iterator[ProcessClient]:
-    resolved = build.resolve_config(EngineConfig.from_keywords(model=path, **SETTINGS))
+    resolved = resolve_config(EngineConfig.from_keywords(model=path, **SETTINGS))
     keeper = EngineSupervisor(resolved_to_bytes(resolved), 1, policy)
     client = ProcessClient(resolved, keeper.folder, keeper.board, keeper)
     try:

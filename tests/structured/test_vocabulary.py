@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.engine.build import resolve_config
+from quire.engine.resolve import resolve_config
 from quire.engine.worker_parts import build_compiler
 from quire.errors import ConfigError
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(args: BenchArgs) -> int:
-    from quire.engine.build import resolve_without_weights
+    from quire.engine.resolve import resolve_without_weights
 
     own = args.own
     config = from_keywords.engine_config(args.engine, "flag")

@@ -18,7 +18,7 @@ from quire.cli.doctor_checks import DoctorFinding, findings, remote_tensors
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
-from quire.engine.build import resolve_without_weights
+from quire.engine.resolve import resolve_without_weights
 from quire.errors import ModelNotFound, NotEnoughMemory, QuireError
 from quire.models.checkpoint_files import (
     TensorHeader,

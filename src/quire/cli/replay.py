@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             log.warning(
                 "the recorded engine used %s, which is not imported: results may differ", name
             )
-        from quire.engine.build import resolve_config
+        from quire.engine.resolve import resolve_config
         from quire.engine.worker_parts import build_compiler, build_executor
 
         config = config_of(recorded, args.model, len(args.lora_path))

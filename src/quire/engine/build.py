@@ -7,8 +7,7 @@ uses this file without torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, overload
@@ -19,14 +18,12 @@ from quire import env
 from quire.config.api_key_file import read_keys
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.nodes import check_head
-from quire.config.resolve import resolve
-from quire.config.speculation import speculative_options
-from quire.config.validate import check_options
 from quire.engine import lora, rpc, sleep
 from quire.engine.client import EngineClient, InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.engine_processes import start_engines
 from quire.engine.flight_recorder import FlightRecorder
+from quire.engine.resolve import resolve_config
 from quire.engine.worker_parts import build_compiler, build_executor
 from quire.features.fair_share.fair_queue import FairQueue
 from quire.features.lora.gate import LoraGate
@@ -42,17 +39,10 @@ from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.checkpoints import CheckpointPool
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
-from quire.models.checkpoint_files import stored_tensors
-from quire.models.draft_model import with_drafter, with_verifier
-from quire.models.hf_config import read_config
-from quire.models.location import Fetch, find, locate_tokenizer
-from quire.models.pooling.detect import adapted, base_architecture, read_pooling
 from quire.observe.buckets import buckets, checked
 from quire.observe.inspector import Inspector
 from quire.observe.metric_table import ITERATION, STATES
 from quire.observe.mfu import StepCostCounter, StepCosts
-from quire.platforms.detect import facts
-from quire.plugins import load_plugins
 from quire.processes.watchdog import Watchdog
 from quire.protocol.output import EngineReady
 from quire.protocol.tensor_data import ITEMSIZE
@@ -100,42 +90,6 @@ def make_client(
         return client
     core, ready = build_core(resolved, report)
     return InlineClient(core, resolved, ready, shut=core.executor.close)
-
-
-def resolve_config(
-    config: EngineConfig, check: Callable[[Resolved], None] = lambda resolved: None
-) -> Resolved:
-    """Find the checkpoint, read its config.json, resolve every "auto", `check` the result; then fetch the weights.
-
-    Raises:
-        QuireError: the configuration cannot be served, or the weights are not complete.
-    """
-    resolved, fetch_weights = resolve_without_weights(config)
-    check(resolved)
-    fetch_weights()
-    stored_tensors(resolved.path, resolved.hf_config, config.load.load_format)
-    return resolved
-
-
-def resolve_without_weights(config: EngineConfig) -> tuple[Resolved, Fetch]:
-    """As `resolve_config`; the second value fetches the weights."""
-    check_options(config)
-    options = speculative_options(config.speculation.speculative_config)
-    load_plugins()
-    path, fetch = find(config.model, config.load)
-    hf_config = read_config(path, config.model.hf_overrides)
-    if (served := with_verifier(config, hf_config)) is not None:
-        return resolve_without_weights(served)
-    tokenizer = None
-    if not config.model.skip_tokenizer_init:
-        tokenizer = locate_tokenizer(path, config.model, config.load)
-    pooling = read_pooling(config, path, hf_config, tokenizer)
-    hf_config = adapted(hf_config, pooling)
-    base = "" if pooling is None else base_architecture(str(hf_config["architectures"][0]))
-    resolved = resolve(config, path, hf_config, facts(), pooling=pooling, architecture=base)
-    resolved = replace(resolved, tokenizer_path=tokenizer)
-    resolved, fetch_drafter = with_drafter(resolved, options)
-    return resolved, lambda: (fetch(), fetch_drafter())
 
 
 # -- the engine -----------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from types import FrameType
 from quire import env
 from quire.config.cluster_key import cluster_key
 from quire.config.engine import EngineConfig
-from quire.engine.build import resolve_config
 from quire.engine.node_facts import local_paths, node_facts
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.executor.node import Node
 from quire.logging import get_logger

@@ -16,6 +16,7 @@ from quire import env
 from quire.config.engine import Resolved
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
 from quire.engine.node_facts import local_paths, node_facts
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, StartupError
 from quire.executor.control_port import ControlPort
 from quire.executor.node import Node
@@ -50,8 +51,6 @@ class RayNode:
         num_ranks: int,
     ) -> None:
         """Serve until the head is stopped or gone. Raises QuireError: the checkpoint is not here; as `Node.run`."""
-        from quire.engine.build import resolve_config
-
         env.adopt(environment, NOT_COPIED)
         configure("node")
         found = resolve_config(resolved_from_bytes(resolved).config)

@@ -106,7 +106,8 @@ def start_engine(
     Raises:
         ConfigError, StartupError: as `engine.build.make_client`, and as the checks.
     """
-    from quire.engine.build import make_client, resolve_config
+    from quire.engine.build import make_client
+    from quire.engine.resolve import resolve_config
 
     resolved = resolve_config(config, check_startup)
     if not process and len(resolved.config.parallel.ranks) == 1:

@@ -27,8 +27,8 @@ from prometheus_client.multiprocess import mark_process_dead
 from quire import env
 from quire.config.engine import EngineConfig
 from quire.config.serialize import resolved_to_bytes
-from quire.engine.build import resolve_config
 from quire.engine.engine_processes import connect, restart_policy, supervise
+from quire.engine.resolve import resolve_config
 from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.frontend.startup import check_startup
 from quire.logging import get_logger

@@ -16,9 +16,10 @@ from socket import socket
 
 from quire.config.data_parallel import check_data_parallel, num_http_processes
 from quire.config.engine import EngineConfig
-from quire.engine.build import make_client, resolve_config
+from quire.engine.build import make_client
 from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.startup import check_startup

@@ -28,8 +28,8 @@ from starlette.routing import Route, Router
 
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.serialize import resolved_to_bytes
-from quire.engine.build import resolve_config
 from quire.engine.engine_processes import restart_policy
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.frontend.startup import check_startup
 from quire.logging import get_logger
