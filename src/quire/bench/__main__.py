@@ -15,10 +15,6 @@ KINDS = {
     "throughput": ("throughput", "offline throughput of many prompts, without a server"),
     "latency": ("latency", "latency of one batch, without a server"),
     "startup": ("startup", "cold and warm start time, in new processes"),
-    "plan-parallel": (
-        "plan_parallel",
-        "which layout of several devices would be fastest, on paper",
-    ),
 }
 """Name -> (module with `main(argv) -> int`, what it measures)."""
 

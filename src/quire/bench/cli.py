@@ -40,9 +40,10 @@ def parse_args(
     """Parse the command line. Ends the program on --help (0) and on a usage error (2).
 
     Args:
+        command: the whole command, such as "quire bench latency".
         defaults: default engine keywords.
     """
-    parser = flags.make_parser(f"quire bench {command}")
+    parser = flags.make_parser(command)
     if any(word in ("-h", "--help") for word in argv):
         print(_help(command, about, own), end="")
         parser.exit(0)
@@ -66,7 +67,7 @@ def parse_args(
 
 
 def _help(command: str, about: str, own: Mapping[str, BenchOption]) -> str:
-    lines = [f"usage: quire bench {command} [MODEL] [options]", "", about, ""]
+    lines = [f"usage: {command} [MODEL] [options]", "", about, ""]
     for name, option in own.items():
         said = f" (unset: {option.default})" if option.default not in (None, False) else ""
         value = "" if option.kind is bool else " X"
@@ -124,11 +125,12 @@ def run_command(
     """Parse the command line and measure; returns the exit status. Prints an error as one line.
 
     Args:
+        command: the whole command, such as "quire bench latency".
         defaults: default engine keywords.
     """
     given = parse_args(command, about, own, argv, defaults)
     try:
         return measure(given)
     except QuireError as why:
-        print(f"quire bench {command}: error: {why}", file=sys.stderr)
+        print(f"{command}: error: {why}", file=sys.stderr)
         return 1

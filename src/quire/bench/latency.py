@@ -40,7 +40,9 @@ ABOUT = "Measure the latency of a batch of prompts."
 
 def main(argv: Sequence[str]) -> int:
     # Every run uses the same prompts: a prefix cache would skip their prefill.
-    return run_command("latency", ABOUT, OWN, argv, measure, {"enable_prefix_caching": False})
+    return run_command(
+        "quire bench latency", ABOUT, OWN, argv, measure, {"enable_prefix_caching": False}
+    )
 
 
 def measure(args: BenchArgs) -> int:

@@ -36,7 +36,7 @@ PATIENCE_S = 600
 def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--child"]:
         return child(json.loads(argv[1]))
-    return run_command("startup", ABOUT, OWN, argv, measure)
+    return run_command("quire bench startup", ABOUT, OWN, argv, measure)
 
 
 def child(keywords: dict[str, Any]) -> int:

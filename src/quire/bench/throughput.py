@@ -39,7 +39,7 @@ ABOUT = "Measure requests and tokens per second with all prompts submitted at on
 
 
 def main(argv: Sequence[str]) -> int:
-    return run_command("throughput", ABOUT, OWN, argv, measure)
+    return run_command("quire bench throughput", ABOUT, OWN, argv, measure)
 
 
 def measure(args: BenchArgs) -> int:

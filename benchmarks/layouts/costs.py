@@ -1,4 +1,4 @@
-"""The cost model of `quire bench plan-parallel`: seconds of exchanges, of a step and of a workload, and bytes of each device.
+"""The cost model of `python -m benchmarks layouts`: seconds of exchanges, of a step and of a workload, and bytes of each device.
 
 Knows numbers of links, devices and parts of a model. Does not know torch, config.json or the command line.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from quire.bench.parallel_costs import PartCosts
+from benchmarks.layouts.costs import PartCosts
 from quire.config.engine import ModelSpec, Resolved
 from quire.errors import QuireError
 from quire.layers.decoder_layer import SelfAttention

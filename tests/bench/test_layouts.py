@@ -1,4 +1,4 @@
-"""`quire bench plan-parallel`: the formulas, and what they read off a model, against numbers by hand and real runs."""
+"""`python -m benchmarks layouts`: the formulas, and what they read off a model, against numbers by hand and real runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_llama import make_checkpoint
 
-from quire.bench.__main__ import main
-from quire.bench.parallel_costs import (
+from benchmarks.__main__ import main
+from benchmarks.layouts.costs import (
     LINKS,
     Cluster,
     DeviceSpeed,
@@ -24,7 +24,7 @@ from quire.bench.parallel_costs import (
     plan,
     send_s,
 )
-from quire.bench.part_costs import part_costs
+from benchmarks.layouts.part_costs import part_costs
 from quire.config.engine import EngineConfig, Resolved
 from quire.engine.resolve import resolve_config
 from quire.parallel.ranks import split_among
@@ -187,7 +187,7 @@ def header(path: Path) -> int:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model, file = make_checkpoint(tmp_path), tmp_path / "plan.json"
     words = ["--devices", "8", "--device-kind", "a100", "--link", "5,25", "--input-len", "64", "--output-len", "8"]  # fmt: skip
-    assert main(["plan-parallel", str(model), *words, "--output-json", str(file)]) == 0
+    assert main(["layouts", str(model), *words, "--output-json", str(file)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split()[:2] == ["layout", "tokens/s"]
     found = json.loads(file.read_text())["layouts"]
@@ -196,6 +196,6 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert speeds[0] > 0
     assert any("8 does not divide 4 attention heads" in line for line in printed)
     with pytest.raises(SystemExit):
-        main(["plan-parallel", str(model), "--devices", "0"])
-    assert main(["plan-parallel", str(model), "--link", "fast"]) == 1
+        main(["layouts", str(model), "--devices", "0"])
+    assert main(["layouts", str(model), "--link", "fast"]) == 1
     assert "--link fast: choose from nvlink" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""`quire bench plan-parallel MODEL --devices 8`: which layout of devices would be fastest, on paper.
+"""`python -m benchmarks layouts MODEL --devices 8`: which layout of devices would be fastest, on paper.
 
 Reads the sizes off the model itself: the part of one rank, constructed without weights. So the exchanges of a layout are those
-of a run. Knows the command line and models. `parallel_costs.py` has the formulas.
+of a run. Knows the command line and models. `costs.py` has the formulas.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench.cli import BenchArgs, BenchOption, keep, run_command
-from quire.bench.parallel_costs import (
+from benchmarks.layouts.costs import (
     DEVICES,
     LINKS,
     Cluster,
@@ -22,6 +21,7 @@ from quire.bench.parallel_costs import (
     PlannedLoad,
     plan,
 )
+from quire.bench.cli import BenchArgs, BenchOption, keep, run_command
 from quire.config import from_keywords
 from quire.config.engine import Resolved
 from quire.errors import ConfigError
@@ -46,7 +46,9 @@ fastest first. Numbers are upper bounds from data sheets; measure the best few. 
 
 
 def main(argv: Sequence[str]) -> int:
-    return run_command("plan-parallel", ABOUT, OWN, argv, measure, {"skip_tokenizer_init": True})
+    return run_command(
+        "python -m benchmarks layouts", ABOUT, OWN, argv, measure, {"skip_tokenizer_init": True}
+    )
 
 
 def measure(args: BenchArgs) -> int:
@@ -123,7 +125,7 @@ def link_of(flag: str, value: str) -> LinkSpeed:
 
 def _costs_or_reason(resolved: Resolved, ranks: int) -> PartCosts | str:
     """The part of one of so many ranks, or why there is none."""
-    from quire.bench.part_costs import part_costs
+    from benchmarks.layouts.part_costs import part_costs
     from quire.config.model_sizes import model_size
 
     heads = model_size(resolved.hf_config, "num_attention_heads", 1)

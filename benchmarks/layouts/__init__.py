@@ -1,0 +1,1 @@
+"""Which layout of several devices would be fastest, on paper."""
