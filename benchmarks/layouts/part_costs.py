@@ -17,7 +17,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts, Router
 from quire.layers.weight_slots import Layer
-from quire.layers.weights import WeightRef
+from quire.layers.weights import WeightRef, layer_weights
 from quire.models.base import CausalLM
 from quire.parallel.layout import RankLayout
 from quire.protocol.tensor_data import ITEMSIZE
@@ -38,8 +38,10 @@ def part_costs(resolved: Resolved, ranks: int) -> PartCosts:
     specs = [layer.spec for layer in model.attention_layers()]
     of_experts = [m for m in model.modules() if isinstance(m, Experts)]
     routers = [m for m in model.modules() if isinstance(m, Router)]
-    experts = sum(_size(ref) for each in of_experts for ref in each.weights())
-    every = [ref for each in model.modules() if isinstance(each, Layer) for ref in each.weights()]
+    experts = sum(_size(ref) for each in of_experts for ref in layer_weights(each))
+    every = [
+        ref for each in model.modules() if isinstance(each, Layer) for ref in layer_weights(each)
+    ]
     head = sum(_size(ref) for ref in every if ref.is_head)
     table = sum(m.words * m.num_out for m in model.modules() if isinstance(m, Embedding))
     dense = sum(_size(ref) for ref in every if not ref.is_head) - experts

@@ -10,7 +10,7 @@ import pytest
 import torch
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
-from quire.layers.weights import PreparedWeight
+from quire.layers.prepared_weight import PreparedWeight
 from quire.ops.cpu import bindings, build, isa
 from quire.quantization.bf16_packed import PackedBf16Weight
 from quire.quantization.int4 import Int4Weight

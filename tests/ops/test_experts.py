@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from quire.layers.mla import LatentProjections
 from quire.layers.moe import Experts
-from quire.layers.weights import PreparedWeight
+from quire.layers.prepared_weight import PreparedWeight
 from quire.ops import experts as definitions
 from quire.ops.cpu import bindings, build, isa
 from quire.ops.cpu import experts as cpu_experts

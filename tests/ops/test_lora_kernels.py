@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.layers.weights import PreparedWeight
+from quire.layers.prepared_weight import PreparedWeight
 from quire.ops import lora as definitions
 from quire.ops.cpu.bindings import best
 from quire.ops.cpu.lora import _lora as native

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from quire.errors import RankLost
-from quire.parallel.address import HEADER, SLOT, RankAddress, addresses, memory_bytes, num_bytes
+from quire.parallel.address import RankAddress, addresses, memory_bytes
 from quire.parallel.layout import RankLayout
+from quire.parallel.regions import HEADER, SLOT, num_bytes
 from quire.parallel.shared_memory import SharedMemoryRanks
 
 SHAPES = [(1, 1), (3, 40), (1, SLOT), (5, SLOT // 3), (700, 4096), (0, 8), *[(1, 7)] * 200]

@@ -6,8 +6,9 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.parallel.address import addresses, memory_bytes, num_bytes
+from quire.parallel.address import addresses, memory_bytes
 from quire.parallel.layout import RankLayout, RankPlace
+from quire.parallel.regions import num_bytes
 
 
 def test_places_and_groups() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear
+from quire.layers.prepared_weight import PreparedWeight
 from quire.layers.weight_slots import slots_of
-from quire.layers.weights import PreparedWeight
 from quire.models.construction import construction
 from quire.ops.cpu import isa
 from quire.quantization.apply import GROUPS, ONLINE

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.forward_context import current_adapters
+from quire.layers.prepared_weight import PreparedWeight
 from quire.layers.weight_slots import Layer
-from quire.layers.weights import CheckpointFormat, PreparedWeight, WeightRef
+from quire.layers.weights import CheckpointFormat, WeightRef
 from quire.ops.lora import LoraTable, lora_lookup
 from quire.ops.reference import embedding, scale_logits
 from quire.parallel.ranks import Share, current_ranks, shared_outputs

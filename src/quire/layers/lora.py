@@ -22,7 +22,7 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Router
 from quire.layers.weight_slots import named_layers, own_part
-from quire.layers.weights import WeightRef
+from quire.layers.weights import WeightRef, layer_weights
 from quire.ops.lora import LANES, LoraFactors, LoraTable, NewPart
 from quire.parallel.ranks import Share
 
@@ -105,7 +105,7 @@ def places_of(model: nn.Module) -> dict[str, Place]:
             found[path] = Place(layer, 0, layer.num_out, None)
         if not isinstance(layer, Linear | Head | Router):
             continue
-        (ref,) = layer.weights()
+        (ref,) = layer_weights(layer)
         rows, start = _rows_of(ref), 0
         if ref.parts and ref.packed:
             packed = f"{path.rpartition('.')[0]}.{ref.packed}"

@@ -6,7 +6,7 @@ Knows names, shapes and parts. Does not know files or models: `models/load.py` b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,22 @@ from torch import Tensor, nn
 from quire.errors import ConfigError
 from quire.parallel.ranks import Share
 
-if TYPE_CHECKING:
-    from quire.layers.weights import WeightRef
-
-
 EXPONENT = torch.float8_e8m0fnu
 """Powers of two, the scales of some fp8 checkpoints."""
+
+
+class LayerWeight(Protocol):
+    """What slots and layers read of a weight (`WeightRef`, layers/weights.py)."""
+
+    @property
+    def layer(self) -> nn.Module: ...
+
+    @property
+    def parts(self) -> Mapping[str, int]: ...
+
+    def slots(self, path: str) -> dict[str, WeightSlot]: ...
+
+    def parameters(self) -> dict[str, Tensor]: ...
 
 
 class WeightSlot(NamedTuple):
@@ -37,7 +47,7 @@ class WeightSlot(NamedTuple):
     length: int = 0
     per_part: bool = False
     optional: bool = False
-    ref: WeightRef | None = None
+    ref: LayerWeight | None = None
     shares: tuple[Share, ...] = ()
     cut: int = 0
 
@@ -203,7 +213,7 @@ class UnreadSlot:
 
     dim: int | None = None
     optional = is_alternative = True
-    ref: WeightRef | None = None
+    ref: LayerWeight | None = None
     name = ""
 
     def __init__(self, layer: nn.Module):
@@ -258,7 +268,7 @@ class Layer(nn.Module):
         self.own_shares: dict[str, Sequence[Share]] = {}
         """Of parameters that no weight has: what this rank has of them; others: all."""
 
-    def weights(self) -> Iterable[WeightRef]:
+    def weights(self) -> Iterable[LayerWeight]:
         """The weights that this layer multiplies by."""
         return ()
 

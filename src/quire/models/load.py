@@ -330,7 +330,9 @@ class _CompleteWeights:
         """Count this slot's tensor; the weights that it completes."""
         for each in slot.targets():
             ref = each.ref
-            if ref is None or not (ref.format is UNQUANTIZED or ref.format.gives_floats):
+            if not isinstance(ref, WeightRef):
+                continue
+            if not (ref.format is UNQUANTIZED or ref.format.gives_floats):
                 continue
             numbers = sum(p.numel() for p in ref.parameters().values())
             self.num_missing[ref] = self.num_missing.get(ref, numbers) - math.prod(each.own_shape())

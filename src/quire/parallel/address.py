@@ -20,29 +20,15 @@ from quire.errors import Unsupported
 from quire.parallel.layout import ONE_RANK, RankLayout, RankPlace
 from quire.parallel.machines import Machines
 from quire.parallel.ranks import Ranks, TensorRanks
+from quire.parallel.regions import StageSocketFds, num_bytes
 from quire.parallel.stages import StageLink
 
-SLOT = 1 << 20
-"""Bytes that a rank hands over at once; larger parts go in several turns."""
-HEADER = 128
-"""Bytes of a rank's counters (ops/cpu/kernels/exchange.cpp)."""
 GROUPS: dict[str, Callable[[RankLayout, int], list[int]]] = {
     "layers": RankLayout.tensor_group,
     "context": RankLayout.context_group,
     "blocks": RankLayout.blocks_group,
 }
 """By kind: the ranks that exchange with a rank, itself among them."""
-
-
-class StageSocketFds(Struct, array_like=True):
-    """Descriptors of the sockets between a rank and the same parts of other stages; -1: there is none.
-
-    others: of the last stage, to each stage before it; of these, one to the last stage.
-    """
-
-    previous: int = -1
-    next: int = -1
-    others: list[int] = []
 
 
 class RankAddress(Struct, array_like=True):
@@ -183,8 +169,3 @@ def _regions(layout: RankLayout) -> tuple[dict[tuple[str, tuple[int, ...]], int]
                 begins[kind, group] = end
                 end += num_bytes(len(group))
     return begins, end
-
-
-def num_bytes(size: int) -> int:
-    """Of the region of one group of so many ranks: their counters, and two slots of each."""
-    return size * (HEADER + 2 * SLOT)

@@ -18,8 +18,8 @@ from torch import Tensor
 from quire.errors import RankLost, Unsupported
 from quire.ops.cpu.bindings import best
 from quire.ops.cpu.structs import RANK_ENDED, RANK_STOPPED, CRankLink
-from quire.parallel.address import SLOT
 from quire.parallel.ranks import START_S
+from quire.parallel.regions import SLOT
 
 
 class SharedMemoryRanks:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from quire import env
 from quire.errors import PlanMismatch, RankLost
-from quire.parallel.address import StageSocketFds
 from quire.parallel.ranks import LOOK_S, START_S
+from quire.parallel.regions import StageSocketFds
 
 LENGTH = struct.Struct("<Q")
 MAX_HEADER = 1 << 26

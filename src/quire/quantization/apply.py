@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.errors import Unsupported
+from quire.layers.prepared_weight import PreparedWeight
 from quire.layers.weight_slots import named_layers
-from quire.layers.weights import PreparedWeight, WeightRef, weight_tensors, weights_of
+from quire.layers.weights import WeightRef, layer_weights, weight_tensors, weights_of
 from quire.ops.cpu.bindings import best
 from quire.quantization.awq import AwqFormat
 from quire.quantization.bf16_packed import pack_later
@@ -79,7 +80,7 @@ def set_formats(
     """
     count = 0
     for path, layer in named_layers(model):
-        for ref in layer.weights():
+        for ref in layer_weights(layer):
             if ref.layer is not layer or ref.exact:  # (a head may be tied to the embeddings)
                 continue
             names = ref.checkpoint_names(path)

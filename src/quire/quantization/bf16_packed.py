@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.weights import PANEL, PreparedWeight, WeightRef
+from quire.layers.prepared_weight import PANEL, PreparedWeight
+from quire.layers.weights import WeightRef
 from quire.ops.cpu.bindings import Kernels
 from quire.platforms.memory import empty_in_huge_pages
 from quire.quantization.packing import Packing

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.config.checkpoint_quantization import WeightLayout
-from quire.layers.weights import CheckpointFormat, PreparedWeight, WeightRef
+from quire.layers.prepared_weight import PreparedWeight
+from quire.layers.weights import CheckpointFormat, WeightRef
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels, best
 from quire.quantization.group_quant import dense, in_order, scattered

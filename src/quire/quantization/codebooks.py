@@ -19,8 +19,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from quire.layers.prepared_weight import PreparedWeight
 from quire.layers.stored_tensor import StoredTensor
-from quire.layers.weights import CheckpointFormat, PreparedWeight, WeightRef
+from quire.layers.weights import CheckpointFormat, WeightRef
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels
 from quire.quantization.block_floats import E2M1

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.weights import PreparedWeight
+from quire.layers.prepared_weight import PreparedWeight
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.dispatch import runs_triton

@@ -19,16 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.embedding import Embedding, TableRef
+from quire.layers.prepared_weight import PANEL, PreparedWeight, addresses
 from quire.layers.stored_tensor import StoredTensor
 from quire.layers.weight_slots import named_layers
-from quire.layers.weights import (
-    PANEL,
-    CheckpointFormat,
-    PreparedWeight,
-    WeightRef,
-    addresses,
-    weights_of,
-)
+from quire.layers.weights import CheckpointFormat, WeightRef, weights_of
 from quire.ops.cpu.bindings import Kernels, best
 from quire.platforms.memory import empty_in_huge_pages
 from quire.quantization.checkpoint_format import kernels_for

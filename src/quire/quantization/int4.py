@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.layers.weights import PANEL, PreparedWeight, addresses
+from quire.layers.prepared_weight import PANEL, PreparedWeight, addresses
 from quire.ops.cpu.bindings import Kernels
 from quire.platforms.memory import empty_in_huge_pages
 from quire.quantization.group_quant import Grouped

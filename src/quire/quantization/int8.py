@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.layers.weights import PreparedWeight, addresses
+from quire.layers.prepared_weight import PreparedWeight, addresses
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.dispatch import runs_triton
 from quire.ops.experts import CodedWeight

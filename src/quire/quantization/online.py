@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.layers.weights import PANEL, WeightRef
+from quire.layers.prepared_weight import PANEL
+from quire.layers.weights import WeightRef
 from quire.ops.cpu.bindings import Kernels
 from quire.quantization.int4 import STEP, Int4Weight, group_for
 from quire.quantization.int8 import STEP as INT8_STEP

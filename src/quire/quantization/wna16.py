@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.layers.weights import PreparedWeight
+from quire.layers.prepared_weight import PreparedWeight
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.experts import CodedWeight
 from quire.quantization.group_quant import Grouped

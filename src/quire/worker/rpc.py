@@ -6,17 +6,23 @@ Knows names and arguments. Does not know what the functions do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from quire.errors import ValidationError
 
-if TYPE_CHECKING:
-    from quire.worker.worker import Worker
+
+class HasFunctions(Protocol):
+    """A worker: its functions by name, and public methods beside them."""
+
+    functions: dict[str, Callable[..., Any]]
 
 
 def call_method(
-    worker: Worker, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    worker: HasFunctions,
+    method: str,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Call a function of `worker.functions`; else a public method of the worker, or of its subclass.
 
