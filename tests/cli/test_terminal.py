@@ -78,11 +78,11 @@ def test_a_conversation_with_line_editing_commands_and_interrupts(tmp_path: Path
     terminal.wait("not sent")
     terminal.interrupt(r"\(Ctrl-D or /exit leaves\)\n> ")
     terminal.type("Tell me a stOry\x1b[D\x1b[D\x08o\n")
-    assert "^[[D" not in terminal.wait(r"\n[^\n]+\n> ")
+    assert "^[[D" not in terminal.wait(r"\n[^\n]+\n\(cut at 6 tokens\)\n> ")
     terminal.type("/set temperature 0\n")
     terminal.wait(r"temperature=0\.0\n> ")
     terminal.type("\x1b[A\x1b[A\n")  # the line before the command
-    terminal.wait(r"Tell me a story[ \x08]*\n[^\n]+\n> ")
+    terminal.wait(r"Tell me a story[ \x08]*\n[^\n]+\n\(cut at 6 tokens\)\n> ")
     terminal.type("\x04")
     assert terminal.close() == 0
     history = (tmp_path / "chat_history").read_text()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from scripted import ScriptedEngine, make_state
 
 from quire.cli import chat as chat_command
 from quire.cli import complete as complete_command
+from quire.cli.answer_printer import print_answer
 from quire.cli.chat import conversation
-from quire.cli.completion_client import ClientOptions, RemoteClient, read
+from quire.cli.completion_client import AnswerDelta, ClientOptions, LocalClient, RemoteClient, read
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, QuireError
@@ -32,7 +34,7 @@ class Parrot:
         self.requests: list[list[dict[str, str]]] = []
         self.sampling: dict[str, Any] = {}
 
-    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[AnswerDelta]:
         self.requests.append([dict(message) for message in messages])
         words = messages[-1]["content"]
         if words == "bad":
@@ -40,10 +42,10 @@ class Parrot:
         for word in words.split():
             if word == "STOP":
                 raise KeyboardInterrupt
-            yield word + " "
+            yield AnswerDelta(word + " ")
 
-    def complete(self, prompt: str) -> Iterator[str]:
-        yield prompt.upper()
+    def complete(self, prompt: str) -> Iterator[AnswerDelta]:
+        yield AnswerDelta(prompt.upper())
 
     def close(self) -> None:
         self.requests.clear()
@@ -169,6 +171,70 @@ def test_an_error_in_a_stream_is_shown(capsys):
     out, err = capsys.readouterr()
     assert out == "a\n"
     assert "it broke" in err
+
+
+@pytest.mark.parametrize(("finish", "notice"), [("length", "(cut at 2 tokens)"), ("stop", "")])
+def test_an_answer_that_the_maximum_cut_says_so(finish: str, notice: str, capsys):
+    with serving(make_state(ScriptedEngine("a", "b", finish=finish))) as url:
+        assert chat_command.main(["--url", url, "-q", "hi"]) == 0
+        assert complete_command.main(["--url", url, "-q", "hi"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "ab\nab\n"
+    assert err.count("(cut") == 2 * bool(notice)
+    assert notice in err
+
+
+def test_reasoning_is_not_part_of_the_answer(monkeypatch, capsys):
+    typed(monkeypatch, "hi", "again")
+    engine = ScriptedEngine("<think>h", "m</think>y", "es")
+    with serving(make_state(engine, reasoning_parser="qwen3")) as url:
+        conversation(options_of(), RemoteClient(options_of(url=url)))
+    assert capsys.readouterr().out == "yes\nyes\n"
+    assert "<think>" not in engine.asked[1].prompt.text
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[LocalClient]:
+    flags = ["--max-model-len", "300", "--temperature", "0"]
+    with closing(LocalClient(read("chat", flags))) as client:
+        yield client
+
+
+def test_an_answer_of_a_model_in_this_process_ends_itself(embedded: LocalClient):
+    told = list(embedded.chat([{"role": "user", "content": "Tell me a story about a fox."}]))
+    assert told[-1].finish_reason == "stop"
+    assert 16 < (told[-1].num_tokens or 0) < 256
+
+
+def test_a_model_in_this_process_is_cut_at_the_given_number_or_its_context(embedded: LocalClient, monkeypatch, capsys):  # fmt: skip
+    story = "Tell me a story about a fox."
+    monkeypatch.setitem(embedded.sampling, "max_tokens", 7)
+    conversation(options_of(quick=story), embedded)
+    assert "(cut at 7 tokens)" in capsys.readouterr().err
+    monkeypatch.delitem(embedded.sampling, "max_tokens")
+    prompt = "fox " * 240
+    conversation(options_of(quick=prompt), embedded)
+    assert re.search(r"\(cut at [1-5]\d tokens\)", capsys.readouterr().err)
+
+
+def test_a_model_in_this_process_has_its_reasoning_apart(embedded: LocalClient):
+    pieces = list(embedded.chat([{"role": "user", "content": "What is 7 plus 5?"}]))
+    reasoning, answer = ("".join(getattr(one, kind) for one in pieces) for kind in ("reasoning", "text"))  # fmt: skip
+    assert "7 + 5" in reasoning
+    assert "12" in answer
+    assert "think>" not in reasoning + answer
+
+
+def test_a_terminal_shows_reasoning_dimmed(monkeypatch, capsys):
+    told = [AnswerDelta(reasoning="h"), AnswerDelta(reasoning="m"), AnswerDelta("yes")]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert print_answer(iter(told), stats=False) == "yes"
+    assert capsys.readouterr().out == "\x1b[2mhm\x1b[22m\n\nyes\n"
+    monkeypatch.setenv("TERM", "dumb")
+    print_answer(iter(told[:2]), stats=False)
+    assert capsys.readouterr().out == "hm\n"
 
 
 def test_a_missing_server_is_reported(capsys):

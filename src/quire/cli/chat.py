@@ -11,11 +11,11 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from quire import env
+from quire.cli.answer_printer import print_answer, print_notice
 from quire.cli.completion_client import (
     SAMPLING,
     ClientOptions,
     CompletionClient,
-    TimingLine,
     connect,
     read,
 )
@@ -179,29 +179,3 @@ def _history() -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)
             readline.write_history_file(path)
-
-
-def print_answer(pieces: Iterator[str], stats: bool) -> str:
-    """Write an answer as it arrives and return all of it. Ctrl-C stops it."""
-    clock, parts = TimingLine(pieces), []
-    try:
-        for piece in clock:
-            parts.append(piece)
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.stdout.write(" ...")
-    finally:
-        close = getattr(pieces, "close", None)
-        if close is not None:
-            close()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    if stats:
-        print_notice(str(clock))
-    return "".join(parts)
-
-
-def print_notice(words: str) -> None:
-    """Print to the user, on stderr, so that stdout has only answers."""
-    print(words, file=sys.stderr, flush=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cli.chat import input_lines, print_answer, print_notice, run_in_terminal
+from quire.cli.answer_printer import print_answer, print_notice
+from quire.cli.chat import input_lines, run_in_terminal
 from quire.cli.completion_client import ClientOptions, CompletionClient
 from quire.errors import QuireError
 

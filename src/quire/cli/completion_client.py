@@ -14,13 +14,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from quire import env
 from quire.config import flags, from_keywords
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
+
+if TYPE_CHECKING:  # this process needs them only if it loads the model
+    from quire.frontend.parsers.model_formats import OutputFormat
+    from quire.frontend.parsers.stream_parser import StreamParser
+    from quire.protocol.sampling_params import SamplingParams
 
 COMPLETION_TOKENS = 256
 """Of `quire complete`, where --max-tokens is not given; a chat's answer ends itself."""
@@ -98,6 +103,17 @@ def read(command: str, argv: Sequence[str]) -> ClientOptions:
     return ClientOptions(config, api_key=key, stats=stats, sampling=sampling, **own)
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """New text of an answer. The last one of an answer that was not stopped has `finish_reason`."""
+
+    text: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+    num_tokens: int | None = None
+    """Of the whole answer; only with `finish_reason`, and None if the server does not report it."""
+
+
 class CompletionClient(Protocol):
     """Gets answers from a model."""
 
@@ -105,10 +121,10 @@ class CompletionClient(Protocol):
     sampling: dict[str, Any]
     """Parameters of the next requests."""
 
-    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Yields the answer in pieces. Closing it early ends the request."""
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[AnswerDelta]:
+        """Closing the iterator early ends the request."""
 
-    def complete(self, prompt: str) -> Iterator[str]: ...
+    def complete(self, prompt: str) -> Iterator[AnswerDelta]: ...
 
     def close(self) -> None: ...
 
@@ -134,13 +150,11 @@ class RemoteClient:
         self.sampling = options.sampling
         self.name = options.model_name or self._first_model()
 
-    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        for choice in self._stream("/chat/completions", {"messages": messages}):
-            yield choice.get("delta", {}).get("content") or ""
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[AnswerDelta]:
+        return self._answer("/chat/completions", {"messages": messages})
 
-    def complete(self, prompt: str) -> Iterator[str]:
-        for choice in self._stream("/completions", {"prompt": prompt}, COMPLETION_TOKENS):
-            yield choice.get("text") or ""
+    def complete(self, prompt: str) -> Iterator[AnswerDelta]:
+        return self._answer("/completions", {"max_tokens": COMPLETION_TOKENS, "prompt": prompt})
 
     def close(self) -> None:
         pass
@@ -176,11 +190,20 @@ class RemoteClient:
             )
         return answer
 
-    def _stream(
-        self, path: str, body: dict[str, Any], max_tokens: int | None = None
-    ) -> Iterator[dict[str, Any]]:
-        less = {"max_tokens": max_tokens} if max_tokens else {}
-        body = {"model": self.name, "stream": True, **less, **self.sampling, **body}
+    def _answer(self, path: str, body: dict[str, Any]) -> Iterator[AnswerDelta]:
+        finish_reason, num_tokens = None, None
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        for frame in self._frames(path, {"model": self.name, **options, **body, **self.sampling}):
+            num_tokens = (frame.get("usage") or {}).get("completion_tokens", num_tokens)
+            for choice in (frame.get("choices") or [])[:1]:
+                finish_reason = choice.get("finish_reason") or finish_reason
+                delta = choice.get("delta") or {}
+                # Older servers name the field `reasoning_content`.
+                reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+                yield AnswerDelta(delta.get("content") or choice.get("text") or "", reasoning)
+        yield AnswerDelta(finish_reason=finish_reason, num_tokens=num_tokens)
+
+    def _frames(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with closing(self._connect()) as connection:
             answer = self._ask(connection, "POST", path, body)
             for line in answer:
@@ -192,7 +215,7 @@ class RemoteClient:
                 frame = json.loads(data)
                 if "error" in frame:
                     raise QuireError(str(frame["error"].get("message", frame["error"])))
-                yield from frame.get("choices", [])[:1]
+                yield frame
 
 
 def error_message(answer: http.client.HTTPResponse) -> str:
@@ -216,26 +239,30 @@ class LocalClient:
         self.front = RequestManager(self.client, tokenizer=tokenizer)
         self.sampling, self.name, self.count = options.sampling, options.config.model.model, 0
 
-    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[AnswerDelta]:
         text = self.front.render(messages)
         tokens = self.front.tokenizer.encode(text, False) if self.front.tokenizer else []
-        return self._generate({"prompt_token_ids": tokens}, {})
+        formats = self.front.formats
+        reading = formats.output_format((), reasoning_open=formats.reasoning_open(text))
+        return self._generate({"prompt_token_ids": tokens}, None, reading)
 
-    def complete(self, prompt: str) -> Iterator[str]:
-        return self._generate(prompt, {"max_tokens": COMPLETION_TOKENS})
+    def complete(self, prompt: str) -> Iterator[AnswerDelta]:
+        return self._generate(prompt, COMPLETION_TOKENS, None)
 
     def close(self) -> None:
         self.client.close()
 
-    def _generate(self, prompt: Any, less: dict[str, Any]) -> Iterator[str]:
+    def _generate(
+        self, prompt: Any, max_tokens: int | None, reading: OutputFormat | None
+    ) -> Iterator[AnswerDelta]:
+        """`max_tokens`: unless the user set it; None: the room that is left in the context."""
         from quire.frontend.outputs import error_of
-        from quire.protocol.sampling_params import RequestOutputKind
 
         self.count += 1
-        given = {**less, **self.sampling, "output_kind": RequestOutputKind.DELTA}
-        params = self.front.inputs.defaults.params(**given)
+        params = self._params(max_tokens, reading is not None and reading.markers_are_special)
         accepted = self.front.accept_generation(prompt, params, id=f"talk-{self.count}")
         collector = self.front.submit(accepted)
+        parser, num_tokens = reading.parser() if reading else None, 0
         try:
             while True:
                 for changed in self.front.process_outputs(self.client.outputs()):
@@ -243,26 +270,51 @@ class LocalClient:
                         continue
                     if (error := error_of(output)) is not None:
                         raise error
-                    yield "".join(one.text for one in output.parts)
+                    for part in output.parts:
+                        num_tokens += len(part.token_ids)
+                        yield parsed(parser, part.text, output.finished)
                     if output.finished:
+                        yield AnswerDelta("", "", output.parts[0].finish_reason, num_tokens)
                         return
         finally:
             self.front.abort([accepted.id])
+
+    def _params(self, max_tokens: int | None, keep_special_tokens: bool) -> SamplingParams:
+        from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
+
+        defaults = self.front.inputs.defaults
+        limit = defaults.max_tokens(self.sampling.get("max_tokens", max_tokens))
+        given = {**defaults.sampling, **self.sampling, "max_tokens": limit}
+        return SamplingParams(
+            **given,
+            output_kind=RequestOutputKind.DELTA,
+            skip_special_tokens=not keep_special_tokens,
+        )
+
+
+def parsed(parser: StreamParser | None, text: str, finished: bool) -> AnswerDelta:
+    """New text of an output, its reasoning apart. `finished`: it is the last."""
+    if parser is None:
+        return AnswerDelta(text)
+    delta = parser.feed(text)
+    if finished:
+        delta.add(parser.finish())
+    return AnswerDelta(delta.content, delta.reasoning)
 
 
 class TimingLine:
     """Measures how fast an answer arrives."""
 
-    def __init__(self, pieces: Iterator[str]):
+    def __init__(self, pieces: Iterator[AnswerDelta]):
         self.pieces, self.count, self.first = pieces, 0, 0.0
         self.began = self.last = time.monotonic()
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[AnswerDelta]:
         for piece in self.pieces:
-            self.last = time.monotonic()
-            if piece and not self.first:
-                self.first = self.last
-            self.count += bool(piece)
+            if piece.text or piece.reasoning:
+                self.last = time.monotonic()
+                self.first = self.first or self.last
+                self.count += 1
             yield piece
 
     def __str__(self) -> str:
