@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 VOCAB = 199
 BASE: dict[str, Any] = {
@@ -59,6 +61,12 @@ def paged(kind: str, name: str = "", slow: bool = False, **config: Any) -> Arch:
 
 def per_request(kind: str, name: str = "", slow: bool = False, **config: Any) -> Arch:
     return Arch(kind, PER_REQUEST, config, name, slow)
+
+
+def since_5_24(kind: str, **config: Any) -> Arch:
+    """From that release on, its attention goes through the attention interface of Transformers."""
+    old = Version(transformers.__version__) < Version("5.24")
+    return Arch(kind, PER_REQUEST if old else PAGED, config)
 
 
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
@@ -213,6 +221,8 @@ ARCHS: list[Arch] = [
     paged("youtu", **_MLA),
     paged("minicpm3", **_MLA),
     paged("hyperclovax", **HEAD),
+    since_5_24("gptj", **_GPT2, rotary_dim=8),
+    since_5_24("codegen", **_GPT2, rotary_dim=8, n_ctx=256),
     # mixture of experts, attention only
     paged("mixtral", **_MOE),
     paged("qwen2_moe", shared_expert_intermediate_size=48, **_MOE),
@@ -280,8 +290,6 @@ ARCHS: list[Arch] = [
     per_request("bloom", n_layer=2, n_head=4),
     per_request("falcon"),
     per_request("falcon", "falcon (alibi)", alibi=True, new_decoder_architecture=False),
-    per_request("gptj", **_GPT2, rotary_dim=8),
-    per_request("codegen", **_GPT2, rotary_dim=8, n_ctx=256),
     per_request("mpt", d_model=64, n_heads=4, n_layers=2, max_seq_len=256, expansion_ratio=2),
     per_request("xglm", d_model=64, attention_heads=4, num_layers=2, ffn_dim=96),
     per_request(

@@ -47,7 +47,8 @@ def test_text_of_a_wrapper_runs_without_its_towers(wrapper: Wrapper, impl: str, 
     theirs = make_wrapper(wrapper)
     save(theirs, tmp_path)
     ours = build(tmp_path, model_impl=impl)
-    check(theirs, ours)
+    # In Transformers 5.24, the wrapper of Llama 4 asks for an attribute that its own output class lacks.
+    check(theirs.language_model if wrapper.kind == "llama4" else theirs, ours)
     if impl == "auto":
         assert isinstance(ours, CausalLM) == wrapper.runs_as.startswith("native")
     if isinstance(ours, TransformersModel):

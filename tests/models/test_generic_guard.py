@@ -6,6 +6,7 @@ Each test here breaks one thing that would otherwise be wrong silently.
 from __future__ import annotations
 
 import types
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from quire.errors import Unsupported
 from quire.models.transformers import model as generic
 from quire.models.transformers import paged
-from quire.models.transformers.model import TransformersModel
+from quire.models.transformers.model import CACHE_NAMES, TransformersModel
 from quire.models.transformers.modes import PAGED, PER_REQUEST, choose_mode
 from tests.models.archs import ARCHS, Arch, make_model
 
@@ -64,13 +65,16 @@ def own_attention(model) -> None:
     """One layer computes its attention by itself, causal over the whole pass."""
     attention = model.model.layers[1].self_attn
 
-    def forward(self, hidden_states, position_embeddings=None, past_key_values=None, **_):
+    def forward(self, hidden_states, position_embeddings=None, **others):
         x_BTHD = (1, hidden_states.shape[1], -1, self.head_dim)
         q = self.q_proj(hidden_states).view(x_BTHD).transpose(1, 2)
         k = self.k_proj(hidden_states).view(x_BTHD).transpose(1, 2)
         v = self.v_proj(hidden_states).view(x_BTHD).transpose(1, 2)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        cache = others.get(
+            "cache", others.get("past_key_values")
+        )  # its name since 5.24, and before
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
         out = nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
@@ -94,7 +98,7 @@ def twice(model) -> None:
     before = attention.forward
 
     def forward(self, hidden_states, **kwargs):
-        before(hidden_states, **{**kwargs, "past_key_values": None})
+        before(hidden_states, **{**kwargs, **dict.fromkeys(kwargs.keys() & set(CACHE_NAMES))})
         return before(hidden_states, **kwargs)
 
     attention.forward = types.MethodType(forward, attention)
@@ -130,6 +134,23 @@ def test_a_model_that_cannot_be_paged_gets_its_own_cache(change, reason, dtype) 
     assert ours.attention_layers() == []
     assert "prefix caching" in ours.description
     assert not ours.supports_prefix_caching
+
+
+@pytest.mark.parametrize("label", ["llama", "mamba2"])
+def test_a_warning_of_the_models_code_is_no_failure(label) -> None:
+    """Also under `python -W error`: once, a new release of Transformers warned of a name in each pass."""
+
+    def warn_in_each_pass(model) -> None:
+        first = model.get_decoder().layers[0]
+        first.register_forward_pre_hook(
+            lambda *_: warnings.warn("an old name", FutureWarning, stacklevel=1)
+        )
+
+    quiet = build(label)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "an old name")
+        ours = build(label, warn_in_each_pass)
+    assert (ours.mode, ours.description) == (quiet.mode, quiet.description)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])

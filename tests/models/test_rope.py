@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,13 +116,13 @@ def test_dynamic_beyond_the_trained_length_is_generation_token_by_token(tmp_path
     case = Case("", "llama", {"rope_parameters": given, "max_position_embeddings": 32})
     theirs = write(case, tmp_path)
     tokens = torch.randint(0, 131, (72,), generator=torch.Generator().manual_seed(1)).tolist()
-    cache = DynamicCache(config=theirs.config)
+    new = (
+        "cache" in inspect.signature(theirs.forward).parameters
+    )  # its name since Transformers 5.24
+    cache = {"cache" if new else "past_key_values": DynamicCache(config=theirs.config)}
     with torch.inference_mode():
-        want = [theirs(input_ids=torch.tensor([tokens[:20]]), past_key_values=cache).logits[0]]
-        want += [
-            theirs(input_ids=torch.tensor([[t]]), past_key_values=cache).logits[0]
-            for t in tokens[20:]
-        ]
+        want = [theirs(torch.tensor([tokens[:20]]), **cache).logits[0]]
+        want += [theirs(torch.tensor([[t]]), **cache).logits[0] for t in tokens[20:]]
     ours = build(tmp_path, max_model_len=72, hf_overrides={"max_position_embeddings": 32})
     got = Runner(ours).prefill(0, tokens, chunk=7)
     assert (got - torch.cat(want)).abs().max() < 1e-4

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -53,6 +54,9 @@ from quire.models.transformers.per_request import PerRequestCaches
 
 log = get_logger(__name__)
 
+CACHE_NAMES = ("past_key_values", "cache_params", "cache")
+"""What a forward function calls its cache: one of the first two before Transformers 5.24, and in a checkpoint's own code."""
+
 
 class _OnDevice(Protocol):
     device: torch.device
@@ -85,15 +89,21 @@ class TransformersModel(LanguageModel):
         self._caches: PerRequestCaches | None = None
         self._recorder: HiddenStateRecorder | None = None
         self._frozen = loading.freeze_rope(model, max_model_len)
+        # `python -W error` and a new release of Transformers: a warning of the model's code says nothing about its logits.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._find_parts(model)
+            self._choose(max_model_len, step_tokens)
+
+    def _find_parts(self, model: PreTrainedModel) -> None:
         self._trunk, self._output = find_trunk(model)
         self._runner = runner_of(model, self._trunk)
         self._lookup: nn.Module = model.get_input_embeddings()
         self._dropped = drop_towers(model, self._runner)
         names = inspect.signature(self._runner.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+        self._cache_name = next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
         takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
         self._takes_positions = "position_ids" in names or takes_any
-        self._choose(max_model_len, step_tokens)
 
     @classmethod
     def build(

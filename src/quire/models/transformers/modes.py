@@ -31,7 +31,7 @@ _TWICE = "it calls attention more than once per layer"
 _OWN_MASK = "it builds its own attention mask"
 
 PER_REQUEST_TYPES: dict[str, str] = {
-    **dict.fromkeys(("bloom", "codegen", "falcon", "gptj", "mpt", "xglm"), _OWN_ATTENTION),
+    **dict.fromkeys(("bloom", "falcon", "mpt", "xglm"), _OWN_ATTENTION),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "xlstm"), _RECURRENT),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"), _RECURRENT),
     **dict.fromkeys(("zamba", "zamba2", "minimax", "olmo_hybrid"), _RECURRENT),
