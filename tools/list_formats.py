@@ -43,7 +43,7 @@ def formats() -> Iterator[str]:
     for form in FORMS:
         stored = stored_quantization({"quantization_config": form.config})
         assert stored is not None
-        readers = {layout.reader for layout in stored.layouts()}
+        readers = {scheme.reader for scheme in stored.schemes()}
         coded = bool(readers & READ.keys())
         speed = "its codes in 4 bits, as `int4`" if coded else CLASSES[form.becomes]
         numbers = NUMBERS[form.becomes]
@@ -57,13 +57,13 @@ def formats() -> Iterator[str]:
 
 def _stored(stored: CheckpointQuantization) -> str:
     said = {
-        f"{layout.bits} bits, {layout.reader or layout.strategy}" for layout in stored.layouts()
+        f"{scheme.bits} bits, {scheme.reader or scheme.strategy}" for scheme in stored.schemes()
     }
     return f"`{stored.method}`: {'; '.join(sorted(said))}"
 
 
 def _on_gpu(stored: CheckpointQuantization) -> str:
-    return "; ".join(sorted({layout.describe(True) for layout in stored.layouts()}))
+    return "; ".join(sorted({scheme.describe(True) for scheme in stored.schemes()}))
 
 
 def blocks() -> Iterator[str]:

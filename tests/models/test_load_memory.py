@@ -138,7 +138,9 @@ def test_the_original_head_is_freed_before_layers_are_quantized(monkeypatch):
     head, layer, seen = Head(64, 64), Linear(64, 64), []
     before = weakref.ref(head.weight)
     make = int8.Int8Weight.of
-    monkeypatch.setitem(apply.ONLINE, "int8", lambda *args: seen.append(before()) or make(*args))
+    makers = apply.MAKERS["int8"]
+    makers = makers._replace(on_cpu=lambda *args: seen.append(before()) or make(*args))
+    monkeypatch.setitem(apply.MAKERS, "int8", makers)
     assert apply.quantize_weights(weights_of(nn.ModuleList([layer, head])), "int8") == 2
     assert seen == [None]
 

@@ -59,7 +59,7 @@ def test_they_can_be_quantized_further(
 
 def test_memory_is_counted_as_floats(made: Callable[[str], Path], plain: Path) -> None:
     says: Any = {"quantization_config": BY_NAME["ct mxfp4"].config}
-    found = as_loaded(stored_tensors(str(made("ct mxfp4")), says), says)
+    found = as_loaded(stored_tensors(str(made("ct mxfp4")), says), stored_quantization(says))
     true = in_memory(stored_tensors(str(plain)), 2)
     assert true <= in_memory(found, 2) < 1.05 * true
 

@@ -13,7 +13,7 @@ from quire.layers.prepared_weight import PreparedWeight
 from quire.layers.weight_slots import slots_of
 from quire.models.construction import construction
 from quire.ops.cpu import isa
-from quire.quantization.apply import GROUPS, ONLINE
+from quire.quantization.apply import MAKERS
 from quire.quantization.int8 import Int8Weight
 from quire.quantization.online import quantize_later
 from quire.quantization.packing import Packing
@@ -58,6 +58,9 @@ def tensors(prepared: PreparedWeight) -> Sequence[Tensor]:
     ]
 
 
+GROUPS = {name: maker.group for name, maker in MAKERS.items() if maker.group is not None}
+
+
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("method", GROUPS)
 def test_many_weights_by_one_call(method: str, name: str) -> None:
@@ -72,7 +75,7 @@ def test_many_weights_by_one_call(method: str, name: str) -> None:
         if one.ref.prepared is None:
             continue
         layer.ref.join()
-        want = ONLINE[method](layer.ref.weight, layer.ref.gated, kernels)
+        want = MAKERS[method].on_cpu(layer.ref.weight, layer.ref.gated, kernels)
         assert type(one.ref.prepared) is type(want)
         assert want.kernels is kernels
         for got, wanted in zip(tensors(one.ref.prepared), tensors(want), strict=True):

@@ -35,11 +35,11 @@ def test_every_name_has_one_meaning() -> None:
     names = [*ONLINE, *METHODS[:3], "fbgemm_fp8", *SAME, *LATER]
     assert len(names) == len(set(names))
     assert set(SAME.values()) <= {*ONLINE, *METHODS}
-    assert set(apply.ONLINE) == set(apply.HEADS) == set(ONLINE)
+    assert set(apply.MAKERS) == set(ONLINE)
     assert set(online_schemes()) == set(ONLINE) - {"fp8"}
-    layouts = {layout for form in FORMS for layout in read(form.config).layouts()}
-    assert {layout.kind for layout in layouts} == {*apply.FORMATS, "decoded"}
-    assert {layout.reader for layout in layouts} == {*decoded.READERS, ""} - {"mxfp4-experts"}
+    schemes = {scheme for form in FORMS for scheme in read(form.config).schemes()}
+    assert {scheme.kind for scheme in schemes} == {*apply.FORMATS, "decoded"}
+    assert {scheme.reader for scheme in schemes} == {*decoded.READERS, ""} - {"mxfp4-experts"}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def quantized_names(says: dict[str, Any]) -> set[str]:
         for i in (0, 1, 10)
         for part in ("self_attn.q_proj", "mlp.up_proj")
     }
-    return {name for name in {*names, "lm_head"} if read(says).layout_of(name) is not None}
+    return {name for name in {*names, "lm_head"} if read(says).scheme_of(name) is not None}
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_the_gptq_head_is_unquantized_by_default() -> None:
 def test_layers_with_numbers_of_their_own() -> None:
     dynamic = {"-:.*layers\\.0\\..*": {}, "+:.*up_proj": {"bits": 8, "group_size": 64}}
     found = read(gptq_config(dynamic=dynamic))
-    assert found.layout_of("model.layers.0.mlp.up_proj") is None
+    assert found.scheme_of("model.layers.0.mlp.up_proj") is None
     own, other = (
-        found.layout_of(f"model.layers.1.{name}") for name in ("mlp.up_proj", "self_attn.q_proj")
+        found.scheme_of(f"model.layers.1.{name}") for name in ("mlp.up_proj", "self_attn.q_proj")
     )
     assert own is not None
     assert other is not None
@@ -163,7 +163,7 @@ def test_a_group_that_names_a_layer_has_priority() -> None:
     says["format"] = "mixed-precision"
     found = read(says)
     bits = [
-        getattr(found.layout_of(f"model.layers.0.{name}"), "bits", None)
+        getattr(found.scheme_of(f"model.layers.0.{name}"), "bits", None)
         for name in ("mlp.up_proj", "mlp.down_proj")
     ]
     assert bits == [4, 8]

@@ -1,4 +1,4 @@
-"""How a checkpoint stores its weights: the layout of each layer, found by name.
+"""How a checkpoint stores its weights: the scheme of each layer, found by name.
 
 Knows names, numbers and patterns. Does not know config.json (`quantization_config.py`), torch or tensors.
 """
@@ -17,14 +17,14 @@ BLOCKS = {
     **dict.fromkeys(("TQ1_0", "TQ2_0", "Q1_0"), "Q4_0"),
 }
 """Types of GGUF tensors that the CPU kernels multiply (`quantization/gguf_blocks.py`), and a type that takes as much memory in a
-file as they do in the kernels' layout: fewer than 4 bits are stored as 4."""
+file as they do in the kernels' order: fewer than 4 bits are stored as 4."""
 
 CODED = {"mxfp4": 0.5 + 5 / 32, "mxfp4-experts": 0.5 + 5 / 32, "bnb-4bit": 0.5 + 5 / 64}
 """Readers of weights whose codes the CPU kernels multiply -> bytes of a weight (`quantization/codebooks.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightLayout:
+class QuantizationScheme:
     """How a checkpoint stores the weight of one linear layer.
 
     `kind`: gptq, awq, ct-packed, ct-int, float, or decoded: `reader` decodes it to floats as it is read. `group`: number
@@ -78,51 +78,51 @@ class WeightLayout:
 class CheckpointQuantization:
     """The quantization that config.json describes.
 
-    `groups`: (targets, layout). `ignored`: names or patterns of unquantized layers. `only`: if not empty, those of the
-    quantized ones. `changed`: (pattern, layout or None), which takes precedence over `groups`. `kinds_in_file`: the files'
-    headers have the type of each tensor, so there are no layouts.
+    `groups`: (targets, scheme). `ignored`: names or patterns of unquantized layers. `only`: if not empty, those of the
+    quantized ones. `changed`: (pattern, scheme or None), which takes precedence over `groups`. `kinds_in_file`: the files'
+    headers have the type of each tensor, so there are no schemes.
     """
 
     method: str
-    groups: tuple[tuple[tuple[str, ...], WeightLayout], ...]
+    groups: tuple[tuple[tuple[str, ...], QuantizationScheme], ...]
     ignored: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
-    changed: tuple[tuple[str, WeightLayout | None], ...] = ()
+    changed: tuple[tuple[str, QuantizationScheme | None], ...] = ()
     head: bool = False
     kinds_in_file: bool = False
 
-    def layout_of(self, name: str) -> WeightLayout | None:
-        """The layout of a linear layer, by its name in the checkpoint; None: its weight is not quantized."""
+    def scheme_of(self, name: str) -> QuantizationScheme | None:
+        """The scheme of a linear layer, by its name in the checkpoint; None: its weight is not quantized."""
         if name == "lm_head" and not self.head:
             return None
         if any(_named(pattern, name) for pattern in self.ignored):
             return None
         if self.only and not any(_named(pattern, name) for pattern in self.only):
             return None
-        for pattern, layout in self.changed:
+        for pattern, scheme in self.changed:
             if any(re.match(pattern, each) for each in _spellings(name)):
-                return layout
+                return scheme
         # A group that names the layer takes precedence over one for every linear.
         for special in (True, False):
-            for targets, layout in self.groups:
+            for targets, scheme in self.groups:
                 for target in targets:
                     if (target != "Linear") == special and (not special or _named(target, name)):
-                        return layout
+                        return scheme
         return None
 
     def describe(self, accelerator: bool = False, online: str | None = None) -> str:
         """For the log: the stored format and what loading makes of it."""
-        kinds = [layout.describe(accelerator, online) for layout in dict.fromkeys(self.layouts())]
+        kinds = [scheme.describe(accelerator, online) for scheme in dict.fromkeys(self.schemes())]
         return f"{self.method}, {'; '.join(kinds)}"
 
     @property
     def is_decoded(self) -> bool:
         """Whether weights are decoded to floats as they are read."""
-        return any(layout.kind == "decoded" for layout in self.layouts())
+        return any(scheme.kind == "decoded" for scheme in self.schemes())
 
-    def layouts(self) -> Iterator[WeightLayout]:
-        yield from (layout for _, layout in self.groups)
-        yield from (layout for _, layout in self.changed if layout is not None)
+    def schemes(self) -> Iterator[QuantizationScheme]:
+        yield from (scheme for _, scheme in self.groups)
+        yield from (scheme for _, scheme in self.changed if scheme is not None)
 
 
 def _spellings(name: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from quire.config.cache import KV_DTYPES, CacheConfig
+from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.config.load import LoadConfig
 from quire.config.lora import LoraConfig
 from quire.config.model import ModelConfig
@@ -76,6 +77,8 @@ class ModelSpec:
     """The quantization to apply to unquantized weights while loading; None: weights stay as the checkpoint has them."""
     options: ModelConfig
     load: LoadConfig
+    stored: CheckpointQuantization | None = None
+    """How the checkpoint's weights are quantized; None: they are not."""
     pooling: PoolingModel | None = None
     """What it computes in place of logits; None: it generates."""
     is_split: bool = True
@@ -115,6 +118,8 @@ class Resolved:
     """The requested backend without aliases (`attention/base.py` finds it); None: the platform's first that fits."""
     quantization: str | None = None
     """The quantization to apply to unquantized weights while loading; None: weights stay as the checkpoint has them."""
+    stored: CheckpointQuantization | None = None
+    """How the checkpoint's weights are quantized; None: they are not."""
     tokenizer_path: str | None = None
     """Local directory of the tokenizer; None: that of the checkpoint."""
 
@@ -140,6 +145,7 @@ class Resolved:
             max_model_len=self.max_model_len,
             max_step_tokens=self.max_num_batched_tokens,
             quantization=self.quantization,
+            stored=self.stored,
             options=self.config.model,
             load=self.config.load,
             pooling=self.pooling,

@@ -5,42 +5,53 @@ Knows names and numbers. Does not know torch, tensors or arithmetic: `quantizati
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.config.quantization_config import METHODS, SAME_METHODS
 from quire.errors import ConfigError, Unsupported
 
+
+class OnlineMethod(NamedTuple):
+    """A method that quantizes weights of 16 or 32 bits while they are loaded, or the weights of an fp8 checkpoint."""
+
+    bytes_per_weight: float
+    """Of a linear layer, with its part of the group's scale and zero point."""
+    on_cpu: str
+    on_accelerator: str
+
+
+INT8 = "8 bits, one scale per output channel; activations 8 bits, one scale per token"
 ONLINE = {
-    "int8": "8 bits, one scale per output channel; activations 8 bits, one scale per token",
-    "int4": "4 bits, one scale and zero point per group of 128; activations 8 bits, one scale per group; the head is int8",
-    "int4_g64": "as int4 with groups of 64: more exact, slower for many tokens",
-    "int4_g32": "as int4 with groups of 32",
-    "nf4": "4 bits, NF4 of bitsandbytes: one scale per block of 64; activations 8 bits, one scale per block; the head is int8",
-    "fp8": "int8, because CPUs have no 8-bit float arithmetic",
+    "int8": OnlineMethod(1.0, INT8, f"{INT8}; the head is not quantized"),
+    "int4": OnlineMethod(
+        0.5 + 5 / 128,
+        "4 bits, one scale and zero point per group of 128; activations 8 bits, one scale per group; the head is int8",
+        "4 bits, one scale and zero point per group of 128; activations and the head are not quantized",
+    ),
+    "int4_g64": OnlineMethod(
+        0.5 + 5 / 64,
+        "as int4 with groups of 64: more exact, slower for many tokens",
+        "as int4 with groups of 64",
+    ),
+    "int4_g32": OnlineMethod(
+        0.5 + 5 / 32, "as int4 with groups of 32", "as int4 with groups of 32"
+    ),
+    "nf4": OnlineMethod(
+        0.5 + 5 / 64,
+        "4 bits, NF4 of bitsandbytes: one scale per block of 64; activations 8 bits, one scale per block; the head is int8",
+        "as int4_g64",
+    ),
+    "fp8": OnlineMethod(
+        1.0,
+        "int8, because CPUs have no 8-bit float arithmetic",
+        "8-bit floats, one scale per output channel; activations 8-bit floats, one scale per token; the head is not quantized",
+    ),
 }
-"""Methods applied while loading, to weights of 16 or 32 bits (or to an fp8 checkpoint). This table: on a CPU."""
-
-ON_ACCELERATOR = {
-    "int8": "8 bits, one scale per output channel; activations 8 bits, one scale per token; the head is not quantized",
-    "int4": "4 bits, one scale and zero point per group of 128; activations and the head are not quantized",
-    "int4_g64": "as int4 with groups of 64",
-    "int4_g32": "as int4 with groups of 32",
-    "nf4": "as int4_g64",
-    "fp8": "8-bit floats, one scale per output channel; activations 8-bit floats, one scale per token; the head is not quantized",
-}
-"""The same methods on an accelerator."""
-
-BYTES = {
-    "int8": 1.0,
-    "int4": 0.5 + 5 / 128,
-    "int4_g64": 0.5 + 5 / 64,
-    "int4_g32": 0.5 + 5 / 32,
-    "nf4": 0.5 + 5 / 64,
-    "fp8": 1.0,
-}
-"""Bytes for each weight of a linear layer, including its part of the group's scale and zero point."""
+"""Value of `--quantization` -> the method. `quantization/apply.py` has what makes the weights."""
 
 HEAD_BYTES = 1.0
-"""The same for the head, with every method."""
+"""Bytes for each weight of the LM head on a CPU, with every method."""
 
 SAME = {
     "fp8_per_tensor": "fp8",
@@ -64,7 +75,7 @@ LATER = (
 
 def online_schemes() -> dict[str, str]:
     """The methods applied while loading: value of `--quantization` -> description."""
-    return {name: description for name, description in ONLINE.items() if name != "fp8"}
+    return {name: method.on_cpu for name, method in ONLINE.items() if name != "fp8"}
 
 
 def quantization_method(requested: str | None) -> str | None:
@@ -94,7 +105,7 @@ def fitting(requested: str | None, stored: CheckpointQuantization | None) -> str
     if name is None or (stored is not None and name == stored.method):
         return None
     name = IN_FLIGHT.get(name, name)
-    floats = stored is not None and all(layout.is_float for layout in stored.layouts())
+    floats = stored is not None and all(scheme.is_float for scheme in stored.schemes())
     if name in ONLINE:
         if stored is None or floats:
             return name

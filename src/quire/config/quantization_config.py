@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.config.checkpoint_quantization import CheckpointQuantization, WeightLayout
+from quire.config.checkpoint_quantization import CheckpointQuantization, QuantizationScheme
 from quire.errors import ConfigError, Unsupported
 
 SAME_METHODS = {
@@ -70,7 +70,7 @@ def _gptq(description: Mapping[str, Any]) -> CheckpointQuantization:
     form = str(description.get("checkpoint_format") or description.get("format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise _refuse("GPTQ", f"checkpoint_format={form}")
-    layout = WeightLayout(
+    scheme = QuantizationScheme(
         kind="gptq",
         bits=int(description["bits"]),
         group=int(description.get("group_size", -1)),
@@ -78,18 +78,18 @@ def _gptq(description: Mapping[str, Any]) -> CheckpointQuantization:
         ordered=True,  # by g_idx, which every GPTQ checkpoint has
         shifted=form != "gptq_v2",
     )
-    changed: list[tuple[str, WeightLayout | None]] = []
+    changed: list[tuple[str, QuantizationScheme | None]] = []
     for key, value in (description.get("dynamic") or {}).items():
         if key.startswith("-:"):
             changed.append((key[2:], None))
             continue
         own = replace(
-            layout,
-            bits=int(value.get("bits", layout.bits)),
-            group=int(value.get("group_size", layout.group)),
+            scheme,
+            bits=int(value.get("bits", scheme.bits)),
+            group=int(value.get("group_size", scheme.group)),
         )
         changed.append((key.removeprefix("+:"), own))
-    for each in (layout, *(own for _, own in changed if own is not None)):
+    for each in (scheme, *(own for _, own in changed if own is not None)):
         if each.bits not in (2, 3, 4, 8):
             raise _refuse("GPTQ", f"bits={each.bits}")
     only = description.get("modules_in_block_to_quantize") or ()
@@ -97,7 +97,7 @@ def _gptq(description: Mapping[str, Any]) -> CheckpointQuantization:
     head = bool(description.get("lm_head", False))
     return CheckpointQuantization(
         "gptq",
-        ((("Linear",), layout),),
+        ((("Linear",), scheme),),
         ignored=_names(description, "modules_to_not_convert"),
         only=(*names, "lm_head") if names and head else names,
         changed=tuple(changed),
@@ -114,14 +114,16 @@ def _awq(description: Mapping[str, Any]) -> CheckpointQuantization:
         raise _refuse("AWQ", f"bits={bits}")
     group = int(description.get("group_size") or description.get("q_group_size") or 128)
     zero_point = description.get("zero_point", True)
-    return _linears(description, WeightLayout("awq", bits, group=group, symmetric=not zero_point))
+    return _linears(
+        description, QuantizationScheme("awq", bits, group=group, symmetric=not zero_point)
+    )
 
 
 def _fp8(description: Mapping[str, Any]) -> CheckpointQuantization:
     block = description.get("weight_block_size")
     return _linears(
         description,
-        WeightLayout(
+        QuantizationScheme(
             kind="float",
             bits=8,
             strategy="block" if block else "tensor",
@@ -132,24 +134,24 @@ def _fp8(description: Mapping[str, Any]) -> CheckpointQuantization:
 
 
 def _fbgemm(description: Mapping[str, Any]) -> CheckpointQuantization:
-    return _linears(description, WeightLayout("float", 8, "channel"))
+    return _linears(description, QuantizationScheme("float", 8, "channel"))
 
 
 def _mxfp(description: Mapping[str, Any]) -> CheckpointQuantization:
     """gpt-oss's experts (mxfp4), or linear layers of 8 bits (mxfp8)."""
     four = "mxfp4" in str(description["quant_method"])
     reader, bits = ("mxfp4-experts", 4) if four else ("mxfp8", 8)
-    return _linears(description, WeightLayout("decoded", bits, reader=reader))
+    return _linears(description, QuantizationScheme("decoded", bits, reader=reader))
 
 
 def _bitsandbytes(description: Mapping[str, Any]) -> CheckpointQuantization:
     if description.get("load_in_8bit") or description.get("_load_in_8bit"):
-        return _linears(description, WeightLayout("ct-int", 8, "channel", reader="bnb-int8"))
-    return _linears(description, WeightLayout("decoded", 4, reader="bnb-4bit"))
+        return _linears(description, QuantizationScheme("ct-int", 8, "channel", reader="bnb-int8"))
+    return _linears(description, QuantizationScheme("decoded", 4, reader="bnb-4bit"))
 
 
 def _hqq(description: Mapping[str, Any]) -> CheckpointQuantization:
-    return _linears(description, WeightLayout("decoded", 4, reader="hqq"))
+    return _linears(description, QuantizationScheme("decoded", 4, reader="hqq"))
 
 
 def _auto_round(description: Mapping[str, Any]) -> CheckpointQuantization:
@@ -170,8 +172,8 @@ def _auto_round(description: Mapping[str, Any]) -> CheckpointQuantization:
     if "awq" in kind:
         awq = _awq({**description, "version": "gemm"})
         changed = tuple(
-            (name, layout and replace(awq.groups[0][1], group=layout.group))
-            for name, layout in found.changed
+            (name, scheme and replace(awq.groups[0][1], group=scheme.group))
+            for name, scheme in found.changed
         )
         found = replace(awq, changed=changed)
     return replace(found, method="auto-round")
@@ -188,17 +190,17 @@ def _torchao(description: Mapping[str, Any]) -> CheckpointQuantization:
     by_name = (
         by_name.get("fqn_to_config") or by_name.get("module_fqn_to_config") or {"_default": says}
     )
-    changed: list[tuple[str, WeightLayout | None]] = []
+    changed: list[tuple[str, QuantizationScheme | None]] = []
     for name, each in sorted(by_name.items(), key=lambda item: item[0] == "_default"):
         pattern = name.removeprefix("re:") if name.startswith("re:") else re.escape(name) + "$"
-        layout = None if each is None else _torchao_layout(each)
-        changed.append((".*" if name == "_default" else pattern.removesuffix(r"\.weight$"), layout))
+        scheme = None if each is None else _torchao_scheme(each)
+        changed.append((".*" if name == "_default" else pattern.removesuffix(r"\.weight$"), scheme))
     head = bool(by_name.get("lm_head") or by_name.get("lm_head.weight"))
     ignored = _names(description, *SKIPPED)
     return CheckpointQuantization("torchao", (), ignored, changed=tuple(changed), head=head)
 
 
-def _torchao_layout(says: Mapping[str, Any]) -> WeightLayout:
+def _torchao_scheme(says: Mapping[str, Any]) -> QuantizationScheme:
     called, data = str(says["_type"]), says["_data"]
     begin = "Intx" if "Intx" in called else called[: called.find("8") + 1]
     if begin not in TORCHAO or "Int4" in called:
@@ -209,7 +211,7 @@ def _torchao_layout(says: Mapping[str, Any]) -> WeightLayout:
     if begin == "Intx":
         bits = 4 if int(str(data["weight_dtype"]["_data"]).removeprefix("int")) <= 4 else 8
     strategy = "group" if size else "tensor" if "PerTensor" in per else "channel"
-    return WeightLayout(
+    return QuantizationScheme(
         kind,
         bits,
         strategy,
@@ -245,7 +247,7 @@ def _compressed(description: Mapping[str, Any]) -> CheckpointQuantization:
             raise _refuse("compressed-tensors", f"format={form}")
         if (weights := group.get("weights")) is not None:
             targets = tuple(str(target) for target in group["targets"])
-            groups.append((targets, _compressed_layout(form, weights)))
+            groups.append((targets, _compressed_scheme(form, weights)))
     if not groups:
         raise ConfigError(
             "config.json: quantization_config of compressed-tensors has no config_groups"
@@ -255,13 +257,13 @@ def _compressed(description: Mapping[str, Any]) -> CheckpointQuantization:
     )
 
 
-def _compressed_layout(form: str, weights: Mapping[str, Any]) -> WeightLayout:
+def _compressed_scheme(form: str, weights: Mapping[str, Any]) -> QuantizationScheme:
     bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     symmetric = bool(weights.get("symmetric", True))
     variant = f"{form}: num_bits={bits} type={kind} strategy={strategy} symmetric={symmetric}"
     if form in DECODED_FORMATS:
         reader, bits = DECODED_FORMATS[form]
-        return WeightLayout("decoded", bits, reader=reader)
+        return QuantizationScheme("decoded", bits, reader=reader)
     how = FORMATS[form] or ("float" if kind == "float" else "ct-int")
     allowed = {
         "ct-int": kind == "int" and bits == 8 and symmetric and strategy in ("tensor", "channel"),
@@ -273,7 +275,7 @@ def _compressed_layout(form: str, weights: Mapping[str, Any]) -> WeightLayout:
     if not allowed[how]:
         raise _refuse("compressed-tensors", variant)
     block = weights.get("block_structure") or (128, 128)
-    return WeightLayout(
+    return QuantizationScheme(
         kind=how,
         bits=int(bits or 0),
         strategy=str(strategy),
@@ -285,13 +287,15 @@ def _compressed_layout(form: str, weights: Mapping[str, Any]) -> WeightLayout:
 
 
 MODELOPT = {
-    "FP8": WeightLayout("float", 8, "tensor"),
-    "FP8_PER_CHANNEL_PER_TOKEN": WeightLayout("float", 8, "channel"),
-    "FP8_PB_WO": WeightLayout("float", 8, "block"),
-    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), WeightLayout("decoded", 4, reader="modelopt-nvfp4")),
-    "MXFP8": WeightLayout("decoded", 8, reader="mxfp8"),
+    "FP8": QuantizationScheme("float", 8, "tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": QuantizationScheme("float", 8, "channel"),
+    "FP8_PB_WO": QuantizationScheme("float", 8, "block"),
+    **dict.fromkeys(
+        ("NVFP4", "W4A16_NVFP4"), QuantizationScheme("decoded", 4, reader="modelopt-nvfp4")
+    ),
+    "MXFP8": QuantizationScheme("decoded", 8, reader="mxfp8"),
 }
-"""`quant_algo` -> layout."""
+"""`quant_algo` -> scheme."""
 
 
 def _modelopt(description: Mapping[str, Any]) -> CheckpointQuantization:
@@ -337,10 +341,10 @@ SKIPPED = ("ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules", 
 """Keys of a description that name unquantized layers."""
 
 
-def _linears(description: Mapping[str, Any], layout: WeightLayout) -> CheckpointQuantization:
-    """All linear layers have this layout, but those that a key of `SKIPPED` names."""
+def _linears(description: Mapping[str, Any], scheme: QuantizationScheme) -> CheckpointQuantization:
+    """All linear layers have this scheme, but those that a key of `SKIPPED` names."""
     method = SAME_METHODS.get(str(description["quant_method"]), str(description["quant_method"]))
-    groups = ((("Linear",), layout),)
+    groups = ((("Linear",), scheme),)
     return CheckpointQuantization(method, groups, ignored=_names(description, *SKIPPED))
 
 

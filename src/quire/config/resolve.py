@@ -78,6 +78,7 @@ def resolve(
         Unsupported: a known feature that is not implemented yet.
     """
     check(config, hf_config)
+    stored = stored_quantization(hf_config)
     causal = pooling is None or pooling.causal
     length, auto = _length(config, hf_config, 0 if pooling is None else pooling.max_length)
     chunked = config.scheduler.enable_chunked_prefill is not False and causal
@@ -91,7 +92,7 @@ def resolve(
         path=path,
         hf_config=dict(hf_config),
         architecture=architecture or _architecture(hf_config, path),
-        dtype=_dtype(config, path, hf_config, facts),
+        dtype=_dtype(config, path, hf_config, facts, stored is not None),
         device=facts.device,
         max_model_len=length,
         auto_max_model_len=auto,
@@ -103,7 +104,8 @@ def resolve(
         depth=_depth(config, facts),
         executor=_executor(config),
         attention_backend=_attention(config, facts),
-        quantization=fitting(requested, stored_quantization(hf_config)),
+        quantization=fitting(requested, stored),
+        stored=stored,
         pooling=pooling,
     )
     _check_checkpoints(resolved)
@@ -171,17 +173,18 @@ def _architecture(hf_config: Mapping[str, Any], path: str) -> str:
 
 
 def _dtype(
-    config: EngineConfig, path: str, hf_config: Mapping[str, Any], facts: PlatformDefaults
+    config: EngineConfig,
+    path: str,
+    hf_config: Mapping[str, Any],
+    facts: PlatformDefaults,
+    is_quantized: bool,
 ) -> str:
     stored = stored_dtype(path, hf_config)
     fragile = str(hf_config.get("model_type")).removesuffix("_text") in NOT_IN_FLOAT16
     requested = config.model.dtype
     dtype = DTYPES.get(requested, requested)
     if dtype == "auto":
-        small = (
-            quantization_method(config.model.quantization) in ONLINE
-            or stored_quantization(hf_config) is not None
-        )
+        small = is_quantized or quantization_method(config.model.quantization) in ONLINE
         kept = "bfloat16" if small and facts.device == "cpu" else stored  # the CPU kernels need it
         dtype = facts.preferred_dtype(kept)
         if dtype == "float16" and fragile:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from quire import env
+from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.options import section_class
 from quire.config.pooling import PoolingModel
@@ -56,6 +57,7 @@ def resolved_from_bytes(data: bytes) -> Resolved:
     sent = msgspec.msgpack.decode(data)
     extend_path(sent["path"])
     fields = sent["resolved"]
+    fields["stored"] = msgspec.convert(fields["stored"], CheckpointQuantization | None)
     fields["pooling"] = msgspec.convert(fields["pooling"], PoolingModel | None)
     fields["speculation"] = msgspec.convert(fields["speculation"], SpeculativeOptions | None)
     fields["draft"] = msgspec.convert(fields["draft"], DraftModel | None)

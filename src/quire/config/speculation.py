@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.config.ranges import in_words
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
@@ -284,3 +285,5 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """A longer request gets no draft tokens of it."""
     quantization: str | None
+    stored: CheckpointQuantization | None = None
+    """How the checkpoint's weights are quantized; None: they are not."""

@@ -14,7 +14,6 @@ from quire.config.experts import eplb_options
 from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
 from quire.config.options import coerce, options
 from quire.config.quantization import quantization_method
-from quire.config.quantization_config import stored_quantization
 from quire.config.structured import structured_options
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
@@ -32,7 +31,6 @@ def check(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
         Unsupported: a feature that is planned for later.
     """
     check_options(config)
-    stored_quantization(hf_config)
     _warn_of_ignored(config)
 
 

@@ -115,7 +115,7 @@ class TableRef(WeightRef):
     def use(self, form: CheckpointFormat) -> None:
         super().use(form)
         if self.shares and isinstance(self.layer, Embedding):
-            for name, stored in self.layout.items():
+            for name, stored in self.stored.items():
                 self.layer.own_shares[name] = stored.shares(self.shares)
 
     def install(self, prepared: PreparedWeight) -> None:

@@ -118,25 +118,25 @@ class WeightRef:
         self.packed, self.gated, self.act, self.after = packed, gated, act, after
         self.dtype = dtype or torch.get_default_dtype()
         self.prepared: PreparedWeight | None = None
-        self.layout: dict[str, StoredTensor] = {}
+        self.stored: dict[str, StoredTensor] = {}
         self.use(UNQUANTIZED)
         layer.register_parameter(prefix + "bias", None)
         if bias:
             set_parameter(layer, prefix + "bias", torch.empty(self.num_out, dtype=self.dtype))
 
     # -- while the checkpoint is loaded
-    def use(self, form: CheckpointFormat) -> None:
+    def use(self, checkpoint_format: CheckpointFormat) -> None:
         """Set the checkpoint format and register its tensors, before any is loaded."""
-        self._set_layout(form)
-        for name, stored in self.layout.items():
+        self._set_format(checkpoint_format)
+        for name, stored in self.stored.items():
             empty = torch.empty(stored.shape_for(self.outputs), dtype=stored.dtype)
             set_parameter(self.layer, self.prefix + name, empty)
 
-    def _set_layout(self, form: CheckpointFormat) -> None:
-        for name in self.layout:
+    def _set_format(self, checkpoint_format: CheckpointFormat) -> None:
+        for name in self.stored:
             delattr(self.layer, self.prefix + name)
-        self.format = form
-        self.layout = dict(form.stored(self.num_in, self.num_out, self.dtype))
+        self.format = checkpoint_format
+        self.stored = dict(checkpoint_format.stored(self.num_in, self.num_out, self.dtype))
 
     def checkpoint_names(self, path: str) -> list[str]:
         """Name of each part in a checkpoint, for a layer at `path` in the model."""
@@ -145,11 +145,11 @@ class WeightRef:
 
     def slots(self, path: str) -> dict[str, WeightSlot]:
         """Checkpoint name -> slot, for a layer at `path` in the model."""
-        layout = dict(self.layout)
+        tensors = dict(self.stored)
         if self.bias is not None:
-            layout["bias"] = StoredTensor((self.num_out,), self.dtype)
+            tensors["bias"] = StoredTensor((self.num_out,), self.dtype)
         found, cuts = {}, self._shares_of_parts()
-        for name, stored in layout.items():
+        for name, stored in tensors.items():
             own = [stored.shares(cut, part) for part, cut in enumerate(cuts)] if self.shares else ()
             whole = WeightSlot(
                 self.layer, self.prefix + name, per_part=stored.per_part, optional=stored.optional, ref=self,
@@ -188,7 +188,7 @@ class WeightRef:
         if isinstance(found, PreparedWeight):
             self.install(found)
         else:
-            self._set_layout(UNQUANTIZED)
+            self._set_format(UNQUANTIZED)
             set_parameter(self.layer, self.prefix + "weight", found.to(self.dtype))
 
     def pieces(self, name: str) -> list[tuple[int, Tensor]]:
@@ -206,7 +206,7 @@ class WeightRef:
 
     def join(self) -> None:
         """Store the deferred tensors of this weight."""
-        self.layer.join({self.prefix + name for name in (*self.layout, "bias")})
+        self.layer.join({self.prefix + name for name in (*self.stored, "bias")})
 
     # -- once it is loaded
     def install(self, prepared: PreparedWeight) -> None:
@@ -215,7 +215,7 @@ class WeightRef:
         bias_O = prepared.pad_bias(self.bias)
         if bias_O is not None and bias_O is not self.bias:
             set_parameter(self.layer, self.prefix + "bias", bias_O)
-        self._set_layout(UNQUANTIZED)
+        self._set_format(UNQUANTIZED)
         shape = torch.empty(prepared.outs, prepared.ins, dtype=self.dtype, device="meta")
         set_parameter(self.layer, self.prefix + "weight", shape)
 
@@ -292,7 +292,7 @@ class WeightRef:
 
     def parameters(self) -> dict[str, Tensor]:
         """Name -> parameter of the layer; on "meta" while it has no memory."""
-        names = (self.prefix + name for name in (*self.layout, "bias"))
+        names = (self.prefix + name for name in (*self.stored, "bias"))
         found = {name: self.layer._parameters[name] for name in names}
         return {name: each for name, each in found.items() if each is not None}
 

@@ -14,10 +14,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.checkpoint_quantization import BLOCKS, CODED
+from quire.config.checkpoint_quantization import BLOCKS, CODED, CheckpointQuantization
 from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
-from quire.config.quantization import BYTES, HEAD_BYTES
-from quire.config.quantization_config import stored_quantization
+from quire.config.quantization import HEAD_BYTES, ONLINE
 from quire.errors import ConfigError, ModelNotFound, Unsupported
 from quire.logging import get_logger
 from quire.models.gguf.families import stored_in
@@ -190,7 +189,7 @@ def in_memory(
             tables = max(tables, count)
             total += count * itemsize
         elif scheme is not None and is_float and len(shape) == 2:
-            total += count * BYTES[scheme]
+            total += count * ONLINE[scheme].bytes_per_weight
         else:
             total += count * (itemsize if is_float else ITEMSIZE.get(kind, 2))
     if scheme is not None and small_head:  # a tied head is quantized to a weight of its own
@@ -199,13 +198,14 @@ def in_memory(
 
 
 def as_loaded(
-    tensors: Iterable[TensorHeader] | int, hf_config: Mapping[str, Any], keeps_codes: bool = False
+    tensors: Iterable[TensorHeader] | int,
+    stored: CheckpointQuantization | None,
+    keeps_codes: bool = False,
 ) -> Iterable[TensorHeader] | int:
     """The tensors as a model gets them: floats in place of bytes that are decoded while they are read.
 
     keeps_codes: weights of 4 bits keep their codes where the CPU kernels multiply these.
     """
-    stored = stored_quantization(hf_config)
     if stored is None or isinstance(tensors, int):
         return tensors
     if stored.kinds_in_file:
@@ -213,9 +213,9 @@ def as_loaded(
         return [(name, sizes.get(kind, "BF16"), shape) for name, kind, shape in tensors]
     if not stored.is_decoded:
         return tensors
-    decoded = [layout for layout in stored.layouts() if layout.kind == "decoded"]
-    per = max(8 // layout.bits for layout in decoded)
-    coded = keeps_codes and all(layout.reader in CODED for layout in decoded)
+    decoded = [scheme for scheme in stored.schemes() if scheme.kind == "decoded"]
+    per = max(8 // scheme.bits for scheme in decoded)
+    coded = keeps_codes and all(scheme.reader in CODED for scheme in decoded)
     becomes = decoded[0].reader if coded else "BF16"
     return [
         (name, becomes, (*shape[:-1], shape[-1] * per))

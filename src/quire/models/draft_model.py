@@ -129,13 +129,15 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
     options = msgspec.structs.replace(options, method=method)
     options = _with_count(options, hf_config, is_embedded=Path(path).parent == EMBEDDED)
     names = hf_config.get("architectures") or [""]
+    stored = stored_quantization(hf_config)
     draft = DraftModel(
         path=path,
         hf_config=hf_config,
         architecture=str(names[0]),
         dtype=_dtype(resolved, options),
         max_model_len=_length(resolved, options, hf_config),
-        quantization=fitting(options.quantization, stored_quantization(hf_config)),
+        quantization=fitting(options.quantization, stored),
+        stored=stored,
     )
     stages = resolved.config.parallel.pipeline_parallel_size
     if (heads := options.drafts_with_model) != "draft_model" and stages > 1:

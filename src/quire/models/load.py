@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.engine import ModelSpec
-from quire.config.quantization import BYTES, ON_ACCELERATOR, ONLINE
-from quire.config.quantization_config import stored_quantization
+from quire.config.quantization import ONLINE
 from quire.errors import ConfigError, Unsupported
 from quire.layers.weight_slots import Layer, Slot, slots_of
 from quire.layers.weights import UNQUANTIZED, WeightRef, weights_of
@@ -83,7 +82,7 @@ def build_model(
     bind(platform.kernels)
     impl, reason = registry.choose_impl(spec.architecture, spec.hf_config, spec.options.model_impl)
     log.info("%s runs as %s: %s", spec.architecture, impl, reason)
-    if spec.quantization or stored_quantization(spec.hf_config) is not None:
+    if spec.quantization or spec.stored is not None:
         _can_quantize(impl, spec, platform)
     progress = LoadProgress(report, bar=spec.load.use_tqdm_on_load)
     if impl == "transformers":
@@ -108,7 +107,7 @@ def _can_quantize(impl: str, spec: ModelSpec, platform: Platform) -> None:
     if is_accelerator(platform):
         _can_be_floats(spec, platform, remedy)
         return
-    stored = stored_quantization(spec.hf_config)
+    stored = spec.stored
     if stored is not None and stored.kinds_in_file and spec.quantization is None:
         return  # without kernels, blocks become floats
     if kernels_for(getattr(torch, spec.dtype)) is None:
@@ -119,8 +118,8 @@ def _can_quantize(impl: str, spec: ModelSpec, platform: Platform) -> None:
 
 
 def _can_be_floats(spec: ModelSpec, platform: Platform, remedy: str) -> None:
-    stored = stored_quantization(spec.hf_config)
-    kinds = {layout.kind for layout in stored.layouts()} if stored is not None else set()
+    stored = spec.stored
+    kinds = {scheme.kind for scheme in stored.schemes()} if stored is not None else set()
     keeps_fp8 = "float" in kinds and spec.quantization is None
     if (keeps_fp8 or spec.quantization == "fp8") and not platform.supports("float8_e4m3"):
         raise Unsupported(
@@ -160,7 +159,9 @@ def _with_weights(
     offloaded: set[nn.Module] = set()
     if offload is not None:
         dtype = getattr(torch, spec.dtype)
-        shrink = BYTES[spec.quantization] / dtype.itemsize if spec.quantization else 1.0
+        shrink = 1.0
+        if spec.quantization:
+            shrink = ONLINE[spec.quantization].bytes_per_weight / dtype.itemsize
         offloaded = offload.choose(list(model.model.layers), shrink)
     found, files, source = _tensors_of(model, spec, platform)
     wrapped, method = bool(spec.hf_config.get(WRAPPED)), spec.quantization
@@ -169,7 +170,7 @@ def _with_weights(
     # Weights in files that will be packed are only mapped now: packing reads them.
     until = 0.1 if packs and files else 0.8
     found = progress.each("reading weights", found, lambda one: one[1].nbytes, stored, until)
-    quantized = stored_quantization(spec.hf_config)
+    quantized = spec.stored
     others = OtherStages(model)
     found = (each for each in found if own_name(each[0], ()) not in others)
     found = decoded(without_heads(found, spec.pooling), quantized, getattr(torch, spec.dtype))
@@ -187,7 +188,8 @@ def _with_weights(
         convert_weights(_counted(progress, "converting weights", model, 0.8))
     if method is not None:
         quantize_weights(_counted(progress, "quantizing weights", model, 0.9), method, accelerator)
-        about = (ON_ACCELERATOR if accelerator else ONLINE)[method]
+        online = ONLINE[method]
+        about = online.on_accelerator if accelerator else online.on_cpu
         log.info("quantized %d weights to %s: %s", len(prepared_weights(model)), method, about)
     if packs:
         pack_weights(_counted(progress, "packing weights", model, 1.0))
@@ -229,7 +231,7 @@ def _counted(
 
 def _set_formats(model: nn.Module, spec: ModelSpec, accelerator: bool) -> None:
     """Prepare the layers for the tensors of a quantized checkpoint. The model is still on "meta"."""
-    stored = stored_quantization(spec.hf_config)
+    stored = spec.stored
     if stored is not None and stored.kinds_in_file:
         if not accelerator and spec.quantization is None:
             found = stored_tensors(spec.path, spec.hf_config, spec.load.load_format)

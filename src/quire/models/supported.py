@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.engine import Resolved
-from quire.config.quantization_config import stored_quantization
 from quire.errors import ConfigError, Unsupported
 from quire.models.pooling.detect import check_pooling
 from quire.models.registry import choose_impl
@@ -53,7 +52,7 @@ def check_model(resolved: Resolved) -> None:
     if not (options.trust_remote_code and own_code):
         _check_task(name, own_code)
         _check_known(name, str(config.get("model_type", "")), bool(own_code))
-    check_weights(bool(resolved.quantization or stored_quantization(config)), name)
+    check_weights(bool(resolved.quantization or resolved.stored), name)
     if own_cache(resolved):
         check_own_cache(resolved.dtype, resolved.kv_dtype, name)
 

@@ -1,4 +1,4 @@
-"""Apply quantization methods and checkpoint formats to a model, weight by weight; the tables of both.
+"""Apply quantization methods and checkpoint formats to a model, weight by weight; the registry of both.
 
 Knows methods and formats by name, and the weights that layers list. Does not know any layer, or the tensors of any format.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,31 +32,34 @@ from quire.quantization.online import quantize_later
 from quire.quantization.packing import Packing
 from quire.quantization.wna16 import FewBitsWeight
 
-ONLINE: dict[str, Make] = {
-    "int8": Int8Weight.of,
-    "int4": Int4Weight.of,
-    "int4_g64": partial(Int4Weight.of, group=64),
-    "int4_g32": partial(Int4Weight.of, group=32),
-    "nf4": BOOKS["nf4"].of,
-    "fp8": Int8Weight.of,
+
+class WeightMakers(NamedTuple):
+    """What quantizes a weight of 16 or 32 bits.
+
+    Attributes:
+        on_cpu: a linear layer's weight; the LM head is always int8 there, because 4 bits cost the head more quality.
+        on_accelerator: the same there, where the LM head stays as it is: e4m3 has too few mantissa bits for logits.
+        group: inputs of a group, where the CPU kernels quantize many weights at once; 0: int8; None: they do not.
+    """
+
+    on_cpu: Make
+    on_accelerator: Make
+    group: int | None = None
+
+
+MAKERS = {
+    "int8": WeightMakers(Int8Weight.of, Int8Codes.of, 0),
+    "int4": WeightMakers(Int4Weight.of, FewBitsWeight.int4, GROUP),
+    "int4_g64": WeightMakers(
+        partial(Int4Weight.of, group=64), partial(FewBitsWeight.int4, group=64), 64
+    ),
+    "int4_g32": WeightMakers(
+        partial(Int4Weight.of, group=32), partial(FewBitsWeight.int4, group=32), 32
+    ),
+    "nf4": WeightMakers(BOOKS["nf4"].of, partial(FewBitsWeight.int4, group=64)),
+    "fp8": WeightMakers(Int8Weight.of, Float8Weight.of, 0),
 }
-"""`--quantization` -> what quantizes a weight of 16 or 32 bits, on the CPU."""
-
-GROUPS = {"int8": 0, "fp8": 0, "int4": GROUP, "int4_g64": 64, "int4_g32": 32}
-"""Methods by which the CPU kernels quantize many weights at once -> inputs of a group; 0: int8."""
-
-ON_ACCELERATOR: dict[str, Make] = {
-    "fp8": Float8Weight.of,
-    "int8": Int8Codes.of,
-    "int4": FewBitsWeight.int4,
-    "int4_g64": partial(FewBitsWeight.int4, group=64),
-    "int4_g32": partial(FewBitsWeight.int4, group=32),
-    "nf4": partial(FewBitsWeight.int4, group=64),
-}
-"""The same on an accelerator. The LM head stays as it is: e4m3 has too few mantissa bits for logits."""
-
-HEADS: dict[str, Make] = dict.fromkeys(ONLINE, Int8Weight.of)
-"""The same for the LM head on the CPU: always int8, because 4 bits cost the head more quality than other layers."""
+"""By value of `--quantization` (config/quantization.py, ONLINE)."""
 
 FORMATS: dict[str, type[QuantizedFormat]] = {
     "gptq": GptqFormat,
@@ -64,7 +68,7 @@ FORMATS: dict[str, type[QuantizedFormat]] = {
     "ct-packed": CompressedPackedFormat,
     "float": RequantizedFp8Format,
 }
-"""`WeightLayout.kind` (config/quantization.py) -> checkpoint format."""
+"""`QuantizationScheme.kind` (config/quantization.py) -> checkpoint format."""
 
 
 def set_formats(
@@ -84,25 +88,26 @@ def set_formats(
             if ref.layer is not layer or ref.exact:  # (a head may be tied to the embeddings)
                 continue
             names = ref.checkpoint_names(path)
-            layouts = [stored.layout_of(name) for name in names]
-            if all(each is None or each.kind == "decoded" for each in layouts):  # arrive as floats
-                count += layouts[0] is not None
+            schemes = [stored.scheme_of(name) for name in names]
+            if all(each is None or each.kind == "decoded" for each in schemes):  # arrive as floats
+                count += schemes[0] is not None
                 kernels = None if accelerator or online else kernels_for(ref.dtype)
-                readers = {each.reader if each is not None else "" for each in layouts}
+                readers = {each.reader if each is not None else "" for each in schemes}
                 if kernels is not None and len(readers) == 1 and (reader := readers.pop()) in READ:
                     ref.use(CodedFormat(reader, kernels))
                 continue
-            layout = layouts[0]
-            if layout is None or any(each != layout for each in layouts):
+            scheme = schemes[0]
+            if scheme is None or any(each != scheme for each in schemes):
                 raise Unsupported(
                     f"a checkpoint whose {', '.join(names)} are quantized in different ways",
                     "quantize all of them in the same way, or none",
                 )
             count += 1
-            keeps_fp8 = accelerator and layout.kind == "float" and online in (None, "fp8")
-            form = Fp8Format if keeps_fp8 else FORMATS[layout.kind]
-            make = (ON_ACCELERATOR if accelerator else ONLINE)[online or "int8"]
-            ref.use(form(layout, make, accelerator))
+            keeps_fp8 = accelerator and scheme.kind == "float" and online in (None, "fp8")
+            checkpoint_format = Fp8Format if keeps_fp8 else FORMATS[scheme.kind]
+            makers = MAKERS[online or "int8"]
+            make = makers.on_accelerator if accelerator else makers.on_cpu
+            ref.use(checkpoint_format(scheme, make, accelerator))
     return count
 
 
@@ -112,8 +117,8 @@ def convert_weights(refs: Iterable[WeightRef]) -> None:
     for ref in refs:
         formats.append(ref.format)
         ref.convert()
-    for form in dict.fromkeys(formats):
-        form.finish()
+    for checkpoint_format in dict.fromkeys(formats):
+        checkpoint_format.finish()
 
 
 def quantize_weight(ref: WeightRef, method: str, accelerator: bool = False) -> bool:
@@ -122,9 +127,9 @@ def quantize_weight(ref: WeightRef, method: str, accelerator: bool = False) -> b
         return False
     ref.join()
     if accelerator:  # do not load the CPU kernels: that may compile them
-        prepared = ON_ACCELERATOR[method](ref.weight, ref.gated, None)
+        prepared = MAKERS[method].on_accelerator(ref.weight, ref.gated, None)
     else:
-        make = HEADS[method] if ref.is_head else ONLINE[method]
+        make = Int8Weight.of if ref.is_head else MAKERS[method].on_cpu
         prepared = make(ref.weight, ref.gated, kernels_for(ref.weight.dtype))
     ref.install(prepared)
     return True
@@ -135,16 +140,17 @@ def quantize_weights(refs: Iterable[WeightRef], method: str, accelerator: bool =
 
     On a CPU the kernels quantize many at once, and few megabytes exist twice at a time.
     """
-    kernels = None if accelerator or method not in GROUPS else best()
+    group = MAKERS[method].group
+    kernels = None if accelerator or group is None else best()
     packing = None if kernels is None else Packing(kernels.quantize_weights)
     count = 0
     for ref in refs:
         if ref.prepared is not None or ref.exact:
             continue
-        if kernels is None or packing is None or ref.is_head:
+        if kernels is None or packing is None or group is None or ref.is_head:
             done = False
         else:
-            done = quantize_later(ref, packing, kernels, GROUPS[method])
+            done = quantize_later(ref, packing, kernels, group)
         count += done or quantize_weight(ref, method, accelerator)
     if packing is not None:
         packing.finish()

@@ -21,7 +21,7 @@ class AwqFormat(QuantizedFormat):
     """qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]."""
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        groups = num_in // (self.layout.group if self.layout.group > 0 else num_in)
+        groups = num_in // (self.scheme.group if self.scheme.group > 0 else num_in)
         return {
             "qweight": StoredTensor((num_in, num_out // 8), torch.int32, dim=1, pack_factor=8),
             "qzeros": StoredTensor((groups, num_out // 8), torch.int32, dim=1, pack_factor=8),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint_quantization import WeightLayout
+from quire.config.checkpoint_quantization import QuantizationScheme
 from quire.layers.prepared_weight import PreparedWeight
 from quire.layers.weights import CheckpointFormat, WeightRef
 from quire.logging import get_logger
@@ -35,8 +35,10 @@ class QuantizedFormat(CheckpointFormat):
         accelerator: the model runs on an accelerator.
     """
 
-    def __init__(self, layout: WeightLayout, make: Make = Int8Weight.of, accelerator: bool = False):
-        self.layout, self.make, self.accelerator = layout, make, accelerator
+    def __init__(
+        self, scheme: QuantizationScheme, make: Make = Int8Weight.of, accelerator: bool = False
+    ):
+        self.scheme, self.make, self.accelerator = scheme, make, accelerator
 
     def kernels(self, ref: WeightRef) -> Kernels | None:
         """The CPU kernels; None on an accelerator, because loading them may compile them."""

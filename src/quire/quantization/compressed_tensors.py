@@ -30,11 +30,11 @@ class CompressedInt8Format(QuantizedFormat):
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
         return {
             "weight": StoredTensor((num_out, num_in), torch.int8),
-            "weight_scale": scales(self.layout.strategy, num_out),
+            "weight_scale": scales(self.scheme.strategy, num_out),
         }
 
     def convert(self, ref: WeightRef) -> Converted:
-        scale_O = scale_by_output(ref, self.layout.strategy)
+        scale_O = scale_by_output(ref, self.scheme.strategy)
         weight = ref.tensor("weight")
         if self.accelerator:
             return Int8Codes(weight, scale_O, ref.gated)
@@ -48,33 +48,33 @@ class CompressedPackedFormat(QuantizedFormat):
     """
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        per = Fraction(32, self.layout.bits)
-        groups = -(-num_in // self.layout.group) if self.layout.group > 0 else 1
-        grouped = self.layout.strategy == "group"
+        per = Fraction(32, self.scheme.bits)
+        groups = -(-num_in // self.scheme.group) if self.scheme.group > 0 else 1
+        grouped = self.scheme.strategy == "group"
         zeros = StoredTensor((-(-num_out // per), groups), torch.int32, pack_factor=per)
         return {
             "weight_packed": StoredTensor((num_out, -(-num_in // per)), torch.int32),
             "weight_scale": StoredTensor((num_out, groups), torch.float32)
             if grouped
-            else scales(self.layout.strategy, num_out),
+            else scales(self.scheme.strategy, num_out),
             "weight_g_idx": StoredTensor((num_in,), torch.int32, per_part=True, optional=True),
-            **({} if self.layout.symmetric else {"weight_zero_point": zeros}),
+            **({} if self.scheme.symmetric else {"weight_zero_point": zeros}),
         }
 
     def convert(self, ref: WeightRef) -> Converted:
-        bits = self.layout.bits
+        bits = self.scheme.bits
         q_OI = dense(ref.tensor("weight_packed"), bits)[:, : ref.num_in]
-        if self.layout.strategy == "group":
+        if self.scheme.strategy == "group":
             scale_OG = ref.tensor("weight_scale")
         else:
-            scale_OG = scale_by_output(ref, self.layout.strategy)[:, None]
-        groups_PI = optional_tensor(ref, "weight_g_idx") if self.layout.ordered else None
+            scale_OG = scale_by_output(ref, self.scheme.strategy)[:, None]
+        groups_PI = optional_tensor(ref, "weight_g_idx") if self.scheme.ordered else None
         zero_OG = self._zeros(ref, scale_OG)
         return self.grouped(ref, q_OI, scale_OG, zero_OG, bits, groups_PI)
 
     def _zeros(self, ref: WeightRef, scale_OG: Tensor) -> Tensor:
-        bits = self.layout.bits
-        if self.layout.symmetric:
+        bits = self.scheme.bits
+        if self.scheme.symmetric:
             return torch.full_like(scale_OG, 1 << (bits - 1), dtype=torch.uint8)
         return zero_points(ref.tensor("weight_zero_point"), ref, bits)
 

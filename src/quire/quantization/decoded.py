@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint_quantization import CheckpointQuantization, WeightLayout
+from quire.config.checkpoint_quantization import CheckpointQuantization, QuantizationScheme
 from quire.errors import ConfigError
 from quire.logging import get_logger
 from quire.quantization import bitsandbytes, hqq, torchao
@@ -35,7 +35,7 @@ class Reader(NamedTuple):
 
     pattern: re.Pattern[str]
     needs: Callable[[Parts], Collection[str]]
-    decode: Callable[[Parts, WeightLayout, torch.dtype], Mapping[str, Tensor]]
+    decode: Callable[[Parts, QuantizationScheme, torch.dtype], Mapping[str, Tensor]]
 
 
 def _floats(separator: str, parts: str, decode: Callable[..., Tensor], unused: str = "-") -> Reader:
@@ -71,10 +71,10 @@ READERS: dict[str, Reader] = {
     "torchao": Reader(
         re.compile(r"(.+)\._weight_(qdata|scale|zero_point)"),
         lambda found: found,
-        lambda found, layout, _: torchao.renamed(found, layout),
+        lambda found, scheme, _: torchao.renamed(found, scheme),
     ),
 }
-"""`WeightLayout.reader` (config/checkpoint_quantization.py) -> what reads the tensors."""
+"""`QuantizationScheme.reader` (config/checkpoint_quantization.py) -> what reads the tensors."""
 
 
 def decoded(
@@ -87,7 +87,7 @@ def decoded(
     Raises:
         ConfigError: tensors of a weight are missing, or do not fit together; the message names the weight.
     """
-    names = {layout.reader for layout in stored.layouts()} - {""} if stored is not None else set()
+    names = {scheme.reader for scheme in stored.schemes()} - {""} if stored is not None else set()
     waiting: dict[str, dict[str, Tensor]] = {}
     count, before, after = 0, 0, 0
     for name, tensor in found:
@@ -95,14 +95,14 @@ def decoded(
         if belongs is None:
             yield name, tensor
             continue
-        layer, part, layout = belongs
+        layer, part, scheme = belongs
         if part is None:
             continue
         parts = waiting.setdefault(layer, {})
         parts[part] = tensor
-        reader = READERS[layout.reader]
+        reader = READERS[scheme.reader]
         if set(reader.needs(parts)) <= parts.keys():
-            made = _decode(layer, waiting.pop(layer), layout, dtype)
+            made = _decode(layer, waiting.pop(layer), scheme, dtype)
             count += 1
             before += sum(each.nbytes for each in parts.values())
             after += sum(each.nbytes for each in made.values())
@@ -122,29 +122,29 @@ def decoded(
 
 def _weight_of(
     name: str, tensor: Tensor, stored: CheckpointQuantization
-) -> tuple[str, str | None, WeightLayout] | None:
-    """(layer, part, layout) of a tensor that a reader reads; the part is None if nothing uses it."""
+) -> tuple[str, str | None, QuantizationScheme] | None:
+    """(layer, part, scheme) of a tensor that a reader reads; the part is None if nothing uses it."""
     for reader_name, reader in READERS.items():
         if (match := reader.pattern.fullmatch(name)) is None:
             continue
-        layout = stored.layout_of(match[1])
-        if layout is None or layout.reader != reader_name:
+        scheme = stored.scheme_of(match[1])
+        if scheme is None or scheme.reader != reader_name:
             continue
         if match[2] == "weight" and tensor.is_floating_point() and tensor.itemsize > 1:
             return None  # a weight that is not quantized
-        return match[1], match[2], layout
+        return match[1], match[2], scheme
     return None
 
 
 def _decode(
-    layer: str, parts: Parts, layout: WeightLayout, dtype: torch.dtype
+    layer: str, parts: Parts, scheme: QuantizationScheme, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     try:
-        made = READERS[layout.reader].decode(parts, layout, dtype)
+        made = READERS[scheme.reader].decode(parts, scheme, dtype)
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
         shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in sorted(parts.items()))
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"weight {layer} cannot be decoded as {layout.reader} ({shapes}): {reason}"
+            f"weight {layer} cannot be decoded as {scheme.reader} ({shapes}): {reason}"
         ) from None
     return {f"{layer}.{name}" if name else layer: tensor for name, tensor in made.items()}

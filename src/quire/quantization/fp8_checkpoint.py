@@ -25,14 +25,14 @@ class RequantizedFp8Format(QuantizedFormat):
 
     @property
     def scale(self) -> str:
-        return "weight_scale_inv" if self.layout.inverse else "weight_scale"
+        return "weight_scale_inv" if self.scheme.inverse else "weight_scale"
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        high, wide = self.layout.block
+        high, wide = self.scheme.block
         blocks = (-(-num_out // high), -(-num_in // wide))
         by_block = StoredTensor(blocks, torch.float32, pack_factor=high)
         found = (
-            by_block if self.layout.strategy == "block" else scales(self.layout.strategy, num_out)
+            by_block if self.scheme.strategy == "block" else scales(self.scheme.strategy, num_out)
         )
         return {
             "weight": StoredTensor((num_out, num_in), torch.float8_e4m3fn),
@@ -45,14 +45,14 @@ class RequantizedFp8Format(QuantizedFormat):
     def floats(self, ref: WeightRef) -> Tensor:
         """The dequantized weight, [O, I]."""
         weight_OI = ref.tensor("weight").float()
-        if self.layout.strategy == "block":
-            scale_OI = self.by_row(ref).repeat_interleave(self.layout.block[1], 1)
+        if self.scheme.strategy == "block":
+            scale_OI = self.by_row(ref).repeat_interleave(self.scheme.block[1], 1)
             return weight_OI * scale_OI[:, : ref.num_in]
-        return weight_OI * scale_by_output(ref, self.layout.strategy)[:, None]
+        return weight_OI * scale_by_output(ref, self.scheme.strategy)[:, None]
 
     def by_row(self, ref: WeightRef) -> Tensor:
         """Scales of blocks, repeated for each output: [O, G]."""
-        high = self.layout.block[0]
+        high = self.scheme.block[0]
         scale = ref.tensor(self.scale)
         parts, at = [], 0
         for width in ref.outputs:  # each part starts a new block
@@ -69,8 +69,8 @@ class Fp8Format(RequantizedFp8Format):
     """
 
     def convert(self, ref: WeightRef) -> Converted:
-        q_OI, strategy = ref.tensor("weight"), self.layout.strategy
-        high, wide = self.layout.block
+        q_OI, strategy = ref.tensor("weight"), self.scheme.strategy
+        high, wide = self.scheme.block
         if strategy != "block":
             return Float8Weight(q_OI, scale_by_output(ref, strategy), ref.gated)
         if wide not in WIDTHS:

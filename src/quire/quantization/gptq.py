@@ -22,8 +22,8 @@ class GptqFormat(QuantizedFormat):
     """qweight [I / n, O], qzeros [G, O / n], scales [G, O], g_idx [I]; n fields of `bits` bits per word."""
 
     def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        per = Fraction(32, self.layout.bits)
-        group = self.layout.group if self.layout.group > 0 else num_in
+        per = Fraction(32, self.scheme.bits)
+        group = self.scheme.group if self.scheme.group > 0 else num_in
         groups = -(-num_in // group)
         return {
             "qweight": StoredTensor((-(-num_in // per), num_out), torch.int32, dim=1),
@@ -35,10 +35,10 @@ class GptqFormat(QuantizedFormat):
         }
 
     def convert(self, ref: WeightRef) -> Converted:
-        bits = self.layout.bits
+        bits = self.scheme.bits
         q_OI = dense(ref.tensor("qweight").T, bits)[:, : ref.num_in]
         zero_OG = zero_points(ref.tensor("qzeros").T, ref, bits)
-        if self.layout.shifted:
+        if self.scheme.shifted:
             zero_OG = (zero_OG + 1) & ((1 << bits) - 1)
         scale_OG = ref.tensor("scales").T
         groups_PI = optional_tensor(ref, "g_idx")

@@ -15,22 +15,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint_quantization import WeightLayout
+from quire.config.checkpoint_quantization import QuantizationScheme
 
 
-def renamed(found: Mapping[str, Tensor], layout: WeightLayout) -> dict[str, Tensor]:
+def renamed(found: Mapping[str, Tensor], scheme: QuantizationScheme) -> dict[str, Tensor]:
     """The one tensor of `found` as compressed-tensors stores it."""
     ((name, tensor),) = found.items()
-    packs = layout.kind == "ct-packed"
+    packs = scheme.kind == "ct-packed"
     if name == "scale":
         return {"weight_scale": tensor}
     if name == "qdata":
         if not packs:
             return {"weight": tensor}
-        return {"weight_packed": words(_unsigned(tensor, layout.bits), layout.bits)}
+        return {"weight_packed": words(_unsigned(tensor, scheme.bits), scheme.bits)}
     if packs:  # zero points are packed along outputs
-        zeros_GO = _unsigned(tensor, layout.bits).T
-        return {"weight_zero_point": words(zeros_GO, layout.bits).T}
+        zeros_GO = _unsigned(tensor, scheme.bits).T
+        return {"weight_zero_point": words(zeros_GO, scheme.bits).T}
     if tensor.any():
         raise ValueError("zero points other than 0 are not supported")
     return {}

@@ -62,7 +62,7 @@ def loaded_tensors(
 ) -> Iterable[TensorHeader] | int:
     """The tensors as a model gets them, before `--quantization`."""
     keeps_codes = device == "cpu" and spec.dtype == "bfloat16" and spec.quantization is None
-    return as_loaded(found, spec.hf_config, keeps_codes)
+    return as_loaded(found, spec.stored, keeps_codes)
 
 
 def forecast_weights(
