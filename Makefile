@@ -13,6 +13,8 @@
 #   make soak         ten minutes of random load on a server, two of adapters, one of vectors, two of faults for each layout; ARGS="--seconds 60" for less
 #   make wheel        dist/quire-*.whl with the kernels inside, for machines with the same architecture (two minutes)
 #   make install      only make .venv, to run Quire; make install-dev: also to test it
+#   make constraints  write constraints.txt, the exact versions that these two take, from the newest that pyproject.toml allows
+#   make test-oldest  make test with the oldest versions that pyproject.toml allows; make test-latest: with the newest
 #   make clean        remove .venv and caches
 
 HOST ?= 127.0.0.1
@@ -24,7 +26,8 @@ ARGS ?=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 NO_DRIVER = test "$$(uname)" = Linux -a ! -e /proc/driver/nvidia/version -a ! -e /dev/dxg
 ANSWERS = $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null
-TORCH ?= torch==2.13.0 $(shell $(NO_DRIVER) && $(ANSWERS) && echo --extra-index-url $(CPU_INDEX))
+CPU_BUILD = $(shell $(NO_DRIVER) && $(ANSWERS) && echo --extra-index-url $(CPU_INDEX))
+TORCH ?= torch==2.13.0 $(CPU_BUILD)
 
 # The first Python from 3.11 to 3.13 that can make a venv; name another with PYTHON=...
 SUITS := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -33,11 +36,15 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install
+# The exact versions of everything but torch. Another torch may need others: make serve TORCH="torch==2.12.0" CONSTRAINTS=
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/python deploy/install/pip_progress.py $(VENV)/pip.log $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+# setuptools is there already, in the version of the constraints; pip alone would fetch its newest one for the build.
+QUIRE := --no-build-isolation -e
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
-.PHONY: install install-dev serve wheel test test-long attack clients sanitize soak check check-types check-architecture format \
+.PHONY: install install-dev constraints serve wheel test test-oldest test-latest test-long attack clients sanitize soak check check-types check-architecture format \
   bench bench-peers bench-gpu clean
 
 install: $(INSTALLED)
@@ -45,19 +52,34 @@ install: $(INSTALLED)
 install-dev: $(INSTALLED_DEV)
 
 # pyproject.toml changed, or nothing is there: bring .venv up to date. A half-made .venv has no stamp.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/python -c '' 2>/dev/null || test -n "$(PYTHON)" || \
 	  { echo "Python 3.11, 3.12 or 3.13 with venv is needed; name one with: make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing Quire into $(VENV), once: 1.2 GB on disk with the CPU build of torch (some 300 MB to download), several GB with CUDA."
-	$(PIP) $(TORCH)
-	$(PIP) -e .
+	@$(PIP) $(TORCH) "setuptools>=77"
+	@$(PIP) $(QUIRE) .
 	@touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)
 	@echo "Installing what tests and checks need into $(VENV), once: another 0.9 GB on disk."
-	$(PIP) -e '.[dev]'
+	@$(PIP) $(QUIRE) '.[dev]'
 	@touch $@
+
+# Each Python resolves for itself, so all three are needed: make constraints PYTHONS="python3.11 /path/to/python3.12 python3.13"
+PYTHONS ?= python3.11 python3.12 python3.13
+constraints:
+	$(firstword $(PYTHONS)) tools/constraints.py write --torch $(firstword $(TORCH)) --pythons $(PYTHONS)
+
+# In an environment of its own; ARGS chooses tests: make test-oldest ARGS=tests/models
+test-oldest:
+	@mkdir -p .cache
+	$(PYTHON) tools/constraints.py oldest > .cache/oldest.txt
+	$(MAKE) test VENV=.cache/oldest CONSTRAINTS=.cache/oldest.txt TORCH="torch $(CPU_BUILD)"
+
+test-latest:
+	rm -rf .cache/latest
+	$(MAKE) test VENV=.cache/latest CONSTRAINTS=
 
 serve: install
 	$(BIN)/quire serve --host $(HOST) --port $(PORT) $(ARGS)

@@ -9,6 +9,8 @@ OpenMP's threads with torch, so the wheel must not have a libgomp of its own: to
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHARED = ("libgomp.so.1",)  # libraries that the process has already
+
+
+def find_programs() -> None:
+    """Find what the last step needs before the first one compiles for minutes.
+
+    Raises:
+        SystemExit: a program is missing.
+    """
+    programs = str(
+        Path(sys.executable).parent
+    )  # an environment that is not activated is not in PATH
+    os.environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
+    for name in ("auditwheel", "patchelf"):
+        if sys.platform == "linux" and shutil.which(name) is None:
+            raise SystemExit(f"{name} is not in PATH, and the wheel needs it: {sys.executable} -m pip install {name}")  # fmt: skip
 
 
 def run(*command: str | Path) -> None:
@@ -39,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Build the wheels of Quire.")
     parser.add_argument("folder", type=Path, help="folder for the wheels")
     folder: Path = parser.parse_args(arguments).folder
+    find_programs()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         wheels = [build(ROOT, Path(name)), build(ROOT / "compat" / "vllm", Path(name))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -36,11 +37,26 @@ def test_make_serve_does_not_install_what_only_tests_need():
     assert "--quiet" not in recipe
 
 
+def test_make_wheel_says_what_is_missing_before_it_compiles(tmp_path: Path):
+    script = ROOT / "deploy" / "wheel" / "make_wheel.py"
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    words = ["-c", f"import sys; sys.executable = {str(python)!r}; import runpy; sys.argv = ['make', 'dist'];"
+             f"runpy.run_path({str(script)!r}, run_name='__main__')"]  # fmt: skip
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env={"PATH": str(python.parent)}, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1
+    assert "is not in PATH" in done.stderr
+    assert f"{python} -m pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_make_wheel_makes_one_for_many_linuxes_with_all_kernels(tmp_path: Path):
     pytest.importorskip("auditwheel")
     script = ROOT / "deploy" / "wheel" / "make_wheel.py"
-    subprocess.run([sys.executable, script, tmp_path], check=True)
+    system = {**os.environ, "PATH": "/usr/bin:/bin"}  # an environment that is not activated
+    subprocess.run([sys.executable, script, tmp_path], check=True, env=system)
     [wheel] = tmp_path.glob("quire-*.whl")
     assert re.search(r"-py3-none-manylinux_2_\d+_(x86_64|aarch64)\.whl$", wheel.name)
     names = zipfile.ZipFile(wheel).namelist()
