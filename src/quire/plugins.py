@@ -2,7 +2,8 @@
 
 A plugin is a function without arguments in the entry-point group `quire.general_plugins`. Each Quire process runs it
 once, before a model is chosen; it registers what it adds. A function in the group `quire.platform_plugins` returns the
-path of a device's class, `module:Class`, or None if this machine has no such device. Knows entry points. Does not know
+path of a device's class, `module:Class`, or None if this machine has no such device. The group `quire.features` names classes
+of features (`engine/feature.py`). Knows entry points. Does not know
 what a plugin does.
 """
 
@@ -20,7 +21,7 @@ from quire.logging import get_logger
 
 logger = get_logger(__name__)
 
-GENERAL, PLATFORM = "general_plugins", "platform_plugins"
+GENERAL, PLATFORM, FEATURES = "general_plugins", "platform_plugins", "features"
 """Groups of entry points, after `quire.` or `vllm.`. vLLM's plugins run only when QUIRE_PLUGINS names them, since most
 use vLLM's internals."""
 
@@ -78,6 +79,12 @@ def platform_plugins() -> dict[str, Any]:
             continue
         found[point.name] = platform
     return found
+
+
+def plugin_objects(group: str) -> list[tuple[str, Any]]:
+    """Names and objects of the entry points of a group that may be loaded. One that cannot be loaded raises what it raises:
+    requests might rely on it."""
+    return [(point.name, point.load()) for point in entry_points_to_run(_allowed(), group)]
 
 
 def _allowed() -> set[str] | None:

@@ -28,8 +28,9 @@ ORDER = [
     {"server"},
     {"api"},
     {"frontend"},
-    {"engine"},
+    # their control calls use the engine; the engine loads their modules by name
     {"features"},
+    {"engine"},
     {"observe"},
     {"executor", "scheduler", "worker"},
     {"native"},
@@ -58,9 +59,7 @@ FOR_ANNOTATIONS = {  # (package, package whose types it names, under TYPE_CHECKI
     ("executor", "worker"): "the inline executor is handed the worker it runs",
 }
 ASKS_FOR_FEATURES = {  # files that may import features: the others must not know that features exist
-    "quire/engine/build.py": "it puts the rooms together",
-    "quire/engine/worker_parts.py": "it puts the rooms of a worker together",
-    "quire/engine/lora.py": "its functions answer calls, which features cannot do: they are below the engine",
+    "quire/cli/replay.py": "its option names adapters, which a recording needs and does not have",
     "quire/frontend/input_processor.py": "a request that a feature cannot serve is refused before it travels",
 }
 IMPORTS_BY_NAME = {  # file: source of the names
@@ -74,6 +73,7 @@ IMPORTS_BY_NAME = {  # file: source of the names
     "quire/platforms/base.py": "a table of ours",
     "quire/ops/dispatch.py": "a table of ours",
     "quire/observe/tracing.py": "a table of ours",
+    "quire/engine/enabled_features.py": "a table of ours",
     "quire/models/construction.py": "a table of ours, and plug-ins that are installed",
     "quire/config/serialize.py": "functions and classes that the user gave (hf_overrides, logits_processors)",
     "quire/worker/sampling/load_processors.py": "the user's --logits-processors",
@@ -95,7 +95,7 @@ NEVER_TORCH = re.compile(
     r"quire/(protocol|config|kvcache|scheduler|server|observe|processes)/"
     r"|quire/engine/(?!build\.py)|quire/worker/(build|memory_plan)\.py|quire/executor/(__init__|base|inline|process)\.py"
     r"|quire/models/(hf_config|registry|__init__)\.py|quire/platforms/detect\.py"
-    r"|quire/(env|errors|logging|plugins)\.py|quire/features/\w+/gate\.py"
+    r"|quire/(env|errors|logging|plugins)\.py|quire/features/\w+/(feature|gate)\.py"
 )
 CORE = re.compile(r"quire/scheduler/|quire/engine/core\.py|quire/worker/worker\.py")
 SAYS_CUDA = re.compile(r"quire/(platforms|attention|ops/triton|ops/cpu)/|quire/worker/graphs\.py")

@@ -14,8 +14,10 @@ import pytest
 import workload
 from toy_device import ToyDevice
 
-from quire.engine import lora, sleep
+from quire.engine import sleep
 from quire.engine.core import EngineCore
+from quire.features.lora import control
+from quire.features.lora.feature import LoraFeature
 from quire.features.lora.gate import LoraGate
 from quire.features.lora.registry import LoraRegistry
 from quire.protocol.output import EngineOutput, Reply
@@ -146,7 +148,10 @@ class Trial:
         gates.append(gate)
         self.gate = gate
         core.functions |= sleep.functions(core)
-        core.functions |= lora.functions(core, self.registry)
+        core.functions |= control.functions(core, self.registry)
+        feature: Any = object.__new__(LoraFeature)  # needs no configuration
+        feature.registry = self.registry
+        core.listeners.append(feature)
         for asked in s.arrivals:
             if asked.adapter is not None:
                 asked.adapter = self.draw.choice(NAMES[: self.draw.randint(1, 5)])

@@ -10,7 +10,7 @@ import pytest
 from equality.engines import VOCAB, engine, greedy, make_checkpoint
 from equality.test_speculation import PARAMS, answers, hook_of
 
-from quire.engine import worker_parts
+from quire.engine.enabled_features import enabled_features
 from quire.errors import ConfigError
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
@@ -152,7 +152,7 @@ def test_mtp_layers_of_the_targets_own_checkpoint(family: str, tmp_path: Path) -
         assert one.tokens(asked, SHORT[1:4]) == tokens
         assert counts(one)[0] > 20
         resolved = one.client.resolved
-    (speculator,) = worker_parts.draft_specs(resolved)
+    (speculator,) = (spec for each in enabled_features(resolved) for spec in each.models())
     assert plan_memory(resolved, [speculator]).weights == plan_memory(resolved).weights
 
 

@@ -14,8 +14,9 @@ from engines import Engine, greedy, make_checkpoint, prompts
 from torch import Tensor
 
 from quire.config.engine import EngineConfig, ModelSpec, Resolved
-from quire.engine import build, worker_parts
+from quire.engine import build
 from quire.engine.client import InlineClient
+from quire.engine.feature import Feature
 from quire.engine.resolve import resolve_config
 from quire.executor.inline import InlineExecutor
 from quire.forward_context import ForwardBatch
@@ -73,6 +74,23 @@ class RunsLast(ModelInput):
         return hidden_TD
 
 
+class SecondModel(Feature):
+    """The models of a run, and what runs them."""
+
+    name = "second_model"
+
+    def __init__(self, resolved: Resolved, run: Run):
+        super().__init__(resolved)
+        self.run = run
+
+    def models(self) -> list[ModelSpec]:
+        return self.run.others
+
+    def plug_into_worker(self, parts: WorkerParts) -> None:
+        self.run.input = RunsLast(parts.model_input, parts.models, self.run.fast)
+        parts.model_input = self.run.input
+
+
 class Run:
     """An engine whose worker has the models of `paths`."""
 
@@ -98,13 +116,8 @@ class Run:
             architecture=config["architectures"][0],
         )
 
-    def executor(self, resolved: Resolved, compiler: Any, report: Any) -> InlineExecutor:
-        def plug_in(parts: WorkerParts) -> None:
-            worker_parts.worker_features(resolved, compiler)(parts)
-            self.input = RunsLast(parts.model_input, parts.models, self.fast)
-            parts.model_input = self.input
-
-        self.worker = build_worker(resolved, plug_in, self.others)
+    def executor(self, resolved: Resolved, features: list[Feature], report: Any) -> InlineExecutor:
+        self.worker = build_worker(resolved, [*features, SecondModel(resolved, self)])
         return InlineExecutor(self.worker)
 
     def tokens(self, asked: list[list[int]], count: int = COUNT) -> list[list[int]]:

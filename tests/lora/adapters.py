@@ -12,9 +12,14 @@ import torch
 from equality.engines import Engine, engine
 from safetensors.torch import save_file
 
+from quire.config.engine import Resolved
+from quire.engine.enabled_features import enabled_features
+from quire.parallel.layout import RankLayout
 from quire.protocol.output import EngineOutput
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
+from quire.worker.forecast import plan_memory
+from quire.worker.memory_plan import MemoryPlan
 
 PREFIX = "base_model.model."
 SIZES = {
@@ -52,6 +57,13 @@ def write(folder: Path, rank: int = 4, seed: int = 0, *, made: Any = None, **fie
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors(rank, seed) if made is None else made, folder / "adapter_model.safetensors")
     return str(folder)
+
+
+def planned(resolved: Resolved) -> MemoryPlan:
+    """The memory plan of the first rank, with the lines of features."""
+    layout = RankLayout.of(resolved.config.parallel)
+    lines = [line for each in enabled_features(resolved) for line in each.memory(layout, 0)]
+    return plan_memory(resolved, lines=lines)
 
 
 @contextmanager

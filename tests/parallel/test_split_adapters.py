@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from equality.engines import make_checkpoint, prompts
-from lora.adapters import PREFIX, Answer, run, write
+from lora.adapters import PREFIX, Answer, planned, run, write
 
 from quire.config.engine import EngineConfig
 from quire.engine.resolve import resolve_config
 from quire.features.lora.registry import OTHER_FILES, merged
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.forecast import plan_memory
 from tests.parallel.thread_engine import split_engine
 
 HIDDEN, INNER, WORDS, LAYERS = 128, 256, 384, 2
@@ -116,11 +115,11 @@ def test_the_plan_counts_what_a_rank_has(folder: Path) -> None:
             max_num_seqs=8,
             **asked,
         )
-        plan = plan_memory(resolve_config(config))
+        plan = planned(resolve_config(config))
         factors = LAYERS * sum(ins + outs // size for ins, outs in SIZES.values())
         biases = LAYERS * sum(outs for _, outs in SIZES.values())
         known, to_come = 4 * factors * 4 + biases * 4, 4 * factors // stages * 4
-        assert plan.adapters.num_bytes == known + to_come
+        assert plan.num_line_bytes == known + to_come
 
 
 def test_ranks_that_read_different_files_refuse_an_adapter() -> None:

@@ -15,10 +15,12 @@ import pytest
 from equality.engines import Engine, engine
 
 from quire.config.engine import Resolved
-from quire.engine import build, worker_parts
+from quire.engine import build
+from quire.engine.enabled_features import enabled_features
 from quire.executor.group import GroupExecutor
 from quire.executor.messages import decode_down, decode_up
 from quire.executor.worker_process import call, step
+from quire.features.lora import memory
 from quire.ops.cpu.bindings import best
 from quire.parallel.address import RankAddress, addresses
 from quire.parallel.layout import RankLayout
@@ -113,11 +115,9 @@ class ThreadGroup(GroupExecutor):
             member.started.result()
 
     def _make(self, resolved: Resolved, address: ThreadAddress) -> Any:
-        compiler = worker_parts.build_compiler(resolved)
-        features = worker_parts.worker_features(resolved, compiler)
-        specs = worker_parts.draft_specs(resolved)
+        features = enabled_features(resolved)
         try:
-            return worker_build.build_worker(resolved, features, specs, address=address)  # type: ignore[arg-type]
+            return worker_build.build_worker(resolved, features, address=address)  # type: ignore[arg-type]
         except BaseException:
             self.leave()
             raise
@@ -153,7 +153,7 @@ def split_engine(
         patch.setattr(worker_build, "bind_to_cores", lambda *_: [])
         for name in ("build_models", "forecast_specs", "plan_memory", "plan_on"):
             patch.setattr(worker_build, name, locked(getattr(worker_build, name)))
-        patch.setattr(worker_parts, "adapter_targets", locked(worker_parts.adapter_targets))
+        patch.setattr(memory, "adapter_targets", locked(memory.adapter_targets))
         sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": pipeline}
         with engine(path, depth, **sizes, **settings) as one:
             yield one

@@ -14,8 +14,8 @@ from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.engine.resolve import resolve_config
-from quire.engine.worker_parts import build_compiler
 from quire.errors import ConfigError
+from quire.features.structured.feature import StructuredFeature
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.frontend.startup import load_tokenizer
 from quire.models import location
@@ -106,7 +106,9 @@ def test_grammars_and_text_have_the_tokenizer_of_one_revision(monkeypatch: pytes
         )
     )
     assert resolved.tokenizer_folder == folder
-    build_compiler(resolved)
+    feature = StructuredFeature(resolved)
+    feature.begin()
+    assert feature.compiler
     load_tokenizer(resolved)
     assert len(asked) == 1
     assert asked[0][:2] == ("some/where", "r7")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from quire.config.recording import as_recorded, config_of, from_recording
 from quire.engine import flight_recorder
-from quire.engine.lora import load_adapters
 from quire.engine.replay import Replayed, replay
 from quire.engine.supervisor import CONFIG
 from quire.errors import ConfigError, QuireError
+from quire.features.lora.control import load_adapters
 from quire.logging import configure, get_logger
 from quire.models.location import find_adapter
 
@@ -52,15 +52,16 @@ def main(argv: Sequence[str]) -> int:
             log.warning(
                 "the recorded engine used %s, which is not imported: results may differ", name
             )
+        from quire.engine.build_executor import build_executor
+        from quire.engine.enabled_features import enabled_features
         from quire.engine.resolve import resolve_config
-        from quire.engine.worker_parts import build_compiler, build_executor
 
         config = config_of(recorded, args.model, len(args.lora_path))
         adapters = [find_adapter(path, config.load) for path in args.lora_path]
         resolved = as_recorded(resolve_config(config), recorded)
     except (OSError, ValueError, QuireError) as why:
         return refused(str(why))
-    executor = build_executor(resolved, build_compiler(resolved))
+    executor = build_executor(resolved, enabled_features(resolved))
     try:
         load_adapters(executor, adapters, recording.adapters())
         return show(replay(recording, executor, resolved.max_num_batched_tokens))

@@ -1,4 +1,6 @@
-"""Builds an engine from a configuration: scheduler, executor, core, client. The one file that decides which features are on.
+"""Builds an engine from a configuration: features, executor, scheduler, core, client.
+
+Knows no feature by name: `enabled_features.py` lists them.
 
 Loads torch only where it builds a worker (`worker/build.py`): the HTTP process, which calls `make_client(process=True)`,
 uses this file without torch.
@@ -9,44 +11,36 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal, overload
 
 import msgspec
 
 from quire import env
-from quire.config.api_key_file import read_keys
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.nodes import check_head
-from quire.engine import lora, rpc, sleep
+from quire.engine import rpc, sleep
+from quire.engine.build_executor import build_executor
 from quire.engine.client import EngineClient, InlineClient
 from quire.engine.core import EngineCore
+from quire.engine.enabled_features import enabled_features
 from quire.engine.engine_processes import start_engines
+from quire.engine.feature import EngineParts, Feature
 from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.resolve import resolve_config
-from quire.engine.worker_parts import build_compiler, build_executor
-from quire.features.fair_share.fair_queue import FairQueue
-from quire.features.lora.gate import LoraGate
-from quire.features.lora.registry import FILE as ADAPTERS_FILE
-from quire.features.lora.registry import LoraRegistry
-from quire.features.pipeline.gate import PipelineGate
-from quire.features.speculation.gate import SpeculationGate
-from quire.features.state_checkpoints.gate import CheckpointGate
-from quire.features.structured.gate import GrammarGate
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_metrics import ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
-from quire.kvcache.checkpoints import CheckpointPool
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
 from quire.observe.buckets import buckets, checked
 from quire.observe.inspector import Inspector
-from quire.observe.metric_table import ITERATION, STATES
+from quire.observe.metric_table import ITERATION
 from quire.observe.mfu import StepCostCounter, StepCosts
 from quire.processes.watchdog import Watchdog
 from quire.protocol.output import EngineReady
 from quire.protocol.tensor_data import ITEMSIZE
-from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.startup_timer import Report, no_report
@@ -95,28 +89,18 @@ def make_client(
 # -- the engine -----------------------------------------------------------------------------------
 def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCore, EngineReady]:
     """Build executor and scheduler from a resolved configuration; loads the model before it returns."""
-    compiler = build_compiler(resolved)
-    executor = build_executor(resolved, compiler, report)
+    features = enabled_features(resolved)
+    executor = build_executor(resolved, features, report)
     info = msgspec.convert(executor.call("info")[0], WorkerInfo)
     kv_layout = layout(info.layer_specs(), resolved.block_size, info.max_model_len)
-    gate = GrammarGate(compiler, elsewhere=resolved.executor in ("mp", "ray"), waits=resolved.executor == "external_launcher")  # fmt: skip
-    speculation = build_speculation(resolved)
-    gates = [gate, *speculation, *build_pipeline(resolved)]
-    scheduler = build_scheduler(resolved, info, kv_layout, gates)
+    scheduler = build_scheduler(resolved, info, kv_layout, features)
     custom = checked(resolved.config.observe.custom_histogram_buckets)
     core = EngineCore(
         scheduler, executor, resolved.depth, token_bounds=buckets(ITERATION, 0, custom)
     )
-    gate.wake = lambda: core.inbox.put(None)
-    for limit in scheduler.kv.limits:
-        limit.counts = core.counts
-    for drafts in speculation:
-        drafts.publish(core.counts)
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)
-    if isinstance(scheduler.waiting, FairQueue):
-        core.functions["set_weights"] = scheduler.waiting.set_weights
-    add_adapters(core, resolved)
+    plug_features(features, core, info)
     add_observers(core, resolved, info, kv_layout)
     ready = EngineReady(
         max_model_len=info.max_model_len,
@@ -142,23 +126,18 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
     return core, ready
 
 
-def add_adapters(core: EngineCore, resolved: Resolved) -> None:
-    """Serve LoRA adapters, if the configuration says so, and load those that it names."""
-    options = resolved.config.lora
-    if not options.enable_lora:
-        return
-    registry = LoraRegistry(
-        core.executor.call,
-        options.capacity,
-        wake=lambda: core.inbox.put(None),
-        awake=lambda: core.state == STATES[0],
-    )
-    gate = LoraGate(registry, options.max_loras)
-    core.scheduler.gates.append(gate)
-    core.labels |= gate.labels()
-    core.functions |= lora.functions(core, registry)
-    core.state_files[ADAPTERS_FILE] = registry.persist
-    lora.load_configured(registry, resolved.config)
+def plug_features(features: Sequence[Feature], core: EngineCore, info: WorkerInfo) -> None:
+    """Add the features' parts to an engine that is complete but for them."""
+    parts = EngineParts(core, info)
+    for feature in features:
+        feature.plug_into_engine(parts)
+    core.scheduler.gates = sorted(parts.gates, key=attrgetter("order"))
+    core.scheduler.kv.limits = parts.prefix_limits
+    core.counts |= dict.fromkeys(parts.counters, 0.0)
+    core.functions |= parts.calls
+    core.labels |= parts.labels
+    core.state_files |= parts.state_files
+    core.listeners += features
 
 
 def add_observers(
@@ -189,18 +168,16 @@ def add_process_observers(core: EngineCore, watchdog: Watchdog, folder: Path) ->
 
 
 def build_scheduler(
-    resolved: Resolved, info: WorkerInfo, kv_layout: CacheLayout, gates: Sequence[Gate]
+    resolved: Resolved, info: WorkerInfo, kv_layout: CacheLayout, features: Sequence[Feature]
 ) -> Scheduler:
+    """The scheduler, without the features' gates."""
     options = resolved.config.scheduler
-    caching = resolved.prefix_caching and info.prefix_caching
-    checkpoints = build_checkpoints(resolved, info) if caching else []
     kv = KVManager(
         build_pool(resolved, info.num_blocks + 1, len(kv_layout.groups)),
         kv_layout.groups,
         resolved.block_size,
-        caching=caching,
+        caching=resolved.prefix_caching and info.prefix_caching,
         hasher=Hasher(resolved.block_size, element_format=resolved.kv_dtype),
-        limits=checkpoints,
     )
     limits = SchedulerLimits(
         max_rows=info.max_num_seqs,
@@ -208,40 +185,15 @@ def build_scheduler(
         max_length=info.max_model_len,
         chunked=resolved.chunked_prefill,
         max_chunk=options.long_prefill_token_threshold,
-        drafts=resolved.num_drafts,
-        lookahead=resolved.num_drafts if resolved.draft else 0,
         depth=resolved.depth,
-        # The stages before the last would wait for a token that is not drawn yet.
-        run_ahead=resolved.config.parallel.pipeline_parallel_size == 1,
         by_priority=options.scheduling_policy == "priority",
         max_waiting=options.max_num_queued_reqs or 0,
         max_waiting_tokens=options.max_num_queued_tokens or 0,
     )
-    waiting = None
-    if (path := resolved.config.server.api_key_file) is not None:
-        waiting = FairQueue({key.name: key.weight for key in read_keys(path)})
-    return Scheduler(kv, limits, [*gates, *checkpoints], waiting=waiting)
-
-
-def build_speculation(resolved: Resolved) -> list[SpeculationGate]:
-    if (options := resolved.speculation) is None:
-        return []
-    return [SpeculationGate(resolved.num_drafts, options.shares_texts)]
-
-
-def build_pipeline(resolved: Resolved) -> list[PipelineGate]:
-    """What fills the stages of a pipeline."""
-    several = resolved.config.parallel.pipeline_parallel_size > 1
-    return [PipelineGate(resolved.depth, resolved.chunked_prefill)] if several else []
-
-
-def build_checkpoints(resolved: Resolved, info: WorkerInfo) -> list[CheckpointGate]:
-    """What lets a model with recurrent states share prefixes; nothing for other models."""
-    if not info.num_checkpoints:
-        return []
-    places = resolved.block_size, resolved.checkpoint_boundary, resolved.checkpoint_interval
-    junctions = resolved.config.cache.enable_mamba_shared_prefix_checkpoint
-    return [CheckpointGate(CheckpointPool(info.num_checkpoints), *places, junctions)]
+    for feature in features:
+        limits = feature.limits(limits)
+    queues = [queue for f in features if (queue := f.waiting_queue()) is not None]
+    return Scheduler(kv, limits, waiting=queues[0] if queues else None)
 
 
 def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
+from quire.engine.listener import EngineListener
 from quire.errors import InternalError, QuireError, ValidationError
 from quire.logging import get_logger
 from quire.observe.buckets import FAMILIES
@@ -59,6 +60,7 @@ class EngineCore:
         self.current_call = Call(0, "")  # of the running function
         self.outbox: Outbox = []  # messages that a function sends besides its reply
         self.observers = StepObservers()
+        self.listeners: list[EngineListener] = []  # they hear what happens to the engine
         self.counts: dict[str, float] = {}  # additional counters of observers
         self.labels: dict[str, Callable[[], str]] = {}  # texts for labels of metrics
         # by file name: restores a feature's state from a file of an earlier process, and writes it there from now on

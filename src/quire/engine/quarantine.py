@@ -68,23 +68,26 @@ class Suspects:
 
 def digest_of(request: EngineRequest) -> str:
     """Equal for requests with the same prompt and parameters, whatever their ids and seeds."""
-    return digest(request.tokens, request.params, request.adapter)
+    return digest(request.tokens, request.params, request.adapter, request.extras)
 
 
 def digest_of_entered(entered: EnteredRow) -> str:
     """The digest of the request that had this row."""
-    return digest(entered.tokens[: entered.num_prompt], entered.params, entered.adapter)
+    tokens = entered.tokens[: entered.num_prompt]
+    return digest(tokens, entered.params, entered.adapter, entered.extras)
 
 
-def digest(tokens: Sequence[int], params: RequestParams, adapter: str | None) -> str:
+def digest(
+    tokens: Sequence[int], params: RequestParams, adapter: str | None, extras: dict[str, bytes]
+) -> str:
     # Each of n outputs has its own seed, and only the first computes the prompt's log-probabilities.
     if isinstance(params, SamplingParams):
         params = params.settled(seed=None, prompt_logprobs=None, checked=True)
     try:
-        data = msgspec.msgpack.encode([tokens, short_form(params), adapter])
+        data = msgspec.msgpack.encode([tokens, short_form(params), adapter, extras])
     # it cannot have been sent to the engine
     except (TypeError, ValueError, OverflowError, RecursionError):
-        data = repr((tokens, adapter)).encode()
+        data = repr((tokens, adapter, extras)).encode()
     return sha256(data).hexdigest()[:32]
 
 

@@ -23,7 +23,10 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
         if running:
             core.settle()
             core.scheduler.preempt_all()
-        return core.scheduler.kv.reset()
+        is_empty = core.scheduler.kv.reset()
+        for listener in core.listeners:
+            listener.on_cache_reset()
+        return is_empty
 
     def stats() -> dict[str, Any]:
         """An EngineStats as builtins."""

@@ -51,6 +51,7 @@ class PauseGate(Gate):
     """Lets the requests up to arrival number `until` go on, and blocks all others."""
 
     name = "hold"
+    order = 100
 
     def __init__(self) -> None:
         self.until = 0
@@ -145,11 +146,15 @@ class SleepController:
         if not self.is_paused():
             if self.gate in gates:
                 gates.remove(self.gate)
+                for listener in self.core.listeners:
+                    listener.on_resume()
             return
         untils = (hold.until for hold in self.holds.values())
         self.gate.until = 0 if self.lasting else min(untils)
         if self.gate not in gates:
             gates.append(self.gate)
+            for listener in self.core.listeners:
+                listener.on_pause()
 
     # -- free memory ----------------------------------------------------------------------------
     def sleep(self, level: int, holder: str | None = None) -> bool:
@@ -174,6 +179,8 @@ class SleepController:
         self._make_lasting(SLEEP, holder)
         self.missing_parts |= set(PARTS) if level else {"scheduling"}
         self._set_level(max(self.level, level))
+        for listener in core.listeners:
+            listener.on_sleep(level)
         return True
 
     def release_kv_cache(self) -> str | None:
@@ -195,6 +202,8 @@ class SleepController:
         scheduler.preempt_all()
         if not scheduler.kv.reset():
             raise RuntimeError("KV blocks are in use although no request runs")
+        for listener in self.core.listeners:
+            listener.on_cache_reset()
         self.core.executor.call("sleep_worker", level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> list[str]:
@@ -202,6 +211,8 @@ class SleepController:
         requested = set(checked_tags(tags))
         if parts := sorted(requested & self.missing_parts & set(PARTS)):
             self.core.executor.call("wake_up_worker", parts)
+            for listener in self.core.listeners:
+                listener.on_wake_up(parts)
         self.missing_parts -= requested
         if not self.missing_parts:
             self._set_level(-1)

@@ -40,9 +40,6 @@ class CachedRequest(Protocol):
 class PrefixLimit(Protocol):
     """What a request needs to continue after a cached prefix, besides its blocks."""
 
-    counts: dict[str, float]
-    """Counters by their names in `observe/metric_table.py`; the engine replaces the dict by its own."""
-
     def usable(self, request: Any, num_found: int, num_blocks: int) -> int:
         """How many of the first `num_blocks` blocks can be used. `num_found`: all blocks of the request in the cache."""
         ...

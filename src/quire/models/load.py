@@ -95,6 +95,16 @@ def build_model(
     return _native(spec, platform, offload, progress)
 
 
+def add_whole_heads(model: LanguageModel, spec: ModelSpec, platform: Platform) -> None:
+    """Give the model what each rank has as a whole: the pooler of a model that computes no tokens.
+
+    Raises: as `build_pooler`.
+    """
+    from quire.models.pooling.head import build_pooler
+
+    model.pooler = build_pooler(spec, platform.device)
+
+
 def is_accelerator(platform: Platform) -> bool:
     """Whether the platform's kernels multiply floats."""
     return "triton" in platform.kernels

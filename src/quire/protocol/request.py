@@ -46,6 +46,8 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     # part of a larger request, whose end its frontend counts (engine/rpc.py)
     is_subrequest: bool = False
     engine: int | None = None  # the data parallel rank of the engine that must serve it; None: any
+    # data of features by their names, for their gates and hooks (engine/feature.py)
+    extras: dict[str, bytes] = {}
 
 
 class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):

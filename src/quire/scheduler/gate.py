@@ -6,6 +6,13 @@ requests cannot keep taking a resource that several requests wait for.
 
 A gate can also hold the blocks of a request back after the request has lost its row, for example until they are saved
 (`release`). The blocks stay in use meanwhile, and a preempted request is not admitted again.
+
+The scheduler asks its gates in ascending `order`, and stops at the first that blocks the request:
+
+     0 ... 29   a waiting request gets what it needs: work of other threads may begin here
+    30 ... 69   the tokens of a step are counted and divided among requests
+    70 ... 99   a request's tokens of a step end at an exact place: a later gate would cut them elsewhere
+   100          the engine is paused
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ class Gate:
     """Base class: it blocks nothing. A feature overrides the methods that it needs. No torch here."""
 
     name = "gate"
+    order = 50
 
     def receive(self, received: EngineRequest, number: int) -> EngineRequest:
         """A request arrives, the scheduler's `number`-th. Returns it, maybe with other fields.

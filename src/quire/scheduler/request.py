@@ -1,7 +1,8 @@
 """Request: one generation, or one prompt whose output is a tensor, as the scheduler sees it.
 
 Knows tokens, counts and blocks. Fields that several features share are here (`adapter`, `media`, `num_drafts`, `tenant`,
-`is_subrequest`; decision 51). A feature that needs more state for a request keeps a dict by request id, in its own package.
+`is_subrequest`; decision 51). Data of one feature is in `extras`; its state for a request is in a dict of its own package.
+`adapter` is a field because the prefix cache needs it: keys and values of different weights must not be shared.
 
     tokens     |------- prompt -------|--- output, known ---|- pending -|
     computed   |--------- KV written or in flight ----------------|          `num_computed_tokens`, always <= length
@@ -43,6 +44,7 @@ class Request:
     arrived: float
     tenant: str = ""  # the owner of the API key, where that affects the order
     is_subrequest: bool = False  # its end is not counted in the statistics
+    extras: dict[str, bytes] = field(default_factory=dict)  # by feature name, for gates and hooks
 
     # progress
     row: int = NO_ROW
@@ -90,6 +92,7 @@ class Request:
             arrived=received.arrived,
             tenant=received.tenant,
             is_subrequest=received.is_subrequest,
+            extras=received.extras,
         )
 
     @property

@@ -240,7 +240,7 @@ class Scheduler:
         builder.entered.append(
             EnteredRow(
                 request.row, request.id, list(request.tokens), request.num_prompt, num_cached_tokens,
-                [list(column) for column in request.blocks], request.params, request.adapter,
+                [list(column) for column in request.blocks], request.params, request.adapter, request.extras,
             )
         )  # fmt: skip
         builder.add_work(request, num_tokens, [], self.limits.drafts)

@@ -43,7 +43,7 @@ def plan_loaded(
     specs[own.start : own.stop] = layer_specs(resolved, models, (resolved.spec, *others))
     sizes = agreed_sizes(ranks, sum(weight_bytes(model) for model in models), forecast)
     states, stage = state_bytes_of(models), None if ranks.stages is None else own
-    plan = make_plan(resolved, *sizes, specs, others, states, forecast.adapters, stage)
+    plan = make_plan(resolved, *sizes, specs, others, states, forecast.lines, stage)
     return specs, agreed_plan(ranks, plan)
 
 

@@ -1,7 +1,7 @@
 """Builds a worker from a configuration: memory plan, model, KV cache, rows, sampler, hooks.
 
-Knows every part of a worker, and loads torch only when it builds one. Does not know features: a function of the caller
-plugs them in.
+Knows every part of a worker, and loads torch only when it builds one. Knows no feature by name: those of the caller plug
+their parts in (`WorkerFeature`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -17,13 +18,14 @@ from quire.config.engine import ModelSpec, Resolved
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
 from quire.parallel.address import RankAddress
+from quire.parallel.layout import RankLayout
 from quire.parallel.ranks import Ranks, split_among
 from quire.parallel.stages import within_stage
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
 from quire.startup_timer import Report, StartupStages, no_report, table
 from quire.worker.forecast import ForecastSpecs, forecast_specs, plan_memory
-from quire.worker.memory_plan import GIB, MemoryPlan, make_plan
+from quire.worker.memory_plan import GIB, MemoryLine, MemoryPlan, make_plan
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
@@ -70,11 +72,14 @@ class WorkerParts:
     Attributes:
         models: the main model, then those that features asked for. The list is the worker's: after a sleep it has other
             models.
-        model_input: a feature may replace it.
-        processors: logits processors in the order in which they run; at first those of the user.
-        hooks: in the order in which they run.
+        model_input: a feature may replace it, or wrap it.
+        processors: logits processors; they run in ascending `Processor.order`. At first those of the user.
+        hooks: the worker calls them in ascending `Hook.order`.
         functions: further functions of the worker.
+        model_output: what becomes of hidden states; None: the sampler draws tokens. One feature at most sets it.
+        places: by feature, the places of its models in `models`, and in what `Hook.use_models` gets.
         ranks: this worker among the ranks of its engine.
+        has_user_processors: some of the processors are the user's.
     """
 
     platform: Platform
@@ -84,7 +89,10 @@ class WorkerParts:
     processors: list[Processor]
     hooks: list[Hook] = field(default_factory=list)
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    model_output: ModelOutput | None = None
+    places: dict[str, slice] = field(default_factory=dict)
     ranks: Ranks = ALL
+    has_user_processors: bool = False
 
     @property
     def draws(self) -> bool:
@@ -92,24 +100,28 @@ class WorkerParts:
         return self.ranks.stage.is_last
 
 
-PlugIn = Callable[[WorkerParts], None]
-"""Adds the parts of features to a worker."""
+class WorkerFeature(Protocol):
+    """What a worker asks a feature for: the part of `engine/feature.py` that is the worker's."""
+
+    @property
+    def name(self) -> str: ...
+    def models(self) -> Sequence[ModelSpec]: ...
+    def memory(self, layout: RankLayout, stage: int) -> Sequence[MemoryLine]: ...
+    def plug_into_worker(self, parts: WorkerParts) -> None: ...
 
 
 def build_worker(
     resolved: Resolved,
-    plug_in: PlugIn,
-    others: Sequence[ModelSpec] = (),
+    features: Sequence[WorkerFeature] = (),
     report: Report = no_report,
     address: RankAddress = ALONE,
 ) -> Worker:
     """Plan memory, load the models, allocate their KV cache: one device, ready to run plans.
 
-    `others`: models that features need beside the main one. `report`: receives the progress. `address`: of this rank, if
-    several split the model.
+    `report`: receives the progress. `address`: of this rank, if several split the model.
 
     Raises:
-        NotEnoughMemory, ConfigError: before anything is loaded.
+        NotEnoughMemory, ConfigError: before anything is loaded. ConfigError: a feature does not work with the model.
         Unsupported: a device or a model that is not supported yet.
     """
     stages = StartupStages(report)
@@ -117,10 +129,12 @@ def build_worker(
     bind_to_cores(resolved.device == "cpu", *resolved.config.parallel.place_on_machine(*address.local))  # fmt: skip
     with stages("planning memory"):
         place = address.layout, address.place.stage
+        others, places = further_models(features)
         found = forecast_specs(resolved, others, *place)
         if address.place.stage < address.layout.pipeline - 1:
-            others = ()  # the last stage has them
-        forecast = plan_memory(resolved, others, *place, found)
+            others, places = [], {}  # the last stage has them
+        lines = [line for feature in features for line in feature.memory(*place)]
+        forecast = plan_memory(resolved, others, *place, found, lines)
     with stages("importing torch"):
         from quire.attention.base import load_backend
         from quire.parallel.same_threads import use_same_threads
@@ -153,13 +167,13 @@ def build_worker(
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
     rows, model = batcher.rows, models[0]
-    parts = build_parts(resolved, platform, plan, models, rows, ranks)
-    plug_in(parts)
-    output, fast_step, pooling_hooks = build_output(resolved, platform, parts)
+    parts = build_parts(resolved, platform, plan, models, rows, ranks, places)
+    plug_in(features, parts)
+    output, fast_step = build_output(resolved, platform, parts)
     step_blocks = -(-resolved.max_num_batched_tokens // resolved.block_size)
     pages = KVPagePrefaulter(plan.num_blocks + 1, step_blocks)
     pages.begin(storages)
-    hooks = [*build_state_hooks(states, rows), *pooling_hooks, *parts.hooks, pages]
+    hooks = sorted([*build_state_hooks(states, rows), *parts.hooks, pages], key=attrgetter("order"))
     worker = worker_class(resolved, ranks)(
         platform, model, parts.model_input, output, hooks, rows, batcher,
         functions=parts.functions, models=models, fast_step=fast_step,
@@ -175,6 +189,26 @@ def build_worker(
     extension = resolved.config.parallel.worker_extension_cls
     ModuleHooks(worker, extended_worker(worker, address.rank, address.local[0], extension))
     return worker
+
+
+def plug_in(features: Sequence[WorkerFeature], parts: WorkerParts) -> None:
+    """Add the features' parts. Processors are in order afterwards, in the list that features may have kept."""
+    for feature in features:
+        feature.plug_into_worker(parts)
+    parts.processors.sort(key=attrgetter("order"))
+
+
+def further_models(
+    features: Sequence[WorkerFeature],
+) -> tuple[list[ModelSpec], dict[str, slice]]:
+    """The models of features, and the places that each feature's have after the main model."""
+    specs: list[ModelSpec] = []
+    places = {}
+    for feature in features:
+        start = 1 + len(specs)
+        specs += feature.models()
+        places[feature.name] = slice(start, 1 + len(specs))
+    return specs, places
 
 
 def worker_class(resolved: Resolved, ranks: Ranks) -> Callable[..., Worker]:
@@ -195,15 +229,17 @@ def build_parts(
     models: list[LanguageModel],
     rows: RequestRows,
     ranks: Ranks,
+    places: dict[str, slice],
 ) -> WorkerParts:
     """The parts of a worker before features add theirs."""
     from quire.worker.sampling.load_processors import load_processors
 
     model_input = build_model_input(resolved, platform, plan, models[0], ranks)
-    parts = WorkerParts(platform, models, model_input, rows, [], ranks=ranks)
+    parts = WorkerParts(platform, models, model_input, rows, [], places=places, ranks=ranks)
     if parts.draws:
         names = resolved.config.model.logits_processors
         parts.processors = load_processors(names, resolved, platform.device)
+        parts.has_user_processors = bool(parts.processors)
     return parts
 
 
@@ -218,8 +254,8 @@ def build_state_hooks(states: RowStates, rows: RequestRows) -> list[Hook]:
 
 def build_output(
     resolved: Resolved, platform: Platform, parts: WorkerParts
-) -> tuple[ModelOutput, FastStep | None, list[Hook]]:
-    """The model output, the fast path, and the hooks of the model output: for tokens, or for vectors and scores."""
+) -> tuple[ModelOutput, FastStep | None]:
+    """The model output, and the fast path: the native step, which draws only tokens."""
     from quire.native.step import make_native_step
 
     model, rows = parts.models[0], parts.rows
@@ -228,19 +264,14 @@ def build_output(
         from quire.worker.stage_worker import StageOutput
 
         step = make_native_step(rows, None) if is_native else None
-        return StageOutput(model, rows, link), step, []
-    if resolved.pooling is not None:
-        from quire.worker.pooling.output import PooledOutput
-        from quire.worker.pooling.token_types import TokenTypesHook
-
-        pooled = PooledOutput(model, rows, resolved.pooling)
-        hooks = [TokenTypesHook(platform.device)] if resolved.pooling.has_token_types else []
-        return pooled, make_native_step(rows, None) if is_native else None, [*hooks]
+        return StageOutput(model, rows, link), step
+    if parts.model_output is not None:
+        return parts.model_output, make_native_step(rows, None) if is_native else None
     from quire.worker.sampling.sampler import Sampler
 
     mode = resolved.config.model.logprobs_mode
     sampler = Sampler(model, rows, mode, parts.processors, ops=build_sampler_ops(platform))
-    return sampler, make_native_step(rows, sampler) if is_native else None, []
+    return sampler, make_native_step(rows, sampler) if is_native else None
 
 
 def describe(
@@ -274,9 +305,8 @@ def build_models(
     report: Report = no_report,
     ranks: Ranks = ALL,
 ) -> list[LanguageModel]:
-    """The main model, with its pooler if it has one, and the others, with their weights: this rank's parts."""
-    from quire.models.load import build_model
-    from quire.models.pooling.head import build_pooler
+    """The main model and the others, with their weights: this rank's parts."""
+    from quire.models.load import add_whole_heads, build_model
 
     offload = build_offload(resolved, platform)
     with split_among(ranks.tensor), within_stage(ranks.stage):
@@ -284,7 +314,7 @@ def build_models(
     for spec in others:
         with split_among(ranks.tensor if spec.is_split else None):
             models.append(build_model(spec, platform))
-    models[0].pooler = build_pooler(resolved.spec, platform.device)
+    add_whole_heads(models[0], resolved.spec, platform)
     report("loading the model", 1.0)
     return models
 
@@ -318,7 +348,7 @@ def plan_on(
     now = platform.plannable(Memory(forecast.total, forecast.available), tables)
     sizes = forecast.weights, now.total, now.available
     specs, own, states, _ = found
-    return make_plan(resolved, *sizes, specs, others, states, forecast.adapters, own)
+    return make_plan(resolved, *sizes, specs, others, states, forecast.lines, own)
 
 
 def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> InputBatchBuilder:

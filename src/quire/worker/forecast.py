@@ -18,8 +18,7 @@ from quire.models.transformers.modes import check_own_cache
 from quire.parallel.layout import RankLayout
 from quire.platforms.detect import facts
 from quire.protocol.tensor_data import ITEMSIZE
-from quire.worker.adapter_memory import forecast_adapters
-from quire.worker.memory_plan import GIB, MemoryPlan, make_plan, size
+from quire.worker.memory_plan import GIB, MemoryLine, MemoryPlan, make_plan, size
 from quire.worker.rank_memory import construct_part, part_of_weights
 
 
@@ -96,11 +95,12 @@ def plan_memory(
     layout: RankLayout | None = None,
     stage: int = 0,
     found: ForecastSpecs | None = None,
+    lines: Sequence[MemoryLine] = (),
 ) -> MemoryPlan:
     """The plan of a rank before anything is loaded, from config.json and the headers of the weight files.
 
     `others`: the models of the worker beside the main one: of the last stage only. `layout`: None: the configured one. `found`:
-    of this stage, if it is known.
+    of this stage, if it is known. `lines`: what features take.
     """
     machine, cache = facts(), resolved.config.cache
     layout = layout or RankLayout.of(resolved.config.parallel)
@@ -115,9 +115,7 @@ def plan_memory(
         if spec.path != resolved.path:  # MTP layers are counted
             weights += int(forecast_weights(spec, resolved.device, available - weights) * part)
     sizes = weights, machine.total_bytes, available
-    return make_plan(
-        resolved, *sizes, specs, others, states, forecast_adapters(resolved, layout, stage), own
-    )
+    return make_plan(resolved, *sizes, specs, others, states, lines, own)
 
 
 def forecast_specs(

@@ -19,6 +19,9 @@ class Hook:
     """The base does nothing; a feature overrides what it needs."""
 
     name = "hook"
+    order = 50
+    """The worker calls its hooks in ascending order: 0 ... 29 set up the state of the rows, which the model reads; 30 ... 69 act
+    on the step; 70 ... 99 act on what it has drawn."""
     idle_until = 0
     """Of plans with smaller numbers (`plan.step`) the worker calls only `enter` and `leave`."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from quire.config.engine import ModelSpec, Resolved
 from quire.config.model_sizes import model_size
@@ -16,12 +17,28 @@ from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.specs import CacheSpec
 from quire.logging import get_logger
 from quire.protocol.tensor_data import ITEMSIZE
-from quire.worker.adapter_memory import NO_ADAPTERS, AdapterMemory
 
 logger = get_logger(__name__)
 GIB = 1 << 30
 CHECKPOINT_SHARE = 8  # one part in so many of the cache
 FREE_BLOCKS = 1 << 16  # of a cache whose blocks cost no memory
+
+
+class MemoryLine(NamedTuple):
+    """Memory that a feature takes from the KV cache.
+
+    Attributes:
+        name: plural, as the plan's table and errors say it.
+        about: how it is counted, after the number.
+        lower: the options that make it smaller, joined by "or".
+        where: memory of the host is counted where it is the device's, too: on a CPU.
+    """
+
+    name: str
+    num_bytes: int
+    about: str = ""
+    lower: str = ""
+    where: Literal["device", "host"] = "device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +58,11 @@ class MemoryPlan:
     state_bytes: int = 0  # of one request's recurrent states
     num_checkpoints: int = 0  # of these, for prefix caching
     num_drafts: int = 0  # and of these, for each row: states behind its draft tokens
-    adapters: AdapterMemory = NO_ADAPTERS
+    lines: Sequence[MemoryLine] = ()  # of features
+
+    @property
+    def num_line_bytes(self) -> int:
+        return sum(line.num_bytes for line in self.lines)
 
     @property
     def states(self) -> int:
@@ -90,9 +111,11 @@ class MemoryPlan:
             about += f", {self.num_drafts} for the draft tokens of a row" * bool(self.num_drafts)
             about += " (no prefix caching)" * (not self.num_checkpoints)
             rows.insert(4, ("recurrent states", about))
-        if self.adapters.num_bytes:
-            about = f"{size(self.adapters.num_bytes)} for {self.adapters.about}"
-            rows.insert(3, ("adapters", about))
+        rows[3:3] = [
+            (line.name, f"{size(line.num_bytes)} {line.about}".rstrip())
+            for line in self.lines
+            if line.num_bytes
+        ]
         return rows
 
 
@@ -123,18 +146,19 @@ def make_plan(
     specs: Sequence[CacheSpec],
     others: Sequence[ModelSpec] = (),
     state_bytes: int = 0,
-    adapters: AdapterMemory = NO_ADAPTERS,
+    lines: Sequence[MemoryLine] = (),
     own: range | None = None,
 ) -> MemoryPlan:
     """Choose the number of blocks, and with `auto` also the longest context.
 
-    `weights`, `specs`, `state_bytes` (of one request): of all models. `own`: which of the specs are of this rank's stage; None: all. `others`: the models beside the main one; one model computes at a time.
+    `weights`, `specs`, `state_bytes` (of one request): of all models. `own`: which of the specs are of this rank's stage; None: all. `others`: the models beside the main one; one model computes at a time. `lines`: of features.
 
     Raises:
         NotEnoughMemory: weights and activations leave too little for one request of max_model_len, or for the states of
             max_num_seqs requests.
     """
     cache = resolved.config.cache
+    lines = [line for line in lines if line.where == "device" or resolved.device == "cpu"]
     kv_layout = layout(specs, resolved.block_size, resolved.max_model_len)
     if own is not None and len(own) < len(specs):
         kv_layout = kv_layout.of_layers(own)
@@ -155,7 +179,7 @@ def make_plan(
         max_step_tokens=min(resolved.max_num_batched_tokens, resolved.max_model_len),
         state_bytes=state_bytes,
         num_drafts=resolved.num_drafts if state_bytes else 0,
-        adapters=adapters,
+        lines=lines,
     )
     if cache.num_gpu_blocks_override is not None:
         kv = cache.num_gpu_blocks_override * kv_layout.bytes_per_block
@@ -163,7 +187,7 @@ def make_plan(
         return _with_blocks(plan, cache.num_gpu_blocks_override, resolved)
     room = cache.kv_cache_memory_bytes
     if room is None:
-        room = int(available * plan.share) - weights - plan.activations - adapters.num_bytes
+        room = int(available * plan.share) - weights - plan.activations - plan.num_line_bytes
     if state_bytes:
         plan = _with_states(plan, room, resolved)
         left = room - plan.states
@@ -233,7 +257,7 @@ def _with_checkpoints(plan: MemoryPlan, share: int, resolved: Resolved) -> Memor
 
 def _most(plan: MemoryPlan) -> int:
     """Bytes that the machine has for the KV cache and the states."""
-    return plan.total - plan.weights - plan.activations - plan.adapters.num_bytes
+    return plan.total - plan.weights - plan.activations - plan.num_line_bytes
 
 
 def _check_requested(plan: MemoryPlan, requested: int) -> None:
@@ -285,8 +309,7 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | N
     sums = (
         f"{size(plan.available)} available x gpu_memory_utilization={plan.share:g}, less"
         f" {size(plan.weights)} of weights and {size(plan.activations)} of activations"
-        + f" and {size(plan.adapters.num_bytes)} of adapters"
-        * bool(plan.adapters.num_bytes)
+        + "".join(f" and {size(line.num_bytes)} of {line.name}" for line in plan.lines)
         if requested is None
         else f"kv_cache_memory_bytes={requested}"
     )
@@ -298,8 +321,8 @@ def _explain(plan: MemoryPlan, num_blocks: int, longest: int, requested: int | N
         share = "raise gpu_memory_utilization, or " * (plan.weights < plan.available)
         remedy = f"The weights alone do not fit: {share}use a smaller model or a smaller dtype"
     else:
-        adapters = ", max_cpu_loras or max_lora_rank" * bool(plan.adapters.num_bytes)
-        remedy = f"Lower max_num_batched_tokens{adapters}, or raise gpu_memory_utilization"
+        lower = "".join(f", {line.lower}" for line in plan.lines if line.lower)
+        remedy = f"Lower max_num_batched_tokens{lower}, or raise gpu_memory_utilization"
     return (
         f"Not enough memory: one request of max_model_len={plan.max_model_len} needs {cost} of KV cache,"
         f" and {available} is left ({sums}). {remedy}."

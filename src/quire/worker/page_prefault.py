@@ -40,6 +40,7 @@ class KVPagePrefaulter(Hook):
     """
 
     name = "pages"
+    order = 90
 
     def __init__(self, num_blocks: int, step: int):
         self.num_blocks, self.step = num_blocks, step

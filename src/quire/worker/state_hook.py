@@ -42,6 +42,7 @@ class StateHook(Hook):
     """Runs the moves of `plan.extras`."""
 
     name = NAME
+    order = 10
 
     def __init__(self, states: States):
         self.states = states

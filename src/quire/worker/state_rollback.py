@@ -27,6 +27,7 @@ class StateRollback(Hook):
     """Runs before all hooks that add draft tokens."""
 
     name = "state_rollback"
+    order = 20
 
     def __init__(self, states: RowStates, rows: RequestRows):
         self.states, self.rows = states, rows

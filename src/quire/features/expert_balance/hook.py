@@ -10,13 +10,10 @@ Shape suffixes: L layers, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from quire.config.engine import Resolved
-from quire.config.experts import EplbOptions, eplb_options
-from quire.config.model_sizes import model_size
+from quire.config.experts import EplbOptions
 from quire.layers.moe import Experts
 from quire.layers.split_experts import PlacedExperts
 from quire.logging import get_logger
@@ -25,18 +22,7 @@ from quire.parallel.expert_placement import balanced, balancedness, load_of_rank
 from quire.protocol.plan import StepPlan
 from quire.worker.hooks import Hook
 
-if TYPE_CHECKING:
-    from quire.worker.build import WorkerParts
-
 log = get_logger(__name__)
-
-
-def add_expert_balance(parts: WorkerParts, resolved: Resolved) -> None:
-    """Plug the hook in, if `enable_eplb` says so."""
-    if (options := eplb_options(resolved.config.parallel)) is not None:
-        config, groups = resolved.config.parallel, model_size(resolved.hf_config, "n_group", 1)
-        nodes = max(1, config.tensor_parallel_size * config.nnodes // config.world_size)
-        parts.hooks.append(ExpertBalanceHook(options, nodes=nodes, groups=groups))
 
 
 class ExpertBalanceHook(Hook):
@@ -47,6 +33,7 @@ class ExpertBalanceHook(Hook):
     """
 
     name = "expert_balance"
+    order = 50
 
     def __init__(self, options: EplbOptions, *, nodes: int = 1, groups: int = 1):
         self.options, self.nodes, self.groups = options, nodes, groups

@@ -25,6 +25,7 @@ class LoraGate(Gate):
     """Plug it into the scheduler; `max_loras`: the most different adapters of running requests."""
 
     name = NAME
+    order = 20
 
     def __init__(self, registry: LoraRegistry, max_loras: int):
         self.registry, self.max_loras = registry, max_loras

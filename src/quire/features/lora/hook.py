@@ -50,6 +50,7 @@ class LoraHook(Hook):
     """
 
     name = NAME
+    order = 45
 
     def __init__(self, rows: RequestRows, options: LoraConfig, targets: Targets | None = None):
         self._rows, self._options, self._targets = rows, options, targets

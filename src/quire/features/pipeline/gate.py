@@ -26,6 +26,7 @@ class PipelineGate(Gate):
     """
 
     name = "pipeline"
+    order = 50
 
     def __init__(self, plans: int, chunked: bool = True, min_chunk: int = MIN_CHUNK):
         self.plans, self.chunked, self.min_chunk = plans, chunked, min_chunk

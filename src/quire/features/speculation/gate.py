@@ -35,25 +35,27 @@ class DraftReport(Struct, array_like=True):
 class SpeculationGate(Gate):
     """Without it the scheduler would take blocks and budget for `num_speculative_tokens` more tokens of every row.
 
-    `shares_texts`: the drafter may use the text of a request for others (`SpeculativeOptions`).
+    Args:
+        shares_texts: the drafter may use the text of a request for others (`SpeculativeOptions`).
+        counts: where it counts, under the names of `counters`; None: in a dict of its own.
     """
 
     name = NAME
+    order = 30
 
-    def __init__(self, num_speculative_tokens: int, shares_texts: bool = True):
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        shares_texts: bool = True,
+        counts: dict[str, float] | None = None,
+    ):
         self.num_speculative_tokens, self.shares_texts = num_speculative_tokens, shares_texts
         self._per_position = [PER_POSITION.format(at) for at in range(num_speculative_tokens)]
+        self.counters = [DRAFTS, DRAFT_TOKENS, ACCEPTED, *self._per_position]
+        self.counts = dict.fromkeys(self.counters, 0.0) if counts is None else counts
         self._verified: dict[str, tuple[int, int]] = {}  # by request, of the last step
-        self.counts: dict[str, float] = {}
-        self.publish({})
         self._num_drafts: dict[int, int] = {}  # by row
         self._scopes: dict[int, bytes] = {}  # by row, of requests that enter with the next plan
-
-    def publish(self, counts: dict[str, float]) -> None:
-        """Count in this dict, from 0 on."""
-        self.counts = counts
-        counts.update(dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED), 0.0))
-        counts.update(dict.fromkeys(self._per_position, 0.0))
 
     def begin(self, running: Sequence[Request]) -> None:
         """All draft tokens that the rows have; with a step in flight, as many as they may have."""
@@ -92,4 +94,4 @@ class SpeculationGate(Gate):
         verified, self._verified = self._verified, {}
         for output in outputs:
             if (found := verified.get(output.id)) is not None:
-                output.details = {NAME: [*found, self.num_speculative_tokens]}
+                output.details[NAME] = [*found, self.num_speculative_tokens]

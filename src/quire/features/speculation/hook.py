@@ -43,11 +43,13 @@ class SpeculationHook(Hook):
         names_requests: report the ids of requests, beside the counts of their draft tokens.
         processors: logits processors that may cut or replace draft tokens (`Processor.look_ahead`).
         ranks: those that split the model; they take the same draft tokens.
+        models: the places of the drafter's models among those of the worker.
         waits: the result of a step is read before the next one runs. Draft tokens are proposed then, so that they follow the
             forced tokens of the step. Else they are proposed when the step is queued.
     """
 
     name = NAME
+    order = 70
 
     def __init__(
         self,
@@ -59,10 +61,12 @@ class SpeculationHook(Hook):
         processors: Sequence[Processor] = (),
         ranks: TensorRanks | None = None,
         waits: bool = False,
+        models: slice = slice(1, None),
     ):
         self.rows, self.drafter, self.length, self.most_at = rows, drafter, length, most_at
         self.agree = None if ranks is None else RankAgreement(ranks, length.most)
         self.names_requests, self.processors, self.waits = names_requests, processors, waits
+        self.models = models
         # Of steps whose results are not read yet: the rows that drew, and the report.
         # None: the step rested.
         self.reports: deque[tuple[list[int], DraftReport] | None] = deque()
@@ -92,7 +96,7 @@ class SpeculationHook(Hook):
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         self._model = models[0]
-        self.drafter.use_models(models)
+        self.drafter.use_models([models[0], *models[self.models]])
 
     def enter(self, new: EnteredRow) -> None:
         self._requests[new.row] = self._entered[new.row] = new

@@ -19,12 +19,14 @@ from quire.features.speculation.chain import Chain
 from quire.features.speculation.draft_passes import DraftPasses, TargetLogits
 from quire.features.speculation.draft_rows import DraftRows
 from quire.features.speculation.drafter import Drafter
+from quire.features.speculation.gate import NAME
 from quire.features.speculation.guarded import GuardedDrafter
 from quire.features.speculation.head_drafter import HeadDrafter, HeadPasses
 from quire.features.speculation.joined_vocabulary import joined
 from quire.features.speculation.model_drafter import ModelDrafter
 from quire.features.speculation.ngram import NgramDrafter
 from quire.features.speculation.suffix import SuffixDrafter
+from quire.models.base import LanguageModel
 from quire.models.json_files import token_ids
 from quire.worker.build import WorkerParts, build_sampler_ops
 from quire.worker.sampling.sampler_ops import SamplerOps
@@ -69,7 +71,7 @@ MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 def _draft_model(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
     """Raises ConfigError: the draft model keeps no keys, cannot take tokens back, or has no mask."""
-    model, spec, target = parts.models[-1], resolved.draft_spec, parts.models[0].vocab_size
+    model, spec, target = _own_model(parts), resolved.draft_spec, parts.models[0].vocab_size
     layers = model.attention_layers()
     if spec is None or model.per_request or model.state_layers() or not layers:
         raise ConfigError(
@@ -96,6 +98,11 @@ def _draft_model(parts: WorkerParts, resolved: Resolved, options: SpeculativeOpt
     )
 
 
+def _own_model(parts: WorkerParts) -> LanguageModel:
+    (model,) = parts.models[parts.places[NAME]]
+    return model
+
+
 def _drawing(parts: WorkerParts) -> tuple[SamplerOps, bool]:
     return build_sampler_ops(parts.platform), "native" in parts.platform.kernels
 
@@ -116,7 +123,7 @@ def _mask_token(config: Mapping[str, Any], options: SpeculativeOptions) -> int:
 
 def _heads(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
     """Raises ConfigError: parallel drafting is requested, and the speculator has no mask."""
-    speculator: Any = parts.models[-1]
+    speculator: Any = _own_model(parts)
     if options.parallel_drafting and speculator.mask is None:
         raise ConfigError(
             f"speculative_config.parallel_drafting: {options.model} has no mask_hidden; leave parallel_drafting out"

@@ -30,12 +30,11 @@ class CheckpointGate(Gate):
         boundary: checkpoints are at multiples of so many tokens; a multiple of block_size.
         interval: and within a prompt at multiples of so many; 0: only at its end and at junctions.
         junctions: whether to keep checkpoints at junctions.
-
-    Attributes:
-        counts: statistics; may be replaced by a dict that the engine publishes.
+        counts: statistics, by their names in `observe/metric_table.py`; None: in a dict of its own.
     """
 
     name = NAME
+    order = 90
 
     def __init__(
         self,
@@ -44,10 +43,11 @@ class CheckpointGate(Gate):
         boundary: int,
         interval: int = 0,
         junctions: bool = True,
+        counts: dict[str, float] | None = None,
     ):
         self.pool, self.block_size, self.boundary = pool, block_size, boundary
         self.interval, self.keeps_junctions = interval, junctions
-        self.counts: dict[str, float] = {}
+        self.counts: dict[str, float] = {} if counts is None else counts
         self._rows: dict[int, Request] = {}
         # Of requests that run, or wait and have been considered:
         self._ends: dict[Request, int] = {}  # the last boundary of the prompt

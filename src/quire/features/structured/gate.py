@@ -39,6 +39,7 @@ class GrammarGate(Gate):
     """
 
     name = NAME
+    order = 10
 
     def __init__(
         self,

@@ -67,8 +67,8 @@ class GrammarMasks(Processor):
     """One per worker; register `hook` with the worker's hooks."""
 
     mask_only = True
-
     accepts_drafts = True
+    order = 60
 
     def __init__(self, compiler: GrammarCompiler, rows: RequestRows, jumps: bool = True):
         self.compiler, self.rows, self.jumps = compiler, rows, jumps
@@ -364,6 +364,7 @@ class GrammarHook(Hook):
     """Advances the grammars after each step."""
 
     name = NAME
+    order = 40
 
     def __init__(self, masks: GrammarMasks):
         self.masks = masks

@@ -59,6 +59,7 @@ class ThinkingBudget(Processor):
 
     mask_only = True
     accepts_drafts = True
+    order = 50
 
     def __init__(self) -> None:
         self.rows: dict[int, ThinkingState] = {}

@@ -20,6 +20,7 @@ class TokenTypesHook(Hook):
     """Puts TOKEN_TYPES into the batch, if a row of the step has a second text."""
 
     name = "token_types"
+    order = 30
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -62,6 +62,10 @@ class Processor:
     needs_tokens = False
     """True: `on_tokens` is called with each step's tokens (which makes the host wait for the device)."""
 
+    order = 0
+    """Processors run in ascending order. 0: processors of users, in the order in which they are configured; 50 ... 99: features
+    that decide which tokens are allowed."""
+
     accepts_drafts = False
     """True: the result depends only on the request and on the tokens before the position (`ProcessorRows.lengths`), so it
     can be computed at several positions of a row in one step, which are in S one after the other. Rows that use another

@@ -1,4 +1,4 @@
-"""How much memory LoRA adapters take, calculated before anything is loaded.
+"""How much memory LoRA adapters take, calculated before anything is loaded; and which modules of a model they may change.
 
 Knows the shapes of a model's linear layers, and the headers of the configured adapters. An adapter takes what its true ranks
 take; those that are loaded later are planned with max_lora_rank on every linear layer. Where several ranks split a layer, each
@@ -21,14 +21,8 @@ from quire.models.location import find_adapter
 from quire.models.safetensors_header import header
 from quire.parallel.layout import RankLayout
 from quire.protocol.tensor_data import ITEMSIZE
+from quire.worker.memory_plan import MemoryLine
 from quire.worker.rank_memory import construct_part
-
-
-class AdapterMemory(NamedTuple):
-    """Bytes of all adapters that may be in memory at once, and how they are counted."""
-
-    num_bytes: int = 0
-    about: str = ""
 
 
 class AdaptedLayer(NamedTuple):
@@ -39,18 +33,15 @@ class AdaptedLayer(NamedTuple):
     own: int
 
 
-NO_ADAPTERS = AdapterMemory()
 LORA_B = ".lora_B.weight"
 
 
-def forecast_adapters(resolved: Resolved, layout: RankLayout, stage: int) -> AdapterMemory:
+def forecast_adapters(resolved: Resolved, layout: RankLayout, stage: int) -> MemoryLine:
     """The memory of max_cpu_loras adapters, those of lora_modules among them, in a rank of a stage.
 
     Of lora_modules, each stage counts the factors for all layers.
     """
     options = resolved.config.lora
-    if not options.enable_lora:
-        return NO_ADAPTERS
     chosen = options.lora_dtype
     item = ITEMSIZE[resolved.dtype if chosen == "auto" else chosen]
     layers = _layers(resolved, layout, stage)
@@ -60,7 +51,21 @@ def forecast_adapters(resolved: Resolved, layout: RankLayout, stage: int) -> Ada
     others = options.capacity - len(known)
     parts = [f"{len(known)} of lora_modules"] * bool(known)
     parts += [f"{others} to come of max_lora_rank={options.max_lora_rank}"] * bool(others)
-    return AdapterMemory(sum(known) + others * largest, " and ".join(parts))
+    return MemoryLine(
+        "adapters",
+        sum(known) + others * largest,
+        "for " + " and ".join(parts),
+        lower="max_cpu_loras or max_lora_rank",
+    )
+
+
+def adapter_targets(resolved: Resolved) -> dict[str, tuple[int, int]] | None:
+    """What adapters of the whole model may change (`lora_targets`), where the worker's model is a stage of it; else None."""
+    if resolved.config.parallel.pipeline_parallel_size == 1:
+        return None
+    from quire.layers.lora import lora_targets
+
+    return lora_targets(construct_part(resolved.spec))
 
 
 def _bytes_of(

@@ -1,6 +1,6 @@
 """The functions of an engine that serves LoRA adapters, for `EngineClient.call`.
 
-Knows the core and the registry of adapters. Arguments and results are builtins.
+Knows the core and the registry of adapters. Arguments and results are builtins. No torch here.
 """
 
 from __future__ import annotations
@@ -12,15 +12,25 @@ from typing import TYPE_CHECKING, Any
 from quire.config.engine import EngineConfig
 from quire.config.lora import check_name
 from quire.engine.core import PENDING, EngineCore
+from quire.engine.feature import EngineParts
 from quire.errors import ConfigError, ValidationError
 from quire.features.lora.registry import LoraRegistry, merged
 from quire.models.location import find_adapter
+from quire.observe.metric_table import STATES
 from quire.protocol.request import Call
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
 
 LOOK_AGAIN_S = 0.005
+
+
+def registry_of(engine: EngineParts, slots: int) -> LoraRegistry:
+    """The registry of this engine; `slots`: how many adapters may be in memory."""
+    core = engine.core
+    return LoraRegistry(
+        core.executor.call, slots, wake=engine.wake, awake=lambda: core.state == STATES[0]
+    )
 
 
 def load_configured(registry: LoraRegistry, config: EngineConfig) -> None:
@@ -38,8 +48,7 @@ def load_configured(registry: LoraRegistry, config: EngineConfig) -> None:
 
 
 def functions(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..., Any]]:
-    """The functions by name; `sleep` replaces the function of that name, which must be in `core.functions`."""
-    sleep_without_adapters = core.functions["sleep"]
+    """The functions by name."""
 
     def load_lora(
         name: str,
@@ -79,14 +88,8 @@ def functions(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..
                     core.outbox.append(output)
         return PENDING
 
-    def sleep(level: int, holder: str | None = None) -> bool:
-        """Put the engine to sleep; the adapters' memory is freed too, and requests read them again."""
-        if (done := bool(sleep_without_adapters(level, holder))) and level:
-            registry.evict_all()
-        return done
-
     core.pending_calls.append(Call(0, poll_loras.__name__))
-    named = (load_lora, unload_lora, pin_lora, list_loras, poll_loras, sleep)
+    named = (load_lora, unload_lora, pin_lora, list_loras, poll_loras)
     return {function.__name__: function for function in named}
 
 

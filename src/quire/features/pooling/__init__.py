@@ -1,0 +1,1 @@
+"""Pooling: a model that computes vectors and scores in place of tokens."""

@@ -1,0 +1,31 @@
+"""PoolingFeature: the model computes vectors or scores of prompts in place of tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.config.engine import Resolved
+from quire.engine.feature import Feature
+
+if TYPE_CHECKING:
+    from quire.worker.build import WorkerParts
+
+
+class PoolingFeature(Feature):
+    """A model output in place of the sampler (`worker/pooling`). The loader gives the model its pooler (`models/pooling`)."""
+
+    name = "pooling"
+
+    @classmethod
+    def enabled(cls, resolved: Resolved) -> bool:
+        return resolved.pooling is not None
+
+    def plug_into_worker(self, parts: WorkerParts) -> None:
+        from quire.worker.pooling.output import PooledOutput
+        from quire.worker.pooling.token_types import TokenTypesHook
+
+        if (model := self.resolved.pooling) is None or not parts.draws:
+            return
+        parts.model_output = PooledOutput(parts.models[0], parts.rows, model)
+        if model.has_token_types:
+            parts.hooks.append(TokenTypesHook(parts.platform.device))
