@@ -85,6 +85,27 @@ def test_clients_are_served_round_robin():
     run(work)
 
 
+def test_a_job_may_end_before_its_caller_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    start, run_job, ended = TextPool._start, TextPool._work, threading.Event()
+
+    def start_and_wait(self: TextPool) -> None:
+        start(self)
+        if threading.current_thread() is threading.main_thread():
+            assert ended.wait(PATIENCE_S)
+
+    def run_to_end(self: TextPool, job: text_pool.Job) -> None:
+        run_job(self, job)
+        ended.set()
+
+    monkeypatch.setattr(TextPool, "_start", start_and_wait)
+    monkeypatch.setattr(TextPool, "_work", run_to_end)
+
+    async def work(pool: TextPool, gate: Gate) -> None:
+        assert await pool.run(str, 7) == "7"
+
+    run(work)
+
+
 def test_long_jobs_never_have_all_threads_and_short_ones_go_first():
     async def work(pool: TextPool, gate: Gate) -> None:
         long = [asked(pool, name, gate.job("long"), 8 * LONG_JOB) for name in "abc" for _ in range(4)]  # fmt: skip

@@ -82,14 +82,15 @@ class TextPool:
         if self.inside:
             return call(*args, **keywords)
         job = Job(partial(call, *args, **keywords), size, CLIENT.get(), copy_context())
+        future = job.future  # the job drops it when it ends, perhaps before this thread goes on
         with self._lock:
             self._add(job)
         self._start()
         try:
-            result: T = await asyncio.wrap_future(job.future)
+            result: T = await asyncio.wrap_future(future)
             return result
         finally:
-            del job  # it refers to the error, and the error to this frame
+            del job, future  # they refer to the error, and the error to this frame
 
     def _add(self, job: Job) -> None:
         jobs = self._waiting.get(job.client, [])
