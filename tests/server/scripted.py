@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
+from quire.engine.feature import Feature
 from quire.errors import EngineDeadError, ValidationError
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
@@ -79,6 +80,7 @@ class ScriptedEngine(AsyncEngine):
 
     def __init__(self, *script: str | Exception, finish: str = "stop"):
         self.front = self.client = self  # type: ignore[assignment]
+        self.features: list[Feature] = []
         self.engines = [self]
         self.inputs = InputProcessor(self, self.max_model_len, 0x110000)  # type: ignore[arg-type]
         self.script: Sequence[str | Exception] = script or ("Hel", "lo")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -116,9 +117,14 @@ def test_a_stream_has_several_tokens_in_an_event(state: ServerState) -> None:
 
 
 def test_a_summary_has_no_steps(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = state.engine.front.features
+
     def with_mode(mode: str) -> Any:
-        config = make_state(None, per_request_spec_decode_metrics=mode).config
-        monkeypatch.setattr(state, "config", config)
+        (feature,) = (each for each in features if each.name == "speculation")
+        config = feature.resolved.config
+        observe = replace(config.observe, per_request_spec_decode_metrics=mode)
+        resolved = replace(feature.resolved, config=replace(config, observe=observe))
+        monkeypatch.setattr(feature, "resolved", resolved)
         return post(state, TEXT).json()
 
     assert set(with_mode("summary")["metrics"]["speculative_decoding"]) == KEYS

@@ -10,7 +10,10 @@ which caller waits for them.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from quire.frontend.detokenize import Detokenizer
 from quire.frontend.input_processor import AcceptedRequest
@@ -22,17 +25,15 @@ from quire.frontend.logprobs import (
     PromptLogprobs,
     positions,
 )
-from quire.frontend.outputs import (
-    CompletionOutput,
-    RequestMetrics,
-    RequestOutput,
-    spec_decode_metrics,
-)
+from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.parallel_sampling import best
 from quire.frontend.repetition_detector import RepetitionDetector
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import EngineOutput, ErrorKind, FinishReason, Logprobs
 from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
+
+Answers = Mapping[str, Callable[[Sequence[Any]], Any]]
+"""By feature: what makes one value of the details of all steps (`Feature.answer`)."""
 
 
 @dataclass(slots=True)
@@ -50,8 +51,8 @@ class OutputState:
     stop_reason: int | str | None = None
     error: str | None = None
     error_kind: ErrorKind = "internal"
-    verified: list[tuple[int, int, int]] = field(default_factory=list)
-    """Draft tokens, for `spec_decode_metrics`."""
+    details: dict[str, list[Any]] = field(default_factory=dict)
+    """By feature: what its gate said of each step (`EngineOutput.details`)."""
     delivered: int = 0
     """Number of tokens delivered to the user."""
     end_delivered: bool = False
@@ -66,8 +67,8 @@ class OutputState:
         if self.detokenizer is not None or self.repetition is not None:
             count, finish = self._read(output)
         self.tokens += output.tokens[:count]
-        if output.details and (verified := output.details.get("speculation")):
-            self.verified.append(tuple(verified))
+        for name, detail in output.details.items():
+            self.details.setdefault(name, []).append(detail)
         if finish is not None:
             self.finish = finish
             if finish == "stop" and self.detokenizer is not None:
@@ -109,9 +110,15 @@ class OutputState:
 class OutputProcessor:
     """Collects the outputs of one request. Not thread-safe."""
 
-    def __init__(self, accepted: AcceptedRequest, tokenizer: Tokenizer | None, packs: bool = False):
+    def __init__(
+        self,
+        accepted: AcceptedRequest,
+        tokenizer: Tokenizer | None,
+        packs: bool = False,
+        answers: Answers = MappingProxyType({}),
+    ):
         """`packs`: cumulative outputs carry PackedLogprobs instead of lists, as the server needs."""
-        self.packs = packs
+        self.packs, self.answers = packs, answers
         self.id, self.accepted, self.params = accepted.id, accepted, accepted.params
         self.tokenizer = tokenizer
         self.children = [
@@ -240,8 +247,15 @@ class OutputProcessor:
         return CompletionOutput(
             index, text, child.tokens[start:], child.cumulative, logprobs, child.finish,
             child.stop_reason, self.accepted.lora_request, child.error, child.error_kind,
-            spec_decode_metrics(child.verified) if child.verified and child.finish else None,
+            self._details(child) if child.finish else {},
         )  # fmt: skip
+
+    def _details(self, child: OutputState) -> dict[str, Any]:
+        return {
+            name: answer(child.details[name])
+            for name, answer in self.answers.items()
+            if name in child.details
+        }
 
     def _logprobs(self, found: list[Position | None] | PackedLogprobs, start: int) -> Positions:
         if isinstance(found, PackedLogprobs) and not self._deltas:

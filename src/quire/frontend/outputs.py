@@ -66,13 +66,18 @@ class CompletionOutput:
     error: str | None = None
     """The reason, when finish_reason is "error"."""
     error_kind: ErrorKind = "internal"
-    spec_decode_metrics: dict[str, Any] | None = None
-    """The draft tokens of a finished output, with per_request_spec_decode_metrics (`spec_decode_metrics`)."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What features say of a finished output, by their names (`Feature.answer`)."""
 
     # Features that do not exist yet; programs written for vLLM read these fields.
     routed_experts: ClassVar[None] = None
     sampling_mask: ClassVar[None] = None
     weight_versions: ClassVar[None] = None
+
+    @property
+    def spec_decode_metrics(self) -> dict[str, Any] | None:
+        """The draft tokens of a finished output, with per_request_spec_decode_metrics."""
+        return self.details.get("speculation")
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -130,25 +135,7 @@ def _join(old: CompletionOutput, new: CompletionOutput) -> None:
     old.cumulative_logprob = new.cumulative_logprob
     old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
     old.error, old.error_kind = new.error, new.error_kind
-    old.spec_decode_metrics = new.spec_decode_metrics
-
-
-def spec_decode_metrics(verified: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """The draft tokens of an output. `verified`: by step: draft tokens, accepted ones, num_speculative_tokens."""
-    drafted = [step[0] for step in verified]
-    accepted = [step[1] for step in verified]
-    most = verified[-1][2] if verified else 0
-    return {
-        "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else 1.0,
-        "draft_acceptance_rate": sum(accepted) / sum(drafted) if drafted else 0.0,
-        "acceptance_histogram": [accepted.count(count) for count in range(most + 1)],
-        "num_spec_steps": len(accepted),
-        "num_accepted_draft_tokens": sum(accepted),
-        "num_draft_tokens": sum(drafted),
-        "num_spec_tokens": most,
-        "per_step_num_draft_tokens": drafted,
-        "per_step_num_accepted_tokens": accepted,
-    }
+    old.details = new.details
 
 
 class AnyOutput(Protocol):

@@ -18,6 +18,7 @@ from typing import Any
 
 from quire.config.structured import structured_options
 from quire.engine.client import EngineClient
+from quire.engine.enabled_features import enabled_features
 from quire.errors import ValidationError
 from quire.frontend import chat
 from quire.frontend.adapters import AdapterNames
@@ -68,6 +69,8 @@ class RequestManager:
         if ready.pooling is not None:
             name = options.default_prompt_name
             self.pooling = pooling.PoolingInputs(self.inputs, ready.pooling, name)
+        self.features = enabled_features(resolved)
+        self._answers = {feature.name: feature.answer for feature in self.features}
         self.logs_requests = False
         """Log a line for each request; the server writes its own."""
         self.packs_logprobs = False
@@ -125,6 +128,10 @@ class RequestManager:
             accepted = pooled.accept(prompt, params, **options)
         else:
             accepted = self.accept_generation(prompt, params, **options)
+        for feature in self.features:
+            if (extra := feature.request_extra(accepted.params)) is not None:
+                for child in accepted.children:
+                    child.extras[feature.name] = extra
         if data_parallel_rank is not None:
             self._check_rank(data_parallel_rank)
             for child in accepted.children:
@@ -211,7 +218,9 @@ class RequestManager:
         if isinstance(accepted, pooling.AcceptedPooling):
             collector = PoolingCollector(accepted)
         else:
-            collector = OutputProcessor(accepted, self.tokenizer, self.packs_logprobs)
+            collector = OutputProcessor(
+                accepted, self.tokenizer, self.packs_logprobs, self._answers
+            )
         self.live[accepted.id] = collector
         for index, child in enumerate(accepted.children):
             self._children[child.id] = (collector, index)

@@ -21,7 +21,7 @@ from quire.api.async_engine import AsyncEngine, OutputStream
 from quire.engine.client import ERRORS
 from quire.errors import Unsupported, ValidationError
 from quire.frontend.beam_search import BeamStream
-from quire.frontend.outputs import RequestOutput, spec_decode_metrics
+from quire.frontend.outputs import RequestOutput
 from quire.frontend.prompts import Prompt
 from quire.observe.request_metrics import RequestTimer
 from quire.observe.tracing import SpanAttributes
@@ -201,8 +201,8 @@ class Generation:
         running.times = getattr(output, "metrics", None)
         running.timer.engine = getattr(running.times, "engine", 0)
         running.timer.output(whole=running.params.output_kind == FINAL_ONLY)
-        if output.finished and self.state.config.observe.per_request_spec_decode_metrics != "none":
-            self._note_speculation(output)
+        if output.finished and len(self.prompts) == self.params.n == 1:
+            self._note_metrics(output)
         deltas = output_deltas(output, running.which, self.params.n, self.counts[running.which])
         if self.reader is not None:
             for delta in deltas:
@@ -212,13 +212,12 @@ class Generation:
             self._end(running)
         return deltas if self.interval == 1 else list(self._in_intervals(deltas))
 
-    def _note_speculation(self, output: RequestOutput) -> None:
-        if len(self.prompts) > 1 or self.params.n > 1:
-            return
-        found = output.outputs[0].spec_decode_metrics or spec_decode_metrics(())
-        if self.state.config.observe.per_request_spec_decode_metrics == "summary":
-            found = {key: value for key, value in found.items() if not key.startswith("per_step_")}
-        self.metrics = {"speculative_decoding": found}
+    def _note_metrics(self, output: RequestOutput) -> None:
+        """What features say of the only completion."""
+        answers, metrics = output.outputs[0].details, dict[str, Any]()
+        for feature in self.engine.front.features:
+            metrics |= feature.usage(answers.get(feature.name))
+        self.metrics = metrics or None
 
     def _in_intervals(self, deltas: list[OutputDelta]) -> Iterator[OutputDelta]:
         for delta in deltas:

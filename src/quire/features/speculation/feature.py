@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.config.engine import ModelSpec, Resolved
 from quire.engine.feature import EngineParts, Feature
 from quire.errors import ConfigError
 from quire.features.speculation.gate import SpeculationGate
+from quire.features.speculation.request_metrics import spec_decode_metrics
 from quire.scheduler.limits import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -76,3 +77,16 @@ class SpeculationFeature(Feature):
             ranks=parts.ranks.tensor, waits=resolved.depth == 1, models=parts.places[self.name],
         )  # fmt: skip
         parts.hooks.append(hook)
+
+    def answer(self, details: Sequence[Any]) -> dict[str, Any]:
+        return spec_decode_metrics(details)
+
+    def usage(self, answer: dict[str, Any] | None) -> dict[str, Any]:
+        """`speculative_decoding`, without the counts of each step where only a summary is asked for."""
+        mode = self.resolved.config.observe.per_request_spec_decode_metrics
+        if mode == "none":
+            return {}
+        answer = spec_decode_metrics(()) if answer is None else answer
+        if mode == "summary":
+            answer = {key: n for key, n in answer.items() if not key.startswith("per_step_")}
+        return {"speculative_decoding": answer}
