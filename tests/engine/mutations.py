@@ -29,14 +29,11 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     ),
     "re-admitted with tokens pending": (SCHEDULER, "Scheduler._admit", "request.num_pending_tokens", "False"),
     "rejected drafts stay computed": (SCHEDULER, "Scheduler.commit", "request.num_computed_tokens -= ANY", ""),
-    "draws of forced tokens count": (SCHEDULER, "Scheduler._add_forced_tokens", "cancel_redundant_draws(ANY, ANY, ANY)", "pass"),
-    "forced tokens are dropped": (SCHEDULER, "Scheduler._add_forced_tokens", "self._extend(ANY, ANY)", "[]"),
-    "drafts in flight stay beside forced tokens": (BUILDING, "cancel_drafts", "any(ANY)", "False"),
-    "a request whose drafts are cancelled keeps its row": (
-        SCHEDULER, "Scheduler._add_forced_tokens", "self._preempt(ANY)", "pass",
+    "added tokens are dropped": (SCHEDULER, "Scheduler.commit", "self._extend(request, added)", "[]"),
+    "added tokens count as computed": (
+        SCHEDULER, "Scheduler.commit", "tokens = tokens + self._extend(request, added)",
+        "tokens = tokens + self._extend(request, added); request.num_computed_tokens += len(added)",
     ),
-    "cancelled steps give tokens": (SCHEDULER, "Scheduler.commit", "num_pending < 0", "False"),
-    "all draws in flight are void": (BUILDING, "cancel_redundant_draws", "num_known -= 1", ""),
     "no limit to running ahead": (SCHEDULER, "Scheduler._num_new_tokens", "length >= request.limit", "False"),
     "running ahead where it may not": (SCHEDULER, "Scheduler._num_new_tokens", "self.limits.run_ahead", "True"),
     "preemption keeps the work of this plan": (SCHEDULER, "Scheduler._preempt_for_blocks", "builder.remove_work(ANY)", "pass"),

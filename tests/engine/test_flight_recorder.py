@@ -59,19 +59,19 @@ def test_a_replay_produces_the_same_tokens(tmp_path: Path, requests: int) -> Non
         assert recording.start.rows  # the recording starts in the middle of requests
 
 
-def test_certain_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
+def test_added_tokens_are_recorded_and_replayed(tmp_path: Path) -> None:
     client = recorded(tmp_path)
     device = client.core.executor
-    device.forcing = 0.6
+    device.adding = 0.6
     run(client, random.Random(6), 6)
     recording = flight_recorder.read_recording(tmp_path)
     assert recording is not None
     again = fresh()
-    again.forcing = 0.6  # it draws from the same seed
+    again.adding = 0.6  # it draws from the same seed
     steps = list(replay(recording, again, budget=16))
-    assert device.num_forced > 10
+    assert device.num_added > 10
     assert all(step.result is not None and not step.differs for step in steps)
-    assert [s.result.forced_tokens for s in steps] == [s.recorded.forced_tokens for s in steps]  # type: ignore[union-attr]
+    assert [s.result.added_tokens for s in steps] == [s.recorded.added_tokens for s in steps]  # type: ignore[union-attr]
 
 
 def test_a_replay_detects_different_tokens(tmp_path: Path) -> None:

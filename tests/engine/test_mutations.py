@@ -9,7 +9,7 @@ import mutations
 import pytest
 import workload
 
-from quire.scheduler import plan_builder, scheduler
+from quire.scheduler import output, scheduler
 from tests.broken_rule import broken, mutated
 
 
@@ -31,10 +31,10 @@ def test_afterwards_all_workloads_pass() -> None:
 
 
 def test_a_rule_is_broken_wherever_it_is_imported_and_only_meanwhile() -> None:
-    whole = scheduler.cancel_drafts
-    with broken(mutations.BUILDING, "cancel_drafts", "any(ANY)", "False"):
-        assert scheduler.cancel_drafts is plan_builder.cancel_drafts is not whole
-    assert scheduler.cancel_drafts is plan_builder.cancel_drafts is whole
+    whole = scheduler.output_of
+    with broken("quire.scheduler.output", "output_of", "request.finish == 'stop'", "True"):
+        assert scheduler.output_of is output.output_of is not whole
+    assert scheduler.output_of is output.output_of is whole
 
 
 def test_a_mutation_is_of_the_tree_and_not_of_its_text() -> None:

@@ -43,8 +43,6 @@ class ToyRow:
     entered: int  # step
     drafts: list[int] = field(default_factory=list)
     spoilt: bool = False
-    told: int = 0  # tokens that results reported
-    stale_until: int = 0  # steps up to this one may verify draft tokens that were dropped
     pools: bool = False  # it draws no tokens; its output is a tensor
 
 
@@ -115,14 +113,14 @@ class ToyDevice:
         self.entered_at: dict[str, int] = {}
         self.reads = self.launched = 0
         self.right = 0.6  # probability that a draft token is right
-        self.forcing = 0.0  # probability of forced tokens after a draw
-        self.num_forced = 0
+        self.adding = (
+            0.0  # probability of tokens that follow a draw without a draw; only at depth 1
+        )
+        self.num_added = 0
         self.fate = random.Random(0)
         self.states: ToyStates | None = None
         self.hook: StateHook | None = None
-        self.drew: dict[
-            int, list[tuple[int, int, ToyRow, int]]
-        ] = {}  # by step: item, row, life, place
+        self.drew: dict[int, list[tuple[int, ToyRow]]] = {}  # by step: item, row
 
     def launch(self, plan: StepPlan):
         self.queue.append(msgspec.msgpack.encode(plan))  # a process boundary
@@ -143,27 +141,20 @@ class ToyDevice:
         done = self.done.pop(step)
         if isinstance(done, StepFailed):
             raise done
-        self._force(done)
+        self._add_tokens(done)
         return done
 
-    def _force(self, result: StepResult) -> None:
-        """Report tokens forced by a draw, before or after later steps ran; drop earlier reports."""
-        for index, number, row, place in self.drew.pop(result.step):
-            if place < row.told:
-                result.tokens[index] = []
+    def _add_tokens(self, result: StepResult) -> None:
+        """Report tokens that follow a draw. At depth 1 no later step is queued."""
+        for index, row in self.drew.pop(result.step):
+            if row.spoilt or self.fate.random() >= self.adding:
                 continue
-            row.told = place + len(result.tokens[index])
-            if row.spoilt or self.fate.random() >= self.forcing:
-                continue
-            history = row.tokens[: row.told]
+            known = len(row.tokens)
             for _ in range(self.fate.choice([1, 1, 2, 3, 9])):
-                history.append(next_token(history, row.kin[0]))
-            result.forced_tokens[index] = history[row.told :]
-            self.num_forced += len(history) - row.told
-            row.told = len(history)
-            if self.rows.get(number) is row and len(row.tokens) < len(history):
-                row.tokens, row.drafts = history, []  # draft tokens do not continue them
-                row.stale_until = self.launched
+                row.tokens.append(next_token(row.tokens, row.kin[0]))
+            row.drafts = []  # draft tokens do not continue them
+            result.added_tokens[index] = row.tokens[known:]
+            self.num_added += len(row.tokens) - known
 
     def run_all(self) -> None:
         while self.queue:
@@ -189,8 +180,7 @@ class ToyDevice:
                 column += new_blocks
             sequence = row.tokens + row.drafts[: item.drafts]
             start, end = row.num_computed_tokens, row.num_computed_tokens + item.num_tokens
-            if plan.step > row.stale_until:
-                assert end - item.drafts <= len(row.tokens), f"row {item.row}: no such tokens"
+            assert end - item.drafts <= len(row.tokens), f"row {item.row}: no such tokens"
             end = min(end, len(sequence))  # the plan allows for more draft tokens
             assert start < end, f"row {item.row}: no such tokens"
             row.spoilt |= self._fails(row) or fails
@@ -211,7 +201,7 @@ class ToyDevice:
             if self.states is not None and drafts:
                 self._take_state_back(item.row)
             if tokens[-1]:
-                drew.append((index, item.row, row, end - drafts))
+                drew.append((index, row))
         self.drew[plan.step] = drew
         result = StepResult(plan.step, tokens, errors=errors)
         for index, (item, row, sequence, _, end) in enumerate(work):
@@ -252,7 +242,7 @@ class ToyDevice:
         kin = self.kin[new.id]
         assert new.adapter == kin[0]
         self.rows[new.row] = ToyRow(
-            new.id, kin, list(new.tokens), new.num_computed_tokens, blocks, step, told=len(new.tokens),
+            new.id, kin, list(new.tokens), new.num_computed_tokens, blocks, step,
             pools=isinstance(new.params, PoolingParams),
         )  # fmt: skip
         self.entered_at.setdefault(new.id, step)

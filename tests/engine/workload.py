@@ -27,7 +27,6 @@ from quire.protocol.request import Abort, EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.plan_builder import CANCELLED
 from quire.scheduler.request import NO_ROW
 from quire.scheduler.scheduler import Scheduler
 
@@ -168,7 +167,6 @@ class WitnessGate(Gate):
     def __init__(self, late: LateGate):
         self.late = late
         self.preempted_at = -1  # the turn of the last preemption
-        self.restarts = 0
         self.awake = True
 
     def enter(self, request):
@@ -180,9 +178,7 @@ class WitnessGate(Gate):
                 assert held or not self.late.ready(other), f"{request.id} overtakes {other.id}"
 
     def leave(self, request):
-        if any((request, CANCELLED) in items for items in self.scheduler.in_flight.values()):
-            self.restarts += 1  # forced tokens came while draft tokens were in flight
-        elif request.finish is None:  # preempted
+        if request.finish is None:  # preempted
             self.preempted_at = self.late.now
             beside = self._beside(request, self.scheduler.running)
             least = max([request, *beside], key=lambda r: r.order)
@@ -319,7 +315,7 @@ def draw_setting(seed: int) -> Setting:
     waiting = FairQueue({"b": 3.0}) if fair else None
     device.right = random.Random(~seed ^ 4).choice([0.0, 0.6, 0.6, 1.0])
     device.fate = random.Random(~seed ^ 1)
-    device.forcing = device.fate.choice([0.0, 0.0, 0.2, 0.7])
+    device.adding = device.fate.choice([0.0, 0.2, 0.7]) if depth == 1 else 0.0
     scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
     core = EngineCore(scheduler, device, depth)
     witness.scheduler = piece.scheduler = holding.scheduler = scheduler

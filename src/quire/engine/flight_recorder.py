@@ -219,7 +219,7 @@ class FlightRecorder:
                 # otherwise the row has another request by now
                 if len(tokens) > 1 and self._rows.get(request.row) is request:
                     self._done[request.row] += len(tokens) - 1
-        for index, tokens in result.forced_tokens.items():
+        for index, tokens in result.added_tokens.items():
             if (request := work[index]) is not None and result.tokens[index]:
                 request.tokens += tokens
 

@@ -2,8 +2,7 @@
 
 Knows rows, plans and the addresses of the sampler's arrays. Does not know how a step is computed (kernels/step.cpp).
 The worker asks each part of a step first (`accepts_fast_step`); other steps run as batch, model input and model
-output. Both paths give the same tokens. The fast path never emits forced tokens, so it does not update
-`RequestRows.reported_counts`.
+output. Both paths give the same tokens.
 
 The reason: between its parts a step runs Python code, which takes a third of a small model's step.
 """

@@ -69,7 +69,7 @@ class StepResult(Struct, array_like=True, omit_defaults=True, gc=False, tag="res
     errors: dict[int, str] = {}  # only this request fails, for this reason
     kinds: dict[int, ErrorKind] = {}  # of those of `errors` that are not internal
     extras: dict[str, bytes] = {}  # hook -> gate
-    # forced tokens, which follow without a draw; none of them is computed yet
-    forced_tokens: dict[int, list[int]] = {}
+    # tokens that follow without a draw (`Hook.added_tokens`); none of them is computed yet
+    added_tokens: dict[int, list[int]] = {}
     # outputs of requests that generate no tokens, with the last chunk
     tensors: dict[int, TensorData] = {}

@@ -5,47 +5,11 @@ Knows work items and how to undo one. Does not know blocks, or which requests sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.scheduler.request import Request
 
 PendingOutputs = tuple[Request, int]
 """A request, and how many outputs (tokens) this step may add to it."""
-
-CANCELLED = -1  # the number of an item whose tokens are ignored
-
-
-def cancel_drafts(in_flight: Mapping[int, list[PendingOutputs]], request: Request) -> bool:
-    """Ignore what the steps in flight draw for `request` if one of them verifies draft tokens. Return whether one does.
-
-    The caller now knows tokens that these steps may draw. A draft token at the same position may be wrong. How many
-    draft tokens are accepted is not known yet, so neither are the positions of the draws.
-    """
-    places = [
-        (items, index, num_pending)
-        for items in in_flight.values()
-        for index, (other, num_pending) in enumerate(items)
-        if other is request
-    ]
-    if not any(num_pending > 1 for _, _, num_pending in places):
-        return False
-    for items, index, _ in places:
-        items[index] = request, CANCELLED
-    request.num_pending_tokens = 0
-    return True
-
-
-def cancel_redundant_draws(
-    in_flight: Mapping[int, list[PendingOutputs]], request: Request, num_known: int
-) -> None:
-    """Do not count the next `num_known` draws in flight of `request`: their tokens are known. No step verifies drafts."""
-    for items in in_flight.values():
-        for index, (other, num_pending) in enumerate(items):
-            if other is request and num_pending > 0 and num_known:
-                items[index] = request, 0
-                request.num_pending_tokens -= 1
-                num_known -= 1
 
 
 class PlanBuilder:

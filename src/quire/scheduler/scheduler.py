@@ -36,12 +36,7 @@ from quire.scheduler.gate import Gate
 from quire.scheduler.held_blocks import HeldBlocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.output import output_of
-from quire.scheduler.plan_builder import (
-    PendingOutputs,
-    PlanBuilder,
-    cancel_drafts,
-    cancel_redundant_draws,
-)
+from quire.scheduler.plan_builder import PendingOutputs, PlanBuilder
 from quire.scheduler.request import NO_ROW, Request
 from quire.scheduler.waiting_queue import WaitingQueue
 
@@ -311,13 +306,11 @@ class Scheduler:
         pending_outputs = self.in_flight.pop(result.step)
         pairs = zip(pending_outputs, result.tokens, strict=True)
         for index, ((request, num_pending), tokens) in enumerate(pairs):
-            request.num_pending_tokens -= max(num_pending, 0)
+            request.num_pending_tokens -= num_pending
             if request.finish is not None:
                 continue
             if result.errors and (error := result.errors.get(index)) is not None:
                 outputs.append(self._fail(request, error, result.kinds.get(index, "internal")))
-                continue
-            if num_pending < 0:  # cancelled: it was drawn for a row that the request has left
                 continue
             if num_pending and not request.generates:
                 if index not in result.tensors:
@@ -329,8 +322,8 @@ class Scheduler:
                     # rejected draft tokens do not count as computed
                     request.num_computed_tokens -= num_pending - len(tokens)
                 tokens = self._extend(request, tokens)
-            if request.finish is None and (forced := result.forced_tokens.get(index)):
-                tokens = tokens + self._add_forced_tokens(request, forced)
+            if request.finish is None and (added := result.added_tokens.get(index)):
+                tokens = tokens + self._extend(request, added)
             if tokens or request.finish is not None or index in result.prompt_logprobs:
                 outputs.append(output_of(request, tokens, index, result))
             if request.row != NO_ROW:
@@ -340,19 +333,6 @@ class Scheduler:
                 gate.learn(extra)
             gate.annotate(outputs)
         return outputs
-
-    def _add_forced_tokens(self, request: Request, forced: list[int]) -> list[int]:
-        """Add forced tokens, which need no draw, and return those that were added.
-
-        Draws in flight at their positions are not counted. If steps in flight verify draft tokens, these steps are
-        cancelled, and the request loses its row: its tokens are computed again.
-        """
-        if not (cancelled := cancel_drafts(self.in_flight, request)):
-            cancel_redundant_draws(self.in_flight, request, len(forced))
-        added = self._extend(request, forced)
-        if cancelled and request.finish is None and request.row != NO_ROW:
-            self._preempt(request)
-        return added
 
     def _extend(self, request: Request, tokens: list[int]) -> list[int]:
         """Add tokens up to the first that ends the request, and return those that were added."""
@@ -380,7 +360,7 @@ class Scheduler:
         wrong_blocks: set[int] = set()
         failed: list[Request] = []
         for request, num_pending in self.in_flight.pop(step):
-            request.num_pending_tokens -= max(num_pending, 0)
+            request.num_pending_tokens -= num_pending
             if request.finish is None:
                 wrong_blocks |= self.kv.retract(request)
                 failed.append(request)

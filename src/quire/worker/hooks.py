@@ -52,10 +52,11 @@ class Hook:
     def after(self, plan: StepPlan) -> None:
         """The model's work is queued and so is the draw."""
 
-    def forced_tokens(self, step: int) -> dict[int, list[int]]:
-        """By row, the forced tokens that follow this step's token; called once, when the step's result is read.
+    def added_tokens(self, step: int) -> dict[int, list[int]]:
+        """By row, tokens that follow the token of this step without a draw; called once, when the step's result is read.
 
-        They are not drawn: a later step computes their KV like that of prompt tokens.
+        A later step computes their KV like that of prompt tokens. A hook may add tokens only where each result is read before
+        the next step is queued (depth 1): else steps in flight would draw at these positions.
         """
         return {}
 

@@ -13,7 +13,6 @@ Shape suffixes: R rows, L token positions, M blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,13 +23,6 @@ from quire.protocol.plan import EnteredRow, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 
 MAX_TOKEN_ID = 2**31 - 1
-
-
-@dataclass(slots=True, eq=False)
-class ReportedCount:
-    """How many tokens of a request the engine knows. A new object each time a request takes a row."""
-
-    count: int
 
 
 class RequestRows:
@@ -61,7 +53,7 @@ class RequestRows:
         self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
         self.params: list[SamplingParams | None] = [None] * max_rows
         self.ids: list[str | None] = [None] * max_rows
-        self.reported_counts = [ReportedCount(0)] * max_rows
+        self.num_entered = [0] * max_rows  # how many requests took the row so far
         self.vocab_size = MAX_TOKEN_ID + 1  # the worker sets that of its model
         self.faults: dict[int, str] = {}  # rows whose requests fail when they run
 
@@ -81,7 +73,7 @@ class RequestRows:
             )
         self.ids[row] = new.id
         self.params[row] = new.params if isinstance(new.params, SamplingParams) else None
-        self.reported_counts[row] = ReportedCount(length)
+        self.num_entered[row] += 1
         tokens: Sequence[int] = new.tokens
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             self.faults[row] = f"prompt has a token id outside the vocabulary of {self.vocab_size}"
@@ -155,13 +147,11 @@ class RequestRows:
         items = ((index, self.faults.get(item.row)) for index, item in enumerate(work))
         return {index: fault for index, fault in items if fault is not None}
 
-    def append_forced(self, row: int, reported: ReportedCount, tokens: Sequence[int]) -> None:
-        """Append forced tokens after the reported ones. A draw in flight at these positions gives the same tokens."""
-        start, reported.count = reported.count, reported.count + len(tokens)
-        if self.reported_counts[row] is reported:  # else another request has the row by now
-            self.put_drafts(row, ())  # they need not continue the forced tokens
-            self.write_tokens(row, start, tokens)
-            self.length[row] = max(self.length[row], reported.count)
+    def append(self, row: int, tokens: Sequence[int]) -> None:
+        """Append tokens that are certain. No step in flight may draw at these positions."""
+        self.put_drafts(row, ())  # draft tokens need not continue the new tokens
+        self.write_tokens(row, self.length.item(row), tokens)
+        self.length[row] += len(tokens)
 
     def put_drafts(self, row: int, drafts: Sequence[int]) -> None:
         """Append draft tokens, which the next step verifies, in the place of those that the row has."""

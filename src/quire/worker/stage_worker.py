@@ -17,12 +17,12 @@ from quire.models.base import LanguageModel
 from quire.parallel.stages import StageLink
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.tensor_data import decode_tensor, encode_tensor
-from quire.worker.request_rows import ReportedCount, RequestRows
+from quire.worker.request_rows import RequestRows
 from quire.worker.worker import FinishedStep, QueuedStep, Worker
 
 
 class AnnouncedStep(msgspec.Struct, array_like=True):
-    """A step of the last stage: its tokens and forced tokens, or all of its result; and the rows' draft tokens, by work item."""
+    """A step of the last stage: its tokens, or all of its result; and the rows' draft tokens, by work item."""
 
     result: StepResult
     drafts: dict[int, list[int]]
@@ -36,13 +36,13 @@ class StageOutput:
     """The model output of a stage that is not the last: it draws nothing, and waits for no other stage.
 
     Attributes:
-        unknown: by step: index of the work item, row, its count of known tokens, and the position of the token.
+        unknown: by step: index of the work item, row, how many requests had taken the row, and the position of the token.
         results: of the steps whose result is read here; None: it is not announced yet.
     """
 
     def __init__(self, model: LanguageModel, rows: RequestRows, link: StageLink):
         self.model, self.rows, self.link = model, rows, link
-        self.unknown: dict[int, list[tuple[int, int, ReportedCount, int]]] = {}
+        self.unknown: dict[int, list[tuple[int, int, int, int]]] = {}
         self.results: dict[int, StepResult | None] = {}
 
     def enter(self, new: EnteredRow) -> None:
@@ -55,9 +55,9 @@ class StageOutput:
         return False
 
     def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> QueuedStep:
-        counts = self.rows.reported_counts
+        entered = self.rows.num_entered
         self.unknown[plan.step] = [
-            (item, row, counts[row], position) for item, row, position in batch.first_draws()
+            (item, row, entered[row], position) for item, row, position in batch.first_draws()
         ]
         return FinishedStep(StepResult(plan.step, [[] for _ in plan.work]))
 
@@ -67,10 +67,10 @@ class StageOutput:
         Raises:
             RankLost: the last stage has ended, or does not draw in time.
         """
-        needed = {id(self.rows.reported_counts[row]) for row in rows}
+        needed = {(row, self.rows.num_entered[row]) for row in rows}
         while self.unknown:
             draws = (draw for step in self.unknown.values() for draw in step)
-            if not self._receive(wait=any(id(count) in needed for _, _, count, _ in draws)):
+            if not self._receive(wait=any((row, number) in needed for _, row, number, _ in draws)):
                 return
 
     def result(self, step: int) -> StepResult:
@@ -88,16 +88,13 @@ class StageOutput:
         result, rows = announced.result, self.rows
         if result.step in self.results:
             self.results[result.step] = result
-        for item, row, count, position in self.unknown.pop(result.step):
-            is_there = rows.reported_counts[row] is count  # else another request has the row
+        for item, row, number, position in self.unknown.pop(result.step):
+            if rows.num_entered[row] != number:
+                continue  # another request has the row
             if tokens := result.tokens[item]:
-                count.count = position + len(tokens)
-                if is_there:
-                    rows.write_tokens(row, position, tokens)
-                    rows.take_back(row, count.count)
-            if forced := result.forced_tokens.get(item):
-                rows.append_forced(row, count, forced)
-            if is_there and (drafts := announced.drafts.get(item)):
+                rows.write_tokens(row, position, tokens)
+                rows.take_back(row, position + len(tokens))
+            if drafts := announced.drafts.get(item):
                 rows.put_drafts(row, drafts)
         return True
 
@@ -145,7 +142,7 @@ class DrawnStep:
         result = self._step.result()
         rows = (self._rows.drafts_of(item.row) for item in self._plan.work)
         drafts = {at: found for at, found in enumerate(rows) if found}
-        tokens = StepResult(result.step, result.tokens, forced_tokens=result.forced_tokens)
+        tokens = StepResult(result.step, result.tokens)
         announced = AnnouncedStep(result if self._whole else tokens, drafts)
         self._link.announce(_encoder.encode(announced))
         return result

@@ -23,7 +23,7 @@ from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.worker.hooks import Hook
 from quire.worker.input_batch import InputBatchBuilder
 from quire.worker.model_input import ModelInput
-from quire.worker.request_rows import ReportedCount, RequestRows
+from quire.worker.request_rows import RequestRows
 from quire.worker.rpc import call_method
 
 if TYPE_CHECKING:
@@ -199,19 +199,16 @@ class Worker:
 
     def _fast(self, plan: StepPlan) -> QueuedStep:
         self._call_before(plan, None)
-        return self._queued(plan, FinishedStep(self._run_fast(plan)), [])
+        return self._queued(plan, FinishedStep(self._run_fast(plan)))
 
     @torch.inference_mode()
     def _by_parts(self, plan: StepPlan) -> QueuedStep:
         batch = self.batcher.build(plan)
         self._call_before(plan, batch)
-        queued = self._forward(plan, batch)
-        reported = self.rows.reported_counts
-        draws = [(item, row, reported[row], place) for item, row, place in batch.first_draws()]
-        return self._queued(plan, queued, draws)
+        return self._queued(plan, self._forward(plan, batch))
 
-    def _queued(self, plan: StepPlan, queued: QueuedStep, draws: list[_Draw]) -> _Step:
-        return _Step(queued, self.acting, self.rows, draws, self.rows.faults_of(plan.work))
+    def _queued(self, plan: StepPlan, queued: QueuedStep) -> _Step:
+        return _Step(queued, self.acting, self.rows, plan, self.rows.faults_of(plan.work))
 
     @_recoverable
     def _run_fast(self, plan: StepPlan) -> StepResult:
@@ -258,35 +255,26 @@ class Worker:
             self.forget([*plan.freed_rows, *(new.row for new in plan.entered)])
 
 
-_Draw = tuple[int, int, ReportedCount, int]
-"""A work item that draws: its index, row, ReportedCount and first position."""
-
-
 class _Step:
     """A queued step, with what hooks add to its result."""
 
     def __init__(
-        self, queued: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, draws: list[_Draw],
+        self, queued: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, plan: StepPlan,
         faults: dict[int, str],
     ):  # fmt: skip
-        self.queued, self.hooks, self.rows, self.draws = queued, hooks, rows, draws
+        self.queued, self.hooks, self.rows, self.plan = queued, hooks, rows, plan
         self.faults = faults
 
     def result(self) -> StepResult:
         result = self.queued.result()
         for number, fault in self.faults.items():
             result.errors[number], result.kinds[number] = fault, "invalid"
-        for number, _, reported, position in self.draws:
-            if position < reported.count:
-                result.tokens[number] = []  # an earlier result reported it as a forced token
-            else:
-                reported.count = position + len(result.tokens[number])
         for hook in self.hooks:
-            if forced := hook.forced_tokens(result.step):
-                for number, row, reported, _ in self.draws:
-                    if (tokens := forced.get(row)) is not None:
-                        result.forced_tokens[number] = tokens
-                        self.rows.append_forced(row, reported, tokens)
+            if added := hook.added_tokens(result.step):
+                for number, item in enumerate(self.plan.work):
+                    if (tokens := added.get(item.row)) is not None:
+                        result.added_tokens[number] = tokens
+                        self.rows.append(item.row, tokens)
             if (extra := hook.report()) is not None:
                 result.extras[hook.name] = extra
         return result

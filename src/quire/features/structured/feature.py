@@ -57,8 +57,8 @@ class StructuredFeature(Feature):
 
         resolved = self.resolved
         options = structured_options(resolved.config.structured.structured_outputs_config)
-        # After draft tokens in flight, forced tokens would cost the row: where steps are queued ahead, they are draft tokens.
-        jumps = options.jumps and (resolved.depth == 1 or not resolved.num_drafts)
+        # Where steps are queued ahead, a hook may not add tokens: there forced tokens can only be draft tokens.
+        jumps = options.jumps and resolved.depth == 1
         masks = GrammarMasks(self.compiler, parts.rows, jumps and not parts.has_user_processors)
         parts.processors.append(masks)
         parts.hooks.append(masks.hook)

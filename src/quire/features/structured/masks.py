@@ -380,6 +380,6 @@ class GrammarHook(Hook):
     def after(self, plan: StepPlan) -> None:
         self.masks.after_draw(plan.step)
 
-    def forced_tokens(self, step: int) -> dict[int, list[int]]:
+    def added_tokens(self, step: int) -> dict[int, list[int]]:
         forced = self.masks.forced.pop(step, None)
         return {} if forced is None else forced.result()
