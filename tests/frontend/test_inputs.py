@@ -151,11 +151,13 @@ def test_a_prompt_is_tokenized_and_checked_once(inputs: InputProcessor):
 
 def test_a_text_of_too_many_bytes_is_not_tokenized(inputs: InputProcessor):
     inputs.max_text_bytes = 1000
-    options = TokenizeOptions(truncate=5, fits_model=False)
-    assert inputs.tokenize(Prompt("a" * 1000), options).tokens
-    for text in ("a" * 1001, "é" * 501):
-        with pytest.raises(ValidationError, match="bytes of UTF-8; the limit is 1000"):
-            inputs.tokenize(Prompt(text), options)
+    counted = TokenizeOptions(fits_model=False)
+    cut = TokenizeOptions(truncate=5, fits_model=False)  # a part of it is tokenized
+    for options, limit in ((counted, 1000), (cut, 4000)):
+        assert inputs.tokenize(Prompt("a" * limit), options).tokens
+        for text in ("a" * (limit + 1), "é" * (limit // 2 + 1)):
+            with pytest.raises(ValidationError, match=f"bytes of UTF-8; the limit is {limit}"):
+                inputs.tokenize(Prompt(text), options)
 
 
 def test_the_salt_reaches_the_engine(inputs: InputProcessor):

@@ -17,6 +17,8 @@ from quire.protocol.pooling_info import PoolingInfo
 
 GIL_LIMIT_S = 0.25  # lenient, as in tests/server/test_loop_holds.py
 SMALL = 32 << 10
+LONGEST = (4 << 20) - 100
+"""Bytes of the longest text that may be truncated."""
 EMBEDDINGS, POOLING, RERANK = "/v1/embeddings", "/pooling", "/v1/rerank"
 TOKENS = replace(EMBEDS, tasks=["token_embed"])
 MSG = b'{"role":"user","content":"ab"}'
@@ -46,6 +48,8 @@ CASES: dict[str, Case] = {
     "texts-empty": (EMBEDS, EMBEDDINGS, lambda n: body(b'"input":' + many(b'""', n))),
     "text-long": (EMBEDS, EMBEDDINGS, lambda n: body(b'"input":"%s"' % (b"ab " * (n // 3 - 60)))),
     "text-cut": (EMBEDS, EMBEDDINGS, lambda n: body(b'"truncate_prompt_tokens":-1,"input":"%s"' % (b"ab " * (n // 3 - 60)))),
+    "text-cut-most": (EMBEDS, EMBEDDINGS, lambda n: body(b'"truncate_prompt_tokens":-1,"input":"%s"' % (b"a " * (min(n, LONGEST) // 2)))),
+    "cohere-cut": (EMBEDS, "/v2/embed", lambda n: body(b'"truncate":"START","texts":["%s"]' % (b"a " * (min(n, LONGEST) // 2)))),
     "ids": (EMBEDS, EMBEDDINGS, lambda n: body(b'"input":' + many(b"5", n))),
     "ids-lists": (EMBEDS, EMBEDDINGS, lambda n: body(b'"input":' + many(many(b"5", 240), min(n, 2048 * 42)))),
     "ids-bad": (EMBEDS, EMBEDDINGS, lambda n: body(b'"input":' + many(many(b'"x"', 400), n))),
@@ -70,11 +74,21 @@ CASES: dict[str, Case] = {
     "rerank-objects": (RANKS, RERANK, lambda n: body(b'"query":"ab","documents":' + many(b'{"text":"ab"}', n))),
     "rerank-parts": (RANKS, RERANK, lambda n: body(b'"query":"ab","documents":[{"content":' + many(b'{"type":"text","text":"ab"}', n) + b"}]")),
     "rerank-query": (RANKS, RERANK, lambda n: body(b'"documents":["ab"],"query":"%s"' % (b"ab " * (n // 3 - 60)))),
+    "rerank-query-cut": (RANKS, RERANK, lambda n: body(b'"documents":' + many(b'"ab"', 60), b'"max_tokens_per_query":5,"query":"%s"' % (b"a " * (min(n, LONGEST) // 2)))),
     "score": (RANKS, "/score", lambda n: body(b'"queries":' + texts(n // 2, 1024), b'"documents":' + texts(n // 2, 1024))),
     "score-shapes": (RANKS, "/score", lambda n: body(b'"queries":' + many(b'"ab"', n // 2), b'"documents":["ab"]')),
 }  # fmt: skip
 SHORT = ("texts", "texts-base64", "ids-lists", "conversations", "cohere-texts", "rows", "rerank-vectors", "rerank-late", "score")  # fmt: skip
-LONG = ("texts-too-many", "ids-large", "deep", "cohere-parts", "rerank-parts")
+LONG = (
+    "texts-too-many",
+    "ids-large",
+    "deep",
+    "cohere-parts",
+    "rerank-parts",
+    "text-cut-most",
+    "cohere-cut",
+    "rerank-query-cut",
+)
 """Sent in every run, short or at the full size; the others only in a slow one."""
 
 

@@ -113,7 +113,7 @@ CASES: dict[str, Case] = {
     "anthropic-stops": (MESSAGES, lambda n: body(b'"max_tokens":2,' + HI + b',"stop_sequences":' + many(b'"ab"', n))),
     "count-tokens": ("/v1/messages/count_tokens", lambda n: body(b'"messages":' + many(MSG, n))),
     "tokenize": ("/tokenize", lambda n: body(b'"prompt":"%s"' % (b"a b" * (n // 3 - 60)))),
-    "tokenize-most": ("/tokenize", lambda n: body(b'"return_token_strs":true,"prompt":"%s"' % (b"word " * (min(n, 4 << 20) // 5 - 60)))),
+    "tokenize-most": ("/tokenize", lambda n: body(b'"return_token_strs":true,"prompt":"%s"' % (b"word " * (min(n, 1 << 20) // 5 - 60)))),
     "tokenize-words": ("/tokenize", lambda n: body(b'"return_token_strs":true,"prompt":"%s"' % (b"\\u00e9" * (n // 6 - 60)))),
     "tokenize-messages": ("/tokenize", lambda n: body(b'"messages":' + many(MSG, n))),
     "detokenize": ("/detokenize", lambda n: body(b'"tokens":' + many(b"5", n))),

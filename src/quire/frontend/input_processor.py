@@ -20,6 +20,7 @@ from quire import env
 from quire.config.structured import StructuredOutputsOptions
 from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check_process import ConstraintChecker
+from quire.frontend.bounded_encoding import encode_enough
 from quire.frontend.generation_config import GenerationDefaults
 from quire.frontend.parallel_sampling import child_id, fan_out, mix
 from quire.frontend.parsers.format_table import ReasoningFormat
@@ -32,6 +33,7 @@ from quire.protocol.sampling_params import SamplingParams, StructuredOutputsPara
 
 # A text may be this many times longer than `max_model_len` of the longest tokens before it is refused unread.
 WIDEST = 4
+LONGER_IF_TRUNCATED = 4  # a part of such a text is tokenized
 
 
 @dataclass(slots=True)
@@ -204,8 +206,7 @@ class InputProcessor:
         text, tokens, limit = prompt.text, prompt.tokens, options.truncate
         checked = options.fits_model
         if not tokens and text is not None:
-            self.check_text(text, checked and limit is None)
-            tokens = self.need_tokenizer().encode(text, options.add_special_tokens)
+            tokens = self._encode(text, options)
         if limit is not None:
             most = self.max_model_len - 1 if limit == -1 else limit
             if len(tokens) > most:
@@ -219,6 +220,25 @@ class InputProcessor:
             self.check_ids(options.parameter, tokens)
         return Prompt(text, tokens, prompt.salt, checked)
 
+    def _encode(self, text: str, options: TokenizeOptions) -> list[int]:
+        """The tokens of a text; if it is truncated, of a part that has enough of them.
+
+        Raises:
+            ValidationError: the text is too long.
+        """
+        limit, special, fits = options.truncate, options.add_special_tokens, options.fits_model
+        self.check_text(text, fits and limit is None, truncated=limit is not None)
+        tokenizer = self.need_tokenizer()
+        if limit is None and not fits:
+            return tokenizer.encode(text, special)
+        most = self.max_model_len if limit is None or limit < 0 else min(limit, self.max_model_len)
+        tokens, is_whole = encode_enough(
+            lambda part: tokenizer.encode(part, special), text, most, options.keep_first
+        )
+        if limit is None and not is_whole:
+            raise self._too_long(f"more than {len(tokens)}")
+        return tokens
+
     def need_tokenizer(self, parameter: str = "prompt") -> Tokenizer:
         """Raises ValidationError: there is no tokenizer for this parameter."""
         if self.tokenizer is None:
@@ -228,23 +248,28 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def check_text(self, text: str, fits: bool) -> None:
+    def check_size(self, text: str, truncated: bool = False) -> None:
+        """Raises ValidationError: the text has more bytes than `max_text_bytes`, or than four times that if it is truncated."""
+        limit = self.max_text_bytes * (LONGER_IF_TRUNCATED if truncated else 1)
+        if not limit or 4 * len(text) <= limit:
+            return
+        size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        if size > limit:
+            raise ValidationError(
+                f"the text has {size} bytes of UTF-8; the limit is {limit}: shorten it, or send it in parts",
+                parameter="input_tokens", value=size,
+            )  # fmt: skip
+
+    def check_text(self, text: str, fits: bool, truncated: bool = False) -> None:
         """Refuse a long text before spending time and memory on tokenizing it.
 
         Raises:
-            ValidationError: it has more than `max_text_bytes`; or, if it must fit the context, it is WIDEST times
-                longer than `max_model_len` of the vocabulary's longest tokens.
+            ValidationError: as `check_size`; or, if it must fit the context, it is WIDEST times longer than
+                `max_model_len` of the vocabulary's longest tokens.
         """
         if len(text) <= self.max_model_len:
             return
-        if self.max_text_bytes and 4 * len(text) > self.max_text_bytes:
-            size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-            if size > self.max_text_bytes:
-                raise ValidationError(
-                    f"the text has {size} bytes of UTF-8; the limit is {self.max_text_bytes}: shorten it, or send it"
-                    " in parts",
-                    parameter="input_tokens", value=size,
-                )  # fmt: skip
+        self.check_size(text, truncated)
         if not fits:
             return
         if not self._longest and self.tokenizer is not None:
@@ -259,12 +284,15 @@ class InputProcessor:
     def check_length(self, num_tokens: int) -> None:
         """Raises ValidationError: a prompt of so many tokens leaves no room for output."""
         if num_tokens >= self.max_model_len:
-            raise ValidationError(
-                f"This model's maximum context length is {self.max_model_len} tokens: the prompt has"
-                f" {num_tokens}, and an output needs at least 1. Shorten the prompt, set"
-                " truncate_prompt_tokens, or start the engine with a larger max_model_len.",
-                parameter="input_tokens", value=num_tokens,
-            )  # fmt: skip
+            raise self._too_long(str(num_tokens))
+
+    def _too_long(self, count: str) -> ValidationError:
+        return ValidationError(
+            f"This model's maximum context length is {self.max_model_len} tokens: the prompt has {count}, and an output"
+            " needs at least 1. Shorten the prompt, set truncate_prompt_tokens, or start the engine with a larger"
+            " max_model_len.",
+            parameter="input_tokens", value=count,
+        )  # fmt: skip
 
     def check_ids(self, name: str, ids: Collection[int]) -> None:
         if not ids:

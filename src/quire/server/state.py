@@ -30,7 +30,7 @@ from quire.server.errors import ApiError, unavailable
 from quire.server.text_pool import TextPool
 from quire.version import __version__
 
-MAX_TEXT_BYTES = 4 << 20  # a million tokens, for which the tokenizer takes 300 MiB of memory
+MAX_TEXT_BYTES = 1 << 20  # for which the tokenizer takes 300 MiB of memory
 BYTES_PER_TOKEN = 16  # ... or so many bytes for each token of a longer context
 
 SHOWN_NAMES = 20

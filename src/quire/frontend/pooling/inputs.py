@@ -234,7 +234,7 @@ class PoolingInputs:
         texts: list[str | tuple[str, str]] = []
         for one in prompts:
             for text in (one.text or "", one.second or ""):
-                self.inputs.check_text(text, fits)
+                self.inputs.check_text(text, fits, truncated=options.truncate is not None)
             parts = [one.text or "", *([] if one.second is None else [one.second])]
             if self.info.do_lower_case:
                 parts = [part.lower() for part in parts]

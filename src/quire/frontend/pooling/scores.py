@@ -109,6 +109,8 @@ class Pairs:
     documents: list[str]
     options: PairOptions
     task: str = ""
+    _queries_cut: dict[int, str] = field(default_factory=dict)
+    """Number of a query -> its beginning, so that it is cut once, not for each document."""
 
     def __post_init__(self) -> None:
         """Raises ValidationError: options that the model cannot follow."""
@@ -175,7 +177,10 @@ class Pairs:
         if second is None:
             limit = options.max_tokens_per_query if at < len(self.queries) else options.max_tokens_per_doc  # fmt: skip
             return Prompt(self._cut(first, limit))
-        first = self._cut(first, options.max_tokens_per_query)
+        number = at if len(self.queries) > 1 else 0
+        if (cut := self._queries_cut.get(number)) is None:
+            cut = self._queries_cut[number] = self._cut(first, options.max_tokens_per_query)
+        first = cut
         second = self._cut(second, options.max_tokens_per_doc)
         if self.renders:
             return Prompt(self._rendered(first, second))
@@ -184,7 +189,10 @@ class Pairs:
         return Prompt(first + second)
 
     def _cut(self, text: str, most: int) -> str:
-        return cut_text(self.front.need_tokenizer(), text, most) if most else text
+        if not most:
+            return text
+        self.front.inputs.check_size(text, truncated=True)
+        return cut_text(self.front.need_tokenizer(), text, most)
 
     def _rendered(self, query: str, document: str) -> str:
         kwargs = dict(self.options.template_kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from quire.frontend.bounded_encoding import FIRST_PART, encode_enough
 from quire.frontend.tokenizer import Tokenizer
 
 Text = str | tuple[str, str]
@@ -25,18 +26,30 @@ def encode_inputs(
     if tokenizer.is_slow:
         return [_slow(tokenizer.backend, text, special, limit, keep_first) for text in texts]
     backend = tokenizer.backend
+    whole = [at for at, text in enumerate(texts) if limit is None or size_of(text) <= FIRST_PART]
+    batch = backend.encode_batch_fast([texts[at] for at in whole], add_special_tokens=special)
+    encoded: dict[int, Any] = dict(zip(whole, batch, strict=True))
     found = []
-    encoded = backend.encode_batch_fast(list(texts), add_special_tokens=special)
-    for text, one in zip(texts, encoded, strict=True):
-        if limit is not None and len(one) > limit:
+    for number, text in enumerate(texts):
+        one: Any = encoded.get(number)
+        if limit is not None and (one is None or len(one) > limit):
             one = _truncated(backend, text, special, limit, keep_first)
         found.append((one.ids[:limit], _second(one.type_ids) if isinstance(text, tuple) else 0))
     return found
 
 
+def size_of(text: Text) -> int:
+    """Characters of a text or a pair."""
+    return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+
+
 def _truncated(backend: Any, text: Text, special: bool, limit: int, keep_first: bool) -> Any:
+    def encode(part: str) -> Any:
+        # Unlike `encode`, this lets other threads run.
+        return backend.encode_batch_fast([part], add_special_tokens=False)[0]
+
     texts = text if isinstance(text, tuple) else (text,)
-    parts = [backend.encode(each, add_special_tokens=False) for each in texts]
+    parts = [encode_enough(encode, each, limit, keep_first)[0] for each in texts]
     added = backend.num_special_tokens_to_add(len(texts) > 1) if special else 0
     room = max(0, limit - added)
     for part, most in zip(parts, shares([len(part) for part in parts], room), strict=True):
@@ -75,7 +88,10 @@ def _second(types: Sequence[int]) -> int:
 def cut_text(tokenizer: Tokenizer, text: str, most: int) -> str:
     """The beginning of a text that its first `most` tokens cover."""
     if tokenizer.is_slow:
-        ids = tokenizer.encode(text, False)
+        ids, _ = encode_enough(lambda part: tokenizer.encode(part, False), text, most)
         return text if len(ids) <= most else tokenizer.decode(ids[:most])
-    one = tokenizer.backend.encode(text, add_special_tokens=False)
-    return text if len(one) <= most else text[: one.offsets[most - 1][1]]
+    backend = tokenizer.backend
+    one, _ = encode_enough(
+        lambda part: backend.encode_batch([part], add_special_tokens=False)[0], text, most
+    )
+    return text if len(one) <= most else text[: one.token_to_chars(most - 1)[1]]
