@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from quire.models.gguf.families import stored_in
 from quire.models.gguf.folder import only_model
 from quire.models.gguf.header import TYPES, parts_of
 from quire.models.mistral.tensors import usual_name, usual_tensors
+from quire.models.pickled_weights import numpy_copy, pickled
 from quire.models.safetensors_header import BITS, header
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def tensors(
         yield from gguf_tensors(path, hf_config, dtype, blocks)
         return
     if load_format == "npcache":
-        yield from _from_numpy(Path(path) / "np", files)
+        yield from numpy_copy(Path(path) / "np", files)
         return
     for file in files:
         found = _safetensors(file) if kind == "safetensors" else pickled(file)
@@ -321,58 +321,3 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, opened.get_tensor(name)
     except SafetensorError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
-
-
-def pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each tensor of a file that torch has pickled. Raises ConfigError: it cannot be read."""
-    import warnings
-    from pickle import UnpicklingError
-
-    import torch
-
-    try:
-        with warnings.catch_warnings():
-            # About pickles of other tools: they load, or fail below.
-            warnings.simplefilter("ignore")
-            try:
-                state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # written before torch 1.6: not a zip, so it cannot be mapped
-                state = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"{file} cannot be read as weights only ({reason}); convert it to safetensors"
-        ) from None
-    if not isinstance(state, dict):
-        raise ConfigError(f"{file} contains a {type(state).__name__}, not a dict of tensors")
-    for nest in ("state_dict", "model"):
-        if isinstance(state.get(nest), dict):
-            state = state[nest]
-    yield from ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
-
-
-def _from_numpy(folder: Path, files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Read a copy of the checkpoint as numpy files, written beside it at the first load; bfloat16 is stored as bits."""
-    import numpy as np
-    import torch
-
-    index = folder / "index.json"
-    if not index.is_file():
-        try:
-            folder.mkdir(exist_ok=True)
-            names: dict[str, list[str]] = {}
-            for number, (name, tensor) in enumerate(t for file in files for t in pickled(file)):
-                bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-                np.save(folder / f"{number}.npy", bits.contiguous().numpy())
-                names[name] = [f"{number}.npy", str(tensor.dtype).removeprefix("torch.")]
-            unfinished = folder / "index.json.part"
-            unfinished.write_text(json.dumps(names), encoding="utf-8")
-            os.replace(unfinished, index)
-        except OSError as error:
-            raise ConfigError(
-                f"load_format=npcache writes to {folder}, which failed: {error}"
-            ) from None
-    for name, (file, dtype) in json.loads(index.read_text(encoding="utf-8")).items():
-        array = np.load(folder / file, mmap_mode="c")  # copy-on-write: torch needs a writable array
-        tensor = torch.from_numpy(array)
-        yield name, tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

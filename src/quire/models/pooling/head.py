@@ -19,7 +19,8 @@ from quire.errors import ConfigError
 from quire.layers.linear import Linear
 from quire.layers.pooler import Pooler, PoolerStage
 from quire.layers.weight_slots import set_parameter
-from quire.models.checkpoint_files import pickled, tensors
+from quire.models.checkpoint_files import tensors
+from quire.models.pickled_weights import pickled
 
 LM_HEAD = ("lm_head.weight", "output.weight", "embed_tokens.weight", "tok_embeddings.weight", "wte.weight")  # fmt: skip
 """Ends of the names of an LM head; a tied one is the table of embeddings."""
