@@ -179,6 +179,24 @@ def harmony(calls: list[Call]) -> str:
     )
 
 
+def plamo(calls: list[Call]) -> str:
+    def part(name: str, inner: str) -> str:
+        return f"<|plamo:begin_{name}:plamo|>{inner}<|plamo:end_{name}:plamo|>"
+
+    json_ = "<|plamo:constrain|>json<|plamo:msg|>"
+    made = (
+        part("tool_request", part("tool_name", c[0]) + part("tool_arguments", json_ + json.dumps(c[1])))
+        for c in calls
+    )  # fmt: skip
+    return part("tool_requests", "".join(made))
+
+
+def inkling(calls: list[Call]) -> str:
+    return "<|message_model|>".join(
+        f"<|content_invoke_tool_json|>{json_call(c, 'args')}<|end_message|>" for c in calls
+    )
+
+
 WRITERS: dict[str, list[Writer]] = {
     "hermes": [each(lambda c: f"<tool_call>\n{json_call(c)}\n</tool_call>")],
     "llama3_json": [
@@ -236,6 +254,8 @@ WRITERS: dict[str, list[Writer]] = {
     "lfm2": [lambda calls: f"<|tool_call_start|>[{', '.join(map(python_call, calls))}]<|tool_call_end|>"],
     "longcat": [each(lambda c: f"<longcat_tool_call>\n{json_call(c)}\n</longcat_tool_call>")],
     "openai": [harmony],
+    "plamo3": [plamo],
+    "inkling": [inkling, lambda calls: calls[0][0] + inkling(calls)],
     "mimo": [each(lambda c: qwen(c, ""))],
     "dots": [lambda calls: invokes(calls, "", "dots_function_call")],
     "deepseek_v4": [lambda calls: invokes(calls, "｜DSML｜", "｜DSML｜tool_calls", TYPED)],
@@ -270,7 +290,7 @@ WRITERS: dict[str, list[Writer]] = {
 }  # fmt: skip
 
 # Formats whose calls are the whole output, or come after the text in a message of their own.
-ALONE = frozenset(("llama3_json", "pythonic", "llama4_pythonic", "xlam", "openai"))
+ALONE = frozenset(("llama3_json", "pythonic", "llama4_pythonic", "xlam", "openai", "inkling"))
 DOTLESS = frozenset(("pythonic",))
 
 THOUGHTS: dict[str, tuple[str, str]] = {
@@ -295,6 +315,8 @@ THOUGHTS: dict[str, tuple[str, str]] = {
     "cohere_command4": ("<|START_THINKING|>", "<|END_THINKING|><|START_TEXT|>"),
     "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
     "k2_horizon": ("<ifm|think_fast>\n", "\n</ifm|think_fast>\n"),
+    "plamo3": ("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+    "inkling": ("<|content_thinking|>", "<|end_message|><|message_model|>"),
     "openai_gptoss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 }
 

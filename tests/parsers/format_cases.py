@@ -39,6 +39,14 @@ KIMI = '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_
 GEMMA = "<|tool_call>call:f{count:1}<tool_call|>"
 MINICPM = '<function name="f"><param name="count">1</param></function>'
 HORIZON = "<ifm|tool_calls><ifm|tool_call>f<ifm|arg_key>count</ifm|arg_key><ifm|arg_value>1</ifm|arg_value></ifm|tool_call></ifm|tool_calls>"
+P_THINK, P_THOUGHT = "<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"
+PLAMO = (
+    "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>f<|plamo:end_tool_name:plamo|>"
+    '<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{"count": 1}<|plamo:end_tool_arguments:plamo|>'
+    "<|plamo:end_tool_request:plamo|><|plamo:end_tool_requests:plamo|>"
+)
+INKLING = '<|content_invoke_tool_json|>{"name": "f", "args": {"count": 1}}<|end_message|>'
+I_NEXT = "<|end_message|><|message_model|>"
 LIST = '[{"name": "f", "arguments": {"count": 1}}]'
 ONE = call(count=1)
 OPEN = "inside thoughts that are not closed"
@@ -98,13 +106,42 @@ CASES: dict[tuple[str, str], list[Case]] = {
     ("pythonic", ""): [Case("a bracket", "[f(count=1)] More.", "More.", "", ONE)],
     ("llama4_pythonic", ""): [Case("a bracket", "[f(count=1)] More.", "More.", "", ONE)],
     ("apertus", ""): [Case("brackets", '<|tools_prefix|>[{"f": {"count": 1}}] More.', "More.", "", ONE)],
-    ("deepseek_v3", ""): [Case("text after a call is dropped", f"Ok. {DEEPSEEK} More.", "Ok.", "", ONE)],
+    ("deepseek_v3", ""): [
+        Case("the end of broken arguments", DEEPSEEK.replace("1}", "1"), "", "", (("f", '{"count": 1'),)),
+        Case("text after a call is dropped", f"Ok. {DEEPSEEK} More.", "Ok.", "", ONE),
+    ],
     ("deepseek_v31", ""): [Case("text after a call is dropped", f"{DEEPSEEK_31}\nMore.", "", "", ONE)],
     ("longcat", ""): [Case("text after a call is dropped", f"{HERMES.replace('tool_call', 'longcat_tool_call')} More.", "", "", ONE)],
     ("kimi_k2", ""): [
         Case("text after a call is dropped", f"Ok. {KIMI} More.", "Ok.", "", ONE),
         Case("a call after a malformed one", KIMI.replace("{", "oh {") + KIMI, KIMI.replace("{", "oh {"), "", ONE),
+        Case("text after broken arguments", KIMI.replace("1}", "1"), "", "", (("f", '{"count": 1'),)),
+        Case("cut short before the arguments", f"Ok. {KIMI[: KIMI.index('<|tool_call_arg')]}", "Ok.", "", call()),
         Case("an empty section", "Ok.<|tool_calls_section_begin|><|tool_calls_section_end|>", "Ok."),
+    ],
+    ("plamo3", "plamo3"): [
+        Case("all", f"{P_THINK}hm{P_THOUGHT}Ok.{PLAMO}", "Ok.", "hm", ONE),
+        Case("twice", f"{P_THINK}a{P_THOUGHT}Yes. {P_THINK}b{P_THOUGHT}No.", "Yes. No.", "ab"),
+        Case("stray ends", f"{P_THOUGHT}Yes.{P_THOUGHT} No.<|plamo:tag|>", "Yes. No."),
+        Case(OPEN, f"{P_THINK}hm{PLAMO}", "", "hm", ONE),
+        Case("without a request's marker", PLAMO.replace("<|plamo:begin_tool_request:plamo|>", ""), "", "", ONE),
+        Case("without the type of the arguments", PLAMO.replace("<|plamo:constrain|>json<|plamo:msg|>", ""), "", "", ONE),
+        Case("cut short in a marker", f"Ok. {PLAMO[:20]}", "Ok."),
+        Case("a beginning that is text", "Ok. <|", "Ok. <|"),
+        Case("cut short before the name", PLAMO[: PLAMO.index(">f<") - 8]),
+        Case("cut short in the name", PLAMO[: PLAMO.index(">f<") + 2], "", "", call()),
+        Case("cut short before the arguments", PLAMO[: PLAMO.index("json<")], "", "", call()),
+        Case("cut short in the arguments", PLAMO[: PLAMO.index(": 1")], "", "", (("f", '{"count"'),)),
+    ],
+    ("inkling", ""): [
+        Case("all", f"<|content_thinking|>hm{I_NEXT}<|content_text|>Ok.{I_NEXT}f{INKLING}", "Ok.", "hm", ONE),
+        Case("without a kind", "Ok.<|content_model_end_sampling|>", "Ok."),
+        Case("without a kind and an end", "Ok. So", "Ok. So"),
+        Case("text of tools", "<|content_tool_error|>boom<|end_message|><|content_invoke_tool_text|>do it<|end_message|>", "boomdo it"),
+        Case("text after a call", f"{INKLING}<|message_model|><|content_text|>Done.<|end_message|>", "Done.", "", ONE),
+        Case("a call within text", f"<|content_text|>Ok.{INKLING}", "Ok.", "", ONE),
+        Case("a thought without an end", f"<|content_thinking|>hm{INKLING}", "", "hm", ONE),
+        Case("cut short", INKLING[: INKLING.index(": 1")], "", "", (("f", '{"count"'),)),
     ],
     # -- forms that models write by mistake -----------------------------------------------------------
     ("llama3_json", ""): [
@@ -128,10 +165,16 @@ CASES: dict[tuple[str, str], list[Case]] = {
              "", "", call(count=5, on=True, tags=["a", 1], more=None)),
         Case("a value that is not of its type", "<tool_call><function=f><parameter=count>many</parameter></function></tool_call>", "", "", call(count="many")),
         Case("cut short", "<tool_call><function=f><parameter=text>\nab\n", "", "", (("f", '{"text": "ab\\n'),)),
+        Case("cut short before the name", "Ok. <tool_call>\n<function=", "Ok."),
+        Case("cut short in the marker", "Ok. <tool_call>\n<func", "Ok."),
+        Case("cut short in the name", "Ok. <tool_call>\n<function=get_wea", "Ok.", "", (("get_wea", {}),)),
+        Case("cut short after the name", "<tool_call><function=f>\n<para", "", "", call()),
+        Case("cut short after a value", "<tool_call><function=f><parameter=count>1</parameter>\n", "", "", ONE),
+        Case("cut short in the next key", "<tool_call><function=f><parameter=count>1</parameter><parameter=te", "", "", ONE),
     ],
     ("step3p5", ""): [
         Case("without the outer mark", "<function=f><parameter=count>1</parameter></function>", "", "", ONE),
-        Case("text after a call is dropped", f"Ok. {QWEN} More.", "Ok.", "", ONE),
+        Case("text after a call", f"Ok. {QWEN} More.", "Ok. More.", "", ONE),
     ],
     ("mimo", ""): [Case("no type in the schema", "<tool_call><function=f><parameter=new>42</parameter></function></tool_call>", "", "", call(new="42"))],
     ("seed_oss", ""): [Case("an empty block", "<seed:tool_call></seed:tool_call>Yes.", "Yes.")],
@@ -184,7 +227,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("a part around the arguments", MINICPM.replace("<param ", "<arguments><param ").replace("</param>", "</param></arguments>"), "", "", ONE),
         Case("wrapped in Python", MINICPM.replace('"count"', '"properties"').replace(">1<", ">{'count': 1}<"), "", "", ONE),
         Case("an unknown name", MINICPM.replace('"f"', '"g"'), MINICPM.replace('"f"', '"g"')),
-        Case("text after a call is dropped", f"Ok. {MINICPM} More.", "Ok.", "", ONE),
+        Case("text after a call", f"Ok. {MINICPM} More.", "Ok. More.", "", ONE),
         Case("any text", MINICPM.replace('"count">1', '"text"><![CDATA[</b> & "c"]]>'), "", "", call(text='</b> & "c"')),
     ],
     ("poolside_v1", ""): [
@@ -203,7 +246,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("a set of one, and an empty dictionary", "<|tool_call_start|>[f(tags={1}, more={})]<|tool_call_end|>", "", "", call(tags=[1], more={})),
         Case("quotes in quotes", "<|tool_call_start|>[f(text='sed -n '1,9p' f.py', count=1)]<|tool_call_end|>", "", "", call(text="sed -n '1,9p' f.py", count=1)),
         Case("no number", "<|tool_call_start|>[f(ratio=nan)]<|tool_call_end|>", "nan)]", "", (("f", '{"ratio": '),)),
-        Case("text after a call is dropped", "Ok. <|tool_call_start|>[f()]<|tool_call_end|> More.", "Ok.", "", call()),
+        Case("text after a call", "Ok. <|tool_call_start|>[f()]<|tool_call_end|> More.", "Ok. More.", "", call()),
         Case("cut short in a set", "<|tool_call_start|>[f(tags={'a", "", "", (("f", '{"tags": {"a'),)),
     ],
 }  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from asymptotic import seconds
+from call_writers import THOUGHTS, WRITERS, calls
 from call_writers import TOOLS as WRITTEN
-from call_writers import WRITERS, calls
 from parsed_text import together
 from tiny_llama import make_checkpoint
 
@@ -79,7 +79,7 @@ def test_required_calls_are_read_back(name: str, parallel: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(REASONING) - {"openai_gptoss", "minimax_m2_append_think"})
+    "name", sorted(set(REASONING) - {"openai_gptoss", "inkling", "minimax_m2_append_think"})
 )
 @pytest.mark.parametrize("opened", [True, False, None])
 def test_thoughts_may_come_before_required_calls(name: str, opened: bool | None) -> None:
@@ -188,15 +188,16 @@ def test_typical_model_output_is_admitted_if_it_matches_the_schema(
     for wrong in (*wrongs, text.replace("zap", "zip"), text + "."):
         assert not reader.admits(only, wrong), wrong
 
-    thoughts = REASONING["openai_gptoss" if format.splits_reasoning else "qwen3"]
+    own = "openai_gptoss" if name == "openai" else name
+    thoughts = REASONING[own if format.splits_reasoning else "qwen3"]
     tag = auto_calls(format, tools, True, "auto", thoughts, None)
     assert (tag is None) == (name in UNSEEN)
     if tag is None:
         return
     before, answer = "<think>hm</think>\n\n", "Yes."
     if format.splits_reasoning:
-        before = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-        answer = "<|channel|>final<|message|>Yes."
+        before = "hm".join(THOUGHTS[own])
+        answer = thoughts.answer_marker + "Yes."
     strict = StructuredOutputsParams(structural_tag=tag)
     loose = auto_calls(format, FREE, True, "function", thoughts, None)
     assert (loose is None) == (name in GEMMA)
@@ -213,7 +214,8 @@ def test_typical_model_output_is_admitted_if_it_matches_the_schema(
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "openai", "llama3_json"])
 def test_an_answer_of_a_form_may_be_a_call_instead(name: str, reader: Reader) -> None:
-    format, thoughts = TOOLS[name], REASONING["openai_gptoss" if name == "openai" else "qwen3"]
+    own = {"openai": "openai_gptoss", "inkling": "inkling"}
+    format, thoughts = TOOLS[name], REASONING[own.get(name, "qwen3")]
     form = answer_or_calls(
         StructuredOutputsParams(json={"type": "integer"}), thoughts, None,
         call_parts(format, MARKED, True, "auto"),

@@ -28,12 +28,12 @@ from quire.frontend.request_manager import response_template
 # Of vLLM's versions up to 0.30; those that we refuse are in PARSERS.
 NAMED = """apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots
 ernie45 functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hunyuan_a13b hy_v3 hy_v4
-internlm jamba k2_horizon kimi_k2 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5 minimax
+inkling plamo3 internlm jamba k2_horizon kimi_k2 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5 minimax
 minimax_m2 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5 xlam"""
 REASON = """cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 ernie45 gemma4 glm45 glm47
-granite holo2 hunyuan_a13b hy_v3 hy_v4 k2_horizon kimi_k2 ling3 mimo minimax_m2 minimax_m2_append_think minimax_m3
+granite holo2 hunyuan_a13b hy_v3 hy_v4 inkling plamo3 k2_horizon kimi_k2 ling3 mimo minimax_m2 minimax_m2_append_think minimax_m3
 granite_thinking_parser minicpmv mistral nemotron_v3 olmo3 openai_gptoss poolside_v1 qwen3 seed_oss step3 step3p5"""
-REFUSED = "hf inkling kimi_k3 minimax_m3 muse_glimmer plamo3"
+REFUSED = "hf kimi_k3 minimax_m3 muse_glimmer"
 
 TEMPLATES = {
     ("hermes", "qwen3"): '<tool_call>\\n{\\"name\\": <n>, \\"arguments\\": <a>}</tool_call> <think>\\n\\n</think>',
@@ -72,6 +72,8 @@ TEMPLATES = {
     ("gigachat3", ""): "<|message_sep|>\n\nfunction call<|role_sep|>\n",
     ("jamba", "hunyuan_a13b"): "<tool_calls>[ <think> <answer>",
     ("hermes", "ernie45"): '<tool_call> {"name": n, "arguments": a} </think> <response>',
+    ("plamo3", "plamo3"): "<|plamo:begin_tool_requests:plamo|> <|plamo:begin_think:plamo|>",
+    ("inkling", "inkling"): "<|content_thinking|> <|content_text|> <|content_invoke_tool_json|>",
     ("", ""): "{{ messages }}",
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from quire.frontend.parsers.value_reader import (
 )
 
 NAMES = ("name", "tool_name")
-ARGUMENTS = ("arguments", "parameters")
+ARGUMENTS = ("arguments", "parameters", "args")
 KNOWN = frozenset((*NAMES, *ARGUMENTS, "type", "id", "tool_call_id", "description"))
 IDENTIFIER = re.compile(r"[A-Za-z0-9_.\-]+")
 

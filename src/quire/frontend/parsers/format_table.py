@@ -148,6 +148,11 @@ class ToolFormat:
     """Parameters in which models write all arguments, although the tool has no parameter of that name."""
     ids: Literal["random", "short"] = "random"
     """short: nine letters and digits, which some templates require."""
+    cut_starts_call: bool = False
+    """Where the output ends inside a call: the name is enough for a call, complete parameters make its arguments, and
+    what precedes the name is not text. Otherwise the call stays as it is, and a call without arguments is text."""
+    cut_marker: str = ""
+    """A marker that the end of the output cuts off is not text if it begins so."""
     detect: tuple[str, ...] = ()
     """A chat template that contains all these texts uses the format."""
     call: CallTemplate | None = None
@@ -177,6 +182,8 @@ class ReasoningFormat:
     """Reasoning is content, after this text."""
     never_empty: bool = False
     """The request may ask for the reasoning as content if there is no other."""
+    text_if_off: bool = False
+    """If the request turns thinking off, the markers are text."""
     answer_frame: tuple[str, ...] = ()
     """Markers around the answer, which are not emitted."""
     detect: tuple[str, ...] = ()

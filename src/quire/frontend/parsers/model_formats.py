@@ -42,7 +42,8 @@ class ModelFormats:
         if self.reasoning is not None and self.reasoning.tool_format:
             self.tools = registry.tools[self.reasoning.tool_format]
         elif self.tools is not None and self.tools.splits_reasoning:
-            self.reasoning = next(r for r in registry.reasoning.values() if r.tool_format)
+            name = self.tool_choice.name
+            self.reasoning = next(r for r in registry.reasoning.values() if r.tool_format == name)
         self.specials = frozenset(specials)
 
     @classmethod
@@ -96,8 +97,14 @@ class ModelFormats:
         if format is None and self.reasoning is None:
             return None
         reasoning = None if self.reasoning is None or self.reasoning.tool_format else self.reasoning
-        table = compose(format, reasoning, reasoning_open)
         options = template_kwargs or {}
+        if (
+            reasoning is not None
+            and reasoning.text_if_off
+            and options.get("enable_thinking") is False
+        ):
+            reasoning = None
+        table = compose(format, reasoning, reasoning_open)
         asked = (
             options.get("force_nonempty_content") is True or options.get("enable_thinking") is False
         )

@@ -57,6 +57,8 @@ class StreamParser:
         self._text_kind = "content"
         """Kind of the text before the current call."""
         self._call_text: list[str] = []
+        self._in_call = False
+        """A marker of a call came after the text."""
         self._shows_end = False
         """The content has a malformed call: its end is text, too."""
         self._word: list[str] = []
@@ -110,7 +112,7 @@ class StreamParser:
             self._writer.cut_value(
                 "".join(self._word) + self._held_newline + rest, self._text_value
             )
-        elif kind == "key" and started:
+        elif kind == "key" and started and not self.table.calls.cut_starts_call:
             self._writer.cut_key("".join(self._word) + rest)
         elif isinstance(self._reader, CallObject | PythonCall):
             self._reader.release()
@@ -119,10 +121,10 @@ class StreamParser:
             self._forward_arguments(self._reader)
         self._buffer, self._at = "", 0
         if kind in ("content", "reasoning"):
-            self._emit_text(kind, rest)
+            self._emit_text(kind, self._without_cut_marker(rest))
         elif kind == "close":
             pass  # the call is complete, only its end marker is missing
-        elif started:
+        elif (self.table.calls.cut_starts_call and self._finish_call()) or started:
             self._record_failure(CUT_OFF)
         else:
             raw = "".join(self._call_text) + rest
@@ -135,6 +137,35 @@ class StreamParser:
         for output in self._outputs.values():
             output.end()
         return self._take_delta()
+
+    def _without_cut_marker(self, rest: str) -> str:
+        begin = self.table.calls.cut_marker
+        if not begin or not rest.startswith(begin):
+            return rest
+        self._record_failure(CUT_OFF)
+        return ""
+
+    def _finish_call(self) -> bool:
+        """End the call that the end of the output cuts off; returns whether the kept text belongs to a call."""
+        state, writer = self._state, self._writer
+        if state.kind in VALUES or not self._in_call:
+            return False
+        if writer.started:
+            if state.kind in ("skip", "key"):
+                writer.end_parameters()
+            return True
+        word = "".join(self._word).strip()
+        try:
+            if word and state.kind == "name":
+                writer.begin(unquoted(word), state.known_only)
+            elif word and state.kind == "head":
+                self._route_head(word, state, Transition(""))
+        except MalformedValue:
+            return False  # it is text
+        if writer.name:
+            writer.arguments("{}")
+            writer.end()
+        return True
 
     # -- output --------------------------------------------------------------------
     def _emit_text(self, kind: str, text: str) -> None:
@@ -175,13 +206,15 @@ class StreamParser:
             self.reasoning_length += len(mark)
         stray = kind == to == "content" and not target.restorable
         shown = stray and self._shows_end and mark in self.table.calls.states["content"].markers
+        self._shows_end &= stray
         if target.is_text or shown:
-            self._shows_end = False
             self._emit_text(kind, mark)
             self._at += len(mark)
         elif target.consumes and target.restorable:
+            self._in_call = True
             self._consume(len(mark))
         elif target.consumes:
+            self._in_call = False
             self._at += len(mark)
             for output in self._outputs.values():
                 output.at_border = True
@@ -189,7 +222,7 @@ class StreamParser:
             self._writer.end_parameters()
         if target.ends or (kind == "close" and to in ("close", "content")):
             self._call_text.clear()  # the end of a call is not text
-        self._enter(target, marked=not target.is_text and not stray)
+        self._enter(target, marked=target.consumes and not target.is_text and not stray)
         if not target.restorable:
             self._text_kind = "content"
 
@@ -204,6 +237,7 @@ class StreamParser:
         self._length = 0
         self._reader = None
         if state.kind in ("content", "reasoning"):
+            self._in_call = False
             raw = "".join(self._call_text)
             self._call_text.clear()
             if marked:
