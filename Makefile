@@ -57,7 +57,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	  { echo "Python 3.11, 3.12 or 3.13 with venv is needed; name one with: make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing Quire into $(VENV), once: 1.2 GB on disk with the CPU build of torch (some 300 MB to download), several GB with CUDA."
-	@$(PIP) $(TORCH) "setuptools>=77"
+	@$(PIP) $(TORCH) "setuptools>=77.0.3"
 	@$(PIP) $(QUIRE) .
 	@touch $@
 

@@ -271,21 +271,34 @@ def test_attention_backends(settle, monkeypatch, warnings):
 @pytest.mark.parametrize(
     ("keywords", "says"),
     [
-        ({"swap_space": 4, "preemption_mode": "recompute"}, ""),
-        ({"swap_space": 8}, "swap_space=8 has no effect: preempted requests are recomputed"),
+        ({"swap_space": 0, "preemption_mode": "recompute"}, ""),
+        ({"swap_space": 4}, "swap_space=4 has no effect: preempted requests are recomputed"),
         ({"preemption_mode": "swap"}, "preemption_mode=swap has no effect: "),
-        (
-            {"prefix_caching_hash_algo": "sha256"},
-            "prefix_caching_hash_algo=sha256 has no effect: blocks are found by",
-        ),
+        ({"prefix_caching_hash_algo": "sha256"}, ""),
+        ({"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo=xxhash has no effect: blocks are found by blake2b"),
+        ({"prefix_caching_hash_algo": "sha256_cbor"}, "prefix_caching_hash_algo=sha256_cbor has no effect: blocks are found by sha256"),
         ({"model_loader_extra_config": {"a": 1}}, "model_loader_extra_config has no effect: "),
+        ({"enforce_eager": True}, "enforce_eager has no effect: on a CPU"),
+        ({"trust_remote_code": True}, "trust_remote_code has no effect: the checkpoint contains no code"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_ineffective_options_are_reported(settle, warnings, keywords, says):
     settle(**keywords)
     assert len(warnings) == bool(says)
     assert "".join(warnings).startswith(says)
+
+
+def test_all_ineffective_options_are_in_one_line(settle, warnings):
+    settle(swap_space=4, enforce_eager=True, trust_remote_code=True)
+    (line,) = warnings
+    assert [part.split()[0] for part in line.split("; ")] == ["swap_space=4", "enforce_eager", "trust_remote_code"]  # fmt: skip
+
+
+def test_options_that_work_on_this_machine_are_not_reported(settle, warnings, tmp_path):
+    settle(facts=replace(CPU, device="cuda"), enforce_eager=True)
+    settle({"auto_map": {"AutoModel": "own.Own"}}, trust_remote_code=True)
+    assert not warnings
 
 
 # Fields that no room reads, and why that is no lie.

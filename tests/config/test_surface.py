@@ -170,6 +170,23 @@ def test_ineffective_vllm_options_are_reported(argv, warnings):
     assert warnings[0].startswith((f"{argv[0]} has no effect: ", f"{argv[0]} is an old name: "))
 
 
+@pytest.mark.parametrize(
+    ("more", "level"), [({}, "INFO"), ({"use_v2_block_manager": True}, "WARNING")], ids=as_id
+)
+def test_all_of_them_are_in_one_line_also_with_the_default_of_vllm(more, level, caplog):
+    names = {
+        "tokenizer_pool_type": "ray",
+        "lora_extra_vocab_size": 256,
+        "max_prompt_adapters": None,
+    }
+    with caplog.at_level("INFO", "quire"):
+        engine_config({**names, **more})
+    (record,) = caplog.records
+    assert record.levelname == level
+    said = [part.split(" has no effect: ")[0] for part in record.getMessage().split("; ")]
+    assert said == ["tokenizer_pool_type", "lora_extra_vocab_size", *more]
+
+
 @pytest.mark.parametrize("flag", NEWER.split())
 def test_a_flag_of_vllm_0_32_is_known(flag, warnings):
     """None ends the start with "unknown flag"; one that asks for something is answered."""

@@ -84,9 +84,9 @@ CASES: list[Case] = [
     ("pattern", {"type": "string", "pattern": "^(a)\\1$"}, ["aa"], ["ab"]),
     ("pattern", {"type": "string", "pattern": "^/a/b$"}, ["/a/b"], ["a/b"]),
     # formats
-    ("format", {"type": "string", "format": "date"}, ["2024-02-29", "1999-12-31"], ["2024-13-01", "24-1-1", "x"]),
+    ("format", {"type": "string", "format": "date"}, ["2024-02-29", "1999-12-31", "0001-01-01", "0100-01-01"], ["2024-13-01", "24-1-1", "x", "0000-01-01"]),
     ("format", {"type": "string", "format": "time"}, ["10:20:30Z", "23:59:59.5+01:00"], ["10:20", "25:00:00Z"]),
-    ("format", {"type": "string", "format": "date-time"}, ["2024-01-02T03:04:05Z"], ["2024-01-02", "x"]),
+    ("format", {"type": "string", "format": "date-time"}, ["2024-01-02T03:04:05Z"], ["2024-01-02", "x", "0000-01-02T03:04:05Z"]),
     ("format", {"type": "string", "format": "email"}, ["a@b.org"], ["a", "a@"]),
     ("format", {"type": "string", "format": "ipv4"}, ["127.0.0.1", "255.255.255.255"], ["256.0.0.1", "1.2.3"]),
     ("format", {"type": "string", "format": "ipv6"}, ["::1", "2001:db8::1"], ["1.2.3.4", "x"]),
@@ -98,6 +98,8 @@ CASES: list[Case] = [
     ("format", {"type": "string", "format": "json-pointer"}, ["/a/0"], []),
     ("format", {"type": "string", "format": "phone"}, ["anything"], []),
     ("format", {"type": "string", "format": "date", "minLength": 10}, ["2024-01-02"], ["x"]),
+    ("format", {"type": ["string", "integer"], "format": "date", "allOf": [{"pattern": "^2"}]}, ["2024-01-02", 7], ["1999-01-02", "0000-01-01"]),
+    ("format", {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}, ["2024-01-02", None], ["0000-01-01"]),
     ("contentEncoding", {"type": "string", "contentEncoding": "base64"}, ["YQ=="], []),
     # arrays
     ("items", {"type": "array", "items": INT}, [[], [1], [1, 2, 3]], [["a"], [1, "a"], [1.5]]),

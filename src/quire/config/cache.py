@@ -20,6 +20,14 @@ KV_DTYPES = {
 }
 """The values of kv_cache_dtype besides auto -> the name of the element format (kvcache/specs.py)."""
 
+SAME_HASHES = {
+    "builtin": "blake2b",
+    "sha256_cbor": "sha256",
+    "xxhash": "blake2b",
+    "xxhash_cbor": "blake2b",
+}
+"""vLLM's names of prefix_caching_hash_algo -> the algorithm here, which is as fast and lets no client choose a collision."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
@@ -40,7 +48,7 @@ class CacheConfig:
     prefix_caching_hash_algo: Literal[
         "blake2b", "builtin", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"
     ] = "blake2b"
-    """blake2b; the sha256 and xxhash names are accepted and select the same keyed hash."""
+    """The keyed hash by which blocks are found: blake2b, or sha256 (HMAC-SHA-256). The other names of vLLM mean one of these two: sha256_cbor is sha256; builtin, xxhash and xxhash_cbor are blake2b."""
     swap_space: Amount = 0
     """GiB of host memory for preempted requests (accepted without effect: preempted requests are recomputed)."""
     cpu_offload_gb: Amount = 0
@@ -53,3 +61,9 @@ class CacheConfig:
     """Copies of recurrent states are kept every so many tokens of a prompt; 0: only at its end and where prompts part; unset: max_num_batched_tokens."""
     enable_mamba_shared_prefix_checkpoint: bool = True
     """Keep a copy of the recurrent states where the cached part of a prompt ends, for other prompts with the same beginning."""
+
+    @property
+    def hash_algorithm(self) -> Literal["blake2b", "sha256"]:
+        """The algorithm behind the name of prefix_caching_hash_algo."""
+        name = SAME_HASHES.get(self.prefix_caching_hash_algo, self.prefix_caching_hash_algo)
+        return "sha256" if name == "sha256" else "blake2b"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from logging import INFO, WARNING
 from typing import Any
 
 from quire import env
@@ -67,13 +68,15 @@ def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> En
 
 
 def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[str, Any]:
-    """Old names -> fields, with one warning for each name that was renamed or has no effect.
+    """Old names -> fields, with a warning for each name that was renamed, and one line for all names without effect. The line is
+    no warning if all of them have vLLM's default, which a program may write down for another engine.
 
     A field given under its own name wins over one that an old name fills; hf_overrides are merged.
     """
     known = options()
     fields: dict[str, Any] = {}
     filled: dict[str, Any] = {}
+    idle: dict[str, bool] = {}
     for written, value in keywords.items():
         name = written.replace("-", "_")
         if name == "device_memory_utilization":
@@ -82,8 +85,12 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
             fields[name] = value
         elif (row := OLD.get(name)) is not None:
             _merge(filled, _apply(row, value, source))
+            if has_no_effect(row, value):
+                idle[f"{spelt(name, source)} has no effect: {row.say}"] = is_quiet(row, value)
         else:
             raise UnknownName(unknown(written, source))
+    if idle:
+        logger.log(INFO if all(idle.values()) else WARNING, "%s", "; ".join(idle))
     if own := fields.get("structured_outputs_config"):
         own = {**coerce(known["structured_outputs_config"], own)}
         parser = {key: own.pop(key) for key in REASONING_KEYS if key in own}
@@ -141,10 +148,15 @@ def _apply(row: VllmFlag, value: Any, source: Source) -> dict[str, Any]:
     if row.treatment == "E":
         feature, _, remedy = row.say.partition(": ")
         raise Unsupported(f"{name} ({feature})", remedy)
-    if row.treatment == "W":
-        does = "is an old name" if row.to else "has no effect"
-        logger.warning("%s %s: %s", name, does, row.say)
+    if row.treatment == "W" and row.to:
+        logger.warning("%s is an old name: %s", name, row.say)
     return row.to(value) if row.to else {}
+
+
+def has_no_effect(row: VllmFlag, value: Any) -> bool:
+    """Was it given, and does it do nothing here?"""
+    is_given = value is not None and value is not False and value not in ("", [], {})
+    return row.treatment == "W" and row.to is None and is_given
 
 
 def is_quiet(row: VllmFlag, value: Any) -> bool:

@@ -21,7 +21,7 @@ from quire.config.pooling import PoolingModel
 from quire.config.quantization import ONLINE, fitting, quantization_method
 from quire.config.quantization_config import stored_quantization
 from quire.config.ranks import check_ranks
-from quire.config.validate import check
+from quire.config.validate import check_options, warn_of_ignored
 from quire.errors import ConfigError
 from quire.logging import get_logger
 
@@ -77,7 +77,8 @@ def resolve(
         ConfigError: two settings contradict each other, or one contradicts the model; names the flag to change.
         Unsupported: a known feature that is not implemented yet.
     """
-    check(config, hf_config)
+    check_options(config)
+    warn_of_ignored(config, facts.device, path, hf_config)
     stored = stored_quantization(hf_config)
     causal = pooling is None or pooling.causal
     length, auto = _length(config, hf_config, 0 if pooling is None else pooling.max_length)

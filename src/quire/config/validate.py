@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from quire.config import unsupported
-from quire.config.cache import KV_DTYPES
+from quire.config.cache import KV_DTYPES, SAME_HASHES
 from quire.config.data_parallel import check_data_parallel
 from quire.config.engine import EngineConfig
 from quire.config.experts import eplb_options
@@ -23,21 +24,12 @@ logger = get_logger(__name__)
 EXECUTORS = ("uni", "mp", "ray", "external_launcher")
 
 
-def check(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
-    """Refuse invalid settings before anything is loaded, and warn about settings without effect.
+def check_options(config: EngineConfig) -> None:
+    """Refuse invalid settings. Needs no checkpoint: it runs before one is downloaded, which can take an hour.
 
     Raises:
         ConfigError: a value is out of its range.
         Unsupported: a feature that is planned for later.
-    """
-    check_options(config)
-    _warn_of_ignored(config)
-
-
-def check_options(config: EngineConfig) -> None:
-    """The checks that need no checkpoint: they run before one is downloaded, which can take an hour.
-
-    Raises: as `check`.
     """
     for option in options().values():
         coerce(option, getattr(getattr(config, option.section), option.name))
@@ -97,17 +89,21 @@ def _check_supported(config: EngineConfig) -> None:
         raise Unsupported(f"kv_cache_dtype={name}", f"choose from auto, {', '.join(KV_DTYPES)}")
 
 
-def _warn_of_ignored(config: EngineConfig) -> None:
-    """Warn about settings that are accepted but have no effect."""
+def warn_of_ignored(
+    config: EngineConfig, device: str, path: str, hf_config: Mapping[str, Any]
+) -> None:
+    """Name the settings that were given and have no effect, all in one line."""
     swap, form = config.cache.swap_space, config.load.load_format
     algorithm = config.cache.prefix_caching_hash_algo
+    has_code = hf_config.get("auto_map") or any(Path(path).glob("*.py"))
     ignored = {
-        (f"prefix_caching_hash_algo={algorithm}", "blocks are found by blake2b with a key of this server"): algorithm != "blake2b",
-        (f"swap_space={swap:g}", "preempted requests are recomputed"): swap not in (0, 4),
-        ("fully_sharded_loras", "each rank has all of A, and of B its own outputs"): config.lora.fully_sharded_loras,
-        ("preemption_mode=swap", "preempted requests are recomputed"): config.scheduler.preemption_mode == "swap",
-        ("model_loader_extra_config", f"load_format={form} maps the files, and has no options"): config.load.model_loader_extra_config,
+        f"prefix_caching_hash_algo={algorithm} has no effect: blocks are found by {SAME_HASHES.get(algorithm)}, with a key of this server": algorithm in SAME_HASHES,
+        f"swap_space={swap:g} has no effect: preempted requests are recomputed": swap != 0,
+        "fully_sharded_loras has no effect: each rank has all of A, and of B its own outputs": config.lora.fully_sharded_loras,
+        "preemption_mode=swap has no effect: preempted requests are recomputed": config.scheduler.preemption_mode == "swap",
+        f"model_loader_extra_config has no effect: load_format={form} maps the files, and has no options": config.load.model_loader_extra_config,
+        "enforce_eager has no effect: on a CPU, no step is recorded as a graph": config.parallel.enforce_eager and device == "cpu",
+        "trust_remote_code has no effect: the checkpoint contains no code": config.model.trust_remote_code and not has_code,
     }  # fmt: skip
-    for (name, why), is_given in ignored.items():
-        if is_given:
-            logger.warning("%s has no effect: %s", name, why)
+    if given := [text for text, is_given in ignored.items() if is_given]:
+        logger.warning("%s", "; ".join(given))

@@ -177,7 +177,11 @@ def build_scheduler(
         kv_layout.groups,
         resolved.block_size,
         caching=resolved.prefix_caching and info.prefix_caching,
-        hasher=Hasher(resolved.block_size, element_format=resolved.kv_dtype),
+        hasher=Hasher(
+            resolved.block_size,
+            element_format=resolved.kv_dtype,
+            algorithm=resolved.config.cache.hash_algorithm,
+        ),
     )
     limits = SchedulerLimits(
         max_rows=info.max_num_seqs,

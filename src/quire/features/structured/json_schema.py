@@ -20,6 +20,7 @@ MAX_PROPERTIES = 1000  # of one object: compile time is quadratic, half a second
 MAX_ALL_PROPERTIES = 4000
 OPTIONS = "x-guidance"  # llguidance's options, removed from user schemas: one of them ignores unknown keywords
 SPACES = r"[\x20\x0A\x0D\x09]{1,80}"  # JSON white space; bounded, because some models write it without end
+SINCE_YEAR_1 = "^(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"  # llguidance's dates begin in a year 0000
 ESCAPES = 'nrbtf\\"'  # no \uXXXX: it spells a key in a second way, which would count as another key
 
 # Keywords that contain schemas. All other values are data and are copied unchanged.
@@ -116,6 +117,8 @@ class _Strict:
             self._count(len(own))
             if self.closed:
                 made.setdefault("additionalProperties", False)
+        if made.get("format") in ("date", "date-time"):
+            made["allOf"] = [*made.get("allOf", []), {"pattern": SINCE_YEAR_1}]
         if _distinct(made.get("oneOf")) and "anyOf" not in made:
             made["anyOf"] = made.pop("oneOf")  # equivalent, as no value fits two branches
         return made
