@@ -104,6 +104,13 @@ FEATURES = re.compile(
     r"|nixl|lmcache|connector|cuda|beam|thinking|fair.?share|sleep|tool.?call)",
     re.IGNORECASE,
 )
+BUILDERS = re.compile(
+    r"quire/engine/(build|build_executor)\.py|quire/worker/(build|memory_plan|agreed_plan)\.py"
+    r"|quire/frontend/output_processor\.py"
+)
+NICKNAMES = r"lora(?!_request)|adapter|grammar|speculat|drafter|eagle|eplb|tenant|fair.?share|thinking|budget"
+"""Of features. The names of their folders are forbidden, too, but for those of SHARED_NAMES."""
+SHARED_NAMES = {"pipeline": "the stages of ranks", "lora": "above, but for the field of vLLM"}
 NAMELESS = {"utils", "util", "helpers", "common", "misc"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
@@ -349,6 +356,25 @@ def the_core_names_no_feature(file: File) -> list[str]:
         for number, line in enumerate(file.text.splitlines(), 1)
         if (found := FEATURES.search(line))
     ]
+
+
+@rule
+def the_builders_name_no_feature(file: File) -> list[str]:
+    """They call the methods of `quire.engine.feature.Feature`; only the list of features has names."""
+    if not BUILDERS.match(file.path):
+        return []
+    names = [name for name in feature_names() if name not in SHARED_NAMES]
+    forbidden = re.compile("|".join([NICKNAMES, *names]), re.IGNORECASE)
+    return [
+        f"{file.path}:{number}: a builder says {found[0]!r}"
+        for number, line in enumerate(file.text.splitlines(), 1)
+        if (found := forbidden.search(line))
+    ]
+
+
+@cache
+def feature_names() -> list[str]:
+    return sorted(path.parent.name for path in (SOURCE / "quire/features").glob("*/feature.py"))
 
 
 @rule

@@ -112,6 +112,14 @@ CASES = [
     ),
     ("the_core_names_no_feature", "quire/worker/worker.py", "x = 'cuda'", "x = device"),
     ("the_core_names_no_feature", "quire/scheduler/a.py", "beam = 1", "# a request"),
+    ("the_builders_name_no_feature", "quire/engine/build.py", "x = LoraGate()", "gates += more"),
+    (
+        "the_builders_name_no_feature",
+        "quire/worker/build.py",
+        "if feature.name == 'state_checkpoints': ...",
+        "for feature in features: ...",
+    ),
+    ("the_builders_name_no_feature", "quire/worker/memory_plan.py", "adapters = 1", "lines = 1"),
     ("modules_say_what_they_know", "quire/a.py", "x = 1", DOC + "x = 1"),
     ("modules_say_what_they_know", "quire/worker/__init__.py", "", DOC),
     (

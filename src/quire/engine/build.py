@@ -100,7 +100,7 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
     )
     core.check_each_step = bool(env.get("CHECK"))
     core.functions |= rpc.functions(core) | sleep.functions(core)
-    plug_features(features, core, info)
+    parts = plug_features(features, core, info)
     add_observers(core, resolved, info, kv_layout)
     ready = EngineReady(
         max_model_len=info.max_model_len,
@@ -121,12 +121,12 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
         ),
         max_num_seqs=info.max_num_seqs,
         state_bytes=info.state_bytes,
-        pooling=None if resolved.pooling is None else resolved.pooling.info,
+        **parts.ready,
     )  # fmt: skip
     return core, ready
 
 
-def plug_features(features: Sequence[Feature], core: EngineCore, info: WorkerInfo) -> None:
+def plug_features(features: Sequence[Feature], core: EngineCore, info: WorkerInfo) -> EngineParts:
     """Add the features' parts to an engine that is complete but for them."""
     parts = EngineParts(core, info)
     for feature in features:
@@ -138,6 +138,7 @@ def plug_features(features: Sequence[Feature], core: EngineCore, info: WorkerInf
     core.labels |= parts.labels
     core.state_files |= parts.state_files
     core.listeners += features
+    return parts
 
 
 def add_observers(

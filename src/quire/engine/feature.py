@@ -47,6 +47,7 @@ class EngineParts:
         counters: names of counters, which start at 0 in `core.counts`.
         labels: texts for labels of metrics, by name.
         state_files: by file name: restores state from a file of an earlier process, and writes it there from now on.
+        ready: further fields of the engine's EngineReady.
     """
 
     core: EngineCore
@@ -57,6 +58,7 @@ class EngineParts:
     counters: list[str] = field(default_factory=list)
     labels: dict[str, Callable[[], str]] = field(default_factory=dict)
     state_files: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    ready: dict[str, Any] = field(default_factory=dict)
 
     def wake(self) -> None:
         """Wake the engine's loop, from any thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.config.engine import Resolved
-from quire.engine.feature import Feature
+from quire.engine.feature import EngineParts, Feature
 
 if TYPE_CHECKING:
     from quire.worker.build import WorkerParts
@@ -19,6 +19,10 @@ class PoolingFeature(Feature):
     @classmethod
     def enabled(cls, resolved: Resolved) -> bool:
         return resolved.pooling is not None
+
+    def plug_into_engine(self, engine: EngineParts) -> None:
+        if (model := self.resolved.pooling) is not None:
+            engine.ready["pooling"] = model.info
 
     def plug_into_worker(self, parts: WorkerParts) -> None:
         from quire.worker.pooling.output import PooledOutput
