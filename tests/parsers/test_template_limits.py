@@ -116,3 +116,29 @@ def test_a_request_template_does_not_delay_others(
             assert told.json()["tokens"] == state.engine.tokenizer.encode("hi", False)
 
     asyncio.run(main())
+
+
+def test_the_template_of_a_model_does_not_delay_others(
+    state: ServerState, trusting: UntrustedTemplateRenderer, monkeypatch: pytest.MonkeyPatch
+):
+    """A review's finding: five lines in a model's folder held the event loop without end."""
+    template = ChatTemplate(HOSTILE)
+    template.isolated = trusting
+    trusting.prepare()
+    monkeypatch.setattr("quire.frontend.chat_template.PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(state.engine.front.tokenizer, "template", template)
+
+    async def main() -> None:
+        async with browser(state) as client:
+            for path, body in PATHS.items():
+                slow, answered = asyncio.ensure_future(client.post(path, json=body)), 0
+                while not slow.done():
+                    assert (await client.get("/health/live")).status_code == 200
+                    answered += not slow.done()
+                    await asyncio.sleep(0.02)
+                answer = slow.result()
+                assert answered > 2  # while the template ran
+                assert answer.status_code == 400, answer.text
+                assert "template of this model exceeds its limit" in answer.text
+
+    asyncio.run(main())

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from quire.errors import ConfigError, ValidationError
 from quire.frontend.jinja_sandbox import SECONDS, render_template
@@ -55,11 +55,20 @@ def plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
+class Renderer(Protocol):
+    """Renders templates elsewhere, as `render_template`."""
+
+    def render_source(self, source: str, variables: Mapping[str, Any], seconds: float) -> str: ...
+    def prepare(self) -> None: ...
+
+
 class ChatTemplate:
     """A template's text, compiled at first use."""
 
     def __init__(self, source: str, named: dict[str, str] | None = None):
         self.source = source
+        self.isolated: Renderer | None = None
+        """Renders the template of a model by strangers; None: this process does."""
         self.named = named or {}
         """Other templates of the checkpoint, by name; `render` uses "tool_use" when there are tools."""
 
@@ -135,8 +144,13 @@ class ChatTemplate:
             "documents": plain(documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = render_template(source, known | extra, seconds)
+        text = self._render(source, known | extra, seconds)
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _render(self, source: str, variables: Mapping[str, Any], seconds: float) -> str:
+        if self.isolated is not None:
+            return self.isolated.render_source(source, variables, seconds)
+        return render_template(source, variables, seconds)
 
     @functools.cached_property
     def content_format(self) -> ContentFormat:
@@ -159,7 +173,7 @@ class ChatTemplate:
             "add_generation_prompt": False, "bos_token": "", "eos_token": "",
         }  # fmt: skip
         try:
-            return render_template(self.source, variables, PROBE_SECONDS)
+            return self._render(self.source, variables, PROBE_SECONDS)
         except Exception:  # any error means that the template does not accept this form
             return ""
 

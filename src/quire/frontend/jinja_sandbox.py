@@ -29,6 +29,7 @@ from quire.errors import ConfigError, ValidationError
 
 SECONDS = 10.0
 MOST_TEXT = 32 << 20  # characters: more than the longest context holds
+NESTED = "the chat template does not parse: it is nested too deeply"
 MOST_BITS = 1 << 16  # of an integer result of `*` or `**`
 
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
@@ -179,6 +180,20 @@ def _environment() -> _Environment:
     return environment
 
 
+def check_syntax(source: str) -> None:
+    """Raises ConfigError: the template does not parse. Runs nothing of it: Jinja's compiler computes constants."""
+    try:
+        _environment().parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise _unparsed(error) from error
+    except (RecursionError, MemoryError) as error:
+        raise ConfigError(NESTED) from error
+
+
+def _unparsed(error: jinja2.TemplateSyntaxError) -> ConfigError:
+    return ConfigError(f"the chat template does not parse: {error} (line {error.lineno})")
+
+
 @functools.lru_cache(maxsize=32)
 def compile_template(source: str) -> jinja2.Template:
     """Raises ConfigError: the template does not parse."""
@@ -186,11 +201,9 @@ def compile_template(source: str) -> jinja2.Template:
     try:
         return environment.from_string(_Watched().visit(environment.parse(source)))
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"the chat template does not parse: {error} (line {error.lineno})"
-        ) from error
+        raise _unparsed(error) from error
     except (RecursionError, MemoryError, SyntaxError) as error:  # Python's nesting limits
-        raise ConfigError("the chat template does not parse: it is nested too deeply") from error
+        raise ConfigError(NESTED) from error
 
 
 def render_template(source: str, variables: Mapping[str, Any], seconds: float = SECONDS) -> str:

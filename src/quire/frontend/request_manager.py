@@ -105,6 +105,18 @@ class RequestManager:
     def has_chat_template(self) -> bool:
         return self.tokenizer is not None and self.tokenizer.template is not None
 
+    @property
+    def template_is_isolated(self) -> bool:
+        """Whether another process renders the checkpoint's template, so that `render` waits for it."""
+        template = None if self.tokenizer is None else self.tokenizer.template
+        return template is not None and template.isolated is not None
+
+    def prepare_template(self) -> None:
+        """Start the process that renders the checkpoint's template, if one does, before the first request."""
+        template = None if self.tokenizer is None else self.tokenizer.template
+        if template is not None and template.isolated is not None:
+            template.isolated.prepare()
+
     def need_tokenizer(self) -> Tokenizer:
         """Raises ValidationError: there is no tokenizer, because of skip_tokenizer_init=True."""
         return self.inputs.need_tokenizer()

@@ -14,10 +14,11 @@ from quire.config.engine import EngineConfig, Resolved
 from quire.engine.client import EngineClient
 from quire.errors import ConfigError
 from quire.frontend.chat_template import ChatTemplate
-from quire.frontend.jinja_sandbox import compile_template
+from quire.frontend.jinja_sandbox import check_syntax, compile_template
 from quire.frontend.tokenizer import Tokenizer, load
+from quire.frontend.untrusted_templates import UntrustedTemplateRenderer
 from quire.logging import get_logger
-from quire.models.location import check_vocabulary, find_adapter, no_tokenizer
+from quire.models.location import EMBEDDED, check_vocabulary, find_adapter, no_tokenizer
 from quire.models.safetensors_header import check_fetched
 from quire.models.supported import check_model
 from quire.startup_timer import Report, no_report
@@ -87,8 +88,10 @@ def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
     if len(found) - len(found.special_ids) < 2:  # Transformers makes such a one from nothing
         raise no_tokenizer(folder, "its vocabulary is empty")
     if found.template is not None:
+        if options.chat_template is None and not Path(folder).is_relative_to(EMBEDDED):
+            found.template.isolated = UntrustedTemplateRenderer()
         try:
-            compile_template(found.template.source)
+            check_syntax(found.template.source)
         except ConfigError as why:
             log.warning(
                 "%s; /v1/chat/completions refuses requests; set one with --chat-template", why

@@ -1,9 +1,10 @@
 """Untrusted chat templates, rendered in child processes that have little memory and can be killed.
 
-A request may bring its own template (`--trust-request-chat-template`). `jinja_sandbox` cannot interrupt one long
+A model by strangers has one, and a request may bring its own (`--trust-request-chat-template`). `jinja_sandbox` cannot interrupt one long
 Python operation; killing the process does. Knows processes and their limits. Does not know HTTP.
 
-    parent -> child: {"template": ..., "messages": ..., "options": ..., "specials": ...}
+    parent -> child: {"template": ..., "messages": ..., "options": ..., "specials": ...}      of a request
+                     {"source": ..., "variables": ..., "seconds": ...}                         of a model
     child -> parent: {"text": ...}, or {"error": ..., "parameter": ...}       JSON
 """
 
@@ -25,16 +26,17 @@ import msgspec
 from quire.errors import QuireError, ValidationError
 from quire.frontend.chat import ChatOptions, rendered
 from quire.frontend.chat_template import ChatTemplate, plain
-from quire.frontend.jinja_sandbox import MOST_TEXT, deadline
+from quire.frontend.jinja_sandbox import MOST_TEXT, deadline, render_template
 from quire.processes.child import leave_signals_to_parent
 from quire.processes.isolated_child import IsolatedChild, ProcessEnded, receive, send
 
+MODULE = "quire.frontend.untrusted_templates"
 SECONDS = 5.0
 MOST_MEMORY = 512 << 20
 MOST_ANSWER = 8 * MOST_TEXT  # bytes; a character takes six at most
 GRACE_S = 2.0  # added to the template's time limit: the process may have to start
 AT_ONCE = 2
-NO_ANSWER = "the template of this request exceeds its limit of {}, or its limit of {} MiB of memory"
+NO_ANSWER = "the template of this {} exceeds its limit of {:g} s, or its limit of {} MiB of memory"
 
 
 class UntrustedTemplateRenderer:
@@ -59,9 +61,36 @@ class UntrustedTemplateRenderer:
             "template": options.template, "messages": plain(list(messages)),
             "options": plain(asdict(plain_options)), "specials": plain(dict(specials)),
         }  # fmt: skip
-        answer = self._ask(msgspec.json.encode(job), time.monotonic() + self.seconds + GRACE_S)
+        return self._answered(job, self.seconds, "request")
+
+    def render_source(self, source: str, variables: Mapping[str, Any], seconds: float) -> str:
+        """As `jinja_sandbox.render_template`, for the template of a model. `variables` are plain data. Blocks.
+
+        Raises:
+            ValidationError: as `render`.
+        """
+        job = {"source": source, "variables": variables, "seconds": seconds}
+        return self._answered(job, seconds, "model")
+
+    def prepare(self) -> None:
+        """Start a process before the first template comes; does not wait for it."""
+        self.idle.append(IsolatedChild(MODULE))
+
+    def _answered(self, job: dict[str, Any], seconds: float, whose: str) -> str:
+        try:
+            message = msgspec.json.encode(job)
+        except (
+            UnicodeEncodeError,
+            OverflowError,
+            TypeError,
+        ) as error:  # half a character, huge numbers
+            raise ValidationError(
+                f"the conversation cannot be sent to the chat template: {error}",
+                parameter="messages",
+            ) from None
+        answer = self._ask(message, time.monotonic() + seconds + GRACE_S)
         if answer is None:
-            why = NO_ANSWER.format(f"{self.seconds:g} s", MOST_MEMORY >> 20)
+            why = NO_ANSWER.format(whose, seconds, MOST_MEMORY >> 20)
             raise ValidationError(why, parameter="chat_template")
         if "text" in answer:
             return str(answer["text"])
@@ -90,7 +119,7 @@ class UntrustedTemplateRenderer:
             if process.process.poll() is None:
                 return process
             process.end()
-        return IsolatedChild("quire.frontend.untrusted_templates")
+        return IsolatedChild(MODULE)
 
 
 def _close(idle: list[IsolatedChild]) -> None:
@@ -108,16 +137,18 @@ def serve(pipe: socket.socket) -> None:
     with contextlib.suppress(ProcessEnded):
         while True:
             job = msgspec.json.decode(receive(pipe))
-            options = ChatOptions(**job["options"])
+            seconds = job["seconds"] if "source" in job else job["options"]["seconds"]
             # Kills this process even if the parent is dead.
-            signal.alarm(int(options.seconds + GRACE_S) + 1)
-            send(pipe, msgspec.json.encode(answered(job, options)))
+            signal.alarm(int(seconds + GRACE_S) + 1)
+            send(pipe, msgspec.json.encode(answered(job)))
             signal.alarm(0)
 
 
-def answered(job: dict[str, Any], options: ChatOptions) -> dict[str, Any]:
+def answered(job: dict[str, Any]) -> dict[str, Any]:
     try:
-        template = ChatTemplate(job["template"])
+        if "source" in job:
+            return {"text": render_template(job["source"], job["variables"], job["seconds"])}
+        options, template = ChatOptions(**job["options"]), ChatTemplate(job["template"])
         with deadline(options.seconds):
             return {"text": rendered(template, job["messages"], options, job["specials"])}
     except QuireError as error:

@@ -27,8 +27,8 @@ MOST_MESSAGES = 10_000
 async def render(
     messages: list[dict[str, Any]], options: ChatOptions, engine: AsyncEngine, state: ServerState
 ) -> str:
-    """Messages -> the prompt's text: in the event loop if that is quick, else in a thread; with a request's own
-    template in another process.
+    """Messages -> the prompt's text: in the event loop if that is quick, else in a thread; with the template of a request
+    or of a model by strangers in another process.
 
     Raises:
         ValidationError: the template rejects the messages.
@@ -37,7 +37,7 @@ async def render(
     if options.template is not None:
         specials = front.inputs.need_tokenizer("messages").special_tokens_map
         return await state.templates.run(state.untrusted.render, messages, options, specials)
-    if not state.texts.inside:
+    if not state.texts.inside and not front.template_is_isolated:
         with suppress(TemplateTooSlow):
             return front.render(messages, replace(options, seconds=IN_LOOP_S))
     return await state.texts.run(front.render, messages, replace(options, seconds=SECONDS))
