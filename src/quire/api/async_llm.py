@@ -12,6 +12,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.api.engine_facts import EngineFacts
 from quire.api.lora_calls import added
 from quire.api.metrics import engine_stats
+from quire.api.stat_loggers import StatLoggers
 from quire.api.unsupported import UnsupportedMethods
 from quire.api.worker_call import worker_call
 from quire.config.engine import EngineConfig
@@ -41,6 +42,7 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
     ):
         super().__init__(client, config, tokenizer)
         self._stats = StatsLog(lambda: engine_stats(client))
+        self._loggers: StatLoggers | None = None
 
     @classmethod
     def from_client(cls, client: EngineClient, config: EngineConfig | None = None) -> Self:
@@ -53,15 +55,17 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
         stat_loggers: Any = None,
     ) -> Self:  # fmt: skip
         """Make one from an EngineArgs. The engine gets its own process, so that it does not block the event loop
-        (unless QUIRE_ENABLE_V1_MULTIPROCESSING=0).
+        (unless QUIRE_ENABLE_V1_MULTIPROCESSING=0). `stat_loggers`: classes of `api/stat_loggers.py`; they write with
+        `do_log_stats`.
 
         Raises:
             ConfigError, StartupError: as `frontend.startup.start_engine`.
-            Unsupported: stat_loggers.
         """
+        made = cls.from_config(engine_args.create_engine_config())
         if stat_loggers:
-            raise Unsupported("stat_loggers", "read /metrics, or LLM.get_metrics()")
-        return cls.from_config(engine_args.create_engine_config())
+            engines = list(made.client.resolved.config.parallel.ranks)
+            made._loggers = StatLoggers(stat_loggers, made.vllm_config, engines)
+        return made
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
@@ -233,8 +237,16 @@ class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
         return ("generate",) if pooling is None else tuple(pooling.info.tasks)
 
     async def do_log_stats(self) -> None:
-        """Write the statistics line now."""
-        await asyncio.to_thread(self._stats.tick, self._stats.interval)
+        """Write the statistics line now, or let the program's loggers write."""
+        await asyncio.to_thread(self._log_stats)
+
+    def _log_stats(self) -> None:
+        if self._loggers is None:
+            self._stats.tick(self._stats.interval)
+            return
+        numbers = self.client.resolved.config.parallel.ranks
+        engines = zip(numbers, self.client.engines, strict=True)
+        self._loggers.log({number: engine_stats(engine) for number, engine in engines})
 
     async def is_tracing_enabled(self) -> bool:
         return False

@@ -20,6 +20,9 @@ class ModelFacts:
     def __init__(self, client: EngineClient):
         self.config = client.resolved.config.model
         ready, hf_config = client.ready, client.resolved.hf_config
+        if isinstance(labels := hf_config.get("id2label"), dict):  # JSON has text keys only
+            numbered = {int(key) if str(key).isdecimal() else key: labels[key] for key in labels}
+            hf_config = {**hf_config, "id2label": numbered}
         self.max_model_len = ready.max_model_len
         self.tokenizer = self.config.tokenizer or self.config.model
         self.architectures = [client.resolved.architecture]
@@ -71,6 +74,7 @@ class EngineFacts:
                 tensor_parallel_size=parallel.tensor_parallel_size,
                 pipeline_parallel_size=parallel.pipeline_parallel_size,
                 data_parallel_size=parallel.data_parallel_size, world_size=parallel.world_size,
+                data_parallel_rank=parallel.data_parallel_rank or 0,
             ),
             speculative_config=resolved.speculation,
             lora_config=resolved.config.lora if resolved.config.lora.enable_lora else None,

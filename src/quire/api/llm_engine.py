@@ -100,8 +100,11 @@ class LLMEngine(EngineFacts, LoraCalls):
         """Raises ValidationError: skip_tokenizer_init=True left the tokenizer out."""
         return self.front.need_tokenizer()
 
-    def reset_prefix_cache(self) -> bool:
-        return bool(self.client.call("reset_prefix_cache"))
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return bool(self.client.call("reset_prefix_cache", reset_running_requests))
 
     def shutdown(self) -> None:
         """Stop the engine."""

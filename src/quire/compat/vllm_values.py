@@ -6,6 +6,7 @@ import gc
 import random
 import socket
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from types import SimpleNamespace
@@ -66,6 +67,13 @@ class RequestError:
     code: str
     message: str
     retryable: bool = False
+
+
+def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
+    """Print the first 4 numbers of a vector and its size."""
+    start = ", ".join(str(number) for number in embeds[:4])
+    rest = ", ..." if len(embeds) > 4 else ""
+    print(f"{prefix}: [{start}{rest}] (size={len(embeds)})")
 
 
 def random_uuid() -> str:

@@ -29,6 +29,8 @@ class StatsLog:
     generation: float = 0.0
     engine: int = 0
     """Number of the engine."""
+    name: str = ""
+    """Begins the line instead of the engine's number."""
 
     def tick(self, seconds: float, write: bool = True) -> str:
         """Log and return the line for the last `seconds`; at level DEBUG while the engine is idle."""
@@ -44,7 +46,7 @@ class StatsLog:
         deferred = f"Deferred: {now.deferred} reqs, " if now.deferred else ""
         preemptions = f"Preemptions: {now.preemptions}, " if now.preemptions else ""
         line = (
-            f"Engine {self.engine:03d}: Avg prompt throughput: {prompt:.1f} tokens/s, "
+            f"{self.name or f'Engine {self.engine:03d}'}: Avg prompt throughput: {prompt:.1f} tokens/s, "
             f"Avg generation throughput: {generation:.1f} tokens/s, "
             f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, {deferred}{preemptions}"
             f"{self.device} KV cache usage: {100 * now.kv_usage:.1f}%, Prefix cache hit rate: {hits:.1f}%"
