@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
 from scripted_server import END, STREAM, chunk, event, model, whole
 from test_serve import bench
 
-from quire.bench.serve import run, timeline
+from quire.bench.serve import metrics, run, timeline
 from quire.bench.serve.endpoints import RequestRecord
 from quire.bench.serve.http_client import HttpFailed
 
@@ -154,3 +155,18 @@ def test_a_chat_ends_with_its_text():
     status, wire = bench(chat, "--backend", "openai-chat", "--num-prompts", "1", "--random-input-len", "3")  # fmt: skip
     assert status == 0
     assert wire.asked[-1][1] == "/v1/chat/completions"
+
+
+def test_a_refused_connection_is_given_up_soon_unless_a_wait_is_given(monkeypatch, capsys):
+    monkeypatch.setattr(run, "REFUSED_S", 0.1)
+    began = time.monotonic()
+    assert run.main(["--port", "1"]) == 1
+    assert time.monotonic() - began < 30
+    assert "wait longer with --ready-check-timeout-sec" in capsys.readouterr().err
+    assert run.main(["--port", "1", "--ready-check-timeout-sec", "1.5"]) == 1
+    assert "at most 1.5 s" in capsys.readouterr().err
+
+
+def test_a_peak_below_the_mean_is_not_printed():
+    assert metrics._peak({"max_output_tokens_per_s": 640.0, "output_throughput": 2057.8}) is None
+    assert metrics._peak({"max_output_tokens_per_s": 640.0, "output_throughput": 600.0}) == 640.0

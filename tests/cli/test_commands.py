@@ -78,3 +78,11 @@ def test_a_report_of_a_broken_machine(monkeypatch):
     monkeypatch.setattr(collect_env, "machine", broken)
     assert "OSError: no /proc" in collect_env.report()
     assert "Environment" in collect_env.report()
+
+
+@pytest.mark.parametrize("word", ["pull", "run", "list", "ps", "ls", "rm", "show", "stop"])
+def test_a_command_of_ollama_names_what_to_use(word, capsys):
+    assert main([word, "qwen3"]) == 2
+    said = capsys.readouterr().err
+    assert f"unknown command {word!r}, a command of Ollama: " in said
+    assert "choose from" not in said

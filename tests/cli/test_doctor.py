@@ -16,7 +16,7 @@ import pytest
 from quire.cli import doctor, doctor_checks
 from quire.engine import resolve
 from quire.frontend import tokenizer
-from quire.platforms.detect import PlatformFacts
+from quire.platforms.detect import PlatformFacts, facts
 
 GIB = 1 << 30
 FACTS = PlatformFacts(
@@ -385,3 +385,16 @@ def test_doctor_does_not_import_torch(checkpoint):
         [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=200
     )
     assert done.stdout.splitlines()[-1] == "[] 0", done.stdout + done.stderr
+
+
+def test_a_device_that_is_not_there_is_an_error_of_the_report(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "facts", facts)
+    monkeypatch.setenv("QUIRE_DEVICE", "tpu9")
+    assert doctor.main([str(checkpoint())]) == 1
+    assert "QUIRE_DEVICE=tpu9: choose from cpu, cuda" in capsys.readouterr().out
+
+
+def test_doctor_names_the_flag_that_limits_the_kv_cache(ask):
+    small = ["--max-model-len", "2048"]
+    assert "raise --kv-cache-memory-bytes" in ask(*small, "--kv-cache-memory-bytes", "100M")[1]
+    assert "--gpu-memory-utilization" not in ask(*small, "--kv-cache-memory-bytes", "100M")[1]

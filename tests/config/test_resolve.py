@@ -398,3 +398,18 @@ def test_one_log_line_contains_the_resolved_config(settle, caplog):
         "LlamaForCausalLM on cpu (a test): dtype=bfloat16 max_model_len=1024 max_num_seqs=3"
     )
     assert LLAMA["max_position_embeddings"] == 1024
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "CUDA", "gpu", "xpu", "tpu"])
+def test_another_device_than_the_detected_one_is_refused(settle, device):
+    with pytest.raises(ConfigError, match=f"device='{device}': the device of this process is cpu"):
+        settle(device=device)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cpu:0", ""])
+def test_the_detected_device_may_be_named(settle, device):
+    assert settle(device=device).device == "cpu"
+    gpu = replace(CPU, device="cuda")
+    assert settle(facts=gpu, device="cuda:0").device == settle(facts=gpu, device="gpu").device == "cuda"  # fmt: skip
+    with pytest.raises(ConfigError, match="is cuda"):
+        settle(facts=gpu, device="cpu")

@@ -63,7 +63,7 @@ guided_decoding_disable_fallback tokenizer_pool_size=2 tokenizer_pool_type=x tok
 safetensors_load_strategy=eager show_hidden_metrics_for_version=0.9
 enable_per_request_metrics logging_config={"a":1} log_config_file=/f
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
-numa_bind enable_dbo enable_fault_tolerance worker_use_ray engine_use_ray device=cuda disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
+numa_bind enable_dbo enable_fault_tolerance worker_use_ray engine_use_ray disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
 attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backend=x exclude_tools_when_tool_choice_none
 mm_encoder_tp_mode=data disable_chunked_mm_input interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
 """

@@ -45,8 +45,9 @@ def test_a_hub_id_without_network_is_one_line(tmp_path: Path) -> None:
 )
 def test_a_path_that_is_no_directory_is_named(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelNotFound, match=said):
+    with pytest.raises(ModelNotFound, match=said) as caught:
         location.locate(ModelConfig(model=name.format(tmp_path)), LoadConfig())
+    assert not str(caught.value).startswith("the directory")  # it may be the name of a file
 
 
 def test_a_fetched_snapshot_is_found_without_network(original, tmp_path: Path) -> None:
@@ -74,8 +75,16 @@ def test_a_damaged_gguf_file_is_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["some/model:Q4_K_M", "some/model/file-Q8_0.gguf"])
 def test_gguf_of_the_hub_without_network(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ModelNotFound, match=f"'{name}' was not found.*pass its path"):
+    with pytest.raises(
+        ModelNotFound, match=rf"'{name}' was not found.*the hub cannot be reached.*pass its path"
+    ) as caught:
         location.locate(ModelConfig(model=name), LoadConfig(download_dir=str(tmp_path)))
+    assert "local_files" not in str(caught.value)  # a keyword of the hub's client
+
+
+def test_a_name_of_ollama_shows_how_names_of_the_hub_look(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="on the hub look like meta-llama/"):
+        location.locate(ModelConfig(model="llama3.2"), LoadConfig(download_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

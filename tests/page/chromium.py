@@ -114,7 +114,7 @@ class Chromium:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 120.0) -> Any:
+    def until(self, expression: str, seconds: float = 20.0) -> Any:
         """The expression's value once it is true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -76,7 +76,7 @@ def test_answers_stream_and_the_block_view_updates(browser: Chromium, server: Se
             for (const box of document.querySelectorAll(".assistant .text")) lengths.add(box.textContent.length);
         }).observe(document.getElementById("talk"), {childList: true, subtree: true, characterData: true});
         document.getElementById("most").value = "1000";
-        Object.defineProperty(navigator, "clipboard", {value: {writeText: async text => { window.copied = text; }}});
+        Object.defineProperty(navigator, "clipboard", {configurable: true, value: {writeText: async text => { window.copied = text; }}});
         document.getElementById("words").focus();
         0
     """)
@@ -235,6 +235,52 @@ def check_stream(browser: Chromium) -> None:
     assert browser.js("document.title") == "Quire"
 
 
+def test_the_server_judges_the_options(browser: Chromium):
+    """Any number is sent, with the options closed too; the chat shows why the server refuses one."""
+    browser.js("document.getElementById('fresh').click(); document.getElementById('most').value = '2'; 0")  # fmt: skip
+    field = "document.getElementById('temperature')"
+    for given, note in [("0.75", "2 tokens"), ("2.5", "from 0 to 2; it is 2.5"), ("-1", "temperature"), ("0,5", "temperature")]:  # fmt: skip
+        browser.js(f"{field}.value = ''; {field}.select(); document.getElementById('options').open = true; {field}.focus()")  # fmt: skip
+        browser.type(given)
+        browser.js("document.getElementById('options').open = false; document.getElementById('words').value = ''; 0")  # fmt: skip
+        ask(browser, "Hi")
+        assert note in browser.js("[...document.querySelectorAll('.assistant .note')].at(-1).textContent")  # fmt: skip
+    browser.js("for (const id of ['temperature', 'most', 'words']) document.getElementById(id).value = ''; 0")  # fmt: skip
+
+
+CALLS = [
+    {"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "<b>look</b>", "arguments": ""}}]}}]},
+    {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": '{"place": "<img src=x '}}]}}]},
+    {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "onerror=hit()>\u202e\"}"}}]}}]},
+    {"choices": [{"delta": {"tool_calls": [{"index": 4000000000, "function": {"name": "f", "arguments": "[](javascript:hit())"}}]}}]},
+    {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]},
+    {"choices": [], "usage": {"completion_tokens": 30}},
+]  # fmt: skip
+
+
+def test_tool_calls_are_shown_as_text(browser: Chromium, server: Served):
+    shown = [
+        ["Tool call: <b>look</b>", '{"place": "<img src=x onerror=hit()>\u202e"}'],
+        ["Tool call: f", "[](javascript:hit())"],
+    ]
+    calls = "[...document.querySelectorAll('.assistant .call')].map(one => [...one.children].map(part => part.textContent))"
+    browser.js("Object.defineProperty(navigator, 'clipboard', {configurable: true, value: {writeText: async text => { window.copied = text; }}}); window.copied = ''; 0")  # fmt: skip
+    with scripted(browser, *CALLS):
+        ask(browser, "How is the weather?")
+        assert browser.js(calls) == shown
+        assert browser.js("document.querySelector('.assistant .text').hidden")
+        assert browser.js("document.querySelector('.assistant .note').textContent").startswith("30 tokens")  # fmt: skip
+        assert "<b>look</b>" in browser.js("document.getElementById('spoken').textContent")
+        click(browser, ".assistant", "Copy")
+        assert browser.until("window.copied").startswith('<b>look</b> {"place"')
+        ask(browser, "And now?")  # calls without results are not sent again
+        assert len(browser.js("bodies[1].messages")) == 1
+    assert browser.js("document.querySelectorAll('#talk img, #talk b, #talk a').length") == 0
+    browser.open(server.url + "/")  # they outlive a reload
+    browser.until(f"document.querySelectorAll('.call').length === 4 && {calls}[0][0].includes('look')")  # fmt: skip
+    assert browser.js("document.title") == "Quire"
+
+
 def test_only_answered_turns_of_the_chat_are_sent_again(browser: Chromium):
     with scripted(browser, content("yes")):
         browser.js("document.getElementById('mode').value = 'text'; 0")
@@ -320,6 +366,21 @@ def test_nothing_is_sent_while_the_model_is_loaded(browser: Chromium, server: Se
 
 def test_the_page_has_no_errors_and_no_foreign_requests(browser: Chromium, server: Served):
     refused = "Failed to load resource: the server responded with a status of 401 (Unauthorized)"
-    assert set(browser.complaints()) <= {refused}
+    invalid = refused.replace("401 (Unauthorized)", "400 (Bad Request)")  # an option
+    assert set(browser.complaints()) <= {refused, invalid}
     assert browser.asked()
     assert all(url.startswith((server.url, "data:")) for url in browser.asked())
+
+
+def test_prompts_that_the_server_does_not_show_are_not_offered(tmp_path_factory: pytest.TempPathFactory, browser: Chromium):  # fmt: skip
+    with Served(make_checkpoint(tmp_path_factory.mktemp("open"), length=256)) as keyless:
+        browser.open(keyless.url + "/")
+        browser.until("!document.getElementById('send').disabled")
+        browser.type("Hi")
+        browser.enter()
+        browser.until("document.querySelector('#lives .life') !== null")
+        browser.js("document.querySelector('#lives .life').click(); 0")
+        assert browser.until("document.querySelector('#lives .more button')?.disabled")
+        reason = browser.js("document.querySelector('#lives .more').textContent")
+        assert "--api-key-file" in reason
+        assert not any(keyless.url + "/ui/words" in url for url in browser.asked())

@@ -26,6 +26,7 @@ from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.grammar_process import GrammarForkServer
 from quire.features.structured.validate import check_constraint
+from quire.observe.process_memory import process_tree
 from quire.protocol.request import EngineRequest
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
@@ -146,6 +147,27 @@ def test_cached_grammars_are_bounded_by_bytes(reader: Reader, monkeypatch: pytes
         compiler.submit(Form(regex=f"[0-9]-{number}")).result(60)
     assert len(compiler._cached) <= 4
     assert compiler.cached_bytes() < 4 * one
+
+
+def test_idle_grammars_end(reader: Reader, monkeypatch: pytest.MonkeyPatch):
+    """A grammar that a row uses stays; a process that nobody uses is no more there, in the table of processes too."""
+    monkeypatch.setattr(compile, "IDLE_S", 0.5)
+    compiler = GrammarCompiler(reader.compiler.vocabulary)
+    used = compiler.submit(Form(regex="[0-9]-used"))
+    assert used.result(60).alive
+    for number in range(4):
+        compiler.submit(Form(regex=f"[0-9]-{number}-idle")).result(60)
+    server = compiler.fork_server.server
+    assert server is not None
+    assert len(process_tree(server.process.pid)) >= 6  # the fork server's and these five
+    until = time.monotonic() + 60
+    while len(process_tree(server.process.pid)) > 3:  # itself, the used one, a spare one
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert compiler.cached_bytes() == 0
+    assert compiler.submit(Form(regex="[0-9]-used")) is used
+    assert used.result().alive
+    assert compiler.submit(Form(regex="[0-9]-1-idle")).result(60).alive  # it is compiled again
 
 
 def test_refusals_are_cached(reader: Reader):

@@ -30,7 +30,7 @@ from quire.models.checkpoint_files import (
 from quire.models.registry import choose_impl
 from quire.models.supported import own_cache
 from quire.parallel.layout import RankLayout
-from quire.platforms.detect import PlatformFacts, facts
+from quire.platforms.detect import PlatformFacts, cpu_facts, facts
 from quire.protocol.tensor_data import ITEMSIZE
 from quire.startup_timer import table
 from quire.worker.forecast import forecast_specs, forecast_weights, loaded_tensors
@@ -89,7 +89,10 @@ def captured_warnings() -> Iterator[list[str]]:
 
 def examine(config: EngineConfig) -> DoctorReport:
     """Find out all that can be known without loading; an error ends this and goes into the report."""
-    report = DoctorReport(config, facts())
+    try:
+        report = DoctorReport(config, facts())
+    except QuireError as why:  # QUIRE_DEVICE names a device that is not there
+        return DoctorReport(config, cpu_facts(), findings=[DoctorFinding("error", str(why))])
     try:
         report.resolved, _ = resolve_without_weights(config)
         found = _weights(report, report.resolved)

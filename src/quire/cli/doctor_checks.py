@@ -232,11 +232,13 @@ def _room(context: DoctorContext) -> Iterator[DoctorFinding]:
             "note",
             f"the tables above are for --max-model-len {plan.max_model_len}, which would fit",
         )
+    given = context.resolved.config.cache.kv_cache_memory_bytes is not None
+    limit = "--kv-cache-memory-bytes" if given else "--gpu-memory-utilization"
     if plan.max_requests < min(plan.max_num_seqs, 4):
         yield DoctorFinding(
             "warning",
             f"only {plan.max_requests} request{'s' * (plan.max_requests != 1)} of max_model_len={plan.max_model_len}"
-            " fit at once; others wait or are preempted; lower --max-model-len, or raise --gpu-memory-utilization",
+            f" fit at once; others wait or are preempted; lower --max-model-len, or raise {limit}",
         )
     elif plan.max_requests < plan.max_num_seqs:
         yield DoctorFinding(

@@ -29,6 +29,20 @@ COMMANDS = {
 """Subcommand -> (module with `main(argv) -> int`, what it does)."""
 
 
+CACHE = "models are in the Hugging Face cache: "
+OLLAMA = {
+    "pull": "`quire serve NAME` and `quire chat NAME` download a model when they need it",
+    "run": "use `quire chat NAME`",
+    "list": f"{CACHE}`hf cache ls` lists them",
+    "ls": f"{CACHE}`hf cache ls` lists them",
+    "rm": f"{CACHE}`hf cache rm` deletes them",
+    "ps": "a server has one model: GET /v1/models names it, GET /health says whether it is loaded",
+    "show": "`quire doctor NAME` describes a model on this machine",
+    "stop": "press Ctrl-C in the terminal of `quire serve`",
+}
+"""Command of Ollama -> what to use."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -75,6 +89,8 @@ def usage() -> str:
 def _unknown(word: str) -> str:
     import difflib
 
+    if word in OLLAMA:
+        return f"unknown command {word!r}, a command of Ollama: {OLLAMA[word]}"
     near = difflib.get_close_matches(word, COMMANDS, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(COMMANDS)}"
     return f"unknown command {word!r}{hint}"

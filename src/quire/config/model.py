@@ -28,6 +28,9 @@ class ModelConfig:
     unset: as the checkpoint says."""
     model_impl: Literal["auto", "quire", "native", "vllm", "transformers"] = "auto"
     """Model code to run: auto, quire (also: vllm, native) or transformers."""
+    device: str = "auto"
+    """Device that the engine must use: auto, cpu, cuda or a platform plugin's. Quire detects the device, QUIRE_DEVICE forces one; another
+    than `device` is refused."""
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = "auto"
     """auto, float16 (half), bfloat16 or float32 (float)."""
     max_model_len: int | str | None = None

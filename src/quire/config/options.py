@@ -21,6 +21,7 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.config.lora import lora_modules
+from quire.config.nearest_name import choose_from
 from quire.config.ranges import AtLeast1, in_words
 from quire.errors import ConfigError
 
@@ -147,7 +148,7 @@ def coerce(option: Option, value: Any) -> Any:
     except (ValueError, TypeError) as why:
         raise ConfigError(f"{option.name}={value!r}: {in_words(why)}") from None
     if option.choices and converted not in option.choices:
-        raise ConfigError(f"{option.name}={value!r}: choose from {', '.join(option.choices)}")
+        raise ConfigError(f"{option.name}={value!r}: {choose_from(value, option.choices)}")
     return converted
 
 

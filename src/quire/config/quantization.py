@@ -5,9 +5,11 @@ Knows names and numbers. Does not know torch, tensors or arithmetic: `quantizati
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from quire.config.checkpoint_quantization import CheckpointQuantization
+from quire.config.nearest_name import nearest
 from quire.config.quantization_config import METHODS, SAME_METHODS
 from quire.errors import ConfigError, Unsupported
 
@@ -92,7 +94,10 @@ def quantization_method(requested: str | None) -> str | None:
     served = f"{', '.join(ONLINE)} quantize while loading; checkpoints may be {', '.join(METHODS)}"
     if name in LATER:
         raise Unsupported(f"quantization={requested}", served)
-    raise ConfigError(f"quantization={requested!r} is unknown: {served}")
+    bits = re.search(r"[48]", name)
+    near = f"int{bits[0]}" if bits and name not in ONLINE else nearest(name, (*ONLINE, *METHODS))
+    hint = f"did you mean {near}? " if near else ""
+    raise ConfigError(f"quantization={requested!r} is unknown: {hint}{served}")
 
 
 def fitting(requested: str | None, stored: CheckpointQuantization | None) -> str | None:

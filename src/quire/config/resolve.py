@@ -27,6 +27,9 @@ from quire.logging import get_logger
 
 logger = get_logger(__name__)
 
+DEVICES = {"": "auto", "gpu": "cuda"}
+"""Other spellings of a device."""
+
 DTYPES = {"half": "float16", "float": "float32"}
 
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "plamo2", "glm4")
@@ -77,6 +80,7 @@ def resolve(
         ConfigError: two settings contradict each other, or one contradicts the model; names the flag to change.
         Unsupported: a known feature that is not implemented yet.
     """
+    _check_device(config.model.device, facts.device)
     check_options(config)
     warn_of_ignored(config, facts.device, path, hf_config)
     stored = stored_quantization(hf_config)
@@ -116,6 +120,16 @@ def resolve(
     check_experts(config.parallel, hf_config)
     _log(resolved, facts)
     return resolved
+
+
+def _check_device(requested: str, detected: str) -> None:
+    """`requested`: with or without a number, such as cuda:0. Raises ConfigError: it is not the detected device."""
+    name = requested.strip().lower().partition(":")[0]
+    if DEVICES.get(name, name) not in ("auto", detected):
+        raise ConfigError(
+            f"device={requested!r}: the device of this process is {detected}; leave `device` out to use it, or force another with"
+            " QUIRE_DEVICE, whose error says why it cannot be used"
+        )
 
 
 def _executor(config: EngineConfig) -> str:

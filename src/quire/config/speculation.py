@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.config.checkpoint_quantization import CheckpointQuantization
+from quire.config.nearest_name import choose_from
 from quire.config.ranges import in_words
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
@@ -218,7 +219,7 @@ def checked_method(name: str) -> str:
             f"{KEY} with method {name!r}", f"use one of {', '.join(METHODS)}, or leave it out; the text is the same"
         )  # fmt: skip
     if method and method not in METHODS:
-        raise ConfigError(f"{KEY}.method={name!r}: choose from {', '.join(METHODS)}")
+        raise ConfigError(f"{KEY}.method={name!r}: {choose_from(name, METHODS)}")
     return method
 
 

@@ -13,6 +13,7 @@ from quire.config.data_parallel import check_data_parallel
 from quire.config.engine import EngineConfig
 from quire.config.experts import eplb_options
 from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
+from quire.config.nearest_name import choose_from
 from quire.config.options import coerce, options
 from quire.config.quantization import quantization_method
 from quire.config.structured import structured_options
@@ -35,7 +36,7 @@ def check_options(config: EngineConfig) -> None:
         coerce(option, getattr(getattr(config, option.section), option.name))
     _check_supported(config)
     if (name := config.load.load_format) not in (*LOAD_FORMATS, *SAME_LOAD_FORMATS):
-        raise ConfigError(f"load_format={name!r}: choose from {', '.join(LOAD_FORMATS)}")
+        raise ConfigError(f"load_format={name!r}: {choose_from(name, LOAD_FORMATS)}")
     if (executor := config.parallel.distributed_executor_backend) not in (None, *EXECUTORS):
         raise ConfigError(
             f"distributed_executor_backend={executor!r}: choose from {', '.join(EXECUTORS)}"

@@ -134,7 +134,6 @@ _MAPPED = (
     VllmFlag("distributed_timeout_seconds", "value", "W", "use cpu_distributed_timeout_seconds", (), lambda v: {"cpu_distributed_timeout_seconds": v}),
     *(VllmFlag(name, "flag", "W", "use distributed_executor_backend=ray", (), _ray) for name in ("worker_use_ray", "engine_use_ray")),
     VllmFlag("model_tag", "value", "A", "", (), lambda v: {"model": v}),
-    VllmFlag("device", "value", "W", "the device is detected; QUIRE_DEVICE=cpu or cuda forces one", ("auto", "cpu"), lambda v: {}),
 )  # fmt: skip
 
 OLD: dict[str, VllmFlag] = {row.name: row for row in (*_rows(), *_MAPPED)}

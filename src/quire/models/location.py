@@ -64,7 +64,7 @@ def find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
     if (of_hub := gguf_name(name)) is not None:
         return _gguf_from_hub(*of_hub, model, load), _nothing
     if _is_path(name):
-        raise ModelNotFound(f"the directory {directory.absolute()} does not exist (model={name!r})")
+        raise ModelNotFound(f"{directory.absolute()} does not exist (model={name!r})")
     return _from_hub("model", model, load, LOCAL)
 
 
@@ -209,7 +209,7 @@ def _from_object_store(url: str, load: LoadConfig) -> tuple[str, Fetch]:
 def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> tuple[str, Fetch]:
     """Download a hub repository without its weights, or find it in the local cache if the hub cannot be reached."""
     import huggingface_hub as hub
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError
 
     name = model.model
     about: dict[str, Any] = {
@@ -252,18 +252,18 @@ def _from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> 
             f"{name} on the hub requires you to accept its terms: accept them on its page, then pass --hf-token or"
             " run `hf auth login`"
         ) from None
-    except RepositoryNotFoundError:
-        reason = "the repository does not exist on the hub, or it is private and needs --hf-token"
-    except Exception as error:  # the class of network errors depends on the hub's HTTP client
-        reason = f"the hub cannot be reached ({_first_line(error)})"
+    except Exception as error:
+        reason = _why_no_repository(error)
     try:
         return hub.snapshot_download(name, local_files_only=True, **about), _nothing
     except Exception:
         cache = load.download_dir or hub.constants.HF_HUB_CACHE
         own, marker = "", {"model": "config.json", "adapter": ADAPTER_CONFIG}.get(option)
+        if option == "model" and "/" not in name:
+            own = ". Names on the hub look like meta-llama/Llama-3.2-1B-Instruct (docs/models.md)"
         if marker is not None:
             there = sorted(file.parent.name for file in EMBEDDED.glob(f"*/{marker}"))
-            own = f", or name one that comes with Quire: {', '.join(there)}"
+            own += f"; or name one that comes with Quire: {', '.join(there)}"
         raise ModelNotFound(
             f"{option} {name!r} was not found: no directory {Path(name).absolute()}, nothing in {cache},"
             f" and {reason}. {local[0].upper()}{local[1:]}{own}."
@@ -287,18 +287,28 @@ def _gguf_from_hub(name: str, selection: str, model: ModelConfig, load: LoadConf
             folder = hub.snapshot_download(name, allow_patterns=files, **about)
         except QuireError:
             raise
-        except Exception:
+        except Exception as error:
+            reason = _why_no_repository(error)
             folder = hub.snapshot_download(name, local_files_only=True, **about)
             there = [str(file.relative_to(folder)) for file in Path(folder).rglob("*.gguf")]
             files = choose(there, name, selection)
     except QuireError:
         raise
-    except Exception as error:
+    except Exception:
         raise ModelNotFound(
-            f"model {model.model!r} was not found: the hub cannot be reached, or it has no such repository"
-            f" ({_first_line(error)}); download the file, and pass its path"
+            f"model {model.model!r} was not found: nothing in {load.download_dir or hub.constants.HF_HUB_CACHE}, and {reason}."
+            " Download the file, and pass its path."
         ) from None
     return checkpoint_folder(Path(folder) / files[0])
+
+
+def _why_no_repository(error: Exception) -> str:
+    """Why the hub gave no repository; the class of network errors depends on its HTTP client."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if isinstance(error, RepositoryNotFoundError):
+        return "the repository does not exist on the hub, or it is private and needs --hf-token"
+    return f"the hub cannot be reached ({_first_line(error)})"
 
 
 def _weights(name: str, download: Fetch) -> None:

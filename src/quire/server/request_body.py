@@ -99,7 +99,10 @@ async def read_raw(request: Request) -> bytes:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise invalid("Unsupported Media Type: Only 'application/json' is allowed")
+        raise invalid(
+            "Unsupported Media Type: Only 'application/json' is allowed; send the header Content-Type: application/json"
+            " (curl: -H 'Content-Type: application/json')"
+        )
     raw: bytes | None = getattr(request, "_body", None)  # /invocations has read it
     if raw is None:
         server = state_of(request).config.server

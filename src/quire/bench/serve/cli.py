@@ -80,7 +80,7 @@ OPTIONS: dict[str, tuple[ServeOption, ...]] = {
         ServeOption("--header", str, [], "NAME=VALUE", "more request headers", "*"),
         ServeOption("--api-key", str, None, "KEY", "unset: QUIRE_API_KEY or OPENAI_API_KEY"),
         ServeOption("--insecure", None, help="do not verify the TLS certificate"),
-        ServeOption("--ready-check-timeout-sec", float, 600, "S", "seconds to wait for the server; 0: do not wait"),
+        ServeOption("--ready-check-timeout-sec", float, None, "S", "seconds to wait for the server; 0: do not wait; unset: 600, and 5 while nothing listens"),
     ),
     "prompts": (
         ServeOption("--dataset-name", str, "random", "NAME", ", ".join(datasets.DATASETS)),

@@ -28,6 +28,10 @@ class HttpFailed(QuireError):
     """There was no response, or an incomplete one."""
 
 
+class ConnectionRefused(HttpFailed):
+    """Nothing listens at the address."""
+
+
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
     status: int
@@ -209,7 +213,8 @@ class HttpTarget:
                 HttpConnection, self.host, self.port, ssl=self.secure
             )
         except OSError as why:
-            raise HttpFailed(f"{self.host}:{self.port}: {why}") from why
+            kind = ConnectionRefused if isinstance(why, ConnectionRefusedError) else HttpFailed
+            raise kind(f"{self.host}:{self.port}: {why}") from why
         self.links.add(link)
         return link, False
 

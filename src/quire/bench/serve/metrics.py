@@ -143,6 +143,12 @@ def _keeps(done: RequestRecord, promises: dict[str, float]) -> bool:
     return all(1e3 * found[name] <= limit for name, limit in promises.items())
 
 
+def _peak(result: dict[str, Any]) -> float | None:
+    """None: the run was too short for whole seconds, so that the busiest one is below the mean."""
+    peak = float(result["max_output_tokens_per_s"])
+    return peak if peak >= result["output_throughput"] else None
+
+
 def busiest_second(done: Sequence[RequestRecord]) -> float:
     """The most tokens within one second since the start. A request's tokens are spread evenly over its pieces."""
     if not done:
@@ -172,7 +178,7 @@ def printout(result: dict[str, Any], options: MetricOptions, most: int | None, r
         "Request throughput (req/s):": result["request_throughput"],
         "Request goodput (req/s):": result["request_goodput"],
         "Output token throughput (tok/s):": result["output_throughput"],
-        "Peak output token throughput (tok/s):": result["max_output_tokens_per_s"],
+        "Peak output token throughput (tok/s):": _peak(result),
         "Peak concurrent requests:": float(result["max_concurrent_requests"]),
         "Total token throughput (tok/s):": result["total_token_throughput"],
         "Cost per million output tokens:": result.get("cost_per_million_output_tokens"),

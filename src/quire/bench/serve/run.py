@@ -21,9 +21,12 @@ from quire.bench.serve import datasets, metrics, timeline
 from quire.bench.serve.arrivals import Arrivals, run
 from quire.bench.serve.cli import SAMPLING, dashed, dataset_options, pairs, parser
 from quire.bench.serve.endpoints import KINDS, BenchPrompt, Kind, RequestRecord, ask
-from quire.bench.serve.http_client import HttpFailed, HttpTarget
+from quire.bench.serve.http_client import ConnectionRefused, HttpFailed, HttpTarget
 from quire.errors import ConfigError, QuireError
 from quire.server.process.accept import allow_files
+
+READY_S = 600.0  # a server may take long to load its model
+REFUSED_S = 5.0  # after which a server that starts listens, as Quire does before it loads the model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,10 +110,13 @@ class ServePlan:
         """
         args = self.args
         name = args.served_model_name or args.model
-        end, told = time.monotonic() + args.ready_check_timeout_sec, False
+        began, told = time.monotonic(), False
+        given = args.ready_check_timeout_sec
+        seconds = READY_S if given is None else given
+        end = began + seconds
         while True:
             try:
-                if name and not args.ready_check_timeout_sec:
+                if name and not seconds:
                     return str(name)
                 listed = await server.json("GET", "/v1/models", timeout=30)
                 return str(name or listed["data"][0]["id"])
@@ -121,12 +127,16 @@ class ServePlan:
                     return str(name)  # a server without /v1/models
                 if any(f" {status}:" in str(why) for status in (401, 403)):
                     raise HttpFailed(f"{why}; --api-key or OPENAI_API_KEY sets the key") from why
+                if given is None and isinstance(why, ConnectionRefused):
+                    seconds = REFUSED_S
+                    if time.monotonic() > began + seconds:
+                        raise HttpFailed(
+                            f"{why}; check the address, or wait longer with --ready-check-timeout-sec"
+                        ) from why
                 if time.monotonic() > end:
                     raise
                 if not told:
-                    limit = (
-                        f"at most {args.ready_check_timeout_sec:g} s (--ready-check-timeout-sec)"
-                    )
+                    limit = f"at most {seconds:g} s (--ready-check-timeout-sec)"
                     print(f"waiting for {self.url}, {limit}: {why}", file=sys.stderr)
                 told = True
             await asyncio.sleep(1)

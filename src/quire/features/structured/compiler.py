@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
+import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -30,6 +32,7 @@ from quire.protocol.structured_outputs import StructuredOutputsParams
 
 MAX_CACHED = 32  # compiled grammars cached without rows: each is a process
 MAX_CACHED_BYTES = 512 << 20  # their total memory; the least recently used are evicted first
+IDLE_S = 60.0  # a cached grammar ends if no request has come for it since
 MAX_CACHED_ERRORS = 1024
 THREADS = 2
 QUICK_CPU_S = 0.25  # a normal schema takes 0.005 s, the largest accepted one about 0.15 s
@@ -66,6 +69,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._futures: WeakValueDictionary[bytes, Future[GrammarProcess]] = WeakValueDictionary()
         self._cached: OrderedDict[bytes, Future[GrammarProcess]] = OrderedDict()
+        self._used_at: dict[bytes, float] = {}
+        """By digest of a cached grammar, when the last request came for it."""
+        self._idle_timer: threading.Timer | None = None
         self._errors: OrderedDict[bytes, Future[GrammarProcess]] = OrderedDict()
         self.quick, self.slow = CompileLane(THREADS, False), CompileLane(1, True)
         self._running: dict[bytes, GrammarProcess] = {}
@@ -83,7 +89,7 @@ class GrammarCompiler:
         with self._lock:
             future = self._futures.get(key)
             if future is not None and _has_ended(future):
-                self._cached.pop(key, None)
+                self._evict(key)
                 future = None
             if future is None:
                 future = self._futures[key] = Future()
@@ -190,12 +196,34 @@ class GrammarCompiler:
             if len(self._errors) > MAX_CACHED_ERRORS:
                 self._errors.popitem(last=False)
             return
-        self._cached[key] = future
+        self._cached[key], self._used_at[key] = future, time.monotonic()
         self._cached.move_to_end(key)
+        self._watch_idle()
         while len(self._cached) > 1 and (
             len(self._cached) > MAX_CACHED or self.cached_bytes() > MAX_CACHED_BYTES
         ):
-            self._cached.popitem(last=False)
+            self._evict(next(iter(self._cached)))
+
+    def _evict(self, key: bytes) -> None:
+        """Its process ends when no row uses it any more."""
+        self._cached.pop(key, None)
+        self._used_at.pop(key, None)
+
+    def _watch_idle(self) -> None:
+        if self._cached and self._idle_timer is None:
+            wait = self._used_at[next(iter(self._cached))] + IDLE_S - time.monotonic()
+            self._idle_timer = threading.Timer(max(0.0, wait), end_idle, [weakref.ref(self)])
+            self._idle_timer.daemon = True
+            self._idle_timer.start()
+
+    def end_idle(self) -> None:
+        """Evict the grammars that no request came for in the last IDLE_S."""
+        with self._lock:
+            self._idle_timer = None
+            limit = time.monotonic() - IDLE_S
+            for key in [key for key, used_at in self._used_at.items() if used_at <= limit]:
+                self._evict(key)
+            self._watch_idle()
 
     def cached_bytes(self) -> int:
         """Memory of the cached grammars' processes."""
@@ -209,6 +237,12 @@ class GrammarCompiler:
         self._urgent_pool.submit(self.fork_server.fork_spare)
         if xgrammar:
             self.slow.pool.submit(self._xgrammar.start)
+
+
+def end_idle(compiler: weakref.ref[GrammarCompiler]) -> None:
+    """In a timer's thread, which keeps no compiler alive."""
+    if (alive := compiler()) is not None:
+        alive.end_idle()
 
 
 def digest(constraint: StructuredOutputsParams) -> bytes:

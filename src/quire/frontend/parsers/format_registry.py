@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from quire.config.nearest_name import choose_from
 from quire.config.unsupported import PARSERS
 from quire.errors import ConfigError
 from quire.frontend.parsers.format_table import ReasoningFormat, ToolFormat
@@ -76,8 +77,8 @@ def _choose(
         return FormatChoice("", "the checkpoint's template shows no known format")
     name = requested if requested in known else others.get(requested, "")
     if not name:
-        names = ", ".join(sorted({*known, *others}))
-        remedy = PARSERS.get(requested) or f"choose from auto, none, {names}"
+        names = ("auto", "none", *sorted({*known, *others}))
+        remedy = PARSERS.get(requested) or choose_from(requested, names)
         what = "is not supported yet" if requested in PARSERS else "is unknown"
         raise ConfigError(f"{field}={requested!r} {what}; {remedy}")
     why = f"{field}={requested!r}"

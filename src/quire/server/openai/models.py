@@ -16,7 +16,7 @@ from quire.server.adapters import listed
 from quire.server.request_body import json_response
 from quire.server.state import ServerState, state_of
 
-OWNER = "vllm"  # some clients check it
+OWNER = "vllm"  # part of vLLM's surface: programs recognize a vLLM server by it (docs/serving.md)
 
 
 def adapter_card(adapter: Adapter, state: ServerState, engine: AsyncEngine) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 // The chat box: a conversation of turns, kept in this tab. Only turns of the chat that have an answer are sent again.
 
-let turns = [];       // {mode, ask, answer, thoughts, note, bad}, oldest first
+let turns = [];       // {mode, ask, answer, thoughts, calls, note, bad}, oldest first
 let running = null;   // an AbortController while an answer streams
 let editing = -1;     // the turn whose message is in the box, to be sent again
 let ready = false;    // the server takes requests
@@ -22,7 +22,7 @@ function recall(name, otherwise) {
 function bubble(who, label) {
   const said = make("div", "said " + who);
   said.append(make("span", "hidden", label));
-  const parts = {said, box: make("div", "text"), foot: make("div", "foot"), note: make("span", "note")};
+  const parts = {said, box: make("div", "text"), foot: make("div", "foot"), note: make("span", "note"), calls: []};
   parts.foot.append(parts.note);
   return parts;
 }
@@ -46,7 +46,7 @@ function draw(turn, at) {
   thoughts.append(make("summary", "", "Thoughts"), make("div"));
   thoughts.hidden = true;
   reply.said.append(thoughts, reply.box, reply.foot);
-  act(reply.foot, "Copy", event => copy(turn.answer, event.target));
+  act(reply.foot, "Copy", event => copy(plain(turn), event.target));
   const again = act(reply.foot, "Regenerate", () => send(turn.ask, at));
   drawn[at] = {user, reply, thoughts, again};
   $("talk").append(user.said, reply.said);
@@ -54,10 +54,12 @@ function draw(turn, at) {
 }
 
 function redrawAnswer(turn, at) {
-  const {reply, thoughts} = drawn[at], talk = $("talk");
+  const {reply, thoughts} = drawn[at], talk = $("talk"), calls = turn.calls ?? [];
   const atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
   if (turn.mode === "text") reply.box.textContent = turn.answer;
   else render(reply.box, turn.answer);
+  reply.box.hidden = calls.length > 0 && !turn.answer;
+  drawCalls(reply, calls);
   if (turn.thoughts) {
     if (thoughts.hidden) thoughts.open = !turn.answer;
     else if (turn.answer && !reply.answered) thoughts.open = false;  // the reasoning ended, the answer begins
@@ -68,6 +70,24 @@ function redrawAnswer(turn, at) {
   reply.note.textContent = turn.note;
   reply.note.classList.toggle("bad", turn.bad);
   if (atEnd) talk.scrollTop = talk.scrollHeight;
+}
+
+// Tool calls: the model's name of a tool and its arguments, as they are.
+function drawCalls(reply, calls) {
+  calls.forEach(({name, arguments: given}, at) => {
+    const element = reply.calls[at] ??= make("div", "call");
+    if (!element.isConnected) {
+      element.append(make("span"), make("pre"));
+      reply.foot.before(element);
+    }
+    const [label, code] = element.children;
+    if (label.textContent !== `Tool call: ${name}`) label.textContent = `Tool call: ${name}`;
+    if (code.textContent !== given) code.textContent = given;
+  });
+}
+
+function plain({answer, calls = []}) {
+  return [answer, ...calls.map(call => `${call.name} ${call.arguments}`)].filter(Boolean).join("\n");
 }
 
 function redrawAll() {
@@ -106,11 +126,15 @@ async function copy(text, button) {
 }
 
 // -- sending -------------------------------------------------------------------------------------
+// What is no number is sent as it is: the server's error names the field.
+function number(text) { return Number.isFinite(Number(text)) ? Number(text) : text; }
+
 function request(turn, before) {
   const body = {stream: true, stream_options: {include_usage: true}};
   if (!$("models").hidden) body.model = $("served").value;
-  if ($("temperature").value) body.temperature = Number($("temperature").value);
-  if ($("most").value) body.max_tokens = Number($("most").value);
+  const temperature = $("temperature").value.trim(), most = $("most").value.trim();
+  if (temperature) body.temperature = number(temperature);
+  if (most) body.max_tokens = number(most);
   if (turn.mode === "text") return ["v1/completions", {max_tokens: TEXT_TOKENS, ...body, prompt: turn.ask}];
   const system = $("system").value.trim();
   const messages = system ? [{role: "system", content: system}] : [];
@@ -123,7 +147,7 @@ function request(turn, before) {
 // Send a message as turn number `at`; this and later turns are replaced.
 async function send(words, at) {
   if (running || !ready) return;
-  const turn = {mode: $("mode").value, ask: words, answer: "", thoughts: "", note: "", bad: false};
+  const turn = {mode: $("mode").value, ask: words, answer: "", thoughts: "", calls: [], note: "", bad: false};
   turns = [...turns.slice(0, at), turn];
   editing = -1;
   running = new AbortController();
@@ -148,7 +172,7 @@ async function send(words, at) {
   reply.said.classList.remove("busy");
   $("talk").setAttribute("aria-busy", "false");
   running = null;
-  $("spoken").textContent = turn.answer.slice(0, 2000) || turn.note;
+  $("spoken").textContent = plain(turn).slice(0, 2000) || turn.note;
   if (turn.bad && !turn.answer && !$("words").value) $("words").value = words;  // it can be sent again
   mark();
   keep();

@@ -183,6 +183,7 @@ function update(row, life) {
 function reveal(row) {
   const bar = make("div", "bar"), button = make("button", "quiet", "Show prompt and output");
   button.type = "button";
+  button.disabled = Boolean(seen.no_words);
   button.onclick = () => {
     if (row.words) {
       row.words.remove();
@@ -195,7 +196,7 @@ function reveal(row) {
     row.more.append(row.words);
     fetchWords(row);
   };
-  bar.append(button);
+  bar.append(button, seen.no_words || "");
   return bar;
 }
 

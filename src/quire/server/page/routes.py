@@ -64,6 +64,7 @@ async def ui_state(request: Request) -> Response:
     found = viewer_state(seen, since, tenant_of(request))
     found["memory"] = found["memory"] | {"server": resident_bytes([os.getpid()])}
     found["model"] = state.model_name
+    found["no_words"] = why_no_words(request)
     found["engines"] = list(state.config.parallel.ranks)
     return json_response(found | {"every_ms": round(1000 * feed.every)})
 
@@ -75,12 +76,8 @@ async def ui_words(request: Request) -> Response:
     """
     same_site(request)
     state = state_of(request)
-    if TENANT not in request.scope and not state.dev_mode:
-        raise ApiError(
-            403,
-            "prompts and outputs are shown only if requests need keys: start the server with QUIRE_API_KEY or"
-            " --api-key-file (or with QUIRE_SERVER_DEV_MODE=1, if no other user can reach it)",
-        )
+    if (reason := why_no_words(request)) is not None:
+        raise ApiError(403, reason)
     engine = state.serving()
     which = engine_of(request)
     only = {} if which is None else {"engine": which}
@@ -93,6 +90,16 @@ async def ui_words(request: Request) -> Response:
         "output": engine.decode(words["output"]),
         "output_left": words["output_left"],
     })  # fmt: skip
+
+
+def why_no_words(request: Request) -> str | None:
+    """Why `ui_words` refuses a viewer, whatever request it asks for; None: it does not."""
+    if TENANT in request.scope or state_of(request).dev_mode:
+        return None
+    return (
+        "prompts and outputs are shown only if requests need keys: start the server with QUIRE_API_KEY or"
+        " --api-key-file (or with QUIRE_SERVER_DEV_MODE=1, if no other user can reach it)"
+    )
 
 
 def same_site(request: Request) -> None:

@@ -34,7 +34,17 @@ function cost({began, first, last, usage, ended}) {
   return parts.join(" · ");
 }
 
-// Ask, and add what comes to the turn's answer and thoughts; `changed(first)` after each piece. Sets the turn's note.
+// Add pieces of tool calls; a call's pieces have the same index, and the first one has the name.
+function addCalls(calls, pieces) {
+  for (const {index, function: {name = "", arguments: given = ""}} of pieces) {
+    let call = calls.findLast(one => one.index === index);
+    if (!call) calls.push(call = {index, name: "", arguments: ""});
+    call.name += name ?? "";
+    call.arguments += given ?? "";
+  }
+}
+
+// Ask, and add what comes to the turn's answer, thoughts and calls; `changed(first)` after each piece. Sets the turn's note.
 async function stream(turn, path, body, signal, changed) {
   const clock = {began: performance.now(), first: 0, last: 0, usage: null, ended: null};
   try {
@@ -45,10 +55,12 @@ async function stream(turn, path, body, signal, changed) {
       const choice = event.choices[0];
       if (!choice) continue;
       const more = (choice.delta ? choice.delta.content : choice.text) ?? "", aside = choice.delta?.reasoning ?? "";
+      const calls = choice.delta?.tool_calls ?? [];
       clock.ended = choice.finish_reason ?? clock.ended;
-      if (!more && !aside) continue;
+      if (!more && !aside && !calls.length) continue;
       turn.answer += more;
       turn.thoughts += aside;
+      addCalls(turn.calls, calls);
       clock.last = performance.now();
       changed(!clock.first);
       clock.first ||= clock.last;
