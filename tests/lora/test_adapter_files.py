@@ -6,6 +6,7 @@ import io
 import json
 import random
 import struct
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -174,13 +175,39 @@ def test_missing_files_are_not_found(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_pattern_that_never_ends_is_refused(
+BOMBS = [
+    {"(?:(?:(?:a|b){500}){500}){500}": 8},
+    {f"(?:a{{{990 + number}}}){{1000}}": 8 for number in range(20)},
+    {"(?R)*": 8},
+    {"(?P<a>.*)(?P=a)": 8},
+    {"(.|.)*[YZ]": 8},
+    {"(.+)+[YZ]": 8},
+    {".*" * 9: 8},
+    {"a?" * 20 + "a" * 20: 8},
+    {f"q{number}_proj": 8 for number in range(4097)},
+]
+
+
+@pytest.mark.parametrize("patterns", BOMBS, ids=range(len(BOMBS)))
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_that_take_time_or_memory_are_refused_at_once(
+    patterns: dict[str, int], field: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, **{field: patterns})
+    began = time.thread_time()
+    with pytest.raises(ValidationError, match=r"pattern"):
+        read(folder)
+    assert time.thread_time() - began < 0.5
+
+
+def test_all_patterns_of_an_adapter_have_one_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.features.lora.peft_config.MATCH_SECONDS", 0.01)
-    slow = "".join(f"(?P<{name}>.*)" for name in "abcdefg") + "(?P=g)(?P=f)(?P=e)[0-9]"
+    folder = write(tmp_path, rank_pattern={f".*{number}.*": 3 for number in range(10, 99)})
+    read(write(tmp_path / "other", rank_pattern={"nothing.*": 3}))
+    monkeypatch.setattr("quire.features.lora.peft_config.MATCH_SECONDS", 1e-4)
     with pytest.raises(ValidationError, match="too long to match"):
-        read(write(tmp_path, rank_pattern={slow: 3}))
+        read(folder)
 
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:

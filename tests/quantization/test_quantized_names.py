@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -167,3 +168,58 @@ def test_a_group_that_names_a_layer_has_priority() -> None:
         for name in ("mlp.up_proj", "mlp.down_proj")
     ]
     assert bits == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        ("re:.*lm_head", "model.lm_head", "model.layers.0.mlp.up_proj"),
+        (r"re:.*\.layers\.([0-9]|1[0-9])\..*", "model.layers.12.mlp.up_proj", "model.layers.22.mlp.up_proj"),
+        ("re:.*self_attn.(k|q|o|v)_proj$", "model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.z_proj"),
+        (r"re:^model\.layers\.(?!0\.)\d+\..*", "model.layers.7.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        (r"re:.*\.(?:gate|up).*", "model.layers.7.mlp.up_proj", "model.layers.7.mlp.down_proj"),
+        ("re:vision_tower.*", "vision_tower.a-b", "model.layers.7.mlp.up_proj"),
+    ],
+)  # fmt: skip
+def test_patterns_of_real_checkpoints_are_accepted(pattern: str, yes: str, no: str) -> None:
+    found = read({**compressed("int-quantized", **INT8), "ignore": [pattern]})
+    assert found.scheme_of(yes) is None
+    assert found.scheme_of(no) is not None
+
+
+def test_names_of_modelopt_have_the_signs_of_a_shell() -> None:
+    found = read({**modelopt("FP8"), "ignore": ["*.layers.[0-3].mlp*", "model.layers.?0.*"]})
+    assert found.scheme_of("model.layers.2.mlp.up_proj") is None
+    assert found.scheme_of("model.layers.10.self_attn.q_proj") is None
+    assert found.scheme_of("model.layers.5.mlp.up_proj") is not None
+
+
+def _bombs() -> list[dict[str, Any]]:
+    ints, bomb = compressed("int-quantized", **INT8), "(?:(?:(?:a|b){500}){500}){500}"
+    group = ints["config_groups"]["group_0"]
+    return [
+        {**ints, "ignore": [f"re:{bomb}"]},
+        {**ints, "config_groups": {"group_0": {**group, "targets": [f"re:{bomb}"]}}},
+        {**GPTQ, "dynamic": {f"-:{bomb}": {}}},
+        {**GPTQ, "modules_in_block_to_quantize": [f"re:{bomb}"]},
+        {**ints, "ignore": [f"re:a{number}" for number in range(4097)]},
+        {**ints, "ignore": ["re:" + "a" * 257]},
+        {**ints, "ignore": ["re:("]},
+        {**ints, "ignore": ["re:(.+)+!", "re:(.|.)*[YZ]"]},
+        {**GPTQ, "dynamic": {"-:(.|.)*[YZ]": {}}},
+    ]
+
+
+@pytest.mark.parametrize("says", _bombs(), ids=range(len(_bombs())))
+def test_patterns_that_take_time_or_memory_are_refused_at_once(says: dict[str, Any]) -> None:
+    began = time.thread_time()
+    with pytest.raises(ConfigError, match=r"quantization_config.*pattern|no regular expression"):
+        read(says).scheme_of("model.layers.0.mlp.up_proj")
+    assert time.thread_time() - began < 0.5
+
+
+def test_all_patterns_of_a_checkpoint_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.config.checkpoint_quantization.MATCH_SECONDS", 1e-4)
+    says = {**GPTQ, "dynamic": {f"-:.*{number}.*": {} for number in range(99)}}
+    with pytest.raises(ConfigError, match="too long to match"):
+        read(says).scheme_of("model.layers.0.self_attn.q_proj")

@@ -5,9 +5,13 @@ Knows names, numbers and patterns. Does not know config.json (`quantization_conf
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from quire.config.name_patterns import NamePatterns
+
+MATCH_SECONDS = 30.0
+"""Processor time for all patterns of a checkpoint and all layers."""
 
 BLOCKS = {
     **{kind: kind for kind in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1")},
@@ -81,6 +85,8 @@ class CheckpointQuantization:
     `groups`: (targets, scheme). `ignored`: names or patterns of unquantized layers. `only`: if not empty, those of the
     quantized ones. `changed`: (pattern, scheme or None), which takes precedence over `groups`. `kinds_in_file`: the files'
     headers have the type of each tensor, so there are no schemes.
+
+    Raises ConfigError: a pattern is refused when it is read, or takes too long (`config/name_patterns.py`).
     """
 
     method: str
@@ -90,25 +96,47 @@ class CheckpointQuantization:
     changed: tuple[tuple[str, QuantizationScheme | None], ...] = ()
     head: bool = False
     kinds_in_file: bool = False
+    _patterns: NamePatterns = field(
+        default_factory=lambda: NamePatterns("config.json: quantization_config", MATCH_SECONDS),
+        init=False, repr=False, compare=False,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        names = [*self.ignored, *self.only]
+        names += [target for targets, _ in self.groups for target in targets]
+        patterns = [name.removeprefix("re:") for name in names if name.startswith("re:")]
+        patterns += [pattern for pattern, _ in self.changed]
+        self._patterns.add(patterns)
 
     def scheme_of(self, name: str) -> QuantizationScheme | None:
         """The scheme of a linear layer, by its name in the checkpoint; None: its weight is not quantized."""
         if name == "lm_head" and not self.head:
             return None
-        if any(_named(pattern, name) for pattern in self.ignored):
+        if any(self._names(pattern, name) for pattern in self.ignored):
             return None
-        if self.only and not any(_named(pattern, name) for pattern in self.only):
+        if self.only and not any(self._names(pattern, name) for pattern in self.only):
             return None
         for pattern, scheme in self.changed:
-            if any(re.match(pattern, each) for each in _spellings(name)):
+            if self._matches(pattern, name):
                 return scheme
         # A group that names the layer takes precedence over one for every linear.
         for special in (True, False):
             for targets, scheme in self.groups:
                 for target in targets:
-                    if (target != "Linear") == special and (not special or _named(target, name)):
+                    if (target != "Linear") == special and (
+                        not special or self._names(target, name)
+                    ):
                         return scheme
         return None
+
+    def _names(self, pattern: str, name: str) -> bool:
+        """Whether `pattern` matches: `re:` and a regular expression, or consecutive parts of the name."""
+        if pattern.startswith("re:"):
+            return self._matches(pattern[3:], name)
+        return any(f".{pattern}." in f".{spelling}." for spelling in _spellings(name))
+
+    def _matches(self, pattern: str, name: str) -> bool:
+        return any(self._patterns.match(pattern, spelling) for spelling in _spellings(name))
 
     def describe(self, accelerator: bool = False, online: str | None = None) -> str:
         """For the log: the stored format and what loading makes of it."""
@@ -129,10 +157,3 @@ def _spellings(name: str) -> tuple[str, ...]:
     """The name itself, and its forms in checkpoints of wrapped models."""
     inner = name.removeprefix("model.")
     return name, f"language_model.{name}", f"model.language_model.{inner}"
-
-
-def _named(pattern: str, name: str) -> bool:
-    """Whether `pattern` matches: `re:` and a regular expression, or consecutive parts of the name."""
-    if pattern.startswith("re:"):
-        return any(re.match(pattern[3:], each) for each in _spellings(name))
-    return any(f".{pattern}." in f".{each}." for each in _spellings(name))

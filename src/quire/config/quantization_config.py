@@ -5,7 +5,6 @@ Knows the keys of each method's description. Does not know torch, tensors or ari
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from collections.abc import Mapping
@@ -309,12 +308,17 @@ def _modelopt(description: Mapping[str, Any]) -> CheckpointQuantization:
             continue
         if algorithm not in MODELOPT:
             raise _refuse("ModelOpt", f"quant_algo={algorithm}")
-        found.append((fnmatch.translate(name), MODELOPT[algorithm]))
+        found.append((_glob(name), MODELOPT[algorithm]))
     ignored = [
-        f"re:{fnmatch.translate(name)}" if "*" in name else name
+        f"re:{_glob(name)}" if "*" in name else name
         for name in _names(inner, "ignore", "exclude_modules")
     ]
     return CheckpointQuantization("modelopt", (), tuple(ignored), changed=tuple(found), head=True)
+
+
+def _glob(name: str) -> str:
+    """A regular expression for a name with the signs of a shell: `*`, `?` and `[0-9]`."""
+    return name.replace(".", r"\.").replace("?", ".").replace("*", ".*") + "$"
 
 
 READERS = {

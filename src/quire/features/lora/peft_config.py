@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import regex
-
-from quire.errors import ValidationError
+from quire.config.name_patterns import NamePatterns
+from quire.errors import ConfigError, ValidationError
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 << 20
-MAX_PATTERNS = 4096
-MATCH_SECONDS = 1.0
-"""For one pattern and one module: a pattern of a file may take exponential time."""
+MATCH_SECONDS = 5.0
+"""Processor time for all patterns of an adapter and all modules."""
+PATTERN_FORM = r"(?:.*\.)?(?:{})$"
+"""As PEFT: a key must match the whole path of a module, or its end after a dot."""
 
 MERGE = "merge the adapter into its base model (PEFT: merge_and_unload) and serve the result"
 REFUSED = {
@@ -57,7 +56,10 @@ READ = {
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What the configuration says about the computation."""
+    """What the configuration says about the computation.
+
+    Raises ConfigError: a pattern is refused when it is read, or takes too long (`config/name_patterns.py`).
+    """
 
     rank: int
     alpha: float
@@ -68,16 +70,26 @@ class PeftConfig:
     bias: str = "none"
     unknown: tuple[str, ...] = ()
     """Fields that PEFT's LoraConfig does not have."""
+    _patterns: NamePatterns = field(
+        default_factory=lambda: NamePatterns("rank_pattern, alpha_pattern", MATCH_SECONDS, PATTERN_FORM),
+        init=False, repr=False, compare=False,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        self._patterns.add((*self.rank_pattern, *self.alpha_pattern))
 
     def rank_of(self, module: str) -> int:
         """The rank of a module, by its path in the model."""
-        return int(_first_match(self.rank_pattern, module, self.rank, "rank_pattern"))
+        return int(self._first_match(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """What the product of both factors is multiplied by."""
         rank = self.rank_of(module)
-        alpha = _first_match(self.alpha_pattern, module, self.alpha, "alpha_pattern")
+        alpha = self._first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def _first_match(self, values: dict[str, Any], module: str, default: float) -> float:
+        return next((values[key] for key in values if self._patterns.match(key, module)), default)
 
 
 def read_config(text: bytes, file: Path) -> PeftConfig:
@@ -94,7 +106,7 @@ def read_config(text: bytes, file: Path) -> PeftConfig:
         raise ValidationError(f"{file} must contain a JSON object")
     try:
         return _checked(values)
-    except ValidationError as error:
+    except (ConfigError, ValidationError) as error:
         raise ValidationError(f"{file}: {error}") from None
 
 
@@ -143,8 +155,8 @@ def _check_init(value: Any) -> None:
 
 def _pattern(values: dict[str, Any], name: str) -> dict[str, Any]:
     found = values.get(name) or {}
-    if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
-        raise _refusal(name, found, f"it must be an object of at most {MAX_PATTERNS} patterns")
+    if not isinstance(found, dict):
+        raise _refusal(name, found, "it must be an object of patterns")
     return found
 
 
@@ -169,19 +181,3 @@ def _switch(values: dict[str, Any], name: str) -> bool:
 
 def _refusal(name: str, value: Any, remedy: str) -> ValidationError:
     return ValidationError(f"{name}={value!r:.200} cannot be served: {remedy}")
-
-
-def _first_match(pattern: Mapping[str, float], module: str, default: float, name: str) -> float:
-    """As PEFT: a key is a regular expression that must match the whole path, or its end after a dot."""
-    for key, value in pattern.items():
-        try:
-            found = regex.match(rf"(.*\.)?({key})$", module, timeout=MATCH_SECONDS, concurrent=True)
-        except regex.error as error:
-            raise ValidationError(
-                f"{name}: {key!r:.80} is no regular expression: {error}"
-            ) from None
-        except TimeoutError:
-            raise ValidationError(f"{name}: {key!r:.80} takes too long to match") from None
-        if found:
-            return value
-    return default
