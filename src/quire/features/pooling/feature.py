@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PoolingFeature(Feature):
-    """A model output in place of the sampler (`worker/pooling`). The loader gives the model its pooler (`models/pooling`)."""
+    """A model output in place of the sampler (`output.py`). The loader gives the model its pooler (`models/pooling`)."""
 
     name = "pooling"
 
@@ -25,8 +25,8 @@ class PoolingFeature(Feature):
             engine.ready["pooling"] = model.info
 
     def plug_into_worker(self, parts: WorkerParts) -> None:
-        from quire.worker.pooling.output import PooledOutput
-        from quire.worker.pooling.token_types import TokenTypesHook
+        from quire.features.pooling.output import PooledOutput
+        from quire.features.pooling.token_types import TokenTypesHook
 
         if (model := self.resolved.pooling) is None or not parts.draws:
             return

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from quire.config.pooling import PoolingModel
 from quire.errors import NOT_FINITE
+from quire.features.pooling.pooled_rows import ALL, PooledStates
 from quire.forward_context import ForwardBatch
 from quire.protocol.output import ErrorKind
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.tensor_data import TensorData
-from quire.worker.pooling.pooled_rows import ALL, PooledStates
 
 if TYPE_CHECKING:
     from quire.layers.pooler import Pooler

@@ -1,1 +1,0 @@
-"""The model output of pooling models: vectors and scores of prompts, in place of tokens."""
