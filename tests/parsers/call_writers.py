@@ -303,6 +303,7 @@ THOUGHTS: dict[str, tuple[str, str]] = {
     "mistral": ("[THINK]", "[/THINK]"),
     "glm45": ("<think>", "</think>\n"),
     "kimi_k2": ("<think>", "</think>"),
+    "ling3": ("<think>", "</think>\n\n"),
     "minimax_m2": ("<think>\n", "\n</think>\n\n"),
     "gemma4": ("<|channel>thought\n", "<channel|>"),
     "olmo3": ("<think>", "</think>"),

@@ -65,6 +65,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
     ("deepseek_v32", "deepseek_v3"): [Case(OPEN, f"hm\n\n{DSML_V32}", "", "hm", ONE)],
     ("deepseek_v4", "deepseek_v3"): [
         Case(OPEN, f"<think>hm{DSML_V4}", "", "hm", ONE),
+        Case("and with a misspelt outer mark", f"<think>hm{DSML_V4.replace('tool_calls>', 'toolcalls>', 1)}", "", "hm", ONE),
         Case("and without the outer mark", 'hm<｜DSML｜invoke name="f"></｜DSML｜invoke>', "", "hm", call()),
     ],
     ("minimax_m2", "minimax_m2"): [Case(OPEN, f"hm\n{MINIMAX}", "", "hm", ONE)],
@@ -79,6 +80,9 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("without the word", "<|channel>hm<channel|>Yes.", "Yes.", "hm"),
         Case("twice", "<|channel>thought\na<channel|>Yes. <|channel>b<channel|>No.", "Yes. No.", "ab"),
         Case("an end mark alone", "<channel|>Yes.", "Yes."),
+        Case("the word alone", f"thought\nhm<channel|>Yes.{GEMMA}", "Yes.", "hm", ONE),
+        Case("the word in an answer", "thoughts are free", "thoughts are free"),
+        Case("an end of the turn", "Yes.<turn|>", "Yes."),
     ],
     ("llama3_json", "qwen3"): [
         Case("JSON in a thought is none", '<think>{"name": "f", "parameters": {}}</think>Yes.', "Yes.", '{"name": "f", "parameters": {}}'),
@@ -101,7 +105,8 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("a bracket", f"<|tool_call|>{LIST} More.", "More.", "", ONE),
         Case("of Granite 3.0", f"<tool_call> {LIST}", "", "", ONE),
     ],
-    ("mistral", ""): [Case("a bracket", f"[TOOL_CALLS]{LIST}\nMore.", "More.", "", ONE)],
+    ("gigachat3", ""): [Case("an end of the text", '<|function_call|>{"name": "f", "arguments": {"count": 1}}</s>', "", "", ONE)],
+    ("mistral", ""): [Case("cut short after the name", "Ok. [TOOL_CALLS]f", "Ok.", "", call()), Case("a bracket", f"[TOOL_CALLS]{LIST}\nMore.", "More.", "", ONE)],
     ("jamba", ""): [Case("text after a call is dropped", f"Ok. <tool_calls>{LIST}</tool_calls> More.", "Ok.", "", ONE)],
     ("pythonic", ""): [Case("a bracket", "[f(count=1)] More.", "More.", "", ONE)],
     ("llama4_pythonic", ""): [Case("a bracket", "[f(count=1)] More.", "More.", "", ONE)],
@@ -184,6 +189,8 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("words for a string", "<|tool_call>call:f{text:null}<tool_call|>", "", "", call(text="null")),
         Case("cut short", "<|tool_call>call:f{text:<|\"|>a b", "", "", (("f", '{"text": "a b'),)),
         Case("an empty block", "Ok. <|tool_call><tool_call|>", "Ok."),
+        Case("without arguments", "<|tool_call>call:f<tool_call|>", "", "", call()),
+        Case("a call after a malformed one", f"<|tool_call>call:do it now<tool_call|>{GEMMA}", "<|tool_call>call:do it now<tool_call|>", "", ONE),
     ],
     ("k2_horizon", ""): [
         Case("types of JSON", '<ifm|tool_calls><ifm|tool_call>{"name": "f", "arguments": {"count": "3", "text": 3, "on": "true", "more": "{}"}}</ifm|tool_call></ifm|tool_calls>',
@@ -203,8 +210,10 @@ CASES: dict[tuple[str, str], list[Case]] = {
     ],
     ("deepseek_v4", ""): [
         Case("without the outer mark", 'Ok. <｜DSML｜invoke name="f"></｜DSML｜invoke></｜DSML｜tool_calls>', "Ok.", "", call()),
-        Case("with a misspelt outer mark", DSML_V4.replace("<｜DSML｜tool_calls>", "<｜DSML｜toolcalls>"), "<｜DSML｜toolcalls>", "", ONE),
-        Case("an unknown name without the outer mark", '<｜DSML｜invoke name="g"></｜DSML｜invoke>', '<｜DSML｜invoke name="g"></｜DSML｜invoke>'),
+        Case("with a misspelt outer mark", DSML_V4.replace("<｜DSML｜tool_calls>", "<｜DSML｜toolcalls>"), "", "", ONE),
+        Case("an unknown name without the outer mark", '<｜DSML｜invoke name="g"></｜DSML｜invoke>', "", "", (("g", {}),)),
+        Case("in another spelling", DSML_V4.replace("<｜DSML｜tool_calls>", "<｜DSML｜tool>"), "", "", ONE),
+        Case("other marks are text", "See <｜DSML｜foo> and <|DSML|tool>.", "See <｜DSML｜foo> and <|DSML|tool>."),
         Case("a value without an end", DSML_V4.replace("</｜DSML｜parameter>", '<｜DSML｜parameter name="text" string="true">a</｜DSML｜parameter>'), "", "", call(count=1, text="a")),
     ],
     ("deepseek_v41", ""): [
@@ -219,6 +228,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("cut short", MINIMAX[: MINIMAX.index("1<") + 1], "", "", (("f", '{"count": "1'),)),
     ],
     ("dots", ""): [
+        Case("cut short in the marker", "Ok. <dots_function_c", "Ok."),
         Case("in JSON", f"<dots_function_call>{LIST[1:-1]}</dots_function_call>", "", "", ONE),
         Case("an unknown name", '<dots_function_call><invoke name="g"></invoke></dots_function_call>', '<dots_function_call><invoke name="g"></invoke></dots_function_call>'),
     ],

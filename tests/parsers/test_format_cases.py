@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from call_writers import TOOLS
 from format_cases import CASES, Case
 from parsed_text import Read, cuts, parser, together
 
@@ -77,11 +78,43 @@ def test_no_field_of_the_table_is_unknown() -> None:
         assert set(entry) <= known[ReasoningFormat] | {"names"}
 
 
-def test_an_answer_is_not_empty_if_the_request_says_so() -> None:
-    """`force_nonempty_content` of Nemotron's template."""
-    formats = ModelFormats("none", "nemotron_v3", "")
-    for kwargs, content in (({}, ""), ({"force_nonempty_content": True}, "hm"), ({"enable_thinking": False}, "hm")):  # fmt: skip
-        made = formats.output_format([], template_kwargs=kwargs)
+@pytest.mark.parametrize("name", ["nemotron_v3", "granite_thinking_parser"])
+def test_reasoning_is_moved_to_an_answer_that_may_not_be_empty(name: str) -> None:
+    """`force_nonempty_content` of Nemotron's template: moved, not repeated, however the text is cut."""
+    formats = ModelFormats("qwen3_coder", name, "")
+    call = "<tool_call><function=f></function></tool_call>"
+    for kwargs in ({"force_nonempty_content": True}, {"enable_thinking": False}):
+        made = formats.output_format(TOOLS, reasoning_open=True, template_kwargs=kwargs)
         assert made is not None
-        assert together(made.parser(), ["<think>", "hm"]).content == content
-        assert together(made.parser(), ["<think>hm</think>", "Yes."]).content == "Yes."
+        for text, reasoning, content, count in (
+            ("<think>hm</think>", "", "hm", 0),
+            ("<think>hm", "", "hm", 0),
+            ("hm", "", "hm", 0),
+            ("<think>hm</think>Yes.", "hm", "Yes.", 0),
+            ("hm</think>\n\n", "hm", "", 0),
+            (f"<think>hm\n</think>{call}", "hm", "", 1),
+            (f"hm{call}", "hm", "", 1),
+        ):
+            for pieces in ([text], list(text)):
+                read = together(made.parser(), pieces)
+                found = (read.reasoning, read.content.strip(), len(read.calls))
+                assert found == (reasoning, content, count), text
+    made = formats.output_format(TOOLS, template_kwargs={})
+    assert made is not None
+    read = together(made.parser(), ["<think>hm</think>"])
+    assert (read.reasoning, read.content) == ("hm", "")
+
+
+@pytest.mark.parametrize("name", ["ling3", "plamo3"])
+def test_markers_are_text_if_thinking_is_off(name: str) -> None:
+    formats = ModelFormats("none", name, "")
+    text = (
+        f"{formats.reasoning.starts[0]}hm{formats.reasoning.ends[0]}Yes."
+        if formats.reasoning
+        else ""
+    )
+    for on, wanted in ((True, ("hm", "Yes.")), (False, ("", text))):
+        made = formats.output_format([], template_kwargs={"enable_thinking": on})
+        parser = made.parser() if made is not None else None
+        read = together(parser, list(text)) if parser is not None else Read(content=text)
+        assert (read.reasoning, read.content) == wanted

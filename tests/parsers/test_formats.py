@@ -137,7 +137,8 @@ def test_damaged_output_parses_the_same_for_any_chunking(name: str, form: int) -
 
 def is_cut(name: str, reasons: list[str]) -> bool:
     """Whether the beginning of a call, at the end of the output, is not text."""
-    return FORMATS[name].cut_starts_call and CUT_OFF in reasons
+    format = FORMATS[name]
+    return (format.cut_starts_call or bool(format.cut_marker)) and CUT_OFF in reasons
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - SPLITTING))

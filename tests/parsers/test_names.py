@@ -90,7 +90,11 @@ def test_every_family_has_a_template():
         "step3p5",
         "poolside_v1",
     }
-    assert set(REASONING) - set(REASONING_ORDER) == {"nemotron_v3", "minimax_m2_append_think"}
+    assert set(REASONING) - set(REASONING_ORDER) == {
+        "ling3",
+        "nemotron_v3",
+        "minimax_m2_append_think",
+    }
 
 
 def test_known_names():

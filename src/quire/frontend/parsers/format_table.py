@@ -130,6 +130,17 @@ class CallTemplate:
     """The arguments are in this dialect (`literal_constraints`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """What a model means by the name of a tool that does not exist."""
+
+    tool: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """The model's name of a parameter -> the tool's."""
+    adds: Mapping[str, bool | int | str] = field(default_factory=dict)
+    """Arguments that the name implies."""
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """How a family of models writes tool calls."""
@@ -144,6 +155,11 @@ class ToolFormat:
     """The schema's types also apply to arguments that have types of their own."""
     untyped_text: bool = False
     """A parameter without a type in the schema is a string."""
+    checks_schema: bool = False
+    """A call waits for its end: parameters that the tool lacks are dropped, and a call with a parameter twice or without
+    a required one is text."""
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+    """Name of an unknown tool -> the tool that is called if the request has it. Only with `checks_schema`."""
     wrappers: tuple[str, ...] = ()
     """Parameters in which models write all arguments, although the tool has no parameter of that name."""
     ids: Literal["random", "short"] = "random"
@@ -170,6 +186,8 @@ class ReasoningFormat:
     """What models write between the end marker and the answer."""
     label: str = ""
     """A word that may follow the start marker, and is not emitted."""
+    bare_label: bool = False
+    """The label may begin the output without a start marker, on a line of its own."""
     answer_marker: str = ""
     """What an answer must begin with."""
     starts_in_reasoning: bool = False
@@ -181,7 +199,7 @@ class ReasoningFormat:
     prepend: str = ""
     """Reasoning is content, after this text."""
     never_empty: bool = False
-    """The request may ask for the reasoning as content if there is no other."""
+    """The request may ask that the reasoning is the content if there is neither content nor a call."""
     text_if_off: bool = False
     """If the request turns thinking off, the markers are text."""
     answer_frame: tuple[str, ...] = ()
@@ -247,7 +265,9 @@ def compose(
         strays = dict.fromkeys(reasoning.ends, "drop content")
         states["content"] = with_markers(states["content"], strays)
     states["reasoning"] = ParserState("reasoning", ends)
-    states["first"] = ParserState("skip", starts, fallback="reasoning" if inside else begin)
+    bare = {f"{reasoning.label}\n": "drop reasoning"} if reasoning.bare_label else {}
+    first = {**starts, **bare}
+    states["first"] = ParserState("skip", first, fallback="reasoning" if inside else begin)
     if reasoning.may_repeat:
         states["content"] = with_markers(states["content"], starts)
     for name in ("content", begin):

@@ -34,7 +34,7 @@ class StreamParser:
     Args:
         tools: the tools that may be called, with their parameter types.
         make_id: makes a new call id of a kind (`ToolFormat.ids`).
-        never_empty: an output without content and calls has its reasoning as content, too.
+        never_empty: the reasoning of an output without content and calls is its content. Reasoning waits for either.
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class StreamParser:
         self._writer = CallWriter(
             tools or ToolSchemas(), lambda: make_id(table.calls.ids), table.calls.known_only,
             table.calls.types_apply, table.calls.untyped_text, table.calls.wrappers,
+            table.calls.checks_schema, table.calls.aliases,
         )  # fmt: skip
         self._state = table.states[table.start]
         self._pattern = table.patterns[table.start]
         self._buffer, self._at = "", 0
         self._outputs = {"content": TrimmedText(), "reasoning": TrimmedText(at_border=True)}
-        self._reasoning: list[str] | None = [] if never_empty else None
+        self._waiting: list[str] | None = [] if never_empty else None
+        """Reasoning that may become content."""
         self._text_kind = "content"
         """Kind of the text before the current call."""
         self._call_text: list[str] = []
@@ -101,6 +103,8 @@ class StreamParser:
                 self._abandon_call(error)
 
     def _take_delta(self) -> ParsedDelta:
+        if self.num_calls:
+            self._release_reasoning()
         reasoning, content = self._outputs["reasoning"].take(), self._outputs["content"].take()
         return ParsedDelta(reasoning, content, self._writer.take())
 
@@ -108,7 +112,7 @@ class StreamParser:
         """End the output; returns the withheld output."""
         kind, started = self._state.kind, self._writer.started
         rest = self._buffer[self._at :]
-        if kind in VALUES:
+        if kind in VALUES and started:
             self._writer.cut_value(
                 "".join(self._word) + self._held_newline + rest, self._text_value
             )
@@ -127,13 +131,14 @@ class StreamParser:
         elif (self.table.calls.cut_starts_call and self._finish_call()) or started:
             self._record_failure(CUT_OFF)
         else:
-            raw = "".join(self._call_text) + rest
+            raw = "".join(self._call_text) + self._without_cut_marker(rest)
             if raw.strip() and self._state.fallback not in ("content", "reasoning"):
                 self._record_failure(CUT_OFF)
             inside = "reasoning" in (self._state.fallback, self._text_kind)
             self._emit_text("reasoning" if inside else "content", raw)
-        if self._reasoning and not self.num_calls and not self._outputs["content"].has_text:
-            self._emit_text("content", "".join(self._reasoning).strip())
+        if self._waiting is not None and not self.num_calls:
+            reasoning, self._waiting = "".join(self._waiting).strip(), None
+            self._emit_text("content", reasoning)
         for output in self._outputs.values():
             output.end()
         return self._take_delta()
@@ -148,7 +153,8 @@ class StreamParser:
     def _finish_call(self) -> bool:
         """End the call that the end of the output cuts off; returns whether the kept text belongs to a call."""
         state, writer = self._state, self._writer
-        if state.kind in VALUES or not self._in_call:
+        unnamed = state.kind in READERS and not (writer.started or writer.name)
+        if state.kind in VALUES or unnamed or not self._in_call:
             return False
         if writer.started:
             if state.kind in ("skip", "key"):
@@ -173,11 +179,19 @@ class StreamParser:
             kind == "content" and self._writer.has_ended and self.table.calls.ends_text
         ):
             return
-        self._outputs[kind].add(text)
         if kind == "reasoning":
             self.reasoning_length += len(text)
-            if self._reasoning is not None:
-                self._reasoning.append(text)
+            if self._waiting is not None:
+                self._waiting.append(text)
+                return
+        else:
+            self._release_reasoning()
+        self._outputs[kind].add(text)
+
+    def _release_reasoning(self) -> None:
+        if self._waiting is not None:
+            waiting, self._waiting = "".join(self._waiting), None
+            self._outputs["reasoning"].add(waiting.rstrip())
 
     def _record_failure(self, reason: str) -> None:
         if len(self.failures) < MAX_FAILURES:
@@ -247,7 +261,8 @@ class StreamParser:
         elif state.kind in VALUES:
             self._held_newline = ""
             self._text_value = self._writer.begin_value(state.kind == "text")
-            self._call_text.clear()
+            if self._writer.started:
+                self._call_text.clear()
 
     # -- one method per kind of state; returns False if it needs more text ----------------------
     def _read_text(self) -> bool:
@@ -303,7 +318,7 @@ class StreamParser:
         if state.kind == "name":
             self._writer.begin(unquoted(word), state.known_only)
         elif state.kind == "key":
-            self._writer.key = unquoted(word)
+            self._writer.begin_key(unquoted(word))
         else:
             target = self._route_head(word, state, target)
         self._follow_marker(found[0], target)
@@ -329,7 +344,7 @@ class StreamParser:
         found = markers.pattern.search(text, at) if markers.pattern is not None else None
         stop = found.start() if found is not None else len(text) - markers.partial_length(text, at)
         piece = text[at:stop]
-        self._at = stop
+        self._consume(stop - at)
         if self._text_value:
             self._emit_string(piece, ended=found is not None)
         else:

@@ -50,6 +50,10 @@ class ToolSchemas:
         found = self.parameters.get(name, {}).get("properties")
         return found if isinstance(found, Mapping) else {}
 
+    def required(self, name: str) -> list[str]:
+        found = self.parameters.get(name, {}).get("required")
+        return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
+
     def types(self, name: str, key: str) -> frozenset[str]:
         """JSON types that a parameter may have; empty if the schema names none."""
         definitions = self.parameters.get(name, {}).get("$defs")
