@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,16 @@ def test_other_folders_are_left_alone(tmp_path: Path):
     (tmp_path / "quire-file").touch()
     remove_stale(tmp_path)
     assert len(list(tmp_path.glob("*/kept"))) == 5  # a sixth, through the link
+
+
+def test_kernels_of_a_killed_process_are_removed_after_an_hour(tmp_path: Path):
+    """L13: a server that was killed while it compiled left them for ever."""
+    old, new, shared = (tmp_path / f"quire-kernels-{name}" for name in ("old", "new", "shared"))
+    for folder in (old, new, shared):
+        folder.mkdir(mode=0o700)
+        (folder / "avx2.so").touch()
+    shared.chmod(0o777)
+    for folder in (old, shared):
+        os.utime(folder, (time.time() - 4000,) * 2)
+    remove_stale(tmp_path)
+    assert [folder.exists() for folder in (old, new, shared)] == [False, True, True]

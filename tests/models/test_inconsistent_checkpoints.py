@@ -146,3 +146,22 @@ def test_a_good_header_is_read(folder: Path):
     assert header(safetensors(folder, json.dumps({"x": GOOD, "__metadata__": {"a": "b"}}))) == {
         "x": GOOD
     }
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "hidden_size"])
+def test_a_number_that_is_a_text_is_one_sentence(folder: Path, key: str, capsys):
+    """L14: int() of it was a ValueError with a traceback."""
+    change(folder, **{key: "__import__('os')"})
+    with pytest.raises(ConfigError, match=rf"{key}=.* is a number"):
+        read_config(str(folder))
+    assert main([str(folder)]) != 0
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_an_activation_that_nobody_has_is_one_sentence(folder: Path):
+    """L14: it was a KeyError from Transformers."""
+    from tests.models.test_native import build
+
+    change(folder, hidden_act="__import__")
+    with pytest.raises(ConfigError, match="hidden_act='__import__'"):
+        build(folder, model_impl="transformers")

@@ -76,6 +76,7 @@ class ScriptedEngine(AsyncEngine):
     eos_token_id = None
     template_text, special_texts, special_tokens_map = "", (), {}  # type: ignore[var-annotated]
     has_chat_template = True
+    template_is_isolated = False
     pooling = None
 
     def __init__(self, *script: str | Exception, finish: str = "stop"):
@@ -166,6 +167,7 @@ class ScriptedEngine(AsyncEngine):
             ids = [ord(char) for char in text]
             outputs.append(
                 Object(
+                    details={},
                     index=index,
                     text=text,
                     token_ids=ids,

@@ -264,6 +264,14 @@ def test_keys_guard_the_routes(serve, adapter, tmp_path):
             statuses[key] = [(await on.load("a", path)).status_code]
             statuses[key].append((await on.post(UNLOAD, lora_name="a")).status_code)
         assert statuses == {"none": [401, 401], "sk-1": [403, 403], "sk-2": [200, 200]}
+        await on.load("a", path)
+        roots = {}
+        for key in ("sk-1", "sk-2"):  # L7: every key saw the server's directories
+            on.http.headers["Authorization"] = f"Bearer {key}"
+            cards = (await on.http.get("/v1/models")).json()["data"]
+            assert (await on.http.get("/v1/models/a")).json() == cards[-1]
+            roots[key] = cards[-1]["root"]
+        assert roots == {"sk-1": Path(path).name, "sk-2": path}
 
     serve(body, api_key_file=str(tmp_path / "keys.json"))
 

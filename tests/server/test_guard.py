@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from quire.server.request_body import read_body
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 KEY = {"Authorization": "Bearer k"}
+JSON = {"Content-Type": "application/json"}
 
 
 def test_every_route_but_the_open_ones_needs_the_key():
@@ -346,3 +348,21 @@ def test_a_mark_among_the_arguments_stays_a_dictionary():
     arrived = decode_down(encode(CallWorker("collective_rpc", args)))
     assert isinstance(arrived, CallWorker)
     assert revive_callables(arrived.args) == args
+
+
+def test_an_abort_with_a_chunked_body_names_its_requests():
+    """L8: a body without a length was taken for none, and all requests were aborted."""
+    state = make_state(ScriptedEngine())
+    state.dev_mode = True
+    state.active |= {"cmpl-1", "cmpl-2"}
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b'{"request_ids":'
+        yield b'["cmpl-1"]}'
+
+    async def go() -> Any:
+        async with browser(state) as client:
+            return (await client.post("/abort_requests", content=parts(), headers=JSON)).json()
+
+    answer = asyncio.run(go())
+    assert answer.get("request_ids") == ["cmpl-1"], answer

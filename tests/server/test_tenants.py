@@ -103,9 +103,11 @@ def test_requests_a_minute(tmp_path: Path):
 def test_metrics_name_keys_and_paths_only_to_a_request_with_a_key(tmp_path: Path, path: str):
     state = state_of(tmp_path, {"name": "team-a", "key": "ka"}, model=path, served_model_name=None)
     state.metrics.model_name = path
+    state.metrics.by_adapter("pirate", 1, 1)
     assert ask(state, "ka").status_code == 200
     full = asked_with_key(state, "ka").text
     assert 'quire:key_requests_total{key="team-a"' in full
+    assert 'adapter="pirate"' in full
     for key in (None, "wrong", ""):
         answer = asked_with_key(state, key)
         assert answer.status_code == 200
@@ -113,7 +115,10 @@ def test_metrics_name_keys_and_paths_only_to_a_request_with_a_key(tmp_path: Path
         assert "quire:key_" not in answer.text
         assert "secret" not in answer.text
         assert "model" in answer.text
-        kept = [line for line in full.splitlines() if "quire:key_" not in line]
+        assert "pirate" not in answer.text
+        assert "lora_requests_info" not in answer.text
+        hidden = ("quire:key_", "quire:adapter_", "vllm:lora_requests_info")
+        kept = [line for line in full.splitlines() if not any(name in line for name in hidden)]
         assert len(answer.text.splitlines()) == len(kept)  # all the others are there
     alone = make_state(ScriptedEngine("x"), model=path)
     alone.metrics.model_name = path

@@ -16,6 +16,10 @@ from pathlib import Path
 
 from quire import env
 from quire.errors import ConfigError
+from quire.logging import get_logger
+from quire.ops.cpu.build import Unsafe, check_owner
+
+log = get_logger(__name__)
 
 FORM = 2  # changes with the content of the directories
 
@@ -39,13 +43,12 @@ def converted_folder(
     """
     about = [(str(each), (at := each.stat()).st_size, at.st_mtime_ns) for each in files]
     key = hashlib.sha256(json.dumps([FORM, about]).encode()).hexdigest()[:16]
-    root = Path(str(env.get("CACHE_ROOT"))).expanduser().absolute() / kind
+    root = _safe_root(kind)
     target = root / f"{name[:80]}-{key}"
-    if (target / "config.json").is_file():
+    if _is_there(target):
         return str(target)
     content = texts()
     try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = Path(tempfile.mkdtemp(prefix=".", dir=root))
     except OSError as why:
         raise ConfigError(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
@@ -58,11 +61,46 @@ def converted_folder(
             (unfinished / link).symlink_to(file_there)
         os.rename(unfinished, target)
     except OSError as why:  # another process has made it meanwhile
-        if not (target / "config.json").is_file():
+        if not _is_there(target):
             raise ConfigError(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return str(target)
+
+
+def _safe_root(kind: str) -> Path:
+    """A folder to which no other user can write: whoever writes there chooses the model's files and its chat template.
+
+    Raises:
+        ConfigError: there is none, or the cache is not writable.
+    """
+    cache = Path(str(env.get("CACHE_ROOT"))).expanduser().absolute() / kind
+    own = Path(tempfile.gettempdir()).absolute() / f"quire-converted-{os.geteuid()}" / kind
+    reason = ""
+    for root in (cache, own):
+        try:
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_owner(root)
+            return root
+        except OSError as why:
+            raise ConfigError(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
+        except Unsafe as why:
+            reason = str(why)
+            log.warning("%s: its converted models are not used; set QUIRE_CACHE_ROOT to a folder of this user", reason)  # fmt: skip
+    raise ConfigError(f"{reason}; set QUIRE_CACHE_ROOT to a folder of this user")
+
+
+def _is_there(target: Path) -> bool:
+    """Raises ConfigError: the directory was made by another user."""
+    if not (target / "config.json").is_file():
+        return False
+    try:
+        check_owner(target)
+    except Unsafe as why:
+        raise ConfigError(f"{why}: delete {target}, or set QUIRE_CACHE_ROOT") from None
+    if target.is_symlink():
+        raise ConfigError(f"{target} is a link: delete it, or set QUIRE_CACHE_ROOT")
+    return True
 
 
 def _forget_gone(root: Path) -> None:

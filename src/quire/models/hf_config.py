@@ -56,9 +56,13 @@ MAX_SIZES = {
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError: a value is too large for any model."""
+    """Raises ConfigError: a value is too large for any model, or is a text."""
     for key, maximum in MAX_SIZES.items():
         value = config.get(key)
+        if isinstance(value, str):
+            raise ConfigError(
+                f"{key}={value[:80]!r} in config.json or hf_overrides: this is a number, without quotation marks"
+            )
         if isinstance(value, int | float) and not -1 <= value <= maximum:
             raise ConfigError(
                 f"{key}={value!r} in config.json or hf_overrides: at most {maximum} is allowed; the file may be damaged"

@@ -37,7 +37,8 @@ from quire.version import __version__
 
 log = get_logger(__name__)
 
-BY_KEY = b"quire:key_"
+NAMING = (b"quire:key_", b"quire:adapter_", b"vllm:lora_requests_info")
+"""Metrics with names of keys or of adapters."""
 """Metric families with the label `key`, the name of an API key, begin with this text."""
 MAX_ADAPTER_LABELS = 1024
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -313,12 +314,14 @@ class ServerMetrics:
                 self.throughput[kind].labels(self.model_name, str(engine)).set(value)
 
     def render(self, named: bool = True) -> bytes:
-        """All metrics as text. `named` False: without per-key metrics, and without the directory of a model's path."""
+        """All metrics as text. `named` False: without metrics by key and by adapter, and without the directory of a model's path."""
         text = generate_latest(self._exported)
         if named:
             return text
         lines = [
-            line for line in text.splitlines(keepends=True) if BY_KEY not in line.split(b"{")[0]
+            line
+            for line in text.splitlines(keepends=True)
+            if not any(name in line.split(b"{")[0] for name in NAMING)
         ]
         return b"".join(lines).replace(
             self._label(self.model_name), self._label(self._public_name())

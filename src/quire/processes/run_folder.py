@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +24,9 @@ log = get_logger(__name__)
 
 PREFIX = "quire-"
 LOCK = "lock"
+KERNELS = "quire-kernels-"
+"""Folders of kernels that are compiled for one process. They have no lock, and are used for minutes."""
+KERNELS_S = 3600.0
 
 
 def own_folder() -> Path:
@@ -63,6 +67,10 @@ def remove_stale(place: Path) -> None:
     for folder in place.glob(f"{PREFIX}*"):
         try:
             if not _is_ours(folder):
+                continue
+            if folder.name.startswith(KERNELS):
+                if time.time() - folder.lstat().st_mtime > KERNELS_S:
+                    shutil.rmtree(folder)
                 continue
             with (folder / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -115,10 +115,15 @@ async def unloaded(request: Request, name: str) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
+def has_right(request: Request) -> bool:
+    """Whether the request's key may change adapters and see their directories; only keys of a key file may not."""
+    tenant = request.scope.get(TENANT)
+    return tenant is None or not tenant.name or bool(tenant.key.may_load_adapters)
+
+
 def check_right(request: Request) -> None:
     """Raises ApiError 403: the request's key, of a key file, may not change adapters, which all keys share."""
-    tenant = request.scope.get(TENANT)
-    if tenant is not None and tenant.name and not tenant.key.may_load_adapters:
+    if not has_right(request):
         raise ApiError(
             403, "this key may not load or unload adapters; set may_load_adapters: true for it in the key file"
         )  # fmt: skip

@@ -90,7 +90,9 @@ async def abort_requests(request: Request) -> Response:
     """Abort these requests, or all if no ids are given, whichever HTTP process they came through."""
     state = state_of(request)
     engine = state.serving()
-    empty = request.headers.get("content-length", "0") == "0"
+    # A body without a length (Transfer-Encoding: chunked) is one, too: it must not abort all requests.
+    chunked = "transfer-encoding" in request.headers
+    empty = request.headers.get("content-length", "0") == "0" and not chunked
     wanted = set(() if empty else (await read(request, AbortRequest)).request_ids)
     if state.fronts == 1:
         ids = [name for name in state.active if not wanted or name in wanted]

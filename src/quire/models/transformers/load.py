@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -43,6 +44,7 @@ def load(spec: ModelSpec, device: torch.device | str, progress: LoadProgress) ->
     """
     config = read_config(spec)
     dtype = getattr(torch, spec.dtype)
+    _check_activation(config)
     model_class, config, renames = _class_of(config, spec)
     with _quiet(progress):
         if spec.load.load_format == "dummy":
@@ -55,6 +57,15 @@ def load(spec: ModelSpec, device: torch.device | str, progress: LoadProgress) ->
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model
+
+
+def _check_activation(config: PreTrainedConfig) -> None:
+    """Raises ConfigError: Transformers has no activation of this name."""
+    text = config.get_text_config()
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        name = getattr(text, key, None)
+        if isinstance(name, str) and name not in ACT2FN:
+            raise ConfigError(f"{key}={name[:80]!r} in config.json: Transformers has no activation of this name")  # fmt: skip
 
 
 def read_config(spec: ModelSpec) -> PreTrainedConfig:
