@@ -10,7 +10,7 @@ import pytest
 import torch
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 from equality.test_native_step import Counted
-from equality.test_speculation import config, hook_of
+from speculation.test_speculation import config, hook_of
 from worker.known_answers import KnownAnswers
 
 from quire.forward_context import ForwardBatch

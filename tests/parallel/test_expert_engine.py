@@ -12,10 +12,10 @@ from equality.engines import engine, make_checkpoint
 
 from quire import LLM
 from quire.protocol.sampling_params import SamplingParams
-from tests.equality.test_speculation import answers
 from tests.models.recurrent_cases import NET
 from tests.parallel.process_engine import outcomes
 from tests.parallel.thread_engine import split_engine
+from tests.speculation.test_speculation import answers
 
 SIZES = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
 FEW_BLOCKS = {"num_gpu_blocks_override": 18, "block_size": 16, "max_num_batched_tokens": 24}

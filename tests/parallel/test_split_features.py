@@ -25,8 +25,8 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams
 from quire.worker.hooks import Hook
 from tests.equality.pooling_models import make_pooling_checkpoint, run
-from tests.equality.test_speculation import PARAMS, PROMPTS, answers, config
 from tests.parallel.thread_engine import split_engine
+from tests.speculation.test_speculation import PARAMS, PROMPTS, answers, config
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
 FEW_BLOCKS = {"num_gpu_blocks_override": 18, "block_size": 16, "max_num_batched_tokens": 24}

@@ -1,4 +1,4 @@
-"""Chain: several drafters, of which each is asked for the rows that those before it have no proposal for, or are unsure of.
+"""Chain: several drafters; each is asked for the rows that the drafters before it have no proposal for.
 
 Knows drafters. Does not know how they guess.
 """
@@ -22,7 +22,6 @@ class Chain(Drafter):
         self.drafters = list(drafters)
         self.observes = any(drafter.observes for drafter in self.drafters)
         self.extends = any(drafter.extends for drafter in self.drafters)
-        self.has_model = all(drafter.has_model for drafter in self.drafters)
         self.takes_running = all(drafter.takes_running for drafter in self.drafters)
         self.is_checked = all(drafter.is_checked for drafter in self.drafters)
         self.records = sorted({number for drafter in drafters for number in drafter.records})
@@ -55,25 +54,9 @@ class Chain(Drafter):
         for drafter in self.drafters:
             drafter.sleep()
 
-    def lacking(self, row: int) -> int:
-        return max(drafter.lacking(row) for drafter in self.drafters)
-
-    def propose_within(
-        self, limits: dict[int, int], of_model: dict[int, int]
-    ) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        unsure: set[int] = set()
-        for drafter in self.drafters:
-            left = {row: n for row, n in limits.items() if row in unsure or row not in found}
-            drafter.pays = self.pays
-            for row, drafts in drafter.propose_within(left, of_model).items():
-                is_unsure = row in drafter.unsure
-                if drafts and not (is_unsure and row in unsure):
-                    found[row] = drafts
-                    (unsure.add if is_unsure else unsure.discard)(row)
-        self.unsure = unsure
-        self.computed = max(drafter.computed for drafter in self.drafters)
-        return found
-
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        return self.propose_within(limits, limits)
+        proposals: dict[int, list[int]] = {}
+        for drafter in self.drafters:
+            left = {row: limit for row, limit in limits.items() if not proposals.get(row)}
+            proposals |= drafter.propose_all(left)
+        return proposals

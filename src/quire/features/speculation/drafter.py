@@ -6,7 +6,7 @@ Knows rows and tokens. Does not know how proposals are verified, or how many pay
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from quire.models.base import LanguageModel
     from quire.protocol.plan import StepPlan
     from quire.worker.request_rows import RequestRows
-
-NEVER = 1 << 30
-"""`Drafter.lacking` of a row that a drafter cannot propose for."""
 
 
 @dataclass(slots=True)
@@ -80,14 +77,7 @@ class Drafter:
     observes = True  # False: `observe` does nothing
     extends = True  # False: `extend` does nothing
     is_checked = False  # True: it proposes tokens of the vocabulary, and no more than the limit
-    pays = True  # False: of late no draft tokens paid, but for some that show whether they would
     takes_running = True  # False: it must have seen all steps of a request
-    has_model = False  # True: it proposes by passes of a model
-    computed = (0, 0, 0)
-    """Of the last proposals: rows of which a model ran, its passes, and the tokens of the first one; many: it caught up with a
-    prompt."""
-    unsure: Set[int] = frozenset()
-    """Rows of the last proposals whose draft tokens are less likely to be right than others of the row."""
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         """As `Hook.use_models`."""
@@ -111,10 +101,6 @@ class Drafter:
     def sleep(self) -> None:
         """All rows left. It sees none of the next steps; then the requests enter that have rows."""
 
-    def lacking(self, row: int) -> int:
-        """How many of the row's tokens a model must compute before it can propose; with a model that runs only then."""
-        return 0
-
     def propose(self, row: int, limit: int) -> list[int]:
         """At most `limit` tokens that may follow the row's tokens."""
         return []
@@ -124,13 +110,4 @@ class Drafter:
 
         It is called after every step, maybe with no rows.
         """
-        self.unsure = frozenset()
         return {row: self.propose(row, limit) for row, limit in limits.items()}
-
-    def propose_within(
-        self, limits: dict[int, int], of_model: dict[int, int]
-    ) -> dict[int, list[int]]:
-        """As `propose_all`. A model proposes for the rows of `of_model` alone, and so many: its passes take time."""
-        if self.has_model:
-            limits = {row: min(n, of_model[row]) for row, n in limits.items() if row in of_model}
-        return self.propose_all(limits)

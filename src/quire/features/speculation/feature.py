@@ -56,7 +56,7 @@ class SpeculationFeature(Feature):
         resolved = self.resolved
         if (options := resolved.speculation) is None or not parts.draws:
             return
-        from quire.features.speculation.draft_length import DraftLength
+        from quire.features.speculation.controller import SpeculationController
         from quire.features.speculation.hook import SpeculationHook
         from quire.features.speculation.methods import build_drafter
 
@@ -66,14 +66,12 @@ class SpeculationFeature(Feature):
                 " tokens back; leave the option out, the text is the same"
             )
         drafter = build_drafter(parts, resolved, options)
-        length = DraftLength(
-            options.num_speculative_tokens,
-            fixed=not options.adaptive,
-            looks_up=not drafter.has_model,
+        controller = SpeculationController(
+            options.num_speculative_tokens, fixed=not options.adaptive
         )
         named = resolved.config.observe.per_request_spec_decode_metrics != "none"
         hook = SpeculationHook(
-            parts.rows, drafter, length, options.most_at, named, processors=parts.processors,
+            parts.rows, drafter, controller, options.most_at, named, processors=parts.processors,
             ranks=parts.ranks.tensor, waits=resolved.depth == 1, models=parts.places[self.name],
         )  # fmt: skip
         parts.hooks.append(hook)

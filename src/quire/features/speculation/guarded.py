@@ -31,7 +31,7 @@ class GuardedDrafter(Drafter):
     def __init__(self, drafter: Drafter, rows: RequestRows):
         self.drafter, self.rows = drafter, rows
         self.records, self.observes, self.reads = drafter.records, drafter.observes, drafter.reads
-        self.extends, self.has_model = drafter.extends, drafter.has_model
+        self.extends = drafter.extends
         self.takes_running = drafter.takes_running
         self._lost: set[int] = set()  # rows
         self._is_logged = False
@@ -77,25 +77,15 @@ class GuardedDrafter(Drafter):
         self._call(self.drafter.sleep)
         self.reads = self.drafter.reads
 
-    def lacking(self, row: int) -> int:
-        return self.drafter.lacking(row)
-
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        return self.propose_within(limits, limits)
-
-    def propose_within(
-        self, limits: dict[int, int], of_model: dict[int, int]
-    ) -> dict[int, list[int]]:
         if self._lost:
             limits = {row: limit for row, limit in limits.items() if row not in self._lost}
         try:
-            self.drafter.pays, self.computed = self.pays, (0, 0, 0)
-            found = self.drafter.propose_within(limits, of_model)
-            self.computed, self.unsure = self.drafter.computed, self.drafter.unsure
+            proposals = self.drafter.propose_all(limits)
             if self.drafter.is_checked:
-                return found
+                return proposals
             return {
-                row: self._valid(drafts, limits[row]) for row, drafts in found.items() if drafts
+                row: self._valid(drafts, limits[row]) for row, drafts in proposals.items() if drafts
             }
         except LOST:
             raise

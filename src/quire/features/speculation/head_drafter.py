@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from quire.features.speculation.draft_passes import DraftPasses
-from quire.features.speculation.drafter import NEVER, ComputedTokens, Drafter
+from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.features.speculation.waiting_positions import (
     CHECKED_POSITIONS,
-    TRIED_EVERY,
-    TRIED_FIRST,
     States,
     WaitingPositions,
     address_of,
@@ -96,7 +94,7 @@ class HeadDrafter(Drafter):
         most: how many tokens the speculator can guess; None: any number.
     """
 
-    extends, is_checked, has_model, takes_running = False, True, True, False
+    extends, is_checked, takes_running = False, True, False
 
     def __init__(
         self,
@@ -112,9 +110,6 @@ class HeadDrafter(Drafter):
         self.max_model_len = max_model_len
         self.has_layers, self.most, self.mask = has_layers, most, mask
         self._waiting: dict[int, WaitingPositions] = {}  # by row
-        self._unused = 0  # requests that left since draft tokens paid
-        self._untried = 0  # steps since a request came that keeps states
-        self._unread: set[int] = set()  # rows that enter with the next plan, and keep no states
         self._unchecked = 0  # positions that were kept since `too_many` looked
         self._step: ComputedTokens | None = None  # the last one
         self._memory: dict[int, Tensor] = {}  # by record: where the last step left it
@@ -126,14 +121,10 @@ class HeadDrafter(Drafter):
             models[-1].use_target(models[0])  # type: ignore[operator]
 
     def enter(self, row: int, tokens: Sequence[int], scope: bytes) -> None:
-        is_vain = self._unused >= TRIED_FIRST and self._untried < TRIED_EVERY
-        if self.has_layers and is_vain and not self.pays:
-            self._unread.add(row)
-        else:
-            self.reads, self._untried = True, 0
+        self.reads = True
 
     def observe(self, plan: StepPlan, step: ComputedTokens | None) -> None:
-        self._step, self._untried = step, self._untried + 1
+        self._step = step
         if plan.freed_rows or plan.entered:
             self._update_rows(plan)
         if self.has_layers and step is not None and step.rows:
@@ -147,18 +138,14 @@ class HeadDrafter(Drafter):
         for row in (*plan.freed_rows, *(new.row for new in plan.entered)):
             if self._waiting.pop(row, None) is not None:
                 self.passes.leave(row)
-                self._unused += 1
         for new in plan.entered:
-            if new.row not in self._unread:
-                self.passes.enter(new)
-                self._waiting[new.row] = WaitingPositions()
-        self._unread.clear()
+            self.passes.enter(new)
+            self._waiting[new.row] = WaitingPositions()
 
     def sleep(self) -> None:
         for row in self._waiting:
             self.passes.leave(row)
         self._waiting.clear()
-        self._unread.clear()
         self.reads, self._step = False, None
 
     def _keep(self, step: ComputedTokens) -> None:
@@ -218,14 +205,7 @@ class HeadDrafter(Drafter):
         if work:
             self.passes.guess(work, [0] * len(work), joined(states_nE))
 
-    def lacking(self, row: int) -> int:
-        one = self._waiting.get(row)
-        if one is None or one.is_lost:
-            return NEVER
-        return one.count if self.has_layers else 1
-
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        self.computed = (0, 0, 0)
         most: dict[int, int] = {}  # by row that gets draft tokens: how many
         ends: dict[int, int] = {}  # and behind which position
         work: list[WorkItem] = []
@@ -248,10 +228,7 @@ class HeadDrafter(Drafter):
             work.append(WorkItem(row, end - first + masks, drafts=masks))
         if not work:
             return {}
-        if self.pays:
-            self._unused = 0
         draws = [1] * len(work) if self.mask is not None else list(most.values())
-        self.computed = len(work), max(draws), sum(item.num_tokens for item in work)
         self.passes.guess(work, draws, joined(states_nE))
         return {row: self.rows.tokens_of(row, ends[row], ends[row] + most[row]) for row in most}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.features.speculation.draft_length import DraftLength
+from quire.features.speculation.controller import SpeculationController
 from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.features.speculation.gate import NAME, DraftReport
 from quire.features.speculation.rank_agreement import RankAgreement
@@ -29,23 +29,22 @@ if TYPE_CHECKING:
     from quire.worker.sampling.logits_processors import Processor
 
 
-COLD_STEPS = 48  # the first ones of a process, which take longer: their times say nothing
-IDLE_STEPS = 64  # of a drafter that sleeps: then the hook looks again whether it should
-TIMED_RESTS = 16  # the last steps of a rest say how long a step takes without draft tokens
+IDLE_STEPS = 64
+"""Steps after which the hook looks whether a drafter that sleeps should wake up."""
 
 
 class SpeculationHook(Hook):
-    """The draft tokens are in the rows before the engine plans the next step of them.
+    """The draft tokens are in the rows before the engine plans the next step of these rows.
 
     Args:
-        length: how many draft tokens each row gets.
-        most_at: the most of a row, where so many rows draw.
+        controller: how many draft tokens each row gets.
+        max_drafts_at: the most draft tokens of a row, by the number of rows that draw.
         names_requests: report the ids of requests, beside the counts of their draft tokens.
         processors: logits processors that may cut or replace draft tokens (`Processor.look_ahead`).
-        ranks: those that split the model; they take the same draft tokens.
-        models: the places of the drafter's models among those of the worker.
+        ranks: the ranks that split the model; they take the same draft tokens.
         waits: the result of a step is read before the next one runs. Draft tokens are proposed then, so that they follow the
-            forced tokens of the step. Else they are proposed when the step is queued.
+            tokens that hooks added to the step. Else they are proposed when the step is queued.
+        models: where the drafter's models are among those of the worker.
     """
 
     name = NAME
@@ -55,41 +54,32 @@ class SpeculationHook(Hook):
         self,
         rows: RequestRows,
         drafter: Drafter,
-        length: DraftLength,
-        most_at: Callable[[int], int],
+        controller: SpeculationController,
+        max_drafts_at: Callable[[int], int],
         names_requests: bool = False,
         processors: Sequence[Processor] = (),
         ranks: TensorRanks | None = None,
         waits: bool = False,
         models: slice = slice(1, None),
     ):
-        self.rows, self.drafter, self.length, self.most_at = rows, drafter, length, most_at
-        self.agree = None if ranks is None else RankAgreement(ranks, length.most)
+        self.rows, self.drafter, self.controller = rows, drafter, controller
+        self.max_drafts_at = max_drafts_at
+        self.agree = None if ranks is None else RankAgreement(ranks, controller.max_drafts)
         self.names_requests, self.processors, self.waits = names_requests, processors, waits
         self.models = models
         # Of steps whose results are not read yet: the rows that drew, and the report.
-        # None: the step rested.
-        self.reports: deque[tuple[list[int], DraftReport] | None] = deque()
+        self.reports: deque[tuple[list[int], DraftReport]] = deque()
         self._requests: dict[int, EnteredRow] = {}  # by row
-        self._entered: dict[int, EnteredRow] = {}  # those that the drafter does not know yet
-        self._scopes: dict[int, bytes] = {}  # by row, those that came with a plan
+        self._entered: dict[int, EnteredRow] = {}  # requests that the drafter does not know yet
+        self._scopes: dict[int, bytes] = {}  # by row, from plans
         self._sleeps = False  # the drafter knows no request
         self._step = 0  # the number of the last plan
         self._known: dict[int, int] = {}  # by row: tokens that the drafter knows
-        self._most: dict[int, int] = {}  # by row: the most draft tokens that its request wants
+        self._wanted: dict[int, int] = {}  # by row: the most draft tokens that its request wants
         self._drafted: set[int] = set()  # rows that may have draft tokens, as the gate knows
         self._verified: dict[int, tuple[int, int]] = {}  # by row: length before, draft tokens
-        # When the look before the step ended, from where a step's time counts: the engine's own part is in it. 0: not known.
-        # Where that part takes longer than the step before, no request ran.
-        self._began = self._looked = self._start = self._took = 0.0
-        self._rests = False
-        # Since the last look: when it ended, without the time in which no request ran; steps, and their tokens.
-        self._since, self._steps, self._tokens = 0.0, 0, 0.0
-        self._cold = COLD_STEPS
-        self._accepted: dict[int, int] = {}  # by row: draft tokens of the last step
-        # Of the last step, if its time says something, or of those that rested before it: rows, tokens and seconds (0: up to the
-        # look). Of the last drafts: rows, passes, and the tokens that the model lacked, if there were many.
-        self._timed, self._passes = (0, 0, 0.0), (0, 0, 0)
+        self._looked = 0.0  # when the last step's draft tokens were there; 0: no request ran since
+        self._decodes = True  # the last step computed no prompt tokens
         self._model: LanguageModel | None = None
         self._batch: ForwardBatch | None = None
         self._computed: ComputedTokens | None = None
@@ -106,18 +96,18 @@ class SpeculationHook(Hook):
             self.idle_until = 0
 
     def _know(self, new: EnteredRow) -> None:
-        self.length.enter(new.row)
+        self.controller.enter(new.row)
         self._known[new.row] = len(new.tokens)
-        most = getattr(new.params, "max_draft_tokens", None)
-        self._most[new.row] = self.length.most if most is None else most
+        wanted = getattr(new.params, "max_draft_tokens", None)
+        self._wanted[new.row] = self.controller.max_drafts if wanted is None else wanted
 
     def leave(self, row: int) -> None:
         if self._entered.pop(row, None) is None:
             self.drafter.leave(row)
         self._scopes.pop(row, None)
         del self._requests[row]
-        # Those of its last step may be behind the end of its answer: half of them, on average.
-        self._tokens -= self._accepted.pop(row, 0) / 2
+        if not self._requests:
+            self._looked = 0.0
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """It acts around the step, which verifies draft tokens either way."""
@@ -128,18 +118,10 @@ class SpeculationHook(Hook):
             self._scopes |= msgspec.msgpack.decode(plan.extras[NAME], type=dict[int, bytes])
         if self._entered and not self._sleeps:
             self._enter_drafter()
-        self._began, self._looked = self._looked, 0.0
-        self._start = time.perf_counter()
         if skipped := plan.step - self._step - 1 if self._sleeps else 0:
-            self._steps, self._began, self._since = self._steps + skipped, 0.0, 0.0
+            self.controller.skip(len(self._requests), skipped)
+            self._looked = 0.0
         self._step = plan.step
-        if self._began and (pause := self._start - self._began - self._took) > 0:
-            self._began += pause
-            self._since += pause
-        self._rests = not (self._drafted or self._sleeps) and self.length.rests()
-        reads = self.drafter.records and self.drafter.reads
-        if self._rests and not reads:
-            return
         if not self._drafted:
             self._verified = {}
         elif batch is not None:
@@ -147,7 +129,7 @@ class SpeculationHook(Hook):
             self._verified = {row: (place, draws[at] - 1) for at, row, place in batch.first_draws()}
         else:
             self._verified = dict(filter(None, map(self._drafts_of, plan.work)))
-        if reads:
+        if self.drafter.records and self.drafter.reads:
             drafts = self._drafted or any(item.drafts for item in plan.work)
             self._batch = batch
             self._computed = ComputedTokens.before(plan, batch, self.rows) if drafts else None
@@ -172,39 +154,18 @@ class SpeculationHook(Hook):
         if self.drafter.observes and not self._sleeps:
             reads = self.drafter.records and self.drafter.reads
             self.drafter.observe(plan, self._computed_tokens(plan) if reads else None)
-        self._steps += 1
-        self._tokens += len(plan.work)
-        self._accepted.clear()
-        if self._rests:
-            self.reports.append(None)
-            self._rested(plan)
-            return
-        rows, work = self.rows, plan.work
-        computed_of, length_of = rows.num_computed_tokens.item, rows.length.item
+        computed_of, length_of = self.rows.num_computed_tokens.item, self.rows.length.item
         drew = [
             item.row
-            for item in work
+            for item in plan.work
             if item.samples and computed_of(item.row) == length_of(item.row) - 1
         ]
+        num_tokens = sum(item.num_tokens - item.drafts for item in plan.work)
+        self._decodes = num_tokens == len(drew) == len(plan.work)
         report = self._verify_counts()
-        self._tokens += sum(self._accepted.values())
-        if self._began and drew and len(drew) == len(work) and not self._timed[0]:
-            # Tokens of prompts take no longer than draft tokens do.
-            self._timed = len(drew), sum(item.num_tokens for item in work), 0.0
         if not self.waits:
-            report.num_drafts = self._propose(drew)
+            report.num_drafts = self._propose(drew, report)
         self.reports.append((drew, report))
-
-    def _rested(self, plan: StepPlan) -> None:
-        self._looked = time.perf_counter()
-        self._took = self._looked - self._start
-        if self.length.rest >= TIMED_RESTS or not self._began or plan.entered:
-            return
-        rows, seconds = len(plan.work), self._looked - self._began
-        if sum(item.num_tokens for item in plan.work) == rows:  # it computed no prompts
-            if self._timed[:2] == (rows, rows):
-                seconds = min(seconds, self._timed[2])
-            self._timed = rows, rows, seconds
 
     def _computed_tokens(self, plan: StepPlan) -> ComputedTokens | None:
         if self._model is None:
@@ -223,49 +184,49 @@ class SpeculationHook(Hook):
                 report.verified.append((drafts, accepted))
                 if self.names_requests:
                     report.ids.append(rows.ids[row] or "")
-                self.length.learn(row, drafts, accepted)
-                self._accepted[row] = accepted
+                self.controller.learn(row, drafts, accepted)
         return report
 
-    def _propose(self, drew: list[int]) -> dict[int, int]:
+    def _propose(self, drew: list[int], report: DraftReport) -> dict[int, int]:
         """Give draft tokens to these rows. Returns how many each has, where the gate does not know that it has none."""
-        began, rows = time.perf_counter(), self.rows
-        sleeps = self.length.sleeps and not (self._drafted or self._looks_ahead())
+        sleeps = self.controller.sleeps(len(drew)) and not (self._drafted or self._looks_ahead())
         if self._sleeps != sleeps:
             self._sleeps = sleeps
             (self._sleep if sleeps else self._wake)()
         proposals: dict[int, list[int]] = {} if sleeps else self._proposals_of(drew)
         if drew:
-            proposals = self._agreed(drew, proposals, began, time.perf_counter())
+            proposals = self._record(drew, proposals, report)
         counts = {row: len(drafts) for row, drafts in proposals.items() if drafts}
         for row in counts:
-            rows.put_drafts(row, proposals[row])
-        self._looked = time.perf_counter()
-        self._took = self._looked - self._start
+            self.rows.put_drafts(row, proposals[row])
         if sleeps:
             self.idle_until = self._step + IDLE_STEPS
         if not (counts or self._drafted):
             return counts
-        report = dict.fromkeys(self._drafted.intersection(drew), 0) | counts
+        num_drafts = dict.fromkeys(self._drafted.intersection(drew), 0) | counts
         self._drafted = self._drafted.difference(drew) | counts.keys()
-        return report
+        return num_drafts
 
     def _looks_ahead(self) -> bool:
-        return any(each.looks_ahead for each in self.processors)
+        return any(processor.looks_ahead for processor in self.processors)
 
     def _proposals_of(self, drew: list[int]) -> dict[int, list[int]]:
-        rows, most = self.rows, self.most_at(len(drew))
+        rows, drafter, limit = self.rows, self.drafter, self.max_drafts_at(len(drew))
         lengths = dict(zip(drew, map(rows.length.item, drew), strict=True))
-        if self.drafter.extends:
+        if drafter.extends:
             for row, length in lengths.items():
-                self.drafter.extend(row, rows.tokens_of(row, self._known[row], length))
+                drafter.extend(row, rows.tokens_of(row, self._known[row], length))
                 self._known[row] = length
-        accepts, end, wanted = rows.accepts_drafts.item, rows.max_model_len, self._most
+        accepts, end, wanted = rows.accepts_drafts.item, rows.max_model_len, self._wanted
         room = {
-            row: min(most, wanted[row], end - length) if accepts(row) else 0
+            row: min(limit, wanted[row], end - length) if accepts(row) else 0
             for row, length in lengths.items()
         }
-        proposals = self._proposals(room)
+        limits = self.controller.limits(room)
+        if drafter.records:  # it has no hidden states of added tokens
+            computed_of = rows.num_computed_tokens.item
+            limits = {r: n for r, n in limits.items() if computed_of(r) == lengths[r] - 1}
+        proposals = drafter.propose_all(limits)
         for processor in self.processors:
             processor.look_ahead(proposals, room)
         return proposals
@@ -292,55 +253,24 @@ class SpeculationHook(Hook):
         if self.drafter.observes:
             self.drafter.observe(StepPlan(0, running, [], []), None)
 
-    def _agreed(
-        self, drew: list[int], proposals: dict[int, list[int]], began: float, now: float
+    def _record(
+        self, drew: list[int], proposals: dict[int, list[int]], report: DraftReport
     ) -> dict[int, list[int]]:
-        """The draft tokens that all ranks have. What they learn from is the same too, so all rest in the same steps."""
-        rows, tokens, step_s = self._timed
-        step_s, look_s = step_s or began - self._began, now - began
-        period_s, self._since = now - self._since if self._since else 0.0, now
-        drafted, passes, lacked = self._passes
-        self._timed, self._passes = (0, 0, 0.0), (0, 0, 0)
+        """The draft tokens that all ranks have. Ranks record the same seconds, so all speculate in the same steps."""
+        before, self._looked = self._looked, time.perf_counter()
+        seconds = self._looked - before if before else 0.0
         if self.agree is not None:
-            own = step_s, look_s, period_s, drafted, passes, lacked
-            least, proposals = self.agree(own, drew, proposals)
-            step_s, look_s, period_s = least[:3]
-            drafted, passes, lacked = map(round, least[3:])
-        if self._cold > 0:
-            self._cold -= self._steps
-        else:
-            if tokens:
-                self.length.timed(rows, tokens, step_s)
-            if drafted:
-                self.length.drafted(look_s, drafted, passes, lacked)
-            self.length.spent(len(drew), self._steps, self._tokens, period_s)
-        self._steps, self._tokens = 0, 0.0
-        found = any(proposals.values()) or self._looks_ahead()
-        self.length.looked(found, len(drew), look_s)
+            (seconds,), proposals = self.agree([seconds], drew, proposals)
+        verified = sum(drafts for drafts, _ in report.verified)
+        num_tokens = len(drew) + sum(accepted for _, accepted in report.verified)
+        self.controller.record(len(drew), num_tokens, verified, seconds, self._decodes)
         return proposals
 
-    def _proposals(self, room: dict[int, int]) -> dict[int, list[int]]:
-        """The drafter's proposals that pay off."""
-        limits = self.length.limits(room, self.drafter.lacking)
-        if self.drafter.records and limits:  # it has no hidden states of forced tokens
-            computed_of, length_of = self.rows.num_computed_tokens.item, self.rows.length.item
-            forced = [row for row in limits if computed_of(row) < length_of(row) - 1]
-            for row in forced:
-                del limits[row]
-        self.drafter.pays = self.length.pays or self.length.checks
-        found = self.drafter.propose_within(limits, self.length.of_model)
-        drafted, passes, tokens = self.drafter.computed
-        if drafted:
-            usual = (2 * self.length.most + 1) * drafted
-            self._passes = drafted, passes, tokens if tokens > usual or not passes else 0
-        self.length.cut(found, len(room), self.drafter.unsure)
-        return found
-
     def report(self) -> bytes | None:
-        if not self.reports or (last := self.reports.popleft()) is None:
+        if not self.reports:
             return None
-        drew, report = last
+        drew, report = self.reports.popleft()
         if self.waits:
-            report.num_drafts = self._propose(drew)
+            report.num_drafts = self._propose(drew, report)
         is_empty = not (report.num_drafts or report.verified)
         return None if is_empty else msgspec.msgpack.encode(report)

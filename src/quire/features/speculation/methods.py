@@ -23,9 +23,9 @@ from quire.features.speculation.gate import NAME
 from quire.features.speculation.guarded import GuardedDrafter
 from quire.features.speculation.head_drafter import HeadDrafter, HeadPasses
 from quire.features.speculation.joined_vocabulary import joined
+from quire.features.speculation.lookup_drafter import LookupDrafter
 from quire.features.speculation.model_drafter import ModelDrafter
-from quire.features.speculation.ngram import NgramDrafter
-from quire.features.speculation.suffix import SuffixDrafter
+from quire.features.speculation.past_answers import PastAnswers
 from quire.models.base import LanguageModel
 from quire.models.json_files import token_ids
 from quire.worker.build import WorkerParts, build_sampler_ops
@@ -42,13 +42,14 @@ def build_drafter(parts: WorkerParts, resolved: Resolved, options: SpeculativeOp
 
 
 def _ngram(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
-    return NgramDrafter(*options.lookup)
+    return LookupDrafter(*options.lookup)
 
 
 def _suffix(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
-    return SuffixDrafter(
+    return LookupDrafter(
+        1,
         options.suffix_decoding_max_tree_depth,
-        options.suffix_decoding_max_cached_requests,
+        PastAnswers(options.suffix_decoding_max_cached_requests),
         options.suffix_decoding_max_spec_factor,
         options.suffix_decoding_min_token_prob,
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from quire.features.speculation.draft_passes import DraftPasses
 from quire.features.speculation.draft_rows import ComputedBlocks
-from quire.features.speculation.drafter import NEVER, ComputedTokens, Drafter
+from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.protocol.plan import WorkItem
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ModelDrafter(Drafter):
         mask_token: see the module.
     """
 
-    extends, is_checked, has_model = False, True, True
+    extends, is_checked = False, True
 
     def __init__(
         self,
@@ -90,13 +90,7 @@ class ModelDrafter(Drafter):
         if self._rows.pop(row, None) is not None:
             self.passes.leave(row)
 
-    def lacking(self, row: int) -> int:
-        if (one := self._rows.get(row)) is None:
-            return NEVER
-        return max(int(self.rows.target.length[row]) - one.computed, 0)
-
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
-        self.computed = (0, 0, 0)
         also = dict.fromkeys(self._stepped if self.has_windows else (), 0)
         left, planned = self.max_step_tokens, []
         for row, limit in {**also, **limits}.items():
@@ -106,8 +100,6 @@ class ModelDrafter(Drafter):
         if not planned:
             return {}
         work, most = [item for item, _ in planned], [limit for _, limit in planned]
-        passes = max(most) if self.mask_token is None else 1
-        self.computed = len(work), passes, sum(item.num_tokens for item in work)
         if self.mask_token is None:
             self.passes.draw(work, most)
         else:

@@ -21,8 +21,6 @@ CHECKED_POSITIONS = 64
 """How many more may wait before they are counted again."""
 IDLE_STEPS = 128
 """A row that had no draft tokens in so many steps gets none any more, so that it costs nothing."""
-TRIED_FIRST, TRIED_EVERY = 8, 512
-"""After so many requests without draft tokens that paid, one keeps states once in so many steps: to see whether they pay again."""
 JOINED_STEPS = 64
 """So many steps' states become one tensor: each is a part of its step's, which stays in memory as a whole."""
 

@@ -12,14 +12,13 @@ import pytest
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
 from quire.errors import ConfigError, RankLost
-from quire.features.speculation import suffix, token_index
+from quire.features.speculation import past_answers, token_index
 from quire.features.speculation.chain import Chain
 from quire.features.speculation.copied_runs import NEAR, CopiedRuns
-from quire.features.speculation.draft_length import DraftLength
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.guarded import GuardedDrafter
-from quire.features.speculation.ngram import NgramDrafter
-from quire.features.speculation.suffix import SuffixDrafter
+from quire.features.speculation.lookup_drafter import LookupDrafter
+from quire.features.speculation.past_answers import PastAnswers
 from quire.features.speculation.token_index import END, TokenIndex
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
@@ -28,18 +27,18 @@ A, B = b"a", b"b"
 PROMPTS = prompts(6)
 
 
-def drafter(depth: int = 8, answers: int = 10, factor: float = 2.0, least: float = 0.1) -> SuffixDrafter:  # fmt: skip
-    return SuffixDrafter(depth, answers, factor, least)
+def drafter(depth: int = 8, answers: int = 10, factor: float = 2.0, least: float = 0.1) -> LookupDrafter:  # fmt: skip
+    return LookupDrafter(1, depth, PastAnswers(answers), factor, least)
 
 
-def proposal(one: SuffixDrafter, tokens: Sequence[int], scope: bytes = A, limit: int = 9) -> list[int]:  # fmt: skip
+def proposal(one: LookupDrafter, tokens: Sequence[int], scope: bytes = A, limit: int = 9) -> list[int]:  # fmt: skip
     one.enter(7, tokens, scope)
     found = one.propose(7, limit)
     one.leave(7)
     return found
 
 
-def answered(one: SuffixDrafter, prompt: list[int], answer: list[int], scope: bytes = A) -> None:
+def answered(one: LookupDrafter, prompt: list[int], answer: list[int], scope: bytes = A) -> None:
     one.enter(3, prompt, scope)
     one.propose(3, 1)
     for token in answer:
@@ -70,7 +69,7 @@ def record(*values: int) -> list[int]:
     return [1, 2, values[0], 3, 4, *values[1:], 5, 6]
 
 
-@pytest.mark.parametrize("one", [NgramDrafter(2, 4), NgramDrafter(1, 4), drafter(factor=8)])
+@pytest.mark.parametrize("one", [LookupDrafter(2, 4), LookupDrafter(1, 4), drafter(factor=8)])
 def test_a_text_goes_on_behind_one_or_two_other_tokens(one: Drafter) -> None:
     one.enter(7, record(11, 12, 13), A)
     assert one.propose(7, 4) == []
@@ -91,7 +90,7 @@ def three_keys(*values: list[int]) -> list[int]:
     return [20, 1, 11, *values[0], 9, 2, 11, *values[1], 9, 3, 11, *values[2], 12]
 
 
-@pytest.mark.parametrize("one", [NgramDrafter(1, 4), drafter(factor=8)])
+@pytest.mark.parametrize("one", [LookupDrafter(1, 4), drafter(factor=8)])
 def test_a_record_goes_on_as_the_last_one_behind_its_commas(one: Drafter) -> None:
     # The first value is copied from behind these tokens, which is a run of its own.
     others = range(100, 116)
@@ -147,7 +146,7 @@ def test_past_answers_are_found_in_their_scope_only() -> None:
     assert proposal(one, [60, 1, 2]) == [3, 4, 5]
     assert proposal(one, [60, 50, 51]) == []  # prompts are not kept
     assert proposal(one, [60, 1, 2], scope=B) == []
-    assert list(one.answers) == [A]
+    assert list(one.past._by_scope) == [A]
     none = drafter(answers=0)
     answered(none, [50, 51], [1, 2, 3, 4, 5])
     assert proposal(none, [60, 1, 2]) == []
@@ -162,14 +161,14 @@ def test_answers_for_which_another_drafter_had_all_proposals_are_kept_too() -> N
         chain.extend(3, [token])
     chain.leave(3)
     assert proposal(one, [60, 1, 2]) == [3, 4, 5]
-    assert list(one.answers[A].tokens) == [1, 2, 3, 4, 5, END]
+    assert list(one.past._by_scope[A].tokens) == [1, 2, 3, 4, 5, END]
 
 
 def test_what_a_preempted_request_knew_counts_once() -> None:
     one = drafter()
     answered(one, [50, 51], [1, 2, 3])
     answered(one, [50, 51, 1, 2, 3], [4, 5, 6])
-    assert list(one.answers[A].tokens) == [1, 2, 3, END, 4, 5, 6, END]
+    assert list(one.past._by_scope[A].tokens) == [1, 2, 3, END, 4, 5, 6, END]
 
 
 def test_the_oldest_answers_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,15 +176,15 @@ def test_the_oldest_answers_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for start, scope in ((10, A), (20, B), (30, A)):
         answered(one, [1], [start, start + 1, start + 2, start + 3], scope)
     assert [proposal(one, [1, 10, 11]), proposal(one, [1, 20, 21], B), proposal(one, [1, 30, 31])] == [[], [22, 23], [32, 33]]  # fmt: skip
-    monkeypatch.setattr(suffix, "MAX_BYTES", 8 * suffix.BYTES_PER_TOKEN)
+    monkeypatch.setattr(past_answers, "MAX_BYTES", 8 * past_answers.BYTES_PER_TOKEN)
     answered(one, [1], list(range(40, 60)), B)
-    assert one.num_bytes <= suffix.MAX_BYTES
-    assert list(one.answers) == [B]
+    assert one.past.num_bytes <= past_answers.MAX_BYTES
+    assert list(one.past._by_scope) == [B]
     assert proposal(one, [1, 40, 41], B) == [42, 43, 44, 45]
 
 
 def test_of_several_places_the_longest_match_counts_and_then_the_last() -> None:
-    one = NgramDrafter(2, 3)
+    one = LookupDrafter(2, 3)
 
     def found(*tokens: int) -> list[int]:
         one.enter(4, tokens[:3], A)
@@ -199,7 +198,7 @@ def test_of_several_places_the_longest_match_counts_and_then_the_last() -> None:
     assert found(5, 6, 6, 6) == [6, 6]
     assert found(1, 2, 3) == []
     assert found(3, 1, 3) == []
-    one = NgramDrafter(1, 3)
+    one = LookupDrafter(1, 3)
     assert found(3, 1, 3) == [1, 3]
     assert found(3, 1, 3, 2, 3) == [2, 3]
     assert found(1, 2, 3) == []
@@ -240,7 +239,6 @@ def common(text: list[int], recent: Any) -> int:
 class Fixed(Drafter):
     def __init__(self, proposals: dict[int, list[int]]):
         self.proposals, self.asked = proposals, list[dict[int, int]]()
-        self.unsure = set()
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
         self.asked.append(limits)
@@ -251,30 +249,6 @@ def test_a_chain_asks_the_next_drafter_for_rows_without_a_proposal() -> None:
     first, second = Fixed({1: [5], 2: []}), Fixed({1: [6], 2: [7], 3: [8]})
     assert Chain([first, second]).propose_all({1: 4, 2: 4, 3: 4}) == {1: [5], 2: [7], 3: [8]}
     assert second.asked == [{2: 4, 3: 4}]
-
-
-def test_a_chain_keeps_an_unsure_proposal_where_no_other_drafter_has_one() -> None:
-    first, second = Fixed({1: [5], 2: [5], 3: [5], 4: [5]}), Fixed({2: [6], 3: [6]})
-    first.unsure, second.unsure = {1, 2, 3}, {3}
-    chain = Chain([first, second])
-    assert chain.propose_all(dict.fromkeys(range(5), 4)) == {1: [5], 2: [6], 3: [5], 4: [5]}
-    assert second.asked == [dict.fromkeys((0, 1, 2, 3), 4)]
-    assert chain.unsure == {1, 3}
-
-
-def test_a_chain_gives_its_model_the_rows_and_numbers_that_pay() -> None:
-    first, second = Fixed({1: [5], 2: []}), Fixed({1: [6], 2: [7], 3: [8], 4: [8]})
-    second.has_model = True
-    chain = GuardedDrafter(Chain([first, second]), SimpleNamespace(vocab_size=9))  # type: ignore[arg-type]
-    second.computed = 2, 1, 3
-    assert not chain.has_model
-    found = chain.propose_within({1: 4, 2: 4, 3: 4, 4: 4}, {1: 2, 2: 2, 4: 1})
-    assert found == {1: [5], 2: [7], 4: [8]}
-    assert (first.asked, second.asked) == ([{1: 4, 2: 4, 3: 4, 4: 4}], [{2: 2, 4: 1}])
-    assert chain.computed == (2, 1, 3)
-    alone = GuardedDrafter(second, SimpleNamespace(vocab_size=9))  # type: ignore[arg-type]
-    alone.propose_within({1: 4, 3: 4}, {3: 2})
-    assert (alone.has_model, second.asked[-1]) == (True, {3: 2})
 
 
 class Failing(Drafter):
@@ -354,20 +328,6 @@ def test_a_request_limits_its_draft_tokens(speculating: Engine, plain: list[list
     assert 0 < tokens == speculating.stats()["counts"]["spec_decode_num_drafts"] - steps
 
 
-def test_the_tokens_of_a_prompt_count_in_a_steps_time(speculating: Engine, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """A step of eight tokens of a prompt counted as one that draws a token, and draft tokens seemed to cost nothing."""
-    timed: list[tuple[int, int]] = []
-    monkeypatch.setattr(DraftLength, "timed", lambda self, rows, tokens, seconds: timed.append((rows, tokens)))  # fmt: skip
-    monkeypatch.setattr(DraftLength, "rests", lambda self: False)
-    monkeypatch.setattr(DraftLength, "sleeps", False)
-    hook = next(hook for hook in speculating.client.core.executor.worker.hooks if hook.name == "speculation")  # fmt: skip
-    monkeypatch.setattr(hook, "_cold", 0)
-    speculating.tokens([PROMPTS[1][:4]], greedy(2))
-    timed.clear()
-    speculating.tokens([PROMPTS[0][:4]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, speculative={"k": 0}))  # fmt: skip
-    assert timed == [(1, 4)] + [(1, 1)] * 3
-
-
 @pytest.mark.parametrize("kind", [Failing, Broken])
 def test_a_drafter_that_fails_costs_proposals_only(
     speculating: Engine, plain: list[list[int]], kind: type[Drafter], caplog: pytest.LogCaptureFixture
@@ -429,7 +389,7 @@ def test_refused_tokens_are_in_no_index(
         counts = one.stats()["counts"]
     assert counts["spec_decode_num_draft_tokens"] > counts["spec_decode_num_accepted_tokens"] + 100
     kept: list[list[int]] = [[]]
-    for index in found.answers.values():
+    for index in found.past._by_scope.values():
         for token in index.tokens:
             kept[-1].append(token) if token != END else kept.append([])
     assert sorted(filter(None, kept)) == sorted(plain)
@@ -520,13 +480,13 @@ def test_a_chain_ends_with_a_draft_model(checkpoint: str, sampled: list[Any]) ->
 def test_no_drafter_sees_tokens_outside_the_vocabulary(speculating: Engine, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """They would come back as draft tokens, for which the model has no embedding."""
     seen: list[int] = []
-    enter = SuffixDrafter.enter
+    enter = LookupDrafter.enter
 
-    def noted(one: SuffixDrafter, row: int, tokens: Sequence[int], scope: bytes) -> None:
+    def noted(one: LookupDrafter, row: int, tokens: Sequence[int], scope: bytes) -> None:
         seen.extend(tokens)
         enter(one, row, tokens, scope)
 
-    monkeypatch.setattr(SuffixDrafter, "enter", noted)
+    monkeypatch.setattr(LookupDrafter, "enter", noted)
     faulty = [7, 1 << 20, 7, 1 << 20, 7]
     speculating.client.core.inbox.put(EngineRequest("faulty", faulty, greedy(9)))  # type: ignore[attr-defined]
     outputs, errors = speculating.client.outputs, list[str]()

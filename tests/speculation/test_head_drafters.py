@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from equality.engines import VOCAB, engine, greedy, make_checkpoint
-from equality.test_speculation import PARAMS, answers, hook_of
+from speculation.test_speculation import PARAMS, answers, hook_of
 
 from quire.engine.enabled_features import enabled_features
 from quire.errors import ConfigError

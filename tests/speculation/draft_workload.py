@@ -19,7 +19,7 @@ from worker.known_answers import KnownAnswers
 
 from quire.engine.core import EngineCore
 from quire.executor.inline import InlineExecutor
-from quire.features.speculation.draft_length import DraftLength
+from quire.features.speculation.controller import SpeculationController
 from quire.features.speculation.gate import SpeculationGate
 from quire.features.speculation.hook import SpeculationHook
 from quire.features.thinking.budget import ThinkingBudget
@@ -180,15 +180,14 @@ class HistoryBias(Processor):
         return logits_SV
 
 
-class SleepingLength(DraftLength):
+class SleepingController(SpeculationController):
     """The drafter sleeps at random: it misses steps, and requests that come and go."""
 
-    def __init__(self, most: int, fixed: bool, rng: random.Random):
-        super().__init__(most, fixed)
+    def __init__(self, max_drafts: int, fixed: bool, rng: random.Random):
+        super().__init__(max_drafts, fixed)
         self.rng, self.asleep = rng, False
 
-    @property
-    def sleeps(self) -> bool:
+    def sleeps(self, num_rows: int) -> bool:
         if self.rng.random() < 0.1:
             self.asleep = not self.asleep
         return self.asleep
@@ -212,12 +211,12 @@ def engine(
     if answers is not None:
         right = rng.choice([0.0, 0.6, 0.9, 1.0])
         drafter, fixed = KnownAnswers(answers, right, rng), rng.random() < 0.7
-        length = DraftLength(k, fixed)
+        controller = SpeculationController(k, fixed)
         if rng.random() < 0.3:
-            length = SleepingLength(k, fixed, random.Random(rng.random()))
+            controller = SleepingController(k, fixed, random.Random(rng.random()))
         hooks += [
             StateRollback(states, rows),
-            SpeculationHook(rows, drafter, length, lambda rows: k, waits=depth == 1),
+            SpeculationHook(rows, drafter, controller, lambda rows: k, waits=depth == 1),
         ]
         gates = [SpeculationGate(k)]
     worker = Worker(None, model, TokenModelInput(model), sampler, hooks, rows)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from equality.engines import VOCAB, Engine, engine, greedy, make_checkpoint
-from equality.test_speculation import PROMPTS, answers
 from safetensors.torch import load_file, save_file
+from speculation.test_speculation import PROMPTS, answers
 
 from quire import LLM
 from quire.errors import ConfigError

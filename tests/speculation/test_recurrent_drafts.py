@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from equality.engines import engine
-from equality.test_speculation import PARAMS, answers, config, hook_of
 from models.cases import write
 from models.recurrent_cases import CASES
+from speculation.test_speculation import PARAMS, answers, config, hook_of
 from worker.known_answers import KnownAnswers
 
 PROMPTS = [
