@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire.ops.cpu import bindings, build, isa
+from quire.startup_timer import StartupStages
 
 
 def test_without_a_compiler_there_is_a_reason_and_no_kernel(
@@ -155,3 +156,22 @@ def test_the_fastest_usable_build_is_chosen(
     monkeypatch.setattr(isa, "by_intel", isa.by_intel.__wrapped__)
     monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
     assert isa.usable()[0].name == first
+
+
+def test_compiling_is_a_stage_of_its_own_and_only_when_it_happens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
+    monkeypatch.setattr(build, "INSTALLED", tmp_path)
+    stages = StartupStages()
+    loads: list[None] = []
+    monkeypatch.setattr(bindings, "best", lambda: loads.append(None))
+    bindings.compile_missing(stages)
+    assert [name for name, _ in stages.done] == ["compiling the CPU kernels, once (about 10 s)"]
+    assert len(loads) == 1
+    (tmp_path / build.file_name(isa.usable()[0])).touch()
+    bindings.compile_missing(stages)
+    monkeypatch.setenv("QUIRE_CPU_ISA", "none")
+    bindings.compile_missing(stages)
+    assert len(stages.done) == len(loads) == 1

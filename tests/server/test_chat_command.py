@@ -232,6 +232,9 @@ def test_a_terminal_shows_reasoning_dimmed(monkeypatch, capsys):
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert print_answer(iter(told), stats=False) == "yes"
     assert capsys.readouterr().out == "\x1b[2mhm\x1b[22m\n\nyes\n"
+    control = AnswerDelta("\x1b]52;c;aGk=\x07a\n\tb")
+    assert print_answer(iter([control]), stats=False) == control.text
+    assert capsys.readouterr().out == "\\x1b]52;c;aGk=\\x07a\n\tb\n"
     monkeypatch.setenv("TERM", "dumb")
     print_answer(iter(told[:2]), stats=False)
     assert capsys.readouterr().out == "hm\n"

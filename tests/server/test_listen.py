@@ -220,6 +220,13 @@ def test_the_table_has_the_kv_cache(tokens: int, cache: str):
     assert [line.split(maxsplit=2)[2] for line in lines if "KV cache" in line] == [cache]
 
 
+@pytest.mark.parametrize(("host", "more"), [("0.0.0.0", " (listening on 0.0.0.0: on all addresses of this machine)"), ("127.0.0.1", "")])  # fmt: skip
+def test_the_table_says_where_the_server_listens(host: str, more: str):
+    ready = EngineReady(64, 100, 4, 97, "float32", "cpu", "Toy", "native", 1, num_tokens=128)
+    told = facts_table(make_state(None, host=host).config, ready, "http://127.0.0.1:8")
+    assert [line.split(maxsplit=1)[1] for line in told.splitlines() if "address" in line] == [f"http://127.0.0.1:8{more}"]  # fmt: skip
+
+
 def test_a_failed_start_is_one_report():
     report = failure(StartupError("no room", "Traceback ...\n  x\n"))
     assert report.endswith("quire serve: error: no room")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from quire import env
 from quire.cli.completion_client import AnswerDelta, TimingLine
+from quire.logging import printable
 
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 
@@ -53,6 +55,8 @@ class AnswerWriter:
         """Reasoning was written last."""
 
     def write(self, piece: AnswerDelta) -> None:
+        if self.shows_reasoning:  # a terminal, which the text of a model must not control
+            piece = replace(piece, text=printable(piece.text), reasoning=printable(piece.reasoning))
         if piece.reasoning and self.shows_reasoning:
             sys.stdout.write(piece.reasoning if self.reasoning else self.dim + piece.reasoning)
             self.reasoning = True

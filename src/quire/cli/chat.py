@@ -21,6 +21,7 @@ from quire.cli.completion_client import (
 )
 from quire.errors import QuireError
 from quire.logging import configure
+from quire.startup_timer import no_report
 
 PROMPT = "> "
 HISTORY_LINES = 1000
@@ -45,16 +46,24 @@ def run_in_terminal(
     """Connect to the model that the flags name and run `session`. An error is one line on stderr and exit status 1."""
     options = read(command, argv)
     configure(command, options.config.observe.log_level)
+    report = no_report
     if options.url is None and sys.stderr.isatty():
         print_notice(f"Loading {options.config.model.model} ...")
+        report = print_long_stage
     try:
-        with closing(connect(options)) as client:
+        with closing(connect(options, report)) as client:
             return session(options, client)
     except KeyboardInterrupt:  # while it loads
         return 130
     except QuireError as why:
         print_notice(f"quire {command}: error: {why}")
         return 1
+
+
+def print_long_stage(stage: str, share: float) -> None:
+    """Of the stages of a start, the one that happens once and takes long; others have bars, or are short."""
+    if stage.startswith("compiling"):
+        print_notice(f"{stage} ...")
 
 
 class Conversation:

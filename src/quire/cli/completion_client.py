@@ -21,6 +21,7 @@ from quire import env
 from quire.config import flags, from_keywords
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
+from quire.startup_timer import Report, no_report
 
 if TYPE_CHECKING:  # this process needs them only if it loads the model
     from quire.frontend.parsers.model_formats import OutputFormat
@@ -129,9 +130,9 @@ class CompletionClient(Protocol):
     def close(self) -> None: ...
 
 
-def connect(options: ClientOptions) -> CompletionClient:
-    """Raises QuireError: the server cannot be reached, or the model cannot be loaded."""
-    return RemoteClient(options) if options.url is not None else LocalClient(options)
+def connect(options: ClientOptions, report: Report = no_report) -> CompletionClient:
+    """`report`: receives the progress of loading. Raises QuireError: the server cannot be reached, or the model cannot be loaded."""
+    return RemoteClient(options) if options.url is not None else LocalClient(options, report)
 
 
 class RemoteClient:
@@ -231,11 +232,11 @@ def error_message(answer: http.client.HTTPResponse) -> str:
 class LocalClient:
     """A model in this process."""
 
-    def __init__(self, options: ClientOptions):
+    def __init__(self, options: ClientOptions, report: Report = no_report):
         from quire.frontend.request_manager import RequestManager
         from quire.frontend.startup import start_engine
 
-        self.client, tokenizer = start_engine(options.config)
+        self.client, tokenizer = start_engine(options.config, report=report)
         self.front = RequestManager(self.client, tokenizer=tokenizer)
         self.sampling, self.name, self.count = options.sampling, options.config.model.model, 0
 

@@ -152,6 +152,7 @@ def build_worker(
         platform.prepare(forecast.weights)
         ranks = address.join()
         forecast = plan_on(platform, resolved, forecast, others, found)
+    _compile_kernels(resolved.device, stages)
     with stages("loading the model"):
         models = build_models(resolved, platform, others, stages.loaded, ranks)
     with stages("allocating the KV cache"):
@@ -189,6 +190,13 @@ def build_worker(
     extension = resolved.config.parallel.worker_extension_cls
     ModuleHooks(worker, extended_worker(worker, address.rank, address.local[0], extension))
     return worker
+
+
+def _compile_kernels(device: str, stages: StartupStages) -> None:
+    if device == "cpu":
+        from quire.ops.cpu.bindings import compile_missing
+
+        compile_missing(stages)
 
 
 def plug_in(features: Sequence[WorkerFeature], parts: WorkerParts) -> None:

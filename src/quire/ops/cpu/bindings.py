@@ -12,6 +12,7 @@ import ctypes
 import functools
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,9 @@ C_TYPES: dict[str, Any] = {
     "float": ctypes.c_float,
 }  # fmt: skip
 DECLARATION = re.compile(r"EXPORT (\w+) quire_(\w+)\(([^)]*)\);")
+
+
+COMPILING = "compiling the CPU kernels, once (about 10 s)"
 
 
 def signatures() -> dict[str, tuple[Any, list[Any]]]:
@@ -126,6 +130,15 @@ def best() -> Kernels | None:
         "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()),
     )
     return None
+
+
+def compile_missing(stage: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Load the best build within `stage(NAME)` if it must be compiled first, so that users see why a start takes long."""
+    requested = str(env.get("CPU_ISA"))
+    wanted = [each for each in isa.usable() if requested in ("auto", each.name)]
+    if wanted and not build.exists(wanted[0]):
+        with stage(COMPILING):
+            best()
 
 
 def shares_threads(threads: Callable[[], int]) -> bool:

@@ -76,6 +76,16 @@ def file_name(isa: Isa, of: Sources | None = None) -> str:
     return f"{isa.name}-{digest.hexdigest()[:16]}.so"
 
 
+def cache_folder() -> Path:
+    return Path(str(env.get("CACHE_ROOT"))).expanduser().absolute() / "kernels"
+
+
+def exists(isa: Isa) -> bool:
+    """Whether `library` finds this build compiled, unless it then rejects the file."""
+    name = file_name(isa)
+    return (INSTALLED / name).exists() or (cache_folder() / name).exists()
+
+
 def library(isa: Isa) -> Path:
     """The shared library of this build: the installed one, else the one in the cache, compiled if it is not there.
 
@@ -85,7 +95,7 @@ def library(isa: Isa) -> Path:
     name = file_name(isa)
     if (INSTALLED / name).exists():
         return INSTALLED / name
-    root = Path(str(env.get("CACHE_ROOT"))).expanduser().absolute() / "kernels"
+    root = cache_folder()
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         if root.stat().st_uid == os.geteuid():

@@ -6,6 +6,7 @@ Knows facts and their layout. Does not know where they come from.
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from typing import Any
 
@@ -30,7 +31,8 @@ def greet(
 ) -> float:
     """Log where the start-up time went, print what is served, and a command that works. Returns seconds of the start."""
     total = since_process_start()
-    log.info("start-up\n%s", stages_table(ready.startup, total))
+    if log.isEnabledFor(logging.INFO):
+        show(f"start-up\n{stages_table(ready.startup, total)}")
     for text in warnings(config, physical_cores()):
         log.warning("%s", text)
     show(facts_table(config, ready, url, processes))
@@ -48,11 +50,18 @@ def facts_table(config: EngineConfig, ready: EngineReady, url: str, processes: i
         ("context", f"{ready.max_model_len} tokens"),
         ("KV cache", f"{ready.num_blocks} blocks of {ready.block_size} tokens: {contexts:.1f} full contexts" if ready.num_tokens else "none"),
         *([("engines", f"{len(config.parallel.ranks)}, each with a KV cache of its own")] if len(config.parallel.ranks) > 1 else []),
-        ("address", url),
+        ("address", f"{url}{_listening(config)}"),
         ("API key", "needed" if config.server.needs_key else "none"),
         *([("HTTP", f"{processes} processes")] if processes > 1 else []),
     ]  # fmt: skip
     return table(rows)
+
+
+def _listening(config: EngineConfig) -> str:
+    """Where else than at `url` the server can be reached."""
+    if config.server.uds is not None or (host := host_of(config.server)) not in ("0.0.0.0", "::"):
+        return ""
+    return f" (listening on {host}: on all addresses of this machine)"
 
 
 def warnings(config: EngineConfig, cores: int) -> list[str]:
