@@ -123,7 +123,7 @@ def _measure(given: argparse.Namespace, command: str) -> int:
     chosen = [w for w in shapes.WORKLOADS if not given.workloads or w.name in given.workloads]
     if not (given.scripts / "lines.py").is_file():
         raise ConfigError(f"--scripts {given.scripts}: no such scripts; run it in the repository")
-    models = {name: _model(ENGINES[name], shape, given) for name in given.engines}
+    models = {name: model_of(ENGINES[name], shape, given) for name in given.engines}
     if given.prepare:
         print("\n".join(f"{name}: {path}" for name, path in models.items()))
         return 0
@@ -136,7 +136,7 @@ def _measure(given: argparse.Namespace, command: str) -> int:
             running: dict[str, Running] = {}
             for name in names:
                 try:
-                    asked = _asked(ENGINES[name], models[name], shape, chosen, given)
+                    asked = asked_of(ENGINES[name], models[name], shape, chosen, given)
                     running[name] = open_.enter_context(started(name, asked, given))
                     engines[name] = running[name].report()
                 except StartupError as why:
@@ -168,7 +168,7 @@ def _measure(given: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def _model(engine: Engine, shape: shapes.Shape, given: argparse.Namespace) -> Path:
+def model_of(engine: Engine, shape: shapes.Shape, given: argparse.Namespace) -> Path:
     """The checkpoint in the engine's format; made once. A peer that is not installed fails later, when it starts."""
     path = shapes.checkpoint(shape, "bfloat16", given.cache)
     if engine.weights == "bfloat16":
@@ -206,6 +206,8 @@ def _environment(**more: str) -> dict[str, str]:
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     found = env.for_a_child(**quiet, **more)
     found.pop("PYTHONPATH", None)
+    if env.outer("GOMP_SPINCOUNT") is None:  # Quire sets it for its own processes
+        found.pop("GOMP_SPINCOUNT", None)
     return found
 
 
@@ -236,7 +238,7 @@ def in_environment(
     )
 
 
-def _asked(
+def asked_of(
     engine: Engine, model: Path, shape: shapes.Shape, chosen: list[shapes.Workload], given: Any
 ) -> dict[str, Any]:
     tokens = max(w.rows * (w.prompt + w.output) for w in chosen)

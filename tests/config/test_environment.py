@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,19 @@ def test_a_variable_without_effect_warns(name, monkeypatch, warnings):
     monkeypatch.setenv(f"VLLM_{name}", value)
     engine_config({})
     assert warnings == [f"VLLM_{name}={value} has no effect: {row.no_effect}"]
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_torchs_threads_sleep_soon_unless_the_user_says_otherwise(name, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert env.for_a_child()["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.setenv(name, "ACTIVE")
+    assert {
+        key: value
+        for key, value in env.for_a_child().items()
+        if "MP_" in key and key != "OMP_NUM_THREADS"
+    } == {name: "ACTIVE"}
+    env.limit_spins()
+    assert os.environ.get("GOMP_SPINCOUNT") == ("ACTIVE" if name == "GOMP_SPINCOUNT" else None)

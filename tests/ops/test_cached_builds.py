@@ -99,7 +99,7 @@ def test_the_log_names_the_chosen_library(
     with caplog.at_level(logging.INFO):
         assert best() is made
     assert "CPU kernels: portable" in caplog.text
-    assert "do not share torch's OpenMP threads" not in caplog.text
+    assert "do not follow torch's number of threads" not in caplog.text
 
 
 def test_a_different_thread_pool_is_reported(
@@ -109,7 +109,7 @@ def test_a_different_thread_pool_is_reported(
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
     monkeypatch.setattr(bindings, "load", lambda name: SimpleNamespace(threads=lambda: before))
     best()
-    assert "the kernels do not share torch's OpenMP threads" in caplog.text
+    assert "the kernels do not follow torch's number of threads" in caplog.text
     assert torch.get_num_threads() == before
 
 

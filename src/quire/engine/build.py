@@ -82,6 +82,7 @@ def make_client(
         if wait:
             client.wait_ready()
         return client
+    env.limit_spins()
     core, ready = build_core(resolved, report)
     return InlineClient(core, resolved, ready, shut=core.executor.close)
 

@@ -18,15 +18,15 @@ from pathlib import Path
 from quire.ops.cpu import build, isa
 
 HERE = Path(__file__).parent
-THREADS = "threads"  # its folder here, too: what stands in for OpenMP's runtime
+THREADS = "threads"
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer")
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-RACES = ("-fsanitize=thread",)
+RACES = ("-fsanitize=thread", "-DQUIRE_LATE_THREADS")
 # A leak check needs ptrace, and the kernels keep their scratch memory until the end.
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0",
     "TSAN_OPTIONS": "halt_on_error=1",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "3",
 }
 
 
@@ -56,7 +56,6 @@ def main(wanted: list[str]) -> int:
     flags, sources = MEMORY, list(HERE.glob("*.cpp"))
     if wanted[:1] == [THREADS]:
         flags, wanted = RACES, wanted[1:]
-        sources += (HERE / THREADS).glob("*.cpp")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checks = compile_all(sources, flags, folder)  # once: they call kernels, and hold none

@@ -1,7 +1,7 @@
 """ctypes bindings of the CPU kernels: one library, loaded once.
 
-Reads argument types from the kernels' headers. Does not know layers. It imports torch before it loads the library, so that both share torch's
-OpenMP runtime: two runtimes would compete for the same cores.
+Reads argument types from the kernels' headers. Does not know layers. It imports torch before it loads the library, so that the library asks
+torch's OpenMP runtime for the number of threads. The threads are its own (`kernels/team.h`).
 
 Functions take tensors as addresses: the caller ensures dtype, layout and lifetime.
 """
@@ -117,7 +117,7 @@ def best() -> Kernels | None:
             log.info("CPU kernels: %s", name)
             if not shares_threads(found.threads):
                 log.warning(
-                    "the kernels do not share torch's OpenMP threads, so both compete for the cores; this happens if"
+                    "the kernels do not follow torch's number of threads, so both compete for the cores; this happens if"
                     " clang compiled them: set CXX=g++ and another QUIRE_CACHE_ROOT to compile them again"
                 )
             if failures:

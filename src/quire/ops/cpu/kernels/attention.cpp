@@ -19,6 +19,7 @@
 
 #include "exports.h"
 #include "attention_prefill.h"
+#include "team.h"
 
 namespace quire {
 
@@ -316,24 +317,30 @@ struct Queue {
   }
 };
 
+Memory& memory_here() {
+  static thread_local Memory memory;
+  return memory;
+}
+
 void attend(const Call& call) {
-  const int threads = omp_get_max_threads();
+  const int threads = (int)team_size();
   Work work(call, threads);
   const std::vector<Item>& items = work.items;
   Queue queue((long)items.size(), threads), joins((long)work.split_items.size(), threads);
-#pragma omp parallel
-  {
-    static thread_local Memory memory;
+  in_shares(true, [&](long, long) {
+    Memory& memory = memory_here();
     begin_products();
     memory.shape = {};
     queue.run([&](long i, long next) { run_item(call, items[i], next < 0 ? nullptr : &items[next], memory, work.found.data()); });
     end_products();
-    if (!work.split_items.empty()) {
-#pragma omp barrier
-      joins.run([&](long i, long) { join(call, work.split_items[i], memory, work.found.data()); });
-    }
+    if (work.split_items.empty()) end_streams();
+  });
+  if (work.split_items.empty()) return;
+  in_shares(true, [&](long, long) {
+    Memory& memory = memory_here();
+    joins.run([&](long i, long) { join(call, work.split_items[i], memory, work.found.data()); });
     end_streams();
-  }
+  });
 }
 
 }  // namespace quire

@@ -4,7 +4,6 @@
 // chunks. Keep it so: the engine's equality tests compare bits.
 #pragma once
 #include <math.h>
-#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -10,19 +10,13 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/futex.h>
 #include <stdio.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <chrono>
 
 #include "layer.h"
+#include "team.h"
 
 namespace quire {
 
-constexpr int SPINS = 4000;             // some 100 us
 constexpr long NAP_MS = 20;             // a wake-up that was missed costs at most this
 constexpr long LOOK_MS = 200;           // how often a rank looks whether another is alive
 constexpr long STOPPED_MS = 10'000;     // how long a rank may be stopped, as by a debugger
@@ -34,19 +28,9 @@ struct alignas(128) Arrival {  // HEADER bytes (parallel/address.py)
   std::atomic<int32_t> process;    // 0: it has not joined yet
 };
 
-static long futex(std::atomic<uint32_t>* word, int what, uint32_t value, const timespec* nap) {
-  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), what, value, nap, nullptr, 0);
-}
-
-static void pause_core() {
-#ifdef __x86_64__
-  __builtin_ia32_pause();
-#endif
-}
-
 static void arrive(Arrival& mine) {
   mine.count.fetch_add(1);
-  if (mine.sleepers.load()) futex(&mine.count, FUTEX_WAKE, INT32_MAX, nullptr);
+  if (mine.sleepers.load()) futex(&mine.count, FUTEX_WAKE, INT32_MAX);
 }
 
 // The letter of a process' state in /proc, which knows one that has ended before its parent has seen it; 0: there is no such process.
@@ -75,10 +59,7 @@ static int fault_of(const Arrival& theirs) {
 static int await(Arrival& theirs, uint32_t target, long timeout_ms) {
   using Clock = std::chrono::steady_clock;
   auto reached = [&] { return int32_t(theirs.count.load(std::memory_order_acquire) - target) >= 0; };
-  for (int i = 0; i < SPINS; i++) {
-    if (reached()) return 0;
-    pause_core();
-  }
+  if (spin(reached)) return 0;
   const timespec nap{0, NAP_MS * 1'000'000};
   long waited_us = 0, looked_us = 0, stopped_us = 0;
   int fault = 0;
@@ -106,8 +87,7 @@ static int await(Arrival& theirs, uint32_t target, long timeout_ms) {
 }
 
 static void copy_rows(char* to, long to_row, const char* from, long from_row, long rows, long width) {
-#pragma omp parallel for if (rows * width >= PARALLEL_BYTES) schedule(static)
-  for (long row = 0; row < rows; row++) memcpy(to + row * to_row, from + row * from_row, width);
+  each_of(rows, rows * width >= PARALLEL_BYTES, [&](long row) { memcpy(to + row * to_row, from + row * from_row, width); });
 }
 
 void gather(RankLink& link, const void* own, long own_row, long rows, long width, void* all, long all_row) {

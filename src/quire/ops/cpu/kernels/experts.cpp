@@ -8,6 +8,7 @@
 // Threads share each product by the memory that they read, not by experts, so a step of few tokens, whose experts differ in rows
 // but not in bytes, keeps all of them busy. Two barriers a layer. A row's result does not depend on the other rows.
 #include "experts.h"
+#include "team.h"
 
 namespace quire {
 
@@ -93,28 +94,28 @@ EXPORT void quire_experts(const Experts* experts, const bf16* x, long x_row, con
   const int64_t *first = keep.first.data, *token = keep.token.data, *place = keep.place.data;
   bf16* inner = keep.inner.at_least(tokens * e.chosen * inner_width);
   bf16* outer = keep.outer.at_least(tokens * e.chosen * hidden);
-#pragma omp parallel
-  {
-    const long t = omp_get_thread_num(), team = omp_get_num_threads();
+  in_shares(true, [&](long t, long team) {
     deal(e.gate_up, first, e.count, t, team, [&](long i, long panel0, long panel1) {
       const long a = first[i], rows = first[i + 1] - a;
       long step = x_row;
       const bf16* from = gather(x, step, token + a, rows, hidden);
       e.gate_up[i].panels(from, step, inner + a * inner_width, inner_width, rows, e.act, panel0, panel1);
     });
-#pragma omp barrier
+  });
+  in_shares(true, [&](long t, long team) {
     deal(e.down, first, e.count, t, team, [&](long i, long panel0, long panel1) {
       const long a = first[i], rows = first[i + 1] - a;
       e.down[i].panels(inner + a * inner_width, inner_width, outer + a * hidden, hidden, rows, NO_ACTIVATION, panel0, panel1);
     });
-#pragma omp barrier
+  });
+  in_shares(true, [&](long t, long team) {
     if (tokens >= team)
       for (long r = tokens * t / team; r < tokens * (t + 1) / team; r++)
         add(e, outer, place + r * e.chosen, weights + r * e.chosen, y + r * hidden, 0, hidden);
     else
       for (long r = 0; r < tokens; r++)
         add(e, outer, place + r * e.chosen, weights + r * e.chosen, y + r * hidden, hidden / 16 * t / team * 16, hidden / 16 * (t + 1) / team * 16);
-  }
+  });
 }
 
 // y of each head: the head's x times its own weight. x: [tokens, heads, ins], with x_row and x_head elements from one to the next.
@@ -123,9 +124,10 @@ EXPORT void quire_per_head(const Weight* weights, long heads, const bf16* x, lon
   static thread_local Scratch<int64_t> keep;  // of the calling thread
   int64_t* first = keep.at_least(heads + 1);
   for (long h = 0; h <= heads; h++) first[h] = h * tokens;
-#pragma omp parallel
-  deal(weights, first, heads, omp_get_thread_num(), omp_get_num_threads(), [&](long h, long panel0, long panel1) {
-    weights[h].panels(x + h * x_head, x_row, y + h * y_head, y_row, tokens, NO_ACTIVATION, panel0, panel1);
+  in_shares(true, [&](long t, long team) {
+    deal(weights, first, heads, t, team, [&](long h, long panel0, long panel1) {
+      weights[h].panels(x + h * x_head, x_row, y + h * y_head, y_row, tokens, NO_ACTIVATION, panel0, panel1);
+    });
   });
 }
 
@@ -141,23 +143,20 @@ EXPORT void quire_expert_products(const Experts* experts, int down, const bf16* 
   const long ins = weights->ins, act = down ? NO_ACTIVATION : e.act;
   const int64_t *first = keep.first.data, *token = keep.token.data, *place = keep.place.data;
   bf16* sorted = keep.outer.at_least(pairs * outs);
-#pragma omp parallel
-  {
-    const long t = omp_get_thread_num(), team = omp_get_num_threads();
+  in_shares(true, [&](long t, long team) {
     deal(weights, first, e.count, t, team, [&](long i, long panel0, long panel1) {
       const long a = first[i], count = first[i + 1] - a;
       long step = x_row;
       const bf16* from = gather(x, step, token + a, count, ins);
       weights[i].panels(from, step, sorted + a * outs, outs, count, act, panel0, panel1);
     });
-#pragma omp barrier
-    for (long i = pairs * t / team; i < pairs * (t + 1) / team; i++) {
-      if (place[i] >= 0)
-        memcpy(y + i * outs, sorted + place[i] * outs, outs * sizeof(bf16));
-      else
-        std::fill(y + i * outs, y + (i + 1) * outs, bf16{});
-    }
-  }
+  });
+  each_of(pairs, true, [&](long i) {
+    if (place[i] >= 0)
+      memcpy(y + i * outs, sorted + place[i] * outs, outs * sizeof(bf16));
+    else
+      std::fill(y + i * outs, y + (i + 1) * outs, bf16{});
+  });
 }
 
 // y of each token: the sum of its rows of x times their weights, in the order of its pairs. x: [., D]; D is a multiple of 16. places: the row of
@@ -170,6 +169,7 @@ EXPORT void quire_weighted_sum(const bf16* x, const int64_t* places, const float
     for (long i = 0; i < tokens * chosen; i++) in_order[i] = i;
     places = in_order;
   }
-#pragma omp parallel for if (tokens * chosen * D > 1 << 16) schedule(static)
-  for (long r = 0; r < tokens; r++) add(e, x, places + r * chosen, weights + r * chosen, y + r * D, 0, D);
+  each_of(tokens, tokens * chosen * D > 1 << 16, [&](long r) {
+    add(e, x, places + r * chosen, weights + r * chosen, y + r * D, 0, D);
+  });
 }

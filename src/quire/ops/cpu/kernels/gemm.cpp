@@ -11,6 +11,7 @@
 #include "gemm_many_rows.h"
 #include "layer.h"
 #include "quantize_activations.h"
+#include "team.h"
 
 namespace quire {
 
@@ -152,14 +153,10 @@ void linear(const Job<F>& job) {
   const long panels = job.outs / 32, padded = (job.rows + 31) / 32 * 32;
   const bool some = !straight(job) && job.rows < AMX_MIN_ROWS;
   auto* x = some ? shared.at_least(padded * job.ins) : nullptr;
-#pragma omp parallel
-  {
-    const long t = omp_get_thread_num(), team = omp_get_num_threads();
+  if (some) each_of(padded / 32, true, [&](long m) { gather_rows(job, m * 32, x + m * 32 * job.ins); });
+  in_shares(true, [&](long t, long team) {
     const long panel0 = panels * t / team, panel1 = panels * (t + 1) / team;
     if (some) {
-      for (long m = padded / 32 * t / team; m < padded / 32 * (t + 1) / team; m++)
-        gather_rows(job, m * 32, x + m * 32 * job.ins);
-#pragma omp barrier
       some_rows<KIND>(job, panel0, panel1, x);
       end_products();
     } else if (job.rows >= AMX_MIN_ROWS && !straight(job)) {
@@ -168,7 +165,7 @@ void linear(const Job<F>& job) {
     } else {
       panels_alone<KIND>(job, panel0, panel1);
     }
-  }
+  });
 }
 
 #else
@@ -230,11 +227,9 @@ void panels_alone(const Job<F>& job, long panel0, long panel1) {
 template <Kind KIND, class F>
 void linear(const Job<F>& job) {
   const long panels = job.outs / 32;
-#pragma omp parallel
-  {
-    const long t = omp_get_thread_num(), team = omp_get_num_threads();
+  in_shares(true, [&](long t, long team) {
     panels_alone<KIND>(job, panels * t / team, panels * (t + 1) / team);
-  }
+  });
 }
 
 #endif
@@ -279,9 +274,10 @@ EXPORT void quire_linear_int8(const bf16* x, long x_row, const int8_t* w, const 
     static thread_local Scratch<float> keep_scales;  // of the calling thread
     uint8_t* bytes = keep.at_least(rows * ins + 64);
     float* scales = keep_scales.at_least(rows);
-#pragma omp parallel for if (rows >= 16) schedule(static)
-    for (long r = 0; r < rows; r += 4)
+    each_of((rows + 3) / 4, rows >= 16, [&](long at) {
+      const long r = at * 4;
       rows_to_bytes(x + r * x_row, x_row, std::min(4L, rows - r), bytes + r * ins, ins, 64, ins, scales + r);
+    });
     job.x = bytes, job.x_scale = scales, job.raw = nullptr;
   }
   is_gated(act) ? linear<GATED>(job) : linear<PLAIN>(job);

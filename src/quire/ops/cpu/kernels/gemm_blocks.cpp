@@ -18,6 +18,7 @@
 #include "layer.h"
 #include "norm_rope_act.h"
 #include "quantize_activations.h"
+#include "team.h"
 
 namespace quire {
 
@@ -249,23 +250,19 @@ EXPORT void quire_linear_blocks(const bf16* x, long x_row, const uint8_t* w, con
                                 long y_row, long rows, long outs, long ins, int act) {
   static thread_local ActivationMemory keep;  // of the calling thread
   const Activations a = keep.reserve(rows, ins);
-#pragma omp parallel for if (rows > 1 && rows * ins >= 8192) schedule(static)
-  for (long r = 0; r < rows; r++) quantize_row(a, x + r * x_row, r);
+  each_of(rows, rows > 1 && rows * ins >= 8192, [&](long r) { quantize_row(a, x + r * x_row, r); });
   if (act == HALVES) act = NO_ACTIVATION;  // the order of its outputs
   const BlockJob job{a, w, (const BlockPart*)(blocks + 1), bias, y, y_row, outs, act};
   const long panels = outs / (is_gated(act) ? 64 : 32);
-#pragma omp parallel
-  {
-    const long t = omp_get_thread_num(), team = omp_get_num_threads();
+  in_shares(true, [&](long t, long team) {
     panels_alone(job, panels * t / team, panels * (t + 1) / team);
-  }
+  });
 }
 
 // Rows of a weight of one part: the lookup in an embedding table.
 EXPORT void quire_block_rows(const uint8_t* w, const int64_t* blocks, const int64_t* ids, bf16* y, long rows, long ins) {
   const BlockPart& part = *(const BlockPart*)(blocks + 1);
-#pragma omp parallel for if (rows > 1) schedule(static)
-  for (long r = 0; r < rows; r++)
+  each_of(rows, rows > 1, [&](long r) {
     with_form(part.form, [&](auto form) {
       using F = decltype(form);
       Record<F> record(part.form);
@@ -284,4 +281,5 @@ EXPORT void quire_block_rows(const uint8_t* w, const int64_t* blocks, const int6
         for (int i = 0; i < F::BLOCK; i += 16) store(y + r * ins + k + i, load(values + i));
       }
     });
+  });
 }

@@ -10,6 +10,7 @@
 #include "layer.h"
 #include "int4_dot.h"
 #include "norm_rope_act.h"
+#include "team.h"
 
 namespace quire {
 
@@ -317,15 +318,10 @@ void multiply(const Job4& job) {
   static thread_local Scratch<int8_t> keep;  // of the calling thread
   const long panels = job.outs / 32, tiles = tiles_of(job);
   int8_t* x = tiles ? keep.at_least(tiles * 32 * job.ins) : nullptr;
-#pragma omp parallel
-  {
-    const long t = omp_get_thread_num(), team = omp_get_num_threads();
-    if (tiles) {
-      gather_tiles(job, tiles * t / team, tiles * (t + 1) / team, x);
-#pragma omp barrier
-    }
+  each_of(tiles, true, [&](long tile) { gather_tiles(job, tile, tile + 1, x); });
+  in_shares(true, [&](long t, long team) {
     panels_alone<GATED>(job, panels * t / team, panels * (t + 1) / team, x);
-  }
+  });
 }
 
 // Quantizes N groups of a row of x to signed bytes, with the largest of each at 127. Several run interleaved: one alone waits for
@@ -412,11 +408,10 @@ EXPORT void quire_linear_int4(const bf16* x, long x_row, const uint8_t* w, const
   const Weight weight{w, w_scale, nullptr, w_zero, codes, order, nullptr, bias, outs, ins, group};
   shared.reserve(rows, weight);
   const Bytes& bytes = shared;  // in the team, `shared` is each thread's own
-#pragma omp parallel for if (rows > 1 && rows * ins >= 8192) schedule(static)
-  for (long r = 0; r < rows; r++) {
+  each_of(rows, rows > 1 && rows * ins >= 8192, [&](long r) {
     static thread_local Scratch<bf16> keep;
     bytes.quantize(weight, x + r * x_row, r, rows, keep);
-  }
+  });
   const Job4 job = bytes.job(weight, y, y_row, rows, act);
   is_gated(act) ? multiply<true>(job) : multiply<false>(job);
 }

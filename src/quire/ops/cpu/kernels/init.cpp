@@ -6,6 +6,7 @@
 
 #include "exports.h"
 #include "gemm_kernel.h"
+#include "team.h"
 
 // 0: ready. Else the operating system does not give tile registers to this process.
 EXPORT int quire_init() {
@@ -17,4 +18,4 @@ EXPORT int quire_init() {
 #endif
 }
 
-EXPORT int quire_threads() { return omp_get_max_threads(); }
+EXPORT int quire_threads() { return (int)quire::team_size(); }

@@ -2,6 +2,7 @@
 #include "kv_write.h"
 
 #include "exports.h"
+#include "team.h"
 
 using namespace quire;
 
@@ -9,6 +10,5 @@ using namespace quire;
 EXPORT void quire_write_cache(const bf16* from, long step, void* cache, float* scales, const int64_t* slots, long tokens,
                               long heads, long D, long block_size, long kind, int key) {
   const Cached to{cache, scales, heads, D, block_size, kind, key != 0};
-#pragma omp parallel for if (tokens * (kind == KV_BF16 ? 1 : heads) >= 64) schedule(static)
-  for (long t = 0; t < tokens; t++) to.write(slots[t], from + t * step);
+  each_of(tokens, tokens * (kind == KV_BF16 ? 1 : heads) >= 64, [&](long t) { to.write(slots[t], from + t * step); });
 }

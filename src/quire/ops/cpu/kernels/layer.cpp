@@ -14,6 +14,7 @@
 #include "kv_write.h"
 #include "mixture.h"
 #include "norm_rope_act.h"
+#include "team.h"
 
 namespace quire {
 
@@ -60,8 +61,7 @@ static void norm_among_ranks(const Layer& l, bf16* qkv, long width, long T) {
   const long queries = size * q, keys = size / l.kv_copies * k;
   bf16 *all = keep_all.at_least(T * size * own), *ordered = keep_ordered.at_least(T * (queries + keys));
   gather(*l.flat_ranks, qkv, width * sizeof(bf16), T, own * sizeof(bf16), all, size * own * sizeof(bf16));
-#pragma omp parallel for if (T > 1) schedule(static)
-  for (long t = 0; t < T; t++) {
+  each_of(T, T > 1, [&](long t) {
     const bf16* from = all + t * size * own;
     bf16 *to_q = ordered + t * (queries + keys), *to_k = to_q + queries, *to = qkv + t * width;
     for (long r = 0; r < size; r++) memcpy(to_q + r * q, from + r * own, q * sizeof(bf16));
@@ -70,26 +70,25 @@ static void norm_among_ranks(const Layer& l, bf16* qkv, long width, long T) {
     norms<1>(to_k, 0, l.k_norm.weight, to_k, 0, keys, l.k_norm.eps, (int)l.k_norm.kind);
     memcpy(to, to_q + rank * q, q * sizeof(bf16));
     memcpy(to + q, to_k + rank / l.kv_copies * k, k * sizeof(bf16));
-  }
+  });
 }
 
 static void prepare(const Layer& l, const Step& s, bf16* qkv, bf16* q) {
   const long turning = l.heads + l.kv_heads, queries = l.gated ? 2 * l.heads : l.heads, all = queries + l.kv_parts * l.kv_heads;
   const Cached keys{l.keys, l.key_scales, l.kv_heads, l.D, l.block_size, l.kind, true};
   const Cached values{l.values, l.value_scales, l.kv_heads, l.D, l.block_size, l.kind, false};
-#pragma omp parallel for if (s.tokens > 1) schedule(static)
-  for (long t = 0; t < s.tokens; t++) {
+  each_of(s.tokens, s.tokens > 1, [&](long t) {
     prepare_flat(l, s, qkv + t * all * l.D, t);
     const auto some = [&](long first, long count) {
       each_four(count, [&](long h, auto n) { prepare_heads<n>(l, s, qkv, q, t, first + h); });
     };
     some(0, l.heads);
-    if (!l.kv_parts) continue;
+    if (!l.kv_parts) return;
     some(l.heads, l.kv_heads), some(turning, l.kv_heads);
-    if (l.kind == KV_BF16) continue;
+    if (l.kind == KV_BF16) return;
     keys.write(s.slots[t], qkv + (t * all + queries) * l.D);
     values.write(s.slots[t], qkv + (t * all + queries + l.kv_heads) * l.D);
-  }
+  });
 }
 
 static void output(const Layer& l, const Norm& norm, bf16* x, long T) {

@@ -7,6 +7,7 @@
 // A x is summed in sixteen lanes over the inputs, B h over the rank, ascending, in float32; y is rounded once. A token's bits do not
 // depend on the other tokens, their order, the adapter's number or threads.
 #include "layer.h"
+#include "team.h"
 
 namespace quire {
 
@@ -222,21 +223,21 @@ void add(const AdapterTokens& tokens, LoraTable table, const X* x, long x_row, X
   if (!products) return;
   float* h = keep.at_least(tokens.tokens * most);
   const int64_t* order = tokens.order.data;
-#pragma omp parallel if (products > SERIAL_MAX_PRODUCTS)
-  {
-    const long t = omp_get_thread_num(), team = omp_get_num_threads();
+  const bool together = products > SERIAL_MAX_PRODUCTS;
+  in_shares(together, [&](long t, long team) {
     each_share(tokens, table, t, team, shrink_cost, [&](const Chunk& c, const Lora& of, long r0, long r1) {
       const auto run = of.is_bf16 ? shrink<X, bf16> : shrink<X, float>;
       run(of, x, x_row, order + c.first, c.count, r0, r1, h + c.first * most, most);
     });
-#pragma omp barrier
+  });
+  in_shares(together, [&](long t, long team) {
     each_share(tokens, table, t, team, expand_cost, [&](const Chunk& c, const Lora& of, long p0, long p1) {
       constexpr bool ANY = ANY_ORDER<X, bf16>;
       const auto of_bf16 = of.gain || of.offset ? expand<false, X, bf16> : expand<ANY, X, bf16>;
       const auto run = of.is_bf16 ? of_bf16 : expand<false, X, float>;
       run(of, y, y_row, order + c.first, c.count, p0, p1, h + c.first * most, most);
     });
-  }
+  });
 }
 
 }  // namespace
@@ -251,12 +252,12 @@ void Weight::multiply_adapted(const bf16* x, long x_row, bf16* y, long y_row, lo
   add(in_scope, lora, x, x_row, to, to_row);
   if (act == NO_ACTIVATION) return;
   const long width = gates ? outs / 2 : outs;
-#pragma omp parallel for if (rows >= 16) schedule(static)
-  for (long r = 0; r < rows; r++)
+  each_of(rows, rows >= 16, [&](long r) {
     for (long i = 0; i < width; i += 16) {
       const Floats v = widen(to + r * to_row + i);
       store(y + r * y_row + i, gates ? gated(v, widen(to + r * to_row + width + i), act) : ungated(v, act));
     }
+  });
 }
 
 }  // namespace quire

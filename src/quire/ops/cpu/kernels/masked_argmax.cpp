@@ -4,6 +4,7 @@
 #include "common.h"
 #include "exports.h"
 #include "logits.h"
+#include "team.h"
 
 namespace quire {
 
@@ -54,9 +55,9 @@ template <class T>
 inline void argmax_rows(const T* x, long step, const uint32_t* words, long rows, long V, int64_t* tokens, float* max_logit,
                       float* max_allowed) {
   const long width = (V + 31) / 32;
-#pragma omp parallel for if (rows > 1) schedule(dynamic)
-  for (long r = 0; r < rows; r++)
+  in_pieces(rows, [&](long r) {
     argmax_row(x + r * step, words ? words + r * width : nullptr, V, tokens + r, max_logit + r, max_allowed + r);
+  });
 }
 
 }  // namespace quire
@@ -75,8 +76,7 @@ EXPORT void quire_masked_argmax(const void* x, long step, int is_bf16, const uin
 // Sets logits whose bit is 0 to -inf.
 EXPORT void quire_mask_logits(float* x, long step, const uint32_t* words, long rows, long V) {
   const long width = (V + 31) / 32;
-#pragma omp parallel for if (rows > 1) schedule(dynamic)
-  for (long r = 0; r < rows; r++) {
+  in_pieces(rows, [&](long r) {
     const uint32_t* mine = words + r * width;
     float* row = x + r * step;
     long v = 0;
@@ -89,5 +89,5 @@ EXPORT void quire_mask_logits(float* x, long step, const uint32_t* words, long r
     }
     for (; v < V; v++)
       if (!(bits_at(mine, v) & 1)) row[v] = -INFINITY;
-  }
+  });
 }

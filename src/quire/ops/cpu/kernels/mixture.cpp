@@ -1,5 +1,6 @@
 // A mixture layer in one call: the functions that its modules call, in their order, so the same bits.
 #include "mixture.h"
+#include "team.h"
 
 namespace quire {
 
@@ -43,8 +44,7 @@ static void compute_placed(const Mixture& m, const int64_t* ids, const float* we
   const long own = counts[rank], most = *std::max_element(counts, counts + ranks);
   bf16 *rows = keep_own.at_least(own * hidden), *between = keep_inner.at_least(own * inner);
   bf16 *outer = keep_outer.at_least(most * hidden), *all = keep_all.at_least(most * ranks * hidden);
-#pragma omp parallel for if (own * hidden > 1 << 16) schedule(static)
-  for (long i = 0; i < own; i++) memcpy(rows + i * hidden, x + own_tokens[i] * hidden, hidden * SIZE);
+  each_of(own, own * hidden > 1 << 16, [&](long i) { memcpy(rows + i * hidden, x + own_tokens[i] * hidden, hidden * SIZE); });
   if (own) {
     quire_expert_products(&m.experts, 0, rows, hidden, own, own_seats, own, between, inner);
     quire_expert_products(&m.experts, 1, between, inner, own, own_seats, own, outer, hidden);
@@ -101,8 +101,7 @@ using namespace quire;
 
 // y += sigmoid(gate) * shared, or y += shared if gate is null; gate: one value in a line of gate_row.
 EXPORT void quire_add_shared(bf16* y, const bf16* shared, const bf16* gate, long gate_row, long rows, long D) {
-#pragma omp parallel for if (rows >= SERIAL_MAX_ROWS) schedule(static)
-  for (long r = 0; r < rows; r++) {
+  each_of(rows, rows >= SERIAL_MAX_ROWS, [&](long r) {
     alignas(64) bf16 one[16];
     if (gate) std::fill(one, one + 16, gate[r * gate_row]);
     const Floats share = gate ? rounded(times_sigmoid(floats(1.f), widen(one))) : floats(1.f);
@@ -110,5 +109,5 @@ EXPORT void quire_add_shared(bf16* y, const bf16* shared, const bf16* gate, long
       const Floats x = widen(shared + r * D + d);
       store(y + r * D + d, widen(y + r * D + d) + (gate ? rounded(share * x) : x));
     }
-  }
+  });
 }

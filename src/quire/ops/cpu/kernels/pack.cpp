@@ -4,6 +4,7 @@
 
 #include "exports.h"
 #include "gemm_kernel.h"
+#include "team.h"
 
 namespace quire {
 
@@ -46,14 +47,14 @@ void pack_all(const RowsOfWeight* parts, long count) {
   long units = 0, bytes = 1;
   for (long i = 0; i < count; i++) ends.push_back(units += parts[i].rows / 16), bytes += parts[i].rows * parts[i].ins * 64 / F::K;
   const long each = std::max(1L, AT_ONCE * units / bytes);
-#pragma omp parallel for schedule(dynamic)
-  for (long first = 0; first < units; first += each) {
+  in_pieces((units + each - 1) / each, [&](long at) {
+    const long first = at * each;
     long part = std::upper_bound(ends.begin(), ends.end(), first) - ends.begin();
     for (long unit = first; unit < std::min(first + each, units); unit++) {
       while (unit >= ends[part]) part++;
       pack_rows<F>(parts[part], (unit - ends[part]) * 16 + parts[part].rows);
     }
-  }
+  });
 }
 
 // w: [outs, ins], row by row; `filled` of the outs exist.
@@ -77,13 +78,12 @@ EXPORT void quire_pack_weights(const int64_t* parts, long count) { pack_all<Bf16
 // Unpacks rows of a packed weight [.., ins]: y[rows, ins]. The caller checks the ids.
 EXPORT void quire_unpack_rows(const bf16* packed, const int64_t* ids, bf16* y, long rows, long ins) {
   const long steps = ins / 32;
-#pragma omp parallel for if (rows >= 16) schedule(static)
-  for (long r = 0; r < rows; r++) {
+  each_of(rows, rows >= 16, [&](long r) {
     const uint32_t* from = (const uint32_t*)packed + (ids[r] / 16 % 2 * 16 + ids[r] / 32 * steps * 32) * 16 + ids[r] % 16;
     uint32_t* to = (uint32_t*)(y + r * ins);
     for (long k = 0; k < steps; k++, from += 2 * 16 * 16)
       for (long word = 0; word < 16; word++) *to++ = from[word * 16];
-  }
+  });
 }
 EXPORT void quire_pack_int8(const int8_t* w, int8_t* packed, long outs, long filled, long ins, int gated) {
   pack<Int8>(w, packed, outs, filled, ins, gated);

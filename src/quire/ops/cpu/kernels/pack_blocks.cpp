@@ -6,6 +6,7 @@
 
 #include "block_forms.h"
 #include "exports.h"
+#include "team.h"
 
 namespace quire {
 
@@ -160,13 +161,12 @@ EXPORT void quire_pack_blocks(const int64_t* numbers, long count) {
   std::vector<long> ends;  // of each part, in panels
   long panels = 0;
   for (long i = 0; i < count; i++) ends.push_back(panels += (parts[i].count + 31) / 32);
-#pragma omp parallel for schedule(dynamic, 4)
-  for (long panel = 0; panel < panels; panel++) {
+  in_pieces(panels, [&](long panel) {
     const long at = std::upper_bound(ends.begin(), ends.end(), panel) - ends.begin();
     const RowsOfBlocks& part = parts[at];
     const long number = panel - ends[at] + (part.count + 31) / 32, rows = std::min(32L, (long)part.count - number * 32);
     with_form(part.form, [&](auto form) {
       pack_panel<decltype(form)>(part.form, part.from + number * 32 * part.step, part.step, rows, part.blocks, part.to + number * part.stride);
     });
-  }
+  });
 }

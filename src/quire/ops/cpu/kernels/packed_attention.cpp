@@ -1,5 +1,6 @@
 // Attention of packed prompts to themselves, in both directions: attention.cpp over keys and values that are copied to blocks.
 #include "packed_attention.h"
+#include "team.h"
 
 namespace quire {
 
@@ -8,13 +9,13 @@ void attend_packed(const Prompts& prompts, const PackedHeads& h, const bf16* q, 
   static thread_local Scratch<bf16> keep_keys, keep_values;  // of the calling thread
   const long size = prompts.blocks * Prompts::BLOCK * h.kv_heads * h.D;
   bf16 *keys = keep_keys.at_least(size), *values = keep_values.at_least(size);
-#pragma omp parallel for schedule(static)
-  for (long t = 0; t < prompts.tokens(); t++)
+  each_of(prompts.tokens(), true, [&](long t) {
     for (long head = 0; head < h.kv_heads; head++) {
       const long to = prompts.at(t, head, h.kv_heads) * h.D, from = head * h.D;
       memcpy(keys + to, k + t * k_step + from, h.D * sizeof(bf16));
       memcpy(values + to, v + t * v_step + from, h.D * sizeof(bf16));
     }
+  });
   const Paged cache = {keys, values, nullptr, nullptr, prompts.table, KV_BF16, prompts.table_step, h.kv_heads, Prompts::BLOCK, h.D, h.D};
   attend({q, o, cache, prompts.starts, prompts.lengths, nullptr, q_step, prompts.rows, h.heads, h.window, h.scale, 0.f, true, h.bias, h.distances});
 }

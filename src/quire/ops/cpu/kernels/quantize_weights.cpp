@@ -4,6 +4,7 @@
 
 #include "exports.h"
 #include "gemm_kernel.h"
+#include "team.h"
 
 namespace quire {
 
@@ -93,14 +94,14 @@ using namespace quire;
 
 // q: [outs, ins]
 EXPORT void quire_quantize_rows(const bf16* w, long outs, long ins, int8_t* q, float* scale) {
-#pragma omp parallel for schedule(static)
-  for (long o = 0; o < outs; o++) scale[o] = quantize_row(w + o * ins, ins, q + o * ins);
+  each_of(outs, true, [&](long o) { scale[o] = quantize_row(w + o * ins, ins, q + o * ins); });
 }
 
 // q: [outs, ins]; scale, zero: [outs, ins / group]
 EXPORT void quire_quantize_groups(const bf16* w, long outs, long ins, long group, uint8_t* q, float* scale, uint8_t* zero) {
-#pragma omp parallel for schedule(static)
-  for (long at = 0; at < outs * (ins / group); at++) quantize_group(w + at * group, group, q + at * group, scale[at], zero[at]);
+  each_of(outs * (ins / group), true, [&](long at) {
+    quantize_group(w + at * group, group, q + at * group, scale[at], zero[at]);
+  });
 }
 
 // Quantizes and packs rows of many weights: `count` times the numbers of a RowsToQuantize.
@@ -109,13 +110,9 @@ EXPORT void quire_quantize_weights(const int64_t* numbers, long count) {
   std::vector<long> ends;  // of each part, in panels
   long panels = 0, width = 0;
   for (long i = 0; i < count; i++) ends.push_back(panels += parts[i].panels), width = std::max(width, (long)parts[i].ins + 63);
-#pragma omp parallel
-  {
-    std::vector<uint8_t> codes(32 * width);
-#pragma omp for schedule(dynamic, 4)
-    for (long panel = 0; panel < panels; panel++) {
-      const long at = std::upper_bound(ends.begin(), ends.end(), panel) - ends.begin();
-      quantize_panel(parts[at], panel - ends[at] + parts[at].panels, codes.data());
-    }
-  }
+  in_pieces(panels, [&](long panel) {
+    static thread_local Scratch<uint8_t> codes;
+    const long at = std::upper_bound(ends.begin(), ends.end(), panel) - ends.begin();
+    quantize_panel(parts[at], panel - ends[at] + parts[at].panels, codes.at_least(32 * width));
+  });
 }

@@ -304,13 +304,11 @@ EXPORT void quire_gated_rms_norm(const float* x, const void* gate, long gate_ste
                                  void* y, long tokens, long groups, long size, float eps, int gate_first) {
   with_type(is_bf16, [&](auto type) {
     using T = decltype(type);
-#pragma omp parallel for collapse(2) if (tokens >= 4) schedule(static)
-    for (long t = 0; t < tokens; t++)
-      for (long g = 0; g < groups; g++) {
-        static thread_local Scratch<float> scratch;
-        const long at = (t * groups + g) * size;
-        gated_norm<T>(x + at, (const T*)gate + t * gate_step + g * size, (const T*)w + g * w_step, (T*)y + at, size, eps,
-                      gate_first, scratch.at_least(size));
-      }
+    each_of(tokens * groups, tokens >= 4, [&](long part) {
+      static thread_local Scratch<float> scratch;
+      const long t = part / groups, g = part % groups, at = part * size;
+      gated_norm<T>(x + at, (const T*)gate + t * gate_step + g * size, (const T*)w + g * w_step, (T*)y + at, size, eps,
+                    gate_first, scratch.at_least(size));
+    });
   });
 }

@@ -3,7 +3,7 @@
 // A work item is some tiles of 16 channels of one row, and goes through all of the row's tokens. Nothing is computed across items
 // or across tokens of one item, except through the state: so a row's bits depend neither on other rows nor on the cuts of its prompt.
 #pragma once
-#include "common.h"
+#include "team.h"
 
 namespace quire {
 
@@ -40,11 +40,11 @@ inline void with_type(int is_bf16, const F& f) {
 // Calls f(b, first tile, last tile) for all rows that have tokens, in parallel, with enough parts of each row for all threads.
 template <class F>
 inline void each_part(const StateRows& in, long tiles, const F& f) {
-  const long parts = std::min(tiles, std::max(1L, (4L * omp_get_max_threads() + in.count - 1) / std::max(1L, in.count)));
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (long b = 0; b < in.count; b++)
-    for (long part = 0; part < parts; part++)
-      if (in.starts[b + 1] > in.starts[b]) f(b, tiles * part / parts, tiles * (part + 1) / parts);
+  const long parts = std::min(tiles, std::max(1L, (4L * team_size() + in.count - 1) / std::max(1L, in.count)));
+  in_pieces(in.count * parts, [&](long piece) {
+    const long b = piece / parts, part = piece % parts;
+    if (in.starts[b + 1] > in.starts[b]) f(b, tiles * part / parts, tiles * (part + 1) / parts);
+  });
 }
 
 }  // namespace quire

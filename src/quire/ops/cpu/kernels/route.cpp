@@ -1,5 +1,6 @@
 // The experts of each token and their weights, from the logits of a router: the definition is `route` of ops/experts.py.
 #include "route.h"
+#include "team.h"
 
 namespace quire {
 
@@ -97,17 +98,16 @@ using namespace quire;
 EXPORT void quire_route(const float* logits, const float* bias, const Routing* how, long tokens, long experts, int64_t* ids,
                         float* weights) {
   const Routing& h = *how;
-#pragma omp parallel for if (tokens > SERIAL_MAX_TOKENS) schedule(static)
-  for (long t = 0; t < tokens; t++) {
+  each_of(tokens, tokens > SERIAL_MAX_TOKENS, [&](long t) {
     float* to = weights + t * h.k;
     route(h, logits + t * experts, bias, experts, ids + t * h.k, to);
-    if (!h.rounds) continue;
+    if (!h.rounds) return;
     for (long j = 0; j < h.k; j++) {
       alignas(64) float all[16] = {to[j]};
       store(all, rounded(load(all)));
       to[j] = all[0];
     }
-  }
+  });
 }
 
 // y[t + n, e + m], for N tokens and M experts. Each product is summed in the same order, whatever N and M.
@@ -129,10 +129,10 @@ static inline void logits_of(const bf16* x, long x_row, const float* w, const fl
 
 // y[tokens, experts] = x w^T + bias, w in float; D is a multiple of 16.
 EXPORT void quire_router_logits(const bf16* x, long x_row, const float* w, const float* bias, float* y, long tokens, long experts, long D) {
-#pragma omp parallel for collapse(2) if (tokens * experts * D > 1 << 16) schedule(static)
-  for (long t = 0; t < tokens; t += 2)
-    for (long e = 0; e < experts; e += 2) {
-      const auto run = tokens - t > 1 ? (experts - e > 1 ? logits_of<2, 2> : logits_of<2, 1>) : experts - e > 1 ? logits_of<1, 2> : logits_of<1, 1>;
-      run(x + t * x_row, x_row, w + e * D, bias ? bias + e : nullptr, y + t * experts + e, experts, D);
-    }
+  const long pairs = (experts + 1) / 2;
+  each_of((tokens + 1) / 2 * pairs, tokens * experts * D > 1 << 16, [&](long piece) {
+    const long t = piece / pairs * 2, e = piece % pairs * 2;
+    const auto run = tokens - t > 1 ? (experts - e > 1 ? logits_of<2, 2> : logits_of<2, 1>) : experts - e > 1 ? logits_of<1, 2> : logits_of<1, 1>;
+    run(x + t * x_row, x_row, w + e * D, bias ? bias + e : nullptr, y + t * experts + e, experts, D);
+  });
 }

@@ -9,6 +9,7 @@
 #include "common.h"
 #include "exports.h"
 #include "logits.h"
+#include "team.h"
 
 namespace quire {
 
@@ -296,24 +297,19 @@ using namespace quire;
 // both null.
 EXPORT void quire_draw(const float* x, long step, const int32_t* a, const int32_t* b, const float* floors,
                        const int64_t* last_ids, long rows, long V, int64_t* tokens) {
-#pragma omp parallel for if (rows > 1) schedule(dynamic)
-  for (long r = 0; r < rows; r++) {
+  in_pieces(rows, [&](long r) {
     const float* row = x + r * step;
     tokens[r] = draw(row, V, top_of(row, V), a[r], b[r], floors ? Cutoff{floors[r], last_ids[r]} : Cutoff{});
-  }
+  });
 }
 
 EXPORT void quire_cut(const float* x, long step, const RowParams* params, long rows, long V, float* floors, int64_t* last_ids) {
-#pragma omp parallel if (rows > 1)
-  {
+  in_pieces(rows, [&](long r) {
     static thread_local Histogram histogram;
-#pragma omp for schedule(dynamic)
-    for (long r = 0; r < rows; r++) {
-      const float* row = x + r * step;
-      const Cutoff last = cut(histogram, row, V, top_of(row, V), params[r]);
-      floors[r] = last.logit, last_ids[r] = last.id;
-    }
-  }
+    const float* row = x + r * step;
+    const Cutoff last = cut(histogram, row, V, top_of(row, V), params[r]);
+    floors[r] = last.logit, last_ids[r] = last.id;
+  });
 }
 
 // Cuts and draws in one pass over x, which is float32 or bf16. Seeds and positions make the words a and b.
@@ -323,24 +319,18 @@ EXPORT void quire_sample(const void* x, long step, int is_bf16, const RowParams*
   static thread_local Scratch<float> keep_allowed;  // of the calling thread
   if (std::all_of(params, params + rows, [](const RowParams& p) { return p.temperature == 0.f; }))
     return quire_masked_argmax(x, step, is_bf16, nullptr, rows, V, tokens, max_logit, keep_allowed.at_least(rows));
-#pragma omp parallel if (rows > 1)
-  {
+  in_pieces(rows, [&](long r) {
     static thread_local Histogram histogram;
     static thread_local Scratch<float> keep;
     float *row = keep.at_least(V), max_allowed;
-#pragma omp for schedule(dynamic)
-    for (long r = 0; r < rows; r++) {
-      const char* from = (const char*)x + r * step * (is_bf16 ? sizeof(bf16) : sizeof(float));
-      const float temperature = params[r].temperature;
-      if (temperature == 0.f) {
-        quire_masked_argmax(from, step, is_bf16, nullptr, 1, V, tokens + r, max_logit + r, &max_allowed);
-        continue;
-      }
-      max_logit[r] = is_bf16 ? scaled((const bf16*)from, row, V, temperature) : scaled((const float*)from, row, V, temperature);
-      const float top = max_logit[r] / temperature;
-      const Cutoff last = cut(histogram, row, V, top, params[r]);
-      const uint32_t a = mix(params[r].seed ^ (uint32_t)positions[r]), b = mix(mix(a) + 0x85EBCA6B);
-      tokens[r] = draw(row, V, top, (int32_t)a, (int32_t)b, last);
-    }
-  }
+    const char* from = (const char*)x + r * step * (is_bf16 ? sizeof(bf16) : sizeof(float));
+    const float temperature = params[r].temperature;
+    if (temperature == 0.f)
+      return quire_masked_argmax(from, step, is_bf16, nullptr, 1, V, tokens + r, max_logit + r, &max_allowed);
+    max_logit[r] = is_bf16 ? scaled((const bf16*)from, row, V, temperature) : scaled((const float*)from, row, V, temperature);
+    const float top = max_logit[r] / temperature;
+    const Cutoff last = cut(histogram, row, V, top, params[r]);
+    const uint32_t a = mix(params[r].seed ^ (uint32_t)positions[r]), b = mix(mix(a) + 0x85EBCA6B);
+    tokens[r] = draw(row, V, top, (int32_t)a, (int32_t)b, last);
+  });
 }
