@@ -197,6 +197,27 @@ def inkling(calls: list[Call]) -> str:
     )
 
 
+def elements(name: str, value: Any, inside: bool = False) -> str:
+    """Inside others no schema tells a text from a number, so texts have quotes."""
+    mark = "]<]minimax[>["
+    if value and isinstance(value, dict):
+        inner = "".join(elements(key, one, True) for key, one in value.items())
+    elif value and isinstance(value, list):
+        inner = "".join(elements("item", one, True) for one in value)
+    else:
+        inner = json.dumps(value) if inside else parameter(value)
+    return f"{mark}<{name}>{inner}{mark}</{name}>"
+
+
+def minimax(calls: list[Call]) -> str:
+    mark = "]<]minimax[>["
+    made = "\n".join(
+        f'{mark}<invoke name="{c[0]}">{"".join(elements(k, v) for k, v in c[1].items())}{mark}</invoke>'
+        for c in calls
+    )
+    return f"{mark}<tool_call>\n{made}\n{mark}</tool_call>"
+
+
 WRITERS: dict[str, list[Writer]] = {
     "hermes": [each(lambda c: f"<tool_call>\n{json_call(c)}\n</tool_call>")],
     "llama3_json": [
@@ -272,6 +293,7 @@ WRITERS: dict[str, list[Writer]] = {
     ],
     "minicpm5": [each(lambda c: minicpm(c, "", "")), each(lambda c: minicpm(c, "<![CDATA[", "]]>"))],
     "step3": [step],
+    "minimax_m3": [minimax],
     "minimax": [lambda calls: f"<tool_calls>\n{each(json_call)(calls)}\n</tool_calls>"],
     "apertus": [
         lambda calls: f"<|tools_prefix|>[{', '.join(json.dumps({c[0]: c[1]}) for c in calls)}]<|tools_suffix|>",

@@ -39,6 +39,15 @@ KIMI = '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_
 GEMMA = "<|tool_call>call:f{count:1}<tool_call|>"
 MINICPM = '<function name="f"><param name="count">1</param></function>'
 HORIZON = "<ifm|tool_calls><ifm|tool_call>f<ifm|arg_key>count</ifm|arg_key><ifm|arg_value>1</ifm|arg_value></ifm|tool_call></ifm|tool_calls>"
+PREFIX = "]<]minimax[>["
+
+
+def elements(inner: str) -> str:
+    """A call of minimax_m3; `{}` in its arguments is the prefix."""
+    text = f'{{}}<tool_call>\n{{}}<invoke name="f">{inner}{{}}</invoke>\n{{}}</tool_call>'
+    return text.replace("{}", PREFIX)
+
+
 P_THINK, P_THOUGHT = "<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"
 PLAMO = (
     "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>f<|plamo:end_tool_name:plamo|>"
@@ -147,6 +156,20 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("a call within text", f"<|content_text|>Ok.{INKLING}", "Ok.", "", ONE),
         Case("a thought without an end", f"<|content_thinking|>hm{INKLING}", "", "hm", ONE),
         Case("cut short", INKLING[: INKLING.index(": 1")], "", "", (("f", '{"count"'),)),
+    ],
+    ("minimax_m3", ""): [
+        Case("nested", elements("{}<more>{}<k>{}<item>1{}</item>{}<item>a b{}</item>{}</k>{}<z>{}<y>true{}</y>{}</z>{}</more>"),
+             "", "", call(more={"k": [1, "a b"], "z": {"y": True}})),
+        Case("an element twice", elements("{}<more>{}<k>1{}</k>{}<k>2{}</k>{}</more>"), "", "", call(more={"k": [1, 2]})),
+        Case("types", elements("{}<text>12{}</text>{}<count>007{}</count>{}<tags>{}<item>1{}</item>{}</tags>{}<ratio>null{}</ratio>"),
+             "", "", call(text="12", count=7, tags=[1], ratio=None)),
+        Case("nothing in it", elements("{}<tags>{}</tags>{}<more>{}</more>{}<text>{}</text>"), "", "", call(tags=[], more={}, text="")),
+        Case("any text", elements("{}<text>\n<b> </text> ]<]\n{}</text>"), "", "", call(text="\n<b> </text> ]<]\n")),
+        Case("text around", f"Ok. {elements('{}<count>1{}</count>')} More.", "Ok. More.", "", ONE),
+        Case("without arguments", elements(""), "", "", call()),
+        Case("the end of another", elements("{}<count>1{}</on>"), elements("{}<count>1{}</on>")),
+        Case("cut short in an element", elements("{}<count>1{}</count>{}<text>a").partition("a]<")[0] + "ab", "", "", (("f", '{"count": 1, "text": "ab'),)),
+        Case("cut short after an element", elements("{}<count>1{}</count>Q").partition("Q")[0], "", "", ONE),
     ],
     # -- forms that models write by mistake -----------------------------------------------------------
     ("llama3_json", ""): [

@@ -29,11 +29,11 @@ from quire.frontend.request_manager import response_template
 NAMED = """apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots
 ernie45 functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hunyuan_a13b hy_v3 hy_v4
 inkling plamo3 internlm jamba k2_horizon kimi_k2 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5 minimax
-minimax_m2 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5 xlam"""
+minimax_m2 minimax_m3 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5 xlam"""
 REASON = """cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 ernie45 gemma4 glm45 glm47
 granite holo2 hunyuan_a13b hy_v3 hy_v4 inkling plamo3 k2_horizon kimi_k2 ling3 mimo minimax_m2 minimax_m2_append_think minimax_m3
 granite_thinking_parser minicpmv mistral nemotron_v3 olmo3 openai_gptoss poolside_v1 qwen3 seed_oss step3 step3p5"""
-REFUSED = "hf kimi_k3 minimax_m3 muse_glimmer"
+REFUSED = "hf kimi_k3 muse_glimmer"
 
 TEMPLATES = {
     ("hermes", "qwen3"): '<tool_call>\\n{\\"name\\": <n>, \\"arguments\\": <a>}</tool_call> <think>\\n\\n</think>',
@@ -52,7 +52,7 @@ TEMPLATES = {
     ("llama3_json", ""): '<|start_header_id|> {"name": f, "parameters": {}}',
     ("llama4_pythonic", ""): "<|header_start|> <|python_start|>[f(a=1)]<|python_end|>",
     ("minimax_m2", "minimax_m2"): "<minimax:tool_call> <invoke name= <think>",
-    ("", "minimax_m3"): "]<]minimax[>[<tool_call> <mm:think>",
+    ("minimax_m3", "minimax_m3"): "]<]minimax[>[<tool_call> <mm:think>",
     ("dots", ""): "<dots_function_call> <invoke name= <parameter name=",
     ("gemma4", "gemma4"): '<|tool_call>call: <|channel>thought',
     ("functiongemma", ""): "<start_function_call>call:{{ name }}",
@@ -126,7 +126,9 @@ def test_others_are_refused_by_name():
             known.choose_tools(name, "")
     with pytest.raises(ConfigError, match=r"tool_call_parser='hf' .* auto uses the checkpoint's"):
         known.choose_tools("hf", "")
-    with pytest.raises(ConfigError, match="reasoning_parser='qwen33' is unknown; choose from"):
+    with pytest.raises(
+        ConfigError, match="reasoning_parser='qwen33' is unknown; did you mean qwen3"
+    ):
         known.choose_reasoning("qwen33", "")
 
 

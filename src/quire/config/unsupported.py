@@ -123,7 +123,7 @@ PROMPT_KEYS: dict[str, str] = {
 
 PARSERS: dict[str, str] = {
     "hf": "auto uses the checkpoint's response_template",
-    "kimi_k3": "", "minimax_m3": "", "muse_glimmer": "",
+    "kimi_k3": "", "muse_glimmer": "",
 }  # fmt: skip
 """Names of tool and reasoning parsers -> what to use instead, if anything."""
 

@@ -17,6 +17,7 @@ A state's kind defines the meaning of its text:
     call                 a JSON object with name and arguments
     arguments            the arguments: one object in `dialect`
     python               a Python call expression
+    elements             the arguments: nested elements, `prefix` before each tag
 
 A prefix of a target: "end " (the call is complete), "peek " (do not consume the marker: it belongs to the next state),
 "drop " (the marker is layout: never emit it), "show " (the marker is text), "bare " (a call without its first marker, which
@@ -33,8 +34,9 @@ from typing import Literal
 
 Kind = Literal[
     "content", "reasoning", "skip", "close", "name", "key", "value", "text", "head", "call", "arguments", "python",
+    "elements",
 ]  # fmt: skip
-READERS = ("call", "arguments", "python")
+READERS = ("call", "arguments", "python", "elements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class ParserState:
     verbatim: bool = False
     """For a value: line breaks at its start and end belong to it."""
     dialect: str = "json"
+    prefix: str = ""
+    """What precedes each tag of an element."""
 
 
 HOW = ("end", "peek", "drop", "show", "bare")

@@ -16,14 +16,16 @@ from collections.abc import Callable
 
 from quire.frontend.parsers.call_readers import CallObject, PythonCall
 from quire.frontend.parsers.call_writer import CallWriter, ParsedDelta, new_id
+from quire.frontend.parsers.element_reader import ElementArguments
 from quire.frontend.parsers.format_table import READERS, ParserState, ParserTable, Transition
 from quire.frontend.parsers.tool_schemas import ToolSchemas
-from quire.frontend.parsers.trimmed_text import TrimmedText
+from quire.frontend.parsers.trimmed_text import TrimmedText, strip_newlines, unquoted
 from quire.frontend.parsers.value_reader import MalformedValue, ValueReader
 
 MAX_WORD = 512  # characters of a name, a key, a head
 MAX_FAILURES = 8
 VALUES = ("value", "text")
+Reader = ValueReader | CallObject | PythonCall | ElementArguments
 NAME_ENDS = frozenset(" \t\r\n<:")
 CUT_OFF = "the output ended within a tool call"
 
@@ -65,15 +67,15 @@ class StreamParser:
         """The content has a malformed call: its end is text, too."""
         self._word: list[str] = []
         self._length = 0
-        self._reader: ValueReader | CallObject | PythonCall | None = None
+        self._reader: Reader | None = None
         self._text_value = False
         self._held_newline = ""
         self._steps = {
             "content": self._read_text, "reasoning": self._read_text, "skip": self._read_space,
             "close": self._read_space, "name": self._read_word, "key": self._read_word,
             "head": self._read_word, "value": self._read_value,
-            "text": self._read_value, "call": self._run_reader,
-            "arguments": self._run_reader, "python": self._run_reader,
+            "text": self._read_value,
+            **dict.fromkeys(READERS, self._run_reader),
         }  # fmt: skip
         self._emit_text("content", table.prepend)
 
@@ -116,10 +118,10 @@ class StreamParser:
             self._writer.cut_value(
                 "".join(self._word) + self._held_newline + rest, self._text_value
             )
-        elif kind == "key" and started and not self.table.calls.cut_starts_call:
-            self._writer.cut_key("".join(self._word) + rest)
-        elif isinstance(self._reader, CallObject | PythonCall):
-            self._reader.release()
+        elif kind == "key" and started:
+            key = "".join(self._word) + rest
+            if not self.table.calls.cut_starts_call or len(key.split()) > 1:
+                self._writer.cut_key(key)
         elif self._reader is not None:
             self._reader.release()
             self._forward_arguments(self._reader)
@@ -154,13 +156,14 @@ class StreamParser:
         """End the call that the end of the output cuts off; returns whether the kept text belongs to a call."""
         state, writer = self._state, self._writer
         unnamed = state.kind in READERS and not (writer.started or writer.name)
-        if state.kind in VALUES or unnamed or not self._in_call:
+        word = "".join(self._word).strip()
+        is_text = state.kind == "key" and len(word.split()) > 1
+        if state.kind in VALUES or unnamed or is_text or not self._in_call:
             return False
         if writer.started:
             if state.kind in ("skip", "key"):
                 writer.end_parameters()
             return True
-        word = "".join(self._word).strip()
         try:
             if word and state.kind == "name":
                 writer.begin(unquoted(word), state.known_only)
@@ -398,23 +401,15 @@ class StreamParser:
         self._enter(Transition(self._state.next_state), marked=True)
         return True
 
-    def _new_reader(self) -> ValueReader | CallObject | PythonCall:
+    def _new_reader(self) -> Reader:
         if self._state.kind == "call":
             return CallObject(self._writer)
         if self._state.kind == "python":
             return PythonCall(self._writer)
+        if self._state.kind == "elements":
+            return ElementArguments(self._writer, self._state.prefix)
         return ValueReader(self._state.dialect, "{", self._writer.types())
 
-    def _forward_arguments(self, reader: ValueReader | CallObject | PythonCall) -> None:
+    def _forward_arguments(self, reader: Reader) -> None:
         if isinstance(reader, ValueReader) and (text := reader.take()):
             self._writer.arguments(text)
-
-
-def strip_newlines(text: str) -> str:
-    """The text without one line break at its start and one at its end."""
-    return text.removeprefix("\n").removesuffix("\n")
-
-
-def unquoted(text: str) -> str:
-    """The text without the quotes around it."""
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text

@@ -10,7 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.frontend.parsers.value_reader import MalformedValue, complete_value, quoted
+from quire.frontend.parsers.value_reader import (
+    MalformedValue,
+    complete_value,
+    python_number,
+    quoted,
+)
 
 TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
@@ -54,31 +59,12 @@ class ToolSchemas:
         found = self.parameters.get(name, {}).get("required")
         return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
 
+    def definitions(self, name: str) -> Any:
+        return self.parameters.get(name, {}).get("$defs")
+
     def types(self, name: str, key: str) -> frozenset[str]:
         """JSON types that a parameter may have; empty if the schema names none."""
-        definitions = self.parameters.get(name, {}).get("$defs")
-        found: set[str] = set()
-        todo: list[Any] = [self.properties(name).get(key)]
-        for _ in range(MAX_BRANCHES):
-            if not todo:
-                break
-            one = todo.pop()
-            if not isinstance(one, Mapping):
-                continue
-            kind = one.get("type")
-            kinds = kind if isinstance(kind, list) else [kind]
-            names = (OTHER_NAMES.get(one, one) for one in kinds if isinstance(one, str))
-            found |= {one for one in names if one in TYPES}
-            values = one.get("enum", [one["const"]] if "const" in one else ())
-            if kind is None and isinstance(values, list):
-                found |= {type_of(value) for value in values}
-            for branch in ("anyOf", "oneOf", "allOf"):
-                if isinstance(one.get(branch), list):
-                    todo += one[branch]
-            reference = str(one.get("$ref", ""))
-            if reference.startswith("#/$defs/") and isinstance(definitions, Mapping):
-                todo.append(definitions.get(reference.removeprefix("#/$defs/")))
-        return frozenset(found)
+        return schema_types(self.properties(name).get(key), self.definitions(name))
 
     def is_text(self, name: str, key: str) -> bool:
         """Whether a parameter can only be a string; its text is then used verbatim."""
@@ -86,17 +72,7 @@ class ToolSchemas:
 
     def value(self, name: str, key: str, text: str) -> str:
         """Convert a parameter's text to JSON of its schema's type; if that fails, to a JSON string."""
-        types = self.types(name, key)
-        if types == {"string"}:
-            return quoted(text)
-        read, value = _read(text.strip())
-        if isinstance(value, str) and types and "string" not in types:
-            read, value = _read(value.strip())
-        if read is None or (types and not any(_is(value, kind) for kind in types)):
-            return quoted(text)
-        if isinstance(value, float) and value.is_integer() and types & {"integer", "number"}:
-            return str(int(value))
-        return read
+        return converted(text, self.types(name, key))
 
     def lacks(self, name: str, key: str) -> bool:
         """Whether the tool names its parameters, and this one is not among them."""
@@ -132,6 +108,49 @@ class ArgumentTypes:
             return scalar
         text = self.tools.value(self.name, key, value if isinstance(value, str) else scalar)
         return scalar if text.startswith('"') and "string" not in types else text
+
+
+def schema_types(schema: Any, definitions: Any) -> frozenset[str]:
+    """JSON types that a value of a schema may have; empty if the schema names none. `definitions`: the tool's `$defs`."""
+    found: set[str] = set()
+    todo: list[Any] = [schema]
+    for _ in range(MAX_BRANCHES):
+        if not todo:
+            break
+        one = todo.pop()
+        if not isinstance(one, Mapping):
+            continue
+        kind = one.get("type")
+        kinds = kind if isinstance(kind, list) else [kind]
+        names = (OTHER_NAMES.get(one, one) for one in kinds if isinstance(one, str))
+        found |= {one for one in names if one in TYPES}
+        values = one.get("enum", [one["const"]] if "const" in one else ())
+        if kind is None and isinstance(values, list):
+            found |= {type_of(value) for value in values}
+        for branch in ("anyOf", "oneOf", "allOf"):
+            if isinstance(one.get(branch), list):
+                todo += one[branch]
+        reference = str(one.get("$ref", ""))
+        if reference.startswith("#/$defs/") and isinstance(definitions, Mapping):
+            todo.append(definitions.get(reference.removeprefix("#/$defs/")))
+    return frozenset(found)
+
+
+def converted(text: str, types: frozenset[str]) -> str:
+    """Convert a value's text to JSON of one of the types; if that fails, to a JSON string."""
+    if types == {"string"}:
+        return quoted(text)
+    read, value = _read(text.strip())
+    if isinstance(value, str) and types and "string" not in types:
+        read, value = _read(value.strip())
+    if read is None and types & {"integer", "number"}:
+        read = python_number(text.strip())  # 007
+        value = None if read is None else json.loads(read)
+    if read is None or (types and not any(_is(value, kind) for kind in types)):
+        return quoted(text)
+    if isinstance(value, float) and value.is_integer() and types & {"integer", "number"}:
+        return str(int(value))
+    return read
 
 
 def type_of(value: Any) -> str:

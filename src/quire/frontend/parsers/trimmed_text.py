@@ -50,3 +50,13 @@ class TrimmedText:
         new = "".join(self.out)
         self.out.clear()
         return new
+
+
+def strip_newlines(text: str) -> str:
+    """The text without one line break at its start and one at its end."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def unquoted(text: str) -> str:
+    """The text without the quotes around it."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
