@@ -121,6 +121,26 @@ def test_a_request_that_cannot_be_sent_is_refused_and_forgotten(place: Place) ->
     client.close()
 
 
+@pytest.mark.parametrize("odd", [[b"\xc1\xc1"], [b"\x05"], [b""], [b"\x91\x91\xa6output", b"x"]])
+def test_an_output_that_cannot_be_read_ends_the_requests_and_not_the_client(
+    odd: list[bytes], place: Place
+) -> None:
+    """A node on another machine passes the messages on. The requests hung, and the thread had ended."""
+    client = place.client()
+    ask(client, "lost")
+    up = place.context.socket(zmq.PUSH)
+    up.connect(f"ipc://{place.folder}/1/up-0")
+    up.send_multipart(odd)
+    [lost] = client.outputs()
+    assert (lost.id, lost.finish) == ("lost", "error")
+    ask(client, "next")
+    ended = EngineOutput("next", [7], "length")
+    up.send(msgspec.msgpack.encode([ended]))
+    assert client.outputs() == [ended]
+    assert place.heard(1, 2)[1] == Abort(["lost"])
+    client.close()
+
+
 def test_a_request_that_cannot_be_resubmitted_fails_alone(place: Place) -> None:
     client = place.client()
     ask(client, "spoilt", "good")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from quire.config.cluster_key import cluster_key
 from quire.config.parallel import ParallelConfig
 from quire.engine import remote_engines
 from quire.engine import remote_link as link
@@ -32,7 +33,8 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def resolved(monkeypatch: pytest.MonkeyPatch) -> Any:
+def resolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(link, "facts_of", lambda resolved: FACTS)
     monkeypatch.setattr(link, "GONE_S", 600.0)  # the nodes here send no heartbeats
     parallel = ParallelConfig(
@@ -53,10 +55,11 @@ def remote(resolved: Any) -> Iterator[RemoteEngines]:
 
 
 class Node:
-    def __init__(self, where: str, secret: bytes = b""):
+    def __init__(self, where: str, secret: bytes | None = None):
         self.context: zmq.Context[Any] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        link.secured(self.socket, secret, is_server=False)
+        key = cluster_key("127.0.0.1") if secret is None else secret
+        link.secured(self.socket, key, is_server=False)
         self.socket.connect(where)
 
     def say(self, message: Any) -> None:
@@ -107,6 +110,7 @@ def test_a_node_joins_and_messages_pass_both_ways(remote: RemoteEngines, node: N
     # A stranger's bytes, and those of an engine of another node, change nothing.
     node.socket.send_multipart([b"", b"\xc1"])
     node.socket.send_multipart([b"nonsense"])
+    node.socket.send_multipart(link.data(link.DataHead(2, 1), []))
     node.socket.send_multipart(link.data(link.DataHead(2, 1, client=9), [b"output"]))
     node.say(link.NodeState(7, EngineState(1, "dead")))
     node.say(link.NodeState(2, EngineState(2, "restarting", incident="x")))
@@ -205,7 +209,7 @@ def test_a_peer_without_the_key_is_not_heard(
     monkeypatch.setenv("QUIRE_CLUSTER_KEY_FILE", str(key))
     made = RemoteEngines(resolved, range(1, 2), frontends=1)
     good = Node(made.where, b"0123456789abcdef")
-    strangers = [Node(made.where), Node(made.where, b"another key that is long")]
+    strangers = [Node(made.where, b"loopback"), Node(made.where, b"another key that is long")]
     for one in strangers:
         one.say(link.Hello([1], FACTS))
     assert [one.hear(link.Welcome, 0.5) for one in strangers] == [None, None]
@@ -214,6 +218,18 @@ def test_a_peer_without_the_key_is_not_heard(
     for one in (good, *strangers):
         one.close()
     made.engines[1].close(60)
+
+
+def test_another_user_of_the_machine_is_not_heard(remote: RemoteEngines) -> None:
+    """On a loopback address without a key file; a refusal would tell the stranger the configuration."""
+    context: zmq.Context[Any] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(remote.where)
+    for facts in ({}, FACTS):
+        stranger.send_multipart(link.control(link.Hello([1, 2], facts)))
+    assert not stranger.poll(1000)
+    assert all(engine.node is None for engine in remote.engines.values())
+    context.destroy(linger=0)
 
 
 def test_a_port_that_is_in_use_is_named(remote: RemoteEngines, resolved: Any) -> None:

@@ -18,6 +18,7 @@ from lora.adapters import PREFIX, SIZES, tensors, write
 from safetensors.torch import save_file
 
 from quire.errors import ValidationError
+from quire.features.lora import adapter_files
 from quire.features.lora.adapter_files import AdapterFiles, read_adapter
 
 TARGETS = {f"model.layers.{i}.{name}": size for i in range(3) for name, size in SIZES.items()}
@@ -164,6 +165,48 @@ def test_a_rank_above_the_limit_is_refused_with_both_numbers(tmp_path: Path) -> 
 def test_saved_base_layers_are_left_out(tmp_path: Path) -> None:
     made = tensors(4, 0) | {f"{PREFIX}lm_head.base_layer.weight": torch.ones(211, 64)}
     assert "lm_head" not in read(write(tmp_path, made=made)).modules()
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [(f"{NAME.removesuffix('.lora_')}.base_layer.weight", ()), (f"{PREFIX}x.lora_A.weight", ("q_proj",))],
+)  # fmt: skip
+def test_tensors_that_are_not_used_are_not_read(
+    name: str, chosen: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The hole is 1 GiB, without a block on the disk."""
+    file = Path(write(tmp_path)) / "adapter_model.safetensors"
+    plain, whole = read(tmp_path, chosen=chosen), file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    header[name] = {
+        "dtype": "F32",
+        "shape": [1 << 14, 1 << 14],
+        "data_offsets": [len(data), len(data) + (1 << 30)],
+    }
+    text = json.dumps(header).encode()
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text + data)
+        opened.truncate(8 + len(text) + len(data) + (1 << 30))
+    before = _bytes_read()
+    modules = read(tmp_path, chosen=chosen).modules()
+    assert _bytes_read() - before < 1 << 22
+    for module, weights in plain.modules().items():
+        assert torch.equal(modules[module].a_RI, weights.a_RI)
+        assert torch.equal(modules[module].b_OR, weights.b_OR)
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_long_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    file = Path(write(tmp_path)) / "adapter_model.safetensors"
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", 17 << 20))
+        opened.truncate(20 << 20)
+    with pytest.raises(ValidationError, match="header of 17825792 bytes, at most 16777216"):
+        read(tmp_path)
 
 
 def test_missing_files_are_not_found(tmp_path: Path) -> None:
@@ -314,14 +357,16 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)
-    file, place = (
-        tmp_path / "adapter_model.safetensors",
-        "quire.features.lora.adapter_files._read_bytes",
-    )
+    file, places = tmp_path / "adapter_model.safetensors", adapter_files._places
     whole = file.read_bytes()
-    other = bytes(8) + whole[8:]
-    for data in (whole[:-1], other, b""):
-        monkeypatch.setattr(place, lambda file, data=data: bytearray(data))
+    for changed in (whole[:-1], bytes(8) + whole[8:], b""):
+        file.write_bytes(whole)
+
+        def after_the_header(*args: Any, changed: bytes = changed) -> Any:
+            file.write_bytes(changed)
+            return places(*args)
+
+        monkeypatch.setattr(adapter_files, "_places", after_the_header)
         with pytest.raises(ValidationError, match="changed while it was read"):
             read(tmp_path)
 

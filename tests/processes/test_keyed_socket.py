@@ -38,8 +38,8 @@ def accepting(
     return threads.submit(lambda: accept(listener.accept()[0], keys))
 
 
-@pytest.mark.parametrize("key", [KEY, b""])
-def test_messages_arrive_in_both_directions(threads, listener, key):
+def test_messages_arrive_in_both_directions(threads, listener):
+    key = KEY
     server = accepting(threads, listener, OTHER, key)
     client = connect("127.0.0.2", listener.getsockname()[1], key, 10)
     there, number = server.result()
@@ -126,7 +126,6 @@ def test_a_process_of_another_kind_is_no_head(threads):
 
 
 def test_the_key_is_read_from_a_file(tmp_path: Path, monkeypatch):
-    assert cluster_key("127.0.0.3") == cluster_key("localhost") == cluster_key("::1") == b""
     with pytest.raises(
         ConfigError, match=r"10\.0\.0\.1, which needs a key: set QUIRE_CLUSTER_KEY_FILE"
     ):
@@ -140,3 +139,27 @@ def test_the_key_is_read_from_a_file(tmp_path: Path, monkeypatch):
         cluster_key("127.0.0.1")
     file.write_text("0123456789abcdef\n")
     assert cluster_key("10.0.0.1") == b"0123456789abcdef"
+
+
+def test_a_loopback_address_has_a_key_of_the_user(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))
+    key, file = cluster_key("127.0.0.3"), tmp_path / "cache" / "cluster_key"
+    assert cluster_key("localhost") == cluster_key("::1") == key == file.read_bytes()
+    assert len(key) == 64
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert [each.name for each in file.parent.iterdir()] == ["cluster_key"]
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="a file of this user that no other user can read"):
+        cluster_key("127.0.0.1")
+    file.unlink()
+    file.symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="cluster_key: "):
+        cluster_key("127.0.0.1")
+
+
+def test_the_old_key_of_loopback_addresses_is_refused(threads, listener):
+    server = accepting(threads, listener, KEY)
+    with pytest.raises(StartupError, match="another key"):
+        connect("127.0.0.2", listener.getsockname()[1], b"loopback", 10)
+    with pytest.raises(KeyRefused):
+        server.result()

@@ -24,6 +24,7 @@ from quire.engine.quarantine import MAX_DIGESTS, Suspects, digest_of
 from quire.engine.shared_state import EngineState, StateBoard
 from quire.engine.supervisor import EngineSupervisor
 from quire.errors import EngineDeadError, EngineDelayed, QuireError, StartupError, ValidationError
+from quire.logging import get_logger
 from quire.protocol.output import (
     EngineOutput,
     EngineReady,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from quire.engine.remote_engines import RemoteEngine
 
 LOOK_AGAIN_MS = 200  # how often a wait checks the engine's state
+
+log = get_logger(__name__)
 
 
 class EngineSockets:
@@ -253,7 +256,13 @@ class ProcessClient:
         """Receive messages; if none comes, check the engine's state. The caller has the lock `_reading`."""
         try:
             if self._sockets.up.poll(wait_ms):
-                self._handle(self._decoder.decode(self._sockets.up.recv_multipart()))
+                frames = self._sockets.up.recv_multipart()
+                try:
+                    messages = self._decoder.decode(frames)
+                except (msgspec.MsgspecError, IndexError) as why:
+                    self._end_unreadable(why)
+                else:
+                    self._handle(messages)
                 return
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine was shut down") from error
@@ -284,6 +293,17 @@ class ProcessClient:
                 case EngineStats():
                     self._stats = message
                     self.on_report()
+
+    def _end_unreadable(self, why: Exception) -> None:
+        """The engine, or a node that passes its messages on, sent something else: nobody knows which requests it ended, so
+        all of this engine's end."""
+        log.error("engine messages could not be decoded, so its requests end: %s", why)
+        with self._sending:
+            ids = list(self._unfinished)
+            for id in ids:
+                self._end(id, "error", "an output of the engine could not be decoded")
+            if ids:
+                self._put(Abort(ids))
 
     def _follow_replacement(self, state: EngineState) -> None:
         """The engine was replaced: end the requests that had begun, send the rest to the new process."""

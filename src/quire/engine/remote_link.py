@@ -2,7 +2,7 @@
 
 One TCP port, at the server, carries everything. msgpack, no pickle. Both sides derive their CURVE keys (ZeroMQ, RFC 26) from
 the key of the cluster (`config/cluster_key.py`): bytes are encrypted, and a peer without the key is refused before its first
-message. Only a loopback address needs no key.
+message.
 
     node -> server    Hello, NodeState, Farewell; outputs of an engine
     server -> node    Welcome, Refusal, Farewell; requests for an engine; beats both ways
@@ -95,7 +95,10 @@ def read(frames: list[bytes]) -> LinkMessage | tuple[DataHead, list[bytes]]:
     if not frames[0]:
         message: LinkMessage = _decoder.decode(frames[1])
         return message
-    return _head_decoder.decode(frames[0]), frames[1:]
+    head = _head_decoder.decode(frames[0])
+    if len(frames) < 2:
+        raise IndexError("data without a frame")
+    return head, frames[1:]
 
 
 def waiting(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
@@ -130,8 +133,6 @@ def secured(socket: zmq.Socket[bytes], secret: bytes, is_server: bool) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)  # the requests that the scheduler admits limit the messages
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.IPV6, 1)
-    if not secret:
-        return
     server, client = key_pair(secret, "server"), key_pair(secret, "node")
     socket.curve_publickey, socket.curve_secretkey = server if is_server else client
     if is_server:

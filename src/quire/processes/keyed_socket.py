@@ -146,7 +146,7 @@ def address_of(connection: Connection, *, peer: bool = False) -> str:
 
 
 def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
-    return hmac.new(key or b"loopback", side + nonces, "sha256").digest()
+    return hmac.new(key, side + nonces, "sha256").digest()
 
 
 def _connection(peer: socket.socket) -> Connection:

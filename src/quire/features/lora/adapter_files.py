@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+MAX_HEADER_BYTES = 16 << 20
 PREFIX = "base_model.model."
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -52,7 +53,7 @@ class AdapterFiles:
     """An adapter that was read.
 
     Attributes:
-        digest: of the content of all files; equal adapters have equal digests.
+        digest: of the content of all files but tensors that are not used; equal adapters have equal digests.
         tensors: module -> part (a value of `PARTS`, or "base_bias") -> tensor.
     """
 
@@ -104,13 +105,14 @@ def read_adapter(
         if config_file.stat().st_size > MAX_CONFIG_BYTES:
             raise ValidationError(f"{config_file} is larger than {MAX_CONFIG_BYTES} bytes")
         text = config_file.read_bytes()
+        content = blake2b(len(text).to_bytes(8, "little") + text, digest_size=16)
         config = read_config(text, config_file)
         if file.suffix == ".safetensors":
             found, start = _checked_header(file)
             shapes: Shapes = {name: tuple(each["shape"]) for name, each in found.items()}
             places, names = _places(file, shapes, config, max_rank, targets, chosen)
-            data = _read_bytes(file)
-            stored = _from_safetensors(data, found, start, file)
+            data, stored = _read_used(file, {name: found[name] for name in places}, start)
+            content.update(start)
         else:
             _check_size(file, max_rank, targets)
             data = _read_bytes(file)
@@ -124,7 +126,6 @@ def read_adapter(
         log.warning(
             "%s: unknown fields have no effect: %s", config_file, ", ".join(config.unknown)[:200]
         )
-    content = blake2b(len(text).to_bytes(8, "little") + text, digest_size=16)
     content.update(data)
     return AdapterFiles(content.hexdigest(), config, _tensors(stored, places, file), names)
 
@@ -136,6 +137,10 @@ def _checked_header(file: Path) -> tuple[Header, bytes]:
     Raises:
         ConfigError, ValidationError: the header is damaged, or has a dtype that is no float.
     """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+    if MAX_HEADER_BYTES < length < file.stat().st_size:
+        raise ValidationError(f"{file} has a header of {length} bytes, at most {MAX_HEADER_BYTES}")
     found, end = header(file), 0
     for name, tensor in found.items():
         end = max(end, tensor["data_offsets"][1])
@@ -144,8 +149,6 @@ def _checked_header(file: Path) -> tuple[Header, bytes]:
                 f"{file}: {name!a:.200} is {tensor['dtype']}; save the adapter as one of {', '.join(FLOATS)}"
             )
     with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        opened.seek(0)
         start = opened.read(8 + length)
     if (extra := file.stat().st_size - len(start) - end) > 0:
         raise ValidationError(f"{file} has {extra} bytes after the last tensor; save it again")
@@ -153,31 +156,39 @@ def _checked_header(file: Path) -> tuple[Header, bytes]:
 
 
 def _read_bytes(file: Path) -> memoryview:
-    """The file's bytes. Python's lock is not held meanwhile, so the requests that run go on: the memory is not cleared first, as
-    that of a bytearray is."""
+    """The file's bytes. Python's lock is not held meanwhile, so the requests that run go on: the memory is not cleared first,
+    which a bytearray's is."""
     with file.open("rb") as opened:
         data = memoryview(mmap(-1, max(1, file.stat().st_size)))
         return data[: opened.readinto(data)]
 
 
-def _from_safetensors(
-    data: memoryview, found: Header, start: bytes, file: Path
-) -> dict[str, Tensor]:
-    """Views of the file's bytes. Raises ValidationError: the file has changed since its header was read."""
+def _read_used(file: Path, used: Header, start: bytes) -> tuple[memoryview, dict[str, Tensor]]:
+    """The data of the tensors that are used, in the order of the file, and the tensors: views of it. Nothing else is read: a
+    file may have others of any size. Python's lock is not held meanwhile, so the requests that run go on.
+
+    Raises ValidationError: the file has changed since its header was read.
+    """
     import torch
 
-    end = len(start) + max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
-    if len(data) != end or data[: len(start)] != start:
-        raise ValidationError(f"{file} changed while it was read")
+    placed, total = [], 0
+    for name, tensor in sorted(used.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = tensor["data_offsets"]
+        placed.append((name, tensor, total, total + last - first))
+        total += -(-(last - first) // 8) * 8  # each begins at a multiple of its item's size
+    data = memoryview(mmap(-1, max(1, total)))[:total]
     tensors = {}
-    for name, tensor in found.items():
-        dtype = getattr(torch, FLOATS[tensor["dtype"]])
-        first, last = (len(start) + offset for offset in tensor["data_offsets"])
-        stored = data[first:last]
-        part = bytearray(stored) if first % dtype.itemsize else stored
-        flat = torch.frombuffer(part, dtype=dtype) if last > first else torch.empty(0, dtype=dtype)
-        tensors[name] = flat.reshape(tensor["shape"])
-    return tensors
+    with file.open("rb") as opened:
+        if opened.read(len(start)) != start:
+            raise ValidationError(f"{file} changed while it was read")
+        for name, tensor, begin, end in placed:
+            opened.seek(len(start) + tensor["data_offsets"][0])
+            if opened.readinto(data[begin:end]) != end - begin:
+                raise ValidationError(f"{file} changed while it was read")
+            dtype = getattr(torch, FLOATS[tensor["dtype"]])
+            flat = torch.frombuffer(data[begin:end], dtype=dtype) if end > begin else torch.empty(0, dtype=dtype)  # fmt: skip
+            tensors[name] = flat.reshape(tensor["shape"])
+    return data, tensors
 
 
 def _check_size(file: Path, max_rank: int, targets: Targets) -> None:
