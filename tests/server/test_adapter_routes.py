@@ -371,6 +371,14 @@ def test_the_filesystem_resolver_stays_in_its_directory(adapter, tmp_path):
         assert asyncio.run(resolver.resolve_lora("m", "b")) is None
 
 
+def test_an_adapter_has_one_name_for_the_filesystem_resolver(adapter, tmp_path):
+    """Regression: a key that may not load adapters filled the table with 4,096 names of one adapter."""
+    adapter("a")
+    resolver = FilesystemResolver(tmp_path)
+    for name in ("./a", "a/", "a//", ".//a", "././a", "a/.", "a/../a", str(tmp_path / "a")):
+        assert asyncio.run(resolver.resolve_lora("m", name)) is None, name
+
+
 def test_fifty_loads_and_unloads_at_once_answer_true_things(serve, adapter):
     """While requests use the names: each answer is one that a sequence of these calls could have given."""
     paths = {name: adapter(name) for name in ("a", "b", "c")}

@@ -7,6 +7,7 @@ directories. Does not know the engine.
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -46,6 +47,8 @@ class FilesystemResolver(LoRAResolver):
     def _found(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         try:
             check_name(lora_name)
+            if os.path.normpath(lora_name) != lora_name:
+                return None  # "./x", "x/" and "x" would be several adapters
             root, folder = self.folder.resolve(), (self.folder / lora_name).resolve()
             if folder == root or not folder.is_relative_to(root):
                 return None  # the name leads out of the directory
