@@ -70,7 +70,7 @@ def _escaped(found: re.Match[str]) -> str:
 class Lines(logging.Formatter):
     """Text format: `12-31 12:00:00.123 WARNING engine[4711] scheduler.py:88: text`.
 
-    Each further line of a message has the same prefix and a bar.
+    Each further line of a message, such as a row of a table, begins with a bar.
     """
 
     def __init__(self, process: str, *, prefix: str = "", color: bool = False):
@@ -88,7 +88,7 @@ class Lines(logging.Formatter):
             text = f"{text}\n{self.formatException(record.exc_info)}"
         if record.stack_info:
             text = f"{text}\n{record.stack_info}"
-        shown = f"\n{head} {CONTINUED}".join(printable(text).removesuffix("\n").split("\n"))
+        shown = f"\n{self.prefix}{CONTINUED}".join(printable(text).removesuffix("\n").split("\n"))
         line = f"{head} {shown}"
         code = _COLORS.get(record.levelname)
         return f"\033[{code}m{line}\033[0m" if self.color and code else line

@@ -32,6 +32,7 @@ def warned(module: str, category: type[Warning]) -> str:
         ("tests.models.harness", UserWarning, "error"),
         (__name__, UserWarning, "error"),
         ("asyncio.selector_events", ResourceWarning, "error"),
+        ("_pytest.mark.structures", pytest.PytestRemovedIn10Warning, "shown"),
         ("_pytest.unraisableexception", pytest.PytestUnraisableExceptionWarning, "error"),
     ],
 )
