@@ -47,7 +47,7 @@ class FilesystemResolver(LoRAResolver):
     def _found(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         try:
             check_name(lora_name)
-            if os.path.normpath(lora_name) != lora_name:
+            if os.path.isabs(lora_name) or os.path.normpath(lora_name) != lora_name:
                 return None  # "./x", "x/" and "x" would be several adapters
             root, folder = self.folder.resolve(), (self.folder / lora_name).resolve()
             if folder == root or not folder.is_relative_to(root):
