@@ -110,7 +110,7 @@ class PoolingBatch:
     async def _run(self) -> None:
         until = time.monotonic() + BREATH_S
         for start, stop, size in self._groups():
-            if size < LONG_TEXT and not self.engine.front.template_is_isolated:
+            if size < LONG_TEXT:
                 prompts = self.source.prepare(start, stop)
             else:
                 prompts = await self.engine.in_thread(size, self.source.prepare, start, stop)
