@@ -24,6 +24,7 @@ ALL = (
     "quire.features.state_checkpoints.feature:StateCheckpointsFeature",
     "quire.features.structured.feature:StructuredFeature",
     "quire.features.thinking.feature:ThinkingFeature",
+    "quire.features.trace_replay.feature:TraceReplayFeature",
 )
 
 

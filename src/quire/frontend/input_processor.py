@@ -313,6 +313,7 @@ class InputProcessor:
         self.check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self.check_ids("logit_bias", params.logit_bias or ())
         self.check_ids("logprob_token_ids", params.logprob_token_ids or ())
+        self.check_ids("trace_decode_token_ids", params.trace_decode_token_ids or ())
         if self.tokenizer is None and params.stop:
             raise ValidationError(
                 "stop needs a tokenizer, but skip_tokenizer_init=True is set; use stop_token_ids",

@@ -138,12 +138,9 @@ class RequestManager:
         if isinstance(params, PoolingParams):
             pooled = self.need_pooling("AsyncLLM.encode")
             accepted = pooled.accept(prompt, params, **options)
+            self._add_extras(accepted)
         else:
             accepted = self.accept_generation(prompt, params, **options)
-        for feature in self.features:
-            if (extra := feature.request_extra(accepted.params)) is not None:
-                for child in accepted.children:
-                    child.extras[feature.name] = extra
         if data_parallel_rank is not None:
             self._check_rank(data_parallel_rank)
             for child in accepted.children:
@@ -169,7 +166,16 @@ class RequestManager:
     ) -> AcceptedRequest:
         """Raises ValidationError: the model does not generate; and as `InputProcessor.accept`."""
         self.need_generation("LLM.generate or AsyncLLM.generate")
-        return self.inputs.accept(prompt, params, **options)
+        accepted = self.inputs.accept(prompt, params, **options)
+        self._add_extras(accepted)
+        return accepted
+
+    def _add_extras(self, accepted: Accepted) -> None:
+        """What features send with the request. Raises ValidationError: one of them cannot serve it."""
+        for feature in self.features:
+            if (extra := feature.request_extra(accepted.params)) is not None:
+                for child in accepted.children:
+                    child.extras[feature.name] = extra
 
     def need_pooling(self, what: str) -> pooling.PoolingInputs:
         """Raises ValidationError: `what` needs a pooling model."""

@@ -117,12 +117,15 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
     speculative: dict[str, Any] | None = None
     """{"k": N}: at most N draft tokens in a step, 0: none. The same under this name in extra_args."""
 
+    trace_decode_token_ids: list[int] | None = None
+    """The tokens of the output, in place of sampled ones: only their scores are the model's. The output ends with the last
+    one, and not at a stop string or an end token before it."""
+
     # known names that are refused until they are implemented: `REFUSED`
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: Any = None
     watermarking: Any = None
     routed_experts_prompt_start: Any = None
-    trace_decode_token_ids: Any = None
     logits_processors: Any = None
     use_beam_search: bool = False
     length_penalty: float | None = None
@@ -146,7 +149,6 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
         "prompt_logprob_start": "use prompt_logprobs",
         "watermarking": "leave it out",
         "routed_experts_prompt_start": "leave it out",
-        "trace_decode_token_ids": "read token_ids of the outputs",
         "logits_processors": "pass logits processors to the engine: LLM(logits_processors=[...])",
         "use_beam_search": "call LLM.beam_search(prompts, BeamSearchParams(beam_width=...))",
         "length_penalty": "it belongs to beam search: BeamSearchParams(length_penalty=...)",
@@ -167,6 +169,24 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
         self._read_constraint()
         self._read_speculative()
         self._check_together()
+        if self.trace_decode_token_ids is not None:
+            self._read_trace()
+
+    def _read_trace(self) -> None:
+        name = "trace_decode_token_ids"
+        self.trace_decode_token_ids = trace = read.token_ids(name, self.trace_decode_token_ids)
+        if not trace:
+            raise ValidationError(f"{name} must not be empty; leave it out", parameter=name)
+        for other in (
+            "best_of", "prompt_logprobs", "structured_outputs", "repetition_detection", "thinking_token_budget", "bad_words",
+            "allowed_token_ids",
+        ):  # fmt: skip
+            if getattr(self, other):
+                raise ValidationError(f"{name} cannot be combined with {other}", parameter=other)
+        if self.n > 1:
+            raise ValidationError(f"{name} needs n=1, because all outputs would be equal", parameter="n")  # fmt: skip
+        self.max_tokens = min(len(trace), self.max_tokens or len(trace))
+        self.min_tokens, self.ignore_eos, self.stop, self.stop_token_ids = 0, True, [], []
 
     def _read_speculative(self) -> None:
         name, value = "speculative", self.speculative

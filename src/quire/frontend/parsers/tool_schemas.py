@@ -6,6 +6,7 @@ Knows the tool definitions of chat requests. Does not check schemas. Does not kn
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from quire.frontend.parsers.value_reader import (
     MalformedValue,
     complete_value,
+    finite,
     python_number,
     quoted,
 )
@@ -174,6 +176,9 @@ def _read(text: str) -> tuple[str | None, Any]:
     text = WORDS.get(text, text)
     try:
         value = json.loads(text, parse_constant=_no_constant)
+        if isinstance(value, float) and math.isinf(value):
+            text = finite(text)
+            return text, float(text)
         if not isinstance(value, list | dict):
             return text, value
         return json.dumps(value, ensure_ascii=False, allow_nan=False), value

@@ -10,7 +10,9 @@ one of `,)]}:`. A set becomes a list.
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -278,7 +280,7 @@ class ValueReader:
         if known is None and len(word) <= MAX_WORD:
             bare = quoted(word) if self.dialect.bare_words else None
             other = python_number(word) if self.is_python else bare
-            known = word if NUMBER.fullmatch(word) else other
+            known = finite(word) if NUMBER.fullmatch(word) else other
         if known is None:
             raise MalformedValue(f"{word[:40]!r} is not a value")
         self.out.append(known)
@@ -362,11 +364,20 @@ class ValueReader:
         return at + 2
 
 
+def finite(number: str) -> str:
+    """A JSON number; one that no double holds (1e400) becomes the largest double of its sign, since JSON has no infinity."""
+    if number.lstrip("-").isdigit() or not math.isinf(value := float(number)):
+        return number
+    return repr(math.copysign(sys.float_info.max, value))
+
+
 def python_number(word: str) -> str | None:
     """A number as JSON, also with leading zeros, underscores or in hexadecimal; None: it is none."""
     for convert in (int, lambda digits: int(digits, 0), float):
         try:
-            return json.dumps(convert(word), allow_nan=False)
+            value = convert(word)
+            infinite = isinstance(value, float) and math.isinf(value) and word[-1].isdigit()
+            return finite(word.replace("_", "")) if infinite else json.dumps(value, allow_nan=False)
         except ValueError:
             continue
     return None
