@@ -11,10 +11,10 @@ namespace {
 
 // How often each of so many pieces was computed.
 void count_pieces(const char* name, long pieces) {
-  std::vector<int> counts(pieces);
-  const std::vector<int> once(pieces, 1);
+  std::vector<int> counts(pieces + 1), once(pieces + 1, 1);
+  once[pieces] = 0;
   quire::in_pieces(pieces, [&](long piece) { counts[piece]++; });
-  same(named(name, {pieces}), counts.data(), once.data(), pieces);
+  same(named(name, {pieces}), counts.data(), once.data(), pieces + 1);
 }
 
 }  // namespace
