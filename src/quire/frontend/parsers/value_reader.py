@@ -4,7 +4,7 @@ Knows three dialects: JSON, Python literals, and Gemma's (bare keys, strings bet
 spacing of Python's json.dumps, so equal values are equal texts. Reads each character once. Does not know calls.
 
 In Python, models also write numbers with leading zeros, and quotes within quotes: a quote ends a string only before
-one of `,)]}:`. A set becomes a list.
+one of `,)]}:`, and the last string of a call only where the call can end. A set becomes a list.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ RUNS = {quote: re.compile(f"[^{quote}\\\\\\x00-\\x1f]+") for quote in "\"'"}
 MAX_SPACE = 16  # characters between a quote and what shows that it ends a string
 AFTER_QUOTE = re.compile(f"\\s{{0,{MAX_SPACE}}}")
 AFTER_STRING = frozenset(",)]}:")
+AFTER_CALL = re.compile(f"\\)[ \\t]{{0,{MAX_SPACE}}}")
+AFTER_LAST = frozenset(",]<\r\n")
+"""What may come after a call whose last argument is a string."""
 HEX = re.compile(r"[0-9A-Fa-f]+")
 JSON_ESCAPES = frozenset('"\\/bfnrt')
 PYTHON_ESCAPES = {
@@ -312,7 +315,12 @@ class ValueReader:
         if self.is_python and after - at <= MAX_SPACE:
             if after == len(text):
                 return -1
-            if text[after] not in AFTER_STRING:
+            is_last = not self._closers and text[after] == ")"
+            called = AFTER_CALL.match(text, after) if is_last else None
+            if called is not None and called.end() == len(text):
+                return -1
+            follows = called is None or text[called.end()] in AFTER_LAST
+            if text[after] not in AFTER_STRING or not follows:
                 self.out.append(escaped(text[at]))
                 return at + 1
         self._string_ended()
