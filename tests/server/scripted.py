@@ -193,6 +193,7 @@ class ScriptedEngine(AsyncEngine):
             outputs=outputs,
             finished=ended,
             num_cached_tokens=self.cached,
+            num_cache_creation_tokens=0,
         )
 
     def position(self, token: int, top: int) -> dict[int, Object]:

@@ -140,6 +140,7 @@ class OutputProcessor:
             self.params.logprobs is not None or self.params.logprob_token_ids is not None
         )
         self.num_cached_tokens: int | None = None
+        self.num_cache_creation_tokens: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(len(accepted.tokens), self._names)
@@ -193,6 +194,7 @@ class OutputProcessor:
             metrics.num_generation_tokens += len(output.tokens)
             if self.num_cached_tokens is None or output.num_cached_tokens > self.num_cached_tokens:
                 self.num_cached_tokens = output.num_cached_tokens
+                self.num_cache_creation_tokens = output.num_cache_creation_tokens
         metrics.engine = output.engine
         if output.queued and not metrics.scheduled_ts:
             metrics.scheduled_ts = metrics.queued_ts + output.queued
@@ -234,6 +236,7 @@ class OutputProcessor:
             self.id, self.accepted.prompt, self.accepted.tokens, self._take_prompt_logprobs(),
             outputs, self.finished, self.metrics, self.accepted.lora_request,
             num_cached_tokens=self.num_cached_tokens,
+            num_cache_creation_tokens=self.num_cache_creation_tokens,
         )  # fmt: skip
 
     def _completion(self, child: OutputState, index: int) -> CompletionOutput:

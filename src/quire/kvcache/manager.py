@@ -35,6 +35,7 @@ class CachedRequest(Protocol):
     media: Sequence[MediaItem]
     num_published_blocks: int
     num_cached_blocks: int
+    num_shared_tokens: int
 
 
 class PrefixLimit(Protocol):
@@ -210,6 +211,7 @@ class KVManager:
                 if column[index] != NULL_BLOCK:
                     self.pool.publish(g, column[index], request.hashes[index])
         request.num_published_blocks = full
+        request.num_shared_tokens = full * self.block_size
 
     def retract(self, request: CachedRequest) -> set[int]:
         """Unpublish what this request published, because its KV is wrong. Returns those blocks."""

@@ -57,6 +57,7 @@ class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="o
     tensor: TensorData | None = None  # the output of a request that generates no tokens
     details: dict[str, Any] = {}  # by gate: what it reports of the request and this step
     engine: int = 0  # its place among the engines of a frontend, which sets it
+    num_cache_creation_tokens: int = 0  # prompt tokens that it wrote to the prefix cache
 
 
 class Reply(Struct, array_like=True, omit_defaults=True, gc=False, tag="reply"):

@@ -61,6 +61,7 @@ class Request:
     finish: FinishReason | None = None
     preemptions: int = 0
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    num_shared_tokens: int = 0  # leading tokens in blocks that it has published
     queued: float = -1.0  # seconds before its first step; -1: not yet
 
     @classmethod

@@ -46,6 +46,8 @@ class TokenCount:
 
     prompt_tokens: int
     cached: int = 0
+    created: int = 0
+    """Those that the request wrote to the prefix cache."""
     output_tokens: list[int] = field(default_factory=list)
     prompt_logprobs: Sequence[Position] | None = None
 
@@ -110,7 +112,10 @@ class Generation:
     def usage(self, details: bool) -> dict[str, Any]:
         prompt = sum(count.prompt_tokens for count in self.counts)
         output = sum(sum(count.output_tokens) for count in self.counts)
-        cached = {"cached_tokens": sum(count.cached for count in self.counts)}
+        cached = {
+            "cached_tokens": sum(count.cached for count in self.counts),
+            "created_cache_tokens": sum(count.created for count in self.counts),
+        }
         found: dict[str, Any] = {
             "prompt_tokens": prompt,
             "total_tokens": prompt + output,
@@ -330,6 +335,7 @@ def output_deltas(
 ) -> list[OutputDelta]:
     """The deltas of an output; its prompt's data goes into `count`."""
     count.cached = output.num_cached_tokens or count.cached
+    count.created = output.num_cache_creation_tokens or count.created
     if output.prompt_logprobs is not None:
         count.prompt_logprobs = output.prompt_logprobs
     found = []

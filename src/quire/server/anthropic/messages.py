@@ -127,13 +127,13 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
 
 # -- out ------------------------------------------------------------------------------------------
 def usage(generation: Generation, details: bool) -> dict[str, Any]:
-    """Includes cached tokens if the server reports them; input_tokens then excludes them."""
+    """Includes what was read from and written to the prefix cache, if the server reports it; input_tokens excludes it."""
     count = generation.counts[0]
     found = {"input_tokens": count.prompt_tokens, "output_tokens": sum(count.output_tokens)}
     if details:
-        found["cache_creation_input_tokens"] = 0  # the prefix cache costs no tokens
+        found["cache_creation_input_tokens"] = count.created
         found["cache_read_input_tokens"] = count.cached
-        found["input_tokens"] -= count.cached
+        found["input_tokens"] -= count.cached + count.created
     return found
 
 

@@ -131,7 +131,7 @@ class ChatChoiceBuilder:
     def logprobs(self, delta: OutputDelta, large: bool = False) -> dict[str, Any] | None:
         if delta.logprobs is None or not self.body.logprobs:
             return None
-        top = self.body.top_logprobs or 0
+        top = -1 if self.body.logprob_token_ids else self.body.top_logprobs or 0
         return shapes.chat(delta.tokens, delta.logprobs, top, self.name, large)
 
     def ids(self, delta: OutputDelta) -> list[int] | None:

@@ -10,7 +10,7 @@ nothing: each request contains its whole conversation.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -29,7 +29,13 @@ from quire.server.large_answers import json_answer
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.chat import effort_of, generation_of
 from quire.server.openai.response_format import of_format
-from quire.server.openai.responses_items import ResponseItems, choice_of, messages_of, tools_of
+from quire.server.openai.responses_items import (
+    ResponseItems,
+    choice_of,
+    messages_of,
+    namespaces_of,
+    tools_of,
+)
 from quire.server.output_delta import OutputDelta
 from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, GenerationFields, ResponsesRequest
@@ -87,7 +93,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=effort_of((body.reasoning or {}).get("effort"), "reasoning.effort"),
         include_reasoning=body.include_reasoning, tools=tools_of(body.tools) or None,
-        tool_choice=choice_of(body.tool_choice), parallel_tool_calls=body.parallel_tool_calls,
+        tool_choice=choice_of(body.tool_choice, body.tools), parallel_tool_calls=body.parallel_tool_calls,
         logprobs=wants_logprobs(body), top_logprobs=body.top_logprobs,
         response_format=(body.text or {}).get("format"),
     )  # fmt: skip
@@ -156,7 +162,12 @@ class ResponseBuilder:
         }
 
     def items(self) -> ResponseItems:
-        return ResponseItems(self.item_id, self.event, self.logprobs)
+        return self._items(self.event, self.logprobs)
+
+    def _items(
+        self, event: Callable[..., bytes], logprobs: Callable[[OutputDelta], Any]
+    ) -> ResponseItems:
+        return ResponseItems(self.item_id, event, logprobs, namespaces_of(self.body.tools))
 
     @property
     def item_id(self) -> str:
@@ -176,7 +187,7 @@ class ResponseBuilder:
         return made if metrics is None else made | {"metrics": metrics}
 
     def whole(self, delta: OutputDelta, large: bool) -> dict[str, Any]:
-        items = ResponseItems(self.item_id, no_event, partial(self.logprobs, large=large))
+        items = self._items(no_event, partial(self.logprobs, large=large))
         for _ in chain(items.add(delta), items.end(status_of(delta))):
             pass
         return self.ended(delta, items.done)

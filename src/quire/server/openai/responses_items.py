@@ -14,6 +14,9 @@ from quire.server.openai.chat_output import OutputPiece, pieces
 from quire.server.output_delta import OutputDelta
 
 JSON = dict[str, Any]
+Namespaces = dict[str, tuple[str, str]]
+"""A function's name for the model -> its namespace, and its name in it."""
+SEPARATOR = "__"
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -82,6 +85,8 @@ def _add_call(found: list[JSON], item: JSON, where: str) -> None:
     if (last := _open(found)) is None:
         last = {"role": "assistant", "content": ""}
         found.append(last)
+    if isinstance(namespace := item.get("namespace"), str):
+        name = namespace + SEPARATOR + name
     call = {
         "id": item.get("call_id"), "type": "function",
         "function": {"name": name, "arguments": arguments},
@@ -90,26 +95,74 @@ def _add_call(found: list[JSON], item: JSON, where: str) -> None:
 
 
 def tools_of(tools: list[JSON] | None) -> list[JSON] | None:
-    """Tools in chat's form."""
+    """Tools in chat's form; a function of a namespace is called `<namespace>__<name>`.
+
+    Raises:
+        ApiError: 400 that names the place.
+    """
     if tools is None:
         return None
-    found = []
-    for at, tool in enumerate(tools):
-        if tool.get("type") != "function":
+    return [
+        function for at, tool in enumerate(tools) for function in _functions(tool, f"tools[{at}]")
+    ]
+
+
+def _functions(tool: JSON, where: str) -> list[JSON]:
+    if tool.get("type") == "namespace":
+        namespace, inner = tool.get("name"), tool.get("tools")
+        if not isinstance(namespace, str) or not isinstance(inner, list):
             raise invalid(
-                f"`tools[{at}].type` is {tool.get('type')!r}; only tools of type function are supported", "tools"
-            )  # fmt: skip
-        names = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in names if tool.get(name) is not None}
-        found.append({"type": "function", "function": function})
-    return found
+                f"`{where}` must have a `name`, and a list of functions in `tools`", "tools"
+            )
+        return [
+            _function(one, f"{where}.tools[{at}]", namespace + SEPARATOR)
+            for at, one in enumerate(inner)
+        ]
+    return [_function(tool, where, "")]
 
 
-def choice_of(choice: Any) -> Any:
-    """`tool_choice` in chat's form."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+def _function(tool: Any, where: str, prefix: str) -> JSON:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        kinds = "function" if prefix else "function and namespace"
+        raise invalid(
+            f"`{where}.type` is {kind!r}; only tools of type {kinds} are supported", "tools"
+        )
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    if prefix:
+        if not isinstance(function.get("name"), str):
+            raise invalid(f"`{where}.name` must be a string", "tools")
+        function["name"] = prefix + function["name"]
+    return {"type": "function", "function": function}
+
+
+def namespaces_of(tools: list[JSON] | None) -> Namespaces:
+    """The functions of namespaces, by the name that the model sees. `tools` are valid."""
+    return {
+        tool["name"] + SEPARATOR + inner["name"]: (tool["name"], inner["name"])
+        for tool in tools or ()
+        if tool.get("type") == "namespace"
+        for inner in tool["tools"]
+    }
+
+
+def choice_of(choice: Any, tools: list[JSON] | None = None) -> Any:
+    """`tool_choice` in chat's form. A function of a namespace may be named without the namespace, if no other has its name.
+
+    Raises:
+        ApiError: 400: several namespaces have this name.
+    """
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return choice
+    name = choice.get("name")
+    namespaces = namespaces_of(tools)
+    if name not in namespaces and all(tool.get("name") != name for tool in tools or ()):
+        flat = [full for full, (_, local) in namespaces.items() if local == name]
+        if len(flat) > 1:
+            raise invalid(f"`tool_choice`: {name!r} is in several namespaces; name one of {', '.join(flat[:20])}", "tool_choice")  # fmt: skip
+        name = flat[0] if flat else name
+    return {"type": "function", "function": {"name": name}}
 
 
 # -- out ------------------------------------------------------------------------------------------
@@ -135,6 +188,7 @@ class ResponseItems:
     event: Callable[..., bytes]
     logprobs: Callable[[OutputDelta], Any]
     """Log-probabilities of a delta's tokens: a list, or a LongList if there is a single delta."""
+    namespaces: Namespaces = field(default_factory=dict)
     done: list[JSON] = field(default_factory=list)
     _new: OutputPiece | None = None
     _parts: list[str] = field(default_factory=list)
@@ -187,10 +241,12 @@ class ResponseItems:
         if new.kind == "thinking":
             thoughts = [] if text is None else [thought_of(text)]
             return {"id": id_, "type": "reasoning", "status": status, "summary": [], "content": thoughts}  # fmt: skip
-        return {
-            "id": id_, "type": "function_call", "status": status, "call_id": new.id, "name": new.name,
+        namespace, name = self.namespaces.get(new.name or "", (None, new.name))
+        call = {
+            "id": id_, "type": "function_call", "status": status, "call_id": new.id, "name": name,
             "arguments": text or "",
         }  # fmt: skip
+        return call if namespace is None else call | {"namespace": namespace}
 
     def _delta(self, new: OutputPiece) -> bytes:
         if new.kind == "text":
