@@ -138,7 +138,8 @@ def test_a_plain_function_has_no_namespace():
     plain = {"type": "function", "name": "look", "parameters": {"type": "object"}}
     _, found = respond({"tools": [namespace("mcp__desk", "look"), plain]}, call)
     (item,) = found.json()["output"]
-    assert item["name"] == "look" and "namespace" not in item
+    assert item["name"] == "look"
+    assert "namespace" not in item
 
 
 @pytest.mark.parametrize("name", ["look", "mcp__desk__look"])
@@ -148,7 +149,8 @@ def test_a_choice_may_leave_the_namespace_out(name: str):
     engine, found = respond({"tools": tools, "tool_choice": choice})
     assert found.status_code == 200, found.text
     constraint = json.dumps(engine.asked[0].params.structured_outputs.structural_tag)
-    assert "mcp__desk__look" in constraint and "other__see" not in constraint
+    assert "mcp__desk__look" in constraint
+    assert "other__see" not in constraint
 
 
 def test_earlier_calls_of_a_namespace_reach_the_model_by_their_full_name(
