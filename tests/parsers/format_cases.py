@@ -236,11 +236,13 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("with a misspelt outer mark", DSML_V4.replace("<｜DSML｜tool_calls>", "<｜DSML｜toolcalls>"), "", "", ONE),
         Case("an unknown name without the outer mark", '<｜DSML｜invoke name="g"></｜DSML｜invoke>', "", "", (("g", {}),)),
         Case("in another spelling", DSML_V4.replace("<｜DSML｜tool_calls>", "<｜DSML｜tool>"), "", "", ONE),
+        Case("text after a call is dropped", f"Ok. {DSML_V4} More.", "Ok.", "", ONE),
         Case("other marks are text", "See <｜DSML｜foo> and <|DSML|tool>.", "See <｜DSML｜foo> and <|DSML|tool>."),
         Case("a value without an end", DSML_V4.replace("</｜DSML｜parameter>", '<｜DSML｜parameter name="text" string="true">a</｜DSML｜parameter>'), "", "", call(count=1, text="a")),
     ],
     ("deepseek_v41", ""): [
         Case("as written", DSML_V41, "", "", ONE),
+        Case("text after a call is dropped", f"Ok. {DSML_V41} More.", "Ok.", "", ONE),
         Case("without the outer mark", '<｜DSML｜ invoke name="f"></｜DSML｜ invoke>', "", "", call()),
     ],
     ("minimax_m2", ""): [
