@@ -51,6 +51,14 @@ def cached_get_tokenizer(tokenizer_name: str | Path, *args: Any, **keywords: Any
     return get_tokenizer(tokenizer_name, *args, **keywords)
 
 
+def cached_tokenizer_from_config(model_config: Any, **keywords: Any) -> Any:
+    """The tokenizer of an engine's `model_config`; None: it has none (skip_tokenizer_init)."""
+    if getattr(model_config, "skip_tokenizer_init", False):
+        return None
+    trust = bool(getattr(model_config, "trust_remote_code", False))
+    return cached_get_tokenizer(model_config.tokenizer, trust_remote_code=trust, **keywords)
+
+
 def get_config(
     model: str | Path, trust_remote_code: bool, revision: str | None = None, **keywords: Any
 ) -> Any:

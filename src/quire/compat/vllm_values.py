@@ -7,9 +7,11 @@ import random
 import socket
 import uuid
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from types import SimpleNamespace
+from typing import Any
 
 
 class Settings(SimpleNamespace):
@@ -97,6 +99,21 @@ def set_random_seed(seed: int | None) -> None:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
+
+
+def async_tensor_h2d(data: Any, device: Any = None, dtype: Any = None, out: Any = None) -> Any:
+    """A list, an array or a tensor of the host as a tensor on the device."""
+    import torch
+
+    tensor = torch.as_tensor(data)
+    if out is not None:
+        return out.copy_(tensor)
+    return tensor.to(device=device, dtype=dtype, non_blocking=True)
+
+
+def gpu_sync_allowed(first_only: bool = False) -> AbstractContextManager[None]:
+    """vLLM checks that a step does not wait for its device; Quire has no such check."""
+    return nullcontext()
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:

@@ -246,7 +246,9 @@ def build_parts(
     parts = WorkerParts(platform, models, model_input, rows, [], places=places, ranks=ranks)
     if parts.draws:
         names = resolved.config.model.logits_processors
-        parts.processors = load_processors(names, resolved, platform.device)
+        parts.processors = load_processors(
+            names, resolved, platform.device, rows, models[0].vocab_size
+        )
         parts.has_user_processors = bool(parts.processors)
     return parts
 

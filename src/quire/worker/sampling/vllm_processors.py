@@ -295,10 +295,11 @@ def adapt_processor(
     kind: type, config: Any = None, device: torch.device | str = "cpu"
 ) -> VllmProcessorAdapter:
     """Make a processor of a class for vLLM; its constructor gets the parts of vLLM's config that such classes read."""
-    return VllmProcessorAdapter(kind(_config_of(config), torch.device(device), False))
+    return VllmProcessorAdapter(kind(config_of(config), torch.device(device), False))
 
 
-def _config_of(resolved: Any) -> SimpleNamespace:
+def config_of(resolved: Any) -> SimpleNamespace:
+    """The parts of vLLM's config that processors read."""
     if resolved is None:
         return SimpleNamespace(speculative_config=None)
     hf = SimpleNamespace(**resolved.hf_config)
@@ -311,6 +312,9 @@ def _config_of(resolved: Any) -> SimpleNamespace:
         ),
         model_config=SimpleNamespace(
             model=resolved.config.model.model,
+            tokenizer=resolved.tokenizer_folder,
+            skip_tokenizer_init=resolved.config.model.skip_tokenizer_init,
+            trust_remote_code=resolved.config.model.trust_remote_code,
             max_model_len=resolved.max_model_len,
             dtype=getattr(torch, resolved.dtype),
             hf_config=hf,
