@@ -78,6 +78,7 @@ IMPORTS_BY_NAME = {  # file: source of the names
     "quire/config/serialize.py": "functions and classes that the user gave (hf_overrides, logits_processors)",
     "quire/worker/sampling/load_processors.py": "the user's --logits-processors",
     "quire/worker/module_hooks.py": "the user's --worker-extension-cls",
+    "quire/compat/vllm_parsers.py": "the program, which registers the class of a parser",
     "quire/features/speculation/methods.py": "the class of the user's speculative_config",
     "quire/server/user_middleware.py": "the user's --middleware",
     "quire/executor/worker_process.py": "the parent, which wrote it as a constant",

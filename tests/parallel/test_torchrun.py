@@ -55,6 +55,29 @@ def test_every_rank_gets_the_outputs_of_one_process(size: str, tmp_path: Path) -
     assert found[0] == found[1] == json.loads(json.dumps(outputs()))
 
 
+ASKS_TORCH = """
+import json, os
+from pathlib import Path
+import torch.distributed as dist
+from quire import LLM
+
+if {first!r} == "the program":
+    dist.init_process_group("gloo")
+llm = LLM("quire-tiny", max_model_len=64, tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+total = [None, None]
+dist.all_gather_object(total, dist.get_rank())
+Path({folder!r}, os.environ["RANK"]).write_text(json.dumps([dist.get_rank(), dist.get_world_size(), total]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["the program", "the engine"])
+def test_programs_use_torchs_default_group(first: str, tmp_path: Path) -> None:
+    """Whoever initializes it."""
+    found = launched(ASKS_TORCH, tmp_path, first=first)
+    assert found == [[0, 2, [0, 1]], [1, 2, [0, 1]]]
+
+
 def launched(text: str, folder: Path, **fields: str) -> list[Any]:
     """Run a program in two ranks. Returns what each wrote into the folder; None: it wrote nothing."""
     program, tests = folder / "program.py", str(Path(__file__).parent)

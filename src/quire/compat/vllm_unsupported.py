@@ -18,7 +18,6 @@ FEATURES: dict[str, Feature] = {
     "INTERNALS": ("a part of vLLM's model code", "use ModelRegistry, or the options load_format and quantization"),
     "GROUPS": ("vLLM's groups of devices", "use torch.distributed"),
     "OWN_PROCESSORS": ("vLLM's built-in logits processor", "set min_tokens, logit_bias or min_p in SamplingParams"),
-    "PARSER_CLASSES": ("vLLM's class of parsers", "formats are tables here: docs/tools.md shows a plug-in"),
     "SERVER_PARTS": ("a part of vLLM's HTTP server", "use run_server(args), or quire serve"),
     "SNAPSHOT": ("metrics of the whole process", "use LLM.get_metrics()"),
     "STAT_LOGGERS": ("loggers of statistics", "read /metrics, or LLM.get_metrics()"),

@@ -110,6 +110,9 @@ class TorchrunMachines(Machines):
 
         seconds = timedelta(seconds=MEET_S)
         store = next(iter(dist.rendezvous("env://", timeout=seconds)))[0]
+        if not dist.is_initialized():  # programs ask torch.distributed for their rank
+            group = prefixed("default group", store)
+            dist.init_process_group("gloo", store=group, rank=self.rank, world_size=len(self.nodes))
         before = store.add("quire ranks", 1) - 1  # each rank adds 1 for each of its engines
         store = prefixed(f"quire {before // len(self.nodes)}", store)
         self.watch = RankWatch(store, self.rank, self.nodes)
