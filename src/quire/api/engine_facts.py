@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from quire.api.worker_call import worker_call
 from quire.engine.client import EngineClient
 
 
@@ -54,6 +55,18 @@ class EngineFacts:
     def model_config(self) -> ModelFacts:
         """The model's configuration: the values in use, else those requested."""
         return ModelFacts(self.client)
+
+    @property
+    def engine_core(self) -> Any:
+        """The calls that programs make on vLLM's engine core."""
+
+        def collective_rpc(method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:  # fmt: skip
+            return self.client.call(*worker_call(self.client, method, args, kwargs))
+
+        def save_sharded_state(path: str, pattern: str | None = None, max_size: int | None = None) -> None:  # fmt: skip
+            collective_rpc("save_sharded_state", args=[str(path), pattern, max_size])
+
+        return SimpleNamespace(collective_rpc=collective_rpc, save_sharded_state=save_sharded_state)
 
     @property
     def vllm_config(self) -> Any:

@@ -46,6 +46,13 @@ CompilationMode = IntEnum(
 )
 
 
+class ShardedStateLoader:
+    """Names of the files that `save_sharded_state` writes."""
+
+    TP_ONLY_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+    PP_AND_TP_PATTERN = "model-pp-{pp_rank}-tp-{tp_rank}-part-{part}.safetensors"
+
+
 class UsageContext(StrEnum):
     """How a program uses the engine; Quire reports no usage."""
 

@@ -20,6 +20,7 @@ ALL = (
     "quire.features.lora.feature:LoraFeature",
     "quire.features.pipeline.feature:PipelineFeature",
     "quire.features.pooling.feature:PoolingFeature",
+    "quire.features.sharded_state.feature:ShardedStateFeature",
     "quire.features.speculation.feature:SpeculationFeature",
     "quire.features.state_checkpoints.feature:StateCheckpointsFeature",
     "quire.features.structured.feature:StructuredFeature",

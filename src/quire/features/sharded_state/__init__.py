@@ -1,0 +1,1 @@
+"""A running engine writes its checkpoint as `load_format=sharded_state` reads it."""
