@@ -16,10 +16,12 @@ class ScriptedAdapters:
 
     def __init__(self, core: EngineCore):
         self.rows: dict[str, dict[str, Any]] = {}
-        self.loads = 0
+        self.loads = self.lists = 0
+        self.resolved_for: dict[str, str] = {}
+        """Name -> API key, of the names that a resolver found."""
         self.pinned: set[str] = set()
         self.sent: list[str | None] = []
-        names = ("load_lora", "unload_lora", "list_loras", "pin_lora")
+        names = ("load_lora", "unload_lora", "list_loras", "find_lora", "pin_lora")
         core.functions |= {name: getattr(self, name) for name in names}
         self._add = core.scheduler.add
         core.scheduler.add = self._checked  # type: ignore[method-assign]
@@ -33,7 +35,7 @@ class ScriptedAdapters:
 
     def load_lora(
         self, name: str, path: str, load_inplace: bool = False, base_model_name: str | None = None,
-        if_absent: bool = False,
+        if_absent: bool = False, resolved_for: str | None = None,
     ) -> str:  # fmt: skip
         there = self.rows.get(name)
         if there is not None and if_absent and there["path"] == path and not load_inplace:
@@ -48,16 +50,22 @@ class ScriptedAdapters:
         if not (Path(path) / "adapter_config.json").is_file():
             raise ValidationError("adapter_config.json is missing: pass a directory of PEFT")
         self.loads += 1
+        if resolved_for is not None:
+            self.resolved_for[name] = resolved_for
         self.rows[name] = {
             "name": name, "path": path, "version": "version", "base_model_name": base_model_name, "rank": 8, "bytes": 100,
-            "state": "ready",
+            "state": "ready", "is_resolved": resolved_for is not None,
         }  # fmt: skip
         return "version"
 
     def unload_lora(self, name: str) -> bool:
         return self.rows.pop(name, None) is not None
 
+    def find_lora(self, name: str) -> dict[str, Any] | None:
+        return self.rows.get(name)
+
     def list_loras(self) -> list[dict[str, Any]]:
+        self.lists += 1
         return list(self.rows.values())
 
     def pin_lora(self, name: str) -> bool:

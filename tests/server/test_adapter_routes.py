@@ -359,6 +359,41 @@ def test_resolvers_find_load_and_fail(serve, adapter, tmp_path, monkeypatch, bro
     serve(unasked, runtime=False)
 
 
+def test_a_key_without_the_right_loads_nothing_by_a_name(serve, adapter, tmp_path, monkeypatch):
+    """Regression: such a key loaded adapters by requests, which a resolver found."""
+    monkeypatch.setenv("QUIRE_LORA_RESOLVER_CACHE_DIR", str(tmp_path))
+    adapter("good")
+    keys = [{"name": "one", "key": "sk-1"}, {"name": "two", "key": "sk-2", "may_load_adapters": True}]  # fmt: skip
+    (tmp_path / "keys.json").write_text(json.dumps(keys), encoding="utf-8")
+
+    async def body(on: Served) -> None:
+        statuses = []
+        for key in ("sk-1", "sk-2", "sk-1"):
+            on.http.headers["Authorization"] = f"Bearer {key}"
+            statuses.append((await on.complete("good")).status_code)
+        assert statuses == [404, 200, 200]
+        assert on.engine.resolved_for == {"good": "two"}
+
+    serve(body, api_key_file=str(tmp_path / "keys.json"))
+
+
+def test_a_request_does_not_list_all_adapters(serve, adapter, tmp_path, monkeypatch):
+    """Regression: with 4,099 adapters each request with an unknown name held the event loop for 130 ms and more."""
+    monkeypatch.setenv("QUIRE_LORA_RESOLVER_CACHE_DIR", str(tmp_path))
+    adapter("good")
+
+    async def body(on: Served) -> None:
+        for number in range(5):
+            assert (await on.complete(f"unknown-{number}")).status_code == 404
+        assert (await on.complete("good")).status_code == 200
+        assert on.engine.lists == 0
+        del on.engine.rows["good"]  # as the engine forgets names that are not used
+        assert (await on.complete("good")).status_code == 200
+        assert on.engine.loads == 2
+
+    serve(body)
+
+
 def test_the_filesystem_resolver_stays_in_its_directory(adapter, tmp_path):
     adapter("a")
     resolver = FilesystemResolver(tmp_path / "a")

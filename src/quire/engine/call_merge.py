@@ -34,6 +34,11 @@ def first_text(answers: Answers) -> Any:
     return next((answer for answer in answers if answer is not None), None)
 
 
+def of_all(answers: Answers) -> Any:
+    """The first answer, if every engine has one."""
+    return None if None in answers else answers[0]
+
+
 def all_true(answers: Answers) -> bool:
     return all(answers)
 
@@ -49,6 +54,7 @@ MERGED: dict[str, Callable[[Answers], Any]] = {
     "hold": total,
     "wake_up": united,
     "release_kv_cache": first_text,
+    "find_lora": of_all,
     **dict.fromkeys(("reset_prefix_cache", "drained", "pause", "resume", "sleep", "pin_lora"), all_true),
     **dict.fromkeys(("is_paused", "is_sleeping", "unload_lora"), any_true),
     "stats": lambda answers: msgspec.structs.asdict(

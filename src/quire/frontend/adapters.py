@@ -1,6 +1,6 @@
 """The names of LoRA adapters: what requests may name, loading and unloading by name, and finding an adapter's files.
 
-Knows the engine's functions `load_lora`, `unload_lora`, `list_loras` and `pin_lora` (`features/lora`), paths, and the
+Knows the engine's functions `load_lora`, `unload_lora`, `list_loras`, `find_lora` and `pin_lora` (`features/lora`), paths, and the
 numbers of LoRARequests. The engine decides which weights a name means when a request arrives, so several frontends
 agree. Does not know files, ranks or weights.
 
@@ -39,6 +39,8 @@ class Adapter(msgspec.Struct, frozen=True):
     bytes: int = 0
     state: str = "ready"
     """loading, ready, or evicted: its next request loads it again."""
+    is_resolved: bool = False
+    """A resolver found it: the engine forgets its name when it is unused and others need its place."""
 
 
 class AdapterNotLoaded(ValidationError):
@@ -51,7 +53,7 @@ class AdapterNames:
     def __init__(self, client: EngineClient):
         self.client, self.config = client, client.resolved.config.lora
         self.known: dict[str, Adapter] = {}
-        """As the engine listed them last."""
+        """As the engine told them last, without those that it may forget by itself."""
         self._ids: dict[int, str] = {}
         """`lora_int_id` -> name."""
         self._folders: dict[str, str] = {}
@@ -63,14 +65,20 @@ class AdapterNames:
             return []
         rows = yield partial(self.client.call, "list_loras")
         found = [msgspec.convert(row, Adapter) for row in rows]
-        self.known = {one.name: one for one in found if one.state != "loading"}
-        return list(self.known.values())
+        usable = [one for one in found if one.state != "loading"]
+        self.known = {one.name: one for one in usable if not one.is_resolved}
+        return usable
 
     def find(self, name: str) -> Steps[Adapter | None]:
-        """The adapter of this name; asks the engine if it is not known here."""
-        if name not in self.known:
-            yield from self.listed()
-        return self.known.get(name)
+        """The adapter of this name; asks the engine, for this name only, if it is not known here."""
+        if name in self.known or not self.config.enable_lora:
+            return self.known.get(name)
+        if (row := (yield partial(self.client.call, "find_lora", name))) is None:
+            return None
+        adapter = msgspec.convert(row, Adapter)
+        if not adapter.is_resolved:
+            self.known[name] = adapter
+        return adapter
 
     def name_for(self, lora_request: LoRARequest | str | None) -> Steps[str | None]:
         """The name for the engine: that of a loaded adapter, or of a LoRARequest, which is loaded if necessary.
@@ -116,13 +124,14 @@ class AdapterNames:
     # -- loading --------------------------------------------------------------------------------
     def load(
         self, name: str, path: str, base_model_name: str | None = None, *, load_inplace: bool = False,
-        if_absent: bool = False,
+        if_absent: bool = False, resolved_for: str | None = None,
     ) -> Steps[None]:  # fmt: skip
         """Load an adapter, and return when requests can use it.
 
         Args:
             load_inplace: read it again if it is loaded.
             if_absent: do nothing if it is loaded from this path.
+            resolved_for: the API key whose request named it; only for what a resolver found.
 
         Raises:
             ModelNotFound: there are no files.
@@ -135,12 +144,13 @@ class AdapterNames:
         if not self.config.enable_lora:
             raise AdapterNotLoaded(OFF)
         folder = yield from self._folder(path, afresh=load_inplace)
-        wanted = name, folder, load_inplace, base_model_name, if_absent
+        wanted = name, folder, load_inplace, base_model_name, if_absent, resolved_for
         try:
             yield partial(self.client.call, "load_lora", *wanted)
         except ValidationError as why:
             raise AdapterNotLoaded(str(why), parameter=why.parameter) from why
-        yield from self.listed()
+        self.known.pop(name, None)
+        yield from self.find(name)
 
     def unload(self, name: str) -> Steps[bool]:
         """Forget a name; requests that run with it go on. False: there is no such name."""

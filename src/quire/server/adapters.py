@@ -121,6 +121,12 @@ def has_right(request: Request) -> bool:
     return tenant is None or not tenant.name or bool(tenant.key.may_load_adapters)
 
 
+def key_id(request: Request) -> str:
+    """Which of the server's keys the request has; "": the server has none."""
+    tenant = request.scope.get(TENANT)
+    return "" if tenant is None else str(tenant.id)
+
+
 def check_right(request: Request) -> None:
     """Raises ApiError 403: the request's key, of a key file, may not change adapters, which all keys share."""
     if not has_right(request):
@@ -156,12 +162,13 @@ async def listed(state: ServerState) -> list[Adapter]:
     return found
 
 
-async def model_of(state: ServerState, name: str | None) -> tuple[str, str | None]:
-    """The model's name for the answer, and the adapter if it names one.
+async def model_of(request: Request, name: str | None) -> tuple[str, str | None]:
+    """The model's name for the answer to a request with this `model`, and the adapter if it names one.
 
     Raises:
         ApiError: 404 for a name that is not served; 400 if a resolver has an adapter that cannot be loaded.
     """
+    state = state_of(request)
     engine = state.engine
     if (
         name is None
@@ -171,21 +178,22 @@ async def model_of(state: ServerState, name: str | None) -> tuple[str, str | Non
     ):
         return state.check_model(name), None
     adapters = engine.front.adapters
-    if await engine.run(adapters.find(name)) is not None or await resolved(state, name):
+    if await engine.run(adapters.find(name)) is not None or await resolved(request, name):
         return name, name
     return state.check_model(name, list(adapters.known)), None
 
 
-async def resolved(state: ServerState, name: str) -> bool:
-    """Whether a resolver has an adapter of this name, which is loaded now."""
-    if not runtime_updates() or state.engine is None:
+async def resolved(request: Request, name: str) -> bool:
+    """Whether a resolver has an adapter of this name, which is loaded now. Only for a key that may load adapters."""
+    state = state_of(request)
+    if not runtime_updates() or state.engine is None or not has_right(request):
         return False
     model = state.config.model.model
     found = await resolve(name, list(dict.fromkeys([model, *state.model_names])))
     if found is None:
         return False
     steps = state.engine.front.adapters.load(
-        name, found.lora_path, found.base_model_name, if_absent=True
+        name, found.lora_path, found.base_model_name, if_absent=True, resolved_for=key_id(request)
     )
     try:
         await state.engine.run(steps)

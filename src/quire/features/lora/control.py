@@ -56,6 +56,7 @@ def functions(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..
         load_inplace: bool = False,
         base_model_name: str | None = None,
         if_absent: bool = False,
+        resolved_for: str | None = None,
     ) -> Any:
         """Register the adapter in the directory `path`; answered with its version when it can be used."""
         try:
@@ -63,7 +64,9 @@ def functions(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..
         except ValueError as error:
             raise ValidationError(str(error), parameter="lora_name", value=name) from None
         call = core.current_call.client, core.current_call.id
-        version = registry.load(call, name, path, load_inplace, base_model_name, if_absent)
+        version = registry.load(
+            call, name, path, load_inplace, base_model_name, if_absent, resolved_for
+        )
         return PENDING if version is None else version
 
     def unload_lora(name: str) -> bool:
@@ -75,8 +78,13 @@ def functions(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..
         return registry.pin(name)
 
     def list_loras() -> list[dict[str, Any]]:
-        """Name, path, version, base_model_name, rank, bytes and state ("loading", "ready", "evicted") of each adapter."""
+        """Name, path, version, base_model_name, rank, bytes, state ("loading", "ready", "evicted") and is_resolved of each
+        adapter."""
         return registry.cards()
+
+    def find_lora(name: str) -> dict[str, Any] | None:
+        """The same of the adapter that a request names; None: there is none."""
+        return registry.find(name)
 
     def poll_loras() -> Any:
         """Pending for ever, so that the loop calls it in each turn."""
@@ -89,7 +97,7 @@ def functions(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..
         return PENDING
 
     core.pending_calls.append(Call(0, poll_loras.__name__))
-    named = (load_lora, unload_lora, pin_lora, list_loras, poll_loras)
+    named = (load_lora, unload_lora, pin_lora, list_loras, find_lora, poll_loras)
     return {function.__name__: function for function in named}
 
 

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -22,6 +23,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from quire.errors import ValidationError
+from quire.features.lora.resolved_names import ResolvedNames
 from quire.logging import get_logger
 
 log = get_logger(__name__)
@@ -77,6 +79,8 @@ class RegisteredLora(msgspec.Struct):
     version: str
     rank: int = 0
     num_bytes: int = 0
+    resolved_for: str | None = None
+    """The API key whose request registered it by a resolver; None: it was loaded by its name."""
 
 
 @dataclass(eq=False)
@@ -86,6 +90,7 @@ class _Load:
     name: str
     path: str
     base_model_name: str | None
+    resolved_for: str | None = None
     result: str | ValidationError | None = None
 
 
@@ -109,6 +114,7 @@ class LoraRegistry:
         self._call, self._wake, self._awake = call, wake, awake
         self.names: dict[str, RegisteredLora] = {}
         self.versions: dict[str, LoraVersion] = {}
+        self._resolved = ResolvedNames(self._is_used)
         self._free = list(range(slots - 1, -1, -1))
         self._uses = self._tickets = 0
         self._reading: dict[int, _Load | LoraVersion] = {}  # by ticket
@@ -119,7 +125,7 @@ class LoraRegistry:
     # -- names ----------------------------------------------------------------------------------
     def load(
         self, call: object, name: str, path: str, load_inplace: bool = False,
-        base_model_name: str | None = None, if_absent: bool = False,
+        base_model_name: str | None = None, if_absent: bool = False, resolved_for: str | None = None,
     ) -> str | None:  # fmt: skip
         """Register an adapter; returns its version, or None while workers read it: the same `call` asks again.
 
@@ -127,6 +133,8 @@ class LoraRegistry:
             call: identifies the call.
             load_inplace: replace the adapter of that name; running requests keep the old one.
             if_absent: the same name from the same path may be registered.
+            resolved_for: the API key whose request a resolver answers; the name is forgotten when it is unused and others
+                need its place.
 
         Raises:
             ValidationError: it cannot be served, for the reason given; nothing is changed.
@@ -143,7 +151,9 @@ class LoraRegistry:
                 )  # fmt: skip
             if len(self.names) >= MAX_NAMES and known is None:
                 raise ValidationError(f"{MAX_NAMES} adapters are registered; unload some first")
-            load = self._calls[call] = _Load(name, path, base_model_name)
+            if known is None and resolved_for is not None:
+                self._resolved.to_forget(resolved_for)  # refused before files are read
+            load = self._calls[call] = _Load(name, path, base_model_name, resolved_for)
             self._read(load, path, "")
             self.poll()
         if load.result is None:
@@ -157,6 +167,7 @@ class LoraRegistry:
         """Forget a name; requests with it go on. False: there is none."""
         if (known := self.names.pop(name, None)) is None:
             return False
+        self._resolved.remove(name)
         self._save()
         self.forget_unused(known.version)
         return True
@@ -168,28 +179,48 @@ class LoraRegistry:
         self.versions[known.version].is_pinned = True
         return True
 
+    def find(self, name: str) -> dict[str, Any] | None:
+        """The card of the adapter that a request names now."""
+        self._resolved.use(name)
+        return None if (known := self.names.get(name)) is None else self._card(known)
+
     def cards(self) -> list[dict[str, Any]]:
         """All adapters; "loading": only those that no request may name yet, since their first load is not complete."""
         loading = [
             {"name": load.name, "path": load.path, "version": "", "base_model_name": load.base_model_name,
-             "rank": 0, "bytes": 0, "state": "loading"}
+             "rank": 0, "bytes": 0, "state": "loading", "is_resolved": load.resolved_for is not None}
             for load in self._calls.values() if load.name not in self.names and load.result is None
         ]  # fmt: skip
-        return loading + [
-            {"name": each.name, "path": each.path, "version": each.version,
-             "base_model_name": each.base_model_name, "rank": each.rank, "bytes": each.num_bytes,
-             "state": "ready" if self.versions[each.version].state == "ready" else "evicted"}
-            for each in self.names.values()
-        ]  # fmt: skip
+        return loading + [self._card(known) for known in self.names.values()]
+
+    def _card(self, known: RegisteredLora) -> dict[str, Any]:
+        state = "ready" if self.versions[known.version].state == "ready" else "evicted"
+        return {
+            "name": known.name, "path": known.path, "version": known.version, "base_model_name": known.base_model_name,
+            "rank": known.rank, "bytes": known.num_bytes, "state": state, "is_resolved": known.name in self._resolved,
+        }  # fmt: skip
+
+    def _is_used(self, name: str) -> bool:
+        version = self.versions[self.names[name].version]
+        return version.has_requests or version.is_pinned
 
     def _register(self, load: _Load, version: LoraVersion) -> None:
         old = self.names.get(load.name)
         self.names[load.name] = RegisteredLora(
-            load.name, load.path, load.base_model_name, version.key, version.rank, version.num_bytes
-        )
+            load.name, load.path, load.base_model_name, version.key, version.rank, version.num_bytes, load.resolved_for
+        )  # fmt: skip
+        self._resolved.remove(load.name)
+        if load.resolved_for is not None:
+            self._make_room(load.resolved_for)
+            self._resolved.add(load.name, load.resolved_for)
         self._save()
         if old is not None:
             self.forget_unused(old.version)
+
+    def _make_room(self, key: str) -> None:
+        with suppress(ValidationError):  # since the load began, requests have come to all names
+            if (oldest := self._resolved.to_forget(key)) is not None:
+                self.unload(oldest)
 
     # -- requests -------------------------------------------------------------------------------
     def use(self, version: LoraVersion) -> None:
@@ -333,6 +364,8 @@ class LoraRegistry:
         for known in stored:
             version = LoraVersion(known.version, known.path, known.rank, known.num_bytes)
             self.versions.setdefault(known.version, version)
+            if known.resolved_for is not None:
+                self._resolved.add(known.name, known.resolved_for)
         # Those of the configuration may have been replaced or unloaded.
         for key in list(self.versions):
             self.forget_unused(key)

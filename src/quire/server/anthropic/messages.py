@@ -206,7 +206,7 @@ async def messages(request: Request) -> Response | EventStream:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, MessagesRequest)
-    model, adapter = await model_of(state, body.model)
+    model, adapter = await model_of(request, body.model)
     generation = await prepared(request, generation_for, request, body, engine, state)
     generation.adapter = adapter
     details = state.config.server.enable_prompt_tokens_details
@@ -229,7 +229,7 @@ async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, MessagesRequest)
-    await model_of(state, body.model)
+    await model_of(request, body.model)
     take_from_key(request)
     prompt = await prepared(request, counted_of, body, engine, state)
     return json_response({"input_tokens": len(prompt.tokens)})

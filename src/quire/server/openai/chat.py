@@ -278,7 +278,7 @@ async def chat(request: Request) -> Response | EventStream:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, ChatRequest)
-    model, adapter = await model_of(state, body.model)
+    model, adapter = await model_of(request, body.model)
     generation = await prepared(request, generation_of, request, body, engine, "chatcmpl-")
     generation.adapter = adapter
     (prompt,) = generation.prompts

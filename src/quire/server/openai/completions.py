@@ -167,7 +167,7 @@ async def completions(request: Request) -> Response | EventStream:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, CompletionRequest)
-    model, adapter = await model_of(state, body.model)
+    model, adapter = await model_of(request, body.model)
     if body.use_beam_search and body.stream:
         raise invalid(
             "`stream` is not supported with `use_beam_search`; leave one of them out", "stream"

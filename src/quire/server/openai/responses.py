@@ -241,7 +241,7 @@ async def responses(request: Request) -> Response | EventStream:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, ResponsesRequest)
-    model, adapter = await model_of(state, body.model)
+    model, adapter = await model_of(request, body.model)
     generation = await prepared(request, generation_for, request, body, engine)
     generation.adapter = adapter
     as_ids = state.config.server.return_tokens_as_token_ids

@@ -30,7 +30,7 @@ async def tokenize(request: Request) -> Response:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, TokenizeRequest)
-    await model_of(state, body.model)
+    await model_of(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("send either `prompt` or `messages`", "prompt")
     take_from_key(request)
@@ -61,7 +61,7 @@ async def detokenize(request: Request) -> Response:
     state = state_of(request)
     engine = state.serving()
     body = await read(request, DetokenizeRequest)
-    await model_of(state, body.model)
+    await model_of(request, body.model)
     take_from_key(request)
     return await prepared(request, detokenized, body.tokens, engine)
 

@@ -96,7 +96,7 @@ async def score(request: Request) -> Response:
     state = state_of(request)
     pooling_of(request, state.serving())
     body = await read(request, ScoreRequest)
-    model, adapter = await model_of(state, body.model)
+    model, adapter = await model_of(request, body.model)
     names = pair_fields(body)
     created = int(time.time())
     batch, _, scores = await _scored(
@@ -112,7 +112,7 @@ async def rerank(request: Request) -> Response:
     state = state_of(request)
     pooling_of(request, state.serving())
     body = await read(request, RerankRequest)
-    model, adapter = await model_of(state, body.model)
+    model, adapter = await model_of(request, body.model)
     if body.query is None or body.documents is None:
         raise invalid("`/rerank` needs `query` and `documents`", "query" if body.query is None else "documents")  # fmt: skip
     if isinstance(body.query, list):

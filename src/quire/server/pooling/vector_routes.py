@@ -77,7 +77,7 @@ async def _run(
     state = state_of(request)
     engine = state.serving()
     pooling = pooling_of(request, engine)
-    model, adapter = await model_of(state, body.model)
+    model, adapter = await model_of(request, body.model)
     check_common(body)
     params = pooling.params(
         PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions), task
@@ -212,7 +212,7 @@ async def cohere_embed(request: Request) -> Response:
     engine = state.serving()
     inputs = pooling_of(request, engine)
     body = await read(request, CohereEmbedRequest)
-    _, adapter = await model_of(state, body.model)
+    _, adapter = await model_of(request, body.model)
     types = body.embedding_types or ["float"]
     for kind in types:
         if kind not in COHERE_TYPES:

@@ -1,0 +1,58 @@
+"""ResolvedNames: the names of adapters that resolvers registered. Their number is bounded, since requests register them.
+
+Knows names, and the API key whose request registered each. Does not know versions or files (`registry.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.errors import ValidationError
+
+MOST = 1024
+"""Names that resolvers registered, of all keys."""
+MOST_OF_A_KEY = 256
+"""The same, of one API key; requests without a key count as one."""
+
+
+class ResolvedNames:
+    """`is_used(name)`: whether a request has the adapter of this name; such a name is not forgotten."""
+
+    def __init__(self, is_used: Callable[[str], bool]):
+        self._is_used = is_used
+        self._keys: dict[str, str] = {}  # name -> key; the least recently used first
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    def add(self, name: str, key: str) -> None:
+        self._keys[name] = key
+
+    def use(self, name: str) -> None:
+        """Note that a request names it."""
+        if (key := self._keys.pop(name, None)) is not None:
+            self._keys[name] = key
+
+    def remove(self, name: str) -> None:
+        self._keys.pop(name, None)
+
+    def to_forget(self, key: str) -> str | None:
+        """The name that must be forgotten before `key` gets another one: its oldest unused one, or the oldest unused of all.
+
+        None: there is room.
+
+        Raises:
+            ValidationError: there is no room, and requests use all names.
+        """
+        of_key = [name for name, other in self._keys.items() if other == key]
+        if len(of_key) >= MOST_OF_A_KEY:
+            names = of_key
+        elif len(self._keys) >= MOST:
+            names = list(self._keys)
+        else:
+            return None
+        if (oldest := next((name for name in names if not self._is_used(name)), None)) is None:
+            raise ValidationError(
+                f"requests use all {len(names)} adapters that a resolver found; send the request again when some have ended"
+            )
+        return oldest
