@@ -56,9 +56,9 @@ class CacheConfig:
     mamba_cache_mode: Literal["auto", "align", "all", "none"] = "auto"
     """Prefix caching of models with recurrent states: auto or align (copies of the states at the end of a prompt, where prompts part, and at intervals), all (at every mamba_block_size tokens) or none."""
     mamba_block_size: AtLeast1 | None = None
-    """Copies of recurrent states are kept at multiples of so many tokens, a multiple of block_size; unset: block_size, but at least 64."""
+    """Copies of recurrent states are kept at multiples of this number of tokens, a multiple of block_size; unset: block_size, but at least 64."""
     prefix_cache_retention_interval: AtLeast0 | None = None
-    """Copies of recurrent states are kept every so many tokens of a prompt; 0: only at its end and where prompts part; unset: max_num_batched_tokens."""
+    """Copies of recurrent states are kept at multiples of this number of tokens of a prompt; 0: only at its end and where prompts part; unset: max_num_batched_tokens."""
     enable_mamba_shared_prefix_checkpoint: bool = True
     """Keep a copy of the recurrent states where the cached part of a prompt ends, for other prompts with the same beginning."""
 

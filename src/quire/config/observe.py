@@ -37,6 +37,6 @@ class ObserveConfig:
     collect_detailed_traces: list[str] = field(default_factory=list)
     """Spans of a request's waiting, prefill and decode below its span; any of vLLM's names: model, worker, all."""
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
-    """Report the draft tokens of a request in its answer; detailed: those of each step too."""
+    """Report the draft tokens of a request in its answer; detailed: the draft tokens of each step too."""
     fail_on_environ_validation: bool = False
     """Refuse to start, instead of warning, if a QUIRE_* or VLLM_* environment variable is unknown."""
