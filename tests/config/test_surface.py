@@ -48,7 +48,7 @@ mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_conn
 kv_offloading_size=4 profiler_config={"profiler":"torch"}
 io_processor_plugin=x
 grpc enable_elastic_ep scheduler_cls=a.b worker_cls=a.b
-tool_server=demo disable_sliding_window tokens_only enable_scale_out
+tool_server=demo disable_sliding_window tokens_only
 """
 # Nothing to tune here: taken, with a warning that says why
 WARNED = """

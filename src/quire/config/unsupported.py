@@ -15,7 +15,7 @@ Feature = tuple[str, str]
 
 AUDIO = "audio", "send text"
 MEDIA = "media input", "send text"
-SCALE_OUT = "rendering servers and scale-out", "send token ids as the prompt of /v1/completions"
+SCALE_OUT = "rendering servers and scale-out", "send token ids to /inference/v1/generate"
 TRANSFER = "KV transfer between servers", "let each server prefill its own requests"
 ELASTIC = (
     "another number of engines while the server runs",
@@ -45,11 +45,10 @@ ROUTES: dict[str, Feature] = {
     "/generative_scoring": ("scoring by generation", "ask /v1/completions for logprobs, or /score on a reranker"),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), AUDIO),
     "/v1/systemone": ("structured decisions", "ask /v1/chat/completions for structured_outputs"),
-    "/v1/chat/completions/batch": ("several conversations in one request", "send one request for each, or use quire run-batch"),
     "/cohere/v2/chat": ("Cohere's protocol", "use /v1/chat/completions"),
     **dict.fromkeys(
         (
-            "/inference/v1/generate", "/inference/v1/abort_requests", "/v1/chat/completions/render",
+            "/inference/v1/abort_requests", "/v1/chat/completions/render",
             "/v1/completions/render", "/v1/responses/render", "/v1/messages/render", "/v1/chat/completions/derender",
             "/v1/completions/derender",
         ),

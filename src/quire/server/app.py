@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import unsupported
 from quire.errors import EngineDeadError, ValidationError
-from quire.server import adapters, dev_routes, health, openapi
+from quire.server import adapters, dev_routes, health, openapi, token_generation
 from quire.server.anthropic import messages
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ENDS, ApiError, as_api_error, error_response, invalid
@@ -40,6 +40,7 @@ from quire.server.middleware import (
 )
 from quire.server.openai import models, responses, tokenize
 from quire.server.openai.chat import chat
+from quire.server.openai.chat_batch import batch
 from quire.server.openai.completions import completions
 from quire.server.page import routes as page
 from quire.server.pooling import score_routes, vector_routes
@@ -128,7 +129,9 @@ def missing_routes(dev_mode: bool) -> list[tuple[str, str, Endpoint]]:
 
 ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/chat/completions", generating(chat)),
+    ("POST", "/v1/chat/completions/batch", generating(batch)),
     ("POST", "/v1/completions", generating(completions)),
+    ("POST", "/inference/v1/generate", generating(token_generation.generate)),
     ("POST", "/v1/responses", generating(responses.responses)),
     ("GET", "/v1/responses/{name}", responses.stored_response),
     ("POST", "/v1/responses/{name}/cancel", responses.stored_response),

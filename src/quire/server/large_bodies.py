@@ -31,13 +31,14 @@ FIELD_BYTES = {
     "logit_bias": 4 << 20,  # 65,536 entries fit
     "allowed_token_ids": 4 << 20,  # every token of the largest vocabulary fits
     "request_ids": 4 << 20,
+    "sampling_params": 4 << 20,
 }
 """Field -> bytes of JSON. Fields of the prompt have no limit here, but the body has one, and the model's context."""
 PROMPTS = frozenset(
-    "prompt tokens messages input instructions system documents queries query items data_1 data_2 text_1 text_2 texts"
+    "prompt tokens token_ids messages input instructions system documents queries query items data_1 data_2 text_1 text_2 texts"
     " inputs".split()
 )
-IDS = frozenset(("prompt", "tokens", "allowed_token_ids", "input"))
+IDS = frozenset(("prompt", "tokens", "token_ids", "allowed_token_ids", "input"))
 """Fields that may be long lists of token ids."""
 
 _AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<where>[^`]*)`$", re.DOTALL)

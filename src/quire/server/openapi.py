@@ -25,7 +25,9 @@ Row = tuple[str, str, Callable[[Request], Awaitable[Any]]]
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/chat/completions/batch": schemas.BatchChatRequest,
     "/v1/completions": schemas.CompletionRequest,
+    "/inference/v1/generate": schemas.GenerateRequest,
     "/v1/responses": schemas.ResponsesRequest,
     "/v1/messages": schemas.MessagesRequest,
     "/v1/messages/count_tokens": schemas.MessagesRequest,

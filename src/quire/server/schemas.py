@@ -96,8 +96,9 @@ class CompletionRequest(Sampling, kw_only=True):
     prompt_embeds: Any = None
 
 
-class ChatRequest(Sampling, kw_only=True):
-    messages: list[dict[str, Any]]
+class ChatFields(Sampling, kw_only=True):
+    """The fields of chat, without the conversation."""
+
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -118,6 +119,37 @@ class ChatRequest(Sampling, kw_only=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     functions: Any = None
     function_call: Any = None
+
+
+class ChatRequest(ChatFields, kw_only=True):
+    messages: list[dict[str, Any]]
+
+
+class BatchChatRequest(ChatFields, kw_only=True):
+    messages: list[list[dict[str, Any]]]
+
+
+class GenerateRequest(Struct, kw_only=True):
+    """Tokens in, tokens out."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    request_id: str | None = None
+    output_mode: str = "tokens"
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    token_offsets: list[Any] | None = None
+    # Known but not supported: refused.
+    features: Any = None
+    content_parts: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
 
 
 class MessagesRequest(Struct, kw_only=True):

@@ -1,0 +1,241 @@
+"""POST /inference/v1/generate: continues token ids with token ids, without a text.
+
+Knows this endpoint's request and answer shapes. Its sampling parameters are those of a completion request, which
+checks them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.async_engine import AsyncEngine
+from quire.frontend.logprobs import Logprob
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.adapters import model_of
+from quire.server.errors import invalid
+from quire.server.generation import Generation
+from quire.server.large_answers import json_answer, listed
+from quire.server.large_bodies import not_valid
+from quire.server.limits import completions_of, take_from_key
+from quire.server.middleware import TENANT
+from quire.server.openai import logprobs as shapes
+from quire.server.openai.chunks import data_parallel_rank, new_id, priority
+from quire.server.openai.sampling_params import DRAWING, completion_params
+from quire.server.output_delta import OutputDelta
+from quire.server.prompts import one_prompt
+from quire.server.request_body import prepared, read
+from quire.server.schemas import CompletionRequest, GenerateRequest, Sampling
+from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
+from quire.server.state import state_of
+
+RENAMED = {"extra_args": "vllm_xargs"}
+TAKEN = {*Sampling.__struct_fields__} & {*SamplingParams.__struct_fields__}
+TAKEN = TAKEN - {"use_beam_search", "length_penalty", "stream_interval"} | {"max_tokens", "logprobs", "extra_args"}
+"""Sampling parameters that the endpoint takes."""
+WITHOUT_EFFECT = {"detokenize", "output_kind", "skip_clone", "flat_logprobs"}
+"""The form of the answer does not depend on them: `output_mode` and `stream` choose it."""
+REFUSED = {
+    "features": "media input is not supported", "content_parts": "media input is not supported",
+    "kv_transfer_params": "KV transfer is not supported",
+    "ec_transfer_params": "encoder-cache transfer is not supported",
+}  # fmt: skip
+
+
+def as_completion(body: GenerateRequest) -> CompletionRequest:
+    """The completion request with the same parameters; those that are not given have no default of the model.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    for name, why in REFUSED.items():
+        if getattr(body, name) is not None:
+            raise invalid(f"`{name}`: {why}; leave it out", name)
+    if body.output_mode not in ("tokens", "text"):
+        raise invalid("`output_mode` must be 'tokens' or 'text'", "output_mode")
+    if not body.token_ids:
+        raise invalid("`token_ids` is empty", "token_ids")
+    given = {name: value for name, value in body.sampling_params.items() if value is not None}
+    if unknown := given.keys() - TAKEN - WITHOUT_EFFECT:
+        name = min(unknown)[:64]
+        raise invalid(f"`sampling_params.{name}` is not a sampling parameter of this endpoint; leave it out", "sampling_params")  # fmt: skip
+    if body.reasoning_ended is False and "structured_outputs" in given:
+        raise invalid("`reasoning_ended` must be true with `structured_outputs`: the output is constrained from its first token", "reasoning_ended")  # fmt: skip
+    fields: dict[str, Any] = {name: getattr(NEUTRAL, name) for name in DRAWING}
+    fields |= {RENAMED.get(name, name): given[name] for name in given.keys() & TAKEN}
+    fields |= {
+        name: getattr(body, name) for name in ("model", "request_id", "stream", "cache_salt", "priority")
+    }  # fmt: skip
+    fields |= {"max_tokens": given.get("max_tokens", 1), "add_special_tokens": False}
+    try:
+        made = msgspec.convert(
+            {name: value for name, value in fields.items() if value is not None},
+            CompletionRequest,
+            strict=False,
+        )
+    except msgspec.ValidationError as error:
+        raise not_valid(str(error)) from error
+    made.stream_options = body.stream_options
+    return made
+
+
+NEUTRAL = SamplingParams()
+
+
+async def generation_of(request: Request, body: GenerateRequest, engine: AsyncEngine) -> Generation:
+    """Check a request. Raises ApiError, ValidationError: it is invalid."""
+    state, asked = state_of(request), as_completion(body)
+    defaults = engine.inputs.defaults
+    params = completion_params(asked, defaults)
+    if body.sampling_params.get("max_tokens") is None:
+        params.max_tokens = defaults.max_tokens(None)
+    params.detokenize = body.output_mode == "text" or bool(params.stop)
+    take_from_key(request, completions_of(1, params, state))
+    if asked.truncate_prompt_tokens is None:
+        engine.inputs.check_length(len(body.token_ids))
+    if not all(type(token) is int for token in body.token_ids):  # those of a long body
+        raise invalid("`token_ids` must be a list of token ids", "token_ids")
+    prompt = await one_prompt(body.token_ids, asked, engine)
+    return Generation(
+        state, engine, new_id("generate-tokens-", request, body), [prompt], params, priority(request, body),
+        tenant=request.scope.get(TENANT), data_parallel_rank=data_parallel_rank(request),
+    )  # fmt: skip
+
+
+# -- out ------------------------------------------------------------------------------------------
+def token_entry(token: int, entry: Logprob) -> dict[str, Any]:
+    return {
+        "token_id": token,
+        "logprob": shapes.floored(entry.logprob),
+        "rank": entry.rank or None,
+    }
+
+
+def token_rows(
+    tokens: Sequence[int], positions: Iterable[Mapping[int, Logprob] | None], top: int | None
+) -> Iterator[dict[str, Any]]:
+    """One row a token; its candidates begin with the token itself. `top` None: all."""
+    for token, position in zip(tokens, positions, strict=False):
+        if position is None:
+            continue
+        shown = list(position.items())[:top]
+        row = token_entry(token, shapes.chosen(position, token))
+        yield row | {"top_logprobs": [token_entry(one, entry) for one, entry in shown]}
+
+
+@dataclass(slots=True)
+class TokenChoiceBuilder:
+    """Builds the choices of whole answers and of chunks."""
+
+    body: GenerateRequest
+    generation: Generation
+    name: shapes.Name
+    started: bool = field(default=False)
+
+    def logprobs(self, delta: OutputDelta, large: bool) -> dict[str, Any] | None:
+        params = self.generation.params
+        if delta.logprobs is None or (params.logprobs is None and params.logprob_token_ids is None):
+            return None
+        every = params.logprobs == -1 or params.logprob_token_ids is not None
+        if self.body.output_mode == "text":
+            top = -1 if every else params.logprobs or 0
+            return shapes.chat(delta.tokens, delta.logprobs, top, self.name, large)
+        most = None if every else max(params.logprobs or 0, 1)
+        rows = partial(token_rows, delta.tokens, delta.logprobs, most)
+        return {"content": listed(rows, large)}
+
+    def choice(self, delta: OutputDelta, large: bool = False) -> dict[str, Any]:
+        choice = {
+            "index": delta.index,
+            "logprobs": self.logprobs(delta, large),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.tokens,
+            "routed_experts": None,
+            "sampling_mask": None,
+            "weight_versions": None,
+        }
+        return choice | {"text": delta.text} if self.body.output_mode == "text" else choice
+
+    def head(self) -> dict[str, Any]:
+        return {"request_id": self.generation.id, "output_mode": self.body.output_mode}
+
+    def prompt(self) -> dict[str, Any]:
+        ids = self.generation.prompts[0].tokens
+        return (
+            {"prompt_token_ids": ids, "mm_placeholders": {}} if self.body.return_token_ids else {}
+        )
+
+
+@dataclass(slots=True)
+class TokenChunkEncoder:
+    """Encodes deltas as frames."""
+
+    builder: TokenChoiceBuilder
+    details: bool
+
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
+        builder = self.builder
+        if not (delta.tokens or delta.finish_reason or (builder.body.output_mode == "text" and delta.text)):  # fmt: skip
+            return
+        options = builder.body.stream_options
+        running = options is not None and options.include_usage and options.continuous_usage_stats
+        chunk = builder.head() | {"choices": [builder.choice(delta)]}
+        chunk["usage"] = builder.generation.usage(self.details) if running else None
+        if not builder.started:
+            builder.started = True
+            chunk |= builder.prompt()
+        yield frame(chunk)
+
+    def end(self) -> Iterator[bytes]:
+        builder, options = self.builder, self.builder.body.stream_options
+        if options is not None and options.include_usage:
+            usage = builder.generation.usage(self.details)
+            present = {name: value for name, value in usage.items() if value is not None}
+            yield frame(builder.head() | {"choices": [], "usage": present})
+        yield DONE
+
+
+def frame(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+async def generate(request: Request) -> Response | EventStream:
+    """Continue token ids with token ids."""
+    state = state_of(request)
+    engine, server = state.serving(), state.config.server
+    body = await read(request, GenerateRequest)
+    model, adapter = await model_of(state, body.model)
+    generation = await prepared(request, generation_of, request, body, engine)
+    generation.adapter = adapter
+    name = shapes.naming(server.return_tokens_as_token_ids, engine.token_text)
+    builder = TokenChoiceBuilder(body, generation, name)
+    details = server.enable_prompt_tokens_details
+    if body.stream:
+        return await event_stream(request, generation, TokenChunkEncoder(builder, details))
+    created = int(time.time())
+    deltas = await until_disconnect(request.receive, generation.whole())
+    large = generation.is_large(deltas)
+    prompt_logprobs = generation.counts[0].prompt_logprobs
+    whole = builder.head() | {
+        "model": model,
+        "created": created,
+        "choices": listed(partial(map, partial(builder.choice, large=large), deltas), large),
+        "usage": generation.usage(details),
+        "prompt_logprobs": shapes.prompt(prompt_logprobs, large),
+        "prompt_token_id_logprobs": None,
+        "prompt_token_ids": None,
+        "mm_placeholders": None,
+        "metrics": generation.metrics,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+        **builder.prompt(),
+    }
+    return json_answer(whole, large, state.answering)
