@@ -37,8 +37,9 @@ from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
 from quire.server.state import state_of
 
 RENAMED = {"extra_args": "vllm_xargs"}
-TAKEN = {*Sampling.__struct_fields__} & {*SamplingParams.__struct_fields__}
-TAKEN = TAKEN - {"use_beam_search", "length_penalty", "stream_interval"} | {"max_tokens", "logprobs", "extra_args"}
+NOT_TAKEN = {"use_beam_search", "length_penalty", "stream_interval"}
+TAKEN = {*Sampling.__struct_fields__} & {*SamplingParams.__struct_fields__} - NOT_TAKEN
+TAKEN |= {"max_tokens", "logprobs", "extra_args"}
 """Sampling parameters that the endpoint takes."""
 WITHOUT_EFFECT = {"detokenize", "output_kind", "skip_clone", "flat_logprobs"}
 """The form of the answer does not depend on them: `output_mode` and `stream` choose it."""

@@ -43,7 +43,7 @@ LARGE_BATCH = 256
 
 
 @dataclass(slots=True)
-class Conversation:
+class BatchedChat:
     """One conversation of a batch."""
 
     body: ChatRequest
@@ -75,7 +75,7 @@ def conversations_of(body: BatchChatRequest) -> list[ChatRequest]:
 
 async def generations_of(
     request: Request, body: BatchChatRequest, engine: AsyncEngine
-) -> list[Conversation]:
+) -> list[BatchedChat]:
     """Check and render all conversations.
 
     Raises:
@@ -84,7 +84,7 @@ async def generations_of(
     state, bodies = state_of(request), conversations_of(body)
     params = chat_params(bodies[0], engine.inputs.defaults)
     take_from_key(request, completions_of(len(bodies), params, state))
-    public_id, conversations = new_id("chatcmpl-", request, body), list[Conversation]()
+    public_id, conversations = new_id("chatcmpl-", request, body), list[BatchedChat]()
     for at, chat in enumerate(bodies):
         prompt = await chat_prompt(chat, engine, state)
         params = chat_params(chat, engine.inputs.defaults)
@@ -93,7 +93,7 @@ async def generations_of(
             state, engine, f"{public_id}-{at}", [prompt], params, priority(request, body), body.timeout,
             tenant=request.scope.get(TENANT), reader=reader, data_parallel_rank=data_parallel_rank(request),
         )  # fmt: skip
-        conversations.append(Conversation(chat, generation))
+        conversations.append(BatchedChat(chat, generation))
         if not state.texts.inside:
             await asyncio.sleep(0)  # let other tasks of the loop run
     prompts = [one.generation.prompts[0] for one in conversations]
@@ -102,7 +102,7 @@ async def generations_of(
     return conversations
 
 
-async def answers_of(conversations: list[Conversation]) -> list[OutputDelta]:
+async def answers_of(conversations: list[BatchedChat]) -> list[OutputDelta]:
     """The output of each conversation; if one fails, the others are aborted."""
     tasks = list[asyncio.Task[list[OutputDelta]]]()
     try:
@@ -116,12 +116,12 @@ async def answers_of(conversations: list[Conversation]) -> list[OutputDelta]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def choice_of(conversation: Conversation, delta: OutputDelta, at: int, name: shapes.Name, role: str, large: bool) -> dict[str, Any]:  # fmt: skip
+def choice_of(conversation: BatchedChat, delta: OutputDelta, at: int, name: shapes.Name, role: str, large: bool) -> dict[str, Any]:  # fmt: skip
     builder = ChatChoiceBuilder(conversation.body, conversation.generation, name, role)
     return builder.choice(delta, large) | {"index": at}
 
 
-def usage_of(conversations: list[Conversation], details: bool) -> dict[str, Any]:
+def usage_of(conversations: list[BatchedChat], details: bool) -> dict[str, Any]:
     """The sum of their usages."""
     total: dict[str, Any] = {}
     for one in conversations:
