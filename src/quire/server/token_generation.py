@@ -213,7 +213,7 @@ async def generate(request: Request) -> Response | EventStream:
     state = state_of(request)
     engine, server = state.serving(), state.config.server
     body = await read(request, GenerateRequest)
-    model, adapter = await model_of(state, body.model)
+    model, adapter = await model_of(request, body.model)
     generation = await prepared(request, generation_of, request, body, engine)
     generation.adapter = adapter
     name = shapes.naming(server.return_tokens_as_token_ids, engine.token_text)

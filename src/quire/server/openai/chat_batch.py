@@ -142,7 +142,7 @@ async def batch(request: Request) -> Response:
     state = state_of(request)
     engine, server = state.serving(), state.config.server
     body = await read(request, BatchChatRequest)
-    model, adapter = await model_of(state, body.model)
+    model, adapter = await model_of(request, body.model)
     conversations = await prepared(request, generations_of, request, body, engine)
     for one in conversations:
         one.generation.adapter = adapter
