@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pwd
 import random
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import httpx
 import malformed_requests
@@ -239,6 +242,94 @@ def test_paths_outside_the_allowed_directories_are_refused(serve, adapter, tmp_p
             assert "--allowed-lora-paths" in message
 
     serve(body, allowed_lora_paths=[inside])
+
+
+class Hub:
+    """A hub with the public adapter org/small and the large one org/large; `calls` has what it was asked for."""
+
+    SIZES: ClassVar[dict[str, int | None]] = {
+        "org/small": 1000,
+        "org/large": 50 << 30,
+        "org/hidden": None,
+    }
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: str):
+        self.folder, self.calls = folder, []
+        patch.setattr("huggingface_hub.HfApi", self.api)
+        patch.setattr("huggingface_hub.snapshot_download", self.download)
+
+    def api(self, token: object = None) -> Hub:
+        self.calls.append(("token", token))
+        return self
+
+    def model_info(self, name: str, *, files_metadata: bool = False, **options: Any) -> Any:
+        if name not in self.SIZES or "token" in options:
+            raise OSError("401")
+        names = (
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "model.safetensors",
+        )
+        size = self.SIZES[name] if files_metadata else None
+        return SimpleNamespace(sha="abc", siblings=[SimpleNamespace(rfilename=file, size=size) for file in names])  # fmt: skip
+
+    def download(self, name: str, **options: Any) -> str:
+        self.calls.append((name, options))
+        return self.folder
+
+
+def test_ids_of_the_hub_need_a_flag(serve, adapter, monkeypatch):
+    """Regression: a client downloaded any repository, of any size, with the operator's token."""
+    hub = Hub(monkeypatch, adapter("a"))
+
+    async def body(on: Served) -> None:
+        status, kind, message = said(await on.load("x", "org/small"))
+        assert (status, kind) == (404, "LoRAAdapterNotFoundError")
+        assert "--allow-lora-from-hub" in message
+
+    serve(body)
+    assert hub.calls == []
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_an_adapter_of_the_hub_is_bounded_and_public(
+    serve, adapter, monkeypatch, tmp_path, limited
+):
+    hub = Hub(monkeypatch, adapter("a"))
+    paths = [str(tmp_path / "a")] if limited else []
+
+    async def body(on: Served) -> None:
+        assert (await on.load("x", "org/small")).status_code == 200
+        wanted = ["adapter_config.json", "adapter_model.safetensors"]
+        options = {"revision": "abc", "allow_patterns": wanted, "cache_dir": None, "token": False}
+        assert hub.calls == [("token", False), ("org/small", options)]
+        for name in ("org/large", "org/hidden"):
+            status, kind, message = said(await on.load("y", name))
+            assert (status, kind) == (400, "InvalidUserInput"), message
+            assert "at most 2147483648" in message
+        assert said(await on.load("y", "org/private"))[0] == 404
+        assert len([call for call in hub.calls if call[0] != "token"]) == 1
+
+    serve(body, allow_lora_from_hub=True, allowed_lora_paths=paths)
+
+
+def test_no_home_is_looked_up(serve, adapter, monkeypatch, tmp_path):
+    """Regression: "~postgres" was expanded, and the answer had this user's home, so that users could be listed."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    adapter("x")
+    user = pwd.getpwuid(os.getuid()).pw_name
+
+    async def body(on: Served) -> None:
+        for path in ("~", "~/x", f"~{user}", f"~{user}/x", "~nobody-here"):
+            status, _, message = said(await on.load("x", path))
+            assert status in (400, 404)
+            assert str(tmp_path) not in message
+            assert os.path.expanduser(f"~{user}") not in message
+        assert not on.engine.rows
+
+    serve(body)
+    serve(body, allowed_lora_paths=[str(tmp_path)])
 
 
 def test_sagemaker_routes(serve, adapter):

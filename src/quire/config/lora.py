@@ -40,7 +40,9 @@ class LoraConfig:
     lora_target_modules: list[str] = field(default_factory=list)
     """Names of the layers that adapters may change, such as q_proj; tensors for other layers are left out. Unset: all."""
     allowed_lora_paths: list[str] = field(default_factory=list)
-    """Directories from which requests to /v1/load_lora_adapter may load adapters; unset: any, and ids of the hub."""
+    """Directories from which requests to /v1/load_lora_adapter may load adapters; unset: any."""
+    allow_lora_from_hub: bool = False
+    """Requests to /v1/load_lora_adapter may name public adapters of the hub, which are downloaded: at most 2 GiB each, without a token."""
 
     @property
     def capacity(self) -> int:

@@ -20,7 +20,14 @@ from quire.version import __version__
 SECTIONS = ("model", "cache", "scheduler", "parallel", "load", "structured", "lora", "speculation")
 LOCAL = {
     *("model", "tokenizer", "hf_token", "served_model_name", "chat_template", "generation_config"),
-    *("lora_modules", "allowed_lora_paths", "download_dir", "use_tqdm_on_load", "node_rank"),
+    *(
+        "lora_modules",
+        "allowed_lora_paths",
+        "allow_lora_from_hub",
+        "download_dir",
+        "use_tqdm_on_load",
+        "node_rank",
+    ),
     *("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"),
     *("distributed_executor_backend", "max_num_queued_reqs", "max_num_queued_tokens"),
 }

@@ -20,6 +20,7 @@ from quire.config.lora import check_name
 from quire.engine.client import EngineClient
 from quire.errors import ValidationError
 from quire.models.location import find_adapter
+from quire.models.requested_adapter import find_requested_adapter
 from quire.protocol.lora_request import LoRARequest
 from quire.protocol.validators import wrong
 
@@ -124,7 +125,7 @@ class AdapterNames:
     # -- loading --------------------------------------------------------------------------------
     def load(
         self, name: str, path: str, base_model_name: str | None = None, *, load_inplace: bool = False,
-        if_absent: bool = False, resolved_for: str | None = None,
+        if_absent: bool = False, resolved_for: str | None = None, requested: bool = False,
     ) -> Steps[None]:  # fmt: skip
         """Load an adapter, and return when requests can use it.
 
@@ -132,9 +133,11 @@ class AdapterNames:
             load_inplace: read it again if it is loaded.
             if_absent: do nothing if it is loaded from this path.
             resolved_for: the API key whose request named it; only for what a resolver found.
+            requested: a client names the path, so less is looked up (`models/requested_adapter.py`).
 
         Raises:
             ModelNotFound: there are no files.
+            Unsupported: the path is a URL, or what a client would have downloaded is too large.
             AdapterNotLoaded: LoRA is off, the name is in use, or the files cannot be served.
         """
         try:
@@ -143,7 +146,11 @@ class AdapterNames:
             raise AdapterNotLoaded(f"lora_name: {why}", parameter="lora_name") from None
         if not self.config.enable_lora:
             raise AdapterNotLoaded(OFF)
-        folder = yield from self._folder(path, afresh=load_inplace)
+        if requested:
+            options = self.client.resolved.config.load, self.config.allow_lora_from_hub
+            folder = yield partial(find_requested_adapter, path, *options)
+        else:
+            folder = yield from self._folder(path, afresh=load_inplace)
         wanted = name, folder, load_inplace, base_model_name, if_absent, resolved_for
         try:
             yield partial(self.client.call, "load_lora", *wanted)

@@ -56,7 +56,7 @@ def find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
         return str(EMBEDDED / name), _nothing
     if name.startswith(OBJECT_STORES):
         return _from_object_store(name, load)
-    _refuse_url("model", name, LOCAL)
+    refuse_url("model", name, LOCAL)
     if os.path.isfile(directory):
         if is_gguf(directory):
             return checkpoint_folder(directory), _nothing
@@ -87,7 +87,7 @@ def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
         return path
     if os.path.isdir(folder := Path(os.path.expanduser(name)).absolute()):
         return str(folder)
-    _refuse_url("tokenizer", name, LOCAL_TOKENIZER)
+    refuse_url("tokenizer", name, LOCAL_TOKENIZER)
     if os.path.isfile(folder) or _is_path(name):
         what = "is a file" if os.path.isfile(folder) else "does not exist"
         raise ModelNotFound(f"tokenizer={name}: {folder} {what}; {LOCAL_TOKENIZER}")
@@ -108,7 +108,7 @@ def find_adapter(path: str, load: LoadConfig, token: str | bool | None = None) -
         return str(folder)
     if "/" not in path and os.path.isfile(EMBEDDED / path / ADAPTER_CONFIG):
         return str(EMBEDDED / path)
-    _refuse_url("the adapter's path", path, LOCAL_ADAPTER)
+    refuse_url("the adapter's path", path, LOCAL_ADAPTER)
     if os.path.isfile(folder) or _is_path(path):
         what = "is a file" if os.path.isfile(folder) else "does not exist"
         raise ModelNotFound(f"no adapter in {path}: {folder} {what}; {LOCAL_ADAPTER}")
@@ -156,7 +156,8 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name.strip()
 
 
-def _refuse_url(option: str, name: str, local: str) -> None:
+def refuse_url(option: str, name: str, local: str) -> None:
+    """Raises Unsupported: the name is a URL; the remedy names the hub id in it, or says `local`."""
     if "://" not in name:
         return
     hub = "https://huggingface.co/"

@@ -19,6 +19,7 @@ from quire.errors import ModelNotFound, Unsupported, ValidationError
 from quire.frontend.adapters import Adapter, AdapterNotLoaded
 from quire.frontend.lora_resolvers import resolve
 from quire.logging import get_logger
+from quire.models.requested_adapter import HUB_ID
 from quire.server.errors import ApiError
 from quire.server.middleware import TENANT
 from quire.server.request_body import read
@@ -87,7 +88,7 @@ async def loaded(request: Request, body: LoadAdapterRequest) -> Response:
         raise wrong_input(f"`{name}` is a name of the model; choose another `lora_name`", "lora_name")  # fmt: skip
     path = allowed_path(body.lora_path, state.config.lora)
     steps = engine.front.adapters.load(
-        name, path, body.base_model_name, load_inplace=body.load_inplace
+        name, path, body.base_model_name, load_inplace=body.load_inplace, requested=True
     )
     try:
         await engine.run(steps)
@@ -136,16 +137,17 @@ def check_right(request: Request) -> None:
 
 
 def allowed_path(path: str, config: LoraConfig) -> str:
-    """The path, or the directory that it really is if `allowed_lora_paths` is set.
+    """The path, or the directory that it really is if `allowed_lora_paths` is set. `~` is not expanded: it would show homes.
 
     Raises:
         ApiError: 400: it is outside these directories.
     """
     if "\0" in path or len(path) > 4096:
         raise wrong_input("`lora_path` is not a path", "lora_path")
-    if not config.allowed_lora_paths:
+    is_from_hub = config.allow_lora_from_hub and HUB_ID.fullmatch(path) and not os.path.isdir(path)
+    if not config.allowed_lora_paths or is_from_hub:
         return path
-    folder = Path(os.path.realpath(os.path.expanduser(path)))
+    folder = Path(os.path.realpath(path))
     for allowed in config.allowed_lora_paths:
         if folder.is_relative_to(os.path.realpath(os.path.expanduser(allowed))):
             return str(folder)
