@@ -26,7 +26,9 @@ from quire.logging import get_logger
 
 logger = get_logger(__name__)
 
-OF_SERVER_BUT_TAKEN = ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
+OF_SERVER_BUT_TAKEN = (
+    "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "reasoning_config",
+)  # fmt: skip
 """Fields of the server that LLM(...) also accepts, because messages suggest them."""
 
 REASONING_KEYS = ("reasoning_parser", "reasoning_parser_plugin")
@@ -97,6 +99,11 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
         filled |= {name: value for name, value in parser.items() if value}
         older = filled.get("structured_outputs_config", {})
         fields["structured_outputs_config"] = older | own
+    if own := fields.get("reasoning_config"):
+        own = {**coerce(known["reasoning_config"], own)}
+        if parser := own.pop("reasoning_parser", None):
+            filled["reasoning_parser"] = parser
+        fields["reasoning_config"] = own
     if own := fields.get("speculative_config"):
         own = coerce(known["speculative_config"], own)
         own = {key.replace("-", "_"): value for key, value in own.items()}

@@ -72,6 +72,8 @@ class ServerConfig:
     """Format of the model's reasoning; unset or auto: detected from its chat template; none: reasoning stays in the text. Unset, constrained output begins without reasoning."""
     reasoning_parser_plugin: str | None = None
     """Python file with a function `register(registry)` that adds reasoning formats."""
+    reasoning_config: dict[str, Any] = field(default_factory=dict)
+    """A JSON object with any of reasoning_parser, reasoning_start_str, reasoning_end_str (what is forced when `thinking_token_budget` is spent: a sentence that ends with the end marker)."""
     enable_reasoning_content: bool = False
     """Send reasoning under its old name `reasoning_content` too."""
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.config.reasoning import reasoning_marks
 from quire.config.structured import structured_options
 from quire.engine.client import EngineClient
 from quire.engine.enabled_features import enabled_features
@@ -29,6 +30,7 @@ from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.pooling import inputs as pooling
 from quire.frontend.pooling.collector import PoolingCollector
 from quire.frontend.startup import load_tokenizer
+from quire.frontend.thinking_markers import with_marks
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import get_logger
 from quire.protocol.output import EngineOutput, FinishReason
@@ -52,6 +54,7 @@ class RequestManager:
         self.content_format = options.chat_template_content_format
         self.tokenizer = load_tokenizer(resolved) if tokenizer is None else tokenizer
         known = 0 if self.tokenizer is None else len(self.tokenizer)
+        marks = reasoning_marks(resolved.config.server.reasoning_config)
         self.inputs = InputProcessor(
             self.tokenizer,
             ready.max_model_len,
@@ -61,7 +64,7 @@ class RequestManager:
             options.seed,
             number,
             structured=structured_options(resolved.config.structured.structured_outputs_config),
-            reasoning=lambda: self.formats.reasoning,
+            reasoning=lambda: with_marks(self.formats.reasoning, marks),
         )
         self.adapters = AdapterNames(client)
         self.pooling: pooling.PoolingInputs | None = None

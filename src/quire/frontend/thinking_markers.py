@@ -7,7 +7,9 @@ worker enforces the budget (`features/thinking/budget.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from quire.config.reasoning import ReasoningMarks
 from quire.errors import ValidationError
 from quire.frontend.parsers.format_table import ReasoningFormat
 from quire.frontend.tokenizer import Tokenizer
@@ -15,6 +17,15 @@ from quire.protocol.sampling_params import ThinkingMarkers
 
 FIELD = "thinking_token_budget"
 TAIL = 32  # last prompt tokens, which show whether the prompt ends inside reasoning
+
+
+def with_marks(reasoning: ReasoningFormat | None, marks: ReasoningMarks) -> ReasoningFormat | None:
+    """The format with the operator's marks (`reasoning_config`); None: the marks are unknown."""
+    if reasoning is None:
+        known = marks.start and marks.end
+        return ReasoningFormat(starts=(marks.start,), ends=(marks.end,)) if known else None
+    starts = (marks.start, *reasoning.starts) if marks.start else reasoning.starts
+    return replace(reasoning, starts=tuple(dict.fromkeys(starts)), forced_end=marks.end)
 
 
 def thinking_markers(
@@ -35,6 +46,14 @@ def thinking_markers(
         )  # fmt: skip
     starts = [_tokens(mark, tokenizer, budget) for mark in reasoning.starts]
     ends = [_tokens(mark, tokenizer, budget) for mark in reasoning.ends]
+    if reasoning.forced_end:  # token by token, so it may be plain text
+        if not reasoning.forced_end.endswith(reasoning.ends):
+            raise ValidationError(
+                f"{FIELD}: reasoning_config.reasoning_end_str of this server must end with {' or '.join(reasoning.ends)};"
+                " leave the field out",
+                parameter=FIELD, value=budget,
+            )  # fmt: skip
+        ends.insert(0, tokenizer.encode(reasoning.forced_end, add_special_tokens=False))
     tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False).rstrip()
     opened = tail.endswith(reasoning.openings)
     closed = tail.endswith(reasoning.ends)

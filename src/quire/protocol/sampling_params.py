@@ -393,7 +393,10 @@ class BeamSearchParams(Struct, omit_defaults=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
-            raise Unsupported("structured_outputs in beam search", "leave it out")
+            raise Unsupported(
+                "structured_outputs in beam search (each of its steps is a request of its own, whose grammar would begin anew)",
+                "sample: SamplingParams(structured_outputs=..., best_of=N) returns the likeliest of N outputs",
+            )
         self.beam_width = read.whole_number("beam_width", self.beam_width, 1, 128)
         self.max_tokens = read.whole_number("max_tokens", self.max_tokens, 1)
         self.temperature = read.number("temperature", self.temperature, 0, 2)

@@ -186,6 +186,8 @@ class ReasoningFormat:
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
+    forced_end: str = ""
+    """What ends reasoning that exceeds its budget; "": the first end marker."""
     separator: str = ""
     """What models write between the end marker and the answer."""
     label: str = ""

@@ -39,6 +39,8 @@ NOT_WITH_BEAM_SEARCH = (
     "guided_grammar", "guided_json_object", "echo", "best_of", "tools",
 )  # fmt: skip
 """Fields that would change the search. Sampling fields (top_p, seed) are accepted and ignored: nothing is sampled."""
+CONSTRAINTS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")  # fmt: skip
+ANEW = "each step of a search is a request of its own, whose grammar would begin anew"
 
 
 def refuse_unsupported(request: Sampling) -> None:
@@ -210,8 +212,10 @@ def beam_search_params(
         return None
     for name in NOT_WITH_BEAM_SEARCH:
         if getattr(request, name, None):
+            why = f" ({ANEW})" if name in CONSTRAINTS else ""
             raise invalid(
-                f"`{name}` is not supported with `use_beam_search`; leave one of them out", name
+                f"`{name}` is not supported with `use_beam_search`{why}; leave one of them out",
+                name,
             )
     return BeamSearchParams(
         beam_width=params.n,
