@@ -19,6 +19,9 @@ from quire.errors import EngineDeadError, StartupError
 from quire.executor.control_port import ControlPort
 from quire.executor.group import GroupExecutor
 from quire.executor.node import Node
+from quire.parallel.machines import Machines
+from quire.processes import keyed_listener
+from quire.processes.keyed_socket import connect, listen, prove
 
 KEY = b"k" * 32
 FACTS = {"the version of Quire": "1", "QUIRE_CPU_ISA": "avx2", "the checkpoint (digest)": "abc"}
@@ -208,8 +211,6 @@ def test_another_number_of_ranks_is_refused(threads, port):
 
 
 def test_strangers_and_invalid_messages_change_nothing(threads, port):
-    from quire.processes.keyed_socket import connect
-
     with socket.create_connection((port.host, port.port)) as stranger:
         stranger.sendall(os.urandom(1 << 16))
     for data in (b"", b"\xc1", os.urandom(100)):
@@ -222,6 +223,52 @@ def test_strangers_and_invalid_messages_change_nothing(threads, port):
     assert group.call("payload") == [b"a"]
     group.close()
     run.result(LIMIT_S)
+
+
+def test_silent_peers_keep_no_node_out(port):
+    """Regression: 32 silent peers took all places for 5 s, again and again."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((port.host, port.port)))
+        with connect(port.host, port.port, KEY, 3):
+            pass
+
+
+def test_silent_peers_of_another_address_drop_nobody_else(port):
+    """A slow peer keeps its place, whatever others do."""
+    with contextlib.ExitStack() as stack:
+        slow = stack.enter_context(socket.create_connection((port.host, port.port), source_address=("127.0.0.9", 0)))  # fmt: skip
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((port.host, port.port)))
+        time.sleep(0.2)
+        prove(slow, KEY).close()
+
+
+def test_refused_connections_are_few_lines(port, caplog, monkeypatch):
+    """Regression: each was a line of the log."""
+    monkeypatch.setattr(keyed_listener.log, "_last", {})
+    for _ in range(50):
+        with socket.create_connection((port.host, port.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(100):
+                    pass
+    refused = [record for record in caplog.records if "refused a connection" in record.message]
+    assert 1 <= len(refused) <= 2
+
+
+def test_silent_peers_keep_no_rank_out(threads):
+    """Regression: a rank that waits for another looked at one silent peer after the other, for 5 s each."""
+    listener = listen("127.0.0.1", 0)
+    address = listener.getsockname()
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(socket.create_connection(address))
+        server = threads.submit(Machines([0, 1], "127.0.0.1", key=KEY)._accepted, "x", listener)
+        with connect(*address, KEY, 3) as client:
+            os.close(server.result(LIMIT_S))
+            assert client.poll(LIMIT_S)  # its end is closed
+    listener.close()
 
 
 class Proxy:

@@ -32,12 +32,11 @@ from quire.executor.node_messages import (
 )
 from quire.logging import get_logger
 from quire.parallel.rendezvous import RendezvousTable
-from quire.processes.keyed_socket import PROOF_S, KeyRefused, accept, address_of, listen, socket_of
+from quire.processes.keyed_listener import KeyedListener
+from quire.processes.keyed_socket import PROOF_S, address_of, listen, socket_of
 
 log = get_logger(__name__)
 
-MAX_UNPROVEN = 32
-"""Connections that have not proven a key yet; more are closed."""
 MAX_DIFFERENCES = 5
 LOOK_AGAIN_S = 1.0
 ESTABLISHED = 1  # of TCP connections, in Linux
@@ -89,15 +88,14 @@ class ControlPort:
         ranks: Mapping[int, int],
         first_rank: int = 0,
     ):
-        self._listener = listen(host, port)
-        self.host, self.port = host, int(self._listener.getsockname()[1])
+        listener = listen(host, port)
+        self.host, self.port = host, int(listener.getsockname()[1])
         self._facts, self.expected = facts, dict(ranks)
         self.first_ranks: dict[int, int] = {}
         for node, count in sorted(ranks.items()):
             self.first_ranks[node] = first_rank
             first_rank += count
         self.rendezvous_key = secrets.token_bytes(32)
-        self._keys = key, self.rendezvous_key
         self._table = RendezvousTable()
         self._changed = threading.Condition()
         self.nodes: dict[int, NodeJoins] = {}
@@ -105,9 +103,9 @@ class ControlPort:
         self._ranks: dict[tuple[int, int], Connection] = {}
         self._refused = ""  # why a node cannot take part; the start fails
         self._stranger = ""  # the last peer that was turned away
-        self._unproven = threading.Semaphore(MAX_UNPROVEN)
         self._open = True
-        threading.Thread(target=self._accept, name="control-port", daemon=True).start()
+        keys = key, self.rendezvous_key
+        self._listener = KeyedListener(listener, keys, self._serve, self._note_refused)
 
     # -- for the executor ---------------------------------------------------------------------
     def wait(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
@@ -141,8 +139,6 @@ class ControlPort:
     def close(self, ended: bool) -> None:
         """Close all connections. `ended`: the nodes leave too; else they connect to the next process of this engine."""
         self._open = False
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         with self._changed:
             for link in self._links.values():
@@ -167,33 +163,11 @@ class ControlPort:
         return sum(of == node for of, _ in self._ranks)
 
     # -- threads ------------------------------------------------------------------------------
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                if not self._open:
-                    return
-                time.sleep(0.1)  # no descriptors are free
-                continue
-            if not self._unproven.acquire(blocking=False):
-                peer.close()
-                continue
-            threading.Thread(target=self._serve, args=(peer,), name="node", daemon=True).start()
+    def _note_refused(self, where: str, why: Exception) -> None:
+        self._stranger = f"{where}, {why}"
 
-    def _serve(self, peer: socket.socket) -> None:
-        """Handle one connection, from the proof of a key on."""
-        where = "a closed connection"
-        try:
-            with suppress(OSError):
-                where = str(peer.getpeername()[0])
-            connection, number = accept(peer, self._keys)
-        except (KeyRefused, OSError) as why:
-            log.warning("refused a connection from %s: %s", where, why)
-            self._stranger = f"{where}, {why}"
-            return
-        finally:
-            self._unproven.release()
+    def _serve(self, connection: Connection, number: int) -> None:
+        """Handle one connection whose peer has proven a key."""
         if number == 1:
             self._table.serve(connection)
             return
@@ -202,7 +176,7 @@ class ControlPort:
                 raise EOFError
             message = decode_to_head(connection.recv_bytes(MAX_BYTES))
         except (EOFError, OSError, msgspec.MsgspecError) as why:
-            log.warning("refused a node at %s: no valid message came (%s)", where, why)
+            log.warning("refused a node: no valid message came (%s)", why)
             connection.close()
             return
         if isinstance(message, RankJoins):

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from quire.errors import RankLost
 from quire.parallel.rendezvous import RendezvousClient
-from quire.processes.isolated_child import ProcessEnded
-from quire.processes.keyed_socket import KeyRefused, accept, connect, listen
+from quire.processes.keyed_listener import KeyedListener
+from quire.processes.keyed_socket import connect, listen
 
 if TYPE_CHECKING:
     from quire.parallel.gloo import GlooRanks
@@ -103,7 +105,6 @@ class Machines(Struct, array_like=True):
         for name, _, server in pairs:
             if server == rank:
                 waiting[name] = listener = listen(self.host, 0)
-                listener.settimeout(MEET_S)
                 store.set(f"socket {name}", f"{self.host} {listener.getsockname()[1]}")
         for name, client, _ in pairs:
             if client == rank:
@@ -111,18 +112,17 @@ class Machines(Struct, array_like=True):
                 with connect(host, int(port), self.key, MEET_S) as connection:
                     found[name] = os.dup(connection.fileno())
         for name, listener in waiting.items():
-            with listener:
-                found[name] = self._accepted(name, listener)
+            found[name] = self._accepted(name, listener)
         return found
 
     def _accepted(self, name: str, listener: socket.socket) -> int:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except TimeoutError:
-                raise RankLost(f"no rank connected as {name!r} after {MEET_S:.0f} s") from None
-            try:
-                with accept(peer, [self.key])[0] as connection:
-                    return os.dup(connection.fileno())
-            except (KeyRefused, ProcessEnded):
-                continue  # a stranger
+        """A descriptor of the first connection whose peer proves the key."""
+        proven: SimpleQueue[Connection] = SimpleQueue()
+        keyed = KeyedListener(listener, [self.key], lambda connection, _: proven.put(connection))
+        try:
+            with proven.get(timeout=MEET_S) as connection:
+                return os.dup(connection.fileno())
+        except Empty:
+            raise RankLost(f"no rank connected as {name!r} after {MEET_S:.0f} s") from None
+        finally:
+            keyed.close()
