@@ -19,7 +19,6 @@ IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml"}
 OPTIONAL = {
     "triton": "kernels of CUDA devices, which CUDA builds of torch bring along: pip install quire[cuda]",
     "sentencepiece": "tokenizers of old Llama and Gemma checkpoints: pip install quire[sentencepiece]",
-    "xgrammar": "another engine for constrained output: pip install quire[xgrammar]",
     "ray": "ranks on the machines of a Ray cluster: pip install quire[ray]",
     "runai_model_streamer": "checkpoints in object stores: pip install quire[runai]",
 }

@@ -86,7 +86,6 @@ CONSTANT = re.compile(r"^((?:MAX|MOST)_[A-Z_]+)(?:: \w+)? = \(?\s*[\d(]", re.M)
 NOT_OF_REQUESTS = {
     "quire.server.request_body.MOST_NAME",  # how an unknown field is compared
     "quire.protocol.validators.MAX_BIAS",  # a range, not a size
-    "quire.features.structured.xgrammar_subset.MAX_BYTES",  # beyond it the other engine of grammars is taken
     "quire.features.structured.grammar.MAX_TOLD",  # a message is cut
     "quire.features.structured.masks.MAX_DEATHS",
     "quire.features.structured.cost.MAX_GROUPS",  # below what MAX_NESTED takes

@@ -8,22 +8,16 @@ from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.matcher import make_matcher
 from quire.features.structured.validate import check_constraint
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
-from quire.features.structured.xgrammar_backend import XCompiler
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 
 class Reader:
     def __init__(self, checkpoint: str, size: int = 259):
         self.compiler = GrammarCompiler(Vocabulary(tokenizer_json(checkpoint), size))
-        self._xgrammar: XCompiler | None = None
 
     def matcher(self, constraint: StructuredOutputsParams) -> LLMatcher:
         """Compiled in this process, so that a test can ask it anything."""
-        plain, vocabulary = constraint.plain(), self.compiler.vocabulary
-        if plain.engine == "xgrammar" and self._xgrammar is None:
-            self._xgrammar = XCompiler(vocabulary)
-        other = self._xgrammar if plain.engine == "xgrammar" else None
-        return make_matcher(plain, vocabulary, other)
+        return make_matcher(constraint.plain(), self.compiler.vocabulary)
 
     def admits(self, constraint: StructuredOutputsParams, *pieces: str | int) -> bool:
         """Is this a whole output? Pieces are text, or tokens by their ids."""

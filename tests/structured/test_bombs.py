@@ -19,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 from engines import Engine, engine
 
 from quire.errors import ValidationError
-from quire.features.structured import check_process
+from quire.features.structured import check_process, grammar_dialect
 from quire.features.structured import compiler as compile
 from quire.features.structured.check_process import ConstraintChecker
 from quire.features.structured.compiler import GrammarCompiler
 from quire.features.structured.errors import UnsupportedConstraint
+from quire.features.structured.grammar_messages import GrammarRowSettings
 from quire.features.structured.grammar_process import GrammarForkServer
+from quire.features.structured.grammar_rows import GrammarStates
 from quire.features.structured.validate import check_constraint
 from quire.observe.process_memory import process_tree
 from quire.protocol.request import EngineRequest
@@ -96,6 +98,26 @@ def test_oversized_constraints_are_refused_before_compiling(name: str):
     assert time.thread_time() - began < 5  # (40 s and a panic)
 
 
+def test_the_estimate_refuses_what_compiles_and_fails_later(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+):
+    """Without the estimate, this grammar and its first mask are quick, and its output fails at the second token."""
+    form = REVIEWED["repetition"]
+    with pytest.raises(ValidationError, match="limit is 65536"):
+        check_constraint(form)
+    monkeypatch.setattr(grammar_dialect, "check_grammar", lambda text: None)
+    began = time.thread_time()
+    states = GrammarStates(lambda: reader.matcher(form), reader.compiler.vocabulary.accepts, 9)
+    assert time.thread_time() - began < compile.SLOW_CPU_S
+    ends = reader.compiler.vocabulary.accepts
+    states.begin(1, GrammarRowSettings([ends], False, 100, 100, jumps=True), [])
+    states.fill([1])
+    assert states.at[1].error is None
+    states.feed(1, reader.compiler.vocabulary.tokenizer.tokenize_str("a"))
+    states.fill([1])
+    assert "too complex" in (states.at[1].error or "")
+
+
 @pytest.mark.parametrize("form", HONEST, ids=str)
 def test_large_feasible_constraints_are_accepted(reader: Reader, form: Form):
     assert reader.compiler.submit(check_constraint(form).plain()).result(60).alive
@@ -105,7 +127,7 @@ def test_large_feasible_constraints_are_accepted(reader: Reader, form: Form):
 def test_a_compilation_beyond_its_limits_is_ended(reader: Reader, name: str):
     """The process of such a grammar ends; other requests do not wait for that."""
     compiler = GrammarCompiler(reader.compiler.vocabulary)
-    compiler.fork_server.start()
+    compiler.fork_server.fork_spare()
     bombs = [
         compiler.submit(
             Form(**{**_fields(HIDDEN[name]), "whitespace_pattern": f"[ ]{{1,{n}}}"}).plain()

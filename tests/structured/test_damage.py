@@ -15,7 +15,6 @@ from test_forms import ADMITS
 
 from quire.errors import ValidationError
 from quire.features.structured.validate import check_constraint
-from quire.features.structured.xgrammar_backend import XMatcher
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 ODD: list[Any] = [
@@ -89,10 +88,7 @@ def survives(reader: Reader, make: Any) -> bool:
         return not str(error)
     words = np.zeros((reader.compiler.vocabulary.tokenizer.vocab_size + 31) // 32, np.int32)
     for _ in range(6):
-        if isinstance(matcher, XMatcher):  # what guidance refused
-            matcher.fill(words[None], 0)
-        else:
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         tokens = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0]
         if matcher.is_error() or not len(tokens):
             break

@@ -16,7 +16,7 @@ import pytest
 from grammar_reader import Reader
 from schema_cases import CASES, INT, STR, obj
 
-from quire.features.structured.validate import verdict
+from quire.features.structured.validate import fault_of
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured.md"
@@ -33,8 +33,8 @@ def written(value: Any) -> list[str]:
     ]
 
 
-def refusal(schema: Any, backend: str = "guidance") -> str | None:
-    return verdict(StructuredOutputsParams(json=schema).plain(), backend, False)
+def refusal(schema: Any) -> str | None:
+    return fault_of(StructuredOutputsParams(json=schema).plain())
 
 
 def names_it(keyword: str, schema: Any, why: str) -> bool:
@@ -180,16 +180,13 @@ def test_limits():
 
 
 def table() -> str:
-    lines = ["| keyword | schemas tried | enforced | refused, because | by xgrammar |", "|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| keyword | schemas tried | enforced | refused, because |", "|---|---|---|---|"]
     for keyword in dict.fromkeys(case[0] for case in CASES):
         found = [refusal(schema) for name, schema, _, _ in CASES if name == keyword]
         whys = dict.fromkeys(" ".join(why.split()) for why in found if why is not None)
         enforced = sum(why is None for why in found)
         text = "; ".join(why.replace("|", "\\|") for why in whys)
-        other = sum(
-            refusal(schema, "xgrammar") is None for name, schema, _, _ in CASES if name == keyword
-        )
-        lines.append(f"| `{keyword}` | {len(found)} | {enforced} | {text} | {other} |")
+        lines.append(f"| `{keyword}` | {len(found)} | {enforced} | {text} |")
     return "\n".join(lines) + "\n"
 
 

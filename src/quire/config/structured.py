@@ -10,9 +10,9 @@ import msgspec
 
 from quire.errors import ConfigError
 
-BACKENDS = ("auto", "guidance", "xgrammar")
-STAND_INS = {"llguidance": "guidance", "outlines": "auto", "lm-format-enforcer": "auto"}
-"""vLLM's names -> the backend that serves their requests."""
+BACKENDS = ("auto", "guidance", "llguidance", "xgrammar", "outlines", "lm-format-enforcer")
+"""vLLM's names, with its other one for guidance. All mean llguidance, the one grammar library."""
+OTHER_LIBRARIES = ("xgrammar", "outlines", "lm-format-enforcer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class StructuredConfig:
     """Structured output."""
 
     structured_outputs_config: dict[str, Any] = field(default_factory=dict)
-    """A JSON object with any of backend (auto, guidance, xgrammar, outlines or lm-format-enforcer), disable_any_whitespace,
+    """A JSON object with any of backend (auto, guidance, xgrammar, outlines or lm-format-enforcer, which all mean llguidance), disable_any_whitespace,
     disable_additional_properties, enable_in_reasoning, jumps (append forced tokens without sampling them; default true)."""
 
 
@@ -57,8 +57,8 @@ def structured_options(json_object: Mapping[str, Any]) -> StructuredOutputsOptio
 def backend(value: Any) -> str:
     """The name of a backend; in old forms such as `xgrammar:no-fallback`, options follow a colon."""
     name = str(value).partition(":")[0]
-    name = STAND_INS.get(name, name)
     if name not in BACKENDS:
-        names = ", ".join((*BACKENDS, *STAND_INS))
-        raise ConfigError(f"structured_outputs_config.backend={value!r}: choose from {names}")
+        raise ConfigError(
+            f"structured_outputs_config.backend={value!r}: choose from {', '.join(BACKENDS)}"
+        )
     return name

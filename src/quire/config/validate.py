@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from quire.config.nearest_name import choose_from
 from quire.config.options import coerce, options
 from quire.config.quantization import quantization_method
 from quire.config.reasoning import reasoning_marks
-from quire.config.structured import structured_options
+from quire.config.structured import OTHER_LIBRARIES, structured_options
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 
@@ -67,17 +66,10 @@ def _check_lora(config: EngineConfig) -> None:
 
 
 def _check_structured(options: Mapping[str, Any]) -> None:
-    """Log which library serves constrained requests, where it is another than the named one."""
-    backend = structured_options(options).backend
-    if (name := str(options.get("backend", backend)).partition(":")[0]) in (
-        "outlines",
-        "lm-format-enforcer",
-    ):
-        logger.warning("structured_outputs_config.backend=%s: llguidance serves these requests (backend auto)", name)  # fmt: skip
-    elif backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+    """Log which library serves constrained requests, if the named one is another."""
+    if (name := structured_options(options).backend) in OTHER_LIBRARIES:
         logger.warning(
-            "structured_outputs_config.backend=xgrammar: xgrammar is not installed, so llguidance serves these requests;"
-            " install the extra `xgrammar` to use it"
+            "structured_outputs_config.backend=%s: llguidance serves these requests", name
         )
 
 

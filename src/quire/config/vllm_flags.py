@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.config.structured import BACKENDS
+
 Treatment = Literal["A", "W", "E"]
 Kind = Literal["flag", "value", "list", "maybe"]
 
@@ -79,7 +81,7 @@ def _key_of(field: str, key: str) -> Callable[[Any], dict[str, Any]]:
 
 def _guided_backend(value: Any) -> dict[str, Any]:
     name = str(value).partition(":")[0]
-    name = name if name in ("guidance", "xgrammar") else "auto"  # other backends no longer exist
+    name = name if name in BACKENDS else "auto"  # vLLM has had others
     return {"structured_outputs_config": {"backend": name}}
 
 

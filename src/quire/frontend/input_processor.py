@@ -354,7 +354,7 @@ class InputProcessor:
         form = params.structured_outputs
         if more := {name: True for name in ours if getattr(self.structured, name)}:
             form = msgspec.structs.replace(form, **more)
-        return self.checker.checked(form, self.structured.backend)
+        return self.checker.checked(form)
 
     def _count(self, name: str, requested: int | None, limited: bool) -> int | None:
         if requested is None:

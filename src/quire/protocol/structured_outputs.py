@@ -18,7 +18,7 @@ from quire.protocol import validators as read
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FIELD = "structured_outputs"
-INTERNAL_FIELDS = ("field_name", "engine")
+INTERNAL_FIELDS = ("field_name",)
 
 
 class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
@@ -48,8 +48,6 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
     """A regular expression for the whitespace between JSON tokens."""
     field_name: str = FIELD
     """The name of the field that the user set, for error messages."""
-    engine: str = "guidance"
-    """The grammar backend that compiles it; `features/structured/validate.py` sets it."""
 
     def __post_init__(self) -> None:
         self._read_schema()
@@ -155,5 +153,4 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
             self.json, self.regex, self.grammar, self.json_object, self.structural_tag,
             None if self.choice is None else tuple(self.choice),
             self.disable_any_whitespace, self.disable_additional_properties, self.whitespace_pattern,
-            self.engine,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from quire.features.structured.compiler import digest
 from quire.features.structured.grammar_process import GrammarForkServer, GrammarProcess
 from quire.features.structured.json_schema import MAX_BYTES
-from quire.features.structured.validate import check_constraint, verdict
+from quire.features.structured.validate import check_constraint, fault_of
 from quire.processes.isolated_child import ProcessEnded
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
@@ -29,45 +29,41 @@ class ConstraintChecker:
     def __init__(self) -> None:
         self._fork_server = GrammarForkServer()
         self._idle: list[GrammarProcess] = []
-        self._cache: OrderedDict[tuple[bytes, str, bool], str | None] = OrderedDict()
+        self._cache: OrderedDict[bytes, str | None] = OrderedDict()
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(MAX_PROCESSES)
 
-    def checked(
-        self, constraint: StructuredOutputsParams, backend: str = "auto"
-    ) -> StructuredOutputsParams:
+    def checked(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams:
         """As `validate.check_constraint`. Blocks: run it in a thread."""
-        return check_constraint(constraint, backend, self._verdict)
+        return check_constraint(constraint, self._fault_of)
 
-    def _verdict(
-        self, constraint: StructuredOutputsParams, engine: str, second: bool
-    ) -> str | None:
+    def _fault_of(self, constraint: StructuredOutputsParams) -> str | None:
         value = getattr(constraint, constraint.kind)
         size = sum(map(len, value)) if isinstance(value, list) else len(str(value))
         if size > MAX_BYTES:
-            return verdict(constraint, engine, second)  # refuses it for its size, at once
-        key = digest(constraint), engine, second
+            return fault_of(constraint)  # refuses it for its size, at once
+        key = digest(constraint)
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
         with self._slots:
-            why = self._ask(constraint, engine, second)
+            fault = self._ask(constraint)
         with self._lock:
-            self._cache[key] = why
+            self._cache[key] = fault
             if len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
-        return why
+        return fault
 
-    def _ask(self, constraint: StructuredOutputsParams, engine: str, second: bool) -> str | None:
+    def _ask(self, constraint: StructuredOutputsParams) -> str | None:
         process = self._process()
         try:
-            why = process.check(constraint, engine, second, CPU_S)
+            fault = process.check(constraint, CPU_S)
         except ProcessEnded:
             return TOO_MUCH
         with self._lock:
             self._idle.append(process)
-        return why
+        return fault
 
     def _process(self) -> GrammarProcess:
         with self._lock:

@@ -39,8 +39,6 @@ QUICK_CPU_S = 0.25  # a normal schema takes 0.005 s, the largest accepted one ab
 SLOW_CPU_S = 2.0
 SLOW_NICE = 15
 MEMORY = 256 << 20  # of one grammar, without the shared vocabulary
-XGRAMMAR_CPU_S = 15.0  # its compiler takes a hundred times as long
-XGRAMMAR_MEMORY = 1 << 30
 TOO_LARGE = (
     f"its grammar needs more than {SLOW_CPU_S:g} s of processor time or {MEMORY >> 20} MiB of memory to compile;"
     " make it smaller, or use fewer repetitions"
@@ -65,7 +63,6 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self.fork_server = GrammarForkServer(vocabulary)
-        self._xgrammar = GrammarForkServer(vocabulary, xgrammar=True)
         self._lock = threading.Lock()
         self._futures: WeakValueDictionary[bytes, Future[GrammarProcess]] = WeakValueDictionary()
         self._cached: OrderedDict[bytes, Future[GrammarProcess]] = OrderedDict()
@@ -153,28 +150,13 @@ class GrammarCompiler:
     def _compile(
         self, key: bytes, constraint: StructuredOutputsParams, slow: bool
     ) -> GrammarProcess:
-        """The process of a grammar; llguidance compiles what xgrammar cannot.
-
-        Raises:
-            ProcessEnded: it exceeds the limits.
-        """
-        is_xgrammar = constraint.engine == "xgrammar"
-        if is_xgrammar and not slow:
-            raise ProcessEnded("xgrammar is slow")
-        fork_server = self._xgrammar if is_xgrammar else self.fork_server
-        process = fork_server.fork()
+        """The process of a grammar. Raises ProcessEnded: it exceeds the limits."""
+        process = self.fork_server.fork()
         with self._lock:
             self._running[key] = process
-        quick, slowly, memory = QUICK_CPU_S, SLOW_CPU_S, MEMORY
-        if is_xgrammar:
-            slowly, memory = XGRAMMAR_CPU_S, XGRAMMAR_MEMORY
+        cpu_s, nice = (SLOW_CPU_S, SLOW_NICE) if slow else (QUICK_CPU_S, 0)
         try:
-            process.compile(constraint, slowly if slow else quick, memory, SLOW_NICE * slow)
-        except (UnsupportedConstraint, ConfigError, ProcessEnded):
-            if not is_xgrammar or key not in self._futures:
-                raise
-            other = msgspec.structs.replace(constraint, engine="guidance")
-            return self._compile(key, other, slow)
+            process.compile(constraint, cpu_s, MEMORY, nice)
         finally:
             with self._lock:
                 self._running.pop(key, None)
@@ -229,14 +211,9 @@ class GrammarCompiler:
         """Memory of the cached grammars' processes."""
         return sum(future.result().bytes for future in self._cached.values())
 
-    def warm(self, xgrammar: bool = False) -> None:
-        """Prepare the vocabulary in the background; a large one takes a second.
-
-        `xgrammar`: for xgrammar too, which takes five seconds more.
-        """
+    def warm(self) -> None:
+        """Prepare the vocabulary in the background; a large one takes a second."""
         self._urgent_pool.submit(self.fork_server.fork_spare)
-        if xgrammar:
-            self.slow.pool.submit(self._xgrammar.start)
 
 
 def end_idle(compiler: weakref.ref[GrammarCompiler]) -> None:

@@ -1,7 +1,9 @@
 """Cost check: refuses a constraint that is clearly too large, before compiling it.
 
-Knows the syntax of regexes, grammars and schemas, and limits. The estimate is rough and fast; the limits of the compile
-process (`compiler.py`) stop what it misses.
+Knows the syntax of regexes, grammars and schemas, and limits. The estimate is rough and takes no time, so a client gets
+the name of the limit at once, and not after 2 s of processor time. The limits of the compile process (`compiler.py`) stop
+what the estimate misses. It refuses also what those limits let pass: `start: ("a"){1000000}` compiles in 0.2 s, and its
+output fails at the second token.
 """
 
 from __future__ import annotations

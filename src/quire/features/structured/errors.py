@@ -1,4 +1,4 @@
-"""Errors of structured output: a constraint that cannot be enforced, and a panic of a grammar library."""
+"""Errors of structured output: a constraint that cannot be enforced, and a panic of llguidance."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ class StructuredFeature(Feature):
         if resolved.config.model.skip_tokenizer_init:
             return
         if (Path(resolved.tokenizer_folder) / "tokenizer.json").is_file():
-            options = structured_options(resolved.config.structured.structured_outputs_config)
-            self.compiler.warm(options.backend == "xgrammar")
+            self.compiler.warm()
 
     def plug_into_engine(self, engine: EngineParts) -> None:
         from quire.features.structured.gate import GrammarGate

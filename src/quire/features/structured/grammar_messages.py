@@ -21,7 +21,6 @@ class Prepare(Struct, array_like=True):
     tokenizer: str | None
     """The text of a tokenizer.json; None: only check grammars."""
     size: int
-    xgrammar: bool
 
 
 class PrepareReply(Struct, array_like=True):
@@ -42,8 +41,6 @@ class Check(Struct, array_like=True, tag=True):
     """Check a constraint without a vocabulary."""
 
     constraint: StructuredOutputsParams
-    engine: str
-    second: bool
     cpu_s: float
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-START_S = 120.0  # to read the vocabulary, and for xgrammar to import torch
+START_S = 120.0  # to read the vocabulary
 STEP_S = 2.0  # wall-clock limit of a message of a step; STEP_CPU_S and ROW_CPU_S limit its processor time
 COMPILE_WALL = 5  # wall-clock limit of a compile, times its CPU limit: other work shares the cores
 encode = msgspec.msgpack.encode
@@ -64,11 +64,10 @@ class GrammarForkServer:
 
     Args:
         vocabulary: None: the processes can only check grammars.
-        xgrammar: the processes have xgrammar's compiler.
     """
 
-    def __init__(self, vocabulary: Vocabulary | None = None, xgrammar: bool = False):
-        self.vocabulary, self.xgrammar = vocabulary, xgrammar
+    def __init__(self, vocabulary: Vocabulary | None = None):
+        self.vocabulary = vocabulary
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self.server: IsolatedChild | None = None
@@ -106,11 +105,6 @@ class GrammarForkServer:
                 raise ProcessEnded(str(error)) from error
         return GrammarProcess(ours, control, number, self._words)
 
-    def start(self) -> None:
-        """Start the fork server, which reads the vocabulary. Blocks."""
-        with self._lock:
-            self._started()
-
     def _started(self) -> socket.socket:
         if self.server is not None and self.close is not None and self.close.alive:
             return self.server.pipe
@@ -121,7 +115,7 @@ class GrammarForkServer:
         )
         # It kills its children when the socket is closed. While it reads the vocabulary, it does not notice.
         self.close = close = weakref.finalize(self, server.end, 1.0)
-        message = encode(Prepare(text, size, self.xgrammar))
+        message = encode(Prepare(text, size))
         try:
             answer = server.ask(message, time.monotonic() + START_S)
             reply = msgspec.msgpack.decode(answer, type=PrepareReply)
@@ -167,12 +161,9 @@ class GrammarProcess:
         """Whether it still runs, for a process that has got no message yet."""
         return not ready_for_reading([self.pipe], 0)  # readable: it has ended
 
-    def check(
-        self, constraint: StructuredOutputsParams, engine: str, second: bool, cpu_s: float
-    ) -> str | None:
-        """As `validate.verdict`. Raises ProcessEnded: it exceeds its limits."""
-        message = Check(constraint, engine, second, cpu_s)
-        return self._ask(message, COMPILE_WALL * cpu_s).error
+    def check(self, constraint: StructuredOutputsParams, cpu_s: float) -> str | None:
+        """As `validate.fault_of`. Raises ProcessEnded: it exceeds its limits."""
+        return self._ask(Check(constraint, cpu_s), COMPILE_WALL * cpu_s).error
 
     def compile(
         self, constraint: StructuredOutputsParams, cpu_s: float, memory: int, nice: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -18,7 +18,6 @@ from quire.features.structured.grammar import explained
 
 if TYPE_CHECKING:
     from quire.features.structured.grammar_messages import GrammarRowSettings
-    from quire.features.structured.matcher import Matcher
 
 DEAD_END = "no token of the vocabulary can continue the output under its constraint"
 LIBRARY_FAILED = "the constraint cannot be enforced: the grammar library failed"
@@ -34,7 +33,7 @@ class GrammarState:
         "ended", "error", "known", "looks_ahead", "matcher", "num_fed", "over", "renewed", "settings",
     )  # fmt: skip
 
-    def __init__(self, matcher: Matcher, settings: GrammarRowSettings):
+    def __init__(self, matcher: LLMatcher, settings: GrammarRowSettings):
         self.matcher, self.settings = matcher, settings
         self.known: list[int] = []
         self.num_fed = 0  # tokens that the matcher has consumed: all before the first end token
@@ -58,7 +57,7 @@ class GrammarStates:
         words: size of a mask in words of 32 tokens.
     """
 
-    def __init__(self, make: Callable[[], Matcher], accepts: int, words: int):
+    def __init__(self, make: Callable[[], LLMatcher], accepts: int, words: int):
         self.make, self.accepts, self.words = make, accepts, words
         self.grammar = make()
         self.at: dict[int, GrammarState] = {}
@@ -168,14 +167,13 @@ class GrammarStates:
     def _compute_all(self, states: Sequence[GrammarState], masks_NW: np.ndarray) -> None:
         todo = [(state.matcher, row) for row, state in enumerate(states) if state.goes_on]
         cores = os.cpu_count() or 1
-        if len(todo) < MANY or cores < MANY or not isinstance(todo[0][0], LLMatcher):
+        if len(todo) < MANY or cores < MANY:
             for matcher, row in todo:
                 _compute(matcher, masks_NW, row)
             return
         self._par = self._par or LLExecutor(min(THREADS, cores // 2))
-        quick = cast("list[tuple[LLMatcher, int]]", todo)
         self._par.unsafe_compute_mask_ptr(
-            quick, masks_NW.ctypes.data, masks_NW.strides[0], len(masks_NW)
+            todo, masks_NW.ctypes.data, masks_NW.strides[0], len(masks_NW)
         )
 
     def _finish(self, state: GrammarState, masks_NW: np.ndarray, row: int) -> None:
@@ -242,9 +240,6 @@ class GrammarStates:
                 bits[token >> 5] |= np.uint32(1 << (token & 31))
 
 
-def _compute(matcher: Matcher, masks_NW: np.ndarray, row: int) -> None:
-    if not isinstance(matcher, LLMatcher):
-        matcher.fill(masks_NW, row)
-        return
+def _compute(matcher: LLMatcher, masks_NW: np.ndarray, row: int) -> None:
     words_W = masks_NW[row]
     matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)

@@ -1,13 +1,13 @@
 """Grammar server: a program that reads the vocabulary once and forks a process per grammar, which can be killed alone.
 
-Knows how a process limits itself. Does not know the engine or HTTP. It imports no torch unless it needs xgrammar, and
-has one thread, so that it can fork.
+Knows how a process limits itself. Does not know the engine or HTTP. It imports no torch, and has one thread, so that it
+can fork.
 
     client -> fork server:   Prepare; then FORK, with a socket, and END
     client -> grammar:  Check, Compile, Begin, Step, LookAhead and Drop, on that socket
 
 The kernel kills a grammar's process that exceeds its processor time for a message (ITIMER_PROF) or its memory
-(RLIMIT_AS), so the grammar libraries need not check a clock. When the client ends, the fork server kills all its children
+(RLIMIT_AS), so llguidance need not check a clock. When the client ends, the fork server kills all its children
 and ends.
 """
 
@@ -20,7 +20,6 @@ import resource
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -46,13 +45,10 @@ from quire.features.structured.grammar_messages import (
 )
 from quire.features.structured.grammar_rows import GrammarStates
 from quire.features.structured.matcher import PANIC, make_matcher
-from quire.features.structured.validate import verdict
+from quire.features.structured.validate import fault_of
 from quire.features.structured.vocabulary import Vocabulary
 from quire.processes.child import leave_signals_to_parent
 from quire.processes.isolated_child import ProcessEnded, receive, send
-
-if TYPE_CHECKING:
-    from quire.features.structured.xgrammar_backend import XCompiler
 
 ROW_CPU_S = 0.02  # added for each row of the message
 REAP_S = 0.5  # children that have ended stay zombies no longer, also without orders
@@ -66,7 +62,6 @@ class ForkServer:
         self.control = control
         self.pids: dict[int, int] = {}
         self.vocabulary: Vocabulary | None = None
-        self.other: XCompiler | None = None
 
     def run(self) -> None:
         message = msgspec.msgpack.decode(receive(self.control), type=Prepare)
@@ -87,14 +82,9 @@ class ForkServer:
             return PrepareReply()
         self.vocabulary = Vocabulary(lambda: text, message.size)
         try:
-            words = (self.vocabulary.tokenizer.vocab_size + 31) // 32
-            if message.xgrammar:
-                from quire.features.structured.xgrammar_backend import XCompiler
-
-                self.other = XCompiler(self.vocabulary)
+            return PrepareReply((self.vocabulary.tokenizer.vocab_size + 31) // 32)
         except ConfigError as error:
             return PrepareReply(error=str(error))
-        return PrepareReply(words)
 
     def _reap(self) -> None:
         """Forget children that have ended. Not in a signal handler: a second signal would run it within itself."""
@@ -131,7 +121,7 @@ class ForkServer:
             self.control.close()
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), 2)  # hide backtraces of a killed grammar
-            GrammarServer(socket.socket(fileno=files[0]), self.vocabulary, self.other).run()
+            GrammarServer(socket.socket(fileno=files[0]), self.vocabulary).run()
             code = 0
         finally:
             os._exit(code)
@@ -140,8 +130,8 @@ class ForkServer:
 class GrammarServer:
     """The process of one grammar."""
 
-    def __init__(self, pipe: socket.socket, vocabulary: Vocabulary | None, other: XCompiler | None):
-        self.pipe, self.vocabulary, self.other = pipe, vocabulary, other
+    def __init__(self, pipe: socket.socket, vocabulary: Vocabulary | None):
+        self.pipe, self.vocabulary = pipe, vocabulary
         self.states: GrammarStates | None = None
         self._faults, self._bytes = -1, 0
         self._limited = False
@@ -154,8 +144,7 @@ class GrammarServer:
                 match message:
                     case Check():
                         self._limit(message.cpu_s, CHECK_MEMORY)
-                        why = verdict(message.constraint, message.engine, message.second)
-                        send(self.pipe, encode(CompileReply(error=why)))
+                        send(self.pipe, encode(CompileReply(error=fault_of(message.constraint))))
                     case Compile():
                         os.nice(message.nice)
                         self._limit(message.cpu_s, message.memory)
@@ -199,7 +188,7 @@ class GrammarServer:
         words = (vocabulary.tokenizer.vocab_size + 31) // 32
         try:
             self.states = GrammarStates(
-                lambda: make_matcher(message.constraint, vocabulary, self.other),
+                lambda: make_matcher(message.constraint, vocabulary),
                 vocabulary.accepts, words,
             )  # fmt: skip
         except (UnsupportedConstraint, ConfigError) as error:

@@ -30,6 +30,7 @@ IN_ONE = frozenset(
 )  # fmt: skip
 IN_LIST = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
 IN_BRANCH = frozenset(("const", "enum", "title", "description", "type"))
+NAMED = frozenset(("properties", "patternProperties"))
 IN_MAP = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 
 
@@ -119,6 +120,10 @@ class _Strict:
                 made.setdefault("additionalProperties", False)
         if made.get("format") in ("date", "date-time"):
             made["allOf"] = [*made.get("allOf", []), {"pattern": SINCE_YEAR_1}]
+        if _only_a_pattern(made.get("propertyNames")) and not NAMED & made.keys():
+            pattern = made.pop("propertyNames")["pattern"]
+            made["patternProperties"] = {pattern: made.get("additionalProperties", True)}
+            made["additionalProperties"] = False
         if _distinct(made.get("oneOf")) and "anyOf" not in made:
             made["anyOf"] = made.pop("oneOf")  # equivalent, as no value fits two branches
         return made
@@ -140,6 +145,13 @@ class _Strict:
                 f"properties: {own} of one object, {self.properties} in all; the limits are {MAX_PROPERTIES} and"
                 f" {MAX_ALL_PROPERTIES}"
             )
+
+
+def _only_a_pattern(names: Any) -> bool:
+    """Whether a schema of property names is a string's pattern, which `patternProperties` can express."""
+    if not isinstance(names, dict) or not isinstance(names.get("pattern"), str):
+        return False
+    return names in ({"pattern": names["pattern"]}, {"type": "string", "pattern": names["pattern"]})
 
 
 def _distinct(branches: Any) -> bool:

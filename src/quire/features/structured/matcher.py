@@ -1,12 +1,10 @@
 """Makes matchers: the grammar of one constraint, compiled for one vocabulary.
 
-Knows constraints, both grammar libraries and their errors. Does not know rows. A compile may take much time and
+Knows constraints, llguidance and its errors. Does not know rows. A compile may take much time and
 memory, so this module runs only in processes that can be killed (`grammar_server.py`).
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
@@ -15,22 +13,13 @@ from quire.features.structured.grammar import explained, given_text, grammar_of,
 from quire.features.structured.vocabulary import Vocabulary
 from quire.protocol.structured_outputs import StructuredOutputsParams
 
-if TYPE_CHECKING:
-    from quire.features.structured.xgrammar_backend import XCompiler, XMatcher
 
-    Matcher = LLMatcher | XMatcher
-
-
-def make_matcher(
-    constraint: StructuredOutputsParams, vocabulary: Vocabulary, other: XCompiler | None = None
-) -> Matcher:
-    """A matcher in its initial state. `other`: xgrammar's compiler, for constraints of that engine.
+def make_matcher(constraint: StructuredOutputsParams, vocabulary: Vocabulary) -> LLMatcher:
+    """A matcher in its initial state.
 
     Raises:
         UnsupportedConstraint, ConfigError: the constraint cannot be enforced, or not with this vocabulary.
     """
-    if other is not None:
-        return other.compile(constraint)
     try:
         text = grammar_of(constraint, vocabulary.specials)
         made = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits())
