@@ -300,7 +300,7 @@ def test_many_processes_that_end_at_once_do_not_end_their_program() -> None:
     assert fork_server.close is program
     assert first.alive
     asked = Form(regex="a")
-    assert fork_server.fork().check(asked, "llguidance", False, 1.0) is None
+    assert fork_server.fork().check(asked, 1.0) is None
 
 
 def test_a_spare_process_serves_one_grammar_and_a_killed_one_none() -> None:
@@ -323,7 +323,7 @@ def test_a_spare_process_serves_one_grammar_and_a_killed_one_none() -> None:
         time.sleep(0.01)
     process = fork_server.fork()
     assert process is not killed
-    assert process.check(Form(regex="a"), "llguidance", False, 1.0) is None
+    assert process.check(Form(regex="a"), 1.0) is None
 
 
 def doubling(depth: int) -> dict[str, Any]:

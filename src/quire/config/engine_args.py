@@ -60,12 +60,11 @@ def default_values(*, server: bool) -> dict[str, Any]:
 
 def given_by(args: argparse.Namespace, *, server: bool) -> dict[str, Any]:
     """The keywords that a program's command line changed, with those of the server only if `server`."""
-    known = options()
+    defaults = default_values(server=server)
     return {
         name: loose(value) if name in OLD else value
         for name, value in vars(args).items()
-        if name in OLD
-        or (name in known and (server or _engines(known[name])) and value != known[name].default)
+        if name == "model_tag" or (name in defaults and value != defaults[name])
     }
 
 
