@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from grammar_reader import Reader
 
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("equality", "speculation")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "speculation"))
 
 from engines import Engine, engine
 from test_engine import EOS, SPECIALS, crowd, params, prompt
