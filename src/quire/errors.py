@@ -69,6 +69,10 @@ class RankLost(EngineDeadError):
     """Another rank of the same engine did not take part in an exchange: this one cannot go on."""
 
 
+class ExpertsLost(QuireError, RuntimeError):
+    """Another engine, which has experts of this model, does not answer: the step's requests end with an error."""
+
+
 class EngineDelayed(QuireError, RuntimeError):
     """The engine died too often and restarts later. HTTP 503 with Retry-After. The log names the same `incident`."""
 

@@ -129,6 +129,8 @@ class Resolved:
     """`speculative_config`; None: nothing is speculated."""
     draft: DraftModel | None = None
     """The checkpoint of its drafter, if that has one."""
+    experts_folder: str = ""
+    """Where engines that share experts have their sockets (parallel/expert_sockets.py); empty: each has all experts."""
 
     @property
     def tokenizer_folder(self) -> str:

@@ -84,5 +84,5 @@ def check_experts(config: ParallelConfig, hf_config: Mapping[str, Any]) -> None:
     if eplb is not None and not experts:
         raise ConfigError("enable_eplb: this model has no experts; leave --enable-eplb out")
     why = "this model has no experts" if not experts else "one rank has all experts"
-    if not experts or config.tensor_parallel_size == 1:
+    if not experts or config.tensor_parallel_size == config.data_parallel_size == 1:
         log.warning("enable_expert_parallel has no effect: %s", why)

@@ -15,6 +15,7 @@ from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.context_length import learned_positions, model_length
 from quire.config.data_parallel import check_device
 from quire.config.engine import EngineConfig, Resolved
+from quire.config.engine_experts import check_engine_experts
 from quire.config.experts import check_experts
 from quire.config.nodes import check_nodes
 from quire.config.pooling import PoolingModel
@@ -118,6 +119,7 @@ def resolve(
     check_nodes(resolved)
     check_device(config.parallel, facts.device)
     check_experts(config.parallel, hf_config)
+    check_engine_experts(resolved)
     _log(resolved, facts)
     return resolved
 

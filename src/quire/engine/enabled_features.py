@@ -15,6 +15,7 @@ from quire.errors import ConfigError
 from quire.plugins import FEATURES, plugin_objects
 
 ALL = (
+    "quire.features.data_parallel_experts.feature:DataParallelExpertsFeature",
     "quire.features.expert_balance.feature:ExpertBalanceFeature",
     "quire.features.fair_share.feature:FairShareFeature",
     "quire.features.lora.feature:LoraFeature",

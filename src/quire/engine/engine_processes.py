@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire import env
 from quire.config.engine import Resolved
+from quire.config.engine_experts import engines_share_experts
 from quire.config.serialize import resolved_to_bytes
 from quire.engine.client import EngineClient
 from quire.engine.data_parallel import DataParallelClient
@@ -21,6 +22,7 @@ from quire.engine.quarantine import Suspects
 from quire.engine.shared_state import StateBoard
 from quire.engine.supervisor import EngineSupervisor
 from quire.processes.restart_policy import RestartPolicy
+from quire.processes.run_folder import shared_folder
 
 if TYPE_CHECKING:
     from quire.engine.remote_engines import RemoteEngine
@@ -52,12 +54,14 @@ def restart_policy() -> RestartPolicy:
     )
 
 
-def payloads(resolved: Resolved) -> list[bytes]:
-    """What the process of each engine is built from."""
+def payloads(resolved: Resolved, owner: object) -> list[bytes]:
+    """What the process of each engine is built from. What the engines share is there as long as `owner`."""
     config, parallel = resolved.config, resolved.config.parallel
     ranks = parallel.local_ranks
     if len(parallel.ranks) == len(ranks) == 1:
         return [resolved_to_bytes(resolved)]
+    if engines_share_experts(parallel):
+        resolved = replace(resolved, experts_folder=str(shared_folder(owner)))
     return [
         resolved_to_bytes(replace(resolved, config=replace(config, parallel=replace(
             parallel, data_parallel_rank=rank, data_parallel_start_rank=ranks.start,
@@ -94,7 +98,7 @@ def supervise_local(resolved: Resolved, frontends: int = 1) -> list[EnginePlace]
     found: list[EnginePlace] = []
     suspects, policy, parallel = Suspects(), restart_policy(), resolved.config.parallel
     try:
-        for rank, payload in zip(parallel.local_ranks, payloads(resolved), strict=True):
+        for rank, payload in zip(parallel.local_ranks, payloads(resolved, suspects), strict=True):
             name = f"engine {rank}" if len(parallel.ranks) > 1 else "the engine"
             one = EngineSupervisor(payload, frontends, policy, suspects, name)
             found.append(EnginePlace(one.folder, one.board, one))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quire.errors import ConfigError
 from quire.layers.linear import Linear
+from quire.layers.pair_outputs import outputs_of_seats
 from quire.layers.split_experts import CutExperts, PlacedExperts, can_move, split_experts
 from quire.layers.weight_slots import (
     Layer,
@@ -168,9 +169,9 @@ class Experts(Layer):
     @property
     def numbers(self) -> Sequence[int]:
         """The experts whose weights this rank has, in the order of these weights."""
-        if isinstance(self.split, PlacedExperts):
-            return self.split.experts
-        return range(self.num_experts)
+        if self.split is None or isinstance(self.split, CutExperts):
+            return range(self.num_experts)
+        return self.split.experts
 
     def weights(self) -> Iterable[WeightRef]:
         return self.refs
@@ -236,6 +237,13 @@ class Experts(Layer):
     def _seats(self) -> list[tuple[WeightRef, WeightRef]]:
         half = len(self.refs) // 2
         return list(zip(self.refs[:half], self.refs[half:], strict=True))
+
+    def outputs_of_seats(self, x_ND: Tensor, seat_N: Tensor) -> Tensor:
+        """y_ND: of each row, the output of this worker's expert in that seat. Raises ValueError: they do not fit this layer."""
+        seats, features = len(self.numbers), self.refs[0].num_in
+        if x_ND.shape[1] != features or ((seat_N < 0) | (seat_N >= seats)).any():
+            raise ValueError(f"this layer has {seats} experts for {features} features")
+        return outputs_of_seats(x_ND, seat_N, self.of)
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """y_TD"""

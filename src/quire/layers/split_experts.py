@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from quire.layers.engine_experts import EngineExperts
+from quire.layers.pair_outputs import gathered_pairs, outputs_of_seats
 from quire.layers.weights import WeightRef
 from quire.ops.experts import ExpertWeights, expert_products, weighted_sum
 from quire.parallel.expert_placement import Placement, expert_options, placement
@@ -90,22 +92,13 @@ class PlacedExperts:
         """y_TD, as `experts` (ops/experts.py)."""
         if not len(x_TD):
             return torch.zeros_like(x_TD)
-        ids_P, size = ids_TK.flatten(), self.ranks.size
+        ids_P = ids_TK.flatten()
         self.loads_E += ids_P.bincount(minlength=self.num_experts)
         rank_P, seat_P = self.seats_of(ids_P, ids_TK.shape[1])
-        most = int(rank_P.bincount(minlength=size).max())
         (own_N,) = (rank_P == self.ranks.rank).nonzero(as_tuple=True)
-        y_MD = x_TD.new_zeros(most, x_TD.shape[1])
-        if len(own_N):
-            seat_N = seat_P[own_N]
-            inner_NI = expert_products(x_TD[own_N // ids_TK.shape[1]], seat_N, of, False)
-            y_MD[: len(own_N)] = expert_products(inner_NI, seat_N, of, True)
-        y_MRD = self.ranks.gather(y_MD).view(most, size, -1)
-        place_P = torch.empty_like(rank_P)
-        for rank in range(size):
-            (pairs,) = (rank_P == rank).nonzero(as_tuple=True)
-            place_P[pairs] = torch.arange(len(pairs))
-        return weighted_sum(y_MRD[place_P, rank_P].view(*ids_TK.shape, -1), weights_TK)
+        y_ND = outputs_of_seats(x_TD[own_N // ids_TK.shape[1]], seat_P[own_N], of)
+        y_PD = gathered_pairs(y_ND, rank_P, self.ranks)
+        return weighted_sum(y_PD.view(*ids_TK.shape, -1), weights_TK)
 
     def exchanges(self, tokens: int, chosen: int, features: int) -> list[tuple[int, int]]:
         """As of `CutExperts`, if every rank has about as many pairs."""
@@ -148,20 +141,24 @@ class PlacedExperts:
         return len(changed)
 
 
-Split = CutExperts | PlacedExperts
+Split = CutExperts | PlacedExperts | EngineExperts
 
 
 def split_experts(num_in: int, inner: int, num_experts: int) -> Split | None:
-    """How ranks share experts of these sizes; None: there are no ranks, or each has all of the experts.
+    """How ranks and engines share experts of these sizes; None: there are no others, or each has all of the experts.
 
     Experts are cut where that is not asked otherwise. Experts whose sizes do not divide into whole panels are placed.
 
     Raises:
         ConfigError: the ranks cannot share so many whole experts.
     """
-    if (ranks := current_ranks()) is None:
+    ranks, options = current_ranks(), expert_options()
+    if options.engines > 1:
+        size = options.engines * (1 if ranks is None else ranks.size)
+        return EngineExperts(ranks, placement(num_experts, size, options), options.engine)
+    if ranks is None:
         return None
-    options, cuts = expert_options(), (*shared_outputs(inner), *shared_outputs(num_in))
+    cuts = *shared_outputs(inner), *shared_outputs(num_in)
     if len(cuts) == 2 and not options.whole:
         return CutExperts(ranks, *cuts)
     if num_experts < ranks.size and not options.whole:

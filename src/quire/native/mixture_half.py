@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quire.layers.decoder_layer import GatedMLP
+from quire.layers.engine_experts import EngineExperts
 from quire.layers.moe import Experts, MoE, Router
 from quire.layers.split_experts import PlacedExperts
 from quire.ops.cpu.experts import native_experts, native_routing, takes_router
@@ -20,6 +21,8 @@ def native_mixture(mlp: nn.Module) -> CMixture | None:
     if type(mlp) is not MoE or type(mlp.gate) is not Router or type(mlp.experts) is not Experts:
         return None
     split, ranks = mlp.experts.split, None
+    if isinstance(split, EngineExperts):
+        return None  # the kernels do not ask other engines
     if split is not None and (ranks := split.ranks.link) is None:
         return None  # the kernels cannot exchange with these ranks
     gate, shared = mlp.gate, mlp.shared

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from quire.config.engine_experts import engines_share_experts
 from quire.config.experts import eplb_options
 from quire.config.parallel import ParallelConfig
 from quire.errors import ConfigError
@@ -22,13 +23,16 @@ class ExpertOptions(NamedTuple):
     """How ranks share the experts.
 
     `whole`: each rank has whole experts, not a part of each. `round_robin`: neighbouring experts are on different ranks.
-    `copies`: seats beside one for each expert. `moves`: experts may change their seats later.
+    `copies`: seats beside one for each expert. `moves`: experts may change their seats later. `engines`: how many engines of data
+    parallelism share the experts; this is number `engine`.
     """
 
     whole: bool = False
     round_robin: bool = False
     copies: int = 0
     moves: bool = False
+    engines: int = 1
+    engine: int = 0
 
     @classmethod
     def of(cls, config: ParallelConfig) -> ExpertOptions:
@@ -36,7 +40,10 @@ class ExpertOptions(NamedTuple):
         eplb, strategy = eplb_options(config), config.expert_placement_strategy
         copies = 0 if eplb is None else eplb.num_redundant_experts
         whole = config.enable_expert_parallel
-        return cls(whole, strategy == "round_robin", copies, eplb is not None)
+        own = whole, strategy == "round_robin", copies, eplb is not None
+        if not engines_share_experts(config):
+            return cls(*own)
+        return cls(*own, config.data_parallel_size, config.data_parallel_rank or 0)
 
 
 _options: ContextVar[ExpertOptions | None] = ContextVar("expert_options", default=None)

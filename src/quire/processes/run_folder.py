@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -60,6 +61,23 @@ def hold(folder: Path) -> IO[bytes] | None:
     except OSError:
         return None
     return lock
+
+
+def shared_folder(owner: object) -> Path:
+    """As `own_folder`, locked, for the sockets of several processes; it is removed with `owner`, or when this process ends.
+
+    Raises:
+        StartupError: no directory is writable.
+    """
+    folder = own_folder()
+    weakref.finalize(owner, _remove, folder, hold(folder))
+    return folder
+
+
+def _remove(folder: Path, lock: IO[bytes] | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        lock.close()
 
 
 def remove_stale(place: Path) -> None:

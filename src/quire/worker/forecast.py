@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from quire.config.engine import ModelSpec, Resolved
+from quire.config.engine_experts import engines_share_experts
 from quire.config.model_sizes import model_size
 from quire.errors import NotEnoughMemory
 from quire.kvcache.specs import CacheSpec, WindowSpec
@@ -135,7 +136,8 @@ def forecast_specs(
     for spec, cut in [(resolved.spec, layout), *((each, layout.of_one_stage) for each in others)]:
         cacheless = spec.pooling is not None and not spec.pooling.causal
         stateful = has_states(spec.architecture, spec.hf_config, spec.options.model_impl)
-        if not (layout.size > 1 or cacheless or stateful):
+        shares = engines_share_experts(spec.parallel)
+        if not (layout.size > 1 or cacheless or stateful or shares):
             specs += specs_of(spec.hf_config, resolved.kv_dtype_for(spec.dtype))
             parts.append(1.0)
             continue

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.config.engine import ModelSpec
+from quire.config.engine_experts import engines_share_experts
+from quire.config.parallel import ParallelConfig
 from quire.errors import Unsupported
 from quire.models.registry import choose_impl
 from quire.parallel.layout import ONE_RANK, RankLayout
@@ -57,8 +60,8 @@ def _why_not_dealt(spec: ModelSpec, model: CausalLM) -> str:
 
 def part_of_weights(own: CausalLM, spec: ModelSpec, layout: RankLayout) -> float:
     """How much of a model's weights are in `own`, the part of a rank: of the numbers, in whatever format they are stored."""
-    if layout.size == 1 or not spec.is_split:
+    if not spec.is_split or (layout.size == 1 and not engines_share_experts(spec.parallel)):
         return 1.0
-    models = own, construct_part(spec)
+    models = own, construct_part(replace(spec, parallel=ParallelConfig()))
     part, whole = (sum(each.numel() for each in model.parameters()) for model in models)
     return part / whole

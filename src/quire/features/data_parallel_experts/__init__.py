@@ -1,0 +1,1 @@
+"""Engines of data parallelism share the experts of a mixture."""
