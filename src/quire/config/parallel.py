@@ -25,7 +25,7 @@ class ParallelConfig:
     decode_context_parallel_size: AtLeast1 = 1
     """Number of ranks that keep a part of the KV cache's blocks each: all of prefill_context_parallel_size, times some of tensor_parallel_size with equal KV heads."""
     data_parallel_size: AtLeast1 = 1
-    """Number of engines with all weights that share the requests (docs/parallel.md)."""
+    """Number of engines that share the requests, each with all weights, or with enable_expert_parallel a part of the experts (docs/parallel.md)."""
     data_parallel_size_local: AtLeast0 | None = None
     """How many of these engines run on this machine, and divide its cores and memory; unset: all."""
     data_parallel_rank: AtLeast0 | None = None
@@ -55,7 +55,7 @@ class ParallelConfig:
     cpu_distributed_timeout_seconds: AtLeast1 | None = None
     """Seconds that a rank waits for one on another machine that is alive, but does not come; unset: 300."""
     enable_expert_parallel: bool = False
-    """Place whole experts on each rank instead of a part of every expert."""
+    """Place whole experts on each rank instead of a part of every expert; with data_parallel_size, engines share the experts."""
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
     """With enable_expert_parallel: linear: neighbouring experts on one rank; round_robin: on different ranks."""
     enable_eplb: bool = False

@@ -4,7 +4,7 @@
     outputs <------------------------------'
 
 Knows which engine has which request. Does not know processes or sockets (`process_client.py`), or what a request is for.
-The engines know nothing of one another, also those of mixtures of experts: each has all experts among its own ranks. So an
+The engines' loops know nothing of one another, also where their layers share experts (features/data_parallel_experts). So an
 engine that dies takes only the requests that it had begun; those that waited in it go to the others. If an engine is idle
 while requests wait in another, some of these are taken back and sent to the idle one.
 """

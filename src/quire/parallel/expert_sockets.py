@@ -139,9 +139,12 @@ class ExpertClient:
     def __init__(self, path: Callable[[int], Path], gone_s: float = GONE_S, slow_s: float = SLOW_S):
         self._path, self.gone_s, self.slow_s = path, gone_s, slow_s
         self._connections: dict[int, socket.socket] = {}
+        self._unanswered: set[int] = set()  # engines with a question whose answer was not read
 
     def ask(self, engine: int, layer: int, seat_N: Tensor, x_ND: Tensor) -> Question:
         """Send the question, or its first part; the answer comes later."""
+        if engine in self._unanswered:  # the step of that question has failed elsewhere
+            self.drop(engine)
         parts = zip(torch.split(seat_N, MAX_PAIRS), torch.split(x_ND, MAX_PAIRS), strict=True)
         asked = Question(self, engine, layer, list(parts))
         with suppress(OSError):  # `answer` asks again
@@ -163,8 +166,17 @@ class ExpertClient:
 
     def drop(self, engine: int) -> None:
         """Forget a connection: what it sends next may belong to an earlier question."""
+        self._unanswered.discard(engine)
         if (made := self._connections.pop(engine, None)) is not None:
             made.close()
+
+    def expect(self, engine: int) -> None:
+        """A question is on its way."""
+        self._unanswered.add(engine)
+
+    def answered(self, engine: int) -> None:
+        """Its answer was read."""
+        self._unanswered.discard(engine)
 
     def close(self) -> None:
         for engine in list(self._connections):
@@ -209,6 +221,7 @@ class Question:
         """Raises OSError: the connection is lost."""
         seat_N, x_ND = self._parts[part]
         peer, kind = self._client.connection(self._engine), DTYPES.index(x_ND.dtype)
+        self._client.expect(self._engine)
         head = memoryview(QUESTION.pack(self._layer, kind, *x_ND.shape))
         try:
             for data in (head, _bytes_of(seat_N), _bytes_of(x_ND)):
@@ -224,6 +237,7 @@ class Question:
         look = lambda: self._look(peer)  # noqa: E731
         state, kind, count, features = ANSWER.unpack(_read(peer, ANSWER.size, look))
         if state == ABSENT:
+            self._client.answered(self._engine)
             return None
         if state == ERROR:
             raise self._lost(_read(peer, min(count, MAX_TEXT), look).decode(errors="replace"))
@@ -231,14 +245,15 @@ class Question:
             raise self._lost(f"it sent {count} outputs of {features} features")
         y_ND = torch.empty(count, features, dtype=DTYPES[kind])
         _fill(peer, _bytes_of(y_ND), look)
+        self._client.answered(self._engine)
         return y_ND
 
     def _look(self, peer: socket.socket) -> None:
         """Raises TimeoutError: the engine is stopped. ExpertsLost: it runs, and needs too long."""
         waited = time.monotonic() - self._since
         if waited > self._client.gone_s:
-            pid = PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[0]
-            if is_stopped(pid):
+            pid = _process_of(peer)
+            if pid is not None and is_stopped(pid):
                 raise TimeoutError(f"process {pid} is stopped (SIGSTOP, or a debugger)")
         if waited > self._client.slow_s:
             raise self._lost(f"it did not answer in {self._client.slow_s:g} s")
@@ -247,6 +262,14 @@ class Question:
         text = f"engine {self._engine}, which has experts of this model, does not answer: {why}"
         log.error("%s", text)
         return ExpertsLost(text)
+
+
+def _process_of(peer: socket.socket) -> int | None:
+    """The process that listens; None: this system does not say."""
+    if (option := getattr(socket, "SO_PEERCRED", None)) is None:
+        return None
+    pid: int = PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, option, PEER.size))[0]
+    return pid
 
 
 # -- bytes ------------------------------------------------------------------------------------------
