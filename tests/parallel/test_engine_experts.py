@@ -33,6 +33,7 @@ from quire.parallel.expert_sockets import (
     socket_path,
 )
 from quire.platforms.cpu import CpuPlatform
+from quire.processes.child import is_stopped
 from tests.models.test_native import build
 from tests.parallel.test_split_experts import experts_of, logits, written
 from tests.parallel.thread_ranks import ThreadRanks, load_on, on_ranks
@@ -239,7 +240,7 @@ time.sleep(600)
 def test_an_engine_that_ends_or_is_stopped(
     how: signal.Signals, folder: str, client: ExpertClient
 ) -> None:
-    """While it has a question. After it an answer of another process is not taken for that of this question."""
+    """The next process at its address then gets the next question."""
     words = [sys.executable, "-c", SERVER, folder]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as other:  # fmt: skip
         try:
@@ -247,6 +248,8 @@ def test_an_engine_that_ends_or_is_stopped(
             assert other.stdout.readline() == "ready\n"
             assert torch.equal(client.ask(1, 0, SEATS_N, ROWS_ND).answer(), WANTED_ND)
             other.send_signal(how)
+            while not is_stopped(other.pid) and other.poll() is None:
+                time.sleep(0.01)
             with pytest.raises(ExpertsLost, match="has ended or is stopped"):
                 client.ask(1, 0, SEATS_N, ROWS_ND).answer()
         finally:
