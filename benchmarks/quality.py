@@ -125,7 +125,7 @@ def _written(model: str, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _folder(model: str) -> Path:
     from quire.config.load import LoadConfig
     from quire.config.model import ModelConfig
-    from quire.models.location import locate
+    from quire.models.checkpoint_locator import locate
 
     return Path(locate(ModelConfig(model=model), LoadConfig()))
 

@@ -36,8 +36,8 @@ PROMPT, WARM = 16, 5
 
 def exchanges(numbers: Sequence[int], repeats: int) -> dict[str, list[float]]:
     """Microseconds of an exchange, the median and the least, by "what, bytes"."""
-    from quire.parallel.address import addresses
     from quire.parallel.layout import RankLayout
+    from quire.parallel.rank_address import addresses
 
     asked = json.dumps([list(numbers), repeats])
     with tempfile.TemporaryDirectory() as folder, addresses(RankLayout(tensor=SIZE)) as found:
@@ -64,7 +64,7 @@ def rank(asked: str, folder: str, address_text: str) -> None:
     import torch
     from torch import distributed
 
-    from quire.parallel.address import RankAddress
+    from quire.parallel.rank_address import RankAddress
 
     numbers, repeats = json.loads(asked)
     torch.set_num_threads(1)

@@ -108,7 +108,7 @@ def _folder(model: str) -> str:
     """The model's folder, because other servers do not know the models in Quire's package. Raises ModelNotFound."""
     from quire.config.load import LoadConfig
     from quire.config.model import ModelConfig
-    from quire.models.location import locate
+    from quire.models.checkpoint_locator import locate
 
     return locate(ModelConfig(model=model), LoadConfig())
 

@@ -164,7 +164,7 @@ def cache_bytes(case: Case) -> int:
     """Of keys and values in bfloat16: room for all clients, and for the prompts and answers that are cached."""
     from quire.config.load import LoadConfig
     from quire.config.model import ModelConfig
-    from quire.models.location import locate
+    from quire.models.checkpoint_locator import locate
 
     folder = Path(locate(ModelConfig(model=case.model), LoadConfig()))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -111,7 +111,7 @@ def tasks(kind: str, many: int) -> list[list[int]]:
     """
     from tokenizers import Tokenizer
 
-    from quire.models.location import EMBEDDED
+    from quire.models.checkpoint_locator import EMBEDDED
 
     chat, corpus = _of_tiny("chat"), _of_tiny("corpus")
     tokenizer = Tokenizer.from_file(str(Path(EMBEDDED) / "quire-tiny" / "tokenizer.json"))

@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from quire.config.engine import EngineConfig
-from quire.engine.shared_state import EngineState
+from quire.engine.engine_state import EngineState
 from quire.errors import EngineDeadError
 from quire.frontend.tokenizer import load
 from quire.protocol.output import EngineOutput, EngineReady, EngineStats, FinishReason

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.models.location import WANTED_FILES, locate
+from quire.models.checkpoint_locator import WANTED_FILES, locate
 from quire.models.sharded_state import MOST_BYTES, save_sharded_state
 
 

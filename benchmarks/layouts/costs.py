@@ -189,14 +189,14 @@ class LayoutModel:
         traffic = read * part.item + rows * context * part.kv * self.share
         return max(2 * products / device.operations, traffic / device.bandwidth)
 
-    def exchange_s(self, tokens: int, draws: int, is_dealt: bool) -> float:
+    def exchange_s(self, tokens: int, draws: int, should_split: bool) -> float:
         """Of a stage's exchanges, and of its hidden states on the way to the next stage."""
         part, layout = self.part, self.layout
         n, link = layout.tensor, self.tensor_link
         seconds = sum(gather_s(link, n, n * width * tokens) for width in part.inner_widths)
         seconds *= self.share
         seconds += sum(gather_s(link, n, n * width * draws) for width in part.drawn_widths)
-        if is_dealt:
+        if should_split:
             n, link = layout.prefill, self.part_link
             of_layer = n * tokens * part.kv / part.num_layers
             seconds += part.num_layers * self.share * gather_s(link, n, of_layer)

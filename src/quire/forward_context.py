@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quire.parallel.dealt_tokens import DealtTokens
+    from quire.parallel.prefill_context_parallel import SplitTokens
 
 
 ADAPTERS = "adapters_T"
@@ -67,7 +67,7 @@ class ForwardBatch:
     # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
     # if ranks compute the other tokens of the step (prefill context parallelism): `slots` are those of all tokens, by place
-    dealt: DealtTokens | None = None
+    split_tokens: SplitTokens | None = None
     whole: ForwardBatch | None = None  # then the batch of all tokens of the step
 
     def first_draws(self) -> list[tuple[int, int, int]]:

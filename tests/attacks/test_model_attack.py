@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from attacked_server import CHAT, AttackedServer, together
 
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 GO = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 4}

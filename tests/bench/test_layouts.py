@@ -102,9 +102,9 @@ def test_a_pipeline_needs_requests_for_its_stages():
 
 def test_prefill_parts_share_a_prompt_and_not_decoding():
     heavy = replace(PART, dense=400_000_000)
-    dealt, whole = (LayoutModel(ParallelLayout(prefill=n), heavy, cluster()) for n in (2, 1))
-    assert dealt.prefill_step_s(512 * 64, 0) < 0.51 * whole.prefill_step_s(512 * 64, 0)
-    assert dealt.decode_step_s(8, 100) == whole.decode_step_s(8, 100)
+    split, whole = (LayoutModel(ParallelLayout(prefill=n), heavy, cluster()) for n in (2, 1))
+    assert split.prefill_step_s(512 * 64, 0) < 0.51 * whole.prefill_step_s(512 * 64, 0)
+    assert split.decode_step_s(8, 100) == whole.decode_step_s(8, 100)
 
 
 def test_engines_multiply_throughput_and_what_does_not_fit_comes_last():

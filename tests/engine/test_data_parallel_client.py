@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from quire.config.parallel import ParallelConfig
-from quire.engine.call_merge import merge, merged_ready, merged_stats
 from quire.engine.data_parallel import DataParallelClient
-from quire.engine.shared_state import Condition, EngineState
+from quire.engine.data_parallel_calls import merge, merged_ready, merged_stats
+from quire.engine.engine_state import Condition, EngineState
 from quire.errors import EngineDeadError, EngineDelayed, QuireError, StartupError, ValidationError
 from quire.protocol.output import EngineOutput, EngineReady, EngineStats
 from quire.protocol.request import EngineRequest

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quire.engine import supervisor as module
-from quire.engine.shared_state import EngineState, StateBoard
+from quire.engine.engine_state import EngineState, StateBoard
 from quire.engine.supervisor import EngineSupervisor, own_folder
 from quire.errors import StartupError
 from quire.processes.child import own_stacks

@@ -14,8 +14,8 @@ from test_client import make
 
 from quire.engine.core import EngineCore
 from quire.engine.engine_process import FrontendSockets, StopEngine, stop
-from quire.engine.process_client import ProcessClient
-from quire.engine.quarantine import (
+from quire.engine.engine_state import ROOM, Condition, EngineState, StateBoard
+from quire.engine.poison_requests import (
     FORGET_S,
     MAX_DIGESTS,
     Suspects,
@@ -23,7 +23,7 @@ from quire.engine.quarantine import (
     digest_of_entered,
     short_form,
 )
-from quire.engine.shared_state import ROOM, Condition, EngineState, StateBoard
+from quire.engine.process_client import ProcessClient
 from quire.errors import EngineDelayed, QuireError, ValidationError
 from quire.protocol.output import EngineOutput
 from quire.protocol.plan import EnteredRow

@@ -16,9 +16,9 @@ from quire.config.cluster_key import cluster_key
 from quire.config.parallel import ParallelConfig
 from quire.engine import remote_engines
 from quire.engine import remote_link as link
+from quire.engine.engine_state import EngineState
 from quire.engine.process_client import EngineSockets
 from quire.engine.remote_engines import RemoteEngines
-from quire.engine.shared_state import EngineState
 from quire.errors import ConfigError
 from quire.protocol.output import EngineReady
 

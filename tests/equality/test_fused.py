@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.layers.decoder_layer import DecoderLayer
 from quire.native.fused_decoder import NativeRun
-from quire.native.layer_halves import has_attention, has_mlp
+from quire.native.fused_layers import has_attention, has_mlp
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
 

@@ -28,7 +28,7 @@ from quire.layers.weights import weights_of
 from quire.models.base import CausalLM
 from quire.models.hf_config import TextConfig
 from quire.native.fused_decoder import fuse_model, unfuse_model
-from quire.native.layer_halves import has_attention, has_mlp, native_layer
+from quire.native.fused_layers import has_attention, has_mlp, native_layer
 from quire.native.model import native_model
 from quire.ops.cpu.bindings import best
 from quire.ops.experts import Routing

@@ -14,7 +14,7 @@ from quire.frontend.input_processor import InputProcessor, TokenizeOptions
 from quire.frontend.pooling.tokenization import cut_text, encode_inputs
 from quire.frontend.prompts import Prompt
 from quire.frontend.tokenizer import Tokenizer, load
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 
 
 @pytest.fixture(scope="module")

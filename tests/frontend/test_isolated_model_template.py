@@ -16,7 +16,7 @@ from quire.frontend import untrusted_templates
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.startup import load_tokenizer
 from quire.frontend.untrusted_templates import UntrustedTemplateRenderer
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 
 CHAT = [{"role": "user", "content": "go é ⁂"}, {"role": "assistant", "content": "yes"}]
 DOUBLED = (

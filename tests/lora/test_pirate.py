@@ -11,7 +11,7 @@ from lora.adapters import lora_engine, run
 from tokenizers import Tokenizer
 
 from quire import LLM
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 from quire.protocol.sampling_params import SamplingParams, StructuredOutputsParams
 
 ASKED = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"

@@ -24,7 +24,7 @@ from quire.engine.resolve import resolve_config
 from quire.errors import ModelNotFound, QuireError, Unsupported
 from quire.frontend.tokenizer import load as load_tokenizer
 from quire.layers.weights import weights_of
-from quire.models import location
+from quire.models import checkpoint_locator
 from quire.models.gguf import hub
 from quire.models.gguf.families import config_of, tensor_places
 from quire.models.gguf.header import GgufHeader, read_header
@@ -131,7 +131,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_whole_directory_comes_from_the_file(tiny: Path) -> None:
     options = ModelConfig(model=str(tiny))
-    folder = Path(location.locate(options, LoadConfig()))
+    folder = Path(checkpoint_locator.locate(options, LoadConfig()))
     config, wanted = (json.loads((f / "config.json").read_text()) for f in (folder, TINY))
     for key in (
         "architectures",
@@ -152,17 +152,17 @@ def test_the_whole_directory_comes_from_the_file(tiny: Path) -> None:
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(talk)
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert sorted(ends) == [0, 2]
-    assert location.locate(options, LoadConfig()) == str(folder)
+    assert checkpoint_locator.locate(options, LoadConfig()) == str(folder)
 
 
 def test_a_directory_and_parts(tiny: Path, tmp_path: Path) -> None:
     shutil.copy(tiny, tmp_path / "a.gguf")
     (tmp_path / "mmproj-a.gguf").write_bytes(b"GGUF")
-    folder = location.locate(ModelConfig(model=str(tmp_path)), LoadConfig())
+    folder = checkpoint_locator.locate(ModelConfig(model=str(tmp_path)), LoadConfig())
     assert (Path(folder) / "a.gguf").is_symlink()
     shutil.copy(tiny, tmp_path / "b.gguf")
     with pytest.raises(ModelNotFound, match=r"2 GGUF models \(a.gguf, b.gguf\)"):
-        location.locate(ModelConfig(model=str(tmp_path)), LoadConfig())
+        checkpoint_locator.locate(ModelConfig(model=str(tmp_path)), LoadConfig())
 
 
 def test_split_files(tiny: Path, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_split_files(tiny: Path, tmp_path: Path) -> None:
     assert torch.equal(Runner(whole).prefill(0, PROMPT), Runner(split).prefill(0, PROMPT))
     parts[0].unlink()
     with pytest.raises(ModelNotFound, match=r"1 are missing: m-00001-of-00002.gguf"):
-        location.locate(ModelConfig(model=str(parts[1])), LoadConfig())
+        checkpoint_locator.locate(ModelConfig(model=str(parts[1])), LoadConfig())
 
 
 # ------------------------------------------------------------------------------------ SentencePiece
@@ -263,7 +263,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     copy = GgufCopy(folder)
     copy.arch = "rwkv7"
     with pytest.raises(Unsupported, match=r"architecture 'rwkv7'.*qwen3"):
-        location.locate(ModelConfig(model=str(copy.write(tmp_path / "m.gguf"))), LoadConfig())
+        checkpoint_locator.locate(
+            ModelConfig(model=str(copy.write(tmp_path / "m.gguf"))), LoadConfig()
+        )
     for start, said in ((b"GGUF\0\0\0\3", "big-endian"), (b"GGUF\1\0\0\0", "version 1")):
         (tmp_path / "m.gguf").write_bytes(start + bytes(32))
         with pytest.raises(Unsupported, match=said):

@@ -18,7 +18,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelNotFound, QuireError, Unsupported
 from quire.frontend.tokenizer import load as load_tokenizer
-from quire.models import location
+from quire.models import checkpoint_locator
 from quire.models.mistral.params import read_params
 from quire.models.mistral.tekken import TekkenTokenizer
 from quire.models.mistral.tensors import usual_name
@@ -134,7 +134,7 @@ def test_fp8(tmp_path: Path) -> None:
 def test_without_weights(tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text("{}")
     with pytest.raises(ModelNotFound, match="consolidated"):
-        location.locate(ModelConfig(model=str(tmp_path)), LoadConfig())
+        checkpoint_locator.locate(ModelConfig(model=str(tmp_path)), LoadConfig())
 
 
 # ------------------------------------------------------------------------------------ tekken.json

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
-from quire.parallel.address import RankAddress, addresses
 from quire.parallel.layout import RankLayout
+from quire.parallel.rank_address import RankAddress, addresses
 from quire.parallel.ranks import Ranks, split_among
 from quire.parallel.regions import StageSocketFds
 from quire.parallel.stage_sockets import StageSockets

@@ -19,8 +19,8 @@ from quire.engine.resolve import resolve_without_weights
 from quire.errors import ConfigError, Unsupported
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec
-from quire.parallel.address import RankAddress, addresses
 from quire.parallel.layout import RankLayout
+from quire.parallel.rank_address import RankAddress, addresses
 from quire.worker.rank_memory import construct_part
 from tests.parallel.process_engine import outcomes
 
@@ -88,7 +88,7 @@ def test_blocks_in_parts_for_the_kernels(kv_cache_dtype: str):
 def test_ranks_that_keep_parts_have_room_for_more_tokens():
     """A block costs its part, and one layer of the whole of it while a step computes that layer."""
     whole = layout([CacheSpec(1, 64, 64, "bfloat16")] * 32, 16, 4096)
-    blocks = [whole.dealt(ranks).bytes_per_block for ranks in (2, 4)]
+    blocks = [whole.divided(ranks).bytes_per_block for ranks in (2, 4)]
     one_layer = whole.bytes_per_block / 32
     assert blocks == [16 * one_layer + 1.5 * one_layer, 8 * one_layer + 1.25 * one_layer]
 

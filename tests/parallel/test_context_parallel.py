@@ -1,4 +1,4 @@
-"""Prefill context parallelism: the tokens of a step are dealt out to ranks; the same logits, with the same bits."""
+"""Prefill context parallelism: the tokens of a step are split over ranks; the same logits, with the same bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.forward_context import current_batch
-from quire.parallel.dealt_tokens import LEAST, DealtTokens, deal, is_dealt
+from quire.parallel.prefill_context_parallel import LEAST, SplitTokens, should_split, split_rows
 from quire.parallel.ranks import LoneRank
 from quire.worker.context_parallel import ContextModelInput
 from tests.models.cases import CASES, VOCAB, Case, write
@@ -25,7 +25,7 @@ COUNTS = [[1], [3, 1, 1], [32], [33, 1, 5], [200, 7, 16, 1, 90], [64, 64]]
 
 
 class DealtModel(nn.Module):
-    """A model whose steps are dealt out, in the place of the model."""
+    """A model whose steps are split, in the place of the model."""
 
     def __init__(self, model: nn.Module, ranks: ThreadRanks):
         super().__init__()
@@ -42,22 +42,23 @@ class DealtModel(nn.Module):
 @pytest.mark.parametrize("parts", [2, 3, 4, 10])
 @pytest.mark.parametrize("counts", [*COUNTS, [19] * 9])
 def test_each_token_has_one_part(counts: list[int], parts: int):
-    dealt = deal(counts, parts)
+    split = split_rows(counts, parts)
     found = sorted(
-        (row, token) for own in dealt for row, first, n in own for token in range(first, first + n)
+        (row, token) for own in split for row, first, n in own for token in range(first, first + n)
     )
     assert found == [(row, token) for row, count in enumerate(counts) for token in range(count)]
-    loads = [sum(piece.length for piece in own) for own in dealt]
+    loads = [sum(piece.length for piece in own) for own in split]
     assert max(loads) - min(loads) <= 2 * parts * len(counts)
-    assert min(loads) or not is_dealt(
+    assert min(loads) or not should_split(
         counts, parts
-    )  # each part has tokens of a step that is dealt out
+    )  # each part has tokens of a step that is split
 
 
 def test_parts_of_a_prompt_attend_to_as_many_tokens():
     """The number of pairs of query and key is the time of attention."""
     pairs = [
-        sum(first + at for _, first, n in own for at in range(n)) for own in deal([8000], parts=4)
+        sum(first + at for _, first, n in own for at in range(n))
+        for own in split_rows([8000], parts=4)
     ]
     assert max(pairs) <= min(pairs) * 1.01
 
@@ -66,10 +67,10 @@ def test_gathered_rows_are_in_the_order_of_the_step():
     counts, x_TW = [40, 3, 30], torch.arange(73 * 2).view(73, 2)
 
     def run(ranks: ThreadRanks) -> bool:
-        dealt = DealtTokens(ranks, counts)
-        own_TW, slots = x_TW[dealt.own_T], dealt.slots(100 + torch.arange(73))
-        in_order = torch.equal(dealt.in_order(own_TW), x_TW)
-        rows_PW, is_token = dealt.gather(own_TW), slots > 0
+        split = SplitTokens(ranks, counts)
+        own_TW, slots = x_TW[split.own_T], split.slots(100 + torch.arange(73))
+        in_order = torch.equal(split.in_order(own_TW), x_TW)
+        rows_PW, is_token = split.gather(own_TW), slots > 0
         return in_order and torch.equal(rows_PW[is_token], x_TW[slots[is_token] - 100])
 
     assert on_ranks(3, run) == [True] * 3
@@ -96,7 +97,7 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_logits_have_the_same_bits(case: Case, tmp_path: Path):
-    """Prompts in chunks beside rows of single tokens, so that steps are dealt out, and small ones are not."""
+    """Prompts in chunks beside rows of single tokens, so that steps are split, and small ones are not."""
     write(replace(case, config={"max_position_embeddings": 256, **case.config}), tmp_path)
     whole = build(tmp_path, model_impl="quire", max_model_len=64)
     if whole.state_layers():

@@ -17,9 +17,9 @@ import pytest
 
 from quire.errors import EngineDeadError, StartupError
 from quire.executor.control_port import ControlPort
-from quire.executor.group import GroupExecutor
-from quire.executor.node import Node
-from quire.parallel.machines import Machines
+from quire.executor.multiproc_executor import MultiprocExecutor
+from quire.executor.node_supervisor import NodeSupervisor
+from quire.parallel.multi_node import Machines
 from quire.processes import keyed_listener
 from quire.processes.keyed_socket import connect, listen, prove
 
@@ -61,20 +61,20 @@ def port() -> Iterator[ControlPort]:
 
 def node(
     port: ControlPort, number: int = 1, ranks: int = 1, seconds: float = 20, **changes: Any
-) -> Node:
+) -> NodeSupervisor:
     facts = FACTS | changes.pop("facts", {})
     options = {"key": KEY, "host": "127.0.0.2", **changes}
     key = options.pop("key")
-    return Node(
+    return NodeSupervisor(
         (port.host, port.port), key, number, ranks, 4096, facts, {}, seconds=seconds, **options
     )
 
 
-def group_of(port: ControlPort) -> GroupExecutor:
+def group_of(port: ControlPort) -> MultiprocExecutor:
     port.wait(LIMIT_S)
     starts = [partial(port.take, rank) for rank in range(port.expected[1])]
     payloads = [b"a", b"b"][: len(starts)]
-    return GroupExecutor("test_control_port:worker", payloads, starts, on_end=port.close)
+    return MultiprocExecutor("test_control_port:worker", payloads, starts, on_end=port.close)
 
 
 def ends(run: Future[None]) -> str:
@@ -317,7 +317,7 @@ class Proxy:
 def test_a_slow_network_and_its_loss(threads, port):
     proxy = Proxy((port.host, port.port), delay=0.05)
     options = {"facts": dict(FACTS), "paths": {}, "host": "127.0.0.2", "seconds": 3}
-    far = Node(proxy.listener.getsockname()[:2], KEY, 1, 1, 4096, **options)
+    far = NodeSupervisor(proxy.listener.getsockname()[:2], KEY, 1, 1, 4096, **options)
     run = threads.submit(far.run)
     group = group_of(port)
     assert group.call("payload") == [b"a"]

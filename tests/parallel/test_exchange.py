@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from quire.errors import RankLost
-from quire.parallel.address import RankAddress, addresses, memory_bytes
 from quire.parallel.layout import RankLayout
+from quire.parallel.rank_address import RankAddress, addresses, memory_bytes
 from quire.parallel.regions import HEADER, SLOT, num_bytes
 from quire.parallel.shared_memory import SharedMemoryRanks
 

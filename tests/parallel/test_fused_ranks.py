@@ -18,8 +18,8 @@ from quire.layers.weights import weights_of
 from quire.native.fused_decoder import fuse_model
 from quire.native.model import native_model
 from quire.ops.cpu.bindings import best
-from quire.parallel.address import addresses
 from quire.parallel.layout import RankLayout
+from quire.parallel.rank_address import addresses
 from quire.parallel.ranks import split_among
 from quire.parallel.shared_memory import SharedMemoryRanks
 from quire.protocol.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ import torch
 from quire.errors import RankLost
 from quire.executor.control_port import ControlPort
 from quire.parallel.gloo import GlooRanks
-from quire.parallel.machines import Machines
+from quire.parallel.multi_node import Machines
 
 SHAPES = [(1, 1), (3, 40), (700, 129), (0, 8), *[(1, 7)] * 20]
 
@@ -104,7 +104,7 @@ def test_an_address_of_no_interface_is_named() -> None:
 
 
 def test_a_rank_that_is_missing_at_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.parallel.machines.MEET_S", 0.3)
+    monkeypatch.setattr("quire.parallel.multi_node.MEET_S", 0.3)
     port = ControlPort("127.0.0.1", 0, b"", {}, {})
     machines = Machines([0, 1], "127.0.0.1", (port.host, port.port), port.rendezvous_key)
     with pytest.raises(RankLost, match=r"rank 0 of 2 at 127\.0\.0\.1"):

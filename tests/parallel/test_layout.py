@@ -6,8 +6,8 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.parallel.address import addresses, memory_bytes
 from quire.parallel.layout import RankLayout, RankPlace
+from quire.parallel.rank_address import addresses, memory_bytes
 from quire.parallel.regions import num_bytes
 
 

@@ -10,7 +10,7 @@ from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 from tokenizers import Tokenizer
 
 from quire.features.speculation.hook import SpeculationHook
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 from quire.protocol.output import Logprobs
 from quire.protocol.sampling_params import SamplingParams
 from tests.equality import test_speculation as speculation

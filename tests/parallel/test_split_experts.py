@@ -1,4 +1,4 @@
-"""Experts that ranks share: the same logits with the same bits, however the experts are dealt out, and on whichever rank they are later."""
+"""Experts that ranks share: the same logits with the same bits, however the experts are distributed, and on whichever rank they are later."""
 
 from __future__ import annotations
 

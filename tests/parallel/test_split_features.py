@@ -19,7 +19,7 @@ from quire.errors import ConfigError, QuireError
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.hook import SpeculationHook
 from quire.frontend.request_manager import RequestManager
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import PlanMismatch, RankLost, Unsupported
-from quire.parallel.address import addresses
 from quire.parallel.layout import RankLayout
+from quire.parallel.rank_address import addresses
 from quire.parallel.ranks import Ranks
 from quire.parallel.stage_sockets import StageSockets
 from tests.models.cases import CASES, Case, write

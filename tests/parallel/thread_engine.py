@@ -17,13 +17,13 @@ from equality.engines import Engine, engine
 from quire.config.engine import Resolved
 from quire.engine import build
 from quire.engine.enabled_features import enabled_features
-from quire.executor.group import GroupExecutor
 from quire.executor.messages import decode_down, decode_up
+from quire.executor.multiproc_executor import MultiprocExecutor
 from quire.executor.worker_process import call, step
 from quire.features.lora import memory
 from quire.ops.cpu.bindings import best
-from quire.parallel.address import RankAddress, addresses
 from quire.parallel.layout import RankLayout
+from quire.parallel.rank_address import RankAddress, addresses
 from quire.parallel.ranks import Ranks
 from quire.parallel.stage_sockets import StageSockets
 from quire.protocol.plan import StepPlan
@@ -36,7 +36,7 @@ LOCK = threading.RLock()
 
 
 class ThreadAddress:
-    """See `RankAddress` (parallel/address.py)."""
+    """See `RankAddress` (parallel/rank_address.py)."""
 
     def __init__(self, rank: int, layout: RankLayout, ranks: Ranks):
         self.rank, self.layout, self.place, self.ranks = rank, layout, ranks.place, ranks
@@ -101,7 +101,7 @@ class ThreadMember:
         self.thread.shutdown(wait=False)
 
 
-class ThreadGroup(GroupExecutor):
+class ThreadGroup(MultiprocExecutor):
     """A group of threads."""
 
     def __init__(self, resolved: Resolved):

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from server_process import Served
 
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 
 FLAGS = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "4", "--max-lora-rank", "16", "--max-num-seqs", "16",
          "--kv-cache-memory-bytes", "6M", "--max-model-len", "256", "--api-server-count", "2")  # fmt: skip

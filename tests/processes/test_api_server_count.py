@@ -19,7 +19,7 @@ import pytest
 from server_process import PATIENCE_S, Served, children, has_torch, let_it_tell, until
 from tiny_llama import make_checkpoint
 
-from quire.engine.shared_state import EngineState
+from quire.engine.engine_state import EngineState
 from quire.processes.restart_policy import RestartPolicy
 from quire.processes.supervisor import SupervisedProcess
 from quire.server.process import http_supervisor

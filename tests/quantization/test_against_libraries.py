@@ -13,7 +13,7 @@ from quire.config.quantization_config import stored_quantization
 from quire.layers.linear import Linear
 from quire.models.load import construction
 from quire.quantization.apply import set_formats
-from quire.quantization.decoded import decoded
+from quire.quantization.dequantize_on_load import decoded
 
 PRESETS = (
     *("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "INT8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),

@@ -11,7 +11,7 @@ from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.config.quantization import LATER, ONLINE, SAME, fitting, online_schemes
 from quire.config.quantization_config import METHODS, stored_quantization
 from quire.errors import ConfigError, Unsupported
-from quire.quantization import apply, decoded
+from quire.quantization import apply, dequantize_on_load
 from tests.quantization.writers import (
     FORMS,
     auto_round,
@@ -40,7 +40,9 @@ def test_every_name_has_one_meaning() -> None:
     assert set(online_schemes()) == set(ONLINE) - {"fp8"}
     schemes = {scheme for form in FORMS for scheme in read(form.config).schemes()}
     assert {scheme.kind for scheme in schemes} == {*apply.FORMATS, "decoded"}
-    assert {scheme.reader for scheme in schemes} == {*decoded.READERS, ""} - {"mxfp4-experts"}
+    assert {scheme.reader for scheme in schemes} == {*dequantize_on_load.READERS, ""} - {
+        "mxfp4-experts"
+    }
 
 
 @pytest.mark.parametrize(

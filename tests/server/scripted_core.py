@@ -14,7 +14,7 @@ from tiny_llama import make_tokenizer
 
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
-from quire.engine.shared_state import Condition, EngineState
+from quire.engine.engine_state import Condition, EngineState
 from quire.errors import EngineDeadError, EngineDelayed
 from quire.frontend.tokenizer import load
 from quire.protocol.output import EngineOutput, EngineReady, EngineStats, FinishReason

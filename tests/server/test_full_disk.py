@@ -14,7 +14,7 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.engine import sleep
-from quire.engine.shared_state import EngineState
+from quire.engine.engine_state import EngineState
 from quire.logging import get_logger
 from quire.observe import processes
 from quire.observe.processes import AllocatedDict

@@ -14,9 +14,9 @@ from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 from quire.errors import ConfigError, RankLost
 from quire.features.speculation import past_answers, token_index
 from quire.features.speculation.chain import Chain
-from quire.features.speculation.copied_runs import NEAR, CopiedRuns
+from quire.features.speculation.copy_source import NEAR, CopySource
 from quire.features.speculation.drafter import Drafter
-from quire.features.speculation.guarded import GuardedDrafter
+from quire.features.speculation.drafter_guard import DrafterGuard
 from quire.features.speculation.lookup_drafter import LookupDrafter
 from quire.features.speculation.past_answers import PastAnswers
 from quire.features.speculation.token_index import END, TokenIndex
@@ -111,7 +111,7 @@ def test_a_record_goes_on_as_the_last_one_behind_its_commas(one: Drafter) -> Non
 def test_a_run_counts_only_near_and_of_two_tokens_or_more() -> None:
     def place_behind(copied: int, between: int) -> int:
         """Of token 9, behind a run of so many tokens and others, where it also occurs later."""
-        index, runs = TokenIndex(), CopiedRuns()
+        index, runs = TokenIndex(), CopySource()
         index.extend([1, 2, 3, *range(100, 100 + between), 9, 4, *range(200, 230), 9, 5, 6])
         runs.follow(index.tokens, 0)
         index.extend([*range(1, 1 + copied), 300, 301, 9])
@@ -333,7 +333,7 @@ def test_a_drafter_that_fails_costs_proposals_only(
     speculating: Engine, plain: list[list[int]], kind: type[Drafter], caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     hook = next(hook for hook in speculating.client.core.executor.worker.hooks if hook.name == "speculation")  # fmt: skip
-    good, hook.drafter = hook.drafter, GuardedDrafter(kind(), hook.rows)
+    good, hook.drafter = hook.drafter, DrafterGuard(kind(), hook.rows)
     try:
         assert speculating.tokens(PROMPTS, greedy(40)) == plain
     finally:
@@ -351,7 +351,7 @@ def test_a_lost_rank_is_no_failure_of_a_drafter(lost: bool) -> None:
 
     for name in calls:
         setattr(inner, name, fails)
-    one = GuardedDrafter(inner, SimpleNamespace(vocab_size=9))  # type: ignore[arg-type]
+    one = DrafterGuard(inner, SimpleNamespace(vocab_size=9))  # type: ignore[arg-type]
     arguments = {"enter": (1, [1], A), "leave": (2,), "extend": (3, [1]), "observe": (None, None)}
     for name in calls:
         with pytest.raises(RankLost) if lost else nullcontext():

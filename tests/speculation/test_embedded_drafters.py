@@ -10,7 +10,7 @@ import pytest
 from equality.engines import Engine, engine
 from tokenizers import Tokenizer
 
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 from quire.protocol.sampling_params import SamplingParams
 from tools.tiny_model import chat, corpus
 

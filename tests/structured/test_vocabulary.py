@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.features.structured.feature import StructuredFeature
 from quire.features.structured.vocabulary import Vocabulary, tokenizer_json
 from quire.frontend.startup import load_tokenizer
-from quire.models import location
+from quire.models import checkpoint_locator
 from quire.protocol.structured_outputs import StructuredOutputsParams as Form
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -93,13 +93,13 @@ def test_ids_with_holes(checkpoint: str):
 def test_grammars_and_text_have_the_tokenizer_of_one_revision(monkeypatch: pytest.MonkeyPatch):
     """(The engine took another revision, and fetched the weights beside it.)"""
     asked: list[tuple[str, str | None, list[str]]] = []
-    folder = str(location.EMBEDDED / "quire-tiny-draft")
+    folder = str(checkpoint_locator.EMBEDDED / "quire-tiny-draft")
 
     def from_hub(option: str, model: ModelConfig, load: LoadConfig, local: str) -> tuple[str, None]:
         asked.append((model.model, model.revision, list(load.ignore_patterns or [])))
         return folder, None
 
-    monkeypatch.setattr(location, "_from_hub", from_hub)
+    monkeypatch.setattr(checkpoint_locator, "_from_hub", from_hub)
     resolved = resolve_config(
         EngineConfig.from_keywords(
             model="quire-tiny", tokenizer="some/where", tokenizer_revision="r7"

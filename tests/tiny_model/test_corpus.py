@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 from tools.tiny_model import chat, corpus, grammar, skills, stories, toolbox
 from tools.tiny_model.sample import Sample
 

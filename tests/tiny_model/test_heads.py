@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 from tools.tiny_model import evaluate_heads
 from tools.tiny_model.evaluate import DRAFTED
 from tools.tiny_model.heads import AUX_LAYERS, Documents, Eagle3, Head, Mtp, load, pack

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel, GenerationConfig
 
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 from tools.tiny_model import adapter, chat, corpus, embedder, grammar, paraphrases, toolbox
 from tools.tiny_model.sample import Sample
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from quire.models.location import EMBEDDED
+from quire.models.checkpoint_locator import EMBEDDED
 from tools.tiny_model import adapter, embedder, export, train
 from tools.tiny_model.model import Network, Shape
 

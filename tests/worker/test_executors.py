@@ -14,8 +14,8 @@ from devices import Driver, Executed, TinyModel, enter, follow, generate, make_w
 
 from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError, StepFailed
 from quire.executor import process as rank_process
-from quire.executor.group import GroupExecutor
 from quire.executor.inline import InlineExecutor
+from quire.executor.multiproc_executor import MultiprocExecutor
 from quire.executor.process import spawn
 from quire.protocol.plan import StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
@@ -23,8 +23,8 @@ from quire.protocol.sampling_params import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 
 
-def group(target: str, *payloads: bytes, **options) -> GroupExecutor:
-    return GroupExecutor(target, payloads, [spawn] * len(payloads), **options)
+def group(target: str, *payloads: bytes, **options) -> MultiprocExecutor:
+    return MultiprocExecutor(target, payloads, [spawn] * len(payloads), **options)
 
 
 @dataclass(frozen=True)
@@ -259,9 +259,9 @@ def test_close_ends_the_child(monkeypatch):
 
 PARENT = """
 import sys, time
-from quire.executor.group import GroupExecutor
+from quire.executor.multiproc_executor import MultiprocExecutor
 from quire.executor.process import spawn
-executor = GroupExecutor("stub_workers:idle", [b""], [spawn])
+executor = MultiprocExecutor("stub_workers:idle", [b""], [spawn])
 print(executor.members[0].process.pid, flush=True)
 time.sleep(60)
 """

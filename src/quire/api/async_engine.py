@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from quire.api.own_thread import in_own_thread
+from quire.api.run_in_thread import run_in_thread
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, QuireError, ValidationError
@@ -267,7 +267,7 @@ class AsyncEngine:
             wanted = next(steps)
             while True:
                 try:
-                    result = await in_own_thread(wanted)
+                    result = await run_in_thread(wanted)
                 except Exception as error:
                     wanted = steps.throw(error)
                 else:
@@ -278,7 +278,7 @@ class AsyncEngine:
     async def call(self, name: str, *args: Any, engine: int | None = None) -> Any:
         """Call a named function of the engine, without blocking the loop. `engine`: of this one of several alone."""
         client = self.client if engine is None else self.client.engines[engine]
-        return await in_own_thread(client.call, name, *args)
+        return await run_in_thread(client.call, name, *args)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engine. Streams that still run end with EngineDeadError."""

@@ -9,12 +9,12 @@ from typing import Any, Self
 
 from quire import env
 from quire.api.async_engine import AsyncEngine
-from quire.api.engine_facts import EngineFacts
+from quire.api.collective_rpc import worker_call
 from quire.api.lora_calls import added
 from quire.api.metrics import engine_stats
 from quire.api.stat_loggers import StatLoggers
 from quire.api.unsupported import UnsupportedMethods
-from quire.api.worker_call import worker_call
+from quire.api.vllm_config_view import EngineFacts
 from quire.config.engine import EngineConfig
 from quire.engine import sleep, sleep_client
 from quire.engine.client import EngineClient

@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, Unpack
 
-from quire.api.engine_facts import EngineFacts
+from quire.api.collective_rpc import worker_call
 from quire.api.lora_calls import LoraCalls
 from quire.api.metrics import Metric, MetricsWatch
 from quire.api.pooling import PoolingMethods
 from quire.api.progress import Progress, progress
 from quire.api.prompt_batch import BatchOptions, Params, accept_all, forgotten_on_failure, spread
 from quire.api.unsupported import UnsupportedMethods
-from quire.api.worker_call import worker_call
+from quire.api.vllm_config_view import EngineFacts
 from quire.config.engine import EngineConfig
 from quire.config.from_keywords import engine_config
 from quire.engine import sleep, sleep_client

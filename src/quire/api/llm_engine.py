@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from quire.api.engine_facts import EngineFacts
 from quire.api.lora_calls import LoraCalls
+from quire.api.vllm_config_view import EngineFacts
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.frontend.adapters import names_for

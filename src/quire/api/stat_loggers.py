@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.call_merge import merged_stats
+from quire.engine.data_parallel_calls import merged_stats
 from quire.logging import get_logger
 from quire.observe.stats_log import StatsLog
 from quire.protocol.output import EngineStats

@@ -20,7 +20,7 @@ from quire.engine.supervisor import CONFIG
 from quire.errors import ConfigError, QuireError
 from quire.features.lora.control import load_adapters
 from quire.logging import configure, get_logger
-from quire.models.location import find_adapter
+from quire.models.checkpoint_locator import find_adapter
 
 log = get_logger(__name__)
 

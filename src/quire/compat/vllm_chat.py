@@ -11,7 +11,7 @@ from typing import Any, Literal
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.frontend.chat_template import read_given
-from quire.models.location import NO_TOKENIZER_FILES, locate
+from quire.models.checkpoint_locator import NO_TOKENIZER_FILES, locate
 
 ChatCompletionMessageParam = dict[str, Any]
 ChatTemplateContentFormatOption = Literal["auto", "string", "openai"]

@@ -34,7 +34,7 @@ class QuantizationScheme:
     `kind`: gptq, awq, ct-packed, ct-int, float, or decoded: `reader` decodes it to floats as it is read. `group`: number
     of inputs that share a scale, -1: all of them. `strategy`: tensor, channel, block or group. `ordered`: a group's
     inputs are not adjacent; tensor g_idx gives each input's group. `reader`: what reads its tensors from the files
-    (`quantization/decoded.py`); "": they are stored as `kind` says.
+    (`quantization/dequantize_on_load.py`); "": they are stored as `kind` says.
     """
 
     kind: str

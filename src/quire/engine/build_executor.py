@@ -15,7 +15,7 @@ from quire.config.engine import Resolved
 from quire.config.serialize import resolved_from_bytes
 from quire.engine.enabled_features import enabled_features
 from quire.executor.inline import InlineExecutor
-from quire.parallel.address import RankAddress
+from quire.parallel.rank_address import RankAddress
 from quire.startup_timer import Report, no_report
 from quire.worker.build import build_worker
 

@@ -18,7 +18,7 @@ import msgspec
 
 from quire.config.engine import Resolved
 from quire.engine.core import EngineCore, Outbox
-from quire.engine.shared_state import EngineState
+from quire.engine.engine_state import EngineState
 from quire.errors import (
     EngineDeadError,
     InternalError,

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from quire.config.engine import Resolved
-from quire.engine.balance import EngineBalancer, EngineLoad, Move
-from quire.engine.call_merge import ONCE, merge, merged_ready, merged_stats
+from quire.engine.data_parallel_calls import ONCE, merge, merged_ready, merged_stats
+from quire.engine.engine_state import Condition, EngineState
+from quire.engine.load_balancer import EngineBalancer, EngineLoad, Move
 from quire.engine.process_client import ProcessClient
-from quire.engine.shared_state import Condition, EngineState
 from quire.errors import (
     EngineDeadError,
     EngineDelayed,

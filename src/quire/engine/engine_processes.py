@@ -17,9 +17,9 @@ from quire.config.engine_experts import engines_share_experts
 from quire.config.serialize import resolved_to_bytes
 from quire.engine.client import EngineClient
 from quire.engine.data_parallel import DataParallelClient
+from quire.engine.engine_state import StateBoard
+from quire.engine.poison_requests import Suspects
 from quire.engine.process_client import ProcessClient
-from quire.engine.quarantine import Suspects
-from quire.engine.shared_state import StateBoard
 from quire.engine.supervisor import EngineSupervisor
 from quire.processes.restart_policy import RestartPolicy
 from quire.processes.run_folder import shared_folder

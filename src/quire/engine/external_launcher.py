@@ -14,9 +14,9 @@ from quire.config.engine import Resolved
 from quire.errors import StepFailed
 from quire.executor.base import FailedStep, StepFuture
 from quire.executor.inline import InlineExecutor
-from quire.parallel.address import RankAddress
 from quire.parallel.layout import RankLayout
-from quire.parallel.machines import EXCHANGE_S
+from quire.parallel.multi_node import EXCHANGE_S
+from quire.parallel.rank_address import RankAddress
 from quire.parallel.torchrun import RankWatch, TorchrunMachines
 from quire.protocol.plan import StepPlan
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from quire.engine.quarantine import short_form
+from quire.engine.poison_requests import short_form
 from quire.logging import get_logger
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 

@@ -20,8 +20,8 @@ import zmq
 
 from quire.config.engine import Resolved
 from quire.engine.client import answer, encoded
-from quire.engine.quarantine import MAX_DIGESTS, Suspects, digest_of
-from quire.engine.shared_state import EngineState, StateBoard
+from quire.engine.engine_state import EngineState, StateBoard
+from quire.engine.poison_requests import MAX_DIGESTS, Suspects, digest_of
 from quire.engine.supervisor import EngineSupervisor
 from quire.errors import EngineDeadError, EngineDelayed, QuireError, StartupError, ValidationError
 from quire.logging import get_logger

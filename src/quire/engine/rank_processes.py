@@ -17,14 +17,14 @@ from quire.config.engine import Resolved
 from quire.config.model_sizes import model_size
 from quire.config.serialize import resolved_to_bytes
 from quire.config.server import ServerConfig
-from quire.engine.node_facts import node_facts
+from quire.engine.node_fingerprint import node_fingerprint
 from quire.executor.base import Executor
 from quire.executor.control_port import ControlPort
-from quire.executor.group import GroupExecutor
+from quire.executor.multiproc_executor import MultiprocExecutor
 from quire.executor.process import Start, spawn
-from quire.parallel.address import RankAddress, addresses
 from quire.parallel.layout import RankLayout
-from quire.parallel.machines import EXCHANGE_S, Machines
+from quire.parallel.multi_node import EXCHANGE_S, Machines
+from quire.parallel.rank_address import RankAddress, addresses
 from quire.startup_timer import Report
 
 
@@ -52,10 +52,10 @@ def start_ranks(target: str, resolved: Resolved, report: Report) -> Executor:
     with addresses(layout) as ranks:
         payloads = [payload_of(resolved, own) for own in ranks]
         starts = [partial(spawn, own.fds) for own in ranks]
-        return GroupExecutor(target, payloads, starts, report, layout.answering)
+        return MultiprocExecutor(target, payloads, starts, report, layout.answering)
 
 
-OnPort = Callable[[ControlPort, Callable[[bool], None]], GroupExecutor]
+OnPort = Callable[[ControlPort, Callable[[bool], None]], MultiprocExecutor]
 """Makes the executor of ranks that are connected to a port. The second argument is called when they have ended."""
 
 
@@ -66,7 +66,7 @@ def _over_nodes(resolved: Resolved, layout: RankLayout, on_port: OnPort) -> Exec
     count = layout.size // len(machines)
     others = {node: count for node in machines if node}
     here = 0 if machines.start else count
-    number, facts = parallel.port_of_engine, node_facts(resolved)
+    number, facts = parallel.port_of_engine, node_fingerprint(resolved)
     port = ControlPort(host, number, cluster_key(host), facts, others, here)
     try:
         port.wait(env.get("NODES_TIMEOUT_S"))
@@ -83,7 +83,7 @@ def group_on(
     target: str,
     resolved: Resolved,
     report: Report,
-) -> GroupExecutor:
+) -> MultiprocExecutor:
     """The executor of the ranks that are here, up to the first rank of the other nodes, and of those there."""
     parallel = resolved.config.parallel
     layout, here = RankLayout.of(parallel), min(port.first_ranks.values())
@@ -110,7 +110,7 @@ def group_on(
             address = RankAddress(rank, layout, fd, machines=machines)
             payloads.append(payload_of(on_node(resolved, node.paths), address))
             starts.append(partial(port.take, rank))
-        return GroupExecutor(target, payloads, starts, report, layout.answering, on_end)
+        return MultiprocExecutor(target, payloads, starts, report, layout.answering, on_end)
 
 
 def on_node(resolved: Resolved, paths: dict[str, str]) -> Resolved:

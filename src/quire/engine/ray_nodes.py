@@ -1,6 +1,6 @@
 """Ray starts the ranks: an actor on each machine of a placement group, which joins the engine's head as a node does.
 
-Knows Ray's placement groups and actors. Does not know how ranks connect (`executor/node.py`). Ray itself pickles what it
+Knows Ray's placement groups and actors. Does not know how ranks connect (`executor/node_supervisor.py`). Ray itself pickles what it
 sends, and runs it: its ports belong into a closed network. No torch here.
 """
 
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from quire import env
 from quire.config.engine import Resolved
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
-from quire.engine.node_facts import local_paths, node_facts
+from quire.engine.node_fingerprint import local_paths, node_fingerprint
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, StartupError
 from quire.executor.control_port import ControlPort
-from quire.executor.node import Node
+from quire.executor.node_supervisor import NodeSupervisor
 from quire.logging import configure, get_logger
-from quire.parallel.address import memory_bytes
 from quire.parallel.layout import RankLayout
+from quire.parallel.rank_address import memory_bytes
 
 if TYPE_CHECKING:
-    from quire.executor.group import GroupExecutor
+    from quire.executor.multiproc_executor import MultiprocExecutor
 
 log = get_logger(__name__)
 
@@ -50,13 +50,13 @@ class RayNode:
         number: int,
         num_ranks: int,
     ) -> None:
-        """Serve until the head is stopped or gone. Raises QuireError: the checkpoint is not here; as `Node.run`."""
+        """Serve until the head is stopped or gone. Raises QuireError: the checkpoint is not here; as `NodeSupervisor.run`."""
         env.adopt(environment, NOT_COPIED)
         configure("node")
         found = resolve_config(resolved_from_bytes(resolved).config)
         shared = memory_bytes(RankLayout.of(found.config.parallel))
-        facts, paths, host = node_facts(found), local_paths(found), env.get("HOST_IP")
-        Node(
+        facts, paths, host = node_fingerprint(found), local_paths(found), env.get("HOST_IP")
+        NodeSupervisor(
             head, key, number, num_ranks, shared, facts, paths, host,
             seconds=env.get("NODES_TIMEOUT_S"), follows=False,
         ).run()  # fmt: skip
@@ -182,8 +182,8 @@ class RayRanks:
 
 
 def ray_executor(
-    resolved: Resolved, on_port: Callable[[ControlPort, Callable[[bool], None]], GroupExecutor]
-) -> GroupExecutor:
+    resolved: Resolved, on_port: Callable[[ControlPort, Callable[[bool], None]], MultiprocExecutor]
+) -> MultiprocExecutor:
     """The executor of ranks that Ray starts.
 
     Args:
@@ -201,7 +201,7 @@ def ray_executor(
     ranks = RayRanks(RankLayout.of(parallel).size, seconds, others, machine)
     try:
         key = secrets.token_bytes(32)
-        port = ControlPort(ranks.address(), 0, key, node_facts(resolved), ranks.counts)
+        port = ControlPort(ranks.address(), 0, key, node_fingerprint(resolved), ranks.counts)
     except BaseException:
         ranks.close()
         raise

@@ -1,6 +1,6 @@
 """RemoteEngines: engines on other machines, as if their processes were children of this one.
 
-    frontends -- sockets of a local engine --> this thread <-- TCP, one port (`remote_link.py`) --> nodes (`engine_node.py`)
+    frontends -- sockets of a local engine --> this thread <-- TCP, one port (`remote_link.py`) --> nodes (`headless.py`)
 
 It publishes the state that a node sends on a board, and passes messages on without decoding them. So frontends cannot tell
 a remote engine from a local one. A node that goes away is an engine that died: what it had begun ends with an error, and the
@@ -23,7 +23,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from quire.config.cluster_key import cluster_key
 from quire.config.engine import Resolved
 from quire.engine import remote_link as link
-from quire.engine.shared_state import EngineState, StateBoard
+from quire.engine.engine_state import EngineState, StateBoard
 from quire.errors import ConfigError
 from quire.executor.control_port import differences
 from quire.logging import get_logger

@@ -20,8 +20,8 @@ from zmq.utils import z85
 
 from quire.config.engine import Resolved
 from quire.config.parallel import ParallelConfig
-from quire.engine.node_facts import node_facts
-from quire.engine.shared_state import EngineState
+from quire.engine.engine_state import EngineState
+from quire.engine.node_fingerprint import node_fingerprint
 
 BEAT_S = 1.0
 GONE_S = 10.0
@@ -161,7 +161,7 @@ def facts_of(resolved: Resolved) -> dict[str, str]:
     parallel = resolved.config.parallel
     sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     return {
-        **node_facts(resolved, ("model", "structured", "lora", "speculation")),
+        **node_fingerprint(resolved, ("model", "structured", "lora", "speculation")),
         **{f"--{name.replace('_', '-')}": str(getattr(parallel, name)) for name in sizes},
         "the quantization": str(resolved.quantization),
         "the largest length (max_model_len)": str(resolved.max_model_len),

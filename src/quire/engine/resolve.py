@@ -13,9 +13,9 @@ from quire.config.resolve import resolve
 from quire.config.speculation import speculative_options
 from quire.config.validate import check_options
 from quire.models.checkpoint_files import stored_tensors
+from quire.models.checkpoint_locator import Fetch, find, locate_tokenizer
 from quire.models.draft_model import with_drafter, with_verifier
 from quire.models.hf_config import read_config
-from quire.models.location import Fetch, find, locate_tokenizer
 from quire.models.pooling.detect import adapted, base_architecture, read_pooling
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins

@@ -1,7 +1,7 @@
 """EngineSupervisor: keeps one engine's process alive, and publishes the engine's state to the frontends.
 
 Knows a child process, its status pipe, a folder and how often it may restart. Does not know requests. It publishes the
-state on a board in shared memory (`shared_state.py`). The sockets of the n-th process are in FOLDER/n, so that no
+state on a board in shared memory (`engine_state.py`). The sockets of the n-th process are in FOLDER/n, so that no
 message of an earlier process reaches a later one.
 
     starting -> ready -> restarting -> ready ...     closed: it was stopped
@@ -26,8 +26,8 @@ import msgspec
 from quire import env
 from quire.config.recording import for_recording
 from quire.engine import flight_recorder
-from quire.engine.quarantine import Suspects, digest_of_entered
-from quire.engine.shared_state import EngineState, StateBoard
+from quire.engine.engine_state import EngineState, StateBoard
+from quire.engine.poison_requests import Suspects, digest_of_entered
 from quire.logging import get_logger
 from quire.processes.child import how_it_ended, own_stacks, start_child
 from quire.processes.restart_policy import RestartCount, RestartPolicy

@@ -3,7 +3,7 @@
 Knows one socket and one child process. Does not know what a plan means. The child is a new program, not a fork:
 a user's script needs no `__main__` guard, and nothing of this process is copied. No torch here.
 
-Only one thread may use it at a time, as EngineCore does. A wait ends when the child ends: its socket closes. `GroupExecutor`
+Only one thread may use it at a time, as EngineCore does. A wait ends when the child ends: its socket closes. `MultiprocExecutor`
 finds a child that is stopped.
 """
 

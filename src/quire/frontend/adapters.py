@@ -19,7 +19,7 @@ import msgspec
 from quire.config.lora import check_name
 from quire.engine.client import EngineClient
 from quire.errors import ValidationError
-from quire.models.location import find_adapter
+from quire.models.checkpoint_locator import find_adapter
 from quire.models.requested_adapter import find_requested_adapter
 from quire.protocol.lora_request import LoRARequest
 from quire.protocol.validators import wrong

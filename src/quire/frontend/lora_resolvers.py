@@ -18,8 +18,8 @@ from quire import env
 from quire.config.lora import check_name
 from quire.errors import ConfigError
 from quire.logging import get_logger
+from quire.models.checkpoint_locator import ADAPTER_CONFIG
 from quire.models.json_files import read_json
-from quire.models.location import ADAPTER_CONFIG
 from quire.protocol.lora_request import LoRARequest
 
 log = get_logger(__name__)

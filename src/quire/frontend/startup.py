@@ -18,7 +18,7 @@ from quire.frontend.jinja_sandbox import check_syntax, compile_template
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.frontend.untrusted_templates import UntrustedTemplateRenderer
 from quire.logging import get_logger
-from quire.models.location import EMBEDDED, check_vocabulary, find_adapter, no_tokenizer
+from quire.models.checkpoint_locator import EMBEDDED, check_vocabulary, find_adapter, no_tokenizer
 from quire.models.safetensors_header import check_fetched
 from quire.models.supported import check_model
 from quire.startup_timer import Report, no_report

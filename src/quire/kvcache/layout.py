@@ -40,7 +40,7 @@ class CacheLayout:
         """How many tokens fit in num_blocks, for requests of `length` tokens (a window needs only its own)."""
         return int(num_blocks / self.blocks_for(length, max_step_tokens) * length)
 
-    def dealt(self, ranks: int) -> CacheLayout:
+    def divided(self, ranks: int) -> CacheLayout:
         """The same, where each of several ranks keeps a part of the blocks, and gathers those of a layer that a step reads."""
         num_layers = max(len(group.layers) for group in self.groups) or 1
         own_bytes = -(-self.bytes_per_block // ranks)

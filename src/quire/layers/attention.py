@@ -94,19 +94,19 @@ class Attention(Layer):
             RuntimeError: no forward pass is running, or the worker gave this layer no backend.
         """
         meta = self.step_metadata()
-        if k_TKD is not None and v_TKE is not None and current_batch().dealt is not None:
+        if k_TKD is not None and v_TKE is not None and current_batch().split_tokens is not None:
             k_TKD, v_TKE = self._of_all_parts(k_TKD, v_TKE)
         return self.backend.attend(self.spec, q_THD, k_TKD, v_TKE, meta)  # type: ignore[union-attr]
 
     def _of_all_parts(self, k_TKD: Tensor, v_TKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens of a step that is dealt out, in the order of `ForwardBatch.slots`."""
-        dealt, sizes = current_batch().dealt, (k_TKD.shape[1:], v_TKE.shape[1:])
+        """Keys and values of all tokens of a step that is split, in the order of `ForwardBatch.slots`."""
+        split, sizes = current_batch().split_tokens, (k_TKD.shape[1:], v_TKE.shape[1:])
         both_TW = (
             k_TKD.flatten(1)
             if self.spec.latent
             else torch.cat((k_TKD.flatten(1), v_TKE.flatten(1)), 1)
         )
-        both_TW = dealt.gather(both_TW)  # type: ignore[union-attr]
+        both_TW = split.gather(both_TW)  # type: ignore[union-attr]
         width = sizes[0].numel()
         k_TKD = both_TW[:, :width].unflatten(1, sizes[0])
         if self.spec.latent:
@@ -126,7 +126,7 @@ class Attention(Layer):
         None: the backend cannot; nothing was written.
         """
         attend = getattr(self.backend, "attend_fused_rope", None)
-        if attend is None or current_batch().dealt is not None:
+        if attend is None or current_batch().split_tokens is not None:
             return None
         o_THE: Tensor | None = attend(
             self.spec, q_THD, k_TKD, v_TKE, how, angles, self.step_metadata()

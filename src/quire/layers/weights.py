@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.forward_context import current_adapters
+from quire.layers.checkpoint_tensor import CheckpointTensor
 from quire.layers.prepared_weight import PANEL, PreparedWeight
-from quire.layers.stored_tensor import StoredTensor
 from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.cpu.structs import CWeight
 from quire.ops.lora import LoraTable, lora
@@ -30,9 +30,11 @@ class CheckpointFormat:
     gives_floats = False
     """Whether the tensors are those of an unquantized checkpoint, but `convert` quantizes them."""
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+    def stored(
+        self, num_in: int, num_out: int, dtype: torch.dtype
+    ) -> Mapping[str, CheckpointTensor]:
         """Name -> tensor; the name is the parameter's and the last component of the checkpoint's."""
-        return {"weight": StoredTensor((num_out, num_in), dtype)}
+        return {"weight": CheckpointTensor((num_out, num_in), dtype)}
 
     def convert(self, ref: WeightRef) -> Converted:
         """The weight that the loaded tensors represent."""
@@ -118,7 +120,7 @@ class WeightRef:
         self.packed, self.gated, self.act, self.after = packed, gated, act, after
         self.dtype = dtype or torch.get_default_dtype()
         self.prepared: PreparedWeight | None = None
-        self.stored: dict[str, StoredTensor] = {}
+        self.stored: dict[str, CheckpointTensor] = {}
         self.use(UNQUANTIZED)
         layer.register_parameter(prefix + "bias", None)
         if bias:
@@ -147,7 +149,7 @@ class WeightRef:
         """Checkpoint name -> slot, for a layer at `path` in the model."""
         tensors = dict(self.stored)
         if self.bias is not None:
-            tensors["bias"] = StoredTensor((self.num_out,), self.dtype)
+            tensors["bias"] = CheckpointTensor((self.num_out,), self.dtype)
         found, cuts = {}, self._shares_of_parts()
         for name, stored in tensors.items():
             own = [stored.shares(cut, part) for part, cut in enumerate(cuts)] if self.shares else ()

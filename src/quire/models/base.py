@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from quire.errors import Unsupported
 from quire.layers.attention import Attention
+from quire.layers.decoder_layers import Layers
 from quire.layers.embedding import Embedding, Head
-from quire.layers.layer_list import Layers
 from quire.layers.lora import AdapterTable, Place, places_of
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.rotary import LayerRotaries

@@ -28,9 +28,9 @@ from quire.config.speculation import (
 )
 from quire.errors import ConfigError, ModelNotFound, Unsupported
 from quire.models.checkpoint_files import stored_tensors
+from quire.models.checkpoint_locator import EMBEDDED, Fetch, find
 from quire.models.hf_config import read_config
 from quire.models.json_files import token_ids
-from quire.models.location import EMBEDDED, Fetch, find
 from quire.models.registry import choose_impl
 from quire.models.transformers.modes import PER_REQUEST, choose_mode
 

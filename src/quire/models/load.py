@@ -51,7 +51,7 @@ from quire.quantization.apply import (
     weight_bytes,
 )
 from quire.quantization.checkpoint_format import kernels_for
-from quire.quantization.decoded import decoded
+from quire.quantization.dequantize_on_load import decoded
 from quire.quantization.gguf_blocks import block_names, set_block_formats
 from quire.startup_timer import Report, no_report
 

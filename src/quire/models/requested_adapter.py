@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire.config.load import LoadConfig
 from quire.errors import ModelNotFound, QuireError, Unsupported
-from quire.models.location import ADAPTER_CONFIG, EMBEDDED, LOCAL_ADAPTER, refuse_url
+from quire.models.checkpoint_locator import ADAPTER_CONFIG, EMBEDDED, LOCAL_ADAPTER, refuse_url
 
 MAX_BYTES = 2 << 30
 """Of the files of an adapter that a client has downloaded."""

@@ -1,6 +1,6 @@
 """Fused decoder layers on the CPU: consecutive halves of layers, and the norm behind them, in one kernel call.
 
-Knows which halves of which layers the kernels support (`layer_halves.py`). The others run as modules between the calls,
+Knows which halves of which layers the kernels support (`fused_layers.py`). The others run as modules between the calls,
 so a layer with another MLP keeps its fused attention, and one with another attention keeps its fused MLP. A fused half
 gives the same bits as its modules.
 
@@ -24,7 +24,13 @@ from quire.layers.rotary import Angles, LayerRotaries
 from quire.models.base import Decoder
 from quire.models.encoder import Encoder
 from quire.native.fused_encoder import fuse_encoder
-from quire.native.layer_halves import has_attention, has_mlp, inherits, native_layer, native_norm
+from quire.native.fused_layers import (
+    has_attention,
+    has_default_methods,
+    has_mlp,
+    native_layer,
+    native_norm,
+)
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CLayer, CNorm, CStep
 from quire.parallel.ranks import TensorRanks
@@ -219,7 +225,11 @@ class FusedDecoder:
             if has_attention(native) and not has_mlp(native):
                 call(_calling(layer.mlp_half, None))
             fused = has_attention(native) or has_mlp(native)
-            if fused and isinstance(layer, DecoderLayer) and not inherits(layer, "finish"):
+            if (
+                fused
+                and isinstance(layer, DecoderLayer)
+                and not has_default_methods(layer, "finish")
+            ):
                 call(_calling(layer.finish, None))
         if len(self.layers) in recorded:
             call(self._recording(len(self.layers)))

@@ -15,7 +15,13 @@ from quire.models.speculators.base import Speculator
 from quire.models.speculators.eagle import Eagle, Eagle3, Eagle3Layer
 from quire.models.speculators.mtp import NextTokenLayers
 from quire.native.fused_decoder import StepGroup
-from quire.native.layer_halves import fill_attention, has_mlp, inherits, native_layer, native_norm
+from quire.native.fused_layers import (
+    fill_attention,
+    has_default_methods,
+    has_mlp,
+    native_layer,
+    native_norm,
+)
 from quire.native.model import keeps, native_ends, tables_of
 from quire.ops.cpu.structs import CLayer, CModel, CSpeculator, CWeight
 
@@ -92,7 +98,11 @@ def _layers(model: Speculator) -> list[CLayer]:
         if isinstance(layer, Eagle3Layer):
             native.joined = True
             fill_attention(layer.self_attn, pairs, native)
-        if native.qkv.data is None or not has_mlp(native) or not inherits(layer, "finish"):
+        if (
+            native.qkv.data is None
+            or not has_mlp(native)
+            or not has_default_methods(layer, "finish")
+        ):
             return []
         if layer.self_attn.query_scale is not None:
             return []

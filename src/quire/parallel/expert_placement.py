@@ -1,4 +1,4 @@
-"""Which rank holds which experts of a mixture layer, and how copies of busy experts are dealt out.
+"""Which rank holds which experts of a mixture layer, and how copies of busy experts are distributed.
 
 Knows numbers of experts and loads. Does not know weights. A seat is the place of one expert's weights; all seats of rank 0 come
 first. The same experts give the same placement on every rank, so that ranks need not ask each other.

@@ -1,6 +1,6 @@
 """SharedMemoryRanks: the ranks of one machine exchange tensors through memory that they share.
 
-Knows one block of memory (`address.py`). Does not know layers. The kernels copy and wait
+Knows one block of memory (`rank_address.py`). Does not know layers. The kernels copy and wait
 (ops/cpu/kernels/exchange.cpp).
 
 Shape suffixes: R ranks, T tokens, W width of one rank's part.

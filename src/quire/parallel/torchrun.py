@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from quire.errors import RankLost
-from quire.parallel.machines import MEET_S, Machines
+from quire.parallel.multi_node import MEET_S, Machines
 from quire.processes.child import StopCounter
 
 BEAT_S = 2.0

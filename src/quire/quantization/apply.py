@@ -28,8 +28,8 @@ from quire.quantization.fp8_checkpoint import Fp8Format, RequantizedFp8Format
 from quire.quantization.gptq import GptqFormat
 from quire.quantization.int4 import GROUP, Int4Weight
 from quire.quantization.int8 import Int8Codes, Int8Weight
-from quire.quantization.online import quantize_later
 from quire.quantization.packing import Packing
+from quire.quantization.quantize_on_load_cpu import quantize_later
 from quire.quantization.wna16 import FewBitsWeight
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.stored_tensor import StoredTensor
+from quire.layers.checkpoint_tensor import CheckpointTensor
 from quire.layers.weights import Converted, WeightRef
 from quire.quantization.checkpoint_format import QuantizedFormat
 from quire.quantization.group_quant import fields
@@ -20,12 +20,12 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class AwqFormat(QuantizedFormat):
     """qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]."""
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, CheckpointTensor]:
         groups = num_in // (self.scheme.group if self.scheme.group > 0 else num_in)
         return {
-            "qweight": StoredTensor((num_in, num_out // 8), torch.int32, dim=1, pack_factor=8),
-            "qzeros": StoredTensor((groups, num_out // 8), torch.int32, dim=1, pack_factor=8),
-            "scales": StoredTensor((groups, num_out), torch.float32, dim=1),
+            "qweight": CheckpointTensor((num_in, num_out // 8), torch.int32, dim=1, pack_factor=8),
+            "qzeros": CheckpointTensor((groups, num_out // 8), torch.int32, dim=1, pack_factor=8),
+            "scales": CheckpointTensor((groups, num_out), torch.float32, dim=1),
         }
 
     def convert(self, ref: WeightRef) -> Converted:

@@ -19,8 +19,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from quire.layers.checkpoint_tensor import CheckpointTensor
 from quire.layers.prepared_weight import PreparedWeight
-from quire.layers.stored_tensor import StoredTensor
 from quire.layers.weights import CheckpointFormat, WeightRef
 from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels
@@ -103,7 +103,7 @@ BOOKS = {
 }
 
 READ = {"mxfp4": ("mxfp4",), "mxfp4-experts": ("mxfp4",), "bnb-4bit": ("nf4", "fp4")}
-"""Reader of a checkpoint (decoded.py) -> the tables of its weights."""
+"""Reader of a checkpoint (dequantize_on_load.py) -> the tables of its weights."""
 
 
 class CodedFormat(CheckpointFormat):
@@ -120,9 +120,9 @@ class CodedFormat(CheckpointFormat):
         self.books = [BOOKS[name] for name in READ[reader]]
         self.kernels = kernels
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, CheckpointTensor]:
         whole = dtype if self.books[0].power else torch.float32  # bfloat16 has e2m1 exactly
-        return {"weight": StoredTensor((num_out, num_in), whole)}
+        return {"weight": CheckpointTensor((num_out, num_in), whole)}
 
     def convert(self, ref: WeightRef) -> PreparedWeight | Tensor:
         weight_OI = ref.tensor("weight")

@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from quire.layers.stored_tensor import StoredTensor
+from quire.layers.checkpoint_tensor import CheckpointTensor
 from quire.layers.weights import Converted, WeightRef
 from quire.quantization.checkpoint_format import (
     QuantizedFormat,
@@ -27,9 +27,9 @@ from quire.quantization.int8 import Int8Codes, Int8Weight
 class CompressedInt8Format(QuantizedFormat):
     """weight [O, I] int8, weight_scale [O, 1] or [1]."""
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, CheckpointTensor]:
         return {
-            "weight": StoredTensor((num_out, num_in), torch.int8),
+            "weight": CheckpointTensor((num_out, num_in), torch.int8),
             "weight_scale": scales(self.scheme.strategy, num_out),
         }
 
@@ -47,17 +47,17 @@ class CompressedPackedFormat(QuantizedFormat):
     The checkpoint stores fields and zero points as unsigned integers: the signed value plus half the range.
     """
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, CheckpointTensor]:
         per = Fraction(32, self.scheme.bits)
         groups = -(-num_in // self.scheme.group) if self.scheme.group > 0 else 1
         grouped = self.scheme.strategy == "group"
-        zeros = StoredTensor((-(-num_out // per), groups), torch.int32, pack_factor=per)
+        zeros = CheckpointTensor((-(-num_out // per), groups), torch.int32, pack_factor=per)
         return {
-            "weight_packed": StoredTensor((num_out, -(-num_in // per)), torch.int32),
-            "weight_scale": StoredTensor((num_out, groups), torch.float32)
+            "weight_packed": CheckpointTensor((num_out, -(-num_in // per)), torch.int32),
+            "weight_scale": CheckpointTensor((num_out, groups), torch.float32)
             if grouped
             else scales(self.scheme.strategy, num_out),
-            "weight_g_idx": StoredTensor((num_in,), torch.int32, per_part=True, optional=True),
+            "weight_g_idx": CheckpointTensor((num_in,), torch.int32, per_part=True, optional=True),
             **({} if self.scheme.symmetric else {"weight_zero_point": zeros}),
         }
 
@@ -79,11 +79,11 @@ class CompressedPackedFormat(QuantizedFormat):
         return zero_points(ref.tensor("weight_zero_point"), ref, bits)
 
 
-def scales(strategy: str, num_out: int) -> StoredTensor:
+def scales(strategy: str, num_out: int) -> CheckpointTensor:
     """One scale for the whole tensor, or one per output."""
     if strategy == "tensor":
-        return StoredTensor((1,), torch.float32, per_part=True)
-    return StoredTensor((num_out, 1), torch.float32)
+        return CheckpointTensor((1,), torch.float32, per_part=True)
+    return CheckpointTensor((num_out, 1), torch.float32)
 
 
 def scale_by_output(ref: WeightRef, strategy: str) -> Tensor:

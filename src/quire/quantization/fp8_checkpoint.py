@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.stored_tensor import StoredTensor
+from quire.layers.checkpoint_tensor import CheckpointTensor
 from quire.layers.weights import Converted, WeightRef
 from quire.logging import get_logger
 from quire.quantization.checkpoint_format import QuantizedFormat
@@ -27,15 +27,15 @@ class RequantizedFp8Format(QuantizedFormat):
     def scale(self) -> str:
         return "weight_scale_inv" if self.scheme.inverse else "weight_scale"
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, CheckpointTensor]:
         high, wide = self.scheme.block
         blocks = (-(-num_out // high), -(-num_in // wide))
-        by_block = StoredTensor(blocks, torch.float32, pack_factor=high)
+        by_block = CheckpointTensor(blocks, torch.float32, pack_factor=high)
         found = (
             by_block if self.scheme.strategy == "block" else scales(self.scheme.strategy, num_out)
         )
         return {
-            "weight": StoredTensor((num_out, num_in), torch.float8_e4m3fn),
+            "weight": CheckpointTensor((num_out, num_in), torch.float8_e4m3fn),
             self.scale: found,
         }
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quire.layers.checkpoint_tensor import CheckpointTensor
 from quire.layers.embedding import Embedding, TableRef
 from quire.layers.prepared_weight import PANEL, PreparedWeight, addresses
-from quire.layers.stored_tensor import StoredTensor
 from quire.layers.weight_slots import named_layers
 from quire.layers.weights import CheckpointFormat, WeightRef, weights_of
 from quire.ops.cpu.bindings import Kernels, best
@@ -157,9 +157,11 @@ class BlocksFormat(CheckpointFormat):
     def __init__(self, kinds: Sequence[str], names: Sequence[str], packing: Packing | None):
         self.kinds, self.names, self.packing = tuple(kinds), tuple(names), packing
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+    def stored(
+        self, num_in: int, num_out: int, dtype: torch.dtype
+    ) -> Mapping[str, CheckpointTensor]:
         widths = tuple(num_in // FORMS[kind].block * FORMS[kind].size for kind in self.kinds)
-        return {"weight": StoredTensor((num_out,), torch.uint8, widths=widths)}
+        return {"weight": CheckpointTensor((num_out,), torch.uint8, widths=widths)}
 
     def convert(self, ref: WeightRef) -> PreparedWeight:
         pieces = [piece for _, piece in ref.pieces("weight")]

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import torch
 
-from quire.layers.stored_tensor import StoredTensor
+from quire.layers.checkpoint_tensor import CheckpointTensor
 from quire.layers.weights import Converted, WeightRef
 from quire.quantization.checkpoint_format import QuantizedFormat, optional_tensor, zero_points
 from quire.quantization.group_quant import dense
@@ -21,17 +21,17 @@ from quire.quantization.group_quant import dense
 class GptqFormat(QuantizedFormat):
     """qweight [I / n, O], qzeros [G, O / n], scales [G, O], g_idx [I]; n fields of `bits` bits per word."""
 
-    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def stored(self, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, CheckpointTensor]:
         per = Fraction(32, self.scheme.bits)
         group = self.scheme.group if self.scheme.group > 0 else num_in
         groups = -(-num_in // group)
         return {
-            "qweight": StoredTensor((-(-num_in // per), num_out), torch.int32, dim=1),
-            "qzeros": StoredTensor(
+            "qweight": CheckpointTensor((-(-num_in // per), num_out), torch.int32, dim=1),
+            "qzeros": CheckpointTensor(
                 (groups, -(-num_out // per)), torch.int32, dim=1, pack_factor=per
             ),
-            "scales": StoredTensor((groups, num_out), torch.float32, dim=1),
-            "g_idx": StoredTensor((num_in,), torch.int32, per_part=True, optional=True),
+            "scales": CheckpointTensor((groups, num_out), torch.float32, dim=1),
+            "g_idx": CheckpointTensor((num_in,), torch.int32, per_part=True, optional=True),
         }
 
     def convert(self, ref: WeightRef) -> Converted:

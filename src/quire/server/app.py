@@ -29,7 +29,7 @@ from quire.server import adapters, dev_routes, health, openapi, token_generation
 from quire.server.anthropic import messages
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ENDS, ApiError, as_api_error, error_response, invalid
-from quire.server.hosts import KnownHosts
+from quire.server.host_header import KnownHosts
 from quire.server.middleware import (
     CLOSED_BY_CLIENT,
     TENANT,
@@ -47,7 +47,7 @@ from quire.server.pooling import score_routes, vector_routes
 from quire.server.request_body import read, read_raw
 from quire.server.sse import EventStream
 from quire.server.state import ServerPhase, ServerState, state_of
-from quire.server.text_pool import CLIENT
+from quire.server.tokenizer_pool import CLIENT
 from quire.server.user_middleware import own_layers
 
 Endpoint = Callable[[Request], Awaitable[Response | EventStream]]

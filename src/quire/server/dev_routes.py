@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import env
-from quire.api.worker_call import IN_PROCESS
+from quire.api.collective_rpc import IN_PROCESS
 from quire.engine import sleep_client
 from quire.engine.sleep import checked_level, checked_tags
 from quire.errors import ValidationError

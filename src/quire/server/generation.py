@@ -29,12 +29,12 @@ from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.answer_size import check_answer_size
 from quire.server.api_keys import Tenant
 from quire.server.engine_requests import Wakeup, log_request, new_output, out_of_time, prompt_ids
-from quire.server.large_answers import LARGE_ENTRIES
 from quire.server.openai.chat_output import ChatOutputReader
 from quire.server.openai.logprobs import Position
 from quire.server.openai.sampling_params import FINAL_ONLY
 from quire.server.output_delta import OutputDelta
 from quire.server.state import ServerState
+from quire.server.streaming_json import LARGE_ENTRIES
 
 KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
 """Prefix of an id -> endpoint, as metrics name it."""

@@ -27,7 +27,7 @@ from quire.observe.tracing import Tracer
 from quire.protocol.output import StartupStatus
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ApiError, unavailable
-from quire.server.text_pool import TextPool
+from quire.server.tokenizer_pool import TokenizerPool
 from quire.version import __version__
 
 MAX_TEXT_BYTES = 1 << 20  # for which the tokenizer takes 300 MiB of memory
@@ -54,7 +54,7 @@ class ServerState:
     phase: ServerPhase = ServerPhase.LOADING
     tenants: ApiKeys | None = None
     hosts: frozenset[str] | None = None
-    """Names that the header Host may have (`hosts.py`); None: any."""
+    """Names that the header Host may have (`host_header.py`); None: any."""
     dev_mode: bool = False
     started: float = field(default_factory=time.time)
     active: set[str] = field(default_factory=set)
@@ -65,9 +65,9 @@ class ServerState:
     """HTTP requests in progress (/load)."""
     hurry: bool = False
     """Set by the second stop signal: do not wait for running requests."""
-    texts: TextPool = field(default_factory=TextPool)
+    texts: TokenizerPool = field(default_factory=TokenizerPool)
     """Threads for long texts."""
-    templates: TextPool = field(default_factory=partial(TextPool, AT_ONCE))
+    templates: TokenizerPool = field(default_factory=partial(TokenizerPool, AT_ONCE))
     """Threads that wait for the processes of `untrusted`."""
     untrusted: UntrustedTemplateRenderer = field(default_factory=UntrustedTemplateRenderer)
     """Renders templates that come with requests."""

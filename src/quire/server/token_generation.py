@@ -22,7 +22,6 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.generation import Generation
-from quire.server.large_answers import json_answer, listed
 from quire.server.large_bodies import not_valid
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
@@ -35,6 +34,7 @@ from quire.server.request_body import prepared, read
 from quire.server.schemas import CompletionRequest, GenerateRequest, Sampling
 from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
 from quire.server.state import state_of
+from quire.server.streaming_json import json_answer, listed
 
 RENAMED = {"extra_args": "vllm_xargs"}
 NOT_TAKEN = {"use_beam_search", "length_penalty", "stream_interval"}

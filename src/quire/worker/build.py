@@ -17,8 +17,8 @@ import msgspec
 from quire.config.engine import ModelSpec, Resolved
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.logging import get_logger
-from quire.parallel.address import RankAddress
 from quire.parallel.layout import RankLayout
+from quire.parallel.rank_address import RankAddress
 from quire.parallel.ranks import Ranks, split_among
 from quire.parallel.stages import within_stage
 from quire.platforms.cpu_affinity import bind_to_cores

@@ -1,6 +1,6 @@
 """Prefill context parallelism: each part of the ranks runs the model on some of a step's tokens.
 
-Knows batches and how their tokens are dealt out (parallel/dealt_tokens.py). Does not know layers: an attention layer gathers the
+Knows batches and how their tokens are split (parallel/prefill_context_parallel.py). Does not know layers: an attention layer gathers the
 keys and values of all tokens (layers/attention.py). A token's bits do not depend on the other tokens of its batch, nor on
 chunks, and a piece of a row is a chunk. So results have the same bits for any number of parts.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.forward_context import ForwardBatch, replace_current_batch
-from quire.parallel.dealt_tokens import DealtTokens, is_dealt
+from quire.parallel.prefill_context_parallel import SplitTokens, should_split
 from quire.parallel.ranks import TensorRanks
 from quire.worker.model_input import TokenModelInput
 
@@ -39,25 +39,25 @@ class ContextModelInput(TokenModelInput):
         self.ranks = ranks
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
-        return not is_dealt([item.num_tokens for item in plan.work], self.ranks.size)
+        return not should_split([item.num_tokens for item in plan.work], self.ranks.size)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of all tokens of the batch."""
-        if not is_dealt(batch.query_lens, self.ranks.size):
+        if not should_split(batch.query_lens, self.ranks.size):
             return super().forward(batch)
         embeddings_TD, positions = self.inputs(batch)
-        dealt = DealtTokens(self.ranks, batch.query_lens)
-        own = batch_of_part(batch, dealt)
+        split = SplitTokens(self.ranks, batch.query_lens)
+        own = batch_of_part(batch, split)
         with replace_current_batch(own):
-            hidden_TD = self.model(embeddings_TD[dealt.own_T], positions[dealt.own_T])
+            hidden_TD = self.model(embeddings_TD[split.own_T], positions[split.own_T])
         for number, states_TD in own.hidden_states.items():
-            batch.hidden_states[number] = dealt.in_order(states_TD)
-        return dealt.in_order(hidden_TD)
+            batch.hidden_states[number] = split.in_order(states_TD)
+        return split.in_order(hidden_TD)
 
 
-def batch_of_part(batch: ForwardBatch, dealt: DealtTokens) -> ForwardBatch:
+def batch_of_part(batch: ForwardBatch, split: SplitTokens) -> ForwardBatch:
     """The batch of this part's tokens: each piece of a row is a row, and slots are those of all parts' tokens."""
-    pieces, own_T = dealt.pieces, dealt.own_T
+    pieces, own_T = split.pieces, split.own_T
     rows = [piece.row for piece in pieces]
     counts = [piece.length for piece in pieces]
     ends = [
@@ -72,7 +72,7 @@ def batch_of_part(batch: ForwardBatch, dealt: DealtTokens) -> ForwardBatch:
         query_start_B1=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
         lengths_B=torch.tensor(ends, dtype=torch.int32),
         block_tables=[table_BM[row_B] for table_BM in batch.block_tables],
-        slots=[dealt.slots(slots_T) for slots_T in batch.slots],
+        slots=[split.slots(slots_T) for slots_T in batch.slots],
         max_query=max(counts),
         max_length=max(ends),
         num_tokens=len(own_T),
@@ -86,6 +86,6 @@ def batch_of_part(batch: ForwardBatch, dealt: DealtTokens) -> ForwardBatch:
         extras={name: each[at[name[-1]]] for name, each in batch.extras.items()},
         embeddings=[],
         hidden_states={},
-        dealt=dealt,
+        split_tokens=split,
         whole=batch,
     )

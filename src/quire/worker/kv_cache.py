@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import Needs, choose_backend
-from quire.attention.dealt_cache import DealtCacheAttention, num_kept
+from quire.attention.decode_context_parallel import DecodeContextParallelAttention, num_kept
 from quire.errors import ConfigError, Unsupported
 from quire.kvcache.layout import by_shape
 from quire.kvcache.specs import CacheGroup
@@ -116,7 +116,9 @@ def allocate_kv_cache(
         return []
     groups, num_blocks = plan.layout.groups, plan.num_blocks + 1
     if keepers is not None:
-        backends = [DealtCacheAttention(one, keepers, resolved.block_size) for one in backends]
+        backends = [
+            DecodeContextParallelAttention(one, keepers, resolved.block_size) for one in backends
+        ]
         num_blocks = num_kept(num_blocks, keepers.size)
     return allocate_cache(layers, groups, num_blocks, resolved.block_size, backends, platform)
 

@@ -163,7 +163,7 @@ def make_plan(
     if own is not None and len(own) < len(specs):
         kv_layout = kv_layout.of_layers(own)
     if (keepers := resolved.config.parallel.decode_context_parallel_size) > 1:
-        kv_layout = kv_layout.dealt(keepers)
+        kv_layout = kv_layout.divided(keepers)
     plan = MemoryPlan(
         total=total,
         available=available,

@@ -45,13 +45,13 @@ def construct_part(spec: ModelSpec, layout: RankLayout = ONE_RANK, stage: int = 
     ranks = LoneRank(0, layout.tensor) if layout.tensor > 1 else None
     with split_among(ranks), within_stage(PipelineStage(stage, layout)):
         model = construct(spec)
-    if layout.prefill > 1 and (why := _why_not_dealt(spec, model)):
+    if layout.prefill > 1 and (why := _why_not_split(spec, model)):
         about = f"prefill_context_parallel_size={layout.prefill} for {spec.architecture}, {why}"
         raise Unsupported(about, "use 1, or tensor_parallel_size")
     return model
 
 
-def _why_not_dealt(spec: ModelSpec, model: CausalLM) -> str:
+def _why_not_split(spec: ModelSpec, model: CausalLM) -> str:
     """Why ranks cannot compute parts of a prompt each; empty: they can."""
     if spec.pooling is not None and not spec.pooling.causal:
         return "whose tokens attend to later ones"

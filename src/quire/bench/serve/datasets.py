@@ -41,7 +41,7 @@ class LocalCutter:
         from quire.config.load import LoadConfig
         from quire.config.model import ModelConfig
         from quire.frontend.tokenizer import load
-        from quire.models.location import locate
+        from quire.models.checkpoint_locator import locate
 
         folder = name if Path(name).is_dir() else locate(ModelConfig(model=name), LoadConfig())
         return cls(load(folder, trust_remote_code=trust_remote_code), name)

@@ -15,7 +15,7 @@ from quire.engine.core import PENDING, EngineCore
 from quire.engine.feature import EngineParts
 from quire.errors import ConfigError, ValidationError
 from quire.features.lora.registry import LoraRegistry, merged
-from quire.models.location import find_adapter
+from quire.models.checkpoint_locator import find_adapter
 from quire.observe.metric_table import STATES
 from quire.protocol.request import Call
 

@@ -17,7 +17,7 @@ from quire.config.engine import Resolved
 from quire.errors import QuireError
 from quire.models import registry
 from quire.models.checkpoint_files import stored_tensors
-from quire.models.location import find_adapter
+from quire.models.checkpoint_locator import find_adapter
 from quire.models.safetensors_header import header
 from quire.parallel.layout import RankLayout
 from quire.protocol.tensor_data import ITEMSIZE

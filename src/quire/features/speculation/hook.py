@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.features.speculation.controller import SpeculationController
+from quire.features.speculation.draft_sync import DraftSync
 from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.features.speculation.gate import NAME, DraftReport
-from quire.features.speculation.rank_agreement import RankAgreement
 from quire.protocol.plan import StepPlan
 from quire.worker.hooks import Hook
 
@@ -64,7 +64,7 @@ class SpeculationHook(Hook):
     ):
         self.rows, self.drafter, self.controller = rows, drafter, controller
         self.max_drafts_at = max_drafts_at
-        self.agree = None if ranks is None else RankAgreement(ranks, controller.max_drafts)
+        self.agree = None if ranks is None else DraftSync(ranks, controller.max_drafts)
         self.names_requests, self.processors, self.waits = names_requests, processors, waits
         self.models = models
         # Of steps whose results are not read yet: the rows that drew, and the report.

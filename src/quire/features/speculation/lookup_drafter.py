@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.features.speculation.copied_runs import CopiedRuns
+from quire.features.speculation.copy_source import CopySource
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.past_answers import PastAnswers
 from quire.features.speculation.token_index import END, MAX_INDEXED, TokenIndex
@@ -26,7 +26,7 @@ class _LookupRow:
     pending: list[int]  # tokens that are not in the index yet
     scope: bytes
     num_entered: int  # tokens with which the request took the row
-    runs: CopiedRuns = field(default_factory=CopiedRuns)
+    runs: CopySource = field(default_factory=CopySource)
     # From the end of the text to the place in past answers that it follows.
     followed: int | None = None
 

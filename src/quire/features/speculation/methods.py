@@ -16,16 +16,16 @@ from quire.config.serialize import by_name
 from quire.config.speculation import SpeculativeOptions
 from quire.errors import ConfigError
 from quire.features.speculation.chain import Chain
-from quire.features.speculation.draft_passes import DraftPasses, TargetLogits
+from quire.features.speculation.draft_model_runner import DraftModelRunner, TargetLogits
 from quire.features.speculation.draft_rows import DraftRows
 from quire.features.speculation.drafter import Drafter
+from quire.features.speculation.drafter_guard import DrafterGuard
+from quire.features.speculation.eagle_drafter import EagleDrafter, HeadRunner
 from quire.features.speculation.gate import NAME
-from quire.features.speculation.guarded import GuardedDrafter
-from quire.features.speculation.head_drafter import HeadDrafter, HeadPasses
-from quire.features.speculation.joined_vocabulary import joined
 from quire.features.speculation.lookup_drafter import LookupDrafter
 from quire.features.speculation.model_drafter import ModelDrafter
 from quire.features.speculation.past_answers import PastAnswers
+from quire.features.speculation.vocab_mapping import vocab_mapping
 from quire.models.base import LanguageModel
 from quire.models.json_files import token_ids
 from quire.worker.build import WorkerParts, build_sampler_ops
@@ -38,7 +38,7 @@ def build_drafter(parts: WorkerParts, resolved: Resolved, options: SpeculativeOp
     """The drafter of `method`; several methods, with commas between them, build a chain."""
     drafters = [BUILDERS[method](parts, resolved, options) for method in options.methods]
     drafter = drafters[0] if len(drafters) == 1 else Chain(drafters)
-    return GuardedDrafter(drafter, parts.rows)
+    return DrafterGuard(drafter, parts.rows)
 
 
 def _ngram(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
@@ -83,11 +83,11 @@ def _draft_model(parts: WorkerParts, resolved: Resolved, options: SpeculativeOpt
     if options.use_heterogeneous_vocab:
         folders, device = (resolved.tokenizer_folder, spec.path), parts.platform.device
         texts, own_texts = (token_ids(Path(folder, "tokenizer.json")) for folder in folders)
-        tables = joined(texts, own_texts, target, model.vocab_size)
+        tables = vocab_mapping(texts, own_texts, target, model.vocab_size)
         own_ids_V, target_ids_W = (torch.from_numpy(table).to(device) for table in tables)
     rows = DraftRows(parts.rows, own_ids_V=own_ids_V)
     ops, native = _drawing(parts)
-    passes = DraftPasses(rows, TargetLogits(target, target_ids_W), ops, native and own_ids_V is None)  # fmt: skip
+    passes = DraftModelRunner(rows, TargetLogits(target, target_ids_W), ops, native and own_ids_V is None)  # fmt: skip
     return ModelDrafter(
         passes,
         layers[0].kv_group,
@@ -130,9 +130,9 @@ def _heads(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) 
             f"speculative_config.parallel_drafting: {options.model} has no mask_hidden; leave parallel_drafting out"
         )
     rows, target = DraftRows(parts.rows, shift=1), parts.models[0].vocab_size
-    passes = HeadPasses(rows, TargetLogits(target, speculator.target_ids_V), *_drawing(parts))
+    passes = HeadRunner(rows, TargetLogits(target, speculator.target_ids_V), *_drawing(parts))
     last = int(resolved.hf_config["num_hidden_layers"]) + 1
-    return HeadDrafter(
+    return EagleDrafter(
         passes,
         speculator.after or (last,),
         resolved.max_model_len,

@@ -2,7 +2,7 @@
 
 Knows up to which token the draft model has computed each row. It computes rows that get draft tokens, and no others: after
 steps without draft tokens it first computes the tokens in between, so that a server under load pays nothing. Its keys and
-values are in the row's blocks, as those of the target. Does not know how a pass runs (`draft_passes.py`).
+values are in the row's blocks, as those of the target. Does not know how a pass runs (`draft_model_runner.py`).
 
     tokens    |-- computed --|-- first pass ---------| d1 | d2 | d3 |
                               up to the newest token    a pass of one token draws each of the others
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.features.speculation.draft_passes import DraftPasses
+from quire.features.speculation.draft_model_runner import DraftModelRunner
 from quire.features.speculation.draft_rows import ComputedBlocks
 from quire.features.speculation.drafter import ComputedTokens, Drafter
 from quire.protocol.plan import WorkItem
@@ -50,7 +50,7 @@ class ModelDrafter(Drafter):
 
     def __init__(
         self,
-        passes: DraftPasses,
+        passes: DraftModelRunner,
         kv_group: int,
         max_model_len: int,
         max_step_tokens: int,

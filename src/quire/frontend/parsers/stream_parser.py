@@ -19,8 +19,8 @@ from quire.frontend.parsers.call_writer import CallWriter, ParsedDelta, new_id
 from quire.frontend.parsers.element_reader import ElementArguments
 from quire.frontend.parsers.format_table import READERS, ParserState, ParserTable, Transition
 from quire.frontend.parsers.tool_schemas import ToolSchemas
-from quire.frontend.parsers.trimmed_text import TrimmedText, strip_newlines, unquoted
 from quire.frontend.parsers.value_reader import MalformedValue, ValueReader
+from quire.frontend.parsers.whitespace import TrimmedText, strip_newlines, unquoted
 
 MAX_WORD = 512  # characters of a name, a key, a head
 MAX_FAILURES = 8

@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.layers.decoder_layers import Layers
 from quire.layers.embedding import Embedding, Head
-from quire.layers.layer_list import Layers
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormFactory
 from quire.layers.rotary import LayerRotaries

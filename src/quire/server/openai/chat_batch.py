@@ -21,7 +21,6 @@ from quire.server.adapters import model_of
 from quire.server.answer_size import check_answer_size
 from quire.server.errors import invalid
 from quire.server.generation import Generation
-from quire.server.large_answers import json_answer, listed
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
@@ -36,6 +35,7 @@ from quire.server.request_body import prepared, read
 from quire.server.schemas import BatchChatRequest, ChatRequest
 from quire.server.sse import until_disconnect
 from quire.server.state import state_of
+from quire.server.streaming_json import json_answer, listed
 
 NOT_IN_A_BATCH = ("stream", "tools", "use_beam_search", "prompt_logprobs", "functions", "function_call")  # fmt: skip
 LARGE_BATCH = 256

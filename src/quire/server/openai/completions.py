@@ -21,7 +21,6 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.generation import Generation
-from quire.server.large_answers import json_answer, listed
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
@@ -41,6 +40,7 @@ from quire.server.request_body import prepared, read
 from quire.server.schemas import CompletionRequest
 from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
 from quire.server.state import ServerState, state_of
+from quire.server.streaming_json import json_answer, listed
 
 
 @dataclass(slots=True)

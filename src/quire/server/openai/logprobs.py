@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from quire.frontend.logprobs import Logprob
-from quire.server.large_answers import LongList, listed
+from quire.server.streaming_json import LongList, listed
 
 FLOOR = -9999.0  # JSON has no -inf
 Position = Mapping[int, Logprob] | None

@@ -25,7 +25,6 @@ from quire.logging import get_logger
 from quire.server.adapters import model_of
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation
-from quire.server.large_answers import json_answer
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.chat import effort_of, generation_of
 from quire.server.openai.response_format import of_format
@@ -41,6 +40,7 @@ from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, GenerationFields, ResponsesRequest
 from quire.server.sse import EventStream, event, event_stream, until_disconnect
 from quire.server.state import state_of
+from quire.server.streaming_json import json_answer
 
 log = get_logger(__name__)
 

@@ -19,7 +19,6 @@ from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.validators import wrong
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
-from quire.server.large_answers import json_answer, listed
 from quire.server.pooling.batch import PoolingBatch, PromptSource
 from quire.server.pooling.inputs import check_common, check_count, pooling_of, tokenize_options
 from quire.server.pooling.schemas import PairBody, RerankRequest, ScoreRequest
@@ -27,6 +26,7 @@ from quire.server.pooling.vector_routes import new_batch
 from quire.server.request_body import prepared, read
 from quire.server.sse import until_disconnect
 from quire.server.state import ServerState, state_of
+from quire.server.streaming_json import json_answer, listed
 
 FIELDS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))  # fmt: skip
 RENDERED = 100  # characters that a template costs about as much time as

@@ -21,7 +21,6 @@ from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.validators import wrong
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
-from quire.server.large_answers import json_answer, listed
 from quire.server.limits import take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai.chunks import data_parallel_rank, new_id, priority
@@ -38,6 +37,7 @@ from quire.server.pooling.vectors import LARGE_NUMBERS, VectorEncoding, vectors_
 from quire.server.request_body import prepared, read
 from quire.server.sse import until_disconnect
 from quire.server.state import state_of
+from quire.server.streaming_json import json_answer, listed
 
 COHERE_TYPES = ("float", "binary", "ubinary", "base64")
 COHERE_PROMPTS: dict[str, tuple[str, ...]] = {

@@ -22,7 +22,7 @@ from quire.frontend.pooling.outputs import Floats
 from quire.protocol.tensor_data import ITEMSIZE
 from quire.protocol.validators import wrong
 from quire.server.errors import invalid
-from quire.server.large_answers import LongList, PartsAnswer, json_answer, listed
+from quire.server.streaming_json import LongList, PartsAnswer, json_answer, listed
 
 FORMATS = ("float", "base64", "bytes", "bytes_only")
 DTYPES = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")

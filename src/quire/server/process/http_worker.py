@@ -24,7 +24,7 @@ from quire.config.serialize import resolved_from_bytes
 from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER
 from quire.engine.engine_processes import EnginePlace, connect
-from quire.engine.shared_state import StateBoard
+from quire.engine.engine_state import StateBoard
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
 from quire.observe.process_memory import process_tree

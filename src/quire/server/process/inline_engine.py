@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 
-from quire.api.own_thread import in_own_thread
+from quire.api.run_in_thread import run_in_thread
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.frontend.startup import start_engine
@@ -28,7 +28,7 @@ class InlineEngineLoader:
     async def start(self, config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
         """Raises what `start_engine` raises."""
         self._is_loading = True
-        started: tuple[EngineClient, Tokenizer | None] = await in_own_thread(self._load, config)
+        started: tuple[EngineClient, Tokenizer | None] = await run_in_thread(self._load, config)
         return started
 
     def _load(self, config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:

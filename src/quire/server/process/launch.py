@@ -47,12 +47,12 @@ def serve(config: EngineConfig) -> int:
     """
     parallel = config.parallel
     if parallel.nnodes > 1 and (config.server.headless or parallel.node_rank):
-        from quire.engine.node import run_node
+        from quire.engine.remote_rank import run_node
 
         return run_node(config)
     check_data_parallel(config.parallel, config.server)
     if config.server.headless:
-        from quire.engine.engine_node import serve_engines
+        from quire.engine.headless import serve_engines
 
         return serve_engines(resolve_config(bounded(config), check_startup))
     if config.parallel.data_parallel_multi_port_external_lb:

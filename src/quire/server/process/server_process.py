@@ -34,7 +34,7 @@ from quire.observe.tracing import Tracer
 from quire.protocol.output import StartupStatus
 from quire.server.api_keys import ApiKeys
 from quire.server.app import build_app
-from quire.server.hosts import allowed_hosts
+from quire.server.host_header import allowed_hosts
 from quire.server.process import tls
 from quire.server.process.banner import failure, greet
 from quire.server.process.inline_engine import InlineEngineLoader

@@ -1,4 +1,4 @@
-// A gated delta net, in place of a layer's attention. native/delta_half.py fills it in.
+// A gated delta net, in place of a layer's attention. native/fused_delta_net.py fills it in.
 #pragma once
 #include "layer.h"
 

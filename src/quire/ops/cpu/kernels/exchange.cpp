@@ -22,7 +22,7 @@ constexpr long LOOK_MS = 200;           // how often a rank looks whether anothe
 constexpr long STOPPED_MS = 10'000;     // how long a rank may be stopped, as by a debugger
 constexpr long PARALLEL_BYTES = 1 << 18;  // from which on several threads copy
 
-struct alignas(128) Arrival {  // HEADER bytes (parallel/address.py)
+struct alignas(128) Arrival {  // HEADER bytes (parallel/rank_address.py)
   std::atomic<uint32_t> count;     // exchanges whose slot this rank has filled
   std::atomic<uint32_t> sleepers;  // ranks that sleep until `count` changes
   std::atomic<int32_t> process;    // 0: it has not joined yet

@@ -36,7 +36,7 @@ inline void quantize_group(const bf16* row, long group, uint8_t* q, float& scale
   }
 }
 
-// Rows of a weight in the panels that they fill: the first and the second 16 outputs of a panel. quantization/online.py writes it.
+// Rows of a weight in the panels that they fill: the first and the second 16 outputs of a panel. quantization/quantize_on_load_cpu.py writes it.
 struct RowsToQuantize {
   const char* from[2];  // of the first panel
   int64_t count[2];     // rows that exist from there on: others are zeros
