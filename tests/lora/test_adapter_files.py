@@ -384,3 +384,31 @@ def test_tensors_at_odd_offsets_are_read(tmp_path: Path) -> None:
     found = read(tmp_path).modules()[Q]
     assert torch.equal(found.a_RI, made[f"{PREFIX}{Q}.lora_A.weight"])
     assert torch.equal(found.b_OR, made[f"{PREFIX}{Q}.lora_B.weight"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "part", "value", "said"),
+    [
+        ({"lora_alpha": 1e30}, None, 0.0, "lora_alpha"),
+        ({"alpha_pattern": {"q_proj": -1e20}}, None, 0.0, "lora_alpha"),
+        ({}, "A", 3e38, "q_proj.lora_A.weight"),
+        ({}, "B", -3e38, "q_proj.lora_B.weight"),
+        ({}, "A", 20_000.0, "q_proj.lora_A.weight"),
+    ],
+)
+def test_absurd_values_are_refused(
+    tmp_path: Path, fields: dict[str, Any], part: str | None, value: float, said: str
+) -> None:
+    """Regression: such adapters were loaded, and the requests with them ended with a server error."""
+    made = tensors(4, 0)
+    if part is not None:
+        made[f"{PREFIX}{Q}.lora_{part}.weight"][0, 0] = value
+    with pytest.raises(ValidationError, match=said) as caught:
+        read(write(tmp_path, 4, made=made, **fields))
+    assert "train the adapter again" in str(caught.value)
+
+
+def test_large_values_that_training_may_give_are_read(tmp_path: Path) -> None:
+    made = tensors(4, 0)
+    made[f"{PREFIX}{Q}.lora_A.weight"][0, 0] = 500.0
+    assert read(write(tmp_path, 4, made=made, lora_alpha=2048)).modules()[Q].scale == 512

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ValidationError
 from quire.features.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, PeftConfig, read_config
+from quire.features.lora.value_limits import check_change, check_values
 from quire.logging import get_logger
 from quire.models.safetensors_header import header
 
@@ -41,6 +42,7 @@ PARTS = {
     ".lora_magnitude_vector.weight": "magnitude",  # older versions of PEFT
 }
 """End of a tensor's name -> what it is."""
+FACTORS = ("a", "b", "embedding_a", "embedding_b")
 
 Header = dict[str, dict[str, Any]]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -127,7 +129,11 @@ def read_adapter(
             "%s: unknown fields have no effect: %s", config_file, ", ".join(config.unknown)[:200]
         )
     content.update(data)
-    return AdapterFiles(content.hexdigest(), config, _tensors(stored, places, file), names)
+    try:
+        tensors_of = _tensors(stored, places, config)
+    except (ConfigError, ValidationError) as error:
+        raise ValidationError(f"{file}: {error}") from None
+    return AdapterFiles(content.hexdigest(), config, tensors_of, names)
 
 
 # -- the files --------------------------------------------------------------------------------------
@@ -382,14 +388,17 @@ def _listed(names: Any) -> str:
 
 
 def _tensors(
-    stored: Mapping[str, Tensor], places: Places, file: Path
+    stored: Mapping[str, Tensor], places: Places, config: PeftConfig
 ) -> dict[str, dict[str, Tensor]]:
-    """By module and part. Raises ValidationError: a tensor is missing, or has a value that is not finite."""
+    """By module and part. Raises ValidationError: a tensor is missing, or has values that cannot be served."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, (module, part) in sorted(places.items()):
         if (tensor := stored.get(name)) is None:
-            raise ValidationError(f"{file} changed while it was read")
-        if not tensor.isfinite().all():
-            raise ValidationError(f"{file}: {name!a:.200} has values that are not finite")
+            raise ValidationError("the file changed while it was read")
+        check_values(name, tensor)
         found.setdefault(module, {})[part] = tensor.detach()
+    for module, parts in found.items():
+        factors = [tensor for part, tensor in parts.items() if part in FACTORS]
+        if factors:
+            check_change(module, factors, config.rank_of(module), config.scale_of(module))
     return found
