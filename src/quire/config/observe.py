@@ -38,5 +38,7 @@ class ObserveConfig:
     """Spans of a request's waiting, prefill and decode below its span; any of vLLM's names: model, worker, all."""
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     """Report the draft tokens of a request in its answer; detailed: the draft tokens of each step too."""
+    profiler_config: dict[str, Any] = field(default_factory=dict)
+    """A JSON object with profiler (torch), torch_profiler_dir (an absolute path) and other keys of vLLM: adds /start_profile and /stop_profile, which record steps of the workers."""
     fail_on_environ_validation: bool = False
     """Refuse to start, instead of warning, if a QUIRE_* or VLLM_* environment variable is unknown."""

@@ -26,7 +26,10 @@ WEIGHTS = (
     "sleep at level 2, replace the checkpoint, and call reload_weights on the workers before they wake up",
 )
 BATCHES = "the API of files and batches", "use quire run-batch, or send the requests one by one"
-PROFILER = "profiling", "use py-spy, or torch.profiler in a class for --worker-extension-cls"
+PROFILER = (
+    "profiling by this method",
+    "set profiler_config, and call collective_rpc('start_profile') and collective_rpc('stop_profile')",
+)
 
 _WEIGHT_CALLS = (
     "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update", "update_weights",
@@ -58,13 +61,13 @@ ROUTES: dict[str, Feature] = {
     **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), ("recovery by commands", "dead engines are replaced by themselves; see /health/ready")),
     "/kv_event_sources": ("KV events", "watch /metrics"),
     **dict.fromkeys(("/v1/files", "/v1/files/{path:path}", "/v1/batches", "/v1/batches/{path:path}"), BATCHES),
-    **dict.fromkeys(("/start_profile", "/stop_profile"), PROFILER),
 }  # fmt: skip
 """Paths."""
 
 OPTIONAL_ROUTES: dict[str, str] = {
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters"), "--enable-lora and QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1"),
     "/tokenizer_info": "--enable-tokenizer-info-endpoint",
+    **dict.fromkeys(("/start_profile", "/stop_profile"), "--profiler-config"),
 }  # fmt: skip
 """Paths of supported routes that are off by default -> what turns them on."""
 

@@ -14,6 +14,7 @@ from quire.config.experts import eplb_options
 from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
 from quire.config.nearest_name import choose_from
 from quire.config.options import coerce, options
+from quire.config.profiler import profiler_options
 from quire.config.quantization import quantization_method
 from quire.config.reasoning import reasoning_marks
 from quire.config.structured import OTHER_LIBRARIES, structured_options
@@ -44,6 +45,7 @@ def check_options(config: EngineConfig) -> None:
     quantization_method(config.model.quantization)
     _check_structured(config.structured.structured_outputs_config)
     reasoning_marks(config.server.reasoning_config)
+    profiler_options(config.observe.profiler_config)
     _check_lora(config)
     check_data_parallel(config.parallel, config.server)
     eplb_options(config.parallel)

@@ -21,6 +21,7 @@ ALL = (
     "quire.features.lora.feature:LoraFeature",
     "quire.features.pipeline.feature:PipelineFeature",
     "quire.features.pooling.feature:PoolingFeature",
+    "quire.features.profiler.feature:ProfilerFeature",
     "quire.features.sharded_state.feature:ShardedStateFeature",
     "quire.features.speculation.feature:SpeculationFeature",
     "quire.features.state_checkpoints.feature:StateCheckpointsFeature",

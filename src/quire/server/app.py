@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import unsupported
 from quire.errors import EngineDeadError, ValidationError
-from quire.server import adapters, dev_routes, health, openapi, token_generation
+from quire.server import adapters, dev_routes, health, openapi, profile_routes, token_generation
 from quire.server.anthropic import messages
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ENDS, ApiError, as_api_error, error_response, invalid
@@ -168,6 +168,11 @@ UI_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/ui/words", page.ui_words),
 ]
 
+PROFILE_ROUTES: list[tuple[str, str, Endpoint]] = [
+    ("POST", "/start_profile", profile_routes.start_profile),
+    ("POST", "/stop_profile", profile_routes.stop_profile),
+]
+
 DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/server_info", dev_routes.server_info),
     ("POST", "/reset_prefix_cache", dev_routes.reset_prefix_cache),
@@ -293,6 +298,8 @@ def build_app(state: ServerState) -> QuireApp:
         rows = rows + adapters.ROUTES
     if server.enable_tokenizer_info_endpoint:
         rows = [*rows, ("GET", "/tokenizer_info", tokenize.tokenizer_info)]
+    if state.config.observe.profiler_config.get("profiler"):
+        rows = rows + PROFILE_ROUTES
     if not server.disable_ui:
         rows = rows + UI_ROUTES
     if not server.disable_fastapi_docs:

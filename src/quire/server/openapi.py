@@ -44,6 +44,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/adapters": schemas.SageMakerAdapterRequest,
     "/collective_rpc": schemas.RpcRequest,
     "/abort_requests": schemas.AbortRequest,
+    "/start_profile": schemas.StartProfileRequest,
 }
 ERROR = {
     "type": "object",

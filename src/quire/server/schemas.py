@@ -249,5 +249,11 @@ class RpcRequest(Struct, kw_only=True):
     timeout: float | None = None
 
 
+class StartProfileRequest(Struct, kw_only=True):
+    profile_prefix: str | None = None
+    delay_iterations: int | None = None
+    max_iterations: int | None = None
+
+
 class AbortRequest(Struct, kw_only=True):
     request_ids: list[str] = []

@@ -1,0 +1,1 @@
+"""Profiler: records steps of the worker with torch.profiler, between two calls."""
