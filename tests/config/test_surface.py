@@ -45,7 +45,7 @@ REFUSED = """
 enable_prompt_adapter default_mm_loras={"audio":"d"} enable_tower_connector_lora enable_moe_shared_loras enable_mixed_moe_lora_format
 limit_mm_per_prompt={"image":4} limit_mm_per_prompt=image=4,video=1
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
-kv_offloading_size=4 profiler_config={"profiler":"proton"}
+kv_offloading_size=4
 io_processor_plugin=x
 grpc enable_elastic_ep scheduler_cls=a.b worker_cls=a.b
 tool_server=demo disable_sliding_window tokens_only
