@@ -222,8 +222,11 @@ def test_every_rank_reloads_weights(
     with split_engine(str(path), **layout) as one:  # type: ignore[arg-type]
         before, call = one.tokens(PROMPTS[:2], greedy(6)), one.client.call
         reload = ("collective_rpc", "reload_weights", [], {})
+        call("sleep", 0)
         with pytest.raises(QuireError, match=r"call it between sleep\(level=2\) and wake_up"):
             call(*reload)
+        call("wake_up")
+        assert call(*reload) == [None, None]
         assert one.tokens(PROMPTS[:2], greedy(6)) == before
         call("sleep", 0 if released else 2)
         call(*(["release_kv_cache"] if released else ["wake_up", ["weights"]]))

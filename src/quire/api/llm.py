@@ -342,7 +342,12 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, UnsupportedMethods):
             ValidationError: no method of this name.
             QuireError: the method failed.
         """
-        return list(self.client.call(*worker_call(self.client, method, args, kwargs)))
+        message = worker_call(self.client, method, args, kwargs)
+        try:
+            return list(self.client.call(*message))
+        except QuireError:
+            self._asleep = bool(self.client.call("is_sleeping"))  # reload_weights may have failed
+            raise
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """`func(model)` of every worker.

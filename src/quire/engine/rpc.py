@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.core import EngineCore
+from quire.engine.sleep import OF_SLEEP
 from quire.protocol.output import FinishReason
 
 
@@ -34,6 +35,8 @@ def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
 
     def collective_rpc(method: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Call a method of every worker; returns one result for each."""
+        if method in OF_SLEEP:
+            return list(core.functions[method](args, kwargs))
         return list(core.executor.call("collective_rpc", method, args, kwargs))
 
     def abort_client(number: int) -> int:

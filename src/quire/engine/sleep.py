@@ -42,7 +42,10 @@ NO_HOLDER = ""
 FILE = "sleep-state"
 """Beside the engine's folders: a new process of the engine pauses or sleeps as the old one did. Only completed operations
 are kept: if the engine dies while a caller waits for a pause, the new process is not paused, and the caller gets an error."""
-CHANGE = ("pause", "resume", "sleep", "release_kv_cache", "wake_up")
+OF_SLEEP = ("reload_weights", "update_config")
+"""Methods of the workers that `collective_rpc` calls through the controller."""
+
+CHANGE = ("pause", "resume", "sleep", "release_kv_cache", "wake_up", *OF_SLEEP)
 
 Functions = dict[str, Callable[..., Any]]
 
@@ -85,6 +88,8 @@ class SleepController:
         self.missing_parts: set[str] = set()
         """The TAGS that must return before work goes on."""
         self.level = -1
+        self.config_update: list[Any] = []
+        """Arguments and keywords of the last `update_config`."""
 
     # -- pause ----------------------------------------------------------------------------------
     def hold(self, mode: str, reason: str = PAUSE, holder: str = NO_HOLDER) -> int:
@@ -222,14 +227,41 @@ class SleepController:
     def is_sleeping(self) -> bool:
         return self.level >= 0
 
+    # -- load weights again ---------------------------------------------------------------------
+    def reload_weights(self, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Load the weights on every worker again; a sleeping engine goes on sleeping.
+
+        An engine that is awake preempts its requests and drops the KV cache, which the old weights computed: requests are
+        computed again with the new weights. If loading fails, the engine stays asleep at level 2.
+        """
+        if args or kwargs:
+            raise ValidationError("reload_weights takes no arguments", parameter="args")
+        is_awake = not self.missing_parts
+        if is_awake:
+            self.sleep(2)
+        answers = list(self.core.executor.call("collective_rpc", "reload_weights", [], {}))
+        if is_awake:
+            self.wake_up()
+        return answers
+
+    def update_config(self, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Set on every worker the load format of later loads (`worker/load_format.py`)."""
+        answers = self.core.executor.call("collective_rpc", "update_config", args, kwargs)
+        self.config_update = [args, kwargs]
+        return list(answers)
+
     # -- across restarts ------------------------------------------------------------------------
     def saved_state(self) -> dict[str, Any]:
         """The sleep state, for `restore_state` in another process."""
         missing = sorted(self.missing_parts)
-        return {"paused": PAUSE in self.lasting, "level": self.level, "missing_parts": missing}
+        state = {"paused": PAUSE in self.lasting, "level": self.level, "missing_parts": missing}
+        return state | ({"config_update": self.config_update} if self.config_update else {})
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Restore the sleep state that `saved_state` of another process returned; this engine has no requests yet."""
+        if update := state.get("config_update"):
+            self.update_config(*update)
+            self.reload_weights([], {})
         if state["paused"]:
             self.lasting.add(PAUSE)
             self._set_gate()
@@ -251,7 +283,7 @@ def functions(core: EngineCore) -> Functions:
     controller = SleepController(core)
     names = (
         "hold", "drained", "release_hold", "release_client", "pause", "resume", "is_paused", "sleep",
-        "release_kv_cache", "wake_up", "is_sleeping", "saved_state", "restore_state",
+        "release_kv_cache", "wake_up", "is_sleeping", "saved_state", "restore_state", *OF_SLEEP,
     )  # fmt: skip
     return {name: getattr(controller, name) for name in names}
 

@@ -183,7 +183,7 @@ def build_worker(
     worker.functions["info"] = lambda: msgspec.to_builtins(info)
     WorkerSleep(
         worker, storages, states, platform.device,
-        load=lambda: build_models(resolved, platform, others, ranks=ranks),
+        load=partial(build_models, platform=platform, ranks=ranks), specs=(resolved, others),
         allocate=lambda models: allocate_kv_cache(models, *with_caches),
         on_cache_reset=pages.begin,
     )  # fmt: skip

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from quire.config.engine import ModelSpec, Resolved
 from quire.errors import QuireError
 from quire.logging import get_logger
 from quire.models.base import LanguageModel
 from quire.platforms.memory import give_back
 from quire.quantization.apply import move
 from quire.worker.kv_cache import cached_layers
+from quire.worker.load_format import with_load_format
 from quire.worker.row_states import RowStates
 from quire.worker.worker import Worker
 
@@ -37,13 +39,14 @@ Storages = list[tuple[Tensor, ...]]
 
 
 class WorkerSleep:
-    """Provides `sleep_worker`, `wake_up_worker` and `reload_weights` as functions of a worker.
+    """Provides `sleep_worker`, `wake_up_worker`, `reload_weights` and `update_config` as functions of a worker.
 
     Args:
         storages: the cache, as `allocate_cache` returned it.
         states: the recurrent states.
         device: where weights and cache are while the worker is awake.
-        load: loads the models again.
+        load: loads models again: `load(resolved, others=others)`.
+        specs: the configuration, and the models beside the main one.
         allocate: gives models their cache, and their states.
         on_cache_reset: called with the cache when it is empty again, and with [] when it is freed.
     """
@@ -55,19 +58,22 @@ class WorkerSleep:
         states: RowStates,
         device: torch.device,
         *,
-        load: Callable[[], list[LanguageModel]],
+        load: Callable[..., list[LanguageModel]],
+        specs: tuple[Resolved, Sequence[ModelSpec]],
         allocate: Callable[[Sequence[LanguageModel]], Storages],
         on_cache_reset: Callable[[Storages], None],
     ):
         self.worker, self.storages, self.device = worker, storages, device
         self.states = states
+        self.resolved, self.others = specs
         self.load, self.allocate, self.on_cache_reset = load, allocate, on_cache_reset
         self.in_place = device.type == "cpu"
         self.missing_parts: set[str] = set()
         self.has_cache = True
         worker.functions.update(
-            sleep_worker=self.sleep, wake_up_worker=self.wake_up, reload_weights=self.reload
-        )
+            sleep_worker=self.sleep, wake_up_worker=self.wake_up, reload_weights=self.reload,
+            update_config=self.update_config,
+        )  # fmt: skip
 
     def sleep(self, level: int) -> None:
         """Free the cache; at level 2 the weights too. No step may be in flight.
@@ -98,7 +104,7 @@ class WorkerSleep:
         worker = self.worker
         if "weights" in parts:
             if isinstance(worker.model, UnloadedModel):
-                worker.set_models(self.load())
+                worker.set_models(self.load(self.resolved, others=self.others))
             elif not self.in_place:
                 self._move(self.device)
         self.missing_parts -= set(parts)
@@ -126,7 +132,15 @@ class WorkerSleep:
             self._drop_cache()
         worker.set_models([ABSENT] * len(worker.models))
         collect()
-        worker.set_models(self.load())
+        worker.set_models(self.load(self.resolved, others=self.others))
+
+    def update_config(self, overrides: Mapping[str, Any]) -> None:
+        """Set the load format of later loads: `{"load_config": {"load_format": "auto"}}`.
+
+        Raises:
+            ValidationError: another field, or a load format that the engine must know when it starts.
+        """
+        self.resolved, self.others = with_load_format(overrides, self.resolved, self.others)
 
     def _drop_cache(self) -> None:
         self.storages, self.has_cache = [], False
