@@ -109,6 +109,7 @@ class ToyDevice:
         self.kin: dict[str, tuple] = {}
         self.faults: dict[str, int] = {}  # id -> the step work that fails: counts down
         self.failing_steps = 0.0  # probability
+        self.failed_steps: set[int] = set()
         self.spoilt_by_step: dict[int, set[str]] = {}
         self.entered_at: dict[str, int] = {}
         self.reads = self.launched = 0
@@ -140,6 +141,7 @@ class ToyDevice:
             self._run(msgspec.msgpack.decode(self.queue.popleft(), type=StepPlan))
         done = self.done.pop(step)
         if isinstance(done, StepFailed):
+            self.failed_steps.add(step)
             raise done
         self._add_tokens(done)
         return done
@@ -173,6 +175,8 @@ class ToyDevice:
         fails = self.rng.random() < self.failing_steps
         if self.hook is not None:
             fails |= not self._prepare_states(plan)
+        for name in {"loading", "prefetch"} & set(plan.extras):
+            self._load(msgspec.msgpack.decode(plan.extras[name]), fails)
         work = []
         for item in plan.work:
             row = self.rows[item.row]
@@ -204,11 +208,21 @@ class ToyDevice:
                 drew.append((index, row))
         self.drew[plan.step] = drew
         result = StepResult(plan.step, tokens, errors=errors)
+        if "loading" in plan.extras:
+            result.extras["loading"] = msgspec.msgpack.encode(plan.step)
         for index, (item, row, sequence, _, end) in enumerate(work):
             assert not (row.pools and item.samples), "a row that draws no tokens samples"
             if row.pools and end == len(sequence):
                 result.tensors[index] = pooled(sequence)
         self.done[plan.step] = StepFailed() if fails else decode_up(encode(result))
+
+    def _load(self, writes: list, fails: bool) -> None:
+        """Write contents that were computed before."""
+        for block, content in writes:
+            assert block, "the null block is loaded"
+            for offset, (group, token, kin, history) in enumerate(content):
+                value = POISON if fails else (group, token, tuple(kin), history)
+                self.memory[block * self.bs + offset] = value
 
     def _prepare_states(self, plan: StepPlan) -> bool:
         """Whether every checkpoint that the plan loads was saved."""

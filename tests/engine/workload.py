@@ -10,6 +10,7 @@ import random
 import sys
 from dataclasses import dataclass, field
 
+from loading_gates import LoadingGate, PrefetchGate, Store
 from toy_device import VOCAB, ToyDevice, next_token, pooled
 
 from quire.engine.core import EngineCore
@@ -186,6 +187,8 @@ class WitnessGate(Gate):
             if not isinstance(self.scheduler.waiting, FairQueue) and self.awake:
                 held = self.scheduler.held_blocks
                 assert not held.of_preempted(), "preempts, though blocks will be free soon"
+                owners = [r for r in self.scheduler.waiting if r.blocks and any(r.blocks[0])]
+                assert not owners, "preempts, though requests without a row own blocks"
 
     def _beside(self, request, others):
         """The requests that this one's order is compared with: all, or those of its tenant."""
@@ -236,6 +239,8 @@ class Setting:
     late: LateGate
     witness: WitnessGate
     holding: HoldingGate
+    loading: LoadingGate
+    prefetch: PrefetchGate
     faulty: bool
     pooling: float  # the share of requests that generate nothing
     arrivals: list[EngineRequest] = field(default_factory=list)
@@ -316,11 +321,21 @@ def draw_setting(seed: int) -> Setting:
     device.right = random.Random(~seed ^ 4).choice([0.0, 0.6, 0.6, 1.0])
     device.fate = random.Random(~seed ^ 1)
     device.adding = device.fate.choice([0.0, 0.2, 0.7]) if depth == 1 else 0.0
+    store = Store(random.Random(~seed ^ 5), device.kin)
+    loading, prefetch = (
+        kind(store, store.rng.choice([0, 0.5, 1, 1])) for kind in (LoadingGate, PrefetchGate)
+    )
+    pool.listeners += [store, prefetch]
+    device.failing_steps *= store.rng.choice([1, 5])
+    if device.states is None or kv.caching:  # else nothing says where a state can continue
+        gates += [loading, prefetch]
     scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
     core = EngineCore(scheduler, device, depth)
-    witness.scheduler = piece.scheduler = holding.scheduler = scheduler
+    witness.scheduler = piece.scheduler = holding.scheduler = store.scheduler = scheduler
     pooling = own.choice([0, 0, 0.3, 1])
-    return Setting(rng, core, device, pool, gate, late, witness, holding, faulty, pooling)
+    return Setting(
+        rng, core, device, pool, gate, late, witness, holding, loading, prefetch, faulty, pooling
+    )
 
 
 def draw_requests(s: Setting) -> None:
@@ -426,6 +441,15 @@ def moves(s: Setting, check: Check) -> None:
     for request, left, blocks in held:
         if s.holding.blocks.get(request) is blocks:  # else the request ran meanwhile
             assert s.holding.left[request] < left, "a gate that holds blocks back is not asked"
+    for gate in (s.loading, s.prefetch):
+        assert not gate.sent.keys() & s.device.failed_steps, "a gate is not told of a failed step"
+    for request in scheduler.waiting:
+        for g, column in enumerate(request.blocks if request not in scheduler.held_blocks else ()):
+            for block, hash in zip(
+                column[: request.num_cached_blocks], request.hashes, strict=False
+            ):
+                right = block == NULL_BLOCK or s.pool.hash_of.get(block) == (g, hash)
+                assert right, f"{request.id} waits with blocks whose content is wrong"
     stuck = not (busy or scheduler.steps > planned or scheduler.held_blocks)
     if stuck and (scheduler.running or any(s.late.ready(r) for r in scheduler.waiting)):
         raise AssertionError("there is work, and nothing moves")
@@ -449,7 +473,7 @@ def published_blocks_hold_what_they_say(s: Setting) -> None:
     size, hasher = s.scheduler.kv.block_size, s.scheduler.kv.hasher
     for block, (group, hash) in s.pool.hash_of.items():
         found = [s.device.memory[block * size + offset] for offset in range(size)]
-        if not s.faulty:
+        if not s.faulty and block not in s.prefetch.pending:
             assert [(f[0], f[1]) for f in found if f] == [
                 (group, token) for token in hasher.tokens_of[hash]
             ], f"block {block} is published and holds something else"
@@ -504,6 +528,10 @@ def trial_of(seed: int) -> tuple[Setting, WitnessGate]:
     if isinstance(s.scheduler.waiting, FairQueue):
         assert not s.scheduler.waiting.here, "the queue was not told that everybody left"
     assert not s.holding.left, "blocks are held back for ever"
+    assert not s.loading.loads, "a gate was not told that a load is not needed"
+    assert not s.pool.listeners[0].published.keys() ^ s.pool.hash_of.keys(), (
+        "a listener missed something"
+    )
     assert not s.late.prepared, "a gate was not told who gave up"
     assert not s.late.entered_early, "a gate said not ready, and it entered"
     return s, s.witness

@@ -14,8 +14,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Protocol
 
 NULL_BLOCK = 0
+
+
+class BlockListener(Protocol):
+    """Hears which content can be found in which block. It must not change the pool."""
+
+    def on_publish(self, group: int, block: int, hash: bytes) -> None:
+        """The block can be found by this hash; a step that is not planned yet may still have to write it."""
+        ...
+
+    def on_forget(self, group: int, block: int, hash: bytes) -> None:
+        """The block cannot be found any more: it is taken for other content, or its content is wrong."""
+        ...
 
 
 class BlockPool:
@@ -30,6 +43,7 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self.by_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.hash_of: dict[int, tuple[int, bytes]] = {}
+        self.listeners: list[BlockListener] = []
 
     @property
     def usable(self) -> int:
@@ -68,6 +82,8 @@ class BlockPool:
             return False
         self.by_hash[group][hash] = block
         self.hash_of[block] = (group, hash)
+        for listener in self.listeners:
+            listener.on_publish(group, block, hash)
         return True
 
     def forget(self, block: int) -> None:
@@ -75,11 +91,12 @@ class BlockPool:
         if (key := self.hash_of.pop(block, None)) is not None:
             group, hash = key
             del self.by_hash[group][hash]
+            for listener in self.listeners:
+                listener.on_forget(group, block, hash)
 
     def forget_all(self) -> None:
-        self.hash_of.clear()
-        for table in self.by_hash:
-            table.clear()
+        for block in list(self.hash_of):
+            BlockPool.forget(self, block)
 
     def stats(self) -> dict[str, list[float]]:
         """Measured block lifetimes (`block_metrics.py`); empty here."""

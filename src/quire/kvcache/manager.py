@@ -13,7 +13,7 @@ A request's block lists have the same length in all groups, so one number, `capa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from quire.kvcache.block_hash import Hasher
@@ -101,7 +101,7 @@ class KVManager:
         hashes = request.hashes[:max_blocks]
         cached_blocks = [self._cached_blocks(g, hashes) for g in range(len(self.groups))]
         count = found = self._longest_prefix(cached_blocks, max_blocks)
-        while count and (usable := self._usable(request, found, count)) < count:
+        while count and (usable := self.usable(request, found, count)) < count:
             count = self._longest_prefix(cached_blocks, usable)
         if not count:
             return 0, nothing
@@ -111,7 +111,8 @@ class KVManager:
             blocks[g][:first] = [NULL_BLOCK] * first
         return count * self.block_size, blocks
 
-    def _usable(self, request: CachedRequest, num_found: int, num_blocks: int) -> int:
+    def usable(self, request: CachedRequest, num_found: int, num_blocks: int) -> int:
+        """How many of the request's first `num_blocks` blocks, of `num_found` with content, its other data allows for."""
         limits = (limit.usable(request, num_found, num_blocks) for limit in self.limits)
         return min(limits, default=num_blocks)
 
@@ -142,17 +143,34 @@ class KVManager:
 
     # -- growing --------------------------------------------------------------------------------
     def admit(
-        self, request: CachedRequest, prefix: Prefix, num_cached_tokens: int, num_tokens: int
+        self,
+        request: CachedRequest,
+        prefix: Prefix,
+        num_cached_tokens: int,
+        num_tokens: int,
+        num_loaded: int = 0,
     ) -> bool:
-        """Share `prefix` and take blocks for num_tokens after it. False (and no change) if they do not fit."""
-        shared = [block for column in prefix for block in column if block != NULL_BLOCK]
+        """Share `prefix` and take blocks for the tokens after it: `num_loaded` whose KV is loaded, then `num_tokens` to compute.
+
+        False (and no change) if they do not fit. Nothing is loaded where no token to compute attends to it.
+        """
+        start = num_cached_tokens + num_loaded
+        num_blocks = -(-(start + num_tokens) // self.block_size)
+        columns, num_new = [], []
+        for column, group in zip(prefix, self.groups, strict=True):
+            outside = group.spec.first_needed(start) // self.block_size
+            kept = [NULL_BLOCK] * outside + column[outside:]
+            columns.append(kept)
+            num_new.append(num_blocks - len(kept))
+        shared = [block for column in columns for block in column if block != NULL_BLOCK]
         idle = sum(self.pool.refs[block] == 0 for block in shared)
-        num_blocks = -(-(num_cached_tokens + num_tokens) // self.block_size) - len(prefix[0])
-        if num_blocks * len(self.groups) > len(self.pool.free) - idle:
+        if sum(num_new) > len(self.pool.free) - idle:
             return False
         for block in shared:
             self.pool.share(block)
-        request.blocks = [column + self._allocate(num_blocks) for column in prefix]
+        request.blocks = [
+            column + self._allocate(count) for column, count in zip(columns, num_new, strict=True)
+        ]
         request.capacity = len(request.blocks[0]) * self.block_size
         request.num_published_blocks = request.num_cached_blocks = (
             num_cached_tokens // self.block_size
@@ -220,9 +238,24 @@ class KVManager:
             for column in request.blocks
             for b in column[request.num_cached_blocks : request.num_published_blocks]
         }
+        self.retract_blocks(blocks)
+        return blocks - {NULL_BLOCK}
+
+    # -- content that no request computes ---------------------------------------------------------
+    def reserve(self, count: int) -> list[int] | None:
+        """Take free blocks that no request owns, or None if there are too few. Give them back with `pool.release` when they
+        are published: they can be found until they are taken. Kept longer, they are missing where a request needs blocks."""
+        return self._allocate(count) if count <= len(self.pool.free) else None
+
+    def publish_loaded(self, group: int, block: int, hash: bytes) -> bool:
+        """Publish a reserved block, which has the content of this hash before the next step reads it. False: it is not
+        needed, since another block has it, or blocks are not shared."""
+        return self.caching and self.pool.publish(group, block, hash)
+
+    def retract_blocks(self, blocks: Iterable[int]) -> None:
+        """Unpublish these blocks, because their content is wrong."""
         for block in blocks:
             self.pool.forget(block)
-        return blocks - {NULL_BLOCK}
 
     def release(self, request: CachedRequest) -> None:
         """Release all blocks, the last ones first, since the first ones are more likely to be shared."""

@@ -4,8 +4,11 @@ A gate can block in two ways. `ready(request) == False`: the scheduler skips thi
 `allow(...) == 0` for a waiting request: the scheduler admits no later request in this step either, so that later
 requests cannot keep taking a resource that several requests wait for.
 
-A gate can also hold the blocks of a request back after the request has lost its row, for example until they are saved
-(`release`). The blocks stay in use meanwhile, and a preempted request is not admitted again.
+A request may own blocks without a row, at both ends, while a gate needs them (`held_blocks.py`). Before the row: the gate
+loads keys and values that need not be computed (`can_load`, `load`, `loaded`). After it: the gate saves them, for example
+(`release`); a preempted request is not admitted again meanwhile.
+
+    waits ──can_load, load──> owns blocks ──loaded──> owns blocks, gets a row ──> lost its row ──release──> blocks are free
 
 The scheduler asks its gates in ascending `order`, and stops at the first that blocks the request:
 
@@ -69,8 +72,27 @@ class Gate:
     def leave(self, request: Request) -> None:
         """The request lost its row: finished, aborted or preempted."""
 
+    def can_load(self, request: Request, start: int) -> int:
+        """How many tokens of the waiting request, from `start` on, this gate has the keys and values of. Changes nothing.
+
+        Tokens before `start` are in the prefix cache. After a load that failed, a gate should answer with fewer.
+        """
+        return 0
+
+    def load(self, request: Request, start: int, num_tokens: int) -> None:
+        """The request owns blocks for tokens [start, start + num_tokens), which are full blocks, and more; and no row. Null blocks
+        (outside a window) need nothing. What is sent with a plan (`extra`) must be written before its step reads."""
+
+    def loaded(self, request: Request) -> bool | None:
+        """Will the tokens be in the blocks before the next step reads them? Asked at once after `load`, then before each plan.
+
+        None: not yet; the request gets no row. False: they never will; its blocks are freed, and the tokens are computed. After True
+        the gate is told either that the request got a row (`enter`), or that it lost the blocks (`release`, `revoke`).
+        """
+        return True
+
     def release(self, request: Request) -> bool:
-        """May the scheduler free the blocks of this request, which has lost its row?
+        """May the scheduler free the blocks of this request? It has lost its row, or what this gate loads is not needed any more.
 
         False: hold `request.blocks` back. The scheduler asks again before each plan, and at least every 0.2 s
         (`LOOK_AGAIN_S`), until every gate has answered True once.
@@ -80,13 +102,18 @@ class Gate:
     def revoke(self, request: Request) -> None:
         """The blocks that this gate holds back are freed now, because all are: it must not use them any more."""
 
+    def failed(self, step: int) -> set[int]:
+        """A step failed. Returns the blocks that this gate's data would have filled: they are unpublished, and requests that
+        share them end with an error."""
+        return set()
+
     def gave_up(self, request: Request) -> None:
         """The request ended while it waited."""
 
     def extra(self, plan: StepPlan) -> bytes | None:
         """Data for the worker's hook of the same name, as plan.extras[name].
 
-        While blocks are held back, a plan without work is sent too if a gate has data for it.
+        While blocks are loaded or held back, a plan without work is sent too if a gate has data for it.
         """
         return None
 

@@ -1,7 +1,11 @@
-"""HeldBlocks: the blocks of requests that have lost their row, while a gate still needs them.
+"""HeldBlocks: the blocks of requests without a row: not yet, or not any more.
 
-Knows which gate holds the blocks of which request. Does not know why. The blocks stay in the request and in use; a
-preempted request whose blocks are held back is not admitted again.
+Knows which gate needs the blocks of which request. Does not know why. The blocks are the request's and in use.
+
+    loading   a waiting request; a gate loads keys and values into its blocks. The scheduler skips it.
+    loaded    a waiting request, which gets a row next. Its blocks are taken back before a running request is preempted.
+    kept      the request has lost its row, or its load is not needed any more. The blocks are freed when every gate is done
+              with them (`Gate.release`); until then a preempted request is skipped.
 """
 
 from __future__ import annotations
@@ -13,47 +17,124 @@ from quire.kvcache.manager import KVManager
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
 
+Load = tuple[Gate | None, int]
+"""The gate that has the keys and values of a request's next tokens, and how many tokens; None, 0: no gate has."""
+
 
 class HeldBlocks:
-    """Frees the blocks of a request when no gate holds them back any more."""
+    """Gives a request blocks before its row, and frees them after it, when no gate needs them."""
 
     def __init__(self, kv: KVManager):
         self.kv = kv
-        self._gates: dict[Request, list[Gate]] = {}
+        self._loading: dict[Request, Gate] = {}
+        self._loaded: dict[Request, Gate] = {}
+        self._kept: dict[Request, list[Gate]] = {}
 
     def __len__(self) -> int:
-        return len(self._gates)
+        """How many requests have blocks that a gate needs."""
+        return len(self._loading) + len(self._kept)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._gates
+        return request in self._loading or request in self._kept
 
+    def retry(self) -> None:
+        """Ask the gates again."""
+        for request, gate in list(self._loading.items()):
+            if (loaded := gate.loaded(request)) is not None:
+                self._finish_load(request)
+                if not loaded:
+                    self.take_back(request)
+        for request, gates in list(self._kept.items()):
+            self.release(request, gates)
+
+    # -- before the row ---------------------------------------------------------------------------
+    def find_load(self, request: Request, start: int, gates: Sequence[Gate]) -> Load:
+        """Which gate can load full blocks from `start` on. At least one token remains to be computed."""
+        size = self.kv.block_size
+        room = (len(request.tokens) - 1) // size - start // size
+        for gate in gates:
+            if room > 0 and (num_blocks := min(gate.can_load(request, start) // size, room)) > 0:
+                end = start // size + num_blocks
+                num_blocks = self.kv.usable(request, end, end) - start // size
+                return (gate, num_blocks * size) if num_blocks > 0 else (None, 0)
+        return None, 0
+
+    def load(self, request: Request, gate: Gate, num_tokens: int) -> None:
+        """The waiting request owns blocks: let the gate fill those after its computed tokens, which then count as computed."""
+        start = request.num_computed_tokens
+        request.num_computed_tokens += num_tokens
+        self._loading[request] = gate
+        gate.load(request, start, num_tokens)
+        if gate.loaded(request):
+            self._finish_load(request)
+
+    def _finish_load(self, request: Request) -> None:
+        self._loaded[request] = self._loading.pop(request)
+
+    def start(self, request: Request) -> int:
+        """How many tokens are loaded of a request that waits for a row; 0: none. It loses its blocks if it cannot continue
+        after them any more (`PrefixLimit`)."""
+        if request not in self._loaded:
+            return 0
+        num_blocks = request.num_computed_tokens // self.kv.block_size
+        if self.kv.usable(request, num_blocks, num_blocks) < num_blocks:
+            self.take_back(request)
+        return request.num_computed_tokens
+
+    def enter(self, request: Request) -> None:
+        """The request gets a row."""
+        self._loaded.pop(request, None)
+
+    def take_back(self, request: Request) -> None:
+        """Free the blocks of a waiting request, if it owns some, when the gate that fills them is done with them."""
+        if request in self._loading or request in self._loaded:
+            gate = self._loading.pop(request, None) or self._loaded.pop(request)
+            request.num_computed_tokens = 0
+            self.release(request, [gate])
+
+    def take_back_last(self, also_loading: bool) -> bool:
+        """Do so for the last waiting request with blocks. False: there is none."""
+        requests = [*self._loaded, *self._loading] if also_loading else self._loaded
+        if not requests:
+            return False
+        self.take_back(max(requests, key=lambda request: request.order))
+        return True
+
+    def take_back_sharing(self, wrong_blocks: set[int]) -> None:
+        """Do so for all that own some of these blocks, whose content is wrong."""
+        for request in [*self._loading, *self._loaded]:
+            if any(wrong_blocks.intersection(column) for column in request.blocks):
+                self.take_back(request)
+
+    # -- after the row ----------------------------------------------------------------------------
     def release(self, request: Request, gates: Sequence[Gate]) -> None:
         """Free the blocks of a request, unless some of these gates hold them back."""
         if holding_gates := [gate for gate in gates if not gate.release(request)]:
-            self._gates[request] = holding_gates
+            self._kept[request] = holding_gates
         else:
-            self._gates.pop(request, None)
+            self._kept.pop(request, None)
             self.kv.release(request)
-
-    def retry(self) -> None:
-        """Ask the gates that hold blocks back again."""
-        for request, gates in list(self._gates.items()):
-            self.release(request, gates)
 
     def revoke(self) -> None:
         """Free all blocks now. Their gates must not use them any more."""
-        for request, gates in self._gates.items():
+        for request, gate in [*self._loading.items(), *self._loaded.items()]:
+            request.num_computed_tokens = 0
+            self._kept[request] = [gate]
+        self._loading.clear()
+        self._loaded.clear()
+        for request, gates in self._kept.items():
             for gate in gates:
                 gate.revoke(request)
             self.kv.release(request)
-        self._gates.clear()
+        self._kept.clear()
 
     def of_preempted(self) -> bool:
-        """Whether some of these requests are to be admitted again."""
-        return any(request.finish is None for request in self._gates)
+        """Whether blocks are held back of requests that are to be admitted again."""
+        return any(request.finish is None for request in self._kept)
 
     @property
     def num_blocks(self) -> int:
-        """How many different blocks are held back."""
-        blocks = {b for request in self._gates for column in request.blocks for b in column}
+        """How many different blocks these requests own."""
+        requests = [*self._loading, *self._loaded, *self._kept]
+        blocks = {b for request in requests for column in request.blocks for b in column}
         return len(blocks - {NULL_BLOCK})

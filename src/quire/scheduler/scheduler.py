@@ -33,7 +33,7 @@ from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
 from quire.scheduler.counters import SchedulerCounters
 from quire.scheduler.gate import Gate
-from quire.scheduler.held_blocks import HeldBlocks
+from quire.scheduler.held_blocks import HeldBlocks, Load
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.output import output_of
 from quire.scheduler.plan_builder import PendingOutputs, PlanBuilder
@@ -128,6 +128,8 @@ class Scheduler:
                     continue
                 if self.held_blocks.of_preempted():
                     break  # a preempted request's blocks will be free soon: wait for them
+                if self.held_blocks.take_back_last(also_loading=True):
+                    continue
                 victim = self.waiting.victim_for_blocks(self.running)
                 self._preempt_for_blocks(victim, builder)
                 if victim is request:
@@ -197,33 +199,50 @@ class Scheduler:
                 yield request
 
     def _admit(self, builder: PlanBuilder) -> None:
-        """Admit waiting requests while rows, budget and blocks last. It preempts none and keeps the order."""
+        """Give waiting requests blocks, then rows, while budget lasts. It preempts none and keeps the order."""
         admitted: list[Request] = []
         for request in self._waiting_and_ready():
             rows_left = len(self.free_rows) - len(admitted)
             if not (builder.budget and rows_left) or request.num_pending_tokens:
                 break
-            num_cached_tokens, prefix = self._match(request)
-            num_tokens = self._num_new_tokens(request, builder.budget, num_cached_tokens)
-            if not num_tokens or not self.kv.admit(request, prefix, num_cached_tokens, num_tokens):
+            if not (num_tokens := self._give_blocks(request, builder.budget)):
                 break
+            if request in self.held_blocks:
+                continue  # it gets a row when its blocks are filled
             request.row = self.free_rows[rows_left - 1]
-            self._enter(request, num_cached_tokens, num_tokens, builder)
+            self._enter(request, num_tokens, builder)
             admitted.append(request)
         for request in admitted:
             self.free_rows.pop()
             self.waiting.remove(request)
             self.running.append(request)
 
-    def _match(self, request: Request) -> tuple[int, Prefix]:
-        if request.params.skip_reading_prefix_cache:
-            return 0, [[] for _ in self.kv.groups]
-        return self.kv.match(request)
+    def _give_blocks(self, request: Request, budget: int) -> int:
+        """Give a waiting request blocks, unless it owns some. Returns how many tokens it gets in this step; 0: stop here."""
+        if start := self.held_blocks.start(request):
+            return self._num_new_tokens(request, min(budget, request.capacity - start), start)
+        start, prefix, (gate, num_loaded) = self._match(request)
+        num_tokens = self._num_new_tokens(request, budget, start + num_loaded)
+        if not num_tokens:
+            return 0
+        while not self.kv.admit(request, prefix, start, num_tokens, num_loaded):
+            if not self.held_blocks.take_back_last(also_loading=False):
+                return 0
+        request.num_computed_tokens = start
+        if gate is not None:
+            self.held_blocks.load(request, gate, num_loaded)
+        return num_tokens
 
-    def _enter(
-        self, request: Request, num_cached_tokens: int, num_tokens: int, builder: PlanBuilder
-    ) -> None:
-        request.num_computed_tokens = num_cached_tokens
+    def _match(self, request: Request) -> tuple[int, Prefix, Load]:
+        """(tokens, blocks by group) in the prefix cache, and what a gate can load after them."""
+        if request.params.skip_reading_prefix_cache:
+            return 0, [[] for _ in self.kv.groups], (None, 0)
+        start, prefix = self.kv.match(request)
+        return start, prefix, self.held_blocks.find_load(request, start, self.gates)
+
+    def _enter(self, request: Request, num_tokens: int, builder: PlanBuilder) -> None:
+        self.held_blocks.enter(request)
+        num_cached_tokens = request.num_computed_tokens
         if not request.preemptions:
             request.num_cached_tokens = num_cached_tokens
             request.queued = max(self.clock() - request.arrived, 0.0)
@@ -297,6 +316,7 @@ class Scheduler:
             self.waiting.remove(request)
             for gate in self.gates:
                 gate.gave_up(request)
+            self.held_blocks.take_back(request)
         self.waiting.on_finished(request)
 
     # -- commit ---------------------------------------------------------------------------------
@@ -351,13 +371,15 @@ class Scheduler:
         return tokens
 
     def _fail(self, request: Request, error: str, kind: ErrorKind = "internal") -> EngineOutput:
-        self.kv.retract(request)
+        self.held_blocks.take_back_sharing(self.kv.retract(request))
         self._end(request, "error")
         return EngineOutput(request.id, [], "error", None, error, kind, client=request.client)
 
     def fail_step(self, step: int, error: str) -> list[EngineOutput]:
         """A step failed: its requests end with `error`, and so do the running requests that share its KV."""
-        wrong_blocks: set[int] = set()
+        wrong_blocks = set[int]().union(*(gate.failed(step) for gate in self.gates))
+        self.kv.retract_blocks(wrong_blocks)
+        self.held_blocks.take_back_sharing(wrong_blocks)
         failed: list[Request] = []
         for request, num_pending in self.in_flight.pop(step):
             request.num_pending_tokens -= num_pending
