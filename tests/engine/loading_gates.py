@@ -118,7 +118,8 @@ class LoadingGate(Gate):
         if (load := self.loads.pop(request, None)) is not None:
             assert not load.delay, f"{request.id} enters before its blocks are loaded"
             assert not load.fails, f"{request.id} enters with a load that failed"
-            assert [b for b, _ in load.writes if b not in sum(request.blocks, [])] == []
+            owned = {block for column in request.blocks for block in column}
+            assert owned.issuperset(block for block, _ in load.writes)
             if not load.waits:
                 self.to_send.append(load)
             else:

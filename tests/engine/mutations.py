@@ -76,7 +76,6 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "blocks are free while they are filled": (HELD, "HeldBlocks.take_back", "self.release(request, [gate])", "self.release(request, [])"),
     "blocks taken back count as computed": (HELD, "HeldBlocks.take_back", "request.num_computed_tokens = 0", ""),
     "sleep leaves a load": (HELD, "HeldBlocks.revoke", "[*self._loading.items(), *self._loaded.items()]", "[*self._loaded.items()]"),
-    "a failed request's blocks are in a load": (SCHEDULER, "Scheduler._fail", "self.held_blocks.take_back_sharing(ANY)", "self.kv.retract(request)"),
     "gates are not told of a failed step": (SCHEDULER, "Scheduler.fail_step", "gate.failed(step)", "set()"),
     "what a failed step should have filled stays published": (SCHEDULER, "Scheduler.fail_step", "self.kv.retract_blocks(ANY)", "pass"),
     "blocks outside a window are filled": (MANAGER, "KVManager.admit", "group.spec.first_needed(start) // self.block_size", "0"),
