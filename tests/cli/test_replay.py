@@ -15,7 +15,7 @@ from msgspec.msgpack import Ext
 from quire.cli.replay import main
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.config.recording import config_of, for_recording, from_recording
 from quire.config.serialize import resolved_to_bytes
 from quire.engine.build import build_core

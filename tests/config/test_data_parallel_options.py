@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
-from quire.config.data_parallel import check_data_parallel, check_device, num_http_processes
 from quire.config.engine import EngineConfig
 from quire.config.from_keywords import engine_config
-from quire.config.nodes import with_engines_by_node
+from quire.config.parallel.data_parallel import (
+    check_data_parallel,
+    check_device,
+    num_http_processes,
+)
+from quire.config.parallel.nodes import with_engines_by_node
 from quire.errors import ConfigError, Unsupported
 
 

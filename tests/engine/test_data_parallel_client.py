@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.engine.data_parallel import DataParallelClient
 from quire.engine.data_parallel_calls import merge, merged_ready, merged_stats
 from quire.engine.engine_state import Condition, EngineState

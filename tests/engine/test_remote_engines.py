@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
-from quire.config.cluster_key import cluster_key
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.cluster_key import cluster_key
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.engine import remote_engines
 from quire.engine import remote_link as link
 from quire.engine.engine_state import EngineState

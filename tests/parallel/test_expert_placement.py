@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.errors import ConfigError
 from quire.parallel.expert_placement import (
     ExpertOptions,

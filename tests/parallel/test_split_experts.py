@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.config.experts import EplbOptions
+from quire.config.parallel.experts import EplbOptions
 from quire.features.expert_balance.hook import ExpertBalanceHook
 from quire.layers.moe import Experts, Router
 from quire.layers.split_experts import CutExperts, PlacedExperts

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.cluster_key import cluster_key
+from quire.config.parallel.cluster_key import cluster_key
 from quire.errors import ConfigError, StartupError
 from quire.processes import keyed_socket
 from quire.processes.keyed_socket import KeyRefused, accept, address_of, connect, listen

@@ -21,10 +21,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from quire.config.ranges import AtLeast1, in_words
+from quire.config.number_types import AtLeast1, in_words
 from quire.errors import ConfigError
 
-PLAIN = "--api-key"
+KEY_FLAG = "--api-key"
 """Tenant names of --api-key keys begin with this text; names in a key file must not."""
 
 
@@ -47,7 +47,7 @@ class TenantKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"TenantKey(name={self.name!r})"
 
 
-def plain_keys(value: Sequence[str] | str | None, source: str = PLAIN) -> list[str]:
+def plain_keys(value: Sequence[str] | str | None, source: str = KEY_FLAG) -> list[str]:
     """The keys of --api-key, or of the environment variable that replaces it.
 
     Raises:
@@ -105,8 +105,10 @@ def read_keys(path: str) -> list[TenantKey]:
         raise ConfigError(f"--api-key-file {path}: {in_words(why)}") from None
     for at, one in enumerate(keys):
         check_key(f"--api-key-file {path}, $[{at}].key", one.key)
-        if one.name.startswith(PLAIN):
-            raise ConfigError(f"--api-key-file {path}, $[{at}].name: must not begin with {PLAIN}")
+        if one.name.startswith(KEY_FLAG):
+            raise ConfigError(
+                f"--api-key-file {path}, $[{at}].name: must not begin with {KEY_FLAG}"
+            )
     for what in ("name", "key"):
         if len({getattr(key, what) for key in keys}) < len(keys):
             raise ConfigError(f"--api-key-file {path}: two entries have the same `{what}`")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.config.ranges import Amount, AtLeast0, AtLeast1, Fraction
+from quire.config.number_types import Amount, AtLeast0, AtLeast1, Fraction
 
 KV_DTYPES = {
     "float32": "float32",

@@ -16,7 +16,7 @@ from quire.config.load import LoadConfig
 from quire.config.lora import LoraConfig
 from quire.config.model import ModelConfig
 from quire.config.observe import ObserveConfig
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.config.pooling import PoolingModel
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig

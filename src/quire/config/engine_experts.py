@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.config.model_sizes import model_size
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.errors import Unsupported
 
 if TYPE_CHECKING:

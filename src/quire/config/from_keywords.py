@@ -14,11 +14,11 @@ from typing import Any
 
 from quire import env
 from quire.config.api_key_file import plain_keys
-from quire.config.data_parallel import from_environment
 from quire.config.engine import EngineConfig
 from quire.config.model import EMBEDDER
-from quire.config.nodes import with_engines_by_node
 from quire.config.options import coerce, options
+from quire.config.parallel.data_parallel import from_environment
+from quire.config.parallel.nodes import with_engines_by_node
 from quire.config.unknown_names import Source, UnknownName, spelt, unknown
 from quire.config.vllm_flags import OLD, VllmFlag
 from quire.errors import ConfigError, Unsupported

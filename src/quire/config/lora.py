@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from quire.config.ranges import AtLeast1
+from quire.config.number_types import AtLeast1
 
 FORMS = 'NAME=PATH, {"name": NAME, "path": PATH}, or a dict of names and paths'
 KEYS = ("name", "path", "base_model_name", "is_3d_lora_weight")

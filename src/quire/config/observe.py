@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quire.config.ranges import Fraction
+from quire.config.number_types import Fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

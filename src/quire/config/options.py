@@ -22,7 +22,7 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.config.lora import lora_modules
 from quire.config.nearest_name import choose_from
-from quire.config.ranges import AtLeast1, in_words
+from quire.config.number_types import AtLeast1, in_words
 from quire.errors import ConfigError
 
 Kind = Literal["flag", "int", "float", "text", "json", "list", "maybe"]

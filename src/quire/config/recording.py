@@ -19,12 +19,12 @@ from quire.config.engine import EngineConfig, Resolved
 from quire.config.load import LoadConfig
 from quire.config.lora import LoraConfig
 from quire.config.model import ModelConfig
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.structured import StructuredConfig
 from quire.errors import ConfigError
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """The largest file that is read; a recorded configuration has a few thousand bytes."""
 
 
@@ -121,9 +121,9 @@ def _name(thing: Any) -> str:
 
 def from_recording(data: bytes) -> RecordedConfig:
     """Raises ConfigError: not a file of `for_recording`; the message says what is wrong."""
-    if len(data) > MOST_BYTES:
+    if len(data) > MAX_BYTES:
         raise ConfigError(
-            f"the recorded configuration has {len(data)} bytes; the limit is {MOST_BYTES}"
+            f"the recorded configuration has {len(data)} bytes; the limit is {MAX_BYTES}"
         )
     try:
         return msgspec.json.decode(data, type=RecordedConfig)

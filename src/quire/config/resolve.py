@@ -13,15 +13,15 @@ from typing import Any, Protocol
 from quire import env
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.context_length import learned_positions, model_length
-from quire.config.data_parallel import check_device
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.engine_experts import check_engine_experts
-from quire.config.experts import check_experts
-from quire.config.nodes import check_nodes
+from quire.config.parallel.data_parallel import check_device
+from quire.config.parallel.experts import check_experts
+from quire.config.parallel.nodes import check_nodes
+from quire.config.parallel.ranks import check_ranks
 from quire.config.pooling import PoolingModel
 from quire.config.quantization import ONLINE, fitting, quantization_method
 from quire.config.quantization_config import stored_quantization
-from quire.config.ranks import check_ranks
 from quire.config.validate import check_options, warn_of_ignored
 from quire.errors import ConfigError
 from quire.logging import get_logger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.config.ranges import AtLeast0, AtLeast1
+from quire.config.number_types import AtLeast0, AtLeast1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

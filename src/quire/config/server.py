@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from quire.config.ranges import Amount, AtLeast0, AtLeast1
+from quire.config.number_types import Amount, AtLeast0, AtLeast1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ import msgspec
 
 from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.config.nearest_name import choose_from
-from quire.config.ranges import in_words
+from quire.config.number_types import in_words
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 
@@ -29,15 +29,15 @@ WITHOUT_MODEL = ("ngram", "suffix")
 SAME = {"ngram_gpu": "ngram", "peagle": "eagle3", "dflash2": "dflash"}
 DETECTED = (("eagle3", "eagle3"), ("eagle-", "eagle"), ("dflash", "dflash"), ("dspark", "dspark"))
 """Part of a draft model's name -> its method."""
-MOST = 128
+MAX_DRAFT_TOKENS = 128
 DEFAULT_LOOKUP = 5
 RANGES: dict[str, tuple[float, float | None]] = {
-    "num_speculative_tokens": (1, MOST),
+    "num_speculative_tokens": (1, MAX_DRAFT_TOKENS),
     "max_model_len": (1, None),
     "draft_tensor_parallel_size": (1, None),
     "suffix_decoding_max_tree_depth": (1, None),
     "suffix_decoding_max_cached_requests": (0, None),
-    "suffix_decoding_max_spec_factor": (0, MOST),
+    "suffix_decoding_max_spec_factor": (0, MAX_DRAFT_TOKENS),
     "suffix_decoding_min_token_prob": (0, 1),
 }
 OLD_KEYS = {
@@ -166,7 +166,8 @@ def speculative_options(config: Mapping[str, Any]) -> SpeculativeOptions | None:
         raise ConfigError(f"{KEY}: {in_words(why).replace('$.', '')}") from None
     if not options.num_speculative_tokens and options.methods == ("suffix",):
         options = msgspec.structs.replace(
-            options, num_speculative_tokens=min(options.suffix_decoding_max_tree_depth, MOST)
+            options,
+            num_speculative_tokens=min(options.suffix_decoding_max_tree_depth, MAX_DRAFT_TOKENS),
         )
     _check(options, keys)
     return options
@@ -175,7 +176,9 @@ def speculative_options(config: Mapping[str, Any]) -> SpeculativeOptions | None:
 def check_count(options: SpeculativeOptions) -> None:
     """Raises ConfigError: nothing says how many draft tokens a request gets."""
     if not options.num_speculative_tokens:
-        raise ConfigError(f"{KEY}: num_speculative_tokens is missing; set it to 1 to {MOST}")
+        raise ConfigError(
+            f"{KEY}: num_speculative_tokens is missing; set it to 1 to {MAX_DRAFT_TOKENS}"
+        )
 
 
 def _methods(keys: dict[str, Any]) -> list[str]:

@@ -8,12 +8,12 @@ from typing import Any
 
 from quire.config import unsupported
 from quire.config.cache import KV_DTYPES, SAME_HASHES
-from quire.config.data_parallel import check_data_parallel
 from quire.config.engine import EngineConfig
-from quire.config.experts import eplb_options
 from quire.config.load import LOAD_FORMATS, SAME_LOAD_FORMATS
 from quire.config.nearest_name import choose_from
 from quire.config.options import coerce, options
+from quire.config.parallel.data_parallel import check_data_parallel
+from quire.config.parallel.experts import eplb_options
 from quire.config.profiler import profiler_options
 from quire.config.quantization import quantization_method
 from quire.config.reasoning import reasoning_marks

@@ -19,7 +19,7 @@ import msgspec
 
 from quire import env
 from quire.config.engine import EngineConfig, Resolved
-from quire.config.nodes import check_head
+from quire.config.parallel.nodes import check_head
 from quire.engine import rpc, sleep
 from quire.engine.build_executor import build_executor
 from quire.engine.client import EngineClient, InlineClient

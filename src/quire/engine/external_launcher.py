@@ -54,7 +54,7 @@ def external_executor(resolved: Resolved, make: Callable[[RankAddress], Worker])
 
 
 def torchrun_machines(resolved: Resolved) -> TorchrunMachines:
-    """Of this process' rank. `config/nodes.py` has checked the variables."""
+    """Of this process' rank. `config/parallel/nodes.py` has checked the variables."""
     parallel = resolved.config.parallel
     size, rank = RankLayout.of(parallel).size, int(env.outer("RANK") or 0)
     local = int(env.outer("LOCAL_WORLD_SIZE") or size)

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from quire.config.cluster_key import cluster_key
 from quire.config.engine import Resolved
+from quire.config.parallel.cluster_key import cluster_key
 from quire.engine import remote_link as link
 from quire.engine.engine_processes import EnginePlace, close_all, supervise_local
 from quire.engine.engine_state import EngineState

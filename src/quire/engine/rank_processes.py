@@ -12,9 +12,9 @@ from functools import partial
 import msgspec
 
 from quire import env
-from quire.config.cluster_key import cluster_key
 from quire.config.engine import Resolved
 from quire.config.model_sizes import model_size
+from quire.config.parallel.cluster_key import cluster_key
 from quire.config.serialize import resolved_to_bytes
 from quire.config.server import ServerConfig
 from quire.engine.node_fingerprint import node_fingerprint

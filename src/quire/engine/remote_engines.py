@@ -20,8 +20,8 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from quire.config.cluster_key import cluster_key
 from quire.config.engine import Resolved
+from quire.config.parallel.cluster_key import cluster_key
 from quire.engine import remote_link as link
 from quire.engine.engine_state import EngineState, StateBoard
 from quire.errors import ConfigError

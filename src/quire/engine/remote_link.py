@@ -1,7 +1,7 @@
 """The connection between a server and engines on other machines: messages, keys, and what both sides must agree on.
 
 One TCP port, at the server, carries everything. msgpack, no pickle. Both sides derive their CURVE keys (ZeroMQ, RFC 26) from
-the key of the cluster (`config/cluster_key.py`): bytes are encrypted, and a peer without the key is refused before its first
+the key of the cluster (`config/parallel/cluster_key.py`): bytes are encrypted, and a peer without the key is refused before its first
 message.
 
     node -> server    Hello, NodeState, Farewell; outputs of an engine
@@ -19,7 +19,7 @@ from msgspec import Struct
 from zmq.utils import z85
 
 from quire.config.engine import Resolved
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.engine.engine_state import EngineState
 from quire.engine.node_fingerprint import node_fingerprint
 

@@ -9,8 +9,8 @@ import signal
 from types import FrameType
 
 from quire import env
-from quire.config.cluster_key import cluster_key
 from quire.config.engine import EngineConfig
+from quire.config.parallel.cluster_key import cluster_key
 from quire.engine.node_fingerprint import local_paths, node_fingerprint
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError

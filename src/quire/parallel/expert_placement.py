@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from quire.config.engine_experts import engines_share_experts
-from quire.config.experts import eplb_options
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.experts import eplb_options
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.errors import ConfigError
 
 

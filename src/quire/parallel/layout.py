@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from quire.config.parallel import ParallelConfig
-from quire.config.ranks import PARTITION, layer_partition
+from quire.config.parallel.parallel_config import ParallelConfig
+from quire.config.parallel.ranks import PARTITION, layer_partition
 from quire.errors import ConfigError
 
 

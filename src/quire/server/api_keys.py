@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from hashlib import sha256
 
-from quire.config.api_key_file import PLAIN, TenantKey, plain_keys, read_keys
+from quire.config.api_key_file import KEY_FLAG, TenantKey, plain_keys, read_keys
 from quire.config.server import ServerConfig
 from quire.server.errors import ApiError, invalid
 from quire.server.shared_usage import UsageAccount, UsageLedger
@@ -94,7 +94,7 @@ class Tenant:
     @property
     def id(self) -> str:
         """Identifies the tenant to the engine and the page; unique for each key."""
-        return self.key.name if self.plain is None else f"{PLAIN} {self.plain}"
+        return self.key.name if self.plain is None else f"{KEY_FLAG} {self.plain}"
 
     def update(self, key: TenantKey) -> None:
         """Use the key as read again from the file. Keeps what was used, unless the limits changed."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.config.engine import ModelSpec
 from quire.config.engine_experts import engines_share_experts
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.errors import Unsupported
 from quire.models.registry import choose_impl
 from quire.parallel.layout import ONE_RANK, RankLayout

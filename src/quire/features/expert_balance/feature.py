@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.config.engine import Resolved
-from quire.config.experts import eplb_options
 from quire.config.model_sizes import model_size
+from quire.config.parallel.experts import eplb_options
 from quire.engine.feature import Feature
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from quire.config.experts import EplbOptions
+from quire.config.parallel.experts import EplbOptions
 from quire.layers.moe import Experts
 from quire.layers.split_experts import PlacedExperts
 from quire.logging import get_logger

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.config.engine import ModelSpec
 from quire.config.model_sizes import model_size
-from quire.config.speculation import MOST
+from quire.config.speculation import MAX_DRAFT_TOKENS
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
 from quire.models.checkpoint_files import stored_tensors, tensors, weight_files
@@ -163,9 +163,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _check_count(spec: ModelSpec, name: str, count: Any) -> None:
     """Raises ConfigError: no speculator has so many parts."""
-    if type(count) is not int or not 0 < count <= MOST:
+    if type(count) is not int or not 0 < count <= MAX_DRAFT_TOKENS:
         raise ConfigError(
-            f"{name}={count!r:.50} of {spec.path}: this is a whole number from 1 to {MOST}; {REMEDY}"
+            f"{name}={count!r:.50} of {spec.path}: this is a whole number from 1 to {MAX_DRAFT_TOKENS}; {REMEDY}"
         )
 
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from socket import socket
 
-from quire.config.data_parallel import check_data_parallel, num_http_processes
 from quire.config.engine import EngineConfig
+from quire.config.parallel.data_parallel import check_data_parallel, num_http_processes
 from quire.engine.build import make_client
 from quire.engine.client import EngineClient
 from quire.engine.engine_process import COLLECT_AFTER

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire import env
-from quire.config.cluster_key import cluster_key
+from quire.config.parallel.cluster_key import cluster_key
 from quire.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:

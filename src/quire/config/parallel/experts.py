@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from quire.config.model_sizes import model_size
-from quire.config.parallel import ParallelConfig
-from quire.config.ranges import AtLeast0, AtLeast1, in_words
+from quire.config.number_types import AtLeast0, AtLeast1, in_words
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.errors import ConfigError
 from quire.logging import get_logger
 

@@ -7,7 +7,7 @@ machine while a load balancer distributes among machines (hybrid); or a load bal
 from __future__ import annotations
 
 from quire import env
-from quire.config.parallel import LOOPBACK, ParallelConfig
+from quire.config.parallel.parallel_config import LOOPBACK, ParallelConfig
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, Unsupported
 

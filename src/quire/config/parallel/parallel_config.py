@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from quire.config.ranges import AtLeast0, AtLeast1
+from quire.config.number_types import AtLeast0, AtLeast1
 
 LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 
