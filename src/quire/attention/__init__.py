@@ -1,1 +1,1 @@
-"""Attention backends, all behind one small interface."""
+"""Attention backends, all with one small interface."""

@@ -64,6 +64,6 @@ class CacheConfig:
 
     @property
     def hash_algorithm(self) -> Literal["blake2b", "sha256"]:
-        """The algorithm behind the name of prefix_caching_hash_algo."""
+        """The algorithm that prefix_caching_hash_algo names."""
         name = SAME_HASHES.get(self.prefix_caching_hash_algo, self.prefix_caching_hash_algo)
         return "sha256" if name == "sha256" else "blake2b"

@@ -20,7 +20,7 @@ COUNTED = ("su", "longrope", "llama3", "mrope", "default", "proportional")
 """Types of rotary scaling with which the length in config.json already includes the scaling."""
 
 AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet")
-"""Model types whose table of learned positions begins behind the row of padding."""
+"""Model types whose table of learned positions begins after the row of padding."""
 
 LEARNED = (
     *("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "xglm", "codegen", "openai-gpt"),

@@ -133,7 +133,7 @@ class Splade(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class PoolingModel(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the worker computes for each task, and what the frontend knows of it.
 
-    `architecture`: as config.json names it. `poolers`: of sequences, concatenated. `stages`: behind them, for vectors.
+    `architecture`: as config.json names it. `poolers`: of sequences, concatenated. `stages`: after them, for vectors.
     `token_stages`: the same for the vector of each token. `head`, `token_head`: for classes. `from_tokens`: the head is
     made from the LM head's rows of these tokens; `difference`: one label, the last row minus the first.
     `splade`: vectors are made by it, in place of `poolers`. `edges`: ids of a first and a last token that count in no output

@@ -131,7 +131,7 @@ class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return tuple(default if size is None else size for size in found)  # type: ignore[return-value]
 
     def most_at(self, num_rows: int) -> int:
-        """The most draft tokens of a request where so many requests draw in a step."""
+        """The limit of draft tokens of a request in a step in which `num_rows` requests draw."""
         if 0 < self.disable_by_batch_size <= num_rows:
             return 0
         most = self.num_speculative_tokens

@@ -40,7 +40,7 @@ class Hello(Struct, array_like=True, tag="hello"):
 
 
 class Welcome(Struct, array_like=True, tag="welcome"):
-    """The server takes them; it has so many frontends."""
+    """The server accepts the engines; it has `frontends` HTTP processes."""
 
     frontends: int
 

@@ -1,7 +1,7 @@
 """Messages between the head of an engine, which schedules, and nodes, whose ranks compute: msgpack, one message a frame.
 
-Knows the messages. A node has one connection of its own, and one for each of its ranks. Behind the first message that of a
-rank carries what a pipe to a local worker carries (`messages.py`). No torch here.
+Knows the messages. A node has one connection of its own, and one for each of its ranks. After the first message, a rank's
+connection carries the same messages as a local worker's pipe (`messages.py`). No torch here.
 
     to the head   NodeJoins   back   NodeAccepted, or NodeRefused; then NodeEnds, if the head ends as it should
                   RankJoins          nothing: the messages of a worker follow

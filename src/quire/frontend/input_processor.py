@@ -282,7 +282,7 @@ class InputProcessor:
             )  # fmt: skip
 
     def check_length(self, num_tokens: int) -> None:
-        """Raises ValidationError: a prompt of so many tokens leaves no room for output."""
+        """Raises ValidationError: a prompt of this number of tokens leaves no room for output."""
         if num_tokens >= self.max_model_len:
             raise self._too_long(str(num_tokens))
 

@@ -82,7 +82,7 @@ class CacheGroup:
 
 
 STATE_ALIGNMENT = 64
-"""Each part of a state starts at a multiple of so many bytes, so that a kernel can use aligned loads."""
+"""Each part of a state starts at a multiple of this number of bytes, so that a kernel can use aligned loads."""
 
 
 @dataclass(frozen=True, slots=True)

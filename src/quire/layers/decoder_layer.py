@@ -185,7 +185,7 @@ class SelfAttention(nn.Module):
 
     @property
     def kv_copies(self) -> int:
-        """So many neighbouring ranks have the same keys and values."""
+        """The number of neighbouring ranks that have the same keys and values."""
         size = 1 if self.ranks is None else self.ranks.size
         return size * self.shares[1].length // self.shares[1].total if self.shares else 1
 
@@ -308,7 +308,7 @@ class DecoderLayer(nn.Module):
         return self._output(self.norms.mlp_out, self.mlp(x_TD)), residual_TD
 
     def finish(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """What a family adds behind both halves."""
+        """What a family adds after both halves."""
         return x_TD, residual_TD
 
     def _output(self, norm: Norm | None, y_TD: Tensor) -> Tensor:

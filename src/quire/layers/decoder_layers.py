@@ -61,7 +61,7 @@ class Layers(nn.ModuleList):
     def advance(
         self, x_TD: Tensor, residual_TD: Tensor | None, positions: Tensor, rotary: LayerRotaries
     ) -> tuple[Tensor, Tensor | None]:
-        """(x_TD, residual_TD) behind these layers."""
+        """(x_TD, residual_TD) after these layers."""
         if (fused := self._running()) is not None:
             return fused.run(x_TD, residual_TD, positions, rotary)
         for number, (layer, angles) in enumerate(zip(self, rotary(positions), strict=True)):

@@ -6,7 +6,7 @@ that starts, or starts again, finds zeros there.
 
 In a forward pass the layer reads `rows_B` and `query_start_B1` of `current_batch()`: the tokens
 query_start_B1[b] : query_start_B1[b + 1] belong to row rows_B[b], and continue from `state[i][rows_B[b]]`. The layer
-leaves the state after the last of these tokens there. Padding has the row behind the last one.
+leaves the state after the last of these tokens there. Padding has the row after the last one.
 
 The recurrence is computed token by token in every step, so that its bits do not depend on how a prompt is divided into
 steps (docs/design/recurrent-state.md).

@@ -80,7 +80,7 @@ class WeightRef:
         prefix: begins the names of the parameters, for a layer with several weights.
         exact: it is never quantized.
         dtype: of the weight; None: the model's.
-        shares: the outputs that this rank has of each part, in order, maybe several pieces of a part; `num_out` counts only these.
+        shares: for each part in order, the ranges of outputs that this rank has; `num_out` is their total.
             None: this rank has all outputs.
 
     Attributes:

@@ -215,13 +215,13 @@ class EncoderModel(LanguageModel):
 
 
 class Bert(EncoderModel):
-    """BERT and models with its layers: norms behind attention and MLP, learned positions, token types."""
+    """BERT and models with its layers: norms after attention and MLP, learned positions, token types."""
 
     prefixes = ("bert.",)
 
 
 class Roberta(EncoderModel):
-    """RoBERTa and XLM-R: the rows of positions begin behind that of padding."""
+    """RoBERTa and XLM-R: the rows of positions begin after the row of padding."""
 
     prefixes = ("roberta.",)
 

@@ -51,7 +51,7 @@ class Lfm2(CausalLM):
 
 
 class Lfm2Moe(Lfm2):
-    """LFM2-MoE: experts behind the first `num_dense_layers` layers."""
+    """LFM2-MoE: experts after the first `num_dense_layers` layers."""
 
     def mlp(self, i: int) -> nn.Module:
         cfg, hidden = self.cfg, self.cfg.hidden_size

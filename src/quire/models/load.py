@@ -254,7 +254,7 @@ def _set_formats(model: nn.Module, spec: ModelSpec, accelerator: bool) -> None:
 
 
 def _drop_wide_windows(model: CausalLM, max_model_len: int) -> None:
-    """Remove windows that no request can exceed: the layer then needs no blocks freed behind its window."""
+    """Remove windows that no request can exceed: the layer then frees no blocks that its window has passed."""
     for layer in model.attention_layers():
         if layer.spec.window is not None and layer.spec.window >= max_model_len:
             layer.spec = replace(layer.spec, window=None)

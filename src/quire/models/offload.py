@@ -91,7 +91,7 @@ class Ring:
 
 
 class Offload:
-    """Implements `cpu_offload_gb`: frees at least so many bytes of the device, if the layers have them.
+    """Implements `cpu_offload_gb`: frees at least this number of bytes of the device, if the layers have them.
 
     Args:
         num_bytes: how many to offload, at least.

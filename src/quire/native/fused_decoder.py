@@ -1,4 +1,4 @@
-"""Fused decoder layers on the CPU: consecutive halves of layers, and the norm behind them, in one kernel call.
+"""Fused decoder layers on the CPU: consecutive halves of layers, and the norm after them, in one kernel call.
 
 Knows which halves of which layers the kernels support (`fused_layers.py`). The others run as modules between the calls,
 so a layer with another MLP keeps its fused attention, and one with another attention keeps its fused MLP. A fused half

@@ -66,7 +66,7 @@ def native_ends(embedding: Embedding | None, lm_head: Head | None) -> dict[str, 
 
 
 def make_room(model: CModel, num_tokens: int) -> None:
-    """Give a step of so many tokens memory for the hidden states that the model records: `CausalLM.fast_states`."""
+    """Give a step of `num_tokens` memory for the hidden states that the model records: `CausalLM.fast_states`."""
     if num_tokens <= model.state_rows:
         return
     causal: CausalLM = model.references[0]

@@ -43,7 +43,7 @@ class NativeStep:
 
     Args:
         sampler: its arrays give the sampling parameters by row; it says which rows need no more. None: nothing draws.
-        shift: at each position the model reads the token so many positions later.
+        shift: the model reads token[i + shift] at position i.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ PREFIX = "spec_decode_num_"
 
 
 def speculation_line(now: EngineStats, before: EngineStats, seconds: float) -> str:
-    """Empty if nothing was verified since `before`, so many seconds ago."""
+    """Empty if nothing was verified since `before`, which is `seconds` old."""
 
     def growth(name: str) -> float:
         return now.counts.get(name, 0.0) - before.counts.get(name, 0.0)

@@ -168,7 +168,7 @@ class LoraTable:
         """Whether the CPU kernels multiply all of them."""
 
     def set(self, number: int, factors: LoraFactors | None) -> None:
-        """Replace the factors of an adapter, behind the steps that are queued on the device.
+        """Replace the factors of an adapter, after the steps that are queued on the device.
 
         Raises:
             ValueError: their rank is above `width`.

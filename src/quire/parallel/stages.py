@@ -25,7 +25,7 @@ class StageLink(Protocol):
     Attributes:
         stage: from 0.
         size: the number of stages.
-        step: the plan that runs; messages carry it, so that a stage that is behind is found at once.
+        step: the plan that runs; messages carry it, so that a late stage is noticed at once.
     """
 
     stage: int

@@ -82,7 +82,7 @@ def connect(host: str, port: int, key: bytes, seconds: float) -> Connection:
     """Connect to a process with the same key; again and again, until one listens.
 
     Raises:
-        StartupError: none did within so many seconds, or it has another key.
+        StartupError: none listened within `seconds`, or it has another key.
     """
     began, last = time.monotonic(), "no answer"
     until = began + seconds

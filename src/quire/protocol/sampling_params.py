@@ -97,7 +97,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
     stream_interval: int | None = None
     """Tokens between two outputs of a stream; None: one output whenever there is something new."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many tokens of the prompt; -1: as many as fit in the context."""
+    """Keep only this number of the prompt's last tokens; -1: as many as fit in the context."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None

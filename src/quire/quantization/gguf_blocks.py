@@ -46,7 +46,7 @@ class BlockRows(NamedTuple):
         return FORMS[self.kind]
 
     def split(self, lengths: Sequence[int]) -> list[BlockRows]:
-        """So many rows each."""
+        """`lengths[i]` rows in part i."""
         return [BlockRows(self.kind, rows_ON) for rows_ON in self.rows_ON.split(list(lengths))]
 
 

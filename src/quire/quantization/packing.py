@@ -19,7 +19,7 @@ class Packing:
     """Rows that wait for the kernels; a weight is complete after `finish`.
 
     Args:
-        pack: packs so many rows of a table at this address.
+        pack: called with (number of rows, address of the table).
     """
 
     def __init__(self, pack: Callable[[int, int], object]):

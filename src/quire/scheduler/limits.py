@@ -24,7 +24,7 @@ class SchedulerLimits:
     chunked: bool = True  # False: a prompt is computed in one step or waits
     max_chunk: int = 0  # the most tokens of one prompt in a step; 0: the step's token budget
     drafts: int = 0  # draft tokens that a row may have beyond its next token
-    # tokens behind those of a step that a row may have blocks for, where blocks are free
+    # tokens after a step's tokens that a row may have blocks for, where blocks are free
     lookahead: int = 0
     depth: int = 1  # steps that may be in flight at once
     run_ahead: bool = True  # False: a row is planned again only when its next token is known
@@ -39,8 +39,7 @@ class SchedulerLimits:
         return step + (self.depth - 1) * (1 + self.drafts)
 
     def num_ahead(self, request: Request, num_tokens: int, num_running: int, kv: KVManager) -> int:
-        """For how many tokens behind these a request gets blocks as well: `lookahead`, while each running request could get
-        another block."""
+        """Extra tokens to allocate blocks for (`lookahead`), as long as every running request could still get another block."""
         if len(kv.pool.free) <= num_running * len(kv.groups):
             return 0
         end = request.num_computed_tokens + num_tokens

@@ -27,7 +27,7 @@ class PlanBuilder:
     def add_work(
         self, request: Request, num_tokens: int, new_blocks: list[list[int]], drafts: int
     ) -> None:
-        """Give `request` num_tokens of this step. Tokens beyond its length are draft tokens to verify; behind it, the worker
+        """Give `request` num_tokens of this step. Tokens beyond its length are draft tokens to verify; after them, the worker
         may have `drafts` more."""
         length = len(request.tokens) + request.num_pending_tokens
         request.num_computed_tokens = num_computed_tokens = request.num_computed_tokens + num_tokens

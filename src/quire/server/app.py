@@ -225,7 +225,7 @@ def client_of(scope: Scope) -> str:
 
 
 class QuireApp:
-    """Routes behind layers.
+    """Routes, inside the layers of middleware.
 
     Starlette's own application puts three more functions around each message that is sent, and a stream sends one
     message a token. `ErrorBoundary`, this class and uvicorn do the work of these functions.

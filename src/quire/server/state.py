@@ -31,7 +31,7 @@ from quire.server.tokenizer_pool import TokenizerPool
 from quire.version import __version__
 
 MAX_TEXT_BYTES = 1 << 20  # for which the tokenizer takes 300 MiB of memory
-BYTES_PER_TOKEN = 16  # ... or so many bytes for each token of a longer context
+BYTES_PER_TOKEN = 16  # ... or this number of bytes for each token of a longer context
 
 SHOWN_NAMES = 20
 """Names that an error lists."""

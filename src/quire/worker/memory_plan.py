@@ -57,7 +57,7 @@ class MemoryPlan:
     max_step_tokens: int
     state_bytes: int = 0  # of one request's recurrent states
     num_checkpoints: int = 0  # of these, for prefix caching
-    num_drafts: int = 0  # and of these, for each row: states behind its draft tokens
+    num_drafts: int = 0  # and of these, for each row: states after its draft tokens
     lines: Sequence[MemoryLine] = ()  # of features
 
     @property

@@ -7,7 +7,7 @@ that clearing or copying it is one operation, whatever the number of layers:
     row 1           | ...
     row max_rows    the null row: padding of captured steps writes there
     checkpoint 0    | ...
-    draft tokens    | of row 0, behind its known tokens; behind one draft token; ...
+    draft tokens    | of row 0, after its known tokens; after one draft token; ...
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class RowStates:
             self.storage[self.max_rows + 1 + slot].copy_(self.storage[row])
 
     def kept_entry(self, row: int, number: int) -> int:
-        """The entry that keeps a row's state behind its known tokens and `number` draft tokens."""
+        """The entry that keeps a row's state after its known tokens and `number` draft tokens."""
         return self.max_rows + 1 + self.num_checkpoints + row * self.num_drafts + number
 
     def take_back(self, row: int, number: int) -> None:
-        """Let the row continue behind `number` draft tokens of the last step."""
+        """Let the row continue after `number` draft tokens of the last step."""
         if self.storage is not None:
             self.storage[row].copy_(self.storage[self.kept_entry(row, number)])

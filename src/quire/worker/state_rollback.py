@@ -1,8 +1,8 @@
-"""StateRollback: takes recurrent states back behind draft tokens that were wrong.
+"""StateRollback: returns a row to the recurrent state before its rejected draft tokens.
 
 Knows rows and the places of kept states. Does not know how a layer keeps them (`ops/recurrent.py`), or how draft tokens are
-verified. The pass keeps the state of a row behind its known tokens and behind each of its draft tokens but the last, whose
-state is the row's own (docs/design/recurrent-state.md).
+verified. While it verifies, the pass saves the recurrent state after a row's last known token and after each draft token but
+the last, whose state is the live one (docs/design/recurrent-state.md).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StateRollback(Hook):
         batch.extras[KEPT_STATES] = self.rows.tensor(kept_T)
 
     def _take_back(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
-        """Rows that this step computes start behind what the step before accepted. Only now does every stage know that."""
+        """Let each row continue after the draft tokens that the previous step accepted. Only now does every stage know them."""
         for at, item in enumerate(plan.work):
             known, drafts = self.verified.pop(item.row, (0, 0))
             start = int(self.rows.num_computed_tokens[item.row])

@@ -1,8 +1,8 @@
-"""CopySource: where a text last copied runs of tokens from, and where it goes on if only its last token occurred before.
+"""CopySource: the earlier text that a text copies, and where the copy continues after a new value.
 
-Knows tokens and places. Does not know n-grams. A record follows the one before it, and has other values: each value ends with a
-token, such as a comma, that is frequent. What follows it is behind the next such token of the record before, and seldom behind
-the last one of the text.
+Knows tokens and places. Does not know n-grams. A JSON record repeats the previous record with other values. A frequent token, such
+as a comma, ends each value. After it the text continues as after the next comma of the previous record, rarely as after the
+text's last comma.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from quire.features.speculation.token_index import TokenIndex
 LEAST_RUN = 2
 """A token alone may be equal by chance."""
 NEAR = 16
-"""Tokens behind a run, in which the next one may begin."""
+"""Tokens after a run, in which the next run may begin."""
 KEPT = 2
-"""Runs: those of a value are copied from another place than those around it."""
+"""Runs: a value is copied from another place than the text around it."""
 
 
 class CopySource:
@@ -28,7 +28,7 @@ class CopySource:
         self.distance = 0
         self._first = -1  # the place from which on it followed; -1: it does not follow any
         self._end = 0  # of the text, up to which that is known
-        self._runs: list[int] = []  # the places behind them, the last one first
+        self._runs: list[int] = []  # the places after them, the last one first
 
     def follow(self, tokens: array[int], place: int) -> None:
         """The text likely goes on with the tokens at `place`."""
@@ -39,7 +39,7 @@ class CopySource:
         self._end, self.distance = len(tokens), distance
 
     def place_after_token(self, index: TokenIndex) -> int:
-        """The place behind the first token near a run that is equal to the text's last one. If there is none, as the index has it."""
+        """The place after the first token near a run that equals the text's last token; without one, the index's place."""
         tokens = index.tokens
         self._learn(tokens)
         for place in self._runs:

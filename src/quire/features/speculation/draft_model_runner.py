@@ -111,8 +111,8 @@ class DraftModelRunner:
 
     @torch.inference_mode()
     def run(self, work: Sequence[WorkItem]) -> None:
-        """Compute tokens of rows by parts, and draw behind each row of which all tokens are computed then, and in place of its
-        draft tokens. The rows get the draws."""
+        """Run the draft model without the fast path. Each row that is now fully computed gets a sampled token, which replaces
+        the row's draft tokens."""
         self._enter_rows(work)
         plan = StepPlan(0, [], list(work), [])
         batch = self.batcher.build(plan)

@@ -1,6 +1,6 @@
 """DraftRows: the worker's rows as a draft model sees them: the same tokens and blocks, with counts of its own.
 
-Knows which tokens a draft model has computed. Does not know the model. Draft tokens are written behind a row's tokens,
+Knows which tokens a draft model has computed. Does not know the model. Draft tokens are written after a row's tokens,
 where the next step verifies them.
 
 Shape suffixes: T tokens of a pass, V the target's vocabulary.
@@ -21,7 +21,7 @@ class DraftRows(RequestRows):
     """Shares memory with `rows`, the target's.
 
     Args:
-        shift: at each position the model reads the token so many positions later (1: heads, which continue hidden states).
+        shift: the model reads token[i + shift] at position i (1: heads, which continue hidden states).
         own_ids_V: the draft model's token of each of the target's; None: the same ids.
     """
 
@@ -41,7 +41,7 @@ class DraftRows(RequestRows):
         return int(self.num_blocks[0, row]) * self.block_size
 
     def set_counts(self, row: int, computed: int, length: int, drafts: int = 0) -> None:
-        """The model has computed so many of so many tokens; `drafts` more are draft tokens."""
+        """`computed` of `length` tokens are in the draft model's KV cache; `drafts` draft tokens follow."""
         self.num_computed_tokens[row], self.length[row] = computed, length + drafts
         self.num_drafts[row] = drafts
 

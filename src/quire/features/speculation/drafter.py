@@ -25,7 +25,7 @@ class ComputedTokens:
 
     Attributes:
         rows: of each work item.
-        starts, ends: its first position, and the one behind its last that is right: draft tokens that were not are left out.
+        starts, ends: its first position, and the position after its last accepted token; rejected draft tokens are left out.
         places: where it starts among the step's tokens.
         states: by number of layers: at least [T, D].
     """

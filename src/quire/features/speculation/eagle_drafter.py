@@ -3,11 +3,11 @@
 Knows which positions the target computed, and the passes of a speculator. A speculator with keys and values computes all of
 them, in the same blocks, but not in each step (`pending_hidden_states.py`). Does not know any speculator (`models/speculators`).
 
-    positions   |-- before --|-- waiting ------|          the speculator reads the token behind each
+    positions   |-- before --|-- waiting ------|          the speculator reads the token after each
     pass 0                    states of the target -> d1
     pass 1                                          state of pass 0 -> d2
 
-A speculator with masks has these behind the newest token in pass 0, and draws at all of them (P-EAGLE).
+A speculator with masks reads them after the newest token in pass 0, and draws at all of them (P-EAGLE).
 
 Shape suffixes: T tokens of a pass, E features of the target's states, D features of the speculator's.
 """
@@ -186,11 +186,11 @@ class EagleDrafter(Drafter):
                 self._waiting[row] = PendingHiddenStates(end - 1, [states_1E], 1)
 
     def _make_room(self, rows: Sequence[int]) -> None:
-        """Of a prompt the last position goes on waiting, since the first pass of a draft draws behind it."""
+        """The prompt's last position stays pending: the first draft pass starts there."""
         self._compute({row: self._waiting[row].count - 1 for row in rows})
 
     def _compute(self, counts: dict[int, int]) -> None:
-        """Keys and values of positions behind which nothing is drawn."""
+        """Compute keys and values of positions, and draw nothing."""
         work: list[WorkItem] = []
         states_nE: list[States] = []
         for row, count in counts.items():
@@ -207,7 +207,7 @@ class EagleDrafter(Drafter):
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
         most: dict[int, int] = {}  # by row that gets draft tokens: how many
-        ends: dict[int, int] = {}  # and behind which position
+        ends: dict[int, int] = {}  # and after which position
         work: list[WorkItem] = []
         states_nE: list[States] = []
         if not self.has_layers:

@@ -2,12 +2,12 @@
 
 Knows up to which token the draft model has computed each row. It computes rows that get draft tokens, and no others: after
 steps without draft tokens it first computes the tokens in between, so that a server under load pays nothing. Its keys and
-values are in the row's blocks, as those of the target. Does not know how a pass runs (`draft_model_runner.py`).
+values are in the row's blocks, like the target's. Does not know how a pass runs (`draft_model_runner.py`).
 
     tokens    |-- computed --|-- first pass ---------| d1 | d2 | d3 |
                               up to the newest token    a pass of one token draws each of the others
 
-Where the target draws the draft tokens too, their keys and values stay. With `mask_token` the first pass has masks behind
+Where the target draws the draft tokens too, their keys and values stay. With `mask_token` the first pass has masks after
 the newest token, and draws at all of them (PARD, An et al., arXiv 2504.18583).
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _DraftedRow:
-    computed: int  # the draft model has computed so many of the row's tokens
+    computed: int  # number of the row's tokens that the draft model has computed
     length: int = 0  # tokens of the row when it got the draft tokens
     drafts: list[int] = field(default_factory=list)
 

@@ -20,9 +20,9 @@ MOST_OF_ROW, MOST_OF_ALL = 512, 4096
 CHECKED_POSITIONS = 64
 """How many more may wait before they are counted again."""
 IDLE_STEPS = 128
-"""A row that had no draft tokens in so many steps gets none any more, so that it costs nothing."""
+"""After this number of steps without draft tokens a row gets no more of them, and then costs nothing."""
 JOINED_STEPS = 64
-"""So many steps' states become one tensor: each is a part of its step's, which stays in memory as a whole."""
+"""After this number of steps a row's states are copied into one tensor: each view keeps the whole step's tensor in memory."""
 
 
 States = Tensor | np.ndarray

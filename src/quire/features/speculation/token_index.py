@@ -19,9 +19,9 @@ _START = -1
 
 
 class TokenIndex:
-    """Texts one behind another, each with END behind it, and the places that follow each n-gram.
+    """Texts one after another, each followed by END, and the places that follow each n-gram.
 
-    Places count from the first token that was ever added; those before `start` are dropped.
+    Places count from the first token that was ever added; places before `start` are dropped.
 
     Args:
         size: tokens of an n-gram, at least 2. Of single tokens only the last place is known (`place_after_token`).

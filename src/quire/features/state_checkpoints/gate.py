@@ -27,8 +27,8 @@ class CheckpointGate(Gate):
 
     Args:
         block_size: tokens of a block.
-        boundary: checkpoints are at multiples of so many tokens; a multiple of block_size.
-        interval: and within a prompt at multiples of so many; 0: only at its end and at junctions.
+        boundary: checkpoints are at multiples of this number of tokens; a multiple of block_size.
+        interval: and within a prompt at multiples of this number; 0: only at its end and at junctions.
         junctions: whether to keep checkpoints at junctions.
         counts: statistics, by their names in `observe/metric_table.py`; None: in a dict of its own.
     """

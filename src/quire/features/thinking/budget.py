@@ -1,4 +1,4 @@
-"""Thinking budget: after so many tokens of thinking, only the marker that ends thinking is allowed.
+"""Thinking budget: after a request's number of thinking tokens, only the marker that ends thinking is allowed.
 
 Knows the markers as tokens (`ThinkingMarkers`). Does not know text. It reads a row's output from the rows, so a
 preemption loses no state, and a row that cannot have spent its budget yet costs one comparison.
@@ -90,7 +90,7 @@ class ThinkingBudget(Processor):
         ):
             if one is None or row != before:
                 before, one = row, self.rows[row]
-            elif one is self.rows[row]:  # behind draft tokens, which may be wrong
+            elif one is self.rows[row]:  # after draft tokens, which may be wrong
                 one = copy.copy(one)
             if one.over or length - one.start < one.marks.budget:
                 continue

@@ -262,7 +262,7 @@ class PoolingInputs:
         return Prompt(prompt.text, tokens, prompt.salt, True, None, second, from_)
 
     def check_length(self, num_tokens: int, task: str) -> None:
-        """Raises ValidationError: the model does not take so many tokens."""
+        """Raises ValidationError: the model does not take this number of tokens."""
         most = self.max_tokens
         if task == "embed" and self.info.chunked:
             most = self.info.max_embed_len or num_tokens

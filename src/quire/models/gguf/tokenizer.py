@@ -216,7 +216,7 @@ class GgufTokenizer:
         return {"type": "Sequence", "decoders": steps}
 
     def _post_processor(self) -> dict[str, Any] | None:
-        """What surrounds a text: BOS before it and EOS behind it, as the file says."""
+        """What surrounds a text: BOS before it and EOS after it, as the file says."""
         default = self.model != "gpt2" or bool(self.rule and self.rule.bos)
         bos = self.token_of("bos_token_id") if self.get("add_bos_token", default) else None
         eos = self.token_of("eos_token_id") if self.get("add_eos_token", False) else None

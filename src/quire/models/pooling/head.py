@@ -118,7 +118,7 @@ def _set(layer: PoolerStage, found: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def _bias(stage: Stage, found: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """Beside the weight; that of a tied one beside its head, or in the module above."""
+    """The bias next to the weight; for a tied weight, next to its head or in the head's parent module."""
     if not stage.is_tied:
         return found.get(name.removesuffix("weight") + "bias")
     own = stage.names[0]

@@ -31,7 +31,7 @@ READ_BEFORE = ("d2t", "t2d", "mask_hidden", "token_map")
 
 
 class SpeculatorDecoder(Decoder):
-    """The layers of a speculator; the norm behind them and a table of embeddings, if it has these."""
+    """The layers of a speculator; the norm after them and a table of embeddings, if it has these."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Speculator(CausalLM):
     """The interface of all speculators. What a checkpoint has is in `cfg` (`speculators/spec.py`).
 
     Attributes:
-        after: it reads the target's hidden states after so many of its layers, concatenated
+        after: numbers of the target's layers; it reads the hidden states after these numbers of layers, concatenated
             (`LanguageModel.record_hidden_states`); none: those after the last norm.
         most: the most tokens that it can guess in a step; None: any number.
         target_ids_V: the target's id of each token; None: the ids are the same.

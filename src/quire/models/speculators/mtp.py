@@ -1,4 +1,4 @@
-"""MTP: the layers that some checkpoints have behind their own to predict further tokens.
+"""MTP: the layers that some checkpoints have after their own to predict further tokens.
 
 A family's class gives the decoder layer; these classes say what is around it. Layer `step` makes guess `step` + 1; the last
 layer also makes the guesses after it.
@@ -29,7 +29,7 @@ from quire.models.speculators.base import Fusion, Speculator, SpeculatorDecoder
 class NextTokenLayers(Speculator):
     """One or several MTP layers. The state after a norm is for the logits and for the next pass.
 
-    The keys of layers behind the first are approximate at positions of earlier steps: that costs right guesses only.
+    The keys of layers after the first are approximate at positions of earlier steps: that costs right guesses only.
     """
 
     def __init__(self, cfg: TextConfig, max_length: int = 0):
@@ -43,7 +43,7 @@ class NextTokenLayers(Speculator):
         raise NotImplementedError
 
     behind: ClassVar[bool]
-    """Whether they have the numbers behind the target's last layer."""
+    """Whether they have the numbers after the target's last layer."""
     num_fusions: int | None = None
     """How many projections and norms there are; None: one for each layer."""
 
@@ -136,7 +136,7 @@ class Qwen3_5MoeMtp(QwenMtp, Qwen3_5Moe):
 
 
 class DeepseekForm(NextTokenLayers):
-    """Each layer has its own projection and norm, under the numbers behind the target's last layer."""
+    """Each layer has its own projection and norm, under the numbers after the target's last layer."""
 
     behind = True
 

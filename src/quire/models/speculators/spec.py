@@ -29,7 +29,7 @@ from quire.models.registry import MTP
 log = get_logger(__name__)
 
 COMPARED_ROWS = 64
-"""Of a shipped table or head: they are the target's if so many rows are equal."""
+"""Rows of a shipped table or head that are compared: if all are equal, the target's is used."""
 REMEDY = "use the speculator that was made for this model"
 
 

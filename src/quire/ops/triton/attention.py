@@ -34,7 +34,7 @@ from quire.ops.triton.attention_kernels import attend_kernel, merge_kernel
 from quire.ops.triton.kv_write import is_latent
 from quire.ops.triton.launch import EXACT, INTERPRETED, pow2
 
-LATENT_HEADS = 16  # at most so many query heads of a latent cache share a program
+LATENT_HEADS = 16  # the limit of query heads of a latent cache that share a program
 LOG2E = 1.4426950408889634
 PROGRAMS = 512  # as many keep a large GPU busy; with fewer, programs share rows
 MOST_PARTS = 256 << 20  # limit on bytes of partial results

@@ -70,7 +70,7 @@ def align(ids_TK: Tensor, experts: int, m: int) -> tuple[Tensor, Tensor]:
     blocks = triton.cdiv(pairs + min(experts, pairs) * (m - 1), m)
     counts_E = (ids_P[None] == torch.arange(experts, device=device)[:, None]).sum(1)
     ends_E = ((counts_E + m - 1) // m * m).cumsum(0)
-    # The pairs by expert, in their order; those of no expert are last, and go behind the places.
+    # The pairs by expert, in their order; pairs of no expert are last, after all places.
     order_P = ids_P.argsort(stable=True)
     shift_E = ends_E.new_full((experts + 1,), blocks * m)
     shift_E[1:experts] = ends_E[:-1] - counts_E.cumsum(0)[:-1]

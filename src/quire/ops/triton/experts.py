@@ -117,7 +117,7 @@ Grouped = FloatExperts | CodedExperts
 
 
 def grouped(of: ExpertWeights) -> tuple[Grouped, Grouped] | None:
-    """The weights before and behind the activation, kept in `of.prepared`; None: no kernel takes them."""
+    """The weights before and after the activation, kept in `of.prepared`; None: no kernel takes them."""
     refs: Sequence[Any] = of.gate_up
     if not hasattr(refs[0], "prepared"):
         return None

@@ -28,7 +28,7 @@ def shrink_kernel(
     x_ptr, numbers_ptr, rows_ptr, h_ptr, tokens, ins, padded, x_row, h_row, row_size,
     DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """h [tokens, rank] = scale * A x; the rows of A are dealt out to the programs of axis 1."""
+    """h [tokens, rank] = scale * A x; the programs of axis 1 share the rows of A."""
     t = tl.program_id(0) * M + tl.arange(0, M)
     number = tl.load(numbers_ptr + t, mask=t < tokens, other=-1)
     n, k = tl.arange(0, N), tl.arange(0, K)

@@ -36,7 +36,7 @@ def softplus_of(x):
 
 @triton.jit
 def row_of(rows_ptr, starts_ptr):
-    """The row of this program, and its first token and the one behind its last."""
+    """The row of this program, its first token, and the token after its last."""
     b = tl.program_id(0)
     row = tl.load(rows_ptr + b).to(tl.int64)
     return row, tl.load(starts_ptr + b).to(tl.int64), tl.load(starts_ptr + b + 1).to(tl.int64)

@@ -54,7 +54,7 @@ class VectorEncoding:
                 raise wrong(name, value, f"one of {', '.join(known)}")
 
     def check_count(self, count: int) -> None:
-        """Raises ApiError: the header that describes so many vectors would be too long."""
+        """Raises ApiError: the header that describes the vectors would be too long."""
         if self.form == "bytes" and count * BYTES_PER_ENTRY > MOST_HEADER:
             raise invalid(
                 f"`encoding_format` bytes describes each of {count} vectors in a header, which would be too long; use"

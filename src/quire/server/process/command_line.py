@@ -12,7 +12,7 @@ from quire.config.api_key_file import plain_keys
 from quire.config.engine import EngineConfig
 
 FLAGS = (b"--api-key", b"--hf-token")
-FIRST, LAST = 45, 46  # arg_start and arg_end among the fields of /proc/PID/stat behind the name
+FIRST, LAST = 45, 46  # arg_start and arg_end among the fields of /proc/PID/stat after the name
 
 
 def hide_secrets(config: EngineConfig) -> None:

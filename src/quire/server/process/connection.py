@@ -19,7 +19,7 @@ HEAD_BYTES = 64 << 10  # default limit of a request's line and headers together
 MOST_HEADERS = 256
 """Headers of one request. Each costs about 130 bytes besides its own: without a limit, 64 KiB of head take 8 MiB."""
 MOST_PIPELINED = 16
-"""Requests that may wait behind the running one. Few clients pipeline at all, and each waiting request has a head."""
+"""Requests that may wait after the running one. Few clients pipeline at all, and each waiting request has a head."""
 LINGER_S = 5.0
 """How long to read and drop the rest of a body after its request was answered. Closing a socket with unread bytes
 resets it, and the client may lose the answer.

@@ -112,7 +112,7 @@ def processes() -> dict[int, str]:
 
 
 def numbered(names: Mapping[int, str]) -> dict[int, str]:
-    """The same, with numbers behind names that several processes have."""
+    """The same, with numbers after names that several processes have."""
     counts, seen = Counter(names.values()), Counter[str]()
     found = {}
     for pid, name in sorted(names.items()):
