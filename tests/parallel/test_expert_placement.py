@@ -41,6 +41,7 @@ def test_copies_fill_the_seats(round_robin: bool, copies: int) -> None:
     ("experts", "ranks", "options", "says"),
     [
         (3, 4, WHOLE, "3 experts cannot be placed on 4 ranks; use --tensor-parallel-size 3"),
+        (6, 8, WHOLE._replace(engines=2), "6 experts cannot be placed on 8 ranks; use --tensor-parallel-size 3"),
         (8, 3, ExpertOptions(True, moves=True), "8 experts and 0 redundant .* use num_redundant_experts=1"),
         (8, 2, ExpertOptions(True, copies=10, moves=True), "num_redundant_experts=10 gives .* use at most 8"),
     ],

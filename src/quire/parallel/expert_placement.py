@@ -75,9 +75,10 @@ def placement(num_experts: int, num_ranks: int, options: ExpertOptions) -> Place
         ConfigError: fewer experts than ranks, or seats that may change but do not divide.
     """
     if num_experts < num_ranks:
+        of_engine = max(1, num_experts // options.engines)
         raise ConfigError(
             f"enable_expert_parallel: {num_experts} experts cannot be placed on {num_ranks} ranks; use"
-            f" --tensor-parallel-size {num_experts} or less, or leave --enable-expert-parallel out"
+            f" --tensor-parallel-size {of_engine} or less, or leave --enable-expert-parallel out"
         )
     each, more = divmod(num_experts + options.copies, num_ranks)
     if more and options.moves:
