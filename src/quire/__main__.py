@@ -1,4 +1,4 @@
-"""The module behind `python -m quire`: the same as the command `quire`.
+"""The module that `python -m quire` runs: the same as the command `quire`.
 
 `python -m` puts the working directory first on sys.path; `quire` does not. This module removes it before any other
 import, so that `cd MODEL && python -m quire serve .` imports no file of that model. Python has already searched that

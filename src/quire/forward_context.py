@@ -66,7 +66,7 @@ class ForwardBatch:
     embeddings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
-    # if ranks compute the other tokens of the step (prefill context parallelism): `slots` are those of all tokens, by place
+    # if ranks compute the other tokens of the step (prefill context parallelism): `slots` has the slots of all tokens, by place
     split_tokens: SplitTokens | None = None
     whole: ForwardBatch | None = None  # then the batch of all tokens of the step
 

@@ -1,6 +1,6 @@
 """`quire bench latency`: the time of one batch, measured repeatedly in this process.
 
-Options, printout and the keys of the result file are those of `vllm bench latency`.
+Options, printout and the keys of the result file are the same as of `vllm bench latency`.
 """
 
 from __future__ import annotations

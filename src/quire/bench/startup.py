@@ -1,6 +1,6 @@
 """`quire bench startup`: seconds until a new process has a ready model, and until its first token.
 
-Names are those of `vllm bench startup`. Cold: the compilation caches are empty. Warm: they are full. The file of the
+Names are the same as of `vllm bench startup`. Cold: the compilation caches are empty. Warm: they are full. The file of the
 weights is in the page cache in both cases, since dropping it needs more rights than a benchmark should have.
 """
 

@@ -1,6 +1,6 @@
 """`quire bench throughput`: requests and tokens per second for many prompts at once, in this process.
 
-Options, printout and the keys of the result file are those of `vllm bench throughput`. To compare with Transformers:
+Options, printout and the keys of the result file are the same as of `vllm bench throughput`. To compare with Transformers:
 `python -m benchmarks offline`.
 """
 

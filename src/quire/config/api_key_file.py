@@ -1,4 +1,4 @@
-"""API keys: those of --api-key, and the key file, which gives each key a name, a weight and limits.
+"""API keys: from --api-key, and from the key file, which gives each key a name, a weight and limits.
 
     - name: team-a
       key: sk-...

@@ -97,7 +97,7 @@ class Resolved:
     hf_config: dict[str, Any]
     """config.json after overrides; if a wrapper nests the text model, only the text model's part."""
     architecture: str
-    """The name in the registry; that of config.json may differ where the model pools (`PoolingModel.architecture`)."""
+    """The name in the registry; config.json's name may differ where the model pools (`PoolingModel.architecture`)."""
     dtype: str
     """float32, bfloat16 or float16."""
     device: str
@@ -121,7 +121,7 @@ class Resolved:
     stored: CheckpointQuantization | None = None
     """How the checkpoint's weights are quantized; None: they are not."""
     tokenizer_path: str | None = None
-    """Local directory of the tokenizer; None: that of the checkpoint."""
+    """Local directory of the tokenizer; None: the checkpoint's directory."""
 
     pooling: PoolingModel | None = None
     """What the model computes in place of tokens; None: it generates."""
@@ -180,13 +180,13 @@ class Resolved:
 
     @property
     def checkpoint_boundary(self) -> int:
-        """Recurrent states are copied at multiples of so many tokens."""
+        """Recurrent states are copied at multiples of this number of tokens."""
         chosen = self.config.cache.mamba_block_size
         return chosen or -(-CHECKPOINT_TOKENS // self.block_size) * self.block_size
 
     @property
     def checkpoint_interval(self) -> int:
-        """And within a prompt at multiples of so many tokens; 0: only at its end, and where prompts part."""
+        """And within a prompt at multiples of this number of tokens; 0: only at its end, and where prompts part."""
         cache, boundary = self.config.cache, self.checkpoint_boundary
         if cache.mamba_cache_mode == "all":
             return boundary

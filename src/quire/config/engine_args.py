@@ -53,13 +53,13 @@ class EngineArgs:
 
 
 def default_values(*, server: bool) -> dict[str, Any]:
-    """The defaults of the flags in a program's parser, with those of the server only if `server`."""
+    """The defaults of the flags in a program's parser, with the server's flags only if `server`."""
     rows = {name: row.default for name, row in OLD.items() if name != "model_tag"}
     return rows | {name: o.default for name, o in options().items() if server or _engines(o)}
 
 
 def given_by(args: argparse.Namespace, *, server: bool) -> dict[str, Any]:
-    """The keywords that a program's command line changed, with those of the server only if `server`."""
+    """The keywords that a program's command line changed, with the server's keywords only if `server`."""
     defaults = default_values(server=server)
     return {
         name: loose(value) if name in OLD else value

@@ -34,7 +34,7 @@ DEVICES = {"": "auto", "gpu": "cuda"}
 DTYPES = {"half": "float16", "float": "float32"}
 
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "plamo2", "glm4")
-"""Model types whose activations exceed the range of float16; a text model inside a wrapper has `_text` behind the name."""
+"""Model types whose activations exceed the range of float16; a text model inside a wrapper has `_text` after the name."""
 
 
 class PlatformDefaults(Protocol):
@@ -75,7 +75,7 @@ def resolve(
         facts: about the device.
         per_request_cache: the model keeps its own cache for each request, so prefixes cannot be shared.
         pooling: what the model computes in place of tokens.
-        architecture: the name in the registry, if not that of config.json.
+        architecture: the name in the registry, if not config.json's.
 
     Raises:
         ConfigError: two settings contradict each other, or one contradicts the model; names the flag to change.

@@ -81,7 +81,7 @@ class SpeculationConfig:
 class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of `speculative_config`.
 
-    `method`: one, or several with commas between them; "": that of the draft model's config.json.
+    `method`: one, or several with commas between them; "": the draft model's config.json names it.
     `num_speculative_tokens` 0: what the draft model's config.json says. `disable_by_batch_size` 0: at no size.
     `draft_tensor_parallel_size` 1: each rank has the whole drafter; None: ranks split it as the model.
     """
@@ -279,11 +279,11 @@ def _check_schedule(schedule: list[tuple[int, int, int]]) -> None:
 
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint of a drafter, with every "auto" resolved. Of `mtp` without a `model` it is that of the main model."""
+    """The checkpoint of a drafter, with every "auto" resolved. Of `mtp` without a `model` it is the main model's checkpoint."""
 
     path: str
     hf_config: dict[str, Any]
-    """config.json, as that of the main model."""
+    """config.json, as the main model has one."""
     architecture: str
     dtype: str
     max_model_len: int

@@ -75,7 +75,7 @@ def _literal(text: str) -> Any:
 
 
 def _key_of(field: str, key: str) -> Callable[[Any], dict[str, Any]]:
-    """The value of an old name becomes that of a key of a field's object."""
+    """The value of an old name becomes the value of a key of a field's object."""
     return lambda value: {field: {key: value}}
 
 

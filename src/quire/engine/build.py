@@ -69,7 +69,7 @@ def make_client(
     engines have processes of their own in any case.
 
     With `wait=False` the child may still be loading: call `wait_ready` before anything else.
-    `report` receives the progress of an engine in this process; that of a child is in `EngineClient.state`.
+    `report` receives the progress of an engine in this process; a child's progress is in `EngineClient.state`.
 
     Raises:
         ConfigError: the configuration contradicts itself or does not fit this machine.

@@ -61,7 +61,7 @@ MERGED: dict[str, Callable[[Answers], Any]] = {
         merged_stats([EngineStats(**answer) for answer in answers])
     ),
 }  # fmt: skip
-"""Function -> its answer, from those of all engines in their order."""
+"""Function -> its answer, from the answers of all engines in their order."""
 
 ONCE = frozenset({"count_ended"})
 """Functions that only one engine must run, any of them."""
@@ -93,7 +93,7 @@ def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def merged_ready(parts: Sequence[EngineReady]) -> EngineReady:
-    """What every one of several engines can do; the start-up times are those of the slowest."""
+    """What every one of several engines can do; the start-up times are the slowest engine's."""
     slowest = max(parts, key=lambda part: sum(seconds for _, seconds in part.startup))
     least = ("max_model_len", "num_blocks", "num_tokens", "max_num_seqs")
     return msgspec.structs.replace(

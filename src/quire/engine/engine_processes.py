@@ -38,7 +38,7 @@ class EnginePlace(NamedTuple):
 
 
 def close_all(places: Sequence[EnginePlace]) -> None:
-    """End the engines. All are stopped first: those of other machines end together."""
+    """End the engines. All are stopped first: engines on other machines end together."""
     supervisors = [place.supervisor for place in places if place.supervisor is not None]
     for one in supervisors:
         one.stop()

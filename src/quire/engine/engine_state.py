@@ -49,7 +49,7 @@ class EngineState(Struct):
 
 
 class StateBoard:
-    """Publishes states, or reads those of another process.
+    """Publishes states, or reads another process's states.
 
     Args:
         fd: the board to read; None creates a board for publishing.

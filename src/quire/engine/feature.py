@@ -70,7 +70,7 @@ class Feature(EngineListener):
 
     Attributes:
         name: of its folder. Its gate, its hook, and its data in requests and outputs have the same name.
-        order: features plug in in ascending order: one that replaces the model input wraps that of those before it. Gates,
+        order: features plug in in ascending order: one that replaces the model input wraps the model input of the features before it. Gates,
             hooks and logits processors have an `order` of their own.
     """
 

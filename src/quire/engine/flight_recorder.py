@@ -265,7 +265,7 @@ class FlightRecorder:
 
 
 def _with_encoded_params(new: EnteredRow) -> EnteredRow:
-    """Encode the parameters once, in their short form, because each segment repeats those of all occupied rows."""
+    """Encode the parameters once, in their short form, because each segment repeats the parameters of all occupied rows."""
     return msgspec.structs.replace(
         new, params=msgspec.Raw(msgspec.msgpack.encode(short_form(new.params)))
     )

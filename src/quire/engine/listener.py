@@ -20,7 +20,7 @@ class EngineListener:
     def on_sleep(self, level: int) -> None:
         """The engine sleeps: 0: it only pauses; 1: the KV cache is freed, and the weights are in host memory; 2: both are freed.
 
-        The levels are those of `SleepController.sleep`. No request has a row from level 1 on.
+        The levels are the same as of `SleepController.sleep`. No request has a row from level 1 on.
         """
 
     def on_wake_up(self, parts: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ Knows numbers of requests, and when they were reported. Does not know requests, 
 over time: the own requests of a frontend are counted where they are kept, and every report of an engine replaces the one
 before it. So an error cannot grow, however long the server runs.
 
-The score is that of vLLM 0.32's frontends: requests in the engine, and a penalty for a queue beside a full KV cache.
+The score is the same as in vLLM 0.32's frontends: requests in the engine, and a penalty for a queue beside a full KV cache.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ class ProcessClient:
             self._sockets = EngineSockets(
                 self._context, self._folder / str(self.epoch), self.client
             )
-            # Its gauges are those of the dead process; the next one reports when it has work.
+            # Its gauges are the dead process's; the next one reports when it has work.
             self._stats = msgspec.structs.replace(
                 self._stats, running=0, waiting=0, deferred=0, kv_usage=0.0
             )

@@ -60,7 +60,7 @@ OnPort = Callable[[ControlPort, Callable[[bool], None]], MultiprocExecutor]
 
 
 def _over_nodes(resolved: Resolved, layout: RankLayout, on_port: OnPort) -> Executor:
-    """The ranks of the first engine's first machine are here; those of the other machines connect."""
+    """The ranks of the first engine's first machine are here; the ranks of the other machines connect."""
     parallel = resolved.config.parallel
     host, machines = parallel.master_addr, parallel.nodes_of_engine
     count = layout.size // len(machines)

@@ -29,7 +29,7 @@ GONE_S = 10.0
 MEET_S = 60.0
 """How long both sides wait for the first message of the other."""
 MOST_BYTES = 1 << 28
-AT_ONCE = 256  # messages of one socket that are passed on before those of others
+AT_ONCE = 256  # messages of one socket that are passed on before another socket's messages
 
 
 class Hello(Struct, array_like=True, tag="hello"):

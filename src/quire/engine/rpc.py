@@ -16,7 +16,7 @@ from quire.protocol.output import FinishReason
 
 
 def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
-    """The functions by name; `build.py` adds those of features."""
+    """The functions by name; `build.py` adds the features' functions."""
 
     def reset_prefix_cache(running: bool = False) -> bool:
         """Empty the prefix cache; False if some blocks were in use and stay. `running`: preempt the running requests

@@ -31,7 +31,7 @@ class StartWorker(Struct, array_like=True, tag="start"):
     """Call `target` ("module:function") with `payload` to create the worker.
 
     `path` is the parent's sys.path without the working directory (`config/serialize.py`). `reports`: the parent reads
-    WorkerProgress. It does not read that of other ranks, so their pipes would fill up and block them.
+    WorkerProgress. It does not read the progress of other ranks, so their pipes would fill up and block them.
     """
 
     target: str

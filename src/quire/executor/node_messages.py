@@ -29,7 +29,7 @@ class NodeJoins(Struct, array_like=True, tag="node"):
 
 
 class RankJoins(Struct, array_like=True, tag="rank"):
-    """This connection is that of a rank."""
+    """This connection belongs to a rank."""
 
     node: int
     index: int  # among the node's ranks

@@ -82,7 +82,7 @@ class AdapterNames:
         return adapter
 
     def name_for(self, lora_request: LoRARequest | str | None) -> Steps[str | None]:
-        """The name for the engine: that of a loaded adapter, or of a LoRARequest, which is loaded if necessary.
+        """The name for the engine: of a loaded adapter, or of a LoRARequest, which is loaded if necessary.
 
         Raises:
             ValidationError: LoRA is off, there is no such adapter, or it cannot be loaded.

@@ -14,7 +14,7 @@ T = TypeVar("T", bound=Sized)
 
 FIRST_PART = 1 << 16  # characters: shorter texts are always tokenized whole
 CHARACTERS_PER_TOKEN = 6  # nearly all texts have fewer
-SPARE_TOKENS = 64  # the last tokens before a cut may differ from those of the whole text
+SPARE_TOKENS = 64  # the last tokens before a cut may differ from the whole text's tokens
 GROWTH = 4
 
 
@@ -23,7 +23,7 @@ def encode_enough(
 ) -> tuple[T, bool]:
     """The tokens of a part of the text that has more than `most` tokens, and whether that is the whole text.
 
-    The tokens that are kept are those of the whole text, unless a single word is longer than the part.
+    The tokens that are kept equal the whole text's, unless a single word is longer than the part.
 
     Args:
         most: the tokens that the caller keeps.

@@ -29,7 +29,7 @@ class RequestMetrics:
     num_preemptions: int = 0
     finished_time: float | None = None
     engine: int = 0
-    """The place of its engine among those of the client."""
+    """The place of its engine among the client's engines."""
 
     @property
     def first_token_latency(self) -> float:

@@ -37,7 +37,7 @@ def child_id(request_id: str, index: int, count: int) -> str:
 def fan_out(request: EngineRequest) -> list[EngineRequest]:
     """Make n (or best_of) requests of one output each from a request with settled params.
 
-    The first uses the request's own seed, so its output equals that of n=1. Only the first computes the prompt's
+    The first uses the request's own seed, so its output equals the output with n=1. Only the first computes the prompt's
     log-probabilities.
     """
     params = request.params

@@ -45,7 +45,7 @@ class CheckpointPool:
         return found[hash]
 
     def add(self, hash: bytes, step: int, junction: bool) -> Checkpoint:
-        """A place for a new checkpoint, from now on under this hash; it may be that of an evicted one."""
+        """A place for a new checkpoint, from now on under this hash; it may be the place of an evicted checkpoint."""
         if not self.free:
             _, evicted = (self.ends or self.junctions).popitem(last=False)
             self.free.append(evicted.slot)

@@ -41,7 +41,7 @@ class CacheLayout:
         return int(num_blocks / self.blocks_for(length, max_step_tokens) * length)
 
     def divided(self, ranks: int) -> CacheLayout:
-        """The same, where each of several ranks keeps a part of the blocks, and gathers those of a layer that a step reads."""
+        """The same, where each of several ranks keeps a part of the blocks, and gathers the blocks of a layer that a step reads."""
         num_layers = max(len(group.layers) for group in self.groups) or 1
         own_bytes = -(-self.bytes_per_block // ranks)
         gathered = -(-(self.bytes_per_block + own_bytes) // num_layers)

@@ -78,7 +78,7 @@ class CacheGroup:
     layers: tuple[int, ...]
     """Layer indices over all models."""
     shapes: tuple[CacheSpec, ...] = ()
-    """The spec of each layer; empty: `spec` is that of all."""
+    """The spec of each layer; empty: all layers have `spec`."""
 
 
 STATE_ALIGNMENT = 64

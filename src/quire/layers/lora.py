@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
     @property
     def all_outs(self) -> int:
-        """Outputs of the module, with those of other ranks."""
+        """Outputs of the module, with the outputs of other ranks."""
         return sum(share.total for share in self.shares) or self.outs
 
     def own(self, weights: LoraWeights) -> LoraWeights:

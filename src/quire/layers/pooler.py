@@ -141,7 +141,7 @@ def _stages(stages: Sequence[Stage]) -> nn.Sequential:
 
 
 def _vector(x_NV: Tensor, dimensions: int, activate: bool) -> Tensor:
-    """Cut, then normalized: the norm is that of the cut vector."""
+    """Cut, then normalized by the norm of the cut vector."""
     if dimensions:
         x_NV = x_NV[:, :dimensions]
     return F.normalize(x_NV, dim=-1) if activate else x_NV

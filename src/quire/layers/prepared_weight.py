@@ -39,7 +39,7 @@ class PreparedWeight:
     """The activation of the outputs, if it is not gated; `WeightRef.install` sets it."""
 
     halves = False
-    """Whether the kernels' layout is that of a gated weight, but not the product; see `before_activation`."""
+    """Whether the kernels' layout is a gated weight's, but not the product; see `before_activation`."""
 
     rows: Callable[[Tensor], Tensor] | None = None
     """ids_T -> rows of the weight, [T, I]; None if they cannot be read from this form."""

@@ -102,7 +102,7 @@ class GatedNorm(Layer):
 
 
 class RecurrentLayer(StateLayer):
-    """A layer whose state is that of a recurrence, in float32, and that of its convolution `conv1d`."""
+    """A layer with the state of a recurrence, in float32, and the state of its convolution `conv1d`."""
 
     conv1d: CausalConv
     recurrence_shape: tuple[int, ...]

@@ -28,7 +28,7 @@ class CheckpointFormat:
     """How a checkpoint stores a weight. The base: as one tensor in the model's dtype."""
 
     gives_floats = False
-    """Whether the tensors are those of an unquantized checkpoint, but `convert` quantizes them."""
+    """Whether the tensors come from an unquantized checkpoint, but `convert` quantizes them."""
 
     def stored(
         self, num_in: int, num_out: int, dtype: torch.dtype
@@ -245,7 +245,7 @@ class WeightRef:
             y_TO = prepared.before_activation().multiply(x_TI, self.bias)
         y_TW = self.after_product(lora(x_TI, y_TO, numbers_T, table))
         if prepared is not None and self.after is not None:
-            # The kernel's activation may have other bits; that of a gated product has the same.
+            # The kernel's activation may have other bits; a gated product's activation has the same.
             base_TW = prepared.multiply(x_TI, self.bias)
             y_TW = torch.where((numbers_T >= 0)[:, None], y_TW, base_TW)
         return y_TW

@@ -221,7 +221,7 @@ class CausalLM(LanguageModel):
         return ""
 
     def ignores(self, name: str) -> bool:
-        """Whether checkpoints have this tensor, and Transformers does not use it either; as those of MTP layers."""
+        """Whether checkpoints have this tensor, and Transformers does not use it either, as tensors of MTP layers."""
         first, count = self.cfg.num_hidden_layers, self.cfg.get("num_nextn_predict_layers", 0)
         layer = name.removeprefix("model.layers.").partition(".")[0]
         behind = layer.isdigit() and first <= int(layer) < first + count

@@ -76,7 +76,7 @@ def locate(model: ModelConfig, load: LoadConfig) -> str:
 
 
 def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
-    """The local directory of the tokenizer: `path`, the model's directory, or that of `tokenizer`, without weights.
+    """The local directory of the tokenizer: `path`, the model's directory, or the directory of `tokenizer`, without weights.
 
     Raises:
         ModelNotFound: it was not found.

@@ -22,7 +22,7 @@ def random_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """A random tensor for every slot, from (seed, name) alone: small normal values; norms near one.
 
-    Activations stay as small as those of a freshly initialized model, so that one can test speed and wiring without
+    Activations stay as small as in a freshly initialized model, so that one can test speed and wiring without
     a download. Large tensors are drawn on the device and differ between kinds of devices; a model with only small
     tensors is the same everywhere.
     """

@@ -209,7 +209,7 @@ class TextConfig:
         return default if value is None else value
 
     def rope(self, layer: int) -> dict[str, Any]:
-        """The rotary parameters of a layer: those of its type in `layer_types`, if types have their own.
+        """The rotary parameters of a layer: of its type in `layer_types`, if types have their own.
 
         Raises:
             ConfigError: its type has none.

@@ -17,7 +17,7 @@ from quire.ops.reference import rms_norm, rotate
 
 
 class Llama4Attention(SelfAttention):
-    """Queries and keys are rotated, then scaled to unit mean square if `qk_norm`; a token sees those of its chunk."""
+    """Queries and keys are rotated, then scaled to unit mean square if `qk_norm`; a token sees its chunk only."""
 
     def __init__(self, cfg: Any, layer: int, qk_norm: bool, **options: Any):
         super().__init__(cfg, layer, interleaved=True, **options)

@@ -20,7 +20,7 @@ from quire.ops.experts import Routing
 
 
 class Mixture(CausalLM):
-    """A decoder whose layers have a mixture for an MLP. The defaults are those of Mixtral."""
+    """A decoder whose layers have a mixture for an MLP. The defaults are Mixtral's."""
 
     block = "block_sparse_moe"
     """Name of a mixture in checkpoints."""

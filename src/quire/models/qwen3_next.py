@@ -13,7 +13,7 @@ from quire.ops.experts import Routing
 
 
 class Qwen3_5(CausalLM):
-    """Qwen 3.5, dense: norms of 1 + weight, except those of the delta nets."""
+    """Qwen 3.5, dense: norms of 1 + weight, except in the delta nets."""
 
     interleaved = False
     """See `GatedDeltaNet`."""

@@ -58,7 +58,7 @@ def check_model(resolved: Resolved) -> None:
 
 
 def _check_task(name: str, own_code: Mapping[str, Any]) -> None:
-    """Raises Unsupported: the name is that of a model for another task than generating text."""
+    """Raises Unsupported: the name belongs to a model for another task than generating text."""
     if name.endswith("LMHeadModel") or "AutoModelForCausalLM" in own_code:
         return
     for end, task in TASKS.items():

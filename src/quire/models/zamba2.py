@@ -161,7 +161,7 @@ class Zamba2(CausalLM):
         )
 
     def ignores(self, name: str) -> bool:
-        """Whether it is of a later use of a shared transformer: it equals that of the first."""
+        """Whether it is of a later use of a shared transformer: it equals the first use's."""
         return ".shared_transformer." in name
 
     def transformer(self, block: int, uses: int, blocks: int) -> SharedTransformer:

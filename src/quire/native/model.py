@@ -90,7 +90,7 @@ def tables_of(decoder: Decoder, group: StepGroup) -> tuple[CGroup, list[Tensor]]
 
 
 def _table(embedding: Embedding) -> tuple[int, int | None, bool] | None:
-    """The table's address, that of the description of its blocks, and whether it is packed as an LM head; None if the
+    """The table's address, the address of the description of its blocks, and whether it is packed as an LM head; None if the
     kernels do not support it."""
     if type(embedding) is not Embedding:
         return None

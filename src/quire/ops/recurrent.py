@@ -29,7 +29,7 @@ TILE = 16
 class StateRows(NamedTuple):
     """Which tokens of a step belong to which row: row rows_B[b] has the tokens starts_B1[b] : starts_B1[b + 1].
 
-    The state after token t is also copied to entry kept_T[t]; 0: to none, since entry 0 is that of a row.
+    The state after token t is also copied to entry kept_T[t]; 0: to none, since entry 0 belongs to a row.
     """
 
     rows_B: Tensor  # int64
@@ -253,7 +253,7 @@ def wkv(
     """RWKV-4 (Peng et al. 2023, arXiv 2305.13048): the mean of all values so far, weighed by e^key, older ones less.
 
     A weight decays by e^(-e^decay) a token; the newest one is multiplied by e^first. float32. The state is the sum of
-    the weighed values, that of the weights, and the exponent that both have been divided by.
+    the weighed values, the sum of the weights, and the exponent that both have been divided by.
     """
     y_TC, s_B3C = torch.empty_like(k_TC), state_R3C[rows.rows_B]
     for inside, tokens in _by_token(rows):

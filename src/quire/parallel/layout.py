@@ -93,7 +93,7 @@ class RankLayout(Struct, array_like=True, frozen=True):
 
     @property
     def answering(self) -> list[int]:
-        """The ranks that draw tokens: those of the last stage. The first of them answers the engine."""
+        """The ranks that draw tokens: the last stage's. The first of them answers the engine."""
         return list(range(self.size - self.prefill * self.tensor, self.size))
 
     def layers(self, stage: int, total: int) -> range:

@@ -1,4 +1,4 @@
-"""Machines: which rank is on which machine, and how a rank reaches those of other machines. No torch here until `meet`.
+"""Machines: which rank is on which machine, and how a rank reaches ranks on other machines. No torch here until `meet`.
 
 The ranks find each other through the head's rendezvous (`rendezvous.py`), or through torchrun's store (`torchrun.py`).
 """
@@ -51,7 +51,7 @@ class Machines(Struct, array_like=True):
         return len({self.nodes[rank] for rank in group}) > 1
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The rank's number among those of its machine, and their number."""
+        """The rank's number among the ranks of its machine, and their number."""
         local = [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
         return local.index(rank), len(local)
 

@@ -99,5 +99,5 @@ class SplitTokens:
         return self.gather(x_TW)[self._place]
 
     def slots(self, slots: Tensor) -> Tensor:
-        """slots_P of the places, from those of the step's tokens; the null block's, where no token is."""
+        """slots_P of the places, from the slots of the step's tokens; the null block's, where no token is."""
         return torch.where(self._token_P < 0, 0, slots[self._token_P.clamp(min=0)])

@@ -53,7 +53,7 @@ class RankAddress(Struct, array_like=True):
 
     @property
     def local(self) -> tuple[int, int]:
-        """The rank's number among those of its machine, and their number."""
+        """The rank's number among the ranks of its machine, and their number."""
         if self.machines is None:
             return self.rank, self.layout.size
         return self.machines.place(self.rank)

@@ -76,7 +76,7 @@ class StageSockets:
 
         Raises:
             RankLost: it has ended, or does not send in time.
-            PlanMismatch: it sent those of another step.
+            PlanMismatch: it sent another step's.
         """
         frame = self._frame(self._previous, self.stage - 1)
         if frame.step != self.step:

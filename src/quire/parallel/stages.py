@@ -41,7 +41,7 @@ class StageLink(Protocol):
 
         Raises:
             RankLost: it has ended, or does not send in time.
-            PlanMismatch: it sent those of another step.
+            PlanMismatch: it sent another step's.
         """
         ...
 

@@ -18,7 +18,7 @@ from quire.parallel.multi_node import MEET_S, Machines
 from quire.processes.child import StopCounter
 
 BEAT_S = 2.0
-"""How often a rank tells those of other machines that it lives."""
+"""How often a rank tells the ranks of other machines that it lives."""
 MISSED, LOOKS = 10, 20
 """Beats of this rank without one of another, or looks without a beat of its own, after which the other one, or the store, is lost."""
 AGREE_S = 10.0

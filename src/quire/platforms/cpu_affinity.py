@@ -23,7 +23,7 @@ MANY = 8  # physical cores, from which on one is left free
 
 
 def bind_to_cores(computing: bool = True, rank: int = 0, size: int = 1) -> list[int]:
-    """Bind this process to the configured cores, or to those of one NUMA node; return them, or [] if not bound.
+    """Bind this process to the configured cores, or to the cores of one NUMA node; return them, or [] if not bound.
 
     Args:
         computing: the model runs on this CPU. Else the process binds only to configured cores.
@@ -128,7 +128,7 @@ def one_node(allowed: list[int], root: Path = Path("/")) -> list[int]:
 
 
 def by_node(allowed: list[int], root: Path = Path("/")) -> list[int]:
-    """The allowed cores, those of each NUMA node side by side, so that several processes do not share a node needlessly."""
+    """The allowed cores, the cores of each NUMA node side by side, so that several processes do not share a node needlessly."""
     found: list[int] = []
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
         found += sorted(set(allowed) & set(_cores_in(folder / "cpulist")))

@@ -81,7 +81,7 @@ def _remove(folder: Path, lock: IO[bytes] | None) -> None:
 
 
 def remove_stale(place: Path) -> None:
-    """Remove the folders of servers that have ended; those of other users and of running servers stay."""
+    """Remove the folders of servers that have ended; folders of other users and of running servers stay."""
     for folder in place.glob(f"{PREFIX}*"):
         try:
             if not _is_ours(folder):

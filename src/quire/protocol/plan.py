@@ -50,7 +50,7 @@ class WorkItem(Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class StepPlan(Struct, array_like=True, omit_defaults=True, gc=False, tag="plan"):
-    """One forward pass. A worker first frees the rows of `freed_rows`, then fills those of `entered`, then does `work`."""
+    """One forward pass. A worker first frees the rows of `freed_rows`, then fills the rows of `entered`, then does `work`."""
 
     step: int
     entered: list[EnteredRow]
@@ -67,7 +67,7 @@ class StepResult(Struct, array_like=True, omit_defaults=True, gc=False, tag="res
     logprobs: dict[int, Logprobs] = {}
     prompt_logprobs: dict[int, Logprobs] = {}
     errors: dict[int, str] = {}  # only this request fails, for this reason
-    kinds: dict[int, ErrorKind] = {}  # of those of `errors` that are not internal
+    kinds: dict[int, ErrorKind] = {}  # of the entries of `errors` that are not internal
     extras: dict[str, bytes] = {}  # hook -> gate
     # tokens that follow without a draw (`Hook.added_tokens`); none of them is computed yet
     added_tokens: dict[int, list[int]] = {}

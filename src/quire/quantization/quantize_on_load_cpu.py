@@ -1,6 +1,6 @@
 """Quantizes loaded weights of 16 bits on a CPU: many by one call of the kernels, straight from the mapped files.
 
-Knows which panels the rows of a weight fill. The result is that of `Int8Weight.of` and `Int4Weight.of`, to the bit.
+Knows which panels the rows of a weight fill. The result is the same as of `Int8Weight.of` and `Int4Weight.of`, to the bit.
 
 Shape suffixes: I inputs, O outputs.
 """

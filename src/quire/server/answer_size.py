@@ -61,7 +61,7 @@ def check_answer_size(
 
 
 def entries_per_token(logprobs: int | None, vocab_size: int) -> int:
-    """Entries of a token: itself, and its log-probability with those of its alternatives. -1: the whole vocabulary."""
+    """Entries of a token: itself, and its log-probability with its alternatives' log-probabilities. -1: the whole vocabulary."""
     if logprobs is None:
         return 1
     return 1 + (vocab_size if logprobs == -1 else 1 + logprobs)

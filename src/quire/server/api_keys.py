@@ -198,7 +198,7 @@ class ApiKeys:
         return self._needed
 
     def reload(self) -> None:
-        """Read the file again. Running requests continue, also those of removed keys.
+        """Read the file again. Running requests continue, also requests of removed keys.
 
         Raises:
             ConfigError: the file is invalid; the keys stay as they were.

@@ -152,7 +152,7 @@ async def is_sleeping(request: Request) -> Response:
 
 
 async def get_world_size(request: Request) -> Response:
-    """The number of ranks that run the model; without `include_dp` those of one engine."""
+    """The number of ranks that run the model; without `include_dp` the ranks of one engine."""
     parallel = state_of(request).config.parallel
     alone = request.query_params.get("include_dp", "true").lower() in env.FALSE
     engines = 1 if alone else parallel.data_parallel_size

@@ -2,7 +2,7 @@
 
 With DNS rebinding, a browser resolves a foreign name to this machine's address, takes that name's page for the
 server's own, and lets its scripts call the API. Its requests carry the foreign name. Knows names and addresses. Does
-not know routes, except those of probes.
+not know routes, except the probes' routes.
 """
 
 from __future__ import annotations

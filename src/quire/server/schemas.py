@@ -17,7 +17,7 @@ class StreamOptions(Struct):
 
 
 class GenerationFields(Struct, kw_only=True):
-    """The common fields of completions, chat and responses. None: the model's default, or that of SamplingParams."""
+    """The common fields of completions, chat and responses. None: the model's default, or SamplingParams' default."""
 
     model: str | None = None
     temperature: float | None = None

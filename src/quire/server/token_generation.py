@@ -1,6 +1,6 @@
 """POST /inference/v1/generate: continues token ids with token ids, without a text.
 
-Knows this endpoint's request and answer shapes. Its sampling parameters are those of a completion request, which
+Knows this endpoint's request and answer shapes. Its sampling parameters are a completion request's, which
 checks them.
 """
 

@@ -1,6 +1,6 @@
 """Builds a worker from a configuration: memory plan, model, KV cache, rows, sampler, hooks.
 
-Knows every part of a worker, and loads torch only when it builds one. Knows no feature by name: those of the caller plug
+Knows every part of a worker, and loads torch only when it builds one. Knows no feature by name: the caller's features plug
 their parts in (`WorkerFeature`).
 """
 
@@ -73,7 +73,7 @@ class WorkerParts:
         models: the main model, then those that features asked for. The list is the worker's: after a sleep it has other
             models.
         model_input: a feature may replace it, or wrap it.
-        processors: logits processors; they run in ascending `Processor.order`. At first those of the user.
+        processors: logits processors; they run in ascending `Processor.order`. At first the user's processors.
         hooks: the worker calls them in ascending `Hook.order`.
         functions: further functions of the worker.
         model_output: what becomes of hidden states; None: the sampler draws tokens. One feature at most sets it.

@@ -56,7 +56,7 @@ class ContextModelInput(TokenModelInput):
 
 
 def batch_of_part(batch: ForwardBatch, split: SplitTokens) -> ForwardBatch:
-    """The batch of this part's tokens: each piece of a row is a row, and slots are those of all parts' tokens."""
+    """The batch of this part's tokens: each piece of a row is a row, and slots has the slots of all parts' tokens."""
     pieces, own_T = split.pieces, split.own_T
     rows = [piece.row for piece in pieces]
     counts = [piece.length for piece in pieces]

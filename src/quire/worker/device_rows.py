@@ -1,7 +1,7 @@
 """Rows and batches of an accelerator, whose memory is separate from the host's: one copy per step carries all changes.
 
 Knows which integers the device keeps of each row (tokens, blocks) and how a step's integers are packed. Does not know
-which device. The host's part of a row is in `request_rows.py`; the result is that of `input_batch.py`.
+which device. The host's part of a row is in `request_rows.py`; the result is the same as of `input_batch.py`.
 
     host     new tokens and blocks of rows, as pieces (row, place, integers) | the step: rows, starts, places, lengths
     device   one copy -> pieces into the tables -> ids, positions, slots and block tables of the step

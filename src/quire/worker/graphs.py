@@ -201,7 +201,7 @@ class GraphModelInput:
         inner: the model input that is captured, and that runs the other steps.
         sizes: numbers of rows to capture; tokens: numbers of new tokens per row.
         max_blocks: blocks of the longest row; max_length: its tokens.
-        null_row: the row of padding, beyond those of requests; None: the largest of `sizes`.
+        null_row: the row of padding, beyond the rows of requests; None: the largest of `sizes`.
     """
 
     def __init__(

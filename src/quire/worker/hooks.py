@@ -55,7 +55,7 @@ class Hook:
     def added_tokens(self, step: int) -> dict[int, list[int]]:
         """By row, tokens that follow the token of this step without a draw; called once, when the step's result is read.
 
-        A later step computes their KV like that of prompt tokens. A hook may add tokens only where each result is read before
+        A later step computes their KV like the KV of prompt tokens. A hook may add tokens only where each result is read before
         the next step is queued (depth 1): else steps in flight would draw at these positions.
         """
         return {}

@@ -20,7 +20,7 @@ from quire.protocol.tensor_data import ITEMSIZE
 
 logger = get_logger(__name__)
 GIB = 1 << 30
-CHECKPOINT_SHARE = 8  # one part in so many of the cache
+CHECKPOINT_SHARE = 8  # checkpoints get one part of this number of parts of the cache
 FREE_BLOCKS = 1 << 16  # of a cache whose blocks cost no memory
 
 

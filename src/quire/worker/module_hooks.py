@@ -30,7 +30,7 @@ class RpcWorker:
     """The worker, as a user's function gets it, with the attributes of vLLM's worker that such functions use.
 
     Args:
-        rank: among the ranks of the model. local_rank: among those of this machine.
+        rank: among the ranks of the model. local_rank: among the ranks of this machine.
     """
 
     def __init__(self, worker: Worker, rank: int = 0, local_rank: int = 0):

@@ -54,7 +54,7 @@ class RequestRows:
         self.params: list[SamplingParams | None] = [None] * max_rows
         self.ids: list[str | None] = [None] * max_rows
         self.num_entered = [0] * max_rows  # how many requests took the row so far
-        self.vocab_size = MAX_TOKEN_ID + 1  # the worker sets that of its model
+        self.vocab_size = MAX_TOKEN_ID + 1  # the worker sets its model's
         self.faults: dict[int, str] = {}  # rows whose requests fail when they run
 
     def enter(self, new: EnteredRow) -> None:

@@ -100,7 +100,7 @@ class WorkerSleep:
         log.info("asleep: released the KV cache%s", ", and the weights" if dropped else "")
 
     def wake_up(self, parts: Sequence[str]) -> None:
-        """Restore those of `parts` that are missing. On the host the cache's pages are allocated on first write."""
+        """Restore the missing ones of `parts`. On the host the cache's pages are allocated on first write."""
         worker = self.worker
         if "weights" in parts:
             if isinstance(worker.model, UnloadedModel):

@@ -104,7 +104,7 @@ class StageWorker(Worker):
 
     Args:
         link: with the other stages.
-        answers: the results of every stage are read, not only those of the last one.
+        answers: the results of every stage are read, not only the last stage's.
     """
 
     def __init__(self, *args: Any, link: StageLink, answers: bool = False, **options: Any):

@@ -1,6 +1,6 @@
 """Metrics of a load: throughput, latencies, goodput; the printout, and the JSON result that CI jobs read.
 
-Names and definitions are those of `vllm bench serve` 0.32. Does not know how times were taken.
+Names and definitions are the same as of `vllm bench serve` 0.32. Does not know how times were taken.
 
     TTFT    first token after sending         TPOT    (E2EL - TTFT) / (tokens - 1)
     ITL     between two pieces of text        E2EL    last token after sending

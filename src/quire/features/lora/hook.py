@@ -110,7 +110,7 @@ class LoraHook(Hook):
         self._read[ticket] = self._thread.submit(self._in_thread, path, version)
 
     def adapters_read(self, tickets: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """What is known of those of `tickets` that are read: version, rank and bytes, or an error."""
+        """What is known of the tickets that are read: version, rank and bytes, or an error."""
         return {
             ticket: _report(self._read[ticket]) for ticket in tickets if self._read[ticket].done()
         }

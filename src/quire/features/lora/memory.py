@@ -37,7 +37,7 @@ LORA_B = ".lora_B.weight"
 
 
 def forecast_adapters(resolved: Resolved, layout: RankLayout, stage: int) -> MemoryLine:
-    """The memory of max_cpu_loras adapters, those of lora_modules among them, in a rank of a stage.
+    """The memory of max_cpu_loras adapters, including lora_modules, in a rank of a stage.
 
     Of lora_modules, each stage counts the factors for all layers.
     """

@@ -354,7 +354,7 @@ class LoraRegistry:
     def persist(self, path: Path) -> None:
         """Restore the names that an earlier process of the engine wrote to `path`, and write them there from now on.
 
-        They replace those of the configuration. Requests load the versions again.
+        They replace the configuration's adapters. Requests load the versions again.
         """
         self._file = path
         if not path.exists():

@@ -65,7 +65,7 @@ class PooledStates:
             self._all.append(_copy(hidden_ND))
 
     def _add_up(self, pooler: str, hidden_ND: Tensor, start: int) -> None:
-        """Add the rows one after another: numpy adds those of the outer dimension in their order."""
+        """Add the rows one after another: numpy adds the rows of the outer dimension in their order."""
         x_ND = hidden_ND.detach().to("cpu", torch.float32).numpy()
         if pooler == WEIGHTED:
             weights_N = np.arange(start + 1, start + len(x_ND) + 1, dtype=np.float32)

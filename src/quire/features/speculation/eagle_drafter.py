@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class HeadRunner(DraftModelRunner):
-    """Passes of a speculator: each takes states, and leaves those of the rows that drew in `states`."""
+    """Passes of a speculator: each takes states, and leaves the states of the rows that drew in `states`."""
 
     states: Tensor
 
@@ -90,7 +90,7 @@ class EagleDrafter(Drafter):
 
     Args:
         records: numbers of the target's layers whose states the speculator takes, one beside the other.
-        has_layers: the speculator has keys and values, so it computes every token; False: those of rows that draw.
+        has_layers: the speculator has keys and values, so it computes every token; False: only tokens of rows that draw.
         most: how many tokens the speculator can guess; None: any number.
     """
 

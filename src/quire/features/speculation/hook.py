@@ -44,7 +44,7 @@ class SpeculationHook(Hook):
         ranks: the ranks that split the model; they take the same draft tokens.
         waits: the result of a step is read before the next one runs. Draft tokens are proposed then, so that they follow the
             tokens that hooks added to the step. Else they are proposed when the step is queued.
-        models: where the drafter's models are among those of the worker.
+        models: where the drafter's models are among the worker's models.
     """
 
     name = NAME

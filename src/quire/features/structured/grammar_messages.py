@@ -59,7 +59,7 @@ class CompileReply(Struct, array_like=True):
     bytes: int = 0
     error: str | None = None
     cause: str = ""
-    """The exception behind the error, for the log."""
+    """The exception that caused the error, for the log."""
 
 
 class GrammarRowSettings(Struct, array_like=True):
@@ -120,9 +120,9 @@ class MaskReply(Struct, array_like=True):
 
 
 class LookAheadReply(Struct, array_like=True):
-    """The answer to `LookAhead`, by row. The masks behind each of the draft tokens follow as one message."""
+    """The answer to `LookAhead`, by row. The masks after each of the draft tokens follow as one message."""
 
     drafts: list[list[int]]
     """Those that may follow."""
     over: list[list[bool]]
-    """As in `MaskReply`, behind each of them."""
+    """As in `MaskReply`, after each of them."""

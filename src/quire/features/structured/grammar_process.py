@@ -219,7 +219,7 @@ class GrammarProcess:
         self.send(LookAhead(rows), until)
 
     def read_ahead(self, until: float) -> tuple[LookAheadReply, np.ndarray]:
-        """By row the draft tokens that may follow; and the masks behind each of them."""
+        """By row the draft tokens that may follow; and the masks after each of them."""
         reply = self._decoded(until, LookAheadReply)
         count = sum(map(len, reply.drafts))
         return reply, self._masks(count, until)

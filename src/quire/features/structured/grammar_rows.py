@@ -97,7 +97,7 @@ class GrammarStates:
     def look_ahead(
         self, number: int, drafts: Sequence[int], most: int
     ) -> tuple[list[int], list[bool], list[np.ndarray]]:
-        """The draft tokens that may follow, forced tokens first, then those of `drafts` up to the first that is excluded.
+        """The draft tokens that may follow, forced tokens first, then `drafts` up to the first that is excluded.
 
         Returns them, at most `most`, and by draft token: whether only an end token may follow, and the mask of what may.
         The row's state remains.

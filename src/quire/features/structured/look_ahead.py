@@ -1,4 +1,4 @@
-"""GrammarLookAhead: the draft tokens of rows with a grammar, and the masks behind each.
+"""GrammarLookAhead: the draft tokens of rows with a grammar, and the masks after each.
 
 Knows rows' grammars and their processes. Does not know drafters or logits. A grammar's process steps
 along the draft tokens and back: it cuts them at the first that the grammar excludes, and puts forced tokens first. Rows
@@ -26,7 +26,7 @@ Proposals = list[tuple[RowGrammar, list[int], int]]
 
 
 class GrammarLookAhead:
-    """Talks to the processes in `thread`, behind the jobs that feed drawn tokens. `restart`: gives a row a new process."""
+    """Talks to the processes in `thread`, after the jobs that feed drawn tokens. `restart`: gives a row a new process."""
 
     def __init__(self, thread: ThreadPoolExecutor, restart: Callable[[RowGrammar], None]):
         self.thread, self.restart = thread, restart

@@ -161,7 +161,7 @@ class GrammarMasks(Processor):
         return unmasked
 
     def _state_at(self, grammar: RowGrammar, number: int) -> tuple[bool, Any]:
-        """Whether the output must end behind `number` draft tokens of the row, and the mask there."""
+        """Whether the output must end after `number` draft tokens of the row, and the mask there."""
         if number:
             return grammar.ahead[number - 1]
         return grammar.over, grammar.mask_W
@@ -187,7 +187,7 @@ class GrammarMasks(Processor):
         if drawing is None:
             return
         grammars, rows_P, lengths_P = drawing
-        # the others were drawn behind a wrong draft token
+        # the others were drawn after a wrong draft token
         kept_P = lengths_P < self.rows.length[rows_P]
         rows_P, lengths_P = rows_P[kept_P], lengths_P[kept_P]
         grammars = [grammar for grammar, kept in zip(grammars, kept_P, strict=True) if kept]

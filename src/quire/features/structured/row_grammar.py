@@ -40,7 +40,7 @@ class RowGrammar:
     restart: Future[None] | None = None  # entering a new process, which may take long
     mask_W: np.ndarray | None = None  # of the next token; None: it has not come
     looks_ahead: bool = True  # False: no draft tokens, since looking ahead failed
-    # behind each draft token: whether only an end-of-text token may follow, and the mask
+    # after each draft token: whether only an end-of-text token may follow, and the mask
     ahead: list[tuple[bool, np.ndarray]] = field(default_factory=list)
 
     def fail(self, why: str) -> None:

@@ -1,1 +1,1 @@
-"""Trace replay: a request's tokens are given, and its scores are those of the model."""
+"""Trace replay: a request's tokens are given, and its scores are the model's."""

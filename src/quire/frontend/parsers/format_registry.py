@@ -33,7 +33,7 @@ class FormatChoice:
 
 
 class FormatRegistry:
-    """Formats by name: built-in ones and those of plugins."""
+    """Formats by name: built-in formats and plugins' formats."""
 
     def __init__(self) -> None:
         self.tools: dict[str, ToolFormat] = dict(TOOLS)

@@ -66,7 +66,7 @@ class ParserState:
     is_call_id: bool = False
     """The head is the call's id."""
     known_only: bool = False
-    """The name must be that of a known tool."""
+    """The name must be a known tool's."""
     verbatim: bool = False
     """For a value: line breaks at its start and end belong to it."""
     dialect: str = "json"

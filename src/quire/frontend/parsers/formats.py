@@ -21,7 +21,7 @@ from quire.frontend.parsers.format_table import (
 
 
 def _entries(table: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The fields of each format, with those of the format that it is like."""
+    """The fields of each format, with the fields of the format that it is like."""
     found: dict[str, dict[str, Any]] = {}
     for name, entry in table.items():
         base = found.get(entry.get("like", ""), {})

@@ -21,7 +21,7 @@ REMEDY = (
 
 
 def registry(files: Iterable[str] = ()) -> FormatRegistry:
-    """The registry with the built-in formats and those of all plugins.
+    """The registry with the built-in formats and all plugins' formats.
 
     Raises:
         ConfigError: a plugin does not exist, has no `register`, or fails.

@@ -111,7 +111,7 @@ class ValueReader:
         self._withheld: int | None = None
         """Index in `out` of what may still change: a member to convert, or the start of a set or dictionary."""
         self._undecided = False
-        """The innermost bracket is that of a set or of a dictionary."""
+        """The innermost bracket opens a set or a dictionary."""
         self._member = ""
 
     def take(self) -> str:

@@ -57,7 +57,7 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """`metadata`: key -> number, string or list. `tensors`: those of all files of a model."""
+    """`metadata`: key -> number, string or list. `tensors`: of all files of a model."""
 
     files: tuple[Path, ...]
     metadata: dict[str, Any]

@@ -26,7 +26,7 @@ def gguf_name(name: str) -> tuple[str, str] | None:
 
 
 def choose(files: Sequence[str], repository: str, selection: str) -> list[str]:
-    """The files of a model among those of a repository: a file, or all parts of it.
+    """The files of a model among a repository's files: a file, or all parts of it.
 
     Raises:
         ModelNotFound: none fits; the message lists what there is.

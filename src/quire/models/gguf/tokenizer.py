@@ -159,7 +159,7 @@ class GgufTokenizer:
     def _merges_by_score(self) -> list[tuple[str, str]]:
         """SentencePiece merges the pair with the best score, so a token's score is the rank of all pairs that make it."""
         scores: Sequence[float] = self._list("scores", float)
-        if self.gemma:  # its order is that of the tokens
+        if self.gemma:  # its order is the tokens' order
             scores = range(0, -len(self.tokens), -1)
         ids, kinds = self.ids, (NORMAL, USER_DEFINED)
 

@@ -118,7 +118,7 @@ class TekkenTokenizer:
 
     @staticmethod
     def _merges(spelled: list[str]) -> list[tuple[str, str]]:
-        """The neighbours whose token has the lowest rank are merged first, so a rank is that of all pairs that make the token."""
+        """The neighbours whose token has the lowest rank are merged first, so all pairs that make the token have its rank."""
         ranks = {text: rank for rank, text in enumerate(spelled)}
         merges = []
         for text in spelled:

@@ -86,7 +86,7 @@ def read_pooling(
 
 
 class _Reader:
-    """Puts a PoolingModel together; `files`: those of sentence-transformers."""
+    """Puts a PoolingModel together; `files`: sentence-transformers' files."""
 
     def __init__(
         self, config: EngineConfig, path: str, hf_config: Mapping[str, Any], architecture: str, use: str,

@@ -162,7 +162,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _check_count(spec: ModelSpec, name: str, count: Any) -> None:
-    """Raises ConfigError: no speculator has so many parts."""
+    """Raises ConfigError: no speculator has this number of parts."""
     if type(count) is not int or not 0 < count <= MAX_DRAFT_TOKENS:
         raise ConfigError(
             f"{name}={count!r:.50} of {spec.path}: this is a whole number from 1 to {MAX_DRAFT_TOKENS}; {REMEDY}"

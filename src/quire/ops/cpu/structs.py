@@ -238,7 +238,7 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
 )
 
 Layout = dict[str, tuple[int, int]]
-"""By field: offset and size in bytes; by "": those of the whole struct."""
+"""By field: offset and size in bytes; by "": the whole struct's."""
 
 
 class CFieldLayout(ctypes.Structure):

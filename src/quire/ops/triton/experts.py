@@ -148,7 +148,7 @@ def _readable(weight: Tensor) -> bool:
 
 
 def block_for(pairs: int, experts: int) -> int:
-    """Pairs of a block: about those of an expert. No bits depend on it but by the shape of the device's own instruction."""
+    """Pairs of a block: about as many as an expert has. No bits depend on it but by the shape of the device's own instruction."""
     return min(128, max(16, triton.next_power_of_2(pairs // experts)))
 
 

@@ -100,7 +100,7 @@ class HttpWorker(ServerProcess):
 
 
 def processes() -> dict[int, str]:
-    """The processes of this server that last: pid -> name. Helpers, such as those of grammars, have no metrics."""
+    """The processes of this server that last: pid -> name. Helpers, such as grammar processes, have no metrics."""
     supervisor = os.getppid()
     found: dict[int, str] = {supervisor: "server"}
     for pid in process_tree(supervisor):

@@ -115,7 +115,7 @@ class ServerProcess:
             if self.state.tracer is not None:
                 await asyncio.to_thread(self.state.tracer.close)
             if self.client is not None:
-                # In its own thread: those of the loop may all wait for the engine, which this call ends.
+                # In its own thread: the loop's threads may all wait for the engine, which this call ends.
                 with ThreadPoolExecutor(1, "close") as own:
                     await loop.run_in_executor(own, self.client.close)
         return code

@@ -5,7 +5,7 @@ request draws the same token at any index of any batch, whatever else is drawn.
 
     token = argmax over survivors of  logit / temperature + gumbel(seed, position, token id)
 
-This is a draw from softmax(logit / temperature) over the survivors. `position` is that of the token being
+This is a draw from softmax(logit / temperature) over the survivors. `position` is the position of the token being
 drawn, counted from the start of the prompt. All arithmetic is on 32-bit words that wrap:
 
     mix(x):   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16     (C. Wellons)

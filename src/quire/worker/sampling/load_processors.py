@@ -34,7 +34,7 @@ def load_processors(
     names: Sequence[str | type], config: Any = None, device: torch.device | str = "cpu",
     rows: RequestRows | None = None, vocab_size: int = 0,
 ) -> list[Processor]:  # fmt: skip
-    """Processors of installed packages, then those of `names`, in their order.
+    """Processors of installed packages, then the processors that `names` lists, in their order.
 
     Args:
         names: classes, or their names.

@@ -105,7 +105,7 @@ class Processor:
         raise NotImplementedError
 
     def look_ahead(self, drafts: dict[int, list[int]], most: dict[int, int]) -> None:
-        """Rows will verify these draft tokens in their next step. Cut or replace those of rows that use this processor.
+        """Rows will verify these draft tokens in their next step. Cut or replace the draft tokens of rows that use this processor.
 
         Called after all tokens of the step before are known. `most`: of each row that drew a token, how many it may have;
         a row without draft tokens may be missing in `drafts`.
