@@ -15,12 +15,14 @@ from asgi import ask, browser
 from scripted import ScriptedEngine, make_state
 
 from quire.api.async_engine import AsyncEngine
+from quire.api.llm import LLM
 from quire.config.engine import EngineConfig
 from quire.config.profiler import profiler_options
 from quire.engine.build import make_client
-from quire.errors import ConfigError, Unsupported
+from quire.errors import ConfigError, Unsupported, ValidationError
 from quire.features.profiler.recorder import StepRecorder
 from quire.protocol.plan import StepPlan
+from quire.protocol.sampling_params import SamplingParams
 from quire.server.state import ServerState
 
 START, STOP, TEXT = "/start_profile", "/stop_profile", "/v1/completions"
@@ -88,6 +90,26 @@ def test_a_recording_ends_by_itself(served: tuple[ServerState, Path]):
     assert steps_of(trace) == 3
     assert again.status_code == 200
     post(state, (STOP, None), (TEXT, SAY))
+
+
+@pytest.mark.parametrize("profile_prefix", [None, "offline"])
+def test_python_has_the_same_calls(tmp_path: Path, profile_prefix: str | None):
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
+    llm = LLM("quire-tiny", max_model_len=256, profiler_config=config)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.start_profile(profile_prefix)
+    llm.generate(["Once"], params, use_tqdm=False)
+    llm.stop_profile()
+    llm.generate(["Once"], params, use_tqdm=False)
+    (trace,) = tmp_path.iterdir()
+    assert trace.name.startswith(profile_prefix or "rank0")
+    assert steps_of(trace) == 4
+
+
+def test_python_without_the_option_says_that_there_is_no_such_function():
+    llm = LLM("quire-tiny", max_model_len=256)
+    with pytest.raises(ValidationError, match="start_profile"):
+        llm.start_profile()
 
 
 @pytest.mark.parametrize(

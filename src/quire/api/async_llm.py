@@ -12,6 +12,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.api.collective_rpc import worker_call
 from quire.api.lora_calls import added
 from quire.api.metrics import engine_stats
+from quire.api.profiler_calls import AsyncProfilerCalls
 from quire.api.stat_loggers import StatLoggers
 from quire.api.unsupported import UnsupportedMethods
 from quire.api.vllm_config_view import EngineFacts
@@ -28,7 +29,7 @@ from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import RequestParams
 
 
-class AsyncLLM(AsyncEngine, EngineFacts, UnsupportedMethods):
+class AsyncLLM(AsyncEngine, EngineFacts, AsyncProfilerCalls, UnsupportedMethods):
     """`async for output in llm.generate("Once", SamplingParams(...), "my-id"): ...`
 
     `SamplingParams.output_kind` selects what each output contains. Use it in one event loop at a time.

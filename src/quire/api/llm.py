@@ -17,6 +17,7 @@ from quire.api.collective_rpc import worker_call
 from quire.api.lora_calls import LoraCalls
 from quire.api.metrics import Metric, MetricsWatch
 from quire.api.pooling import PoolingMethods
+from quire.api.profiler_calls import ProfilerCalls
 from quire.api.progress import Progress, progress
 from quire.api.prompt_batch import BatchOptions, Params, accept_all, forgotten_on_failure, spread
 from quire.api.unsupported import UnsupportedMethods
@@ -41,7 +42,7 @@ from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 log = get_logger(__name__)
 
 
-class LLM(PoolingMethods, EngineFacts, LoraCalls, UnsupportedMethods):
+class LLM(PoolingMethods, EngineFacts, LoraCalls, ProfilerCalls, UnsupportedMethods):
     """`LLM("quire-tiny").generate(["Once upon a time"], SamplingParams(max_tokens=20))`
 
     Args:

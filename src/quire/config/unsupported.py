@@ -26,10 +26,6 @@ WEIGHTS = (
     "sleep at level 2, replace the checkpoint, and call reload_weights on the workers before they wake up",
 )
 BATCHES = "the API of files and batches", "use quire run-batch, or send the requests one by one"
-PROFILER = (
-    "profiling by this method",
-    "set profiler_config, and call collective_rpc('start_profile') and collective_rpc('stop_profile')",
-)
 
 _WEIGHT_CALLS = (
     "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update", "update_weights",
@@ -38,7 +34,6 @@ _WEIGHT_CALLS = (
 
 METHODS: dict[str, Feature] = {
     **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), MEDIA),
-    **dict.fromkeys(("start_profile", "stop_profile"), PROFILER),
     **dict.fromkeys((*_WEIGHT_CALLS, "get_weight_version"), WEIGHTS),
     "scale_elastic_ep": ELASTIC,
 }
