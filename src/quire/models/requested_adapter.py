@@ -1,6 +1,6 @@
 """Finds the LoRA adapter that a client of the server names: a directory, or a hub id if the operator allows them.
 
-Unlike `location.find_adapter`, for names of the operator: the size of a download is known before it begins, no token is sent, the
+Unlike `checkpoint_locator.find_adapter`, for names of the operator: the size of a download is known before it begins, no token is sent, the
 cache alone is never enough (it may have private adapters), and `~` is a name like any other.
 """
 

@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -151,8 +150,6 @@ class LoraRegistry:
                 )  # fmt: skip
             if len(self.names) >= MAX_NAMES and known is None:
                 raise ValidationError(f"{MAX_NAMES} adapters are registered; unload some first")
-            if known is None and resolved_for is not None:
-                self._resolved.to_forget(resolved_for)  # refused before files are read
             load = self._calls[call] = _Load(name, path, base_model_name, resolved_for)
             self._read(load, path, "")
             self.poll()
@@ -218,9 +215,8 @@ class LoraRegistry:
             self.forget_unused(old.version)
 
     def _make_room(self, key: str) -> None:
-        with suppress(ValidationError):  # since the load began, requests have come to all names
-            if (oldest := self._resolved.to_forget(key)) is not None:
-                self.unload(oldest)
+        if (oldest := self._resolved.to_forget(key)) is not None:
+            self.unload(oldest)
 
     # -- requests -------------------------------------------------------------------------------
     def use(self, version: LoraVersion) -> None:

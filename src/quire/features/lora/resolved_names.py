@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.errors import ValidationError
-
 MOST = 1024
 """Names that resolvers registered, of all keys."""
 MOST_OF_A_KEY = 256
@@ -16,7 +14,7 @@ MOST_OF_A_KEY = 256
 
 
 class ResolvedNames:
-    """`is_used(name)`: whether a request has the adapter of this name; such a name is not forgotten."""
+    """`is_used(name)`: whether a request has the adapter of this name; such names are forgotten last."""
 
     def __init__(self, is_used: Callable[[str], bool]):
         self._is_used = is_used
@@ -37,12 +35,9 @@ class ResolvedNames:
         self._keys.pop(name, None)
 
     def to_forget(self, key: str) -> str | None:
-        """The name that must be forgotten before `key` gets another one: its oldest unused one, or the oldest unused of all.
+        """The name that must be forgotten before `key` gets another one; None: there is room.
 
-        None: there is room.
-
-        Raises:
-            ValidationError: there is no room, and requests use all names.
+        It is the oldest unused one of the key, or of all keys; if requests use all, the oldest: they go on without the name.
         """
         of_key = [name for name, other in self._keys.items() if other == key]
         if len(of_key) >= MOST_OF_A_KEY:
@@ -51,8 +46,4 @@ class ResolvedNames:
             names = list(self._keys)
         else:
             return None
-        if (oldest := next((name for name in names if not self._is_used(name)), None)) is None:
-            raise ValidationError(
-                f"requests use all {len(names)} adapters that a resolver found; send the request again when some have ended"
-            )
-        return oldest
+        return next((name for name in names if not self._is_used(name)), names[0])
