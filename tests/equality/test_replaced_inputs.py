@@ -179,3 +179,52 @@ def test_positions_of_several_components_in_fused_layers(depth: int, tmp_path: P
             decoder = worker_of(one).model.model.layers.fused
             assert (decoder is not None) == fused
     assert found[0] == found[1]
+
+
+# ------------------------------------------------------------------------------------------- offsets of rows
+
+
+class Offset(Hook):
+    """Prompts have their own positions; those of later tokens are `offset` further, by the rows or by the batch."""
+
+    def __init__(self, worker: Any, offset: int, by_rows: bool):
+        self.rows, self.offset, self.by_rows = worker.rows, offset, by_rows
+        self.fast = 0
+
+    def enter(self, new: EnteredRow) -> None:
+        if self.by_rows:
+            self.rows.rope_offset[new.row] = self.offset
+
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        rows = [item.row for item in plan.work]
+        decodes = self.rows.num_computed_tokens[rows] >= self.rows.num_prompt[rows]
+        return self.by_rows and bool(decodes.all())
+
+    def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
+        if batch is None:
+            self.fast += 1
+            return
+        rows_T = batch.rows_B.repeat_interleave(batch.query_start_B1.diff())
+        is_prompt_T = batch.positions_T < torch.from_numpy(self.rows.num_prompt)[rows_T]
+        if self.by_rows and not is_prompt_T.any():
+            return
+        shifted_T = batch.positions_T + self.offset
+        batch.extras[ROPE_POSITIONS] = torch.where(is_prompt_T, batch.positions_T, shifted_T)
+
+
+@pytest.mark.skipif(best() is None, reason="no native kernels run here")
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("offset", [-1, 7])
+def test_rows_with_an_offset_decode_on_the_fast_path(
+    depth: int, offset: int, tmp_path: Path
+) -> None:
+    path, asked, found = make_checkpoint("qwen3", tmp_path, intermediate_size=128), prompts(6), []
+    with engine(path, depth, dtype="bfloat16", enable_prefix_caching=False) as one:
+        plain = one.tokens(asked, greedy(COUNT))
+        for by_rows in (True, False):
+            worker_of(one).hooks.append(hook := Offset(worker_of(one), offset, by_rows))
+            found.append(one.tokens(asked, greedy(COUNT)))
+            worker_of(one).hooks.remove(hook)
+            assert (hook.fast > COUNT // 2) == by_rows
+        assert found[0] == found[1] != plain
+        assert one.tokens(asked, greedy(COUNT)) == plain

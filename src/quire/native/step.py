@@ -62,7 +62,8 @@ class NativeStep:
         self._rows = CRows(
             tokens_RL.data_ptr(), rows.num_computed_tokens.ctypes.data, rows.length.ctypes.data,
             rows.num_drafts.ctypes.data, ctypes.addressof(self._tables),
-            None if sampler is None else sampler.params_R.ctypes.data, None, tokens_RL.stride(0),
+            None if sampler is None else sampler.params_R.ctypes.data, None,
+            rows.rope_offset.ctypes.data, tokens_RL.stride(0),
             rows.blocks[0].shape[1] if rows.blocks else 0, shift,
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
@@ -105,7 +106,7 @@ class NativeStep:
         self._rows.adapters = None if adapters is None else adapters.number_of_row.ctypes.data
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
-        """Whether the kernels support the model, and no row is longer than the rotary table."""
+        """Whether the kernels support the model, and the rows' rotary positions are in its table."""
         if self.fused and getattr(self.fused[0], "adapters", None) is not self.adapters:
             self.fuse(self.fused)  # the kernels have the addresses of another table
         if self.model is None:
@@ -115,6 +116,13 @@ class NativeStep:
             self._set_model(native_model(model))
             return self.accepts_fast_step(plan)
         max_positions, rows = self.model.positions, self.rows
+        if rows.rope_offset.any():
+            used = rows.length > 0
+            first, end = (
+                part[used] + rows.rope_offset[used]
+                for part in (rows.num_computed_tokens, rows.length)
+            )
+            return bool(first.min(initial=0) >= 0 and end.max(initial=0) <= max_positions)
         return rows.max_model_len < max_positions or bool(rows.length.max() <= max_positions)
 
     def run(self, plan: StepPlan) -> StepResult:

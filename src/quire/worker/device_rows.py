@@ -139,6 +139,7 @@ class DeviceInputBatchBuilder(InputBatchBuilder):
         return counts.batch(
             token_ids_T=ids_T,
             positions_T=positions_T,
+            extras=self._rope_positions(counts, positions_T),
             rows_B=rows_B.long(),
             query_start_B1=starts_B1,
             lengths_B=lengths_B,

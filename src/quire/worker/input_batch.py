@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.forward_context import ForwardBatch
 from quire.protocol.plan import StepPlan
+from quire.worker.model_input import ROPE_POSITIONS
 from quire.worker.request_rows import RequestRows
 
 
@@ -89,7 +90,8 @@ class InputBatchBuilder:
         tensor = self.rows.tensor
         return counts.batch(
             token_ids_T=self.rows.tokens(row_T, position_T),
-            positions_T=tensor(position_T),
+            positions_T=(positions_T := tensor(position_T)),
+            extras=self._rope_positions(counts, positions_T),
             rows_B=tensor(rows_B),
             query_start_B1=tensor(starts_B1.astype(np.int32)),
             lengths_B=tensor(counts.end_B.astype(np.int32)),
@@ -121,6 +123,14 @@ class InputBatchBuilder:
             rows_B, count_B, start_B, end_B, drawing_S, lengths_S, query_start_B1, count_B.tolist(),
             end_B.tolist(),
         )  # fmt: skip
+
+    def _rope_positions(self, counts: StepCounts, positions_T: Tensor) -> dict[str, Tensor]:
+        """The batch's ROPE_POSITIONS, if rows have an offset."""
+        offset_B = self.rows.rope_offset[counts.rows_B]
+        if not offset_B.any():
+            return {}
+        offset_T = self.rows.tensor(np.repeat(offset_B, counts.count_B))
+        return {ROPE_POSITIONS: positions_T + offset_T}
 
     def _tables_and_slots(
         self, rows_B: np.ndarray, row_T: np.ndarray, position_T: np.ndarray, longest: int

@@ -44,6 +44,8 @@ class RequestRows:
         self._host_RL = self.token_ids_RL.numpy() if self.device.type == "cpu" else None
         self.num_prompt = np.zeros(max_rows, np.int64)
         self.num_computed_tokens = np.zeros(max_rows, np.int64)
+        # rotary positions of a row beyond its token positions, in steps whose batch has no ROPE_POSITIONS; hooks set it in `enter`
+        self.rope_offset = np.zeros(max_rows, np.int64)
         self.length = np.zeros(max_rows, np.int64)  # number of tokens, those being drawn included
         self.accepts_drafts = np.zeros(max_rows, bool)  # the model output sets it
         # how many of these, the last ones, are draft tokens
@@ -136,7 +138,7 @@ class RequestRows:
         if self.ids[row] is None:
             raise RuntimeError(f"row {row} is freed, but no request has it")
         self.ids[row] = self.params[row] = None
-        self.length[row] = self.num_drafts[row] = 0
+        self.length[row] = self.num_drafts[row] = self.rope_offset[row] = 0
         self.accepts_drafts[row] = False
         self.faults.pop(row, None)
 

@@ -197,7 +197,10 @@ class CRowParams(ctypes.Structure):
 
 class CRows(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *_all(c_void_p, "tokens num_computed_tokens length num_drafts blocks params adapters"),
+        *_all(
+            c_void_p,
+            "tokens num_computed_tokens length num_drafts blocks params adapters rope_offset",
+        ),
         *_all(c_int64, "tokens_step blocks_step shift"),
     ]
 

@@ -72,7 +72,7 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Model, table_ranks), FIELD(Model, words),
 
     WHOLE(Rows), FIELD(Rows, tokens), FIELD(Rows, num_computed_tokens), FIELD(Rows, length), FIELD(Rows, num_drafts), FIELD(Rows, blocks),
-    FIELD(Rows, params), FIELD(Rows, adapters), FIELD(Rows, tokens_step), FIELD(Rows, blocks_step), FIELD(Rows, shift),
+    FIELD(Rows, params), FIELD(Rows, adapters), FIELD(Rows, rope_offset), FIELD(Rows, tokens_step), FIELD(Rows, blocks_step), FIELD(Rows, shift),
 
     WHOLE(Speculator), FIELD(Speculator, model), FIELD(Speculator, states), FIELD(Speculator, embedding_norm), FIELD(Speculator, state_norm),
     FIELD(Speculator, join), FIELD(Speculator, target_ids), FIELD(Speculator, target_vocab), FIELD(Speculator, normed_residual),

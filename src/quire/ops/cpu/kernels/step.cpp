@@ -58,7 +58,7 @@ void place(const Model& m, const Rows& r, const Work& w, const Size& size, Place
       memcpy(tables + (g * B + b) * width, blocks, width * sizeof(int32_t));
       for (long i = start; i < end; i++) slots[g * T + t + i - start] = blocks[i / block_size] * block_size + i % block_size;
     }
-    for (long i = start; i < end; i++, t++) ids[t] = r.tokens[row * r.tokens_step + i + r.shift], positions[t] = i;
+    for (long i = start; i < end; i++, t++) ids[t] = r.tokens[row * r.tokens_step + i + r.shift], positions[t] = i + r.rope_offset[row];
   }
   starts[B] = (int)t;
   for (long g = 0; g < m.num_groups; g++) {

@@ -31,6 +31,7 @@ struct Rows {  // the state of each row, by its number; a step advances tokens a
   const int32_t* const* blocks;  // by group
   const RowParams* params;
   const int64_t* adapters;           // the numbers of their adapters, -1: none; may be null
+  const int64_t* rope_offset;        // of each row: what its rotary positions are beyond its places
   int64_t tokens_step, blocks_step;  // from row to row
   int64_t shift;                     // at position i the model reads the token at i + shift: 1 of a speculator
 };
