@@ -117,7 +117,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "the hash ignores the parent": (HASHING, "Hasher.extend", "hashes[-1] if hashes else root", "root"),
     "a state is not cleared": (STATES, "StateHook.enter", "self.states.clear(ANY)", "pass"),
     "a state is not restored": (STATES, "StateHook.before", "self.states.load(ANY, ANY)", "pass"),
-    "a prefix goes beyond the last checkpoint": (MANAGER, "KVManager.match", "count and (usable := self._usable(request, found, count)) < count", "False"),
+    "a prefix goes beyond the last checkpoint": (MANAGER, "KVManager.match", "count and (usable := self.usable(request, found, count)) < count", "False"),
     "a state is restored from another boundary": (CHECKPOINTS, "CheckpointGate.extra", "self._hash(self._rows[new.row], new.num_computed_tokens)", "[*self.pool.junctions, *self.pool.ends][-1]"),
     "a checkpoint is named by the block after it": (CHECKPOINTS, "CheckpointGate._hash", "request.hashes[number - 1]", "request.hashes[min(number, len(request.hashes) - 1)]"),
     "checkpoints outlive the cache": (MANAGER, "KVManager.reset", "limit.reset()", "pass"),
