@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config.from_keywords import engine_config
 from quire.errors import ConfigError
 
 MODEL = "quire-tiny"
@@ -78,13 +79,50 @@ def test_programs_use_torchs_default_group(first: str, tmp_path: Path) -> None:
     assert found == [[0, 2, [0, 1]], [1, 2, [0, 1]]]
 
 
-def launched(text: str, folder: Path, **fields: str) -> list[Any]:
-    """Run a program in two ranks. Returns what each wrote into the folder; None: it wrote nothing."""
+DATA_PARALLEL = """
+import json, os
+from pathlib import Path
+from quire import LLM, SamplingParams
+
+llm = LLM(
+    "quire-tiny", max_model_len=64, tensor_parallel_size={tensor}, data_parallel_size=2,
+    distributed_executor_backend="external_launcher",
+)
+number = llm.llm_engine.vllm_config.parallel_config.data_parallel_rank
+prompts = ["Once upon a time", "def add(a, b):", "1 2 3 4 5"][number::2]
+params = SamplingParams(temperature=0, max_tokens=8)
+found = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+llm.shutdown()
+Path({folder!r}, os.environ["RANK"]).write_text(json.dumps([number, found]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_each_engine_of_several_has_its_own_prompts(tensor: int, tmp_path: Path) -> None:
+    """As vLLM's example torchrun_dp_example: each engine gets every second prompt."""
+    prompts = ["Once upon a time", "def add(a, b):", "1 2 3 4 5"]
+    with LLM(MODEL, max_model_len=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8)
+        tokens = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+    found = launched(DATA_PARALLEL, tmp_path, count=2 * tensor, tensor=str(tensor))
+    expected = [[0, tokens[::2]], [1, tokens[1::2]]]
+    assert found == [expected[rank // tensor] for rank in range(2 * tensor)]
+
+
+def launched(text: str, folder: Path, count: int = 2, **fields: str) -> list[Any]:
+    """Run a program in two ranks, or `count`. Returns what each wrote into the folder; None: it wrote nothing."""
     program, tests = folder / "program.py", str(Path(__file__).parent)
     program.write_text(text.format(tests=tests, folder=str(folder), **fields))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={count}",
+    ]
     done = subprocess.run([*launcher, program], capture_output=True, timeout=LIMIT_S, text=True)
-    files = [folder / str(rank) for rank in range(2)]
+    files = [folder / str(rank) for rank in range(count)]
     assert any(file.exists() for file in files), done.stderr
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
@@ -171,3 +209,16 @@ def test_without_torchrun_the_error_says_how_to_start(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=4.* 2 ranks.*nproc-per-node"):
         LLM(MODEL, **options)
+
+
+def test_engines_are_neighbouring_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torchrun's ranks on two machines, each with two engines of two ranks."""
+    options = {"tensor_parallel_size": 2, "data_parallel_size": 4, "distributed_executor_backend": "external_launcher"}  # fmt: skip
+    places = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "7", "LOCAL_RANK": "3"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    parallel = engine_config({"model": MODEL, **options}).parallel
+    assert parallel.ranks == range(3, 4)
+    assert parallel.share == (1, 2)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=8: the parallel sizes make 16 ranks"):
+        engine_config({"model": MODEL, **options, "data_parallel_size": 8})

@@ -58,10 +58,11 @@ def torchrun_machines(resolved: Resolved) -> TorchrunMachines:
     parallel = resolved.config.parallel
     size, rank = RankLayout.of(parallel).size, int(env.outer("RANK") or 0)
     local = int(env.outer("LOCAL_WORLD_SIZE") or size)
+    first = rank - rank % size  # of this engine, among the ranks of all engines
     host = env.get("HOST_IP") or _route_to(env.outer("MASTER_ADDR") or "127.0.0.1")
     wait_s = parallel.cpu_distributed_timeout_seconds or EXCHANGE_S
-    nodes = [each // local for each in range(size)]
-    return TorchrunMachines(nodes, host, exchange_s=wait_s, rank=rank)
+    nodes = [(first + each) // local - first // local for each in range(size)]
+    return TorchrunMachines(nodes, host, exchange_s=wait_s, rank=rank - first, engine=first // size)
 
 
 def _route_to(host: str) -> str:

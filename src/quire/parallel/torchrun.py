@@ -99,9 +99,10 @@ class RankWatch:
 
 
 class TorchrunMachines(Machines):
-    """Of rank `rank`. `watch`: from `meet` on."""
+    """Of rank `rank` of engine `engine`. `watch`: from `meet` on."""
 
     rank: int = 0
+    engine: int = 0
     watch: Any = None
 
     def meet(self) -> Any:
@@ -109,10 +110,11 @@ class TorchrunMachines(Machines):
         from quire.parallel.gloo import dist, prefixed
 
         seconds = timedelta(seconds=MEET_S)
-        store = next(iter(dist.rendezvous("env://", timeout=seconds)))[0]
+        store, rank, world = next(iter(dist.rendezvous("env://", timeout=seconds)))
         if not dist.is_initialized():  # programs ask torch.distributed for their rank
             group = prefixed("default group", store)
-            dist.init_process_group("gloo", store=group, rank=self.rank, world_size=len(self.nodes))
+            dist.init_process_group("gloo", store=group, rank=rank, world_size=world)
+        store = prefixed(f"engine {self.engine}", store)
         before = store.add("quire ranks", 1) - 1  # each rank adds 1 for each of its engines
         store = prefixed(f"quire {before // len(self.nodes)}", store)
         self.watch = RankWatch(store, self.rank, self.nodes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import env
 from quire.config.parallel.cluster_key import cluster_key
-from quire.errors import ConfigError, Unsupported
+from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig, Resolved
@@ -27,6 +27,8 @@ def with_engines_by_node(config: EngineConfig) -> EngineConfig:
     """
     parallel, headless = config.parallel, config.server.headless
     nodes, node, engines = parallel.nnodes, parallel.node_rank, parallel.data_parallel_size
+    if parallel.distributed_executor_backend == "external_launcher" and engines > 1 and nodes == 1:
+        return _with_launched_engine(config)
     if nodes == 1:
         return config
     if node >= nodes:
@@ -66,16 +68,31 @@ def with_engines_by_node(config: EngineConfig) -> EngineConfig:
     return replace(config, parallel=replace(parallel, **own))
 
 
+def _with_launched_engine(config: EngineConfig) -> EngineConfig:
+    """With torchrun: which of the engines this process belongs to. Neighbouring ranks have the same engine.
+
+    Raises:
+        ConfigError: torchrun has not started as many processes as the engines have ranks.
+    """
+    parallel = config.parallel
+    size = parallel.world_size
+    _check_launcher(size * parallel.data_parallel_size)
+    rank, local_rank = int(env.outer("RANK") or 0), int(env.outer("LOCAL_RANK") or 0)
+    local = int(env.outer("LOCAL_WORLD_SIZE") or size * parallel.data_parallel_size)
+    own: dict[str, Any] = {
+        "data_parallel_rank": rank // size,
+        "data_parallel_start_rank": max(0, rank - local_rank) // size,
+        "data_parallel_size_local": max(1, local // size),
+    }
+    return replace(config, parallel=replace(parallel, **own))
+
+
 def check_nodes(resolved: Resolved) -> None:
-    """Raises ConfigError, Unsupported: the number of machines or the way to start ranks does not fit."""
+    """Raises ConfigError: the number of machines or the way to start ranks does not fit."""
     parallel, executor = resolved.config.parallel, resolved.executor
     nodes, ranks, engines = parallel.nnodes, parallel.world_size, parallel.data_parallel_size
     if executor == "external_launcher":
-        _check_launcher(ranks)
-        if engines > 1:
-            raise Unsupported(
-                f"data_parallel_size={engines} with {executor}", "use mp, or one engine"
-            )
+        _check_launcher(ranks * engines)
     if nodes == 1:
         return
 
