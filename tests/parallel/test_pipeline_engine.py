@@ -13,10 +13,10 @@ from quire.features.speculation.hook import SpeculationHook
 from quire.models.checkpoint_locator import EMBEDDED
 from quire.protocol.output import Logprobs
 from quire.protocol.sampling_params import SamplingParams
-from tests.equality import test_speculation as speculation
 from tests.models.cases import write
 from tests.models.recurrent_cases import CASES as RECURRENT
 from tests.parallel.thread_engine import split_engine
+from tests.speculation import test_speculation as speculation
 from tests.worker.known_answers import KnownAnswers
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}

@@ -1,22 +1,15 @@
-"""Positions that wait for a speculator: their states come back in order, and those of idle rows give way."""
+"""Positions that wait for a speculator: their states come back in order, and idle rows lose theirs."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from quire.features.speculation import pending_hidden_states as module
-from quire.features.speculation.eagle_drafter import EagleDrafter
 from quire.features.speculation.pending_hidden_states import (
-    TRIED_EVERY,
-    TRIED_FIRST,
     PendingHiddenStates,
     too_many,
 )
-from quire.protocol.plan import EnteredRow, StepPlan
-from quire.protocol.sampling_params import SamplingParams
 
 
 def states(start: int, count: int) -> torch.Tensor:
@@ -40,7 +33,7 @@ def test_states_of_many_steps_come_back_in_order() -> None:
     assert torch.equal(module.as_tensor(one.take_first(1)), states(at, 1))
 
 
-def test_positions_begin_again_behind_a_gap() -> None:
+def test_positions_begin_again_after_a_gap() -> None:
     one = PendingHiddenStates()
     one.add(0, states(0, 4))
     one.add(7, states(7, 2))
@@ -76,23 +69,3 @@ def test_the_rows_with_the_most_positions_give_way() -> None:
     assert left <= module.MOST_OF_ALL < left + waiting[found[-1]].count
     waiting[3].lose()
     assert (waiting[3].count, waiting[3].is_lost) == (0, True)
-
-
-def test_most_requests_keep_no_states_while_none_gets_draft_tokens() -> None:
-    """One does now and then, so that a change is noticed; all do again when draft tokens paid."""
-    passes = SimpleNamespace(rows=None, enter=lambda new: None, leave=lambda row: None)
-    drafter = EagleDrafter(passes, [1], 100, has_layers=True)  # type: ignore[arg-type]
-    drafter.pays = False
-
-    def keeps() -> bool:
-        """Whether the next request, behind the one that has the row, keeps states."""
-        drafter.enter(0, [1], b"")
-        new = EnteredRow(0, "0", [1], 1, 0, [], SamplingParams())
-        drafter.observe(StepPlan(0, [new], [], [0]), None)
-        return 0 in drafter._waiting
-
-    found = [keeps() for _ in range(2 * TRIED_EVERY)]
-    assert found[: TRIED_FIRST + 2] == [True] * (TRIED_FIRST + 1) + [False]
-    assert sum(found[TRIED_FIRST + 1 :]) == 1
-    drafter._unused = 0  # as `propose_all` sets it
-    assert keeps()
