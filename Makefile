@@ -2,6 +2,7 @@
 #
 #   make serve        install, then serve the embedded model at http://127.0.0.1:8000
 #   make test         every test that needs no accelerator
+#   make test-fast    the tests of the core, in less than a minute
 #   make check        format, lint, types, architecture (CONTRIBUTING.md)
 #   make bench        offline throughput beside Transformers, into benchmarks/results/; ARGS=serving for a server's costs
 #   make bench-peers  the same workloads beside vLLM and OpenVINO, each installed once into .cache/peers (5 GB)
@@ -89,6 +90,11 @@ wheel: install-dev
 
 test: install-dev
 	$(BIN)/python -m pytest -q -m "not slow and not attack and not clients" -n 2 -p tests.xdist_schedule --max-worker-restart=0 $(ARGS)
+
+# The folders whose tests are quick and catch the most: the rules of the tree, configuration, engine, frontend, speculation's controller.
+FAST := tests/architecture tests/config tests/engine tests/speculation/test_controller.py
+test-fast: install-dev
+	$(BIN)/python -m pytest -q -m "not slow and not attack and not clients" -n 2 -p tests.xdist_schedule --max-worker-restart=0 $(FAST) $(ARGS)
 
 test-long: install-dev
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)
