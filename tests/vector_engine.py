@@ -94,7 +94,7 @@ class VectorClient:
         found = EngineConfig.from_keywords(model=str(folder), served_model_name="toy", **config)
         self.resolved: Any = SimpleNamespace(
             config=found, path=str(folder), tokenizer_folder=str(folder), hf_config={}, kv_dtype="float32", prefix_caching=True,
-            max_num_seqs=4, max_num_batched_tokens=64, architecture="Told", pooling=None, speculation=None,
+            max_num_seqs=4, max_num_batched_tokens=64, architecture="Told", pooling=None, speculation=None, experts_folder="",
         )  # fmt: skip
         self.ready = EngineReady(
             max_model_len=max_model_len, num_blocks=64, block_size=16, vocab_size=len(self.tokenizer),
