@@ -15,7 +15,7 @@ import pytest
 from attacked_server import TEXT, AttackedServer, Measured, OtherMachineError, Watch
 
 TESTS = Path(__file__).parents[1]
-FINDINGS = {*(f"C{n}" for n in range(1, 4)), *(f"H{n}" for n in range(1, 8)), *(f"M{n}" for n in range(1, 9)), *(f"L{n}" for n in range(1, 9))}  # fmt: skip
+FINDINGS = {*(f"C{n}" for n in range(1, 4)), *(f"H{n}" for n in range(1, 8)), *(f"M{n}" for n in range(1, 9)), *(f"L{n}" for n in range(1, 10))}  # fmt: skip
 
 
 def missing(text: str) -> list[str]:

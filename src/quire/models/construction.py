@@ -6,6 +6,7 @@ Knows the registry. Does not know weights or files.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,13 +47,18 @@ def model_class(architecture: str) -> Any:
         raise ConfigError(f"model class {target} cannot be loaded: {error}") from error
 
 
+_default_dtype = threading.RLock()
+"""Torch's default dtype is the process's: of two threads that set it at once, the last to end restored the other's."""
+
+
 @contextmanager
 def construction(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, parameters are created in `dtype` on "meta": they have shapes, and no memory."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    """Inside, parameters are created in `dtype` on "meta": they have shapes, and no memory. One thread at a time."""
+    with _default_dtype:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                yield
+        finally:
+            torch.set_default_dtype(before)
