@@ -14,7 +14,13 @@ import pytest
 from xdist.scheduler.each import EachScheduling
 
 TESTS = Path(__file__).parent
-FIRST = ("equality", "processes", "server", "structured")  # they take as long as all the rest
+FIRST = (
+    "equality",
+    "processes",
+    "server",
+    "speculation",
+    "structured",
+)  # they take as long as all the rest
 
 
 def is_others(path: Path, config: pytest.Config) -> bool:
