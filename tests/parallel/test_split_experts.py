@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from quire.config.parallel.experts import EplbOptions
 from quire.features.expert_balance.hook import ExpertBalanceHook
+from quire.layers.expert_parallel import CutExperts, PlacedExperts
 from quire.layers.moe import Experts, Router
-from quire.layers.split_experts import CutExperts, PlacedExperts
 from tests.models.cases import CASES, Case, write
 from tests.models.harness import Runner
 from tests.models.test_native import build, texts

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.layers.expert_parallel import CutExperts, PlacedExperts
 from quire.layers.moe import Experts
-from quire.layers.split_experts import CutExperts, PlacedExperts
 from tests.models.cases import write
 from tests.models.harness import Runner
 from tests.models.test_native import build, texts

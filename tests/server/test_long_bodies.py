@@ -13,9 +13,9 @@ from asgi import ask
 from scripted import ScriptedEngine
 
 from quire.logging import get_logger
-from quire.server import large_bodies, request_body
+from quire.server import json_body_parser, request_body
 from quire.server.errors import ApiError
-from quire.server.large_bodies import MOST_VALUES, number_of_values, read_long
+from quire.server.json_body_parser import MOST_VALUES, number_of_values, read_long
 from quire.server.openai.sampling_params import MAX_BAD_WORD, MAX_STOP
 from quire.server.openapi import BODIES
 from quire.server.prompts import MOST_MESSAGES
@@ -62,10 +62,10 @@ def test_long_prompts_are_treated_like_short_ones(prompt: Any):
 
 
 def test_marks_within_strings_are_no_values(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(large_bodies, "MOST_VALUES", 3)
+    monkeypatch.setattr(json_body_parser, "MOST_VALUES", 3)
     draw = random.Random(1)
     for _ in range(300):
-        monkeypatch.setattr(large_bodies, "PIECE", draw.randint(3, 40))
+        monkeypatch.setattr(json_body_parser, "PIECE", draw.randint(3, 40))
         texts = ["".join(draw.choices('\\",:[{a\u00e9\n', k=draw.randint(0, 12))) for _ in range(6)]
         raw = json.dumps(texts, ensure_ascii=draw.random() < 0.5).encode()
         assert number_of_values(raw) in (

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
+from quire.layers.expert_parallel import CutExperts, PlacedExperts, can_move, split_experts
 from quire.layers.linear import Linear
 from quire.layers.pair_outputs import outputs_of_seats
-from quire.layers.split_experts import CutExperts, PlacedExperts, can_move, split_experts
 from quire.layers.weight_slots import (
     Layer,
     Slot,

@@ -5,7 +5,7 @@ Knows the parts of a `DecoderLayer` or `ParallelLayer` with a bound KV cache, an
 
     attention half    norm, QKV, QK-norm, scale of queries, RoPE, KV write, attention, gate, output projection, norm, scale; or
                       norm, a gated delta net (`fused_delta_net.py`), norm, scale
-    MLP half          norm, gate and up, activation, down, norm, scale; or norm, a mixture (`mixture_half.py`), norm, scale
+    MLP half          norm, gate and up, activation, down, norm, scale; or norm, a mixture (`fused_moe.py`), norm, scale
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.layers.decoder_layer import (
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.models.gemma4 import Gemma4Attention
 from quire.native.fused_delta_net import native_delta_net
-from quire.native.mixture_half import native_mixture
+from quire.native.fused_moe import native_mixture
 from quire.ops.cpu.structs import LAYER_NORM, RMS, RMS_PLUS_ONE, CLayer, CNorm
 
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from quire.logging import get_logger
 from quire.server.errors import ApiError, invalid
-from quire.server.large_bodies import not_an_object, not_json, not_valid, read_long
+from quire.server.json_body_parser import not_an_object, not_json, not_valid, read_long
 from quire.server.state import state_of
 from quire.server.tokenizer_pool import run_alone
 

@@ -22,7 +22,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.server.adapters import model_of
 from quire.server.errors import invalid
 from quire.server.generation import Generation
-from quire.server.large_bodies import not_valid
+from quire.server.json_body_parser import not_valid
 from quire.server.limits import completions_of, take_from_key
 from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes

@@ -1,7 +1,7 @@
 """ExpertBalanceHook: moves experts between ranks, between two steps, by the tokens that they had.
 
 Knows steps and the mixture layers of a model. Does not know how a placement is chosen (`parallel/expert_placement.py`) or how
-weights move (`layers/split_experts.py`). All ranks run the same steps and choose the same experts, so each decides alone and all
+weights move (`layers/expert_parallel.py`). All ranks run the same steps and choose the same experts, so each decides alone and all
 decide the same. A token's result does not depend on the rank that computes it.
 
 Shape suffixes: L layers, E experts.
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from quire.config.parallel.experts import EplbOptions
+from quire.layers.expert_parallel import PlacedExperts
 from quire.layers.moe import Experts
-from quire.layers.split_experts import PlacedExperts
 from quire.logging import get_logger
 from quire.models.base import LanguageModel
 from quire.parallel.expert_placement import balanced, balancedness, load_of_ranks

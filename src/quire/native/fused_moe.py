@@ -10,8 +10,8 @@ from torch import nn
 
 from quire.layers.decoder_layer import GatedMLP
 from quire.layers.engine_experts import EngineExperts
+from quire.layers.expert_parallel import PlacedExperts
 from quire.layers.moe import Experts, MoE, Router
-from quire.layers.split_experts import PlacedExperts
 from quire.ops.cpu.experts import native_experts, native_routing, takes_router
 from quire.ops.cpu.structs import CMixture, CWeight
 
