@@ -73,7 +73,7 @@ def resolved(python: str, wanted: list[str]) -> dict[str, str]:
 
 
 def merged(by_python: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """One line for each package, or for each of its versions, with the Pythons that take it."""
+    """The lines of the file: one for each package and version, with a marker for the Python versions that resolve to it."""
     lines = []
     for name in sorted({name for versions in by_python.values() for name in versions}):
         if OMITTED.match(name):

@@ -235,6 +235,19 @@ def test_a_wrong_field_is_refused(path: str, installed: None) -> None:
         assert output.outputs[0].error == "demo: 0 is not served"
 
 
+def test_two_orders_of_waiting_requests_are_refused(
+    path: str, tmp_path: Path, installed: None
+) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text('[{"name": "a", "key": "secret-of-a-key"}]')
+    keys.chmod(0o600)
+    with (
+        pytest.raises(ConfigError, match="fair_share and demo both order waiting requests"),
+        engine(path, dtype="bfloat16", skip_tokenizer_init=True, api_key_file=str(keys)),
+    ):
+        pass
+
+
 def test_a_plugin_must_be_a_feature(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from quire.engine.engine_processes import start_engines
 from quire.engine.feature import EngineParts, Feature
 from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.resolve import resolve_config
+from quire.errors import ConfigError
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_metrics import ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
@@ -198,8 +199,12 @@ def build_scheduler(
     )
     for feature in features:
         limits = feature.limits(limits)
-    queues = [queue for f in features if (queue := f.waiting_queue()) is not None]
-    return Scheduler(kv, limits, waiting=queues[0] if queues else None)
+    queues = {f.name: queue for f in features if (queue := f.waiting_queue()) is not None}
+    if len(queues) > 1:
+        raise ConfigError(
+            f"{' and '.join(queues)} both order waiting requests; enable only 1 of them"
+        )
+    return Scheduler(kv, limits, waiting=next(iter(queues.values()), None))
 
 
 def build_pool(resolved: Resolved, num_blocks: int, num_groups: int) -> BlockPool:

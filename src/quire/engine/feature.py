@@ -3,7 +3,7 @@
 `engine/enabled_features.py` lists the features and makes the objects; the builders (`engine/build.py`, `worker/build.py`) and
 the frontend call their methods and know none by name. docs/design/adding-a-feature.md says in which order.
 
-A process makes one object of each feature that it needs:
+Each process makes one object for each enabled feature, and calls these methods:
 
     frontend    request_extra, answer, usage
     engine      begin, models, limits, waiting_queue, plug_into_engine, and the methods of EngineListener
@@ -70,8 +70,8 @@ class Feature(EngineListener):
 
     Attributes:
         name: of its folder. Its gate, its hook, and its data in requests and outputs have the same name.
-        order: features plug in in ascending order: one that replaces the model input wraps the model input of the features before it. Gates,
-            hooks and logits processors have an `order` of their own.
+        order: features plug in in ascending order, so a feature that replaces the model input wraps the model input of the features
+            before it. Gates, hooks and logits processors have an `order` of their own.
     """
 
     name = "feature"

@@ -52,7 +52,7 @@ class OutputState:
     error: str | None = None
     error_kind: ErrorKind = "internal"
     details: dict[str, list[Any]] = field(default_factory=dict)
-    """By feature: what its gate said of each step (`EngineOutput.details`)."""
+    """Feature name -> the details that the feature's gate added to each output (`EngineOutput.details`)."""
     delivered: int = 0
     """Number of tokens delivered to the user."""
     end_delivered: bool = False

@@ -174,7 +174,7 @@ class RequestManager:
         return accepted
 
     def _add_extras(self, accepted: Accepted) -> None:
-        """What features send with the request. Raises ValidationError: one of them cannot serve it."""
+        """Add the features' extras to the request. Raises ValidationError: a feature cannot serve the request."""
         for feature in self.features:
             if (extra := feature.request_extra(accepted.params)) is not None:
                 for child in accepted.children:

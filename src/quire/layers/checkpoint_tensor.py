@@ -1,4 +1,4 @@
-"""CheckpointTensor: one tensor of a checkpoint format, and which part of it belongs to which outputs.
+"""CheckpointTensor: a tensor of a checkpoint format, and how its rows map to the outputs of a weight.
 
 Knows shapes. Does not know layers or files.
 """

@@ -25,9 +25,8 @@ class EnteredRow(Struct, array_like=True, omit_defaults=True, gc=False):
     blocks: list[list[int]]  # by KV group; 0 is the null block (outside a window)
     params: RequestParams
     adapter: str | None = None
-    extras: dict[
-        str, bytes
-    ] = {}  # data of the request for hooks, by feature name; all ranks get it
+    # data of the request for hooks, by feature name; all ranks get it
+    extras: dict[str, bytes] = {}
 
     @property
     def sampling_params(self) -> SamplingParams:

@@ -30,6 +30,6 @@ async def start_profile(request: Request) -> Response:
 
 
 async def stop_profile(request: Request) -> Response:
-    """End the recording and write its trace files, one for each worker."""
+    """Stop the profiler. Each worker writes one trace file."""
     written = await state_of(request).serving().call("collective_rpc", "stop_profile", [], {})
     return json_response({"status": "stopped", "files": [name for name in written if name]})

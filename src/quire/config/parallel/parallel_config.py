@@ -43,7 +43,7 @@ class ParallelConfig:
     data_parallel_rpc_port: Annotated[int, Meta(ge=0, le=65535)] = 29550
     """Port of that server for engines on other machines."""
     data_parallel_backend: Literal["mp", "ray"] = "mp"
-    """mp: the ranks of each engine are where its server is; ray: Ray starts them, data_parallel_size_local engines on each machine."""
+    """mp: engines run on the machine of the server; ray: Ray starts data_parallel_size_local engines on each machine."""
     nnodes: AtLeast1 = 1
     """Number of machines of all engines; each has the same number of ranks, or of whole engines (docs/machines.md)."""
     node_rank: AtLeast0 = 0

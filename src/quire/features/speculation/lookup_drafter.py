@@ -32,7 +32,7 @@ class _LookupRow:
 
 
 class LookupDrafter(Drafter):
-    """One index for each row, and one for the past answers of each scope. O(1) for each token.
+    """Keeps a token index for each row and for the past answers of each scope. Adding a token takes O(1).
 
     Args:
         shortest, longest: how many of the last tokens must have occurred before (`prompt_lookup_min`, `prompt_lookup_max`;

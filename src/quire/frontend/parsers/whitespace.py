@@ -53,7 +53,7 @@ class TrimmedText:
 
 
 def strip_newlines(text: str) -> str:
-    """The text without one line break at its start and one at its end."""
+    """The text without its first character and without its last, where that character is a line break."""
     return text.removeprefix("\n").removesuffix("\n")
 
 
