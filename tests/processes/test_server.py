@@ -302,7 +302,8 @@ def test_on_shutdown_running_requests_finish_and_new_ones_are_refused(
             server.client.stream("POST", TEXT, json=held) as last,
             server.client.stream("POST", TEXT, json=body) as answer,
         ):
-            next(last.iter_lines())
+            running = last.iter_lines()  # kept: httpx closes the connection of a collected iterator
+            next(running)
             lines = answer.iter_lines()
             next(lines)
             for engine in children(server.process.pid) if number is signal.SIGHUP else ():
@@ -344,7 +345,8 @@ def check_end(server: Served, end: Callable[[], None], code: int) -> None:
     """In the middle of an answer it ends with this exit status, leaves no process and frees its port."""
     body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", TEXT, json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: httpx closes the connection of a collected iterator
+        next(lines)
         family = children(server.process.pid)
         assert family
         end()
