@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from typing import Any
 
 import pytest
 from chromium import PROGRAM, Chromium
+from reader import ask, click, content, scripted, text
 from server_process import Served
 from tiny_llama import make_checkpoint
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here")
 
-FLAGS = ["--served-model-name", "tiny", "other", "--api-key", "k", "--override-generation-config", '{"temperature": 0}']  # fmt: skip
 MESSAGE = "Hi <img src=x onerror=\"document.title='hit'\"><b>you</b>"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with Served(make_checkpoint(tmp_path_factory.mktemp("model"), length=2048), *FLAGS) as found:
-        found.client.headers["Authorization"] = "Bearer k"
-        yield found
-
-
-@pytest.fixture(scope="module")
-def browser(server: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    folder = tmp_path_factory.mktemp("browser")
-    try:
-        found = Chromium(folder).__enter__()
-    except (OSError, RuntimeError, TimeoutError) as error:  # no shared memory, a sandbox, ...
-        log = (folder / "chromium.log").read_text(errors="replace")
-        pytest.skip(f"Chromium does not start here: {error}; {log[-500:]}")
-    with closing(found):
-        found.sized(1300, 850)
-        found.open(server.url + "/")
-        yield found
-
-
-def text(browser: Chromium, id: str) -> str:
-    return str(browser.js(f"document.getElementById('{id}').textContent"))
-
-
-def click(browser: Chromium, place: str, label: str) -> None:
-    """Click a button of the last element of a class."""
-    browser.js(f"""
-        [...[...document.querySelectorAll("{place}")].at(-1).querySelectorAll("button")]
-            .find(button => button.textContent === "{label}").click()
-    """)
 
 
 def test_the_page_asks_for_the_key_and_uses_it(browser: Chromium):
@@ -75,14 +38,16 @@ def test_answers_stream_and_the_block_view_updates(browser: Chromium, server: Se
         new MutationObserver(() => {
             for (const box of document.querySelectorAll(".assistant .text")) lengths.add(box.textContent.length);
         }).observe(document.getElementById("talk"), {childList: true, subtree: true, characterData: true});
-        document.getElementById("most").value = "1000";
+        document.getElementById("option-max_tokens").value = "1000";
         Object.defineProperty(navigator, "clipboard", {configurable: true, value: {writeText: async text => { window.copied = text; }}});
         document.getElementById("words").focus();
         0
     """)
     browser.type(MESSAGE)
     browser.enter()
-    browser.until("document.querySelector('.assistant .note')?.textContent.includes('tokens')")
+    browser.until(
+        "document.querySelector('.assistant .note')?.textContent.includes('tokens') && !document.querySelector('.busy')"
+    )
     asked = {"messages": [{"role": "user", "content": MESSAGE}], "max_tokens": 1000}
     expected = server.post("/v1/chat/completions", **asked)["choices"][0]["message"]["content"]
     click(browser, ".assistant", "Copy")
@@ -96,17 +61,16 @@ def test_answers_stream_and_the_block_view_updates(browser: Chromium, server: Se
 
 def test_a_model_or_adapter_is_chosen_by_its_name(browser: Chromium):
     """The list has every name of /v1/models; the first one is chosen."""
-    browser.js("document.getElementById('options').open = true; 0")
     served = "document.getElementById('served')"
     browser.until(f"!document.getElementById('models').hidden && {served}.options.length === 2")
     assert browser.js(f"[...{served}.options].map(one => one.value)") == ["tiny", "other"]
     assert browser.js(f"{served}.value") == "tiny"
-    browser.js("document.getElementById('options').open = false; 0")
+    assert browser.js("document.querySelector('.assistant .by').textContent") == "tiny"
 
 
 def test_messages_are_shown_as_text_only(browser: Chromium):
     assert browser.js("document.querySelector('.user .text').textContent") == MESSAGE
-    assert browser.js("document.querySelectorAll('#talk img, #talk b, #lives img').length") == 0
+    assert browser.js("document.querySelectorAll('#turns img, #turns b, #lives img').length") == 0
     assert browser.js("document.title") == "Quire"
 
 
@@ -123,15 +87,15 @@ def test_token_texts_are_hidden_by_default(browser: Chromium):
 
 
 def test_the_stop_button_ends_the_answer(browser: Chromium):
-    browser.js("document.getElementById('most').value = ''; document.getElementById('fresh').click()")  # fmt: skip
+    browser.js("document.getElementById('option-max_tokens').value = ''; document.getElementById('fresh').click()")  # fmt: skip
     browser.until("document.activeElement.id === 'words'")
     browser.type("Go on")
     browser.enter()
     browser.until("document.querySelector('.assistant .text')?.textContent.length > 0")
     browser.press("Escape", 27)
-    note = browser.until("document.querySelector('.assistant .note').textContent")
-    assert note == "stopped" or "tokens" in note  # it may have been at its end
     browser.until("document.getElementById('send').textContent === 'Send'")
+    note = browser.js("document.querySelector('.assistant .note').textContent")
+    assert note.startswith("stopped") or "tokens" in note  # it may have been at its end
 
 
 def ground(browser: Chromium) -> float:
@@ -174,47 +138,6 @@ STREAM = [
 ]
 
 
-@contextmanager
-def scripted(browser: Chromium, *events: dict[str, Any]) -> Iterator[None]:
-    """The server's answers to a chat or a completion are these events, a byte at a time; `bodies` keeps the requests."""
-    text = "".join(f"data: {json.dumps(one, ensure_ascii=False)}\n\n" for one in events)
-    frames = ": keep-alive\n\n" + text + "data: [DONE]\n\n"
-    browser.js(f"""
-        window.ours = fetch;
-        window.bodies = [];
-        window.fetch = (path, options) => {{
-            if (!/^v1.*completions$/.test(path)) return ours(path, options);
-            bodies.push(JSON.parse(options.body));
-            const bytes = new TextEncoder().encode({json.dumps(frames)});
-            return Promise.resolve(new Response(new ReadableStream({{start(to) {{
-                for (const byte of bytes) to.enqueue(new Uint8Array([byte]));
-                to.close();
-            }}}})));
-        }};
-        document.getElementById("fresh").click();
-        0
-    """)
-    try:
-        yield
-    finally:
-        browser.js("window.fetch = ours; 0")
-
-
-def ask(browser: Chromium, words: str) -> None:
-    """Send a message, and wait for the end of its answer."""
-    turns = browser.js("document.querySelectorAll('.assistant').length")
-    browser.js("document.getElementById('words').focus()")
-    browser.type(words)
-    browser.enter()
-    browser.until(
-        f"document.querySelectorAll('.assistant').length > {turns} && !document.querySelector('.busy')"
-    )
-
-
-def content(text: str) -> dict[str, Any]:
-    return {"choices": [{"delta": {"content": text}, "text": text, "finish_reason": "stop"}]}
-
-
 def test_a_stream_is_parsed_for_any_chunking_and_never_as_markup(browser: Chromium):
     with scripted(browser, *STREAM):
         check_stream(browser)
@@ -223,7 +146,8 @@ def test_a_stream_is_parsed_for_any_chunking_and_never_as_markup(browser: Chromi
 def check_stream(browser: Chromium) -> None:
     browser.type("Show me")
     browser.enter()
-    note = browser.until("document.querySelector('.assistant .note')?.textContent")
+    browser.until("document.querySelector('.assistant .note')?.textContent && !document.querySelector('.busy')")  # fmt: skip
+    note = browser.js("document.querySelector('.assistant .note').textContent")
     assert note.startswith("9 tokens")
     assert note.endswith("ended at the maximum number of tokens")
     box = "document.querySelector('.assistant .text')"
@@ -237,15 +161,16 @@ def check_stream(browser: Chromium) -> None:
 
 def test_the_server_judges_the_options(browser: Chromium):
     """Any number is sent, with the options closed too; the chat shows why the server refuses one."""
-    browser.js("document.getElementById('fresh').click(); document.getElementById('most').value = '2'; 0")  # fmt: skip
-    field = "document.getElementById('temperature')"
+    browser.js("document.getElementById('fresh').click(); document.getElementById('option-max_tokens').value = '2'; 0")  # fmt: skip
+    field = "document.getElementById('option-temperature')"
     for given, note in [("0.75", "2 tokens"), ("2.5", "from 0 to 2; it is 2.5"), ("-1", "temperature"), ("0,5", "temperature")]:  # fmt: skip
-        browser.js(f"{field}.value = ''; {field}.select(); document.getElementById('options').open = true; {field}.focus()")  # fmt: skip
+        browser.js(f"document.getElementById('options-open').click(); {field}.value = ''; {field}.focus()")  # fmt: skip
         browser.type(given)
-        browser.js("document.getElementById('options').open = false; document.getElementById('words').value = ''; 0")  # fmt: skip
+        browser.press("Escape", 27)
+        browser.js("document.getElementById('words').value = ''; 0")
         ask(browser, "Hi")
         assert note in browser.js("[...document.querySelectorAll('.assistant .note')].at(-1).textContent")  # fmt: skip
-    browser.js("for (const id of ['temperature', 'most', 'words']) document.getElementById(id).value = ''; 0")  # fmt: skip
+    browser.js("for (const id of ['option-temperature', 'option-max_tokens', 'words']) document.getElementById(id).value = ''; 0")  # fmt: skip
 
 
 CALLS = [
@@ -275,7 +200,7 @@ def test_tool_calls_are_shown_as_text(browser: Chromium, server: Served):
         assert browser.until("window.copied").startswith('<b>look</b> {"place"')
         ask(browser, "And now?")  # calls without results are not sent again
         assert len(browser.js("bodies[1].messages")) == 1
-    assert browser.js("document.querySelectorAll('#talk img, #talk b, #talk a').length") == 0
+    assert browser.js("document.querySelectorAll('#turns img, #turns b, #turns a').length") == 0
     browser.open(server.url + "/")  # they outlive a reload
     browser.until(f"document.querySelectorAll('.call').length === 4 && {calls}[0][0].includes('look')")  # fmt: skip
     assert browser.js("document.title") == "Quire"
@@ -283,10 +208,10 @@ def test_tool_calls_are_shown_as_text(browser: Chromium, server: Served):
 
 def test_only_answered_turns_of_the_chat_are_sent_again(browser: Chromium):
     with scripted(browser, content("yes")):
-        browser.js("document.getElementById('mode').value = 'text'; 0")
+        browser.js("document.getElementById('option-mode').value = 'text'; 0")
         ask(browser, "Once upon a time")
         assert browser.js("bodies[0].max_tokens") == 256
-        browser.js("document.getElementById('mode').value = 'chat'; 0")
+        browser.js("document.getElementById('option-mode').value = 'chat'; 0")
         ask(browser, "one")
         ask(browser, "two")
     assert browser.js("bodies[2].messages.map(one => one.role + ' ' + one.content)") == [
@@ -330,15 +255,15 @@ def test_the_conversation_and_the_options_outlive_a_reload(browser: Chromium, se
     with scripted(browser, content("kept **bold**")):
         ask(browser, "remember")
         browser.js("""
-            const system = document.getElementById("system");
+            const system = document.getElementById("option-system");
             system.value = "be brief";
             system.dispatchEvent(new Event("change"))
         """)
     browser.open(server.url + "/")
     browser.until("document.querySelector('.assistant strong')?.textContent === 'bold'")
     assert browser.js("document.querySelector('.user .text').textContent") == "remember"
-    assert browser.js("document.getElementById('system').value") == "be brief"
-    browser.js("document.getElementById('fresh').click(); document.getElementById('system').value = ''; 0")  # fmt: skip
+    assert browser.js("document.getElementById('option-system').value") == "be brief"
+    browser.js("document.getElementById('fresh').click(); document.getElementById('option-system').value = ''; 0")  # fmt: skip
     browser.js("dispatchEvent(new Event('pagehide')); 0")
 
 
@@ -352,6 +277,7 @@ def test_nothing_is_sent_while_the_model_is_loaded(browser: Chromium, server: Se
     number = browser.send("Page.addScriptToEvaluateOnNewDocument", source=source)["identifier"]
     browser.open(server.url + "/")
     browser.until("document.getElementById('status').textContent === 'loading the model: 40%'")
+    browser.until("document.getElementById('loading-stage').offsetParent && document.getElementById('loading-stage').textContent === 'loading the model: 40%'")  # fmt: skip
     assert browser.js("document.getElementById('send').disabled")
     browser.js("document.getElementById('words').focus()")
     browser.type("too early")

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from chromium import PROGRAM, Chromium
 
-import quire.server.page
+from quire.server.page.document import WEB
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here")
 
-SOURCE = (Path(quire.server.page.__file__).parent / "markdown.js").read_text()
-MAKE = """
-    const make = (name, className = "", text = "") =>
-        Object.assign(document.createElement(name), {className, textContent: text});
-"""
+
+def code(text: str, language: str = "") -> str:
+    return f'<div><div><span>{language}</span><button type="button" aria-label="Copy the code">Copy</button></div><pre>{text}</pre></div>'
+
+
+def link(url: str) -> str:
+    return f'<a href="{url}" target="_blank" rel="noopener noreferrer nofollow">{url}</a>'
+
+
 CASES = {
     "plain <b>text</b>": "<p>plain &lt;b&gt;text&lt;/b&gt;</p>",
     "two\nlines\n\nnext": "<p>two\nlines</p><p>next</p>",
@@ -29,8 +35,20 @@ CASES = {
     "4. x\n5. y": '<ol start="4"><li>x</li><li>y</li></ol>',
     "- a\n\n  more": "<ul><li>a<p>more</p></li></ul>",
     "> q\n> - r": "<blockquote><p>q</p><ul><li>r</li></ul></blockquote>",
-    "```py\na = '<b>'\n```\nend": "<pre>a = '&lt;b&gt;'</pre><p>end</p>",
-    "```\nnot *closed": "<pre>not *closed</pre>",
+    "```py\na = '<b>' # c\n```\nend": code("a = <span>'&lt;b&gt;'</span> <span># c</span>", "py")
+    + "<p>end</p>",
+    "```<b>\nreturn 1\n```": code("return 1", "&lt;b&gt;"),
+    "```\nnot *closed": code("not *closed"),
+    "- [ ] a\n- [x] b": '<ul><li><input type="checkbox" disabled="" aria-label="open">a</li><li><input type="checkbox" disabled="" checked="" aria-label="done">b</li></ul>',
+    "see https://x.y/z(1). Or https://x.y).": f"<p>see {link('https://x.y/z(1)')}. Or {link('https://x.y')}).</p>",
+    "$5 and $10, javascript:alert(1)": "<p>$5 and $10, javascript:alert(1)</p>",
+    "$x^2$": "<p><math><msup><mi>x</mi><mn>2</mn></msup></math></p>",
+    "$$\n\\frac{a}{b}\n$$": '<p><math display="block"><mfrac><mi>a</mi><mi>b</mi></mfrac></math></p>',
+    "\\(\\alpha \\leq \\sqrt{2}\\)": "<p><math><mrow><mi>α</mi><mo>≤</mo><msqrt><mn>2</mn></msqrt></mrow></math></p>",
+    "$\\text{<b>x</b>}$": "<p><math><mtext>&lt;b&gt;x&lt;/b&gt;</mtext></math></p>",
+    "$\\unknown{a}$": "<p><math><mrow><mtext>\\unknown</mtext><mi>a</mi></mrow></math></p>",
+    "$\\sum_{i=1}^n i$": "<p><math><mrow><munderover><mo>∑</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mi>n</mi></munderover><mi>i</mi></mrow></math></p>",
+    "$\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}$": "<p><math><mrow><mo>(</mo><mtable><mtr><mtd><mn>1</mn></mtd><mtd><mn>2</mn></mtd></mtr><mtr><mtd><mn>3</mn></mtd><mtd><mn>4</mn></mtd></mtr></mtable><mo>)</mo></mrow></math></p>",
     "| a | b |\n|---|--:|\n| 1 | 2 |": '<div><table><tr><th>a</th><th style="text-align: right;">b</th></tr><tr><td>1</td><td style="text-align: right;">2</td></tr></table></div>',
     "---": "<hr>",
     "[l](https://x.y/z)": '<p><a href="https://x.y/z" target="_blank" rel="noopener noreferrer nofollow">l</a></p>',
@@ -38,27 +56,44 @@ CASES = {
     "![pic](http://a/b.png)": '<p><a href="http://a/b.png" target="_blank" rel="noopener noreferrer nofollow">pic</a></p>',
 }
 HOSTILE = ["**a " * 25_000, "[" * 90_000, "`" * 90_000, "> " * 40_000, "- " * 40_000, "_a " * 30_000, "\\" * 90_000,
-           "|" * 50_000 + "\n" + "|-" * 25_000, "- a\n" * 20_000, ("> " * 30 + "x\n") * 3_000]  # fmt: skip
+           "$a" * 45_000, "\\(" * 45_000, "\\[\n" * 30_000, "$$\n" * 30_000, "https://" * 10_000, "- [ ] " * 15_000,
+           "$" + "{" * 400 + "$ " * 200, "```js\n" + "/*" * 40_000, "```py\n" + '"""' * 30_000, "```c\n" + "0x" * 40_000,
+           "$\\left(" * 12_000, "$$" + "\\frac" * 300 + "$$", "|" * 50_000 + "\n" + "|-" * 25_000, "- a\n" * 20_000, ("> " * 30 + "x\n") * 3_000]  # fmt: skip
+
+
+class Files(SimpleHTTPRequestHandler):
+    def log_message(self, *about: object) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     folder = tmp_path_factory.mktemp("browser")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(WEB)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        found = Chromium(folder).__enter__()
+        browser = Chromium(folder).__enter__()
     except (OSError, RuntimeError, TimeoutError) as error:
+        server.shutdown()
         pytest.skip(f"Chromium does not start here: {error}")
     try:
-        found.js(f"""
-            window.html = (() => {{ {MAKE} {SOURCE} return text => {{
-                const box = document.createElement("div");
-                render(box, text);
-                return box.innerHTML.replaceAll(' class=""', "").replaceAll(' class="scroll"', "");
-            }}; }})(); 0
+        browser.open(
+            f"http://127.0.0.1:{server.server_port}/markdown.js"
+        )  # a page of the same origin
+        browser.js("""
+            import("/markdown.js").then(({render}) => {
+                window.html = text => {
+                    const box = document.createElement("div");
+                    render(box, text);
+                    return box.innerHTML.replaceAll(/ (class|tabindex|stretchy)="[^"]*"/g, "");
+                };
+            })
         """)
-        yield found
+        yield browser
     finally:
-        found.close()
+        browser.close()
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize("text", CASES)

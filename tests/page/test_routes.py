@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import re
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from scripted import ScriptedEngine, make_state
 
 from quire.config.api_key_file import read_keys
 from quire.errors import ConfigError, QuireError
+from quire.server.page.document import page_paths
 from quire.server.page.feed import LiveFeed, viewer_state
 from quire.server.state import ServerState
 
@@ -50,31 +49,58 @@ class Watched(ScriptedEngine):
         return WORDS | {"tenant": self.owner} if name == "live_words" else LIVE
 
 
+NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML")
+FILES = sorted(page_paths())
+
+
 def test_the_page_loads_no_foreign_resource():
-    answer = ask(Watched(), "GET", "/")
-    assert answer.headers["content-type"].startswith("text/html")
-    text = answer.text.replace("http://www.w3.org/2000/svg", "")
-    assert not re.findall(r"https?://|@import|url\(|src=|innerHTML|insertAdjacent|document\.write|eval\(|\son\w+=[\"']", text)  # fmt: skip
-    policy = answer.headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'")
-    for kind in ("style", "script"):
-        (inside,) = re.findall(rf"<{kind}[^>]*>(.*?)</{kind}>", answer.text, re.DOTALL)
-        digest = base64.b64encode(sha256(inside.encode()).digest()).decode()
-        assert f"{kind}-src 'sha256-{digest}'" in policy
-    assert "unsafe" not in policy
+    """No file names another site or makes markup of text, and the policy forbids both."""
+    assert {"/", "/ui/page/main.js", "/ui/page/chat.css"} < set(FILES)
+    for path in FILES:
+        answer = ask(Watched(), "GET", path)
+        text = answer.text
+        for name in NAMESPACES:
+            text = text.replace(name, "")
+        assert not re.findall(r"https?://|@import|url\(|innerHTML|insertAdjacent|document\.write|eval\(|\son\w+=[\"']| style=", text), path  # fmt: skip
+        sources = re.findall(r"(?:src|href)=\"([^\"]*)", text) + re.findall(
+            r"from \"([^\"]*)", text
+        )
+        assert all(
+            source.startswith(("ui/page/", "./", "data:", "#", "docs")) for source in sources
+        )
+        directives = answer.headers["content-security-policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"} < set(directives)  # fmt: skip
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_files_of_the_page_have_their_types():
+    kinds = {".js": "text/javascript", ".css": "text/css", "/": "text/html"}
+    for path in FILES:
+        answer = ask(Watched(), "GET", path)
+        wanted = next(kind for end, kind in kinds.items() if path.endswith(end))
+        assert answer.headers["content-type"].split(";")[0] == wanted
+
+
+@pytest.mark.parametrize("name", ["nosuch.js", "..%2froutes.py", "%2e%2e%2froutes.py", "main.js%00", "MAIN.JS", "index.html"])  # fmt: skip
+def test_no_other_file_is_sent(name: str):
+    assert ask(Watched(), "GET", f"/ui/page/{name}").status_code == 404
 
 
 def test_the_page_is_cached_by_etag():
-    answer = ask(Watched(), "GET", "/")
-    again = ask(Watched(), "GET", "/", headers={"If-None-Match": answer.headers["etag"]})
-    assert (again.status_code, again.content) == (304, b"")
+    for path in FILES:
+        answer = ask(Watched(), "GET", path)
+        again = ask(Watched(), "GET", path, headers={"If-None-Match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
 
 
 def test_the_page_needs_no_key_but_its_data_does():
     engine = Watched()
     engine.owner = "--api-key 1"
     state = make_state(engine, api_key="k")
-    assert ask(None, "GET", "/", state=state).status_code == 200
+    for path in FILES:
+        assert ask(None, "GET", path, state=state).status_code == 200
+    assert ask(None, "GET", "/ui/defaults", state=state).status_code == 401
     for path in ("/ui/state", "/ui/words?n=1"):
         assert ask(None, "GET", path, state=state).status_code == 401
         assert ask(None, "GET", path, headers=KEY, state=state).status_code == 200
@@ -87,7 +113,7 @@ def test_without_viewers_the_engine_is_not_asked():
 
 
 def test_the_page_can_be_disabled():
-    for path in ("/", "/ui/state", "/ui/words"):
+    for path in ("/", "/ui/state", "/ui/words", "/ui/defaults", "/ui/page/main.js"):
         assert ask(Watched(), "GET", path, disable_ui=True).status_code == 404
 
 

@@ -164,6 +164,8 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
 
 UI_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/", page.page),
+    ("GET", "/ui/page/{name}", page.page),
+    ("GET", "/ui/defaults", page.ui_defaults),
     ("GET", "/ui/state", page.ui_state),
     ("GET", "/ui/words", page.ui_words),
 ]

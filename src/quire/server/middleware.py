@@ -19,12 +19,13 @@ from quire.observe.http_metrics import UNKNOWN
 from quire.observe.tracing import CARRIED
 from quire.server.api_keys import ApiKeys, KeyUse, Tenant
 from quire.server.errors import ApiError
+from quire.server.page.document import page_paths
 from quire.server.state import ServerState
 
-OPEN = frozenset(
-    ("/", "/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")
+OPEN = page_paths() | frozenset(
+    ("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics")
 )
-"""Paths that need no key: probes, scrapers and a browser that opens the page have none yet. They reveal nothing about
+"""Paths that need no key: probes, scrapers and a browser that loads the page have none yet. They reveal nothing about
 requests, and no key's name. Every other path needs a key, also an unknown one.
 """
 

@@ -1,44 +1,48 @@
-"""The page as one document: its HTML with its style and its script inside.
+"""The page's files, as they are sent: HTML, styles and ES modules.
 
-Knows files and the browser's rules on what a page may do. The document is the same for every client and contains no
-data, so its policy can name its script and style by hash, and no other script can run.
+Knows files and the browser's rules on what a page may do. The files are the same for every client and contain no data.
 """
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-SCRIPTS = ("base.js", "markdown.js", "stream.js", "chat.js", "draw.js", "live.js")
+WEB = Path(__file__).parent / "web"
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+"""Content-Security-Policy. Only files of this server run, no text becomes markup, and nothing is sent elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class PageFile:
     body: bytes
+    media_type: str
     etag: str
-    policy: str
-    """Content-Security-Policy."""
 
 
 @cache
-def document() -> Document:
-    """Read at the first request."""
-    here = Path(__file__).parent
-    style = (here / "style.css").read_text(encoding="utf-8")
-    # One module: the files share names, and none is global.
-    script = "\n".join((here / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    html = (here / "index.html").read_text(encoding="utf-8")
-    html = html.replace("/*style*/", style, 1).replace("/*script*/", script, 1)
-    body = html.encode()
-    policy = (
-        f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}';"
-        " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return Document(body, f'"{sha256(body).hexdigest()[:20]}"', policy)
+def page_files() -> dict[str, PageFile]:
+    """URL path -> file. Read at the first request; a path that is not in it is never opened."""
+    files = {}
+    for path in sorted(WEB.iterdir()):
+        if path.suffix in KINDS:
+            body = path.read_bytes()
+            etag = f'"{sha256(body).hexdigest()[:20]}"'
+            files[url_path(path.name)] = PageFile(body, KINDS[path.suffix], etag)
+    return files
 
 
-def digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(sha256(text.encode()).digest()).decode()
+def url_path(name: str) -> str:
+    return "/" if name == "index.html" else f"/ui/page/{name}"
+
+
+def page_paths() -> frozenset[str]:
+    """The URL paths of the page's files. They need no key."""
+    return frozenset(url_path(path.name) for path in WEB.iterdir() if path.suffix in KINDS)

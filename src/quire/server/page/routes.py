@@ -1,4 +1,4 @@
-"""The page's routes: the page, the engine's state, and the text of one request.
+"""The page's routes: its files, the engine's state, the text of one request, and the default parameters.
 
 Knows HTTP. The page is public, since it contains no data; its data needs the key like everything else, and scripts of
 other sites do not get it.
@@ -17,28 +17,48 @@ from quire.errors import EngineDeadError, QuireError
 from quire.observe.process_memory import resident_bytes
 from quire.server.errors import ApiError, invalid, unavailable
 from quire.server.middleware import TENANT
-from quire.server.page.document import document
+from quire.server.page.document import POLICY, page_files
 from quire.server.page.feed import LiveFeed, viewer_state
 from quire.server.request_body import json_response
 from quire.server.state import state_of
 
 PATIENCE_S = 5.0
+SHOWN_DEFAULTS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "seed",
+)  # fmt: skip
 
 
 async def page(request: Request) -> Response:
     """A page to chat with the model, and to see the engine at work."""
-    made = document()
+    name = request.path_params.get("name")
+    file = page_files().get("/" if name is None else f"/ui/page/{name}")
+    if file is None:
+        raise ApiError(404, "the page has no such file")
     headers = {
-        "Content-Security-Policy": made.policy,
+        "Content-Security-Policy": POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
         "Cache-Control": "no-cache",
-        "ETag": made.etag,
+        "ETag": file.etag,
     }
-    if request.headers.get("if-none-match") == made.etag:
+    if request.headers.get("if-none-match") == file.etag:
         return Response(status_code=304, headers=headers)
-    return Response(made.body, media_type="text/html", headers=headers)
+    return Response(file.body, media_type=file.media_type, headers=headers)
+
+
+async def ui_defaults(request: Request) -> Response:
+    """What a request gets for each sampling parameter that it leaves out, and the length of the context."""
+    same_site(request)
+    inputs = state_of(request).serving().inputs
+    params = inputs.defaults.params()
+    values = {name: getattr(params, name) for name in SHOWN_DEFAULTS}
+    longest = inputs.defaults.sampling.get("max_tokens")
+    return json_response(
+        {"sampling": values | {"max_tokens": longest}, "max_model_len": inputs.max_model_len}
+    )
 
 
 async def ui_state(request: Request) -> Response:

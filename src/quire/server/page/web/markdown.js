@@ -1,38 +1,29 @@
-// Markdown as elements: headings, lists, tables, quotes, code, emphasis, links. HTML in the text stays text.
+// Markdown as elements: headings, lists, tables, quotes, code, formulas. HTML in the text stays text.
 
-const DEPTH = 6;  // of nested lists, quotes and emphasis; deeper is shown as text
+import {make} from "./dom.js";
+import {highlight} from "./highlight.js";
+import {DEPTH, spans} from "./inline.js";
+import {formula} from "./math.js";
+
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +(.*))?$/;
-const INLINE = /\\([\\`*_{}[\]()#+.!|~>-])|(`{1,3})([^`][^]{0,2000}?)\2(?!`)|\*\*(?=[^\s*])([^]{0,2000}?\S)\*\*|(?<!\w)__(?=[^\s_])([^]{0,2000}?\S)__(?!\w)|(?<!\w)\*(?=[^\s*])([^*]{0,2000}[^\s*])\*|(?<!\w)_(?=[^\s_])([^_]{0,2000}[^\s_])_(?!\w)|~~(?=\S)([^~]{1,2000})~~|!?\[([^\][]{0,1000})\]\(((?:https?:\/\/|mailto:)[^\s()<>"]{1,2000})\)/g;
-
-function spans(parent, text, depth = 0) {
-  let from = 0;
-  if (depth < DEPTH) {
-    for (const found of text.matchAll(INLINE)) {
-      const [all, escaped, , code, strong, strong2, em, em2, gone, label, url] = found;
-      parent.append(text.slice(from, found.index));
-      from = found.index + all.length;
-      const inner = strong ?? strong2 ?? em ?? em2 ?? gone;
-      if (escaped) parent.append(escaped);
-      else if (code !== undefined) parent.append(make("code", "", code));
-      else if (url) {
-        const link = make("a", "", label || url);
-        Object.assign(link, {href: url, target: "_blank", rel: "noopener noreferrer nofollow"});
-        parent.append(link);
-      } else parent.append(spans(make(gone ? "del" : strong ?? strong2 ? "strong" : "em"), inner, depth + 1));
-    }
-  }
-  parent.append(text.slice(from));
-  return parent;
-}
+const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/, HEADING = /^ {0,3}(#{1,6}) +(.*?)(?: +#+)? *$/;
+const MATH_LINES = 200;  // of one formula
 
 // Blocks of some lines: each takes its lines from `lines`, beginning at `at`, and returns where the next one begins.
 function code(parent, lines, at) {
-  const [, indent, fence] = lines[at].match(/^( {0,3})(`{3,}|~{3,})/);
+  const [, indent, fence, words] = lines[at].match(/^( {0,3})(`{3,}|~{3,}) *([^\s`]*)/);
   let end = at + 1;
   const closes = line => line.trimStart().startsWith(fence) && /^[`~]*$/.test(line.trim());
   while (end < lines.length && !closes(lines[end])) end++;
   const body = lines.slice(at + 1, end).map(line => line.startsWith(indent) ? line.slice(indent.length) : line);
-  parent.append(make("pre", "", body.join("\n")));
+  const box = make("div", "code"), head = make("div", "code-head"), button = make("button", "act copy-code", "Copy"), pre = make("pre");
+  button.type = "button";
+  button.setAttribute("aria-label", "Copy the code");
+  pre.tabIndex = 0;  // it scrolls
+  head.append(make("span", "", words.slice(0, 40)), button);
+  highlight(pre, body.join("\n"), words.toLowerCase());
+  box.append(head, pre);
+  parent.append(box);
   return end + 1;
 }
 
@@ -59,11 +50,25 @@ function list(parent, lines, at, depth) {
       else if (line.trim() && !starts(lines, at) && body.at(-1).trim()) body.push(line.trimStart());
       else break;
     }
-    box.append(blocks(make("li"), body, depth + 1, true));
+    box.append(blocks(task(make("li"), body), body, depth + 1, true));
     while (at + 1 < lines.length && !lines[at].trim() && ITEM.test(lines[at + 1])) at++;
   }
   parent.append(box);
   return at;
+}
+
+// "[x] done" as a box with a tick; the words stay in `body`.
+function task(item, body) {
+  const [mark, state] = body[0].match(/^\[([ xX])\] +/) ?? [];
+  if (!mark) return item;
+  const box = make("input");
+  Object.assign(box, {type: "checkbox", disabled: true});
+  box.toggleAttribute("checked", state !== " ");
+  box.setAttribute("aria-label", state === " " ? "open" : "done");
+  body[0] = body[0].slice(mark.length);
+  item.className = "task";
+  item.append(box);
+  return item;
 }
 
 const columns = line => line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map(cell => cell.trim().replaceAll("\\|", "|"));
@@ -72,23 +77,42 @@ const isTable = (lines, at) => lines[at].includes("|") && /^ *\|?(?: *:?-+:? *\|
 function table(parent, lines, at) {
   const box = make("table"), sides = columns(lines[at + 1]).map(rule => rule.endsWith(":") ? rule.startsWith(":") ? "center" : "right" : "");
   const row = (line, kind) => {
-    const found = columns(line), line_ = make("tr");
+    const cells = columns(line), row = make("tr");
     sides.forEach((side, n) => {
-      const cell = spans(make(kind), found[n] ?? "");
+      const cell = spans(make(kind), cells[n] ?? "");
       if (side) cell.style.textAlign = side;
-      line_.append(cell);
+      row.append(cell);
     });
-    box.append(line_);
+    box.append(row);
   };
   row(lines[at], "th");
   for (at += 2; at < lines.length && lines[at].includes("|"); at++) row(lines[at], "td");
   const scroll = make("div", "scroll");
+  scroll.tabIndex = 0;
   scroll.append(box);
   parent.append(scroll);
   return at;
 }
 
-const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/, HEADING = /^ {0,3}(#{1,6}) +(.*?)(?: +#+)? *$/;
+// The line after a formula that begins a line with $$ or \[ and ends one; 0: there is none.
+function mathEnd(lines, at) {
+  const line = lines[at].trim(), close = line.startsWith("$$") ? "$$" : line.startsWith("\\[") ? "\\]" : null;
+  if (!close) return 0;
+  if (line.length > 4 && line.endsWith(close)) return at + 1;
+  if (line.slice(2).includes(close)) return 0;
+  for (let end = at + 1; end < Math.min(lines.length, at + MATH_LINES); end++) {
+    if (lines[end].trim().endsWith(close)) return end + 1;
+    if (lines[end].includes(close)) return 0;
+  }
+  return 0;
+}
+
+function math(parent, lines, at) {
+  const end = mathEnd(lines, at), box = make("p", "scroll");
+  box.append(formula(lines.slice(at, end).join("\n").trim().slice(2, -2), true));
+  parent.append(box);
+  return end;
+}
 
 // What begins at a line, if it is no paragraph.
 function starts(lines, at) {
@@ -103,6 +127,7 @@ function starts(lines, at) {
   };
   if (ITEM.test(line)) return list;
   if (isTable(lines, at)) return table;
+  if (mathEnd(lines, at)) return math;
   return null;
 }
 
@@ -113,11 +138,20 @@ function blocks(parent, lines, depth = 0, tight = false) {
     if (block) { at = block(parent, lines, at, depth); continue; }
     let end = at + 1;
     while (end < lines.length && lines[end].trim() && (depth >= DEPTH || !starts(lines, end))) end++;
-    spans(tight && !parent.childNodes.length ? parent : parent.appendChild(make("p")), lines.slice(at, end).join("\n"));
+    const inLine = tight && !parent.querySelector(":scope > :not(input)") && !parent.textContent;
+    spans(inLine ? parent : parent.appendChild(make("p")), lines.slice(at, end).join("\n"));
     at = end;
   }
   return parent;
 }
 
-// Show a Markdown text in an element.
-function render(box, text) { box.replaceChildren(...blocks(make("div"), text.replaceAll("\t", "    ").split("\n")).childNodes); }
+// Show a Markdown text in an element. Blocks that have not changed stay: a reader may have selected or focused them.
+export function render(box, text) {
+  const made = [...blocks(make("div"), text.replaceAll("\t", "    ").split("\n")).childNodes];
+  made.forEach((node, at) => {
+    const old = box.childNodes[at];
+    if (!old) box.append(node);
+    else if (!old.isEqualNode(node)) old.replaceWith(node);
+  });
+  while (box.childNodes.length > made.length) box.lastChild.remove();
+}
