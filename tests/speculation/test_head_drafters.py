@@ -173,7 +173,7 @@ def test_one_native_call_guesses_the_same(name: str, tmp_path: Path, targets: di
             propose, guesses = drafter.propose_all, []
             drafter.propose_all = lambda limits: guesses.append(propose(limits)) or guesses[-1]  # noqa: B023
             assert answers(one, DRAWN) == wanted
-            assert (drafter.passes.fast.model is not None) == fused
+            assert (drafter.passes.fast_step.model is not None) == fused
             found.append(guesses)
     assert found[0] == found[1]
     assert sum(map(len, found[0])) > 50

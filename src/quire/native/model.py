@@ -35,14 +35,12 @@ def native_model(model: object) -> CModel | None:
         return None
     tables = [tables_of(decoder, group) for group in fused.groups]
     groups = (CGroup * len(tables))(*(group for group, _ in tables))
-    recorded = torch.tensor(sorted(decoder.layers.recorded), dtype=torch.int64)
-    found = CModel(
+    native = CModel(
         norm=run.norm, layers=ctypes.addressof(run.layers), group_of_layer=ctypes.addressof(run.groups), groups=ctypes.addressof(groups),
-        recorded=recorded.data_ptr(), count=run.count, num_groups=len(groups), positions=len(tables[0][1][0]), vocab=model.vocab_size,
-        num_recorded=len(recorded), **ends,
+        count=run.count, num_groups=len(groups), positions=len(tables[0][1][0]), vocab=model.vocab_size, **ends,
     )  # fmt: skip
-    found.references = model, run, groups, tables, recorded, decoder.layers.recorded
-    return found
+    native.references = model, run, groups, tables
+    return native
 
 
 def keeps(model: CausalLM, *names: str) -> bool:
@@ -65,17 +63,19 @@ def native_ends(embedding: Embedding | None, lm_head: Head | None) -> dict[str, 
     }  # fmt: skip
 
 
-def make_room(model: CModel, num_tokens: int) -> None:
-    """Give a step of `num_tokens` memory for the hidden states that the model records: `CausalLM.fast_states`."""
-    if num_tokens <= model.state_rows:
-        return
+def record_states(model: CModel, num_tokens: int) -> None:
+    """Let a step of `num_tokens` write the hidden states that the model records now to `CausalLM.fast_states`."""
     causal: CausalLM = model.references[0]
-    recorded = sorted(causal.model.layers.recorded)
-    model.state_rows = 1 << (num_tokens - 1).bit_length()
+    numbers = causal.model.layers.recorded
+    if numbers is model.recorded_numbers and num_tokens <= model.state_rows:
+        return
+    recorded = torch.tensor(sorted(numbers), dtype=torch.int64)
+    model.num_recorded, model.state_rows = len(recorded), 1 << (num_tokens - 1).bit_length()
     sizes = len(recorded), model.state_rows, causal.cfg.hidden_size
     states = torch.empty(sizes, dtype=torch.bfloat16)
-    causal.fast_states = dict(zip(recorded, states, strict=True))
-    model.states = states.data_ptr()
+    causal.fast_states = dict(zip(recorded.tolist(), states, strict=True))
+    model.recorded, model.states = recorded.data_ptr(), states.data_ptr()
+    model.recorded_numbers, model.recorded_references = numbers, recorded
 
 
 def tables_of(decoder: Decoder, group: StepGroup) -> tuple[CGroup, list[Tensor]]:

@@ -63,7 +63,7 @@ def native_speculator(model: Speculator) -> CSpeculator | None:
         own, weights[0], norms[0], norms[1], weights[1], None if ids_V is None else ids_V.data_ptr(), target.vocab_size,
         getattr(decoder.layers[0], "norm_before_residual", False), getattr(model, "head_norm", None) is not None,
     )  # fmt: skip
-    found.references = model, layers, addresses, groups, group, tables, decoder.layers.recorded
+    found.references = model, layers, addresses, groups, group, tables
     return found
 
 

@@ -1,8 +1,8 @@
 """The fast path: one call of the CPU kernels runs a whole step, from the rows' tokens to drawn tokens written back.
 
 Knows rows, plans and the addresses of the sampler's arrays. Does not know how a step is computed (kernels/step.cpp).
-The worker asks each part of a step first (`accepts_fast_step`); other steps run as batch, model input and model
-output. Both paths give the same tokens.
+The worker asks each part of a step first (`accepts_fast_step`, which changes nothing); other steps run as batch, model
+input and model output. Both paths give the same tokens. What runs is decided in `fuse` and `unfuse`.
 
 The reason: between its parts a step runs Python code, which takes a third of a small model's step.
 """
@@ -12,14 +12,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quire.errors import NOT_FINITE, PlanMismatch
 from quire.layers.lora import AdapterTable
 from quire.native.fused_decoder import fuse_model, unfuse_model
-from quire.native.model import make_room, native_model
+from quire.native.model import native_model, record_states
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CModel, CRows, CSpeculator
 from quire.parallel.ranks import TensorRanks
@@ -51,8 +51,6 @@ class NativeStep:
     ):
         self.kernels, self.rows = kernels, rows
         self.model: CModel | None = None
-        self.fused: Sequence[object] = ()
-        self.adapters: AdapterTable | None = None  # of the first of these
         self.ranks: TensorRanks | None = None  # that split the model
         # The kernels keep these addresses: none of these arrays may move.
         tokens_RL = rows.token_ids_RL
@@ -68,6 +66,7 @@ class NativeStep:
         )  # fmt: skip
         self._address = ctypes.addressof(self._rows)
         self._model = 0  # its address
+        self._layers: Any = None
         self._speculator: CSpeculator | None = None  # that has it
         # By work item of a step: how many tokens it drew, and its highest logit.
         self._sampled_B = np.zeros(rows.max_rows, np.int64)
@@ -75,46 +74,31 @@ class NativeStep:
         self._sampled, self._max_logit = self._sampled_B.ctypes.data, self._max_logit_B.ctypes.data
 
     def fuse(self, models: Sequence[object]) -> None:
-        """Run the first model from now on, and fuse the layers of all."""
-        self.fused, self.adapters = models, getattr(models[0], "adapters", None)
+        """Fuse the layers of all models, and run the first from now on."""
         for model in models:
             fuse_model(model)
-        self._set_model(native_model(models[0]))
+        adapters: AdapterTable | None = getattr(models[0], "adapters", None)
+        self._rows.adapters = None if adapters is None else adapters.number_of_row.ctypes.data
+        self.set_model(native_model(models[0]))
 
     def unfuse(self, models: Sequence[object]) -> None:
-        self.fused = ()
         for model in models:
             unfuse_model(model)
-        self._set_model(None)
+        self.set_model(None)
 
-    def follow(self, found: CModel | CSpeculator | None, vocab_size: int) -> None:
-        """Run this model, whose layers another native step fuses and unfuses; call it again after each of these.
-
-        `vocab_size`: tokens beyond it are not drawn.
-        """
-        self._speculator = found if isinstance(found, CSpeculator) else None
-        model = found.model if isinstance(found, CSpeculator) else found
-        if found is not None and model is not None:
-            model.references, model.vocab = found.references, min(model.vocab, vocab_size)
-        self._set_model(model)
-
-    def _set_model(self, model: CModel | None) -> None:
-        self.model = model
-        self.ranks = None if model is None else model.references[0].model.ranks
+    def set_model(self, native: CModel | CSpeculator | None) -> None:
+        """Run this model from now on, until its layers are fused again or unfused."""
+        self._speculator = native if isinstance(native, CSpeculator) else None
+        self.model = native.model if isinstance(native, CSpeculator) else native
+        decoder = None if native is None else native.references[0].model
+        self.ranks = None if decoder is None else decoder.ranks
+        self._layers = None if decoder is None else decoder.layers
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
-        adapters = self.adapters
-        self._rows.adapters = None if adapters is None else adapters.number_of_row.ctypes.data
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """Whether the kernels support the model, and the rows' rotary positions are in its table."""
-        if self.fused and getattr(self.fused[0], "adapters", None) is not self.adapters:
-            self.fuse(self.fused)  # the kernels have the addresses of another table
         if self.model is None:
             return False
-        model, *_, recorded = self.model.references
-        if model.model.layers.recorded is not recorded:
-            self._set_model(native_model(model))
-            return self.accepts_fast_step(plan)
         max_positions, rows = self.model.positions, self.rows
         if rows.rope_offset.any():
             used = rows.length > 0
@@ -134,8 +118,8 @@ class NativeStep:
         work, rows = plan.work, self.rows
         rows.grow(work)
         count = len(work)
-        if self.model is not None and self.model.num_recorded:
-            make_room(self.model, sum(item.num_tokens for item in work))
+        if self.model is not None and (self._layers.recorded or self.model.num_recorded):
+            record_states(self.model, sum(item.num_tokens for item in work))
         work_4B = _columns(work)
         status = self.kernels.step(
             self._model,

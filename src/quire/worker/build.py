@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from quire.worker.hooks import Hook
     from quire.worker.input_batch import InputBatchBuilder
     from quire.worker.model_input import ModelInput
+    from quire.worker.model_runner import FastStep, ModelOutput, ModelRunner
     from quire.worker.request_rows import RequestRows
     from quire.worker.row_states import RowStates
     from quire.worker.sampling.logits_processors import Processor
     from quire.worker.sampling.sampler_ops import SamplerOps
-    from quire.worker.worker import FastStep, ModelOutput, Worker
+    from quire.worker.worker import Worker
 
 log = get_logger(__name__)
 ALONE, ALL = RankAddress(), Ranks()
@@ -79,6 +80,7 @@ class WorkerParts:
         model_output: what becomes of hidden states; None: the sampler draws tokens. One feature at most sets it.
         places: by feature, the places of its models in `models`, and in what `Hook.use_models` gets.
         ranks: this worker among the ranks of its engine.
+        runners: what runs the other models.
         has_user_processors: some of the processors are the user's.
     """
 
@@ -92,6 +94,7 @@ class WorkerParts:
     model_output: ModelOutput | None = None
     places: dict[str, slice] = field(default_factory=dict)
     ranks: Ranks = ALL
+    runners: list[ModelRunner] = field(default_factory=list)
     has_user_processors: bool = False
 
     @property
@@ -177,7 +180,7 @@ def build_worker(
     hooks = sorted([*build_state_hooks(states, rows), *parts.hooks, pages], key=attrgetter("order"))
     worker = worker_class(resolved, ranks)(
         platform, model, parts.model_input, output, hooks, rows, batcher,
-        functions=parts.functions, models=models, fast_step=fast_step,
+        functions=parts.functions, models=models, fast_step=fast_step, runners=parts.runners,
     )  # fmt: skip
     info = describe(model, specs, plan, stages, ranks)
     worker.functions["info"] = lambda: msgspec.to_builtins(info)
@@ -267,21 +270,17 @@ def build_output(
 ) -> tuple[ModelOutput, FastStep | None]:
     """The model output, and the fast path: the native step, which draws only tokens."""
     from quire.native.step import make_native_step
+    from quire.worker.sampling.sampler import Sampler
+    from quire.worker.stage_worker import StageOutput
 
     model, rows = parts.models[0], parts.rows
-    is_native = "native" in platform.kernels
+    output, sampler = parts.model_output, None
     if not parts.draws and (link := parts.ranks.stages) is not None:
-        from quire.worker.stage_worker import StageOutput
-
-        step = make_native_step(rows, None) if is_native else None
-        return StageOutput(model, rows, link), step
-    if parts.model_output is not None:
-        return parts.model_output, make_native_step(rows, None) if is_native else None
-    from quire.worker.sampling.sampler import Sampler
-
-    mode = resolved.config.model.logprobs_mode
-    sampler = Sampler(model, rows, mode, parts.processors, ops=build_sampler_ops(platform))
-    return sampler, make_native_step(rows, sampler) if is_native else None
+        output = StageOutput(model, rows, link)
+    elif output is None:
+        mode, ops = resolved.config.model.logprobs_mode, build_sampler_ops(platform)
+        output = sampler = Sampler(model, rows, mode, parts.processors, ops=ops)
+    return output, make_native_step(rows, sampler) if "native" in platform.kernels else None
 
 
 def describe(

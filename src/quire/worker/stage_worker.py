@@ -17,8 +17,9 @@ from quire.models.base import LanguageModel
 from quire.parallel.stages import StageLink
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.tensor_data import decode_tensor, encode_tensor
+from quire.worker.model_runner import QueuedStep
 from quire.worker.request_rows import RequestRows
-from quire.worker.worker import FinishedStep, QueuedStep, Worker
+from quire.worker.worker import FinishedStep, Worker
 
 
 class AnnouncedStep(msgspec.Struct, array_like=True):

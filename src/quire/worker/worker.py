@@ -5,71 +5,32 @@ that must act here is a hook, a model input or a model output.
 
     rows that left -> rows that enter -> batch -> hooks before -> model input -> model output -> hooks after
 
-A fast path runs batch, model input and model output in one call, if these, and each hook, accept it for this plan. What
-does not answer is taken to refuse.
+`model_runner.py` runs batch, model input and model output; on the fast path, if these, and each hook, accept it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 from quire.errors import PlanMismatch, RankLost, StepFailed
-from quire.forward_context import ForwardBatch, forward_context
-from quire.protocol.plan import EnteredRow, StepPlan, StepResult
+from quire.forward_context import ForwardBatch
+from quire.protocol.plan import StepPlan, StepResult
 from quire.worker.hooks import Hook
 from quire.worker.input_batch import InputBatchBuilder
 from quire.worker.model_input import ModelInput
+from quire.worker.model_runner import FastStep, ModelOutput, ModelRunner, QueuedStep
 from quire.worker.request_rows import RequestRows
 from quire.worker.rpc import call_method
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quire.models.base import LanguageModel
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-class QueuedStep(Protocol):
-    """A step that is queued on the device."""
-
-    def result(self) -> StepResult: ...
-
-
-class ModelOutput(Protocol):
-    """Turns the model's hidden states into tokens; the sampler is one."""
-
-    model: LanguageModel
-
-    def enter(self, new: EnteredRow) -> None: ...
-    def leave(self, row: int) -> None: ...
-    def finish(self, plan: StepPlan, batch: ForwardBatch, hidden_TD: Tensor) -> QueuedStep: ...
-    def accepts_fast_step(self, plan: StepPlan) -> bool:
-        """Whether the fast path gives the tokens that `finish` would give."""
-        return False
-
-
-class FastStep(Protocol):
-    """Runs batch, model input and model output in one call, and gives the same tokens."""
-
-    def fuse(self, models: Sequence[LanguageModel]) -> None:
-        """Run the first model from now on: fuse the layers of all where possible. Caches may not be allocated yet."""
-        ...
-
-    def unfuse(self, models: Sequence[LanguageModel]) -> None:
-        """Undo `fuse`: the models run module by module, and no address of them is kept."""
-        ...
-
-    def accepts_fast_step(self, plan: StepPlan) -> bool:
-        """Whether it can run the current model on this plan."""
-        ...
-
-    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -87,11 +48,7 @@ def _recoverable(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return run
 
 
-def _refuses(plan: StepPlan) -> bool:
-    return False
-
-
-class Worker:
+class Worker(ModelRunner):
     """Runs plans in the order in which they arrive.
 
     Args:
@@ -101,6 +58,7 @@ class Worker:
         functions: further functions that `call` can name, besides the worker's own.
         fast_step: the fast path for some plans, if there is one.
         models: all models, the main one first, if features have models of their own. The worker keeps this list.
+        runners: of the other models.
     """
 
     def __init__(
@@ -115,9 +73,10 @@ class Worker:
         functions: dict[str, Callable[..., Any]] | None = None,
         fast_step: FastStep | None = None,
         models: list[LanguageModel] | None = None,
+        runners: Sequence[ModelRunner] = (),
     ):
-        self.platform, self.model_input, self.model_output = platform, model_input, model_output
-        self.hooks, self.rows, self.batcher = list(hooks), rows, batcher or InputBatchBuilder(rows)
+        super().__init__(model_input, model_output, rows, batcher, fast_step)
+        self.platform, self.hooks, self.runners = platform, list(hooks), runners
         self.acting: Sequence[Hook] = ()  # of these, in the last step
         self.functions: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
@@ -125,7 +84,6 @@ class Worker:
             "collective_rpc": functools.partial(call_method, self),
             **(functions or {}),
         }
-        self.fast_step = fast_step
         self.unfused_for: set[str] = set()
         self.models = models or [model]
         rows.vocab_size = getattr(model, "vocab_size", rows.vocab_size)
@@ -157,13 +115,12 @@ class Worker:
         self._update_fusion()
 
     def _update_fusion(self) -> None:
-        self.model_input.set_fused(not self.unfused_for)
-        if self.fast_step is None:
-            return
-        if self.unfused_for:
-            self.fast_step.unfuse(self.models)
-        else:
-            self.fast_step.fuse(self.models)
+        fused = not self.unfused_for
+        self.model_input.set_fused(fused)
+        if self.fast_step is not None:
+            (self.fast_step.fuse if fused else self.fast_step.unfuse)(self.models)
+        for runner in self.runners:
+            runner.set_fused(fused)
 
     def run(self, plan: StepPlan) -> QueuedStep:
         """Queue one step.
@@ -177,7 +134,8 @@ class Worker:
             self._update_rows(plan)
             self._update_hooks(plan)
         self.acting = [hook for hook in self.hooks if plan.step >= hook.idle_until]
-        step = self._fast(plan) if self._accepts_fast_step(plan) else self._by_parts(plan)
+        is_fast = not plan.work or self.accepts_fast_step(plan, self.acting)
+        step = self._fast(plan) if is_fast else self._by_parts(plan)
         self._call_after(plan)
         return step
 
@@ -189,13 +147,8 @@ class Worker:
             for new in plan.entered:
                 hook.enter(new)
 
-    @_recoverable
-    def _accepts_fast_step(self, plan: StepPlan) -> bool:
-        if not plan.work:
-            return True
-        parts = (self.fast_step, self.model, self.model_input, self.model_output, *self.acting)
-        answers = (getattr(part, "accepts_fast_step", _refuses)(plan) for part in parts)
-        return all(answers)
+    accepts_fast_step = _recoverable(ModelRunner.accepts_fast_step)
+    forward = _recoverable(ModelRunner.forward)
 
     def _fast(self, plan: StepPlan) -> QueuedStep:
         self._call_before(plan, None)
@@ -205,7 +158,7 @@ class Worker:
     def _by_parts(self, plan: StepPlan) -> QueuedStep:
         batch = self.batcher.build(plan)
         self._call_before(plan, batch)
-        return self._queued(plan, self._forward(plan, batch))
+        return self._queued(plan, self.forward(plan, batch))
 
     def _queued(self, plan: StepPlan, queued: QueuedStep) -> _Step:
         return _Step(queued, self.acting, self.rows, plan, self.rows.faults_of(plan.work))
@@ -215,12 +168,6 @@ class Worker:
         if not plan.work or self.fast_step is None:
             return StepResult(plan.step, [])
         return self.fast_step.run(plan)
-
-    @_recoverable
-    def _forward(self, plan: StepPlan, batch: ForwardBatch) -> QueuedStep:
-        with forward_context(batch):
-            hidden_TD = self.model_input.forward(batch)
-        return self.model_output.finish(plan, batch, hidden_TD)
 
     @_recoverable
     def _call_before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:

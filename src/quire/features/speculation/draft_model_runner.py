@@ -1,7 +1,7 @@
-"""DraftModelRunner: forward passes of a draft model on some rows, each with a draw.
+"""DraftModelRunner: passes of a draft model or a speculator on some rows, each with a draw.
 
-Knows the parts of a worker's step, of which it has its own: batches, the fast path, and a sampler, which draws with the
-sampling parameters and the noise of the requests. So a draft token is the target's token wherever both models have the
+A pass runs as a step of the worker does (`worker/model_runner.py`), with rows and a sampler of the draft model. The sampler
+draws with the sampling parameters and the noise of the requests. So a draft token is the target's token wherever both models have the
 same logits (Daliri, Musco and Suresh, arXiv 2408.07978). Does not know which rows need draft tokens.
 
 Shape suffixes: S draws, T tokens of a pass, D features, V the target's vocabulary, W the draft model's.
@@ -9,7 +9,7 @@ Shape suffixes: S draws, T tokens of a pass, D features, V the target's vocabula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from quire.features.speculation.draft_rows import DraftRows
-from quire.forward_context import ForwardBatch, forward_context
+from quire.features.speculation.pending_hidden_states import States, address_of, as_tensor
+from quire.forward_context import ForwardBatch
 from quire.models.base import LanguageModel
 from quire.native.model import native_model
-from quire.native.step import NativeStep, make_native_step
-from quire.ops.cpu.structs import CModel, CSpeculator
+from quire.native.speculator import native_speculator
+from quire.native.step import make_native_step
+from quire.ops.cpu.structs import CModel
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.input_batch import InputBatchBuilder
 from quire.worker.model_input import TokenModelInput
+from quire.worker.model_runner import ModelRunner
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.sampling.sampler_ops import SamplerOps
 
@@ -59,91 +61,137 @@ class TargetLogits:
         return logits_SV
 
 
-class DraftModelRunner:
-    """The parts of a step, for a draft model.
+class SpeculatorInput(TokenModelInput):
+    """Gives a speculator the embeddings and states of a pass, and keeps the states of the rows that drew for the next pass."""
+
+    model: Any
+    states: Tensor
+
+    def __init__(self, logits: TargetLogits):
+        self.logits = logits
+
+    @torch.inference_mode()
+    def begin(self, states: States) -> None:
+        """Pass 0 comes next, with the target's hidden states."""
+        self.logits.step = (0,)
+        self.states = self.model.target_states(as_tensor(states))
+
+    def advance(self, number: int, staying: Sequence[int]) -> None:
+        """Pass `number` comes next. `staying`: its rows, among the rows that drew."""
+        self.logits.step = (number,)
+        if len(staying) < len(self.states):
+            self.states = self.states[staying]
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """hidden_TD of the batch's tokens."""
+        (number,) = self.logits.step
+        embeddings_TD = self.model.embed(batch.token_ids_T, number)
+        hidden_TD: Tensor = self.model(embeddings_TD, batch.positions_T, self.states, number)
+        self.states = hidden_TD[batch.sample_at_S]
+        return hidden_TD
+
+
+class DraftModelRunner(ModelRunner):
+    """The runner of a draft model, or of a speculator.
 
     Args:
         rows: the rows as the draft model sees them.
         ops: the functions that draw.
         native: whether the fast path may run. It draws tokens by the ids of the model, or of the speculator's `target_ids_V`.
+        is_speculator: the model reads the target's hidden states.
     """
 
-    def __init__(self, rows: DraftRows, logits: TargetLogits, ops: SamplerOps, native: bool):
-        self.rows, self.logits, self.batcher = rows, logits, InputBatchBuilder(rows)
-        self.sampler = Sampler(logits, rows, ops=ops)  # type: ignore[arg-type]
-        self.fast: NativeStep | None = None
-        if native:
-            self.fast = make_native_step(rows, self.sampler, rows.shift)
-        self._fused: object = None  # the fused layers that the fast path has
+    rows: DraftRows
+    model_input: TokenModelInput
+
+    def __init__(
+        self,
+        rows: DraftRows,
+        logits: TargetLogits,
+        ops: SamplerOps,
+        native: bool,
+        is_speculator: bool = False,
+    ):
+        self.logits, sampler = logits, Sampler(logits, rows, ops=ops)  # type: ignore[arg-type]
+        step = make_native_step(rows, sampler, rows.shift) if native else None
+        self.speculator_input = SpeculatorInput(logits) if is_speculator else None
+        model_input = self.speculator_input or TokenModelInput(logits.model)
+        super().__init__(model_input, sampler, rows, fast_step=step)
         self._entered: dict[int, EnteredRow] = {}  # rows that no pass has computed
 
     def use_model(self, model: LanguageModel) -> None:
-        """Run this model from now on."""
-        self.logits.model = model
+        """Run this model from now on. The worker has not fused it yet."""
+        self.model = self.logits.model = self.model_input.model = model
+
+    def set_fused(self, fused: bool) -> None:
+        """See `ModelRunner`."""
+        if self.fast_step is None:
+            return
+        describe = native_model if self.speculator_input is None else native_speculator
+        native: Any = describe(self.model) if fused else None
+        if native is not None:
+            model = native if isinstance(native, CModel) else native.model
+            model.vocab = min(model.vocab, self.logits.vocab_size)
+        self.fast_step.set_model(native)
 
     def enter(self, new: EnteredRow) -> None:
         """A request took a row. Until a pass computes it, it costs nothing."""
         self._entered[new.row] = new
 
-    def _enter(self, new: EnteredRow) -> None:
-        """Its tokens are drawn with its parameters, and not scored."""
-        if isinstance(new.params, SamplingParams):
-            unscored = msgspec.structs.replace(
-                new.params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None
-            )
-            new = msgspec.structs.replace(new, params=unscored)
-        self.sampler.enter(new)
+    def _enter_rows(self, work: Sequence[WorkItem]) -> None:
+        """Their tokens are drawn with their parameters, and not scored."""
+        for item in work if self._entered else ():
+            if (new := self._entered.pop(item.row, None)) is None:
+                continue
+            if isinstance(new.params, SamplingParams):
+                unscored = msgspec.structs.replace(
+                    new.params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None
+                )
+                new = msgspec.structs.replace(new, params=unscored)
+            self.model_output.enter(new)
 
     def leave(self, row: int) -> None:
         """The row is freed."""
         if self._entered.pop(row, None) is None:
-            self.sampler.leave(row)
+            self.model_output.leave(row)
 
-    def draw(self, work: Sequence[WorkItem], draws: Sequence[int]) -> None:
-        """`run`, then passes of one token for rows until each has drawn as often as `draws` says, by work item."""
-        if self.fast is not None and self.accepts_fast_step(self.fast, work):
-            self.fast.draft(work, draws)
+    def draw(
+        self, work: Sequence[WorkItem], draws: Sequence[int], states: States | None = None
+    ) -> None:
+        """Pass 0; then passes of one token for rows until each has drawn as often as `draws` says, by work item.
+
+        Args:
+            states: the target's hidden states at the tokens of `work`, for a speculator.
+        """
+        self._enter_rows(work)
+        if self.accepts_fast_step(StepPlan(0, [], list(work), [])):
+            self.fast_step.draft(work, draws, 0 if states is None else address_of(states))
             return
+        if self.speculator_input is not None and states is not None:
+            self.speculator_input.begin(states)
         self.run(work)
+        drew = [(item.row, count) for item, count in zip(work, draws, strict=True) if count]
         for number in range(1, max(draws)):
-            rows = [item.row for item, most in zip(work, draws, strict=True) if most > number]
-            self.run([WorkItem(row, 1) for row in rows])
+            staying = [at for at, (_, count) in enumerate(drew) if count > number]
+            drew = [drew[at] for at in staying]
+            if self.speculator_input is not None:
+                self.speculator_input.advance(number, staying)
+            self.run([WorkItem(row, 1) for row, _ in drew])
 
     @torch.inference_mode()
     def run(self, work: Sequence[WorkItem]) -> None:
-        """Run the draft model without the fast path. Each row that is now fully computed gets a sampled token, which replaces
-        the row's draft tokens."""
+        """Run one pass without the fast path. Each row that is now fully computed gets a sampled token, which replaces the row's
+        draft tokens."""
         self._enter_rows(work)
         plan = StepPlan(0, [], list(work), [])
         batch = self.batcher.build(plan)
         batch.lengths_S = batch.lengths_S + self.rows.shift
         for item in work:
             self.rows.num_drafts[item.row] = 0  # nothing is verified
-        with forward_context(batch):
-            hidden_TD = self.forward(batch)
-        self.sampler.finish(plan, batch, hidden_TD)
+        self.forward(plan, batch)
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """hidden_TD"""
-        return TokenModelInput(self.logits.model).forward(batch)
-
-    def native_model(self) -> CModel | CSpeculator | None:
-        """The model as the fast path runs it; None: it cannot."""
-        return native_model(self.logits.model)
-
-    def _enter_rows(self, work: Sequence[WorkItem]) -> None:
-        for item in work if self._entered else ():
-            if (new := self._entered.pop(item.row, None)) is not None:
-                self._enter(new)
-
-    def accepts_fast_step(self, fast: NativeStep, work: Sequence[WorkItem]) -> bool:
-        self._enter_rows(work)
-        model = self.logits.model
-        layers = getattr(getattr(model, "model", None), "layers", None)
-        if (fused := getattr(layers, "fused", None)) is not self._fused:
-            self._fused = fused
-            fast.follow(self.native_model(), self.logits.vocab_size)
-        if any(item.drafts for item in work):
+    def accepts_fast_step(self, plan: StepPlan, hooks: Iterable[object] = ()) -> bool:
+        """See `ModelRunner`. The fast path draws after no draft token."""
+        if any(item.drafts for item in plan.work):
             return False
-        plan = StepPlan(0, [], list(work), [])
-        return all(part.accepts_fast_step(plan) for part in (fast, model, self.sampler))
+        return super().accepts_fast_step(plan, hooks)

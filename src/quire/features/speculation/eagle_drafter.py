@@ -27,62 +27,15 @@ from quire.features.speculation.pending_hidden_states import (
     CHECKED_POSITIONS,
     PendingHiddenStates,
     States,
-    address_of,
     as_tensor,
     concatenated,
     too_many,
 )
-from quire.forward_context import ForwardBatch
 from quire.models.base import LanguageModel
-from quire.native.speculator import native_speculator
-from quire.ops.cpu.structs import CSpeculator
 from quire.protocol.plan import WorkItem
 
 if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
-
-
-class HeadRunner(DraftModelRunner):
-    """Passes of a speculator: each takes states, and leaves the states of the rows that drew in `states`."""
-
-    states: Tensor
-
-    def native_model(self) -> CSpeculator | None:
-        return native_speculator(self.logits.model)
-
-    def guess(self, work: Sequence[WorkItem], draws: Sequence[int], states: States) -> None:
-        """Pass 0, from the target's states at its tokens; then passes of one token for rows until each has drawn as often as
-        `draws` says, by work item."""
-        if self.fast is not None and self.accepts_fast_step(self.fast, work):
-            self.fast.draft(work, draws, address_of(states))
-            return
-        self._step(0, work, self._target_states(as_tensor(states)))
-        drew = [item.row for item in work if item.samples]
-        most = {item.row: count for item, count in zip(work, draws, strict=True)}
-        for number in range(1, max(draws)):
-            staying = [at for at, row in enumerate(drew) if most[row] > number]
-            if len(staying) < len(drew):
-                drew = [drew[at] for at in staying]
-                self.states = self.states[staying]
-            self._step(number, [WorkItem(row, 1) for row in drew], self.states)
-
-    def _step(self, number: int, work: Sequence[WorkItem], states_TD: Tensor) -> None:
-        """Run pass `number`."""
-        self.logits.step, self.states = (number,), states_TD
-        self.run(work)
-
-    @torch.inference_mode()
-    def _target_states(self, states_TE: Tensor) -> Tensor:
-        """What pass 0 takes of the target's hidden states."""
-        found_TD: Tensor = self.logits.model.target_states(states_TE)
-        return found_TD
-
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        speculator, number = self.logits.model, self.logits.step[0]
-        embeddings_TD = speculator.embed(batch.token_ids_T, number)
-        found_TD: Tensor = speculator(embeddings_TD, batch.positions_T, self.states, number)
-        self.states = found_TD[batch.sample_at_S]
-        return found_TD
 
 
 class EagleDrafter(Drafter):
@@ -98,7 +51,7 @@ class EagleDrafter(Drafter):
 
     def __init__(
         self,
-        passes: HeadRunner,
+        passes: DraftModelRunner,
         records: Sequence[int],
         max_model_len: int,
         *,
@@ -203,7 +156,7 @@ class EagleDrafter(Drafter):
                 work.append(WorkItem(row, last - first, samples=False))
                 states_nE.append(own_nE[: last - first])
         if work:
-            self.passes.guess(work, [0] * len(work), concatenated(states_nE))
+            self.passes.draw(work, [0] * len(work), concatenated(states_nE))
 
     def propose_all(self, limits: dict[int, int]) -> dict[int, list[int]]:
         most: dict[int, int] = {}  # by row that gets draft tokens: how many
@@ -229,7 +182,7 @@ class EagleDrafter(Drafter):
         if not work:
             return {}
         draws = [1] * len(work) if self.mask is not None else list(most.values())
-        self.passes.guess(work, draws, concatenated(states_nE))
+        self.passes.draw(work, draws, concatenated(states_nE))
         return {row: self.rows.tokens_of(row, ends[row], ends[row] + most[row]) for row in most}
 
     def _limit(self, row: int, end: int, limit: int) -> int:

@@ -20,7 +20,7 @@ from quire.features.speculation.draft_model_runner import DraftModelRunner, Targ
 from quire.features.speculation.draft_rows import DraftRows
 from quire.features.speculation.drafter import Drafter
 from quire.features.speculation.drafter_guard import DrafterGuard
-from quire.features.speculation.eagle_drafter import EagleDrafter, HeadRunner
+from quire.features.speculation.eagle_drafter import EagleDrafter
 from quire.features.speculation.gate import NAME
 from quire.features.speculation.lookup_drafter import LookupDrafter
 from quire.features.speculation.model_drafter import ModelDrafter
@@ -29,7 +29,6 @@ from quire.features.speculation.vocab_mapping import vocab_mapping
 from quire.models.base import LanguageModel
 from quire.models.json_files import token_ids
 from quire.worker.build import WorkerParts, build_sampler_ops
-from quire.worker.sampling.sampler_ops import SamplerOps
 
 Builder = Callable[[WorkerParts, Resolved, SpeculativeOptions], Drafter]
 
@@ -86,8 +85,8 @@ def _draft_model(parts: WorkerParts, resolved: Resolved, options: SpeculativeOpt
         tables = vocab_mapping(texts, own_texts, target, model.vocab_size)
         own_ids_V, target_ids_W = (torch.from_numpy(table).to(device) for table in tables)
     rows = DraftRows(parts.rows, own_ids_V=own_ids_V)
-    ops, native = _drawing(parts)
-    passes = DraftModelRunner(rows, TargetLogits(target, target_ids_W), ops, native and own_ids_V is None)  # fmt: skip
+    logits, native = TargetLogits(target, target_ids_W), own_ids_V is None
+    passes = _runner(parts, rows, logits, native=native)
     return ModelDrafter(
         passes,
         layers[0].kv_group,
@@ -104,8 +103,17 @@ def _own_model(parts: WorkerParts) -> LanguageModel:
     return model
 
 
-def _drawing(parts: WorkerParts) -> tuple[SamplerOps, bool]:
-    return build_sampler_ops(parts.platform), "native" in parts.platform.kernels
+def _runner(
+    parts: WorkerParts,
+    rows: DraftRows,
+    logits: TargetLogits,
+    *,
+    native: bool = True,
+    is_speculator: bool = False,
+) -> DraftModelRunner:
+    ops, native = build_sampler_ops(parts.platform), native and "native" in parts.platform.kernels
+    parts.runners.append(runner := DraftModelRunner(rows, logits, ops, native, is_speculator))
+    return runner
 
 
 def _mask_token(config: Mapping[str, Any], options: SpeculativeOptions) -> int:
@@ -130,7 +138,8 @@ def _heads(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) 
             f"speculative_config.parallel_drafting: {options.model} has no mask_hidden; leave parallel_drafting out"
         )
     rows, target = DraftRows(parts.rows, shift=1), parts.models[0].vocab_size
-    passes = HeadRunner(rows, TargetLogits(target, speculator.target_ids_V), *_drawing(parts))
+    logits = TargetLogits(target, speculator.target_ids_V)
+    passes = _runner(parts, rows, logits, is_speculator=True)
     last = int(resolved.hf_config["num_hidden_layers"]) + 1
     return EagleDrafter(
         passes,

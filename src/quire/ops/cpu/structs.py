@@ -171,9 +171,11 @@ class CGroup(ctypes.Structure):
 
 
 class CModel(ctypes.Structure):
-    """`references` keeps references to what it points to."""
+    """`references` and `recorded_references` keep references to what it points to."""
 
     references: tuple[Any, ...]
+    recorded_references: Any
+    recorded_numbers: frozenset[int] | None = None
     _fields_: ClassVar[Sequence[Any]] = [
         ("head", CWeight),
         ("norm", CNorm),
