@@ -94,7 +94,7 @@ def test_prompts_that_cannot_be_served(inputs: InputProcessor, prompt: Any, word
     assert caught.value.parameter
 
 
-@pytest.mark.parametrize("name", ["prompt_embeds", "multi_modal_data", "encoder_prompt", "data"])
+@pytest.mark.parametrize("name", ["multi_modal_data", "encoder_prompt", "data"])
 def test_later_prompts_are_refused_by_name(inputs: InputProcessor, name: str):
     with pytest.raises(Unsupported, match=name):
         accept(inputs, {"prompt": "x", name: {"image": 1}})

@@ -47,6 +47,10 @@ def main(argv: Sequence[str]) -> int:
         recording = flight_recorder.read_recording(args.folder)
         if recording is None:
             return refused(f"no recording in {args.folder}")
+        if ids := sorted(recording.with_media()):
+            return refused(
+                f"the request {ids[0]!r} has embeddings or media, and a recording has no bytes of them: it cannot be replayed"
+            )
         recorded = from_recording((args.folder / CONFIG).read_bytes())
         for name in recorded.left_out:
             log.warning(

@@ -80,7 +80,7 @@ class ModelConfig:
     logits_processors: list[Any] = field(default_factory=list)
     """Logits processors to run for every request, as classes or `module:Class`."""
     enable_prompt_embeds: bool = False
-    """Accept prompts as embeddings (not supported yet)."""
+    """Accept prompts as embeddings: `prompt_embeds` of completions, and of a prompt dict."""
 
     @property
     def served_names(self) -> list[str]:

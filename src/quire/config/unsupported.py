@@ -76,7 +76,6 @@ REQUEST_FIELDS: dict[str, str] = {
     "kv_transfer_params": "KV transfer",
     "ec_transfer_params": "encoder-cache transfer",
     "suffix": "a suffix (fill in the middle)",
-    "prompt_embeds": "a prompt given as embeddings",
     "media_io_kwargs": "media input",
     "mm_processor_kwargs": "media input",
     "mm_payload": "media input",
@@ -107,7 +106,6 @@ RESPONSES_WITHOUT_EFFECT: dict[str, str] = {
 """Fields of /v1/responses that are accepted without effect -> why."""
 
 PROMPT_KEYS: dict[str, str] = {
-    "prompt_embeds": "pass text or token ids",
     "multi_modal_data": "the engine accepts text only",
     "multi_modal_uuids": "the engine accepts text only",
     "mm_processor_kwargs": "the engine accepts text only",
@@ -132,11 +130,6 @@ LOAD_FORMATS: dict[str, str] = {
     ),
 }
 """Load formats -> what to do instead."""
-
-SETTINGS: dict[tuple[str, str, object], str] = {
-    ("model", "enable_prompt_embeds", True): "send token ids instead",
-}
-"""(section, field, value) of a configuration -> what to do instead."""
 
 
 def refuse(what: str, feature: Feature) -> NoReturn:

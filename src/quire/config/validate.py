@@ -76,10 +76,6 @@ def _check_structured(options: Mapping[str, Any]) -> None:
 
 
 def _check_supported(config: EngineConfig) -> None:
-    for (section, name, unsupported_value), remedy in unsupported.SETTINGS.items():
-        if getattr(getattr(config, section), name) == unsupported_value:
-            value = "" if unsupported_value is True else f"={unsupported_value}"
-            raise Unsupported(f"{name}{value}", remedy)
     if (name := config.load.load_format) in unsupported.LOAD_FORMATS:
         raise Unsupported(f"load_format={name}", unsupported.LOAD_FORMATS[name])
     if (name := config.cache.kv_cache_dtype) not in ("auto", *KV_DTYPES):

@@ -22,6 +22,7 @@ ALL = (
     "quire.features.pipeline.feature:PipelineFeature",
     "quire.features.pooling.feature:PoolingFeature",
     "quire.features.profiler.feature:ProfilerFeature",
+    "quire.features.prompt_embeds.feature:PromptEmbedsFeature",
     "quire.features.sharded_state.feature:ShardedStateFeature",
     "quire.features.speculation.feature:SpeculationFeature",
     "quire.features.state_checkpoints.feature:StateCheckpointsFeature",

@@ -74,19 +74,22 @@ class Recording(Struct):
                 rows |= {new.row: new for new in frame.entered}
         return list(rows.values())
 
+    def rows(self) -> list[EnteredRow]:
+        """The rows of all requests, at any time."""
+        plans = (frame for frame in self.frames if isinstance(frame, StepPlan))
+        return [*self.start.rows, *(new for plan in plans for new in plan.entered)]
+
     def adapters(self) -> set[str]:
         """The versions of the adapters that requests have."""
-        plans = (frame for frame in self.frames if isinstance(frame, StepPlan))
-        rows = [*self.start.rows, *(new for plan in plans for new in plan.entered)]
-        return {row.adapter for row in rows if row.adapter is not None}
+        return {row.adapter for row in self.rows() if row.adapter is not None}
+
+    def with_media(self) -> set[str]:
+        """Ids of the requests with media, whose bytes are not recorded."""
+        return {row.id for row in self.rows() if row.media}
 
     def seen(self) -> set[str]:
         """Ids of all requests that had a row at any time."""
-        ids = {row.id for row in self.start.rows}
-        for frame in self.frames:
-            if isinstance(frame, StepPlan):
-                ids |= {new.id for new in frame.entered}
-        return ids
+        return {row.id for row in self.rows()}
 
 
 class RecordingSegment:
@@ -190,7 +193,7 @@ class FlightRecorder:
     def _plan(self, plan: StepPlan) -> None:
         if self._plans % SEGMENT == 0:
             self._turn_page()
-        entered = [_with_encoded_params(new) for new in plan.entered]
+        entered = [_short(new) for new in plan.entered]
         self._write(msgspec.structs.replace(plan, entered=entered) if entered else plan)
         self._plans += 1
         for row in plan.freed_rows:
@@ -264,10 +267,13 @@ class FlightRecorder:
             self._segment.append(data)
 
 
-def _with_encoded_params(new: EnteredRow) -> EnteredRow:
-    """Encode the parameters once, in their short form, because each segment repeats the parameters of all occupied rows."""
+def _short(new: EnteredRow) -> EnteredRow:
+    """With its parameters encoded once, in their short form, because each segment repeats the parameters of all occupied rows;
+    and without the bytes of its media."""
     return msgspec.structs.replace(
-        new, params=msgspec.Raw(msgspec.msgpack.encode(short_form(new.params)))
+        new,
+        params=msgspec.Raw(msgspec.msgpack.encode(short_form(new.params))),
+        media=[msgspec.structs.replace(item, data=b"") for item in new.media],
     )
 
 

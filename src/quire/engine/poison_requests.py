@@ -15,7 +15,7 @@ from hashlib import sha256
 import msgspec
 
 from quire.protocol.plan import EnteredRow
-from quire.protocol.request import EngineRequest, RequestParams
+from quire.protocol.request import EngineRequest, MediaItem, RequestParams
 from quire.protocol.sampling_params import SamplingParams
 
 DEATHS = 2  # one may be a coincidence
@@ -68,26 +68,31 @@ class Suspects:
 
 def digest_of(request: EngineRequest) -> str:
     """Equal for requests with the same prompt and parameters, whatever their ids and seeds."""
-    return digest(request.tokens, request.params, request.adapter, request.extras)
+    return digest(request.tokens, request.params, request.adapter, request.extras, request.media)
 
 
 def digest_of_entered(entered: EnteredRow) -> str:
     """The digest of the request that had this row."""
     tokens = entered.tokens[: entered.num_prompt]
-    return digest(tokens, entered.params, entered.adapter, entered.extras)
+    return digest(tokens, entered.params, entered.adapter, entered.extras, entered.media)
 
 
 def digest(
-    tokens: Sequence[int], params: RequestParams, adapter: str | None, extras: dict[str, bytes]
+    tokens: Sequence[int],
+    params: RequestParams,
+    adapter: str | None,
+    extras: dict[str, bytes],
+    media: Sequence[MediaItem] = (),
 ) -> str:
+    hashes = [item.hash for item in media]
     # Each of n outputs has its own seed, and only the first computes the prompt's log-probabilities.
     if isinstance(params, SamplingParams):
         params = params.settled(seed=None, prompt_logprobs=None, checked=True)
     try:
-        data = msgspec.msgpack.encode([tokens, short_form(params), adapter, extras])
+        data = msgspec.msgpack.encode([tokens, short_form(params), adapter, extras, hashes])
     # it cannot have been sent to the engine
     except (TypeError, ValueError, OverflowError, RecursionError):
-        data = repr((tokens, adapter, extras)).encode()
+        data = repr((tokens, adapter, extras, hashes)).encode()
     return sha256(data).hexdigest()[:32]
 
 

@@ -156,16 +156,18 @@ def search_together(
         QuireError: a step failed.
     """
     step, arrived, searches = step_params(params), time.time(), []
+    media = []
     for prompt in prompts:
-        tokens = inputs.accept(prompt, step, id="beam", is_subrequest=True).tokens
-        searches.append(BeamSearch(params, tokens, inputs.eos_token_ids, inputs.max_model_len))
+        first = inputs.accept(prompt, step, id="beam", is_subrequest=True)
+        searches.append(BeamSearch(params, first.tokens, inputs.eos_token_ids, inputs.max_model_len))
+        media.append(first.children[0].media)
     for _ in range(params.max_tokens):
         requests = [
             inputs.accept(
-                Prompt(None, beam.tokens, prompt.salt), step, id=f"beam-{next(ids)}", is_subrequest=True,
+                Prompt(None, beam.tokens, prompt.salt, media=items), step, id=f"beam-{next(ids)}", is_subrequest=True,
                 arrived=arrived, adapter=adapter,
             )
-            for one, prompt, adapter in zip(searches, prompts, adapters, strict=True)
+            for one, prompt, items, adapter in zip(searches, prompts, media, adapters, strict=True)
             for beam in one.beams
         ]  # fmt: skip
         outputs = run(requests)
@@ -275,7 +277,9 @@ class BeamStream:
         streams: list[StepStream] = []
         try:
             for at, beam in enumerate(search.beams):
-                prompt, params = Prompt(None, beam.tokens, self.prompt.salt), msgspec.structs.replace(step)  # fmt: skip
+                given = self.prompt
+                prompt = Prompt(None, beam.tokens, given.salt, media=given.media)
+                params = msgspec.structs.replace(step)
                 streams.append(
                     await self.open_step(prompt, params, f"{id}.{at}", self._step_output.set)
                 )

@@ -24,6 +24,7 @@ from quire.frontend.bounded_encoding import encode_enough
 from quire.frontend.generation_config import GenerationDefaults
 from quire.frontend.parallel_sampling import child_id, fan_out, mix
 from quire.frontend.parsers.format_table import ReasoningFormat
+from quire.frontend.prompt_embeddings import check_has_tokens, fitting
 from quire.frontend.prompts import Prompt, read_prompt
 from quire.frontend.thinking_markers import thinking_markers
 from quire.frontend.tokenizer import Tokenizer
@@ -126,6 +127,8 @@ class InputProcessor:
     structured: StructuredOutputsOptions = field(default_factory=StructuredOutputsOptions)
     reasoning: Callable[[], ReasoningFormat | None] = lambda: None
     """Returns the model's reasoning format."""
+    embedding_size: int = 0
+    """Features of an embedding, if prompts may be embeddings; 0: they may not."""
     max_text_bytes: int = 0
     """Bytes of UTF-8 that are tokenized in one piece; 0: any number."""
     checker: ConstraintChecker = field(default_factory=ConstraintChecker)
@@ -175,7 +178,10 @@ class InputProcessor:
         options = TokenizeOptions.read(tokenization_kwargs)
         if params.truncate_prompt_tokens is not None:
             options.truncate = params.truncate_prompt_tokens
-        tokens = self.tokenize(given, options).tokens
+        checked = self.tokenize(given, options)
+        tokens, media = checked.tokens, checked.media
+        if params.prompt_logprobs is not None:
+            check_has_tokens(media)
         settled = self._settle(params, len(tokens), limited=not is_subrequest)
         if (budget := params.thinking_token_budget) is not None and budget >= 0:
             marks = thinking_markers(budget, self.reasoning(), self.tokenizer, tokens)
@@ -183,7 +189,7 @@ class InputProcessor:
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
             priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1), salt=tenant_salt(given.salt, tenant),
-            tenant=tenant, is_subrequest=is_subrequest, adapter=adapter,
+            tenant=tenant, is_subrequest=is_subrequest, adapter=adapter, media=media,
         )  # fmt: skip
         asked = params.settled(
             max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs
@@ -204,13 +210,18 @@ class InputProcessor:
             return prompt
         options = options or TokenizeOptions()
         text, tokens, limit = prompt.text, prompt.tokens, options.truncate
+        if limit == -1:
+            limit = self.max_model_len - 1
+        if prompt.embeddings is not None:
+            given = fitting(prompt.embeddings, self.embedding_size, limit, options.keep_first)
+            self.check_length(given.num_tokens)
+            tokens = [0] * given.num_tokens
+            return Prompt(text, tokens, prompt.salt, True, media=given.media())
         checked = options.fits_model
         if not tokens and text is not None:
             tokens = self._encode(text, options)
-        if limit is not None:
-            most = self.max_model_len - 1 if limit == -1 else limit
-            if len(tokens) > most:
-                text, tokens = None, tokens[:most] if options.keep_first else tokens[-most:]
+        if limit is not None and len(tokens) > limit:
+            text, tokens = None, tokens[:limit] if options.keep_first else tokens[-limit:]
         if checked:
             if not tokens:
                 raise ValidationError(
@@ -218,7 +229,7 @@ class InputProcessor:
                 )
             self.check_length(len(tokens))
             self.check_ids(options.parameter, tokens)
-        return Prompt(text, tokens, prompt.salt, checked)
+        return Prompt(text, tokens, prompt.salt, checked, media=prompt.media)
 
     def _encode(self, text: str, options: TokenizeOptions) -> list[int]:
         """The tokens of a text; if it is truncated, of a part that has enough of them.

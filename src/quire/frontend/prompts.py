@@ -12,6 +12,7 @@ from typing import Any, NotRequired, TypedDict
 
 from quire.config.unsupported import PROMPT_KEYS
 from quire.errors import Unsupported, ValidationError
+from quire.protocol.request import MediaItem
 
 
 class TextPrompt(TypedDict):
@@ -37,15 +38,16 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """A prompt as embeddings: recognized, but not supported yet."""
+    """A prompt as embeddings, a tensor or array [tokens, hidden_size]; `prompt`, its text, is only returned in the output."""
 
     prompt_embeds: Any
+    prompt: NotRequired[str]
     cache_salt: NotRequired[str]
 
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
-KNOWN = ("prompt", "prompt_token_ids", "cache_salt", "token_type_ids")
+KNOWN = ("prompt", "prompt_token_ids", "cache_salt", "token_type_ids", "prompt_embeds")
 MAX_SALT = 128
 
 
@@ -65,6 +67,10 @@ class Prompt:
     """Where the tokens of the second text begin; 0: there is none."""
     pool_from: int = 0
     """The first token that counts in the output of a pooling model."""
+    embeddings: Any = None
+    """The prompt as embeddings, not checked yet (`prompt_embeddings.py`); None: it has text or tokens."""
+    media: list[MediaItem] = field(default_factory=list)
+    """What stands in the place of some of the tokens."""
 
 
 def read_prompt(prompt: Any) -> Prompt:
@@ -72,7 +78,7 @@ def read_prompt(prompt: Any) -> Prompt:
 
     Raises:
         ValidationError: an unknown form or an unknown key.
-        Unsupported: embeddings, media, encoder-decoder.
+        Unsupported: media, encoder-decoder.
     """
     if isinstance(prompt, Prompt):
         return prompt
@@ -98,15 +104,22 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
             f"prompt: unknown key {', '.join(sorted(unknown))}; the keys are {', '.join(KNOWN)}",
             parameter="prompt", value=unknown,
         )  # fmt: skip
-    text, tokens, salt, types = (prompt.get(name) for name in KNOWN)
+    text, tokens, salt, types, embeddings = (prompt.get(name) for name in KNOWN)
     if text is not None and not isinstance(text, str):
         raise ValidationError(
             f"prompt must be a string, not {type(text).__name__}; token ids go in prompt_token_ids",
             parameter="prompt", value=text,
         )  # fmt: skip
+    if embeddings is not None:
+        if tokens is not None:
+            raise ValidationError(
+                "a prompt dict has prompt_embeds or prompt_token_ids, not both", parameter="prompt"
+            )
+        return Prompt(text, salt=read_salt(salt), embeddings=embeddings)
     if text is None and tokens is None:
         raise ValidationError(
-            "a prompt dict must have prompt (text) or prompt_token_ids", parameter="prompt"
+            "a prompt dict must have prompt (text), prompt_token_ids or prompt_embeds",
+            parameter="prompt",
         )
     ids = [] if tokens is None else _tokens(tokens)
     # An empty list of ids is an empty prompt, also beside a text.

@@ -63,6 +63,7 @@ class RequestManager:
             options.max_logprobs,
             options.seed,
             number,
+            embedding_size=ready.embedding_size,
             structured=structured_options(resolved.config.structured.structured_outputs_config),
             reasoning=lambda: with_marks(self.formats.reasoning, marks),
         )

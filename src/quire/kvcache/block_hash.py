@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import blake2b
 from hmac import digest as hmac
@@ -46,17 +47,22 @@ class Hasher:
     def extend(
         self, hashes: list[bytes], root: bytes, tokens: list[int], media: Sequence[MediaItem] = ()
     ) -> None:
-        """Append the hashes of the full blocks of `tokens` that `hashes` lacks."""
+        """Append the hashes of the full blocks of `tokens` that `hashes` lacks. `media`: in the order of their tokens."""
         size = self.block_size
         for index in range(len(hashes), len(tokens) // size):
             start, stop = index * size, (index + 1) * size
             content = (hashes[-1] if hashes else root) + array("q", tokens[start:stop]).tobytes()
-            for item in media:
-                if item.start < stop and item.start + item.length > start:
-                    content += f"|{item.start - start}:{item.hash}".encode()
+            for item in media[bisect_right(media, start, key=_end) :]:
+                if item.start >= stop:
+                    break
+                content += f"|{item.start - start}:{item.hash}".encode()
             hashes.append(self._digest(content))
 
     def _digest(self, content: bytes) -> bytes:
         if self.algorithm == "sha256":
             return hmac(self.secret, content, "sha256")
         return blake2b(content, digest_size=DIGEST_BYTES, key=self.secret).digest()
+
+
+def _end(item: MediaItem) -> int:
+    return item.start + item.length

@@ -103,6 +103,10 @@ class LanguageModel(nn.Module):
     fast_states: Mapping[int, Tensor] = {}
     """Hidden states of the last step, if it ran on the fast path and the model records; at least [T, D]."""
 
+    factor_after_lookup: float | None = None
+    """What multiplies embeddings, where Transformers' embedding module does not: `embed` includes it, and embeddings that
+    users compute with that module lack it. None: nothing."""
+
     pooler: nn.Module | None
     """What turns pooled hidden states into the outputs of a pooling model (`layers/pooler.py`); the loader sets it."""
 
@@ -196,6 +200,8 @@ class CausalLM(LanguageModel):
             about = f"pipeline_parallel_size={stages} for {type(self).__name__}, where {why}"
             raise Unsupported(about, "use 1")
         self.model: Decoder = self.decoder(cfg, max_length or cfg.max_position_embeddings)
+        if self.scales_after_lookup:
+            self.factor_after_lookup = self.embedding_scale(cfg)
         self.lm_head: Head | None = None
         if self.model.stage.is_last:
             self.lm_head = self.head(cfg, self.model.embed_tokens if cfg.tie_word_embeddings else None)  # fmt: skip
@@ -211,6 +217,9 @@ class CausalLM(LanguageModel):
     def norm(self, size: int) -> Norm:
         """A norm of this family."""
         return RMSNorm(size, self.cfg.rms_norm_eps)
+
+    scales_after_lookup = False
+    """Whether `embedding_scale` is a `factor_after_lookup`."""
 
     def embedding_scale(self, cfg: TextConfig) -> float | None:
         """Factor of the embeddings; None: 1."""

@@ -69,6 +69,8 @@ class FalconH1(CausalLM):
 
     decoder_names: ClassVar = {"norm": "final_layernorm"}
 
+    scales_after_lookup = True
+
     def embedding_scale(self, cfg: TextConfig) -> float | None:
         return cfg.get("embedding_multiplier")
 

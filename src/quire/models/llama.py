@@ -67,6 +67,8 @@ class Granite(CausalLM):
         mlp = GatedMLP(cfg, bias=cfg.mlp_bias)
         return DecoderLayer(cfg, attention, mlp, residual_scale=cfg.residual_multiplier)
 
+    scales_after_lookup = True
+
     def embedding_scale(self, cfg: TextConfig) -> float | None:
         return float(cfg.embedding_multiplier)
 

@@ -59,6 +59,8 @@ def named(module: Any, **names: str) -> Any:
 class GraniteHybrid(CausalLM):
     """Granite 4 H: factors of embeddings, residuals, scores and logits; experts beside a shared MLP, or that alone."""
 
+    scales_after_lookup = True
+
     def embedding_scale(self, cfg: TextConfig) -> float | None:
         return cfg.get("embedding_multiplier")
 

@@ -108,6 +108,8 @@ class RecurrentGemma(Gemma):
 
     decoder_names: ClassVar = {"norm": "final_norm"}
 
+    scales_after_lookup = True
+
     def embedding_scale(self, cfg: TextConfig) -> float | None:
         return float(torch.tensor(cfg.hidden_size**0.5, dtype=torch.bfloat16, device="cpu"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from quire.protocol.output import ErrorKind, Logprobs
-from quire.protocol.request import RequestParams
+from quire.protocol.request import MediaItem, RequestParams
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.tensor_data import TensorData
 
@@ -27,6 +27,7 @@ class EnteredRow(Struct, array_like=True, omit_defaults=True, gc=False):
     adapter: str | None = None
     # data of the request for hooks, by feature name; all ranks get it
     extras: dict[str, bytes] = {}
+    media: list[MediaItem] = []  # what stands in the place of tokens; all ranks get it, once
 
     @property
     def sampling_params(self) -> SamplingParams:

@@ -16,10 +16,17 @@ from quire.protocol.sampling_params import SamplingParams
 RequestParams = SamplingParams | PoolingParams
 
 
-class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
-    """One image, sound or video, whose placeholder tokens are in the prompt."""
+EMBEDDINGS = "embeddings:"
+"""Begins the kind of an item whose data are the embeddings of its tokens; their dtype follows."""
 
-    hash: str
+
+class MediaItem(Struct, array_like=True, omit_defaults=True, gc=False):
+    """One image, sound or video, or a part of a prompt that is embeddings. Its placeholder tokens are in the prompt.
+
+    A request's items are in the order of their tokens, and share none.
+    """
+
+    hash: str  # of all that its embeddings depend on
     kind: str
     start: int  # first placeholder token
     length: int  # how many placeholder tokens

@@ -162,6 +162,9 @@ class Generation:
             self._counted.enter_context(self._counting(self.tenant))
         if self.adapter is not None:
             self._counted.callback(self._count_adapter, self.adapter)
+        if size := sum(len(item.data) for prompt in self.prompts for item in prompt.media):
+            copies = max(self.params.n, self.params.best_of or 1)
+            self._counted.enter_context(self.state.media_room.take(copies * size))
         for which in range(len(self.prompts)):
             self._running.append(await self._open_request(which))
             await asyncio.sleep(0)  # let other tasks run between many prompts

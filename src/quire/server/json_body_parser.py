@@ -36,7 +36,7 @@ FIELD_BYTES = {
 """Field -> bytes of JSON. Fields of the prompt have no limit here, but the body has one, and the model's context."""
 PROMPTS = frozenset(
     "prompt tokens token_ids messages input instructions system documents queries query items data_1 data_2 text_1 text_2 texts"
-    " inputs".split()
+    " inputs prompt_embeds".split()
 )
 IDS = frozenset(("prompt", "tokens", "token_ids", "allowed_token_ids", "input"))
 """Fields that may be long lists of token ids."""

@@ -14,6 +14,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.frontend.chat import ChatOptions
 from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.jinja_sandbox import SECONDS, TemplateTooSlow
+from quire.frontend.prompt_embeddings import decode_embeddings
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import truncation
 from quire.server.errors import invalid
@@ -55,20 +56,24 @@ def tokenize_options(request: Sampling, special: bool, *, fits_model: bool = Tru
     )
 
 
+class EncodedEmbeddings(str):
+    """A prompt as embeddings: a file in base64."""
+
+
 def given_prompts(request: CompletionRequest) -> list[Any]:
-    """The prompts of the request, not tokenized yet.
+    """The prompts of the request, not tokenized yet: those of embeddings first.
 
     Raises:
         ApiError: 400: none or too many.
     """
-    given = request.prompt
-    if given is None or given in ("", []):
+    given, embeds = request.prompt, request.prompt_embeds or []
+    many: list[Any] = [EncodedEmbeddings(e) for e in ([embeds] if isinstance(embeds, str) else embeds)]
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        many += given
+    elif given:
+        many.append(given)
+    if not many:
         raise invalid("`prompt` is missing or empty", "prompt")
-    many: list[Any]
-    if isinstance(given, str) or isinstance(given[0], int):
-        many = [given]
-    else:
-        many = given
     if len(many) > 1 and len(many) > (most := env.get("MAX_COMPLETION_PROMPTS")):
         raise invalid(f"`prompt` has {len(many)} prompts; the limit is {most}", "prompt")
     return many
@@ -78,6 +83,10 @@ async def one_prompt(prompt: Any, request: CompletionRequest, engine: AsyncEngin
     """One of the given prompts, tokenized. Raises ApiError, ValidationError: it is invalid."""
     options = tokenize_options(request, request.add_special_tokens)
     salt = request.cache_salt or ""
+    if isinstance(prompt, EncodedEmbeddings):
+        inputs = engine.inputs
+        given = decode_embeddings(prompt, inputs.max_model_len, inputs.embedding_size)
+        return await engine.tokenize(Prompt(salt=salt, embeddings=given), options)
     if isinstance(prompt, str):
         return await engine.tokenize(Prompt(prompt, salt=salt), options)
     if isinstance(prompt, list):

@@ -93,7 +93,7 @@ class CompletionRequest(Sampling, kw_only=True):
     logprobs: int | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
-    prompt_embeds: Any = None
+    prompt_embeds: str | list[str] | None = None
 
 
 class ChatFields(Sampling, kw_only=True):

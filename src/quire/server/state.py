@@ -27,6 +27,7 @@ from quire.observe.tracing import Tracer
 from quire.protocol.output import StartupStatus
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ApiError, unavailable
+from quire.server.media_room import MediaRoom
 from quire.server.tokenizer_pool import TokenizerPool
 from quire.version import __version__
 
@@ -61,6 +62,8 @@ class ServerState:
     """Request ids of the running generations."""
     searches: dict[str, BeamStream] = field(default_factory=dict)
     """The beam searches among them: the engine knows only their steps."""
+    media_room: MediaRoom = field(default_factory=MediaRoom)
+    """Bounds the bytes of their embeddings."""
     http_requests: int = 0
     """HTTP requests in progress (/load)."""
     hurry: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import ValidationError
+from quire.errors import Unsupported, ValidationError
 from quire.frontend.input_processor import InputProcessor, TokenizeOptions, tenant_salt
 from quire.frontend.parallel_sampling import child_id
 from quire.frontend.pooling.tokenization import encode_inputs
@@ -295,6 +295,8 @@ class PoolingInputs:
             ValidationError: `parameter` names the wrong parameter; the message says how to correct it.
         """
         found, params = read_prompt(prompt), self.params(requested)
+        if found.embeddings is not None:
+            raise Unsupported("prompt_embeds for a pooling model", "pass text or token ids")
         if not found.is_checked:
             options = self.read_options(tokenization_kwargs)
             (found,) = self.tokenize([found], options, params.task or "")

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.async_engine import AsyncEngine
+from quire.frontend.prompt_embeddings import check_has_tokens
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import SamplingParams
 from quire.server.adapters import model_of
@@ -159,6 +160,9 @@ async def read_request(
         prompts.append(await one_prompt(prompt, body, engine))
         if not state.texts.inside:
             await asyncio.sleep(0)  # let other tasks of the loop run
+    if body.echo or body.return_prompt_text:
+        for prompt in prompts:
+            check_has_tokens(prompt.media, "echo" if body.echo else "return_prompt_text")
     return params, prompts
 
 

@@ -1,0 +1,1 @@
+"""Prompts that are embeddings in place of tokens."""
