@@ -13,8 +13,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save
 from asgi import browser
+from safetensors.torch import load_file, save
 from scripted import make_state
 
 import quire
@@ -30,7 +30,11 @@ TEXTS = ["Once upon a time", "The quick brown fox jumps"]
 
 def new_state(**more: Any) -> ServerState:
     config = EngineConfig.from_keywords(
-        model="quire-tiny", max_num_seqs=4, kv_cache_memory_bytes=16 << 20, max_model_len=256, **more
+        model="quire-tiny",
+        max_num_seqs=4,
+        kv_cache_memory_bytes=16 << 20,
+        max_model_len=256,
+        **more,
     )
     state = make_state(None)
     state.attach(AsyncEngine(make_client(config), config))
@@ -72,7 +76,9 @@ def as_array(state: ServerState, text: str) -> str:
 
 def choices(answer: httpx.Response) -> list[tuple[Any, ...]]:
     assert answer.status_code == 200, answer.text
-    return [(c["index"], c["text"], c["finish_reason"], c["logprobs"]) for c in answer.json()["choices"]]
+    return [
+        (c["index"], c["text"], c["finish_reason"], c["logprobs"]) for c in answer.json()["choices"]
+    ]
 
 
 MORE = [{"temperature": 0}, {"temperature": 0.8, "seed": 4, "n": 2, "logprobs": 2}]
@@ -100,13 +106,17 @@ def test_a_stream_is_the_whole(state: ServerState) -> None:
     whole, streamed = post(state, body, {**body, "stream": True})
     import json
 
-    parts = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    parts = [
+        json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")
+    ]
     assert "".join(part["choices"][0]["text"] for part in parts) == choices(whole)[0][1]
 
 
 def test_beam_search(state: ServerState) -> None:
     more = {"use_beam_search": True, "n": 2, "max_tokens": 6, "temperature": 0}
-    text, file = post(state, {"prompt": TEXTS[0], **more}, {"prompt_embeds": embeds(state, TEXTS[0]), **more})
+    text, file = post(
+        state, {"prompt": TEXTS[0], **more}, {"prompt_embeds": embeds(state, TEXTS[0]), **more}
+    )
     assert choices(file) == choices(text)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ def lookup(path: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.get_input_embeddings().requires_grad_(False)
 
 
-def run(one: Engine, asked: list[list[int]], table: Any, count: int = COUNT) -> list[list[EngineOutput]]:
+def run(
+    one: Engine, asked: list[list[int]], table: Any, count: int = COUNT
+) -> list[list[EngineOutput]]:
     """All outputs of the prompts: the odd ones as embeddings, the others as tokens, in one batch."""
     for number, prompt in enumerate(asked):
         tokens, media = prompt, []
@@ -55,10 +56,15 @@ def doubled(count: int, **more: Any) -> list[list[int]]:
 
 def check(path: str, depth: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Engine:
     asked = doubled(4)
-    with engine(path, depth, **settings) as plain:
-        wanted = plain.tokens(asked, greedy(COUNT))
     name = str(dtype).removeprefix("torch.")
-    options = {"dtype": name, "enable_prompt_embeds": True, "max_num_batched_tokens": 40, **settings}
+    with engine(path, depth, dtype=name, **settings) as plain:
+        wanted = plain.tokens(asked, greedy(COUNT))
+    options = {
+        "dtype": name,
+        "enable_prompt_embeds": True,
+        "max_num_batched_tokens": 40,
+        **settings,
+    }
     with engine(path, depth, **options) as one:
         assert tokens_of(run(one, asked, lookup(path, dtype))) == wanted
     return one
@@ -73,7 +79,7 @@ def test_by_parts(depth: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_beside_the_fast_path(depth: int, tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
-    check(path, depth, torch.bfloat16, dtype="bfloat16")
+    check(path, depth, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "granite", "falcon_h1"])
@@ -119,22 +125,36 @@ def test_blocks_are_shared_only_by_equal_embeddings(tmp_path: Path) -> None:
 
 def test_draft_tokens(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path)
-    check(path, 2, speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    check(
+        path,
+        2,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    )
 
 
 TEXTS = ["The quick brown fox", "Once upon a time there was", "1 2 3 4 5"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2)
-TINY: dict[str, Any] = {"model": "quire-tiny", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+TINY: dict[str, Any] = {
+    "model": "quire-tiny",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+}
 DRAFTS = {
-    "draft_model": {"method": "draft_model", "model": "quire-tiny-draft", "num_speculative_tokens": 3},
+    "draft_model": {
+        "method": "draft_model",
+        "model": "quire-tiny-draft",
+        "num_speculative_tokens": 3,
+    },
     "eagle3": {"method": "eagle3", "model": "quire-tiny-eagle3", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "model": "quire-tiny-mtp", "num_speculative_tokens": 2},
 }
 
 
 def embedded(llm: LLM) -> list[dict[str, Any]]:
-    import quire
     from safetensors.torch import load_file
+
+    import quire
 
     folder = Path(quire.__file__).parent / "embedded" / "quire-tiny"
     table_VD = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
@@ -180,7 +200,10 @@ def test_after_sleep_and_with_n(of_texts: list[Any]) -> None:
         assert outcomes(llm, asked) == of_texts
         sampled = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=8)
         texts, embeds = (
-            [[one.text for one in out.outputs] for out in llm.generate(prompts, sampled, use_tqdm=False)]
+            [
+                [one.text for one in out.outputs]
+                for out in llm.generate(prompts, sampled, use_tqdm=False)
+            ]
             for prompts in (TEXTS, asked)
         )
         assert embeds == texts
@@ -190,21 +213,20 @@ def test_after_sleep_and_with_n(of_texts: list[Any]) -> None:
 
 
 def test_what_cannot_be_computed_from_embeddings_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("gemma4_text", tmp_path)
     with pytest.raises(ConfigError, match="hidden_size_per_layer_input"):
-        with engine(make_checkpoint("gemma4_text", tmp_path), enable_prompt_embeds=True):
-            pass
+        engine(path, enable_prompt_embeds=True).__enter__()
     with pytest.raises(ConfigError, match="enable_prompt_embeds: this model pools"):
         LLM("quire-tiny-embed", enable_prompt_embeds=True)
 
 
-def test_numbers_that_the_models_dtype_cannot_hold_end_this_request_alone(tmp_path: Path) -> None:
-    """1e39 is no float32; 3e38 is, and its square is not finite in the first norm."""
+def test_huge_numbers_end_their_request_alone(of_texts: list[Any]) -> None:
+    """The first rounds to infinity in bfloat16; the square of the second is not finite."""
     with LLM(**TINY, dtype="bfloat16", enable_prompt_embeds=True) as llm:
-        huge = np.full((4, 256), 3e38, np.float32)
-        small = SamplingParams(temperature=0.0, max_tokens=3)
-        with_error, fine = llm.generate([{"prompt_embeds": huge}, TEXTS[0]], small, use_tqdm=False)
-        assert fine.outputs[0].finish_reason == "length"
-        assert with_error.outputs[0].finish_reason in ("error", "length")
-        again = llm.generate(TEXTS[0], small, use_tqdm=False)[0]
-        assert again.outputs[0].text == fine.outputs[0].text
-        assert all(math.isfinite(x) for x in [again.outputs[0].cumulative_logprob or 0.0])
+        huge = [{"prompt_embeds": np.full((20, 256), one, np.float32)} for one in (3.4e38, 3e38)]
+        first, *others = llm.generate([huge[0], *TEXTS, huge[1]], GREEDY, use_tqdm=False)
+        assert first.outputs[0].finish_reason == "error"
+        assert [one.outputs[0].text for one in others[:3]] == [text for _, text, _ in of_texts]
+        again = llm.generate(huge[0], GREEDY, use_tqdm=False)
+        assert again[0].outputs[0].finish_reason == "error"
+        assert outcomes(llm, TEXTS) == of_texts

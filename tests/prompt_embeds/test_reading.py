@@ -52,7 +52,11 @@ def tensor_of(given: PromptEmbeddings) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_form_has_the_same_bits(dtype: torch.dtype) -> None:
     tensor = VALUES.to(dtype)
-    forms = [read_embeddings(tensor), read_embeddings(tensor[None]), decoded(save({"any name": tensor}))]
+    forms = [
+        read_embeddings(tensor),
+        read_embeddings(tensor[None]),
+        decoded(save({"any name": tensor})),
+    ]
     strided = tensor.T.contiguous().T
     forms.append(read_embeddings(strided))
     if dtype != torch.bfloat16:
@@ -124,7 +128,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "an overflow": (header(a=entry("F32", [1 << 62, 4])), "not a file of safetensors"),
     "a negative size": (header(a=entry("F32", [-5, -8])), "not a file of safetensors"),
     "offsets beyond": (header(a=entry("F32", [10, 8], 320)), "not a file of safetensors"),
-    "two tensors": (save({"a": VALUES, "b": VALUES}), "2 tensors"),
+    "two tensors": (save({"a": VALUES, "b": VALUES + 1}), "2 tensors"),
     "no tensor": (save({}), "0 tensors"),
     "whole numbers": (save({"a": VALUES.to(torch.int32)}), "type I32; convert"),
     "doubles": (save({"a": VALUES.double()}), "type F64; convert"),
@@ -140,7 +144,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "another version": (b"\x93NUMPY\x02\x00" + bytes(50), "another version"),
     "code in the header": (npy("__import__('os').system('true')"), "damaged NumPy header"),
     "a huge array": (npy(WITH + f"({1 << 40}, {1 << 40})}}"), "160 bytes after a header"),
-    "a negative length": (npy(WITH + "(-5, -8)}"), r"shape|damaged|bytes after"),
+    "a negative length": (npy(WITH + "(-5, -8)}"), "160 bytes after a header"),
     "shorter than it says": (npy(WITH + "(50, 8)}"), "160 bytes after a header"),
     "longer than it says": (npy(WITH + "(1, 8)}"), "160 bytes after a header"),
     "deep": (npy("(" * 3000 + ")" * 3000), "damaged NumPy header"),
@@ -156,8 +160,9 @@ def test_files_that_are_refused(name: str) -> None:
     began = time.monotonic()
     with pytest.raises(ValidationError, match=words) as caught:
         decoded(data)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert memory < 2 << 20
     assert time.monotonic() - began < 1
     assert caught.value.parameter == "prompt_embeds"
 
@@ -165,7 +170,7 @@ def test_files_that_are_refused(name: str) -> None:
 def test_text_that_is_too_long_or_no_base64() -> None:
     with pytest.raises(ValidationError, match="characters of base64; 64 tokens with 8 numbers"):
         decode_embeddings("A" * 10_000_000, MOST, SIZE)
-    for text in ("a b", "é" * 8, "AAA", "A" * 8 + "="):
+    for text in ("a b", "é" * 8, "AAA", "AAAA=AAA"):
         with pytest.raises(ValidationError, match="is not base64"):
             decode_embeddings(text, MOST, SIZE)
     with pytest.raises(ValidationError, match="--enable-prompt-embeds"):

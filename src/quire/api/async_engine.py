@@ -290,7 +290,9 @@ class AsyncEngine:
 
 def is_long(prompt: Prompt) -> bool:
     """Whether its text must still be tokenized, or its embeddings checked, and takes long."""
-    return not prompt.tokens and (len(prompt.text or "") >= LONG_TEXT or prompt.embeddings is not None)
+    return not prompt.tokens and (
+        len(prompt.text or "") >= LONG_TEXT or prompt.embeddings is not None
+    )
 
 
 def _receive_outputs(client: EngineClient, reference: weakref.ref[AsyncEngine]) -> None:

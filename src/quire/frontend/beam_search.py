@@ -159,7 +159,9 @@ def search_together(
     media = []
     for prompt in prompts:
         first = inputs.accept(prompt, step, id="beam", is_subrequest=True)
-        searches.append(BeamSearch(params, first.tokens, inputs.eos_token_ids, inputs.max_model_len))
+        searches.append(
+            BeamSearch(params, first.tokens, inputs.eos_token_ids, inputs.max_model_len)
+        )
         media.append(first.children[0].media)
     for _ in range(params.max_tokens):
         requests = [

@@ -30,7 +30,9 @@ FORMATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """dtype in safetensors -> name."""
 NUMPY_TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 """bfloat16 as its bits: NumPy has no such type."""
-REMEDY = 'send base64 of safetensors.torch.save({"prompt_embeds": tensor}), or of numpy.save\'s file'
+REMEDY = (
+    'send base64 of safetensors.torch.save({"prompt_embeds": tensor}), or of numpy.save\'s file'
+)
 ENABLE = "prompts as embeddings are off; start the engine with --enable-prompt-embeds (enable_prompt_embeds=True), or send text or token ids"
 
 
@@ -156,7 +158,7 @@ def _read_numpy(data: bytes) -> PromptEmbeddings:
     if dtype.kind != "f" or dtype.itemsize not in (2, 4):
         raise _wrong_type(str(dtype))
     body, rest = file.tell(), len(data) - file.tell()
-    if math.prod(shape) * dtype.itemsize != rest:
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != rest:
         raise wrong(f"has {rest} bytes after a header of {dtype} {list(shape)}")
     array = np.frombuffer(data, dtype, offset=body).reshape(shape, order="F" if by_column else "C")
     return checked(str(dtype.newbyteorder("=")), array)
@@ -169,11 +171,13 @@ def _read_safetensors(data: bytes) -> PromptEmbeddings:
     if len(data) < 8 or int.from_bytes(data[:8], "little") > MOST_HEADER:
         raise wrong(f"is neither a file of safetensors nor of NumPy; {REMEDY}")
     try:
-        tensors = deserialize(data)
+        tensors = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise wrong(f"is not a file of safetensors ({str(error)[:200]}); {REMEDY}") from None
     if len(tensors) != 1:
-        raise wrong(f"is a file with {len(tensors)} tensors; send one file for each prompt, with one")
+        raise wrong(
+            f"is a file with {len(tensors)} tensors; send one file for each prompt, with one"
+        )
     [(_, tensor)] = tensors
     if (dtype := FORMATS.get(tensor["dtype"])) is None:
         raise _wrong_type(tensor["dtype"])

@@ -111,7 +111,9 @@ class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="re
     max_num_seqs: int = 0
     state_bytes: int = 0  # recurrent states of all rows, and their checkpoints
     pooling: PoolingInfo | None = None  # None: the model generates tokens
-    embedding_size: int = 0  # features of an embedding, if prompts may be embeddings; 0: they may not
+    embedding_size: int = (
+        0  # features of an embedding, if prompts may be embeddings; 0: they may not
+    )
 
 
 class StartupStatus(Struct, array_like=True, gc=False, frozen=True, tag="startup"):

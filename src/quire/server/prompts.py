@@ -67,7 +67,9 @@ def given_prompts(request: CompletionRequest) -> list[Any]:
         ApiError: 400: none or too many.
     """
     given, embeds = request.prompt, request.prompt_embeds or []
-    many: list[Any] = [EncodedEmbeddings(e) for e in ([embeds] if isinstance(embeds, str) else embeds)]
+    many: list[Any] = [
+        EncodedEmbeddings(e) for e in ([embeds] if isinstance(embeds, str) else embeds)
+    ]
     if isinstance(given, list) and given and not isinstance(given[0], int):
         many += given
     elif given:

@@ -60,11 +60,14 @@ class EmbeddingSpans(Hook):
         if batch is None or not self.spans:
             return
         at = 0  # of the row's first token in the batch
-        for item, length in zip(plan.work, batch.lengths, strict=True):
+        counts = zip(
+            plan.work, batch.query_lens, batch.lengths, strict=True
+        )  # a plan may have more draft tokens than there are
+        for item, count, length in counts:
             if spans := self.spans.get(item.row):
-                self._replace(batch, spans, at, length - item.num_tokens, length)
+                self._replace(batch, spans, at, length - count, length)
                 self.spans[item.row] = [span for span in spans if span.end > length]
-            at += item.num_tokens
+            at += count
 
     def _replace(
         self, batch: ForwardBatch, spans: list[Span], at: int, first: int, end: int
