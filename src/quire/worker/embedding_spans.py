@@ -19,7 +19,7 @@ from quire.worker.hooks import Hook
 from quire.worker.request_rows import RequestRows
 
 
-class Span(NamedTuple):
+class EmbeddingSpan(NamedTuple):
     """The embeddings of the tokens from position `start` on."""
 
     start: int
@@ -37,11 +37,13 @@ class EmbeddingSpans(Hook):
 
     def __init__(self, rows: RequestRows):
         self.rows = rows
-        self.spans: dict[int, list[Span]] = {}  # by row, those whose last token is not computed
+        self.spans: dict[
+            int, list[EmbeddingSpan]
+        ] = {}  # by row, those whose last token is not computed
 
     def put(self, row: int, start: int, embeddings_ND: Tensor) -> None:
         """The tokens of `row` from position `start` on have these embeddings, on any device. Call it in `enter`."""
-        span = Span(start, embeddings_ND.to(self.rows.device))
+        span = EmbeddingSpan(start, embeddings_ND.to(self.rows.device))
         if span.end > self.rows.num_computed_tokens[row]:
             self.spans.setdefault(row, []).append(span)
 
@@ -70,7 +72,7 @@ class EmbeddingSpans(Hook):
             at += count
 
     def _replace(
-        self, batch: ForwardBatch, spans: list[Span], at: int, first: int, end: int
+        self, batch: ForwardBatch, spans: list[EmbeddingSpan], at: int, first: int, end: int
     ) -> None:
         """The step computes the tokens [first, end) of a row; the first one is token `at` of the batch."""
         for span in spans:
