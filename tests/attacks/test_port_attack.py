@@ -11,6 +11,7 @@ import ipaddress
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +23,8 @@ import pytest
 from attacked_server import INNOCENT, TEXT, AttackedServer, note, together
 from conftest import Start
 from server_process import RANK, SOURCE, family, running
+
+from quire import env
 
 KEY, OTHER = "0123456789abcdef0123456789abcdef", "another key, another key, another key"
 HEAD, NODE = "127.0.0.1", "127.0.0.2"
@@ -79,14 +82,18 @@ def address_of(text: str) -> str:
 class Node:
     """`quire serve --headless`: another machine."""
 
-    def __init__(self, folder: Path, flags: list[str], key: str = KEY):
+    def __init__(
+        self, folder: Path, flags: list[str], key: str = KEY, user: dict[str, str] | None = None
+    ):
+        """`user`: environment of a user of this machine who names no file with a key."""
         file = folder / f"key-{secrets.token_hex(4)}"
         file.write_text(key)
-        env = {**os.environ, "PYTHONPATH": SOURCE, "QUIRE_CLUSTER_KEY_FILE": str(file), "QUIRE_HOST_IP": NODE}  # fmt: skip
+        keys = {"QUIRE_CLUSTER_KEY_FILE": str(file)} if user is None else user
+        environ = {**os.environ, "PYTHONPATH": SOURCE, **keys, "QUIRE_HOST_IP": NODE}
         self.log = folder / f"log-{secrets.token_hex(4)}"
         words = [sys.executable, "-m", "quire", "serve", MODEL, "--headless", "--dtype", "float32", *flags]  # fmt: skip
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen(words, env=env, stdout=out, stderr=out)
+            self.process = subprocess.Popen(words, env=environ, stdout=out, stderr=out)
 
 
 def ports(server: AttackedServer, node: Node) -> list[tuple[str, int]]:
@@ -219,3 +226,45 @@ def test_a_node_with_another_key_is_refused(two: Two, tmp_path: Path):
         assert served_by_all(server)
     measured.check()
     assert family(node.process.pid) == pids
+
+
+def user_of(folder: Path) -> dict[str, str]:
+    """The environment of a user whose cache folder is `folder`; compiled kernels are copied, since compiling takes a minute."""
+    kernels = Path(str(env.get("CACHE_ROOT"))).expanduser() / "kernels"
+    if kernels.is_dir():
+        shutil.copytree(kernels, folder / "kernels")
+    return {"QUIRE_CACHE_ROOT": str(folder)}
+
+
+@pytest.mark.attack
+def test_another_user_of_the_machine_gets_nothing_without_a_key_file(
+    started: Start, tmp_path: Path
+):
+    """Both sides are on loopback addresses and name no key file, so each user's own cache folder has the key."""
+    both, only = LAYOUTS["engines"]()
+    mine, theirs = user_of(tmp_path / "mine"), user_of(tmp_path / "theirs")
+    size = ["--kv-cache-memory-bytes", "64M", "--max-num-seqs", "64", "--max-model-len", "2048"]
+    flags = [*size, *both, *only]
+    node = Node(tmp_path, flags, user=mine)
+    try:
+        server = started(*both, env=mine)
+        pids = family(node.process.pid)
+        with server.attack(seconds=240) as measured:
+            stranger = Node(tmp_path, flags, user=theirs)
+            try:
+                assert stranger.process.wait(120) == 1
+            finally:
+                stranger.process.kill()
+                stranger.process.wait()
+            for address in ports(server, node):
+                answers = together(len(STRANGERS), lambda at, to=address: say(to, list(STRANGERS.values())[at]), 60)  # fmt: skip
+                assert not [
+                    answer for answer in answers if MODEL.encode() in answer or b"float32" in answer
+                ]
+            assert served_by_all(server)
+        measured.check(http_mib=64, engine_mib=64)
+        assert family(node.process.pid) == pids
+        assert "2048" not in stranger.log.read_text().partition("error:")[2]
+    finally:
+        node.process.kill()
+        node.process.wait()
