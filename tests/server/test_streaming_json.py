@@ -18,8 +18,8 @@ from scripted import ScriptedEngine, make_state
 from quire.frontend.logprobs import PackedLogprobs, PromptLogprobs, positions
 from quire.protocol.output import Logprobs
 from quire.server import generation
+from quire.server import answer
 from quire.server.openai import logprobs as shapes
-from quire.server.openai import responses
 from quire.server.streaming_json import LargeAnswer, LongList, encoded_parts
 
 TEXT = "/v1/completions"
@@ -143,7 +143,7 @@ def test_a_large_response_is_built_while_sending(monkeypatch: pytest.MonkeyPatch
     """(All its log-probabilities were objects at once.)"""
     made: list[Any] = []
     made_before: list[int] = []
-    rows, send = shapes.chat_rows, responses.json_answer
+    rows, send = shapes.chat_rows, answer.json_answer
 
     def counted_rows(*given: Any) -> Iterator[Any]:
         for row in rows(*given):
@@ -155,10 +155,10 @@ def test_a_large_response_is_built_while_sending(monkeypatch: pytest.MonkeyPatch
         return send(*given)
 
     monkeypatch.setattr(shapes, "chat_rows", counted_rows)
-    monkeypatch.setattr(responses, "json_answer", counted_send)
+    monkeypatch.setattr(answer, "json_answer", counted_send)
     body = {"input": "a", "top_logprobs": 20, "max_output_tokens": 4000}
-    answer = ask(Long(), "POST", "/v1/responses", body)
-    assert len(answer.json()["output"][0]["content"][0]["logprobs"]) == 4000
+    whole = ask(Long(), "POST", "/v1/responses", body)
+    assert len(whole.json()["output"][0]["content"][0]["logprobs"]) == 4000
     assert made_before == [0]
 
 

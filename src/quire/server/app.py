@@ -8,8 +8,8 @@ Knows every endpoint by name. Does not know how the process is started (`process
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial, wraps
+from collections.abc import Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -24,10 +24,11 @@ from starlette.routing import Route, Router, get_route_path  # type: ignore[attr
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import unsupported
-from quire.errors import EngineDeadError, ValidationError
+from quire.errors import EngineDeadError
 from quire.server import adapters, dev_routes, health, openapi, profile_routes, token_generation
 from quire.server.anthropic import messages
 from quire.server.api_keys import ApiKeys
+from quire.server.endpoint import Endpoint
 from quire.server.errors import ENDS, ApiError, as_api_error, error_response, invalid
 from quire.server.host_header import KnownHosts
 from quire.server.middleware import (
@@ -50,8 +51,6 @@ from quire.server.state import ServerPhase, ServerState, state_of
 from quire.server.tokenizer_pool import CLIENT
 from quire.server.user_middleware import own_layers
 
-Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
-
 
 class InvocationBody(Struct):
     """The fields that select the endpoint, which checks their values."""
@@ -65,7 +64,9 @@ class InvocationBody(Struct):
     text_1: Any = None
 
 
-async def pooling_invocation(request: Request, body: InvocationBody, task: str) -> Response:
+async def pooling_invocation(
+    request: Request, body: InvocationBody, task: str
+) -> Response | EventStream:
     """`query` makes it a reranking, a pair of fields a score; else the model's task decides."""
     if body.query is not None:
         return await score_routes.rerank(request)
@@ -76,22 +77,6 @@ async def pooling_invocation(request: Request, body: InvocationBody, task: str) 
     if task == "embed":
         return await vector_routes.embeddings(request)
     return await (vector_routes.classify if task == "classify" else vector_routes.pooling)(request)
-
-
-def generating(endpoint: Endpoint) -> Endpoint:
-    """An endpoint that needs a model that generates: of another model's, the answer names the right routes."""
-
-    @wraps(endpoint)
-    async def checked(request: Request) -> Response | EventStream:
-        engine = state_of(request).engine
-        if engine is not None:
-            try:
-                engine.front.need_generation(request.url.path)
-            except ValidationError as error:
-                return refusal(request.scope, as_api_error(error))
-        return await endpoint(request)
-
-    return checked
 
 
 async def invocations(request: Request) -> Response | EventStream:
@@ -128,14 +113,14 @@ def missing_routes(dev_mode: bool) -> list[tuple[str, str, Endpoint]]:
 
 
 ROUTES: list[tuple[str, str, Endpoint]] = [
-    ("POST", "/v1/chat/completions", generating(chat)),
-    ("POST", "/v1/chat/completions/batch", generating(batch)),
-    ("POST", "/v1/completions", generating(completions)),
-    ("POST", "/inference/v1/generate", generating(token_generation.generate)),
-    ("POST", "/v1/responses", generating(responses.responses)),
+    ("POST", "/v1/chat/completions", chat),
+    ("POST", "/v1/chat/completions/batch", batch),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/inference/v1/generate", token_generation.generate),
+    ("POST", "/v1/responses", responses.responses),
     ("GET", "/v1/responses/{name}", responses.stored_response),
     ("POST", "/v1/responses/{name}/cancel", responses.stored_response),
-    ("POST", "/v1/messages", generating(messages.messages)),
+    ("POST", "/v1/messages", messages.messages),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
     ("POST", "/v1/embeddings", vector_routes.embeddings),
     ("POST", "/v1/embed", vector_routes.cohere_embed),
@@ -201,21 +186,18 @@ class ErrorBoundary:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         CLIENT.set(client_of(scope))
-        answer = await self._answered(request)
-        await answer(scope, receive, send)
-
-    async def _answered(self, request: Request) -> Response | EventStream:
+        answer: Response | EventStream
         try:
-            return await self.endpoint(request)
+            answer = await self.endpoint(request)
         except ClientDisconnect:
-            return Response(status_code=CLOSED_BY_CLIENT)
-        except EngineDeadError as error:
-            state_of(request).phase = ServerPhase.DEAD
-            return error_response(error)
+            answer = Response(status_code=CLOSED_BY_CLIENT)
         except ENDS:
             raise
         except BaseException as error:
-            return error_response(error)
+            if isinstance(error, EngineDeadError):
+                state_of(request).phase = ServerPhase.DEAD
+            answer = refusal(scope, as_api_error(error))
+        await answer(scope, receive, send)
 
 
 def client_of(scope: Scope) -> str:
@@ -266,7 +248,7 @@ class QuireApp:
 
 
 def refusal(scope: Scope, error: ApiError) -> Response:
-    """The answer to a request that is refused before its endpoint, in the protocol of its path."""
+    """The answer to a request that is refused or failed, in the protocol of its path."""
     if get_route_path(scope).startswith("/v1/messages"):
         return messages.error_response(error)
     return error_response(error)

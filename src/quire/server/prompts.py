@@ -17,16 +17,16 @@ from quire.frontend.jinja_sandbox import SECONDS, TemplateTooSlow
 from quire.frontend.prompt_embeddings import decode_embeddings
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import truncation
+from quire.server.endpoint import RequestContext
 from quire.server.errors import invalid
 from quire.server.schemas import CompletionRequest, Sampling
-from quire.server.state import ServerState
 
 IN_LOOP_S = 0.03  # of the event loop, at most, for a template; nearly all take less than a tenth
 MOST_MESSAGES = 10_000
 
 
 async def render(
-    messages: list[dict[str, Any]], options: ChatOptions, engine: AsyncEngine, state: ServerState
+    messages: list[dict[str, Any]], options: ChatOptions, context: RequestContext
 ) -> str:
     """Messages -> the prompt's text: in the event loop if that is quick, else in a thread; with the template of a request
     or of a model by strangers in another process.
@@ -34,7 +34,7 @@ async def render(
     Raises:
         ValidationError: the template rejects the messages.
     """
-    front = engine.front
+    front, state = context.engine.front, context.state
     if options.template is not None:
         specials = front.inputs.need_tokenizer("messages").special_tokens_map
         return await state.templates.run(state.untrusted.render, messages, options, specials)

@@ -6,15 +6,14 @@ Knows bytes, ASGI messages and time. Does not know the content of a frame.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import ENDS, as_api_error, envelope
-from quire.server.state import state_of
 
 T = TypeVar("T")
 Produced = TypeVar("Produced", covariant=True)
@@ -37,11 +36,6 @@ def data(body: Any) -> bytes:
 def event(body: dict[str, Any]) -> bytes:
     """A frame whose event name is its body's `type`."""
     return b"event: " + str(body["type"]).encode() + b"\n" + data(body)
-
-
-def failed(error: BaseException) -> bytes:
-    """The last frames of a stream that failed."""
-    return data(envelope(as_api_error(error))) + DONE
 
 
 async def hung_up(receive: Receive) -> None:
@@ -119,6 +113,10 @@ class EventEncoder(Protocol[Encoded]):
     def end(self) -> Iterable[bytes]:
         """The last frames."""
 
+    def failed(self, error: BaseException) -> bytes:
+        """The last frames of a stream that failed."""
+        return data(envelope(as_api_error(error))) + DONE
+
 
 class EventStream:
     """An ASGI answer that sends frames as they come. `prepare` first, so that an early error is still an HTTP error.
@@ -133,10 +131,8 @@ class EventStream:
         encoder: EventEncoder[Any],
         receive: Receive,
         keep_alive: float = 0,
-        failed: Callable[[BaseException], bytes] = failed,
     ):
-        self.source, self.encoder = source, encoder
-        self.keep_alive, self.failed = keep_alive, failed
+        self.source, self.encoder, self.keep_alive = source, encoder, keep_alive
         self.headers: list[tuple[bytes, bytes]] = list(HEADERS)
         self._hang_up = DisconnectGuard(receive)
         self._first: bytes | None = None
@@ -188,7 +184,7 @@ class EventStream:
             raise
         except BaseException as error:
             self._ended = True
-            return self.failed(error)
+            return self.encoder.failed(error)
 
     async def _within(self, seconds: float) -> bytes | None:
         """The next frames; None: not within `seconds`."""
@@ -209,18 +205,3 @@ class EventStream:
                 self._ended = True
                 frames += self.encoder.end()
         return b"".join(frames)
-
-
-async def event_stream(
-    request: Request, source: EventSource[Any], encoder: EventEncoder[Any],
-    failed: Callable[[BaseException], bytes] = failed,
-) -> EventStream:  # fmt: skip
-    """A stream whose first frame is ready, or takes long.
-
-    Raises:
-        Exception: an error before the first frame; the client gets its status.
-    """
-    keep_alive = state_of(request).config.server.sse_keep_alive_interval
-    stream = EventStream(source, encoder, request.receive, keep_alive, failed)
-    await stream.prepare()
-    return stream

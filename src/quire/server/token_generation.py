@@ -6,35 +6,27 @@ checks them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
-from quire.api.async_engine import AsyncEngine
 from quire.frontend.logprobs import Logprob
 from quire.protocol.sampling_params import SamplingParams
-from quire.server.adapters import model_of
+from quire.server.answer import GenerationAnswer
+from quire.server.endpoint import RequestContext, route
 from quire.server.errors import invalid
 from quire.server.generation import Generation
 from quire.server.json_body_parser import not_valid
 from quire.server.limits import completions_of, take_from_key
-from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
-from quire.server.openai.chunks import data_parallel_rank, new_id, priority
 from quire.server.openai.sampling_params import DRAWING, completion_params
 from quire.server.output_delta import OutputDelta
 from quire.server.prompts import one_prompt
-from quire.server.request_body import prepared, read
 from quire.server.schemas import CompletionRequest, GenerateRequest, Sampling
-from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
-from quire.server.state import state_of
-from quire.server.streaming_json import json_answer, listed
+from quire.server.sse import DONE, data
+from quire.server.streaming_json import listed
 
 RENAMED = {"extra_args": "vllm_xargs"}
 NOT_TAKEN = {"use_beam_search", "length_penalty", "stream_interval"}
@@ -90,26 +82,6 @@ def as_completion(body: GenerateRequest) -> CompletionRequest:
 NEUTRAL = SamplingParams()
 
 
-async def generation_of(request: Request, body: GenerateRequest, engine: AsyncEngine) -> Generation:
-    """Check a request. Raises ApiError, ValidationError: it is invalid."""
-    state, asked = state_of(request), as_completion(body)
-    defaults = engine.inputs.defaults
-    params = completion_params(asked, defaults)
-    if body.sampling_params.get("max_tokens") is None:
-        params.max_tokens = defaults.max_tokens(None)
-    params.detokenize = body.output_mode == "text" or bool(params.stop)
-    take_from_key(request, completions_of(1, params, state))
-    if asked.truncate_prompt_tokens is None:
-        engine.inputs.check_length(len(body.token_ids))
-    if not all(type(token) is int for token in body.token_ids):  # those of a long body
-        raise invalid("`token_ids` must be a list of token ids", "token_ids")
-    prompt = await one_prompt(body.token_ids, asked, engine)
-    return Generation(
-        state, engine, new_id("generate-tokens-", request, body), [prompt], params, priority(request, body),
-        tenant=request.scope.get(TENANT), data_parallel_rank=data_parallel_rank(request),
-    )  # fmt: skip
-
-
 # -- out ------------------------------------------------------------------------------------------
 def token_entry(token: int, entry: Logprob) -> dict[str, Any]:
     return {
@@ -131,17 +103,13 @@ def token_rows(
         yield row | {"top_logprobs": [token_entry(one, entry) for one, entry in shown]}
 
 
-@dataclass(slots=True)
-class TokenChoiceBuilder:
-    """Builds the choices of whole answers and of chunks."""
+class TokenAnswer(GenerationAnswer):
+    """The choices of whole answers and of chunks."""
 
-    body: GenerateRequest
-    generation: Generation
-    name: shapes.Name
-    started: bool = field(default=False)
+    started = False
 
     def logprobs(self, delta: OutputDelta, large: bool) -> dict[str, Any] | None:
-        params = self.generation.params
+        params = self.source.params
         if delta.logprobs is None or (params.logprobs is None and params.logprob_token_ids is None):
             return None
         every = params.logprobs == -1 or params.logprob_token_ids is not None
@@ -166,77 +134,64 @@ class TokenChoiceBuilder:
         return choice | {"text": delta.text} if self.body.output_mode == "text" else choice
 
     def head(self) -> dict[str, Any]:
-        return {"request_id": self.generation.id, "output_mode": self.body.output_mode}
+        return {"request_id": self.source.id, "output_mode": self.body.output_mode}
 
-    def prompt(self) -> dict[str, Any]:
-        ids = self.generation.prompts[0].tokens
+    def prompt_fields(self) -> dict[str, Any]:
+        ids = self.source.prompts[0].tokens
         return (
             {"prompt_token_ids": ids, "mm_placeholders": {}} if self.body.return_token_ids else {}
         )
 
-
-@dataclass(slots=True)
-class TokenChunkEncoder:
-    """Encodes deltas as frames."""
-
-    builder: TokenChoiceBuilder
-    details: bool
-
     def add(self, delta: OutputDelta) -> Iterator[bytes]:
-        builder = self.builder
-        if not (delta.tokens or delta.finish_reason or (builder.body.output_mode == "text" and delta.text)):  # fmt: skip
+        if not (delta.tokens or delta.finish_reason or (self.body.output_mode == "text" and delta.text)):  # fmt: skip
             return
-        options = builder.body.stream_options
+        options = self.body.stream_options
         running = options is not None and options.include_usage and options.continuous_usage_stats
-        chunk = builder.head() | {"choices": [builder.choice(delta)]}
-        chunk["usage"] = builder.generation.usage(self.details) if running else None
-        if not builder.started:
-            builder.started = True
-            chunk |= builder.prompt()
-        yield frame(chunk)
+        chunk = self.head() | {"choices": [self.choice(delta)]}
+        chunk["usage"] = self.usage() if running else None
+        if not self.started:
+            self.started = True
+            chunk |= self.prompt_fields()
+        yield data(chunk)
 
     def end(self) -> Iterator[bytes]:
-        builder, options = self.builder, self.builder.body.stream_options
+        options = self.body.stream_options
         if options is not None and options.include_usage:
-            usage = builder.generation.usage(self.details)
-            present = {name: value for name, value in usage.items() if value is not None}
-            yield frame(builder.head() | {"choices": [], "usage": present})
+            present = {name: value for name, value in self.usage().items() if value is not None}
+            yield data(self.head() | {"choices": [], "usage": present})
         yield DONE
 
+    def whole(self, deltas: Sequence[OutputDelta], large: bool) -> dict[str, Any]:
+        return self.head() | {
+            "model": self.context.model,
+            "created": self.source.created,
+            "choices": listed(partial(map, partial(self.choice, large=large), deltas), large),
+            "usage": self.usage(),
+            "prompt_logprobs": shapes.prompt(self.source.counts[0].prompt_logprobs, large),
+            "prompt_token_id_logprobs": None,
+            "prompt_token_ids": None,
+            "mm_placeholders": None,
+            "metrics": self.source.metrics,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            **self.prompt_fields(),
+        }
 
-def frame(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
-
-async def generate(request: Request) -> Response | EventStream:
+@route(GenerateRequest)
+async def generate(context: RequestContext, body: GenerateRequest) -> TokenAnswer:
     """Continue token ids with token ids."""
-    state = state_of(request)
-    engine, server = state.serving(), state.config.server
-    body = await read(request, GenerateRequest)
-    model, adapter = await model_of(request, body.model)
-    generation = await prepared(request, generation_of, request, body, engine)
-    generation.adapter = adapter
-    name = shapes.naming(server.return_tokens_as_token_ids, engine.token_text)
-    builder = TokenChoiceBuilder(body, generation, name)
-    details = server.enable_prompt_tokens_details
-    if body.stream:
-        return await event_stream(request, generation, TokenChunkEncoder(builder, details))
-    created = int(time.time())
-    deltas = await until_disconnect(request.receive, generation.whole())
-    large = generation.is_large(deltas)
-    prompt_logprobs = generation.counts[0].prompt_logprobs
-    whole = builder.head() | {
-        "model": model,
-        "created": created,
-        "choices": listed(partial(map, partial(builder.choice, large=large), deltas), large),
-        "usage": generation.usage(details),
-        "prompt_logprobs": shapes.prompt(prompt_logprobs, large),
-        "prompt_token_id_logprobs": None,
-        "prompt_token_ids": None,
-        "mm_placeholders": None,
-        "metrics": generation.metrics,
-        "kv_transfer_params": None,
-        "ec_transfer_params": None,
-        **builder.prompt(),
-    }
-    return json_answer(whole, large, state.answering)
+    engine, asked = context.engine, as_completion(body)
+    defaults = engine.inputs.defaults
+    params = completion_params(asked, defaults)
+    if body.sampling_params.get("max_tokens") is None:
+        params.max_tokens = defaults.max_tokens(None)
+    params.detokenize = body.output_mode == "text" or bool(params.stop)
+    take_from_key(context.request, completions_of(1, params, context.state))
+    if asked.truncate_prompt_tokens is None:
+        engine.inputs.check_length(len(body.token_ids))
+    if not all(type(token) is int for token in body.token_ids):  # those of a long body
+        raise invalid("`token_ids` must be a list of token ids", "token_ids")
+    prompt = await one_prompt(body.token_ids, asked, engine)
+    request_id = context.new_id("generate-tokens-", body)
+    return TokenAnswer(context, body, Generation(context, request_id, asked, [prompt], params))

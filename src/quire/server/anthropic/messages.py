@@ -7,18 +7,12 @@ Knows that protocol's shapes. Turns a request into a chat request, and its delta
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from functools import wraps
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from quire.api.async_engine import AsyncEngine
-from quire.errors import EngineDeadError
-from quire.frontend.prompts import Prompt
-from quire.server.adapters import model_of
+from quire.server.answer import GenerationAnswer
 from quire.server.anthropic.content_blocks import (
     ContentBlocks,
     choice_of,
@@ -26,16 +20,16 @@ from quire.server.anthropic.content_blocks import (
     text_of,
     tools_of,
 )
-from quire.server.errors import ENDS, as_api_error, clean, invalid
+from quire.server.endpoint import RequestContext, route
+from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation
 from quire.server.limits import take_from_key
 from quire.server.openai.chat import chat_prompt, effort_of, generation_of
 from quire.server.openai.response_format import of_format
 from quire.server.output_delta import OutputDelta
-from quire.server.request_body import json_response, prepared, read
+from quire.server.request_body import json_response
 from quire.server.schemas import ChatRequest, MessagesRequest
-from quire.server.sse import EventStream, event, event_stream, until_disconnect
-from quire.server.state import ServerPhase, ServerState, state_of
+from quire.server.sse import event
 
 ERRORS = {
     400: "invalid_request_error",
@@ -50,41 +44,14 @@ ERRORS = {
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 
-Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    kind = ERRORS.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": clean(error.message)}}
 
 
-def error_body(error: BaseException) -> dict[str, Any]:
-    known = as_api_error(error)
-    kind = ERRORS.get(known.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": clean(known.message)}}
-
-
-def error_response(error: BaseException) -> Response:
-    known = as_api_error(error)
-    return json_response(error_body(error), known.status, known.headers)
-
-
-def failed(error: BaseException) -> bytes:
-    return event(error_body(error))
-
-
-def with_its_errors(endpoint: Endpoint) -> Endpoint:
-    """Make an endpoint report its errors in this protocol's envelope."""
-
-    @wraps(endpoint)
-    async def answered(request: Request) -> Response | EventStream:
-        try:
-            return await endpoint(request)
-        except ClientDisconnect:
-            raise
-        except ENDS:
-            raise
-        except BaseException as error:
-            if isinstance(error, EngineDeadError):
-                state_of(request).phase = ServerPhase.DEAD
-            return error_response(error)
-
-    return answered
+def error_response(error: ApiError) -> Response:
+    return json_response(error_body(error), error.status, error.headers)
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -126,17 +93,6 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
 
 
 # -- out ------------------------------------------------------------------------------------------
-def usage(generation: Generation, details: bool) -> dict[str, Any]:
-    """Includes what was read from and written to the prefix cache, if the server reports it; input_tokens excludes it."""
-    count = generation.counts[0]
-    found = {"input_tokens": count.prompt_tokens, "output_tokens": sum(count.output_tokens)}
-    if details:
-        found["cache_creation_input_tokens"] = count.created
-        found["cache_read_input_tokens"] = count.cached
-        found["input_tokens"] -= count.cached + count.created
-    return found
-
-
 def stop_reason_of(delta: OutputDelta, blocks: ContentBlocks) -> dict[str, Any]:
     """The stop reason in this protocol's terms."""
     by = delta.stop_reason if isinstance(delta.stop_reason, str) else None
@@ -146,94 +102,70 @@ def stop_reason_of(delta: OutputDelta, blocks: ContentBlocks) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": by}
 
 
-def message(generation: Generation, model: str, content: list[Any], details: bool) -> dict[str, Any]:  # fmt: skip
-    return {
-        "id": generation.id,
-        "type": "message",
-        "role": "assistant",
-        "content": content,
-        "model": model,
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": usage(generation, details),
-    }
+class MessageAnswer(GenerationAnswer):
+    def __init__(self, context: RequestContext, body: MessagesRequest, source: Generation):
+        super().__init__(context, body, source)
+        self.blocks, self.started = ContentBlocks(), False
 
+    def usage(self) -> dict[str, Any]:
+        """Includes what was read from and written to the prefix cache, if the server reports it; input_tokens excludes it."""
+        count = self.source.counts[0]
+        usage = {"input_tokens": count.prompt_tokens, "output_tokens": sum(count.output_tokens)}
+        if self.details:
+            usage["cache_creation_input_tokens"] = count.created
+            usage["cache_read_input_tokens"] = count.cached
+            usage["input_tokens"] -= count.cached + count.created
+        return usage
 
-@dataclass(slots=True)
-class MessageEventEncoder:
-    """Encodes deltas as events."""
+    def message(self) -> dict[str, Any]:
+        return {
+            "id": self.source.id,
+            "type": "message",
+            "role": "assistant",
+            "content": self.blocks.done,
+            "model": self.context.model,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self.usage(),
+        }
 
-    generation: Generation
-    model: str
-    details: bool
-    blocks: ContentBlocks = field(default_factory=ContentBlocks)
-    started: bool = False
+    async def response(self, deltas: Sequence[OutputDelta]) -> Response:
+        (delta,) = deltas
+        for _ in (*self.blocks.add(delta), *self.blocks.end()):
+            pass
+        return json_response(self.message() | stop_reason_of(delta, self.blocks))
 
     def add(self, delta: OutputDelta) -> Iterator[bytes]:
         if not self.started:
             self.started = True
-            start = message(self.generation, self.model, [], self.details)
+            start = self.message()
             start["usage"]["output_tokens"] = 0
             yield event({"type": "message_start", "message": start})
         yield from self.blocks.add(delta)
         if delta.finish_reason is not None:
             yield from self.blocks.end()
-            final_usage = usage(self.generation, self.details)
-            yield event(
-                {
-                    "type": "message_delta",
-                    "delta": stop_reason_of(delta, self.blocks),
-                    "usage": final_usage,
-                }
-            )
+            reason = stop_reason_of(delta, self.blocks)
+            yield event({"type": "message_delta", "delta": reason, "usage": self.usage()})
 
     def end(self) -> Iterator[bytes]:
         yield event({"type": "message_stop"})
 
-
-async def generation_for(
-    request: Request, body: MessagesRequest, engine: AsyncEngine, state: ServerState
-) -> Generation:
-    chat = as_chat(body)
-    if chat.include_reasoning and engine.front.formats.reasoning is None:
-        raise invalid("`thinking`: the format of this model's reasoning is unknown; leave the field out, or start the server with --reasoning-parser NAME", "thinking")  # fmt: skip
-    return await generation_of(request, chat, engine, "msg_")
+    def failed(self, error: BaseException) -> bytes:
+        return event(error_body(as_api_error(error)))
 
 
-@with_its_errors
-async def messages(request: Request) -> Response | EventStream:
+@route(MessagesRequest)
+async def messages(context: RequestContext, body: MessagesRequest) -> MessageAnswer:
     """Answer a conversation, in Anthropic's protocol."""
-    state = state_of(request)
-    engine = state.serving()
-    body = await read(request, MessagesRequest)
-    model, adapter = await model_of(request, body.model)
-    generation = await prepared(request, generation_for, request, body, engine, state)
-    generation.adapter = adapter
-    details = state.config.server.enable_prompt_tokens_details
-    if body.stream:
-        return await event_stream(
-            request, generation, MessageEventEncoder(generation, model, details), failed
-        )
-    (delta,) = await until_disconnect(request.receive, generation.whole())
-    blocks = ContentBlocks()
-    for _ in (*blocks.add(delta), *blocks.end()):
-        pass
-    return json_response(
-        message(generation, model, blocks.done, details) | stop_reason_of(delta, blocks)
-    )
+    chat = as_chat(body)
+    if chat.include_reasoning and context.engine.front.formats.reasoning is None:
+        raise invalid("`thinking`: the format of this model's reasoning is unknown; leave the field out, or start the server with --reasoning-parser NAME", "thinking")  # fmt: skip
+    return MessageAnswer(context, body, await generation_of(context, chat, "msg_"))
 
 
-@with_its_errors
-async def count_tokens(request: Request) -> Response:
+@route(MessagesRequest, pooling=None)
+async def count_tokens(context: RequestContext, body: MessagesRequest) -> Response:
     """Count the tokens of a conversation."""
-    state = state_of(request)
-    engine = state.serving()
-    body = await read(request, MessagesRequest)
-    await model_of(request, body.model)
-    take_from_key(request)
-    prompt = await prepared(request, counted_of, body, engine, state)
+    take_from_key(context.request)
+    prompt = await chat_prompt(context, as_chat(body, counted=True), check=False)
     return json_response({"input_tokens": len(prompt.tokens)})
-
-
-async def counted_of(body: MessagesRequest, engine: AsyncEngine, state: ServerState) -> Prompt:
-    return await chat_prompt(as_chat(body, counted=True), engine, state, check=False)

@@ -5,45 +5,27 @@ Knows this endpoint's request and answer shapes. Turns a request into a `Generat
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from quire.api.async_engine import AsyncEngine
 from quire.frontend.chat import ChatOptions
 from quire.frontend.parsers.call_writer import CallDelta
 from quire.frontend.prompts import Prompt
-from quire.server.adapters import model_of
+from quire.server.endpoint import RequestContext, route
 from quire.server.errors import invalid
 from quire.server.generation import Generation
 from quire.server.limits import completions_of, take_from_key
-from quire.server.middleware import TENANT
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.chat_output import make_output_reader
-from quire.server.openai.chunks import (
-    ChunkEncoder,
-    ChunkFrames,
-    data_parallel_rank,
-    interval,
-    load_report,
-    new_id,
-    priority,
-)
+from quire.server.openai.chunks import ChunkAnswer, interval
 from quire.server.openai.sampling_params import beam_search_params, chat_params
 from quire.server.openai.tools import tool_choice_of, with_calls_read
 from quire.server.output_delta import OutputDelta
 from quire.server.pooling.schemas import InputBody
 from quire.server.prompts import check_messages, render, tokenize_options
-from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, TokenizeRequest
-from quire.server.sse import DONE, EventStream, event_stream, until_disconnect
-from quire.server.state import ServerState, state_of
-from quire.server.streaming_json import json_answer, listed
+from quire.server.state import ServerState
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -88,33 +70,32 @@ def chat_options(
 
 
 async def chat_text(
-    body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], engine: AsyncEngine,
-    state: ServerState,
-) -> str:  # fmt: skip
+    context: RequestContext, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]
+) -> str:
     """Render messages to text; every protocol uses this function."""
     check_messages(messages)
-    return await render(with_calls_read(messages), chat_options(body, state), engine, state)
+    options = chat_options(body, context.state)
+    return await render(with_calls_read(messages), options, context)
 
 
-async def chat_prompt(
-    body: ChatRequest, engine: AsyncEngine, state: ServerState, *, check: bool = True
-) -> Prompt:
+async def chat_prompt(context: RequestContext, body: ChatRequest, *, check: bool = True) -> Prompt:
     """The conversation as tokens. `check`: refuse it if it is too long for the model."""
-    text = await chat_text(body, body.messages, engine, state)
+    text = await chat_text(context, body, body.messages)
     options = tokenize_options(body, body.add_special_tokens, fits_model=check)
-    prompt = await engine.tokenize(Prompt(text, salt=body.cache_salt or ""), options)
+    prompt = await context.engine.tokenize(Prompt(text, salt=body.cache_salt or ""), options)
     # all of it, also of truncated tokens: it shows whether the model is reasoning
     prompt.text = text
     return prompt
 
 
-@dataclass(slots=True)
-class ChatChoiceBuilder:
-    body: ChatRequest
-    generation: Generation
-    name: shapes.Name
-    role: str
-    started: set[int] = field(default_factory=set)
+class ChatAnswer(ChunkAnswer):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, context: RequestContext, body: ChatRequest, source: Generation):
+        super().__init__(context, body, source)
+        self.role = context.state.config.server.response_role
+        self.started: set[int] = set()
+        """Choices of which a chunk was sent."""
 
     @property
     def echo(self) -> str:
@@ -163,7 +144,7 @@ class ChatChoiceBuilder:
 
     def thoughts(self, text: str | None) -> dict[str, Any]:
         """The reasoning, under one field name or both."""
-        both = self.generation.state.config.server.enable_reasoning_content
+        both = self.context.state.config.server.enable_reasoning_content
         return {"reasoning": text, "reasoning_content": text} if both else {"reasoning": text}
 
     def opening(self, delta: OutputDelta) -> list[dict[str, Any]]:
@@ -195,39 +176,38 @@ class ChatChoiceBuilder:
             chunks[-1]["stop_reason"] = delta.stop_reason
         return chunks
 
-
-class ChatChunkEncoder(ChunkEncoder):
-    """Encodes deltas as frames."""
-
-    def __init__(self, builder: ChatChoiceBuilder, frames: ChunkFrames, details: bool):
-        super().__init__(frames, details)
-        self.builder = builder
-
-    def whole(self, delta: OutputDelta) -> Iterator[bytes]:
-        frames, body, generation = self.frames, self.builder.body, self.builder.generation
-        usage = generation.usage(self.details) if frames.running_usage else None
-        for at, opening in enumerate(self.builder.opening(delta)):
+    def frames(self, delta: OutputDelta) -> Iterator[bytes]:
+        body, prompt = self.body, self.source.prompts[0]
+        usage = self.usage() if self.running_usage else None
+        for at, opening in enumerate(self.opening(delta)):
             if at == 0 and body.return_token_ids:
-                opening["prompt_token_ids"] = generation.prompts[0].tokens
+                opening["prompt_token_ids"] = prompt.tokens
             if at == 0 and body.return_prompt_text:
-                opening["prompt_text"] = generation.prompts[0].text
+                opening["prompt_text"] = prompt.text
             start = usage and usage | {
                 "completion_tokens": 0,
                 "total_tokens": usage["prompt_tokens"],
             }
-            yield frames.frame([opening], start)
-        for chunk in self.builder.chunks(delta):
+            yield self.frame([opening], start)
+        for chunk in self.chunks(delta):
             ended = chunk["finish_reason"] is not None
-            last = ended and not frames.final_usage
-            yield frames.frame([chunk], usage, last, generation.metrics)
-        if not (body.logprobs or body.return_token_ids or frames.running_usage):
-            self.around[delta.index] = frames.around(partial(content, delta.index))
+            yield self.frame([chunk], usage, ended and not self.final_usage)
+        if not (body.logprobs or body.return_token_ids or self.running_usage):
+            self.only_text_follows(delta.index, partial(content, delta.index))
 
-    def end(self) -> Iterator[bytes]:
-        if self.frames.final_usage:
-            generation = self.builder.generation
-            yield self.frames.frame([], generation.usage(self.details), True, generation.metrics)
-        yield DONE
+    def whole(self, deltas: Sequence[OutputDelta], large: bool) -> dict[str, Any]:
+        body, source, prompt = self.body, self.source, self.source.prompts[0]
+        logprobs = source.counts[0].prompt_logprobs
+        whole = super().whole(deltas, large) | {
+            "prompt_logprobs": None if body.prompt_logprobs is None else shapes.prompt(logprobs, large),
+            "prompt_token_ids": prompt.tokens if body.return_token_ids else None,
+            "kv_transfer_params": None,
+        }  # fmt: skip
+        if source.metrics is not None:
+            whole["metrics"] = source.metrics
+        if body.return_prompt_text:
+            whole["prompt_text"] = prompt.text
+        return whole
 
 
 def call_of(call: CallDelta) -> dict[str, Any]:
@@ -251,69 +231,25 @@ def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-async def generation_of(
-    request: Request, body: ChatRequest, engine: AsyncEngine, kind: str
-) -> Generation:
+async def generation_of(context: RequestContext, body: ChatRequest, kind: str) -> Generation:
     """Check and render a chat request. `kind`: the prefix of the generation's id.
 
     Raises:
         ApiError, ValidationError: the request is invalid.
     """
-    state = state_of(request)
-    params = chat_params(body, engine.inputs.defaults)
+    state, defaults = context.state, context.engine.inputs.defaults
+    params = chat_params(body, defaults)
     choice = tool_choice_of(body)
-    take_from_key(request, completions_of(1, params, state))
-    prompt = await chat_prompt(body, engine, state)
-    reader = make_output_reader(body, choice, params, prompt, state, engine)
+    take_from_key(context.request, completions_of(1, params, state))
+    prompt = await chat_prompt(context, body)
     return Generation(
-        state, engine, new_id(kind, request, body), [prompt], params,
-        priority(request, body), body.timeout, interval(body, state),
-        request.scope.get(TENANT), reader, beam_search_params(body, params, engine.inputs.defaults),
-        data_parallel_rank=data_parallel_rank(request),
+        context, context.new_id(kind, body), body, [prompt], params,
+        make_output_reader(body, choice, params, prompt, context),
+        beam_search_params(body, params, defaults), interval(body, state),
     )  # fmt: skip
 
 
-async def chat(request: Request) -> Response | EventStream:
+@route(ChatRequest)
+async def chat(context: RequestContext, body: ChatRequest) -> ChatAnswer:
     """Answer a conversation."""
-    state = state_of(request)
-    engine = state.serving()
-    body = await read(request, ChatRequest)
-    model, adapter = await model_of(request, body.model)
-    generation = await prepared(request, generation_of, request, body, engine, "chatcmpl-")
-    generation.adapter = adapter
-    (prompt,) = generation.prompts
-    as_ids = body.return_tokens_as_token_ids
-    as_ids = state.config.server.return_tokens_as_token_ids if as_ids is None else as_ids
-    name = shapes.naming(as_ids, engine.token_text)
-    builder = ChatChoiceBuilder(body, generation, name, state.config.server.response_role)
-    details = state.config.server.enable_prompt_tokens_details
-    if body.stream:
-        frames = ChunkFrames(
-            "chat.completion.chunk", generation.id, model, state.fingerprint, body, state
-        )
-        return await event_stream(request, generation, ChatChunkEncoder(builder, frames, details))
-    created = int(time.time())
-    deltas = await until_disconnect(request.receive, generation.whole())
-    prompt_logprobs = generation.counts[0].prompt_logprobs
-    large = generation.is_large(deltas)
-    choices = partial(map, partial(builder.choice, large=large), deltas)
-    whole = {
-        "id": generation.id,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": listed(choices, large),
-        "service_tier": None,
-        "system_fingerprint": state.fingerprint,
-        "usage": generation.usage(details),
-        "prompt_logprobs": shapes.prompt(prompt_logprobs, large)
-        if body.prompt_logprobs is not None
-        else None,
-        "prompt_token_ids": prompt.tokens if body.return_token_ids else None,
-        "kv_transfer_params": None,
-    }
-    if generation.metrics is not None:
-        whole["metrics"] = generation.metrics
-    if body.return_prompt_text:
-        whole["prompt_text"] = prompt.text
-    return json_answer(whole, large, state.answering, headers=load_report(request, state))
+    return ChatAnswer(context, body, await generation_of(context, body, "chatcmpl-"))

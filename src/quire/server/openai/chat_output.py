@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.api.async_engine import AsyncEngine
 from quire.config.structured import structured_options
 from quire.errors import ValidationError
 from quire.frontend.parsers.call_writer import ParsedDelta
@@ -30,6 +29,7 @@ from quire.frontend.prompts import Prompt
 from quire.logging import get_logger
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_outputs import StructuredOutputsParams
+from quire.server.endpoint import RequestContext
 from quire.server.errors import invalid
 from quire.server.openai.tools import ToolChoice
 from quire.server.output_delta import OutputDelta
@@ -40,14 +40,14 @@ log = get_logger(__name__)
 
 
 def make_output_reader(
-    body: ChatRequest, choice: ToolChoice, params: SamplingParams, prompt: Prompt,
-    state: ServerState, engine: AsyncEngine,
+    body: ChatRequest, choice: ToolChoice, params: SamplingParams, prompt: Prompt, context: RequestContext,
 ) -> ChatOutputReader | None:  # fmt: skip
     """None: outputs are plain content. Adds the constraint of the request's tool calls to `params`.
 
     Raises:
         ApiError: 400: the model's call format is unknown, or the request has two constraints on its output.
     """
+    state, engine = context.state, context.engine
     formats = engine.front.formats
     last = body.messages[-1].get("content") if body.continue_final_message else None
     last = last if isinstance(last, str) else ""

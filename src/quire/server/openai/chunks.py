@@ -1,57 +1,27 @@
-"""Common to completions and chat: ids, the head of a frame, usage, fingerprint.
+"""Common to completions and chat: the head of an answer and of a frame, usage, fingerprint.
 
 Knows OpenAI's outer shapes. Does not know choices.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
-import time
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
-from starlette.requests import Request
 
-from quire.server.errors import invalid
-from quire.server.middleware import NEW_ID, VALID_ID
+from quire.server.answer import GenerationAnswer
+from quire.server.endpoint import RequestContext
+from quire.server.generation import Generation
 from quire.server.output_delta import OutputDelta
 from quire.server.schemas import Sampling
+from quire.server.sse import DONE
 from quire.server.state import ServerState
+from quire.server.streaming_json import listed
 
 MARK = secrets.token_hex(16)  # random: occurs in no frame by chance
-
-
-class Named(Protocol):
-    """A body with an id and a priority."""
-
-    request_id: str | None
-    priority: int
-
-
-def new_id(kind: str, request: Request, body: Named) -> str:
-    """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else the id of the answer's header, else
-    random.
-    """
-    header = request.headers.get("x-request-id")
-    if header is not None and not VALID_ID.fullmatch(header):
-        raise invalid("the header X-Request-Id must have 1 to 256 visible ASCII characters")
-    return (
-        f"{kind}{header or body.request_id or request.scope.get(NEW_ID) or secrets.token_hex(16)}"
-    )
-
-
-def priority(request: Request, body: Named) -> int:
-    """The header X-Vllm-Priority, else the body's priority; lower runs first."""
-    header = request.headers.get("x-vllm-priority", "")
-    return int(header) if re.fullmatch(r"-?\d{1,9}", header) else body.priority
-
-
-def data_parallel_rank(request: Request) -> int | None:
-    """The header X-data-parallel-rank: the engine that must serve the request; None, or another text: any."""
-    header = request.headers.get("x-data-parallel-rank", "")
-    return int(header) if re.fullmatch(r"\d{1,9}", header) else None
 
 
 def interval(body: Sampling, state: ServerState) -> int:
@@ -59,12 +29,12 @@ def interval(body: Sampling, state: ServerState) -> int:
     return max(state.config.server.stream_interval, body.stream_interval or 1)
 
 
-def load_report(request: Request, state: ServerState) -> dict[str, str]:
+def load_report(context: RequestContext) -> dict[str, str]:
     """The load header, which routers request with `endpoint-load-metrics-format: TEXT` (or JSON)."""
-    form = request.headers.get("endpoint-load-metrics-format", "").upper()
-    if form not in ("TEXT", "JSON") or state.engine is None:
+    form = context.request.headers.get("endpoint-load-metrics-format", "").upper()
+    if form not in ("TEXT", "JSON"):
         return {}
-    stats = state.engine.stats()
+    stats = context.engine.stats()
     numbers = {"kv_cache_usage_perc": stats.kv_usage, "num_requests_waiting": stats.waiting}
     if form == "JSON":
         text = msgspec.json.encode({"named_metrics": numbers}).decode()
@@ -73,60 +43,87 @@ def load_report(request: Request, state: ServerState) -> dict[str, str]:
     return {"endpoint-load-metrics": f"{form} {text}"}
 
 
-class ChunkFrames:
-    """Frames of one stream; their head is encoded once."""
+def envelope(
+    kind: str, id: str, source: Generation, context: RequestContext, choices: Any, usage: Any
+) -> dict[str, Any]:
+    """The fields with which an answer in one piece begins. `kind`: its `object`."""
+    return {
+        "id": id,
+        "object": kind,
+        "created": source.created,
+        "model": context.model,
+        "choices": choices,
+        "service_tier": None,
+        "system_fingerprint": context.state.fingerprint,
+        "usage": usage,
+    }
 
-    def __init__(self, kind: str, id: str, model: str, fingerprint: str, body: Sampling, state: ServerState):  # fmt: skip
-        head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
-        self._head = b"data: " + msgspec.json.encode(head)[:-1]
-        self._print = b',"system_fingerprint":' + msgspec.json.encode(fingerprint)
+
+class ChunkAnswer(GenerationAnswer):
+    """Chunks are encoded in full only where it matters: once a choice has begun, most of them differ only in their text."""
+
+    kind, chunk_kind = "", ""
+    """The `object` of an answer, and of a chunk."""
+
+    def __init__(self, context: RequestContext, body: Any, source: Generation):
+        super().__init__(context, body, source)
+        head = {"id": source.id, "object": self.chunk_kind, "created": source.created, "model": context.model}  # fmt: skip
         self.encode = msgspec.json.Encoder().encode
-        options, force = body.stream_options, state.config.server.enable_force_include_usage
+        self._head = b"data: " + self.encode(head)[:-1]
+        self._print = b',"system_fingerprint":' + self.encode(context.state.fingerprint)
+        options, force = body.stream_options, context.state.config.server.enable_force_include_usage
         self.final_usage = force or (options is not None and options.include_usage)
         self.running_usage = force or (
             self.final_usage and options is not None and options.continuous_usage_stats
         )
+        self.around: dict[int, tuple[bytes, bytes]] = {}
+        """Choice -> the bytes before and after the text of its next frames."""
 
-    def around(self, choice: Callable[[str], dict[str, Any]]) -> tuple[bytes, bytes]:
-        """The bytes before and after the text, in the frame of a choice in which only the text changes."""
-        before, _, behind = self.frame([choice(MARK)]).partition(self.encode(MARK))
-        return before, behind
+    # -- in one piece ---------------------------------------------------------------------------
+    def choice(self, delta: OutputDelta, large: bool = False) -> dict[str, Any]:
+        """A choice of an answer in one piece."""
+        raise NotImplementedError
+
+    def headers(self) -> dict[str, str]:
+        return load_report(self.context)
+
+    def whole(self, deltas: Sequence[OutputDelta], large: bool) -> dict[str, Any]:
+        choices = listed(partial(map, partial(self.choice, large=large), deltas), large)
+        return envelope(self.kind, self.source.id, self.source, self.context, choices, self.usage())
+
+    # -- streamed -------------------------------------------------------------------------------
+    def add(self, delta: OutputDelta) -> Iterable[bytes]:
+        around = self.around.get(delta.index)
+        if around is None or delta.finish_reason is not None or delta.reasoning or delta.calls:
+            return self.frames(delta)
+        before, after = around
+        return (before + self.encode(delta.text) + after,) if delta.text else ()
+
+    def frames(self, delta: OutputDelta) -> Iterable[bytes]:
+        """Frames encoded in full. Calls `only_text_follows` if the choice's next frames differ only in their text."""
+        raise NotImplementedError
+
+    def only_text_follows(self, index: int, choice: Callable[[str], dict[str, Any]]) -> None:
+        before, _, after = self.frame([choice(MARK)]).partition(self.encode(MARK))
+        self.around[index] = before, after
+
+    def end(self) -> Iterable[bytes]:
+        return (self.frame([], self.usage(), True), DONE) if self.final_usage else (DONE,)
 
     def frame(
         self,
         choices: list[dict[str, Any]],
         usage: dict[str, Any] | None = None,
         last: bool = False,
-        metrics: dict[str, Any] | None = None,
     ) -> bytes:
         """`last`: add the fingerprint, and the metrics if there are any."""
         parts = [self._head, b',"choices":', self.encode(choices)]
         if last:
             parts.append(self._print)
-            if metrics is not None:
-                parts += [b',"metrics":', self.encode(metrics)]
+            if self.source.metrics is not None:
+                parts += [b',"metrics":', self.encode(self.source.metrics)]
         if usage is not None:
             present = {key: value for key, value in usage.items() if value is not None}
             parts += [b',"usage":', self.encode(present)]
         parts.append(b"}\n\n")
         return b"".join(parts)
-
-
-class ChunkEncoder:
-    """Encodes deltas as frames. Once a choice has begun, most of its frames differ only in their text."""
-
-    def __init__(self, frames: ChunkFrames, details: bool):
-        self.frames, self.details = frames, details
-        self.around: dict[int, tuple[bytes, bytes]] = {}
-        """Choice -> the bytes around its text, for choices that have begun."""
-
-    def add(self, delta: OutputDelta) -> Iterable[bytes]:
-        around = self.around.get(delta.index)
-        if around is None or delta.finish_reason is not None or delta.reasoning or delta.calls:
-            return self.whole(delta)
-        before, behind = around
-        return (before + self.frames.encode(delta.text) + behind,) if delta.text else ()
-
-    def whole(self, delta: OutputDelta) -> Iterable[bytes]:
-        """Frames encoded in full. Sets `around` if the choice's next frames differ only in their text."""
-        raise NotImplementedError

@@ -9,9 +9,7 @@ nothing: each request contains its whole conversation.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,10 +17,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.async_engine import AsyncEngine
 from quire.config.unsupported import RESPONSES_FIELDS, RESPONSES_WITHOUT_EFFECT
 from quire.logging import get_logger
-from quire.server.adapters import model_of
+from quire.server.answer import GenerationAnswer
+from quire.server.endpoint import RequestContext, route
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation
 from quire.server.openai import logprobs as shapes
@@ -36,11 +34,8 @@ from quire.server.openai.responses_items import (
     tools_of,
 )
 from quire.server.output_delta import OutputDelta
-from quire.server.request_body import prepared, read
 from quire.server.schemas import ChatRequest, GenerationFields, ResponsesRequest
-from quire.server.sse import EventStream, event, event_stream, until_disconnect
-from quire.server.state import state_of
-from quire.server.streaming_json import json_answer
+from quire.server.sse import event
 
 log = get_logger(__name__)
 
@@ -104,24 +99,20 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 # -- out ------------------------------------------------------------------------------------------
-@dataclass(slots=True)
-class ResponseBuilder:
-    body: ResponsesRequest
-    generation: Generation
-    model: str
-    name: shapes.Name
-    """Names a token in logprobs."""
-    created: int = field(default_factory=lambda: int(time.time()))
-    number: int = 0
-    """Number of events so far."""
+class ResponseAnswer(GenerationAnswer):
+    def __init__(self, context: RequestContext, body: ResponsesRequest, source: Generation):
+        super().__init__(context, body, source)
+        self.items = self.new_items(self.event, self.logprobs)
+        self.number = 0
+        """Number of events so far."""
 
-    def response(self, status: str, output: list[Any], error: Any = None, why: str | None = None) -> dict[str, Any]:  # fmt: skip
+    def object(self, status: str, output: list[Any], error: Any = None, why: str | None = None) -> dict[str, Any]:  # fmt: skip
         """The response object; `why`: the reason if it is incomplete."""
-        body, params = self.body, self.generation.params
+        body, source = self.body, self.source
         return {
-            "id": self.generation.id,
+            "id": source.id,
             "object": "response",
-            "created_at": self.created,
+            "created_at": source.created,
             "status": status,
             "background": False,
             "error": error,
@@ -130,7 +121,7 @@ class ResponseBuilder:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata,
-            "model": self.model,
+            "model": self.context.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
@@ -138,19 +129,19 @@ class ResponseBuilder:
             "prompt_cache_key": body.prompt_cache_key,
             "service_tier": body.service_tier or "auto",
             "store": False,
-            "temperature": params.temperature,
+            "temperature": source.params.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": params.top_p,
+            "top_p": source.params.top_p,
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self.usage(),
             "user": body.user,
         }
 
     def usage(self) -> dict[str, Any]:
-        count = self.generation.counts[0]
-        output, reader = sum(count.output_tokens), self.generation.reader
+        count, reader = self.source.counts[0], self.source.reader
+        output = sum(count.output_tokens)
         return {
             "input_tokens": count.prompt_tokens,
             "input_tokens_details": {"cached_tokens": count.cached},
@@ -161,17 +152,11 @@ class ResponseBuilder:
             "total_tokens": count.prompt_tokens + output,
         }
 
-    def items(self) -> ResponseItems:
-        return self._items(self.event, self.logprobs)
-
-    def _items(
+    def new_items(
         self, event: Callable[..., bytes], logprobs: Callable[[OutputDelta], Any]
     ) -> ResponseItems:
-        return ResponseItems(self.item_id, event, logprobs, namespaces_of(self.body.tools))
-
-    @property
-    def item_id(self) -> str:
-        return self.generation.id.removeprefix("resp_")
+        item_id = self.source.id.removeprefix("resp_")
+        return ResponseItems(item_id, event, logprobs, namespaces_of(self.body.tools))
 
     def logprobs(self, delta: OutputDelta, large: bool = False) -> Any:
         """A list; for a large answer one that is encoded while it is sent."""
@@ -182,12 +167,13 @@ class ResponseBuilder:
 
     def ended(self, delta: OutputDelta, output: list[dict[str, Any]]) -> dict[str, Any]:
         why = INCOMPLETE.get(delta.finish_reason or "")
-        metrics = self.generation.metrics
-        made = self.response(status_of(delta), output, why=why)
+        metrics = self.source.metrics
+        made = self.object(status_of(delta), output, why=why)
         return made if metrics is None else made | {"metrics": metrics}
 
-    def whole(self, delta: OutputDelta, large: bool) -> dict[str, Any]:
-        items = self._items(no_event, partial(self.logprobs, large=large))
+    def whole(self, deltas: Sequence[OutputDelta], large: bool) -> dict[str, Any]:
+        (delta,) = deltas
+        items = self.new_items(no_event, partial(self.logprobs, large=large))
         for _ in chain(items.add(delta), items.end(status_of(delta))):
             pass
         return self.ended(delta, items.done)
@@ -196,10 +182,24 @@ class ResponseBuilder:
         number, self.number = self.number, self.number + 1
         return event({"type": f"response.{kind}", "sequence_number": number, **fields})
 
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
+        if not self.number:
+            start = self.object("in_progress", [])
+            yield self.event("created", response=start)
+            yield self.event("in_progress", response=start)
+        yield from self.items.add(delta)
+        if delta.finish_reason is not None:
+            yield from self.items.end(status_of(delta))
+            whole = self.ended(delta, self.items.done)
+            yield self.event(whole["status"], response=whole)
+
+    def end(self) -> Iterator[bytes]:
+        return iter(())
+
     def failed(self, error: BaseException) -> bytes:
         known = as_api_error(error)
         error_object = {"code": "server_error", "message": clean(known.message)}
-        return self.event("failed", response=self.response("failed", [], error_object))
+        return self.event("failed", response=self.object("failed", [], error_object))
 
 
 def no_event(kind: str, **fields: Any) -> bytes:
@@ -207,52 +207,10 @@ def no_event(kind: str, **fields: Any) -> bytes:
     return b""
 
 
-@dataclass(slots=True)
-class ResponseEventEncoder:
-    """Encodes deltas as events."""
-
-    builder: ResponseBuilder
-    items: ResponseItems
-
-    def add(self, delta: OutputDelta) -> Iterator[bytes]:
-        builder, items = self.builder, self.items
-        if not builder.number:
-            start = builder.response("in_progress", [])
-            yield builder.event("created", response=start)
-            yield builder.event("in_progress", response=start)
-        yield from items.add(delta)
-        if delta.finish_reason is not None:
-            yield from items.end(status_of(delta))
-            whole = builder.ended(delta, items.done)
-            yield builder.event(whole["status"], response=whole)
-
-    def end(self) -> Iterator[bytes]:
-        return iter(())
-
-
-async def generation_for(
-    request: Request, body: ResponsesRequest, engine: AsyncEngine
-) -> Generation:
-    return await generation_of(request, as_chat(body), engine, "resp_")
-
-
-async def responses(request: Request) -> Response | EventStream:
+@route(ResponsesRequest)
+async def responses(context: RequestContext, body: ResponsesRequest) -> ResponseAnswer:
     """Answer a conversation, in the Responses protocol."""
-    state = state_of(request)
-    engine = state.serving()
-    body = await read(request, ResponsesRequest)
-    model, adapter = await model_of(request, body.model)
-    generation = await prepared(request, generation_for, request, body, engine)
-    generation.adapter = adapter
-    as_ids = state.config.server.return_tokens_as_token_ids
-    builder = ResponseBuilder(body, generation, model, shapes.naming(as_ids, engine.token_text))
-    if body.stream:
-        return await event_stream(
-            request, generation, ResponseEventEncoder(builder, builder.items()), builder.failed
-        )
-    (delta,) = await until_disconnect(request.receive, generation.whole())
-    large = generation.is_large([delta])
-    return json_answer(builder.whole(delta, large), large, state.answering)
+    return ResponseAnswer(context, body, await generation_of(context, as_chat(body), "resp_"))
 
 
 def status_of(delta: OutputDelta) -> str:

@@ -10,39 +10,32 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.async_engine import AsyncEngine
 from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.prompts import Prompt
-from quire.server.adapters import model_of
+from quire.server.endpoint import RequestContext, route
 from quire.server.errors import invalid
 from quire.server.limits import take_from_key
 from quire.server.openai.chat import chat_text
-from quire.server.request_body import json_response, prepared, read
+from quire.server.request_body import json_response
 from quire.server.schemas import DetokenizeRequest, TokenizeRequest
-from quire.server.state import ServerState, state_of
+from quire.server.state import state_of
 
 MOST_TOKENS = 1 << 19
 """Limit of /detokenize: the tokenizer keeps the GIL while it decodes."""
 
 
-async def tokenize(request: Request) -> Response:
+@route(TokenizeRequest, pooling=None)
+async def tokenize(context: RequestContext, body: TokenizeRequest) -> Response:
     """Token ids of a text, or of a conversation."""
-    state = state_of(request)
-    engine = state.serving()
-    body = await read(request, TokenizeRequest)
-    await model_of(request, body.model)
+    engine = context.engine
     if (body.prompt is None) == (body.messages is None):
         raise invalid("send either `prompt` or `messages`", "prompt")
-    take_from_key(request)
-    return await prepared(request, tokenized, body, engine, state)
-
-
-async def tokenized(body: TokenizeRequest, engine: AsyncEngine, state: ServerState) -> Response:
+    take_from_key(context.request)
     special = body.add_special_tokens
     if body.prompt is not None:
         text, special = body.prompt, True if special is None else special
     else:
-        text = await chat_text(body, body.messages or [], engine, state)
+        text = await chat_text(context, body, body.messages or [])
     options = TokenizeOptions(bool(special), fits_model=False)
     tokens = (await engine.tokenize(Prompt(text), options)).tokens
     answer: dict[str, Any] = {
@@ -56,17 +49,11 @@ async def tokenized(body: TokenizeRequest, engine: AsyncEngine, state: ServerSta
     return json_response(answer)
 
 
-async def detokenize(request: Request) -> Response:
+@route(DetokenizeRequest, pooling=None)
+async def detokenize(context: RequestContext, body: DetokenizeRequest) -> Response:
     """The text of token ids."""
-    state = state_of(request)
-    engine = state.serving()
-    body = await read(request, DetokenizeRequest)
-    await model_of(request, body.model)
-    take_from_key(request)
-    return await prepared(request, detokenized, body.tokens, engine)
-
-
-async def detokenized(tokens: list[int], engine: AsyncEngine) -> Response:
+    engine, tokens = context.engine, body.tokens
+    take_from_key(context.request)
     most = max(MOST_TOKENS, engine.inputs.max_model_len)
     if len(tokens) > most:
         raise invalid(

@@ -8,32 +8,23 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from starlette.requests import Request
-
-from quire.api.async_engine import AsyncEngine
-from quire.frontend.chat import ChatOptions
 from quire.frontend.input_processor import TokenizeOptions
-from quire.frontend.pooling.inputs import PoolingInputs, not_pooling
+from quire.frontend.pooling.inputs import PoolingInputs
 from quire.frontend.prompts import Prompt, read_salt
-from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.sampling_params import truncation
+from quire.server.endpoint import RequestContext
 from quire.server.errors import invalid
 from quire.server.openai.chat import chat_options
 from quire.server.pooling.batch import PromptSource
 from quire.server.pooling.schemas import InputBody, PoolingBody
 from quire.server.prompts import check_messages, render
-from quire.server.state import ServerState
 
 MOST_INPUTS = 2048
 """Inputs of one request, as in OpenAI's API."""
 
 
-def pooling_of(request: Request, engine: AsyncEngine) -> PoolingInputs:
-    """Raises ValidationError: the model generates; the message names the routes for that."""
-    pooling = engine.front.pooling
-    if pooling is None:
-        raise not_pooling(request.url.path)
-    return pooling
+def pooling_of(context: RequestContext) -> PoolingInputs:
+    return context.engine.front.need_pooling(context.request.url.path)
 
 
 def check_common(body: PoolingBody) -> None:
@@ -107,16 +98,14 @@ def wrong_form() -> Exception:
     )  # fmt: skip
 
 
-async def input_source(
-    body: InputBody, pooling: PoolingInputs, params: PoolingParams, engine: AsyncEngine, state: ServerState,
-) -> PromptSource:  # fmt: skip
+async def input_source(context: RequestContext, body: InputBody, task: str) -> PromptSource:
     """The prompts of a request. Raises ApiError, ValidationError: they are invalid."""
-    found, task = listed_inputs(body), params.task or ""
+    found, pooling = listed_inputs(body), pooling_of(context)
     salt, special = read_salt(body.cache_salt), True
     if isinstance(found[0], list) and (found[0] and isinstance(found[0][0], dict)):
         texts = []
         for one in found:
-            texts.append(await conversation_text(one, body, engine, state))
+            texts.append(await conversation_text(one, body, context))
             await asyncio.sleep(0)  # others wait for one conversation, not for all
         found = texts
         special = False
@@ -153,12 +142,9 @@ def check_ids(ids: list[Any], pooling: PoolingInputs, options: TokenizeOptions, 
         raise wrong_form()
 
 
-async def conversation_text(
-    messages: Any, body: InputBody, engine: AsyncEngine, state: ServerState
-) -> str:
+async def conversation_text(messages: Any, body: InputBody, context: RequestContext) -> str:
     """A conversation as text. Raises ApiError, ValidationError: it is invalid."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise wrong_form()
     check_messages(messages)
-    options: ChatOptions = chat_options(body, state)
-    return await render(messages, options, engine, state)
+    return await render(messages, chat_options(body, context.state), context)

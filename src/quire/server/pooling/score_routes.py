@@ -6,26 +6,24 @@ Knows these endpoints' request and answer shapes. `frontend/pooling/scores.py` k
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.async_engine import LONG_TEXT, AsyncEngine
+from quire.api.async_engine import LONG_TEXT
 from quire.frontend.pooling.scores import PairOptions, Pairs, check_shapes, read_texts
 from quire.frontend.prompts import Prompt, read_salt
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.validators import wrong
-from quire.server.adapters import model_of
+from quire.server.endpoint import RequestContext, route
 from quire.server.errors import invalid
-from quire.server.pooling.batch import PoolingBatch, PromptSource
+from quire.server.limits import take_from_key
+from quire.server.pooling.batch import Output, PoolingBatch, PromptSource
 from quire.server.pooling.inputs import check_common, check_count, pooling_of, tokenize_options
 from quire.server.pooling.schemas import PairBody, RerankRequest, ScoreRequest
-from quire.server.pooling.vector_routes import new_batch
-from quire.server.request_body import prepared, read
-from quire.server.sse import until_disconnect
-from quire.server.state import ServerState, state_of
+from quire.server.request_body import json_response
 from quire.server.streaming_json import json_answer, listed
 
 FIELDS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))  # fmt: skip
@@ -43,10 +41,9 @@ def pair_fields(body: ScoreRequest) -> tuple[str, str]:
     raise invalid(f"send one of these pairs of fields: {forms}", "queries")
 
 
-async def read_pairs(
-    body: PairBody, queries: Any, documents: Any, names: tuple[str, str], engine: AsyncEngine,
-    state: ServerState,
-) -> Pairs:  # fmt: skip
+def read_pairs(
+    context: RequestContext, body: PairBody, queries: Any, documents: Any, names: tuple[str, str]
+) -> Pairs:
     """Raises ApiError, ValidationError: the texts make no pairs, or an option is invalid."""
     check_common(body)
     for name, value in zip(names, (queries, documents), strict=True):
@@ -55,21 +52,19 @@ async def read_pairs(
     check_shapes(firsts, seconds, names)
     if body.chat_template is not None:
         raise invalid("`chat_template` in a request of pairs is not supported: start the server with --chat-template", "chat_template")  # fmt: skip
-    kwargs = {**state.config.server.default_chat_template_kwargs, **body.chat_template_kwargs}
+    kwargs = {
+        **context.state.config.server.default_chat_template_kwargs,
+        **body.chat_template_kwargs,
+    }
     options = PairOptions(
         body.instruction, None, kwargs, body.max_tokens_per_query, body.max_tokens_per_doc
     )
-    return Pairs(engine.front, firsts, seconds, options)
+    return Pairs(context.engine.front, firsts, seconds, options)
 
 
-async def _scored(
-    request: Request, body: PairBody, queries: Any, documents: Any, names: tuple[str, str], prefix: str,
-    adapter: str | None,
-) -> tuple[PoolingBatch, Pairs, list[float]]:  # fmt: skip
-    state = state_of(request)
-    engine = state.serving()
-    inputs = pooling_of(request, engine)
-    pairs = await prepared(request, read_pairs, body, queries, documents, names, engine, state)
+def pair_batch(context: RequestContext, body: PairBody, pairs: Pairs, prefix: str) -> PoolingBatch:
+    """The batch of a request's pairs, not started. Raises ApiError, ValidationError: the request is refused."""
+    inputs = pooling_of(context)
     params = pairs.params(PoolingParams(use_activation=body.use_activation))
     options, salt = tokenize_options(body, inputs, True), read_salt(body.cache_salt)
 
@@ -82,37 +77,43 @@ async def _scored(
     more = RENDERED if pairs.renders else 0
     source = PromptSource(pairs.num_prompts, lambda at: pairs.size(at) + more, prepare)
     width = inputs.info.num_dimensions if pairs.task == "token_embed" else 0
-    batch = new_batch(request, source, params, prefix, body, engine, adapter, width)
-    outputs = await until_disconnect(request.receive, batch.run())
-    if width and batch.num_tokens > LONG_TEXT // 100:
-        scores: list[float] = await asyncio.to_thread(pairs.scores, outputs)
-    else:
-        scores = pairs.scores(outputs)
-    return batch, pairs, scores
+    take_from_key(context.request, source.count)
+    return PoolingBatch(context, context.new_id(prefix, body), body, source, params, width)
 
 
-async def score(request: Request) -> Response:
+@dataclass(slots=True)
+class ScoreAnswer:
+    """The answer of a route for pairs: `respond` makes it of the scores."""
+
+    source: PoolingBatch
+    pairs: Pairs
+    respond: Callable[[list[float]], Response]
+
+    async def response(self, outputs: list[Output]) -> Response:
+        if self.source.numbers_per_token and self.source.num_tokens > LONG_TEXT // 100:
+            scores = await asyncio.to_thread(self.pairs.scores, outputs)
+        else:
+            scores = self.pairs.scores(outputs)
+        return self.respond(scores)
+
+
+@route(ScoreRequest, pooling=True)
+async def score(context: RequestContext, body: ScoreRequest) -> ScoreAnswer:
     """Scores of pairs of texts."""
-    state = state_of(request)
-    pooling_of(request, state.serving())
-    body = await read(request, ScoreRequest)
-    model, adapter = await model_of(request, body.model)
     names = pair_fields(body)
-    created = int(time.time())
-    batch, _, scores = await _scored(
-        request, body, getattr(body, names[0]), getattr(body, names[1]), names, "score-", adapter
-    )
-    data = [{"index": at, "object": "score", "score": one} for at, one in enumerate(scores)]
-    head = {"id": batch.id, "object": "list", "created": created, "model": model}
-    return json_answer({**head, "data": data, "usage": batch.usage}, False, state.answering)
+    pairs = read_pairs(context, body, getattr(body, names[0]), getattr(body, names[1]), names)
+    batch = pair_batch(context, body, pairs, "score-")
+
+    def respond(scores: list[float]) -> Response:
+        data = [{"index": at, "object": "score", "score": one} for at, one in enumerate(scores)]
+        return json_response(batch.head() | {"data": data, "usage": batch.usage})
+
+    return ScoreAnswer(batch, pairs, respond)
 
 
-async def rerank(request: Request) -> Response:
+@route(RerankRequest, pooling=True)
+async def rerank(context: RequestContext, body: RerankRequest) -> ScoreAnswer:
     """Documents in the order of their scores with a query."""
-    state = state_of(request)
-    pooling_of(request, state.serving())
-    body = await read(request, RerankRequest)
-    model, adapter = await model_of(request, body.model)
     if body.query is None or body.documents is None:
         raise invalid("`/rerank` needs `query` and `documents`", "query" if body.query is None else "documents")  # fmt: skip
     if isinstance(body.query, list):
@@ -121,18 +122,21 @@ async def rerank(request: Request) -> Response:
         raise wrong("documents", body.documents, "a list of texts")
     if body.top_n < 0:
         raise wrong("top_n", body.top_n, "a whole number of at least 0 (0: all documents)")
-    batch, pairs, scores = await _scored(
-        request, body, body.query, body.documents, ("query", "documents"), "rerank-", adapter
-    )
-    order = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n or None]
+    pairs = read_pairs(context, body, body.query, body.documents, ("query", "documents"))
+    batch = pair_batch(context, body, pairs, "rerank-")
 
-    def result(at: int) -> dict[str, Any]:
-        document = {"text": pairs.documents[at], "multi_modal": None}
-        return {"index": at, "document": document, "relevance_score": scores[at]}
+    def respond(scores: list[float]) -> Response:
+        texts = pairs.documents
+        order = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n or None]
 
-    large = len(order) >= LARGE or sum(len(pairs.documents[at]) for at in order) > LONG_TEXT * 10
-    results = listed(lambda: map(result, order), large)
-    usage = {"prompt_tokens": batch.num_tokens, "total_tokens": batch.num_tokens}
-    return json_answer(
-        {"id": batch.id, "model": model, "usage": usage, "results": results}, large, state.answering
-    )
+        def result(at: int) -> dict[str, Any]:
+            document = {"text": texts[at], "multi_modal": None}
+            return {"index": at, "document": document, "relevance_score": scores[at]}
+
+        large = len(order) >= LARGE or sum(len(texts[at]) for at in order) > LONG_TEXT * 10
+        results = listed(lambda: map(result, order), large)
+        usage = {"prompt_tokens": batch.num_tokens, "total_tokens": batch.num_tokens}
+        answer = {"id": batch.id, "model": context.model, "usage": usage, "results": results}
+        return json_answer(answer, large, context.state.answering)
+
+    return ScoreAnswer(batch, pairs, respond)

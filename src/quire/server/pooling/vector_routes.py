@@ -5,26 +5,22 @@ Knows these endpoints' request and answer shapes. Turns a request into a `Poolin
 
 from __future__ import annotations
 
-import time
-from typing import Any, TypeVar
+from itertools import count
+from typing import Any
 
 import numpy as np
-from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.async_engine import AsyncEngine
 from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.pooling.inputs import PoolingInputs
 from quire.frontend.pooling.outputs import Floats
 from quire.frontend.prompts import Prompt
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.validators import wrong
-from quire.server.adapters import model_of
+from quire.server.endpoint import RequestContext, route
 from quire.server.errors import invalid
 from quire.server.limits import take_from_key
-from quire.server.middleware import TENANT
-from quire.server.openai.chunks import data_parallel_rank, new_id, priority
-from quire.server.pooling.batch import PoolingBatch, PromptSource
+from quire.server.pooling.batch import PoolingAnswer, PoolingBatch, PromptSource
 from quire.server.pooling.inputs import check_common, check_count, input_source, pooling_of
 from quire.server.pooling.schemas import (
     ClassifyRequest,
@@ -34,9 +30,6 @@ from quire.server.pooling.schemas import (
     PoolingRequest,
 )
 from quire.server.pooling.vectors import LARGE_NUMBERS, VectorEncoding, vectors_answer
-from quire.server.request_body import prepared, read
-from quire.server.sse import until_disconnect
-from quire.server.state import state_of
 from quire.server.streaming_json import json_answer, listed
 
 COHERE_TYPES = ("float", "binary", "ubinary", "base64")
@@ -48,92 +41,66 @@ COHERE_KEEPS = {"END": True, "START": False, "NONE": None}
 """`truncate` -> whether the beginning is kept; None: a longer text is refused."""
 
 
-def new_batch(
-    request: Request, source: PromptSource, params: PoolingParams, prefix: str, body: Any, engine: AsyncEngine,
-    adapter: str | None, numbers_per_token: int = 0,
-) -> PoolingBatch:  # fmt: skip
-    """The batch of a request, not started. Raises ApiError: the key's limits refuse it."""
-    state = state_of(request)
-    take_from_key(request, source.count)
-    return PoolingBatch(
-        state, engine, new_id(prefix, request, body), source, params, priority(request, body), body.timeout,
-        request.scope.get(TENANT), adapter, numbers_per_token, data_parallel_rank(request),
-    )  # fmt: skip
-
-
-Body = TypeVar("Body", bound=InputBody)
-
-
-async def _read(request: Request, kind: type[Body]) -> Body:
-    """The body, where the model is a pooling model."""
-    pooling_of(request, state_of(request).serving())
-    return await read(request, kind)
-
-
-async def _run(
-    request: Request, body: InputBody, task: str | None, prefix: str
-) -> tuple[PoolingBatch, list[Floats], dict[str, Any]]:
-    """Run a request; returns its batch, its arrays, and the head of its answer."""
-    state = state_of(request)
-    engine = state.serving()
-    pooling = pooling_of(request, engine)
-    model, adapter = await model_of(request, body.model)
-    check_common(body)
-    params = pooling.params(
-        PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions), task
-    )
-    source = await prepared(request, input_source, body, pooling, params, engine, state)
-    VectorEncoding(body.encoding_format).check_count(source.count)
-    info = pooling.info
-    width = {"token_embed": info.num_dimensions, "token_classify": info.num_labels}
-    batch = new_batch(request, source, params, prefix, body, engine, adapter, width.get(params.task or "", 0))  # fmt: skip
-    created = int(time.time())
-    outputs = await until_disconnect(request.receive, batch.run())
-    head = {"id": batch.id, "object": "list", "created": created, "model": model}
-    return batch, [one.outputs.array for one in outputs], head
-
-
 def encoding_of(body: InputBody) -> VectorEncoding:
     """Raises ValidationError: an unknown name."""
     return VectorEncoding(body.encoding_format, body.embed_dtype, body.endianness)
 
 
-async def embeddings(request: Request) -> Response:
+async def input_batch(
+    context: RequestContext, body: InputBody, task: str | None, prefix: str
+) -> PoolingBatch:
+    """The batch of a request's inputs, not started. Raises ApiError, ValidationError: the request is refused."""
+    check_common(body)
+    pooling = pooling_of(context)
+    asked = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions)
+    params = pooling.params(asked, task)
+    task, info = params.task or "", pooling.info
+    prompts = await input_source(context, body, task)
+    VectorEncoding(body.encoding_format).check_count(prompts.count)
+    take_from_key(context.request, prompts.count)
+    width = {"token_embed": info.num_dimensions, "token_classify": info.num_labels}.get(task, 0)
+    return PoolingBatch(context, context.new_id(prefix, body), body, prompts, params, width)
+
+
+@route(EmbeddingsRequest, pooling=True)
+async def embeddings(context: RequestContext, body: EmbeddingsRequest) -> PoolingAnswer:
     """Vectors of texts."""
-    body = await _read(request, EmbeddingsRequest)
     encoding = encoding_of(body)
-    batch, arrays, head = await _run(request, body, "embed", "embd-")
+    batch = await input_batch(context, body, "embed", "embd-")
     kind = "embedding", "embedding"
-    return vectors_answer(head, arrays, encoding, kind, batch.usage, batch.state.answering)
+    return PoolingAnswer(batch, lambda arrays: vectors_answer(batch, arrays, encoding, kind))
 
 
-async def pooling(request: Request) -> Response:
+@route(PoolingRequest, pooling=True)
+async def pooling(context: RequestContext, body: PoolingRequest) -> PoolingAnswer:
     """The outputs of texts for any task that the model has."""
-    body = await _read(request, PoolingRequest)
     if body.dimensions is not None:
         raise invalid("`dimensions` belongs to /v1/embeddings", "dimensions")
     encoding = encoding_of(body)
-    batch, arrays, head = await _run(request, body, body.task, "pooling-")
+    batch = await input_batch(context, body, body.task, "pooling-")
     kind = "pooling", "data"
-    return vectors_answer(head, arrays, encoding, kind, batch.usage, batch.state.answering)
+    return PoolingAnswer(batch, lambda arrays: vectors_answer(batch, arrays, encoding, kind))
 
 
-async def classify(request: Request) -> Response:
+@route(ClassifyRequest, pooling=True)
+async def classify(context: RequestContext, body: ClassifyRequest) -> PoolingAnswer:
     """Probabilities of classes."""
-    body = await _read(request, ClassifyRequest)
-    batch, arrays, head = await _run(request, body, "classify", "classify-")
-    labels = pooling_of(request, batch.engine).info.labels
-    large = sum(array.size for array in arrays) >= LARGE_NUMBERS
+    labels = pooling_of(context).info.labels
+    batch = await input_batch(context, body, "classify", "classify-")
 
-    def item(index: int) -> dict[str, Any]:
-        probs = arrays[index].reshape(-1)
+    def item(index: int, array: Floats) -> dict[str, Any]:
+        probs = array.reshape(-1)
         best = int(probs.argmax())
         label = labels[best] if best < len(labels) else None
         return {"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)}
 
-    data = listed(lambda: map(item, range(len(arrays))), large)
-    answering = batch.state.answering
-    return json_answer({**head, "data": data, "usage": batch.usage}, large, answering)
+    def respond(arrays: list[Floats]) -> Response:
+        large = sum(array.size for array in arrays) >= LARGE_NUMBERS
+        items = listed(lambda: map(item, count(), arrays), large)
+        answer = batch.head() | {"data": items, "usage": batch.usage}
+        return json_answer(answer, large, context.state.answering)
+
+    return PoolingAnswer(batch, respond)
 
 
 # -- Cohere ------------------------------------------------------------------------------------------
@@ -206,14 +173,10 @@ def cohere_source(
     return PromptSource(len(texts), lambda at: len(texts[at]), prepare)
 
 
-async def cohere_embed(request: Request) -> Response:
+@route(CohereEmbedRequest, pooling=True)
+async def cohere_embed(context: RequestContext, body: CohereEmbedRequest) -> PoolingAnswer:
     """Vectors of texts, in Cohere's form; version 1 has them without a type unless a request names types."""
-    state = state_of(request)
-    engine = state.serving()
-    inputs = pooling_of(request, engine)
-    body = await read(request, CohereEmbedRequest)
-    _, adapter = await model_of(request, body.model)
-    types = body.embedding_types or ["float"]
+    inputs, types = pooling_of(context), body.embedding_types or ["float"]
     for kind in types:
         if kind not in COHERE_TYPES:
             raise wrong("embedding_types", kind, f"a list of {', '.join(COHERE_TYPES)}")
@@ -224,25 +187,28 @@ async def cohere_embed(request: Request) -> Response:
             f"binary vectors need a dimension that 8 divides; it is {size}", "output_dimension"
         )
     texts = cohere_texts(body)
-    source = cohere_source(body, texts, inputs)
-    batch = new_batch(request, source, params, "embd-", body, engine, adapter)
-    outputs = await until_disconnect(request.receive, batch.run())
-    arrays = [one.outputs.array for one in outputs]
-    large = len(types) * sum(array.size for array in arrays) >= LARGE_NUMBERS
-    vectors: Any = {kind: _cohere_vectors(kind, arrays, large) for kind in dict.fromkeys(types)}
-    if plain := request.url.path.startswith("/v1") and not body.embedding_types:
-        vectors = vectors["float"]
-    return json_answer(
-        {
-            "id": batch.id, "embeddings": vectors, "texts": texts if body.texts else None,
-            "meta": {
-                "api_version": {"version": "2"},
-                "billed_units": {"input_tokens": batch.num_tokens, "image_tokens": 0},
+    prompts = cohere_source(body, texts, inputs)
+    take_from_key(context.request, prompts.count)
+    batch = PoolingBatch(context, context.new_id("embd-", body), body, prompts, params)
+
+    def respond(arrays: list[Floats]) -> Response:
+        large = len(types) * sum(array.size for array in arrays) >= LARGE_NUMBERS
+        vectors: Any = {kind: _cohere_vectors(kind, arrays, large) for kind in dict.fromkeys(types)}
+        if plain := context.request.url.path.startswith("/v1") and not body.embedding_types:
+            vectors = vectors["float"]
+        return json_answer(
+            {
+                "id": batch.id, "embeddings": vectors, "texts": texts if body.texts else None,
+                "meta": {
+                    "api_version": {"version": "2"},
+                    "billed_units": {"input_tokens": batch.num_tokens, "image_tokens": 0},
+                },
+                "response_type": "embeddings_floats" if plain else "embeddings_by_type",
             },
-            "response_type": "embeddings_floats" if plain else "embeddings_by_type",
-        },
-        large, state.answering,
-    )  # fmt: skip
+            large, context.state.answering,
+        )  # fmt: skip
+
+    return PoolingAnswer(batch, respond)
 
 
 def _cohere_vectors(kind: str, arrays: list[Floats], large: bool) -> Any:

@@ -22,6 +22,7 @@ from quire.frontend.pooling.outputs import Floats
 from quire.protocol.tensor_data import ITEMSIZE
 from quire.protocol.validators import wrong
 from quire.server.errors import invalid
+from quire.server.pooling.batch import PoolingBatch
 from quire.server.streaming_json import LongList, PartsAnswer, json_answer, listed
 
 FORMATS = ("float", "base64", "bytes", "bytes_only")
@@ -117,12 +118,12 @@ def fp8_bits(array: Floats, exponent: int, mantissa: int, most: int) -> NDArray[
 
 
 def vectors_answer(
-    head: dict[str, Any], arrays: Sequence[Floats], encoding: VectorEncoding, kind: tuple[str, str],
-    usage: dict[str, Any], pool: Executor,
-) -> Response:  # fmt: skip
+    batch: PoolingBatch, arrays: Sequence[Floats], encoding: VectorEncoding, kind: tuple[str, str]
+) -> Response:
     """The answer of a route that returns arrays. `kind`: the object of an item, and its field."""
     name, field = kind
     large = sum(array.size for array in arrays) >= LARGE_NUMBERS
+    head, usage, pool = batch.head(), batch.usage, batch.context.state.answering
     if encoding.form.startswith("bytes"):
         return _bytes_answer(head, arrays, encoding, usage, pool)
 

@@ -1,0 +1,139 @@
+"""The way of a request through every route that uses the engine.
+
+    read the body -> find model and adapter -> build (check, tokenize) -> Answer -> stream it, or run it and answer
+
+Knows the order, threads, streams and disconnects. Does not know any body or answer: a route gives the Struct of its
+body and a function that builds its `Answer`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.async_engine import AsyncEngine
+from quire.server.adapters import model_of
+from quire.server.api_keys import Tenant
+from quire.server.errors import invalid
+from quire.server.middleware import NEW_ID, TENANT, VALID_ID
+from quire.server.request_body import prepared, read
+from quire.server.sse import EventEncoder, EventSource, EventStream, until_disconnect
+from quire.server.state import ServerState, state_of
+
+Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class NamedBody(Protocol):
+    """A body with an id and a priority."""
+
+    request_id: str | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What a route knows of a request besides its body."""
+
+    request: Request
+    state: ServerState
+    engine: AsyncEngine
+    model: str
+    """The model's name in the answer."""
+    adapter: str | None
+    """The LoRA adapter that the request names as its model."""
+
+    @property
+    def tenant(self) -> Tenant | None:
+        found: Tenant | None = self.request.scope.get(TENANT)
+        return found
+
+    @property
+    def data_parallel_rank(self) -> int | None:
+        """The header X-data-parallel-rank: the engine that must serve the request; None, or another text: any."""
+        header = self.request.headers.get("x-data-parallel-rank", "")
+        return int(header) if re.fullmatch(r"\d{1,9}", header) else None
+
+    def priority(self, body: NamedBody) -> int:
+        """The header X-Vllm-Priority, else the body's priority; lower runs first."""
+        header = self.request.headers.get("x-vllm-priority", "")
+        return int(header) if re.fullmatch(r"-?\d{1,9}", header) else body.priority
+
+    def new_id(self, kind: str, body: NamedBody) -> str:
+        """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else the id of the answer's header, else
+        random.
+        """
+        header = self.request.headers.get("x-request-id")
+        if header is not None and not VALID_ID.fullmatch(header):
+            raise invalid("the header X-Request-Id must have 1 to 256 visible ASCII characters")
+        new = self.request.scope.get(NEW_ID)
+        return f"{kind}{header or body.request_id or new or secrets.token_hex(16)}"
+
+
+class OutputSource(Protocol):
+    """What a route runs in the engine; an `EventSource` too if the outputs can be streamed."""
+
+    async def whole(self) -> Any:
+        """All outputs. It is cancelled if the client disconnects."""
+
+
+class Answer(Protocol):
+    """A request that is ready to run; the `EventEncoder` of its outputs too if they can be streamed."""
+
+    @property
+    def source(self) -> OutputSource: ...
+
+    async def response(self, outputs: Any) -> Response:
+        """The answer in one piece."""
+
+
+Builder = Callable[[RequestContext, Body], Awaitable[Answer | Response]]
+
+
+def route(kind: type[Body], *, pooling: bool | None = False) -> Callable[[Builder[Body]], Endpoint]:
+    """Makes an endpoint of a function that builds the Answer to a body, or the response if nothing must run.
+
+    The function runs in a thread if the body is long, so it must not wait for anything of the server's loop.
+
+    Args:
+        kind: the body.
+        pooling: whether the route needs a pooling model or one that generates; None: it takes both.
+    """
+
+    def endpoint_of(build: Builder[Body]) -> Endpoint:
+        @wraps(build)
+        async def endpoint(request: Request) -> Response | EventStream:
+            state = state_of(request)
+            engine = state.serving()
+            if pooling is not None:
+                front = engine.front
+                (front.need_pooling if pooling else front.need_generation)(request.url.path)
+            body: Any = await read(request, kind)
+            model, adapter = await model_of(request, body.model)
+            context = RequestContext(request, state, engine, model, adapter)
+            answer = await prepared(request, build, context, body)
+            if isinstance(answer, Response):
+                return answer
+            if getattr(body, "stream", False):
+                keep_alive = state.config.server.sse_keep_alive_interval
+                source, encoder = (
+                    cast(EventSource[Any], answer.source),
+                    cast(EventEncoder[Any], answer),
+                )
+                stream = EventStream(source, encoder, request.receive, keep_alive)
+                await stream.prepare()
+                return stream
+            outputs = await until_disconnect(request.receive, answer.source.whole())
+            return await answer.response(outputs)
+
+        return endpoint
+
+    return endpoint_of
