@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -25,7 +25,7 @@ from quire.server.api_keys import Tenant
 from quire.server.errors import invalid
 from quire.server.middleware import NEW_ID, TENANT, VALID_ID
 from quire.server.request_body import prepared, read
-from quire.server.sse import EventEncoder, EventSource, EventStream, until_disconnect
+from quire.server.sse import EventStream, until_disconnect
 from quire.server.state import ServerState, state_of
 
 Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
@@ -119,20 +119,17 @@ def route(kind: type[Body], *, pooling: bool | None = False) -> Callable[[Builde
             body: Any = await read(request, kind)
             model, adapter = await model_of(request, body.model)
             context = RequestContext(request, state, engine, model, adapter)
-            answer = await prepared(request, build, context, body)
+            answer: Any = await prepared(request, build, context, body)
             if isinstance(answer, Response):
                 return answer
             if getattr(body, "stream", False):
                 keep_alive = state.config.server.sse_keep_alive_interval
-                source, encoder = (
-                    cast(EventSource[Any], answer.source),
-                    cast(EventEncoder[Any], answer),
-                )
-                stream = EventStream(source, encoder, request.receive, keep_alive)
+                stream = EventStream(answer.source, answer, request.receive, keep_alive)
                 await stream.prepare()
                 return stream
             outputs = await until_disconnect(request.receive, answer.source.whole())
-            return await answer.response(outputs)
+            response: Response = await answer.response(outputs)
+            return response
 
         return endpoint
 
