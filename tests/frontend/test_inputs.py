@@ -427,3 +427,28 @@ def test_best_of_with_logprob_token_ids_requests_no_logprobs(inputs: InputProces
     params = SamplingParams(best_of=2, logprob_token_ids=[1, 2])
     accepted = inputs.accept({"prompt_token_ids": [1]}, params, id="r")
     assert [child.params.logprobs for child in accepted.children] == [None, None]
+
+
+# -- parameters that a program changes ------------------------------------------------------------
+
+
+def test_fields_set_after_construction_are_validated(inputs: InputProcessor):
+    params = SamplingParams(max_tokens=4)
+    params.top_k, params.stop, params.structured_outputs = -1, "ing", None
+    accepted = inputs.accept("the cat", params, id="r")
+    assert (accepted.params.top_k, accepted.params.stop) == (0, ["ing"])
+    assert params.stop == "ing"  # the caller's object stays
+    params.max_tokens = -5
+    with pytest.raises(ValidationError) as caught:
+        inputs.accept("the cat", params, id="r")
+    assert caught.value.parameter == "max_tokens"
+
+
+def test_the_engines_parameters_are_a_frozen_copy(inputs: InputProcessor):
+    params = SamplingParams(max_tokens=4, n=2)
+    first, second = inputs.accept("the cat", params, id="r").children
+    params.max_tokens = 7
+    assert first.params.max_tokens == second.params.max_tokens == 4
+    with pytest.raises(AttributeError, match="max_tokens"):
+        first.params.max_tokens = 7
+    assert msgspec.structs.replace(first.params, max_tokens=7).max_tokens == 7

@@ -17,6 +17,7 @@ from quire.engine.feature import Feature
 from quire.errors import EngineDeadError, ValidationError
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
+from quire.frontend.pooling.inputs import not_pooling
 from quire.observe.prometheus import ServerMetrics
 from quire.protocol.output import EngineStats
 from quire.server.openai.sampling_params import FINAL_ONLY
@@ -111,6 +112,9 @@ class ScriptedEngine(AsyncEngine):
     def need_generation(self, what: str) -> None:
         pass
 
+    def need_pooling(self, what: str) -> Any:
+        raise not_pooling(what)
+
     def need_tokenizer(self) -> ScriptedEngine:
         return self
 
@@ -125,7 +129,7 @@ class ScriptedEngine(AsyncEngine):
 
     async def open(
         self, prompt: Any, params: Any, request_id: str, heard: Any, *, priority: int = 0, tenant: str = "", inner: bool = False,
-        arrived: float | None = None,
+        arrived: float | None = None, adapter: str | None = None, data_parallel_rank: int | None = None,
     ) -> Stream:  # fmt: skip
         self.asked.append(
             Object(

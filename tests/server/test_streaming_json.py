@@ -17,8 +17,7 @@ from scripted import ScriptedEngine, make_state
 
 from quire.frontend.logprobs import PackedLogprobs, PromptLogprobs, positions
 from quire.protocol.output import Logprobs
-from quire.server import generation
-from quire.server import answer
+from quire.server import answer, generation
 from quire.server.openai import logprobs as shapes
 from quire.server.streaming_json import LargeAnswer, LongList, encoded_parts
 

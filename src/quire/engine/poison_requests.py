@@ -6,11 +6,11 @@ and a clock. Does not know how a death is detected.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
+from typing import Any
 
 import msgspec
 
@@ -100,16 +100,13 @@ def short_form(params: RequestParams) -> RequestParams:
     """Parameters of more than MOST_PARAMS bytes with large fields replaced by digests; smaller ones unchanged."""
     if len(msgspec.msgpack.encode(params)) <= MOST_PARAMS:
         return params
-    left_out: dict[str, str] = {}
+    plain, left_out = type(params)(), dict[str, str]()
     for field in msgspec.structs.fields(params):
         data = msgspec.msgpack.encode(getattr(params, field.name))
         if len(data) > MOST_FIELD:
             left_out[field.name] = sha256(data).hexdigest()
-    short, plain = copy.copy(params), type(params)()
-    for name in left_out:
-        setattr(short, name, getattr(plain, name))
-    if isinstance(short, SamplingParams):
-        short.extra_args, short.checked = {"left_out": left_out}, True
-    else:
-        short.extra_kwargs = {"left_out": left_out}
-    return short
+    values: dict[str, Any] = {name: getattr(plain, name) for name in left_out}
+    if isinstance(params, SamplingParams):
+        return params.settled(**values, extra_args={"left_out": left_out}, checked=True)
+    values["extra_kwargs"] = {"left_out": left_out}
+    return msgspec.structs.replace(params, **values)

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Protocol
 
-import msgspec
-
 from quire.errors import QuireError
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor
 from quire.frontend.logprobs import Position
@@ -279,11 +277,9 @@ class BeamStream:
         streams: list[StepStream] = []
         try:
             for at, beam in enumerate(search.beams):
-                given = self.prompt
-                prompt = Prompt(None, beam.tokens, given.salt, media=given.media)
-                params = msgspec.structs.replace(step)
+                prompt = Prompt(None, beam.tokens, self.prompt.salt, media=self.prompt.media)
                 streams.append(
-                    await self.open_step(prompt, params, f"{id}.{at}", self._step_output.set)
+                    await self.open_step(prompt, step, f"{id}.{at}", self._step_output.set)
                 )
                 await asyncio.sleep(0)  # let other tasks run: a step of a wide beam takes long
             return await self._entries(streams)

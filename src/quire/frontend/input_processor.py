@@ -172,6 +172,9 @@ class InputProcessor:
         params = self.defaults.params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise read.wrong("sampling_params", params, "a SamplingParams")
+        params = msgspec.structs.replace(
+            params
+        )  # validates fields that were set after construction
         given = read_prompt(prompt)
         if given.second_text:
             raise Unsupported("token_type_ids in a prompt", "it belongs to pooling models")

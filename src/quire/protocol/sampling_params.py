@@ -172,6 +172,12 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
         if self.trace_decode_token_ids is not None:
             self._read_trace()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Programs change fields until they pass the object: a request gets a validated copy, and the engine's is frozen."""
+        if self.checked:
+            raise AttributeError(f"{name}: parameters in the engine cannot change; make a copy")
+        super().__setattr__(name, value)
+
     def _read_trace(self) -> None:
         name = "trace_decode_token_ids"
         self.trace_decode_token_ids = trace = read.token_ids(name, self.trace_decode_token_ids)
@@ -339,7 +345,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
         """A copy with values that are known to be valid: it skips the validation, which costs time."""
         params = copy.copy(self)
         for name, value in values.items():
-            setattr(params, name, value)
+            msgspec.structs.force_setattr(params, name, value)
         return params
 
     @classmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol, TypeVar
@@ -95,7 +95,7 @@ class Answer(Protocol):
         """The answer in one piece."""
 
 
-Builder = Callable[[RequestContext, Body], Awaitable[Answer | Response]]
+Builder = Callable[[RequestContext, Body], Coroutine[Any, Any, Answer | Response]]
 
 
 def route(kind: type[Body], *, pooling: bool | None = False) -> Callable[[Builder[Body]], Endpoint]:

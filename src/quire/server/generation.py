@@ -179,7 +179,7 @@ class Generation(EngineRequests):
         running.times = getattr(output, "metrics", None)
         running.timer.engine = getattr(running.times, "engine", 0)
         running.timer.output(whole=self.params.output_kind == FINAL_ONLY)
-        if output.finished and len(self.prompts) == self.params.n == 1:
+        if output.finished and output.outputs and len(self.prompts) == self.params.n == 1:
             self._note_metrics(output)
         deltas = output_deltas(output, running.which, self.params.n, self.counts[running.which])
         if self.reader is not None:

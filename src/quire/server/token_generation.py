@@ -63,20 +63,17 @@ def as_completion(body: GenerateRequest) -> CompletionRequest:
         raise invalid("`reasoning_ended` must be true with `structured_outputs`: the output is constrained from its first token", "reasoning_ended")  # fmt: skip
     fields: dict[str, Any] = {name: getattr(NEUTRAL, name) for name in DRAWING}
     fields |= {RENAMED.get(name, name): given[name] for name in given.keys() & TAKEN}
-    fields |= {
-        name: getattr(body, name) for name in ("model", "request_id", "stream", "cache_salt", "priority")
-    }  # fmt: skip
+    copied = ("model", "request_id", "stream", "stream_options", "cache_salt", "priority")
+    fields |= {name: getattr(body, name) for name in copied}
     fields |= {"max_tokens": given.get("max_tokens", 1), "add_special_tokens": False}
     try:
-        made = msgspec.convert(
+        return msgspec.convert(
             {name: value for name, value in fields.items() if value is not None},
             CompletionRequest,
             strict=False,
         )
     except msgspec.ValidationError as error:
         raise not_valid(str(error)) from error
-    made.stream_options = body.stream_options
-    return made
 
 
 NEUTRAL = SamplingParams()
@@ -184,9 +181,11 @@ async def generate(context: RequestContext, body: GenerateRequest) -> TokenAnswe
     engine, asked = context.engine, as_completion(body)
     defaults = engine.inputs.defaults
     params = completion_params(asked, defaults)
-    if body.sampling_params.get("max_tokens") is None:
-        params.max_tokens = defaults.max_tokens(None)
-    params.detokenize = body.output_mode == "text" or bool(params.stop)
+    given = body.sampling_params.get("max_tokens") is not None
+    params = params.settled(
+        max_tokens=params.max_tokens if given else defaults.max_tokens(None),
+        detokenize=body.output_mode == "text" or bool(params.stop),
+    )
     take_from_key(context.request, completions_of(1, params, context.state))
     if asked.truncate_prompt_tokens is None:
         engine.inputs.check_length(len(body.token_ids))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from quire.errors import Unsupported, ValidationError
@@ -146,9 +147,10 @@ class Pairs:
     def params(self, value: PoolingParams | None = None) -> PoolingParams:
         """Raises ValidationError: a parameter does not fit the model."""
         params = self.front.need_pooling("a score").params(value, self.task)
-        if self.task != "classify":
-            params.use_activation = True if self.similarity in OF_LENGTH_1 else None
-        return params
+        if self.task == "classify":
+            return params
+        unit = True if self.similarity in OF_LENGTH_1 else None
+        return msgspec.structs.replace(params, use_activation=unit)
 
     @property
     def num_prompts(self) -> int:

@@ -242,9 +242,9 @@ async def generation_of(context: RequestContext, body: ChatRequest, kind: str) -
     choice = tool_choice_of(body)
     take_from_key(context.request, completions_of(1, params, state))
     prompt = await chat_prompt(context, body)
+    params, reader = make_output_reader(body, choice, params, prompt, context)
     return Generation(
-        context, context.new_id(kind, body), body, [prompt], params,
-        make_output_reader(body, choice, params, prompt, context),
+        context, context.new_id(kind, body), body, [prompt], params, reader,
         beam_search_params(body, params, defaults), interval(body, state),
     )  # fmt: skip
 

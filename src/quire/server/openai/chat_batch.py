@@ -116,7 +116,7 @@ async def batch(context: RequestContext, body: BatchChatRequest) -> BatchAnswer:
     for index, chat in enumerate(bodies):
         prompt = await chat_prompt(context, chat)
         params = chat_params(chat, engine.inputs.defaults)
-        reader = make_output_reader(chat, ToolChoice("none", []), params, prompt, context)
+        params, reader = make_output_reader(chat, ToolChoice("none", []), params, prompt, context)
         generation = Generation(context, f"{public_id}-{index}", chat, [prompt], params, reader)
         answers.append(ChatAnswer(context, chat, generation))
         if not state.texts.inside:

@@ -1,7 +1,7 @@
 """Parses the outputs of a chat request: splits each delta into reasoning, content and tool calls.
 
-Knows model formats, the request's options and deltas. Does not know answer shapes. Also adds the constraint that the
-request's tools put on the output to its sampling parameters.
+Knows model formats, the request's options and deltas, and the constraint that the request's tools put on the output.
+Does not know answer shapes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ log = get_logger(__name__)
 
 def make_output_reader(
     body: ChatRequest, choice: ToolChoice, params: SamplingParams, prompt: Prompt, context: RequestContext,
-) -> ChatOutputReader | None:  # fmt: skip
-    """None: outputs are plain content. Adds the constraint of the request's tool calls to `params`.
+) -> tuple[SamplingParams, ChatOutputReader | None]:  # fmt: skip
+    """The parameters with the constraint of the request's tool calls, and a reader; None: outputs are plain content.
 
     Raises:
         ApiError: 400: the model's call format is unknown, or the request has two constraints on its output.
@@ -62,12 +62,11 @@ def make_output_reader(
     kwargs = body.chat_template_kwargs
     reading = formats.output_format(choice.tools, choice.must, reasoning_open, kwargs)
     if reading is None:
-        return None
+        return params, None
     level = state.config.server.tool_strict_level
     reasons = may_reason(body, state)
     if params.structured_outputs is None:
         constraint = tool_constraint(body, choice, formats, reasoning_open, level, reasons)
-        params.structured_outputs = constraint
     elif choice.must:
         said = params.structured_outputs.field_name
         raise invalid(f"`{said}` and a `tool_choice` that forces a tool call cannot be combined: an output has one constraint; leave one of them out", said)  # fmt: skip
@@ -75,20 +74,19 @@ def make_output_reader(
         calls = call_parts(formats.tools, choice.tools, body.parallel_tool_calls, level) if choice.tools else []  # fmt: skip
         options = state.config.structured.structured_outputs_config
         thoughts = None if structured_options(options).enable_in_reasoning else formats.reasoning
-        params.structured_outputs = answer_or_calls(
+        constraint = answer_or_calls(
             params.structured_outputs, thoughts, reasoning_open, calls, reasons
         )
-    if reading.markers_are_special:
-        params.skip_special_tokens = False
-    skip = params.skip_special_tokens
+    skip = params.skip_special_tokens and not reading.markers_are_special
 
     def decode(tokens: list[int]) -> str:
         return engine.decode(tokens, skip_special=skip)
 
-    return ChatOutputReader(
+    reader = ChatOutputReader(
         reading, decode, include_reasoning=body.include_reasoning, parallel=body.parallel_tool_calls,
         named=choice.kind == "named",
     )  # fmt: skip
+    return params.settled(structured_outputs=constraint, skip_special_tokens=skip), reader
 
 
 def may_reason(body: ChatRequest, state: ServerState) -> bool:
