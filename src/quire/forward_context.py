@@ -35,6 +35,15 @@ def _none() -> np.ndarray:
 
 
 @dataclass(slots=True)
+class EncoderStates:
+    """The encoder's states that the rows of a step attend to (`layers/cross_attention.py`)."""
+
+    lengths: list[int]  # by row of the batch
+    new_rows: list[int]  # indices in B of the rows whose keys and values this step writes
+    states_SD: Tensor | None = None  # of these, one row after the other; a hook sets it
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """One step, as tensors. Row b has the tokens query_start_B1[b] : query_start_B1[b + 1]."""
 
@@ -64,6 +73,7 @@ class ForwardBatch:
     extras: dict[str, Tensor] = field(default_factory=dict)
     # embeddings that hooks put in the place of some tokens': (which of the T tokens [N], [N, D]), applied in order
     embeddings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    encoder: EncoderStates | None = None  # of a model with cross attention
     # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
     # if ranks compute the other tokens of the step (prefill context parallelism): `slots` has the slots of all tokens, by place

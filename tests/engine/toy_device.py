@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quire.executor.messages import decode_up, encode
-from quire.kvcache.specs import CacheGroup, WindowSpec
+from quire.kvcache.specs import CacheGroup, CrossAttentionSpec, WindowSpec
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.tensor_data import TensorData
@@ -44,6 +44,8 @@ class ToyRow:
     drafts: list[int] = field(default_factory=list)
     spoilt: bool = False
     pools: bool = False  # it draws no tokens; its output is a tensor
+    states: int = 0  # of the encoder, whose KV its first step writes
+    states_written: bool = False
 
 
 def histories(sequence: list[int], value: int = 1) -> list[int]:
@@ -257,7 +259,7 @@ class ToyDevice:
         assert new.adapter == kin[0]
         self.rows[new.row] = ToyRow(
             new.id, kin, list(new.tokens), new.num_computed_tokens, blocks, step,
-            pools=isinstance(new.params, PoolingParams),
+            pools=isinstance(new.params, PoolingParams), states=new.num_encoder_tokens,
         )  # fmt: skip
         self.entered_at.setdefault(new.id, step)
 
@@ -269,19 +271,33 @@ class ToyDevice:
 
     def _write(self, row: ToyRow, sequence: list[int], start: int, end: int) -> None:
         history = histories(sequence)
-        for g in range(len(self.groups)):
+        for g, group in enumerate(self.groups):
+            if isinstance(group.spec, CrossAttentionSpec):
+                if not row.states_written:
+                    for position in range(row.states):
+                        at = self._at(row, g, position)
+                        assert at >= self.bs, "a state is written to the null block"
+                        self.memory[at] = (g, row.id, position)
+                continue
             for position in range(start, end):
                 at = self._at(row, g, position)
                 assert at >= self.bs, f"group {g}: position {position} is written to the null block"
                 self.memory[at] = (
                     POISON if row.spoilt else (g, sequence[position], row.kin, history[position])
                 )
+        row.states_written = True
 
     def _read(self, row: ToyRow, sequence: list[int], start: int, end: int) -> bool:
         """Check all KV that the new positions read; True if some of it is spoilt."""
         spoilt = False
         history = histories(sequence)
         for g, group in enumerate(self.groups):
+            if isinstance(group.spec, CrossAttentionSpec):
+                assert len(row.blocks[g]) == -(-row.states // self.bs)
+                for position in range(row.states):
+                    found = self.memory[self._at(row, g, position)]
+                    assert found == (g, row.id, position), f"{row.id} reads someone else's states"
+                continue
             first = 0
             if isinstance(group.spec, WindowSpec):
                 first = max(0, start - group.spec.window + 1)

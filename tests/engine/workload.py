@@ -21,7 +21,7 @@ from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.checkpoints import CheckpointPool
 from quire.kvcache.manager import KVManager
-from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
+from quire.kvcache.specs import CacheGroup, CacheSpec, CrossAttentionSpec, WindowSpec
 from quire.protocol.output import EngineOutput
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import Abort, EngineRequest
@@ -30,6 +30,8 @@ from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import NO_ROW
 from quire.scheduler.scheduler import Scheduler
+
+MOST_STATES = 21  # of an encoder
 
 
 class OneAdapterGate(Gate):
@@ -270,6 +272,7 @@ def draw_setting(seed: int) -> Setting:
     drafts = rng.choice([0, 0, 1, 3])
     depth = rng.choice([1, 2, 3, 4])
     groups = draw_groups(rng)
+    cross = random.Random(~seed ^ 6).random() < 0.12
     by_priority = rng.random() < 0.5
     limits = SchedulerLimits(
         max_rows=rng.randint(1, 8),
@@ -294,6 +297,9 @@ def draw_setting(seed: int) -> Setting:
         )
     per_group = -(-(46 + (drafts + 1) * depth) // size) + 1 + (1 if size == 1 else 0)
     num_blocks = 1 + per_group * len(groups) + rng.choice([0, 1, 3, 40])
+    if cross:
+        groups.append(CacheGroup(CrossAttentionSpec(1, 1, 1, "int8", MOST_STATES), (len(groups),)))
+        num_blocks += -(-MOST_STATES // size)
     pool = BlockPool(num_blocks, len(groups))
     gate, late = OneAdapterGate(), LateGate()
     witness = WitnessGate(late)
@@ -327,7 +333,9 @@ def draw_setting(seed: int) -> Setting:
     )
     pool.listeners += [store, prefetch]
     device.failing_steps *= store.rng.choice([1, 5])
-    if device.states is None or kv.caching:  # else nothing says where a state can continue
+    if not cross and (
+        device.states is None or kv.caching
+    ):  # else nothing says where a state can continue
         gates += [loading, prefetch]
     scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
     core = EngineCore(scheduler, device, depth)
@@ -339,7 +347,7 @@ def draw_setting(seed: int) -> Setting:
 
 
 def draw_requests(s: Setting) -> None:
-    rng = s.rng
+    rng, states = s.rng, 0
     shared = [rng.randrange(VOCAB) for _ in range(12)]
     for i in range(rng.randint(1, 18)):
         prompt = shared[: rng.randint(0, 12)] + [
@@ -366,6 +374,8 @@ def draw_requests(s: Setting) -> None:
         )
         if params.ignore_eos:
             params.eos_token_ids = []
+        if s.scheduler.kv.max_encoder_len:
+            states = random.Random(len(prompt) + i).randint(1, MOST_STATES)
         if s.pooling and random.Random(len(prompt) * i).random() < s.pooling:
             params = PoolingParams(skip_reading_prefix_cache=params.skip_reading_prefix_cache)
         asked = EngineRequest(
@@ -374,6 +384,7 @@ def draw_requests(s: Setting) -> None:
             adapter=rng.choice([None, None, "a", "bb"]),
             salt=rng.choice(["", "", "x"]),
             tenant="aab"[i % 3],
+            num_encoder_tokens=states,
         )  # fmt: skip
         s.arrivals.append(asked)
         s.device.kin[asked.id] = (asked.adapter, asked.salt)
@@ -463,7 +474,7 @@ def moves(s: Setting, check: Check) -> None:
         held = sum(block != NULL_BLOCK for column in request.blocks for block in column)
         limits = scheduler.limits
         step = limits.max_tokens_in_flight + limits.lookahead
-        most = scheduler.kv.max_blocks(request.limit, step)
+        most = scheduler.kv.max_blocks(request.limit, step, request.num_encoder_tokens)
         assert held <= most, f"{request.id} holds {held} blocks, and {most} are enough"
 
 

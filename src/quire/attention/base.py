@@ -18,7 +18,7 @@ from quire.attention.kv_quantization import Part, parts
 from quire.attention.names import BACKENDS
 from quire.errors import ConfigError
 from quire.forward_context import ForwardBatch
-from quire.kvcache.specs import ELEMENTS, CacheSpec, WindowSpec
+from quire.kvcache.specs import ELEMENTS, CacheSpec, CrossAttentionSpec, WindowSpec
 from quire.logging import get_logger
 
 log = get_logger(__name__)
@@ -37,6 +37,7 @@ class AttentionSpec:
         cache: the tensors that the backend's `cache_parts` describes; None until they are allocated.
         causal: False: a token attends to all tokens of its row, also to later ones. The row's prompt must be one step.
         latent: a value is the first v_head_dim features of its key, so the cache has keys only (MLA).
+        max_encoder_len: the context of a row is its encoder's states, this many at most; None: its tokens.
     """
 
     num_heads: int
@@ -50,11 +51,14 @@ class AttentionSpec:
     cache: Any = None
     causal: bool = True
     latent: bool = False
+    max_encoder_len: int | None = None
 
     def cache_spec(self, dtype: str) -> CacheSpec:
         """The KV cache of this layer; dtype: name of the element type (kvcache/specs.py)."""
         v_head_dim = 0 if self.latent else self.v_head_dim
         sizes = (self.num_kv_heads, self.head_dim, v_head_dim, dtype)
+        if self.max_encoder_len is not None:
+            return CrossAttentionSpec(*sizes, max_encoder_len=self.max_encoder_len)
         return CacheSpec(*sizes) if self.window is None else WindowSpec(*sizes, window=self.window)
 
 
@@ -98,7 +102,7 @@ class Needs:
             windows=any(spec.window is not None for spec in found),
             softcap=any(spec.softcap is not None for spec in found),
             sinks=any(spec.sinks is not None for spec in found),
-            non_causal=not all(spec.causal for spec in found),
+            non_causal=not all(spec.causal or spec.max_encoder_len for spec in found),
             latent=any(spec.latent for spec in found),
             block_size=block_size,
         )

@@ -5,7 +5,7 @@ the frontend call their methods and know none by name. docs/design/adding-a-feat
 
 Each process makes one object for each enabled feature, and calls these methods:
 
-    frontend    request_extra, answer, usage
+    frontend    request_extra, num_encoder_tokens, answer, usage
     engine      begin, models, limits, waiting_queue, plug_into_engine, and the methods of EngineListener
     worker      begin, models, memory, plug_into_worker        the engine's object, if the worker is in the engine's process
 
@@ -30,8 +30,9 @@ from quire.scheduler.waiting_queue import WaitingQueue
 if TYPE_CHECKING:
     from quire.kvcache.manager import PrefixLimit
     from quire.parallel.layout import RankLayout
-    from quire.worker.build import WorkerInfo, WorkerParts
+    from quire.worker.build import WorkerParts
     from quire.worker.memory_plan import MemoryLine
+    from quire.worker.worker_info import WorkerInfo
 
 
 @dataclass
@@ -132,6 +133,11 @@ class Feature(EngineListener):
             ValidationError: the feature cannot serve the request.
         """
         return None
+
+    def num_encoder_tokens(self, extra: bytes) -> int:
+        """How many states the encoder of a model with cross attention makes of what `request_extra` returned. The feature's hook
+        puts them into `ForwardBatch.encoder` when the request's row is new there."""
+        return 0
 
     def answer(self, details: Sequence[Any]) -> Any:
         """What `CompletionOutput.details` says of a finished output. `details`: what the gate added to the outputs of its steps

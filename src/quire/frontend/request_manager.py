@@ -180,6 +180,7 @@ class RequestManager:
             if (extra := feature.request_extra(accepted.params)) is not None:
                 for child in accepted.children:
                     child.extras[feature.name] = extra
+                    child.num_encoder_tokens += feature.num_encoder_tokens(extra)
 
     def need_pooling(self, what: str) -> pooling.PoolingInputs:
         """Raises ValidationError: `what` needs a pooling model."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import NamedTuple
 
-from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
+from quire.kvcache.specs import CacheGroup, CacheSpec, CrossAttentionSpec, WindowSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,24 @@ class CacheLayout:
 
 
 def max_blocks(
-    groups: Sequence[CacheGroup], block_size: int, num_tokens: int, max_step_tokens: int
+    groups: Sequence[CacheGroup],
+    block_size: int,
+    num_tokens: int,
+    max_step_tokens: int,
+    num_encoder_tokens: int | None = None,
 ) -> int:
-    """The most blocks that one request of num_tokens has at once, over all groups."""
+    """The most blocks that one request of num_tokens has at once, over all groups. `num_encoder_tokens`: None: the most."""
     whole = -(-num_tokens // block_size)
     total = 0
     for group in groups:
         if isinstance(group.spec, WindowSpec):
             most_in_window = -(-(group.spec.window + max_step_tokens) // block_size) + 1
             total += min(whole, most_in_window)
+        elif isinstance(group.spec, CrossAttentionSpec):
+            longest = group.spec.max_encoder_len
+            total += -(
+                -(longest if num_encoder_tokens is None else num_encoder_tokens) // block_size
+            )
         else:
             total += whole
     return total
@@ -77,18 +86,19 @@ def max_blocks(
 def layout(specs: Sequence[CacheSpec], block_size: int, max_model_len: int) -> CacheLayout:
     """Group layers 0 .. len(specs) - 1. A window of at least max_model_len tokens counts as full attention.
 
-    A model without attention gets one group without layers: its blocks count tokens and cost no memory.
+    A model that keeps nothing of its tokens gets a group without layers: its blocks count tokens and cost no memory.
     """
+    counting = CacheGroup(CacheSpec(0, 0, 0, "int8"), ())
     if not specs:
-        return CacheLayout((CacheGroup(CacheSpec(0, 0, 0, "int8"), ()),), block_size, 0)
+        return CacheLayout((counting,), block_size, 0)
     effective = [_effective(spec, max_model_len) for spec in specs]
-    kinds: dict[int, list[int]] = {}  # window, or 0 -> layers
+    kinds: dict[tuple[int, int], list[int]] = {}  # order and length -> layers
     for layer, spec in enumerate(effective):
-        kinds.setdefault(spec.window if isinstance(spec, WindowSpec) else 0, []).append(layer)
+        kinds.setdefault(_kind(spec), []).append(layer)
     size = min(len(layers) for layers in kinds.values())
-    groups = []
-    # Full attention first: these groups need a prefix without gaps.
-    for _, layers in sorted(kinds.items(), key=lambda kind: kind[0] > 0):
+    # Groups of tokens first: the first one says how many tokens a request has room for.
+    groups = [counting] if all(isinstance(spec, CrossAttentionSpec) for spec in effective) else []
+    for _, layers in sorted(kinds.items(), key=lambda kind: kind[0][0]):
         count = -(-len(layers) // size)
         share = -(-len(layers) // count)  # groups of a kind as equal as possible
         parts = [layers[first : first + share] for first in range(0, len(layers), share)]
@@ -126,6 +136,13 @@ def _cost(groups: Sequence[CacheGroup]) -> int:
         shared[0].spec.bytes_per_token * max(len(part.layers) for part in shared)
         for shared in by_shape(groups).values()
     )
+
+
+def _kind(spec: CacheSpec) -> tuple[int, int]:
+    """Equal for layers that keep the same. Full attention first: these groups need a prefix without gaps."""
+    if isinstance(spec, CrossAttentionSpec):
+        return 2, spec.max_encoder_len
+    return (1, spec.window) if isinstance(spec, WindowSpec) else (0, 0)
 
 
 def _effective(spec: CacheSpec, max_model_len: int) -> CacheSpec:

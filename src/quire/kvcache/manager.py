@@ -8,7 +8,8 @@ A request's blocks, in one group with a window (`.` is the null block: the real 
                         ^first needed ^capacity
     tokens    |-- published --|-- computed --|-- room --|
 
-A request's block lists have the same length in all groups, so one number, `capacity`, says how many tokens fit.
+A request's block lists have the same length in all groups of tokens, so one number, `capacity`, says how many tokens fit.
+Groups of cross attention come last. Their lists are as long as the encoder's states need, and never grow.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.layout import max_blocks
-from quire.kvcache.specs import CacheGroup, WindowSpec
+from quire.kvcache.specs import CacheGroup, CrossAttentionSpec, WindowSpec
 from quire.protocol.request import MediaItem
 
 
@@ -27,6 +28,7 @@ class CachedRequest(Protocol):
     """The fields of a request that the manager uses."""
 
     tokens: list[int]
+    num_encoder_tokens: int
     num_computed_tokens: int
     blocks: list[list[int]]
     capacity: int
@@ -69,7 +71,13 @@ class KVManager:
     ):
         self.limits = limits
         self.pool, self.groups = pool, list(groups)
-        self.block_size, self.caching = block_size, caching
+        self.block_size = block_size
+        self.max_encoder_len = max(
+            (g.spec.max_encoder_len for g in groups if isinstance(g.spec, CrossAttentionSpec)),
+            default=0,
+        )
+        # With cross attention, keys and values of tokens depend on the encoder's states too, which no hash covers.
+        self.caching = caching and not self.max_encoder_len
         self.hasher = hasher or Hasher(block_size)
         self.windows = [
             (g, group.spec) for g, group in enumerate(groups) if isinstance(group.spec, WindowSpec)
@@ -77,15 +85,19 @@ class KVManager:
         self.unbounded = [
             g for g, group in enumerate(groups) if not isinstance(group.spec, WindowSpec)
         ]
+        self.num_token_groups = sum(
+            not isinstance(group.spec, CrossAttentionSpec) for group in groups
+        )
 
     # -- sizes ----------------------------------------------------------------------------------
     @property
     def usage(self) -> float:
         return 1.0 - len(self.pool.free) / max(self.pool.usable, 1)
 
-    def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """How many blocks a request of num_tokens may have at once, over all groups."""
-        return max_blocks(self.groups, self.block_size, num_tokens, max_step_tokens)
+    def max_blocks(self, num_tokens: int, max_step_tokens: int, num_encoder_tokens: int = 0) -> int:
+        """How many blocks a request of these sizes may have at once, over all groups."""
+        sizes = num_tokens, max_step_tokens, num_encoder_tokens
+        return max_blocks(self.groups, self.block_size, *sizes)
 
     # -- prefixes -------------------------------------------------------------------------------
     def match(self, request: CachedRequest) -> tuple[int, Prefix]:
@@ -156,8 +168,13 @@ class KVManager:
         """
         start = num_cached_tokens + num_loaded
         num_blocks = -(-(start + num_tokens) // self.block_size)
-        columns, num_new = [], []
+        columns: Prefix = []
+        num_new: list[int] = []
         for column, group in zip(prefix, self.groups, strict=True):
+            if isinstance(group.spec, CrossAttentionSpec):
+                columns.append([])
+                num_new.append(-(-request.num_encoder_tokens // self.block_size))
+                continue
             outside = group.spec.first_needed(start) // self.block_size
             kept = [NULL_BLOCK] * outside + column[outside:]
             columns.append(kept)
@@ -180,7 +197,7 @@ class KVManager:
     def grow(
         self, request: CachedRequest, num_tokens: int, ahead: int = 0
     ) -> list[list[int]] | None:
-        """Take the blocks that num_tokens more need and return them by group; None if there are too few.
+        """Take the blocks that num_tokens more need and return them by group of tokens; None if there are too few.
 
         Blocks that left a window are released first, and stay released in any case. `ahead`: with blocks for so many tokens
         more, if they are free.
@@ -192,12 +209,12 @@ class KVManager:
             return []
         if self.windows:
             self._leave_windows(request)
-        if num_ahead * len(self.groups) <= len(self.pool.free):
+        if num_ahead * self.num_token_groups <= len(self.pool.free):
             num_blocks = num_ahead
-        if num_blocks * len(self.groups) > len(self.pool.free):
+        if num_blocks * self.num_token_groups > len(self.pool.free):
             return None
-        new_blocks = [self._allocate(num_blocks) for _ in self.groups]
-        for column, new in zip(request.blocks, new_blocks, strict=True):
+        new_blocks = [self._allocate(num_blocks) for _ in range(self.num_token_groups)]
+        for column, new in zip(request.blocks, new_blocks, strict=False):
             column += new
         request.capacity += num_blocks * self.block_size
         return new_blocks

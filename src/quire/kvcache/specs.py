@@ -6,6 +6,8 @@ model.
 
     full attention      every token, as long as the request runs
     sliding window      the last `window` tokens; older blocks are released
+    cross attention     the states that an encoder made of the request's other input, as many as it has, as long as the
+                        request runs; they are written when the request enters, and only read afterwards
     recurrent state     one state of fixed size for each request, whatever its length; it is not in blocks
                         (docs/design/recurrent-state.md)
 """
@@ -64,6 +66,13 @@ class WindowSpec(CacheSpec):
 
     def first_needed(self, position: int) -> int:
         return max(0, position - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttentionSpec(CacheSpec):
+    """Keys and values of the encoder's states of a request: `Request.num_encoder_tokens`, at most `max_encoder_len`."""
+
+    max_encoder_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.model_sizes import model_size
-from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.kvcache.specs import CacheSpec, CrossAttentionSpec, WindowSpec
 from quire.protocol.plan import StepPlan, StepResult, WorkItem
 
 FLOPS, READ, WRITTEN = "flops", "read_bytes", "write_bytes"
@@ -71,6 +71,9 @@ class StepCosts:
         read = written = 0
         for spec, count in self.kinds:
             each, end = count * spec.bytes_per_token, start + item.num_tokens
+            if isinstance(spec, CrossAttentionSpec):
+                read += each * spec.max_encoder_len
+                continue
             read += each * (end - spec.first_needed(start))
             written += each * item.num_tokens
         return float(read), float(written)
@@ -89,7 +92,9 @@ def _mlp(config: dict[str, Any], hidden: int) -> int:
 
 
 def _looked_at(spec: CacheSpec, start: int, num_tokens: int) -> int:
-    """How many positions the tokens attend to in total, each token's own included."""
+    """How many positions the tokens attend to in total, each token's own included; of an encoder's states, at most."""
+    if isinstance(spec, CrossAttentionSpec):
+        return num_tokens * spec.max_encoder_len
     end, window = start + num_tokens, spec.window if isinstance(spec, WindowSpec) else 0
     if not window:
         return _up_to(end) - _up_to(start)

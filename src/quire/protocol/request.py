@@ -55,6 +55,8 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     engine: int | None = None  # the data parallel rank of the engine that must serve it; None: any
     # data of features by their names, for their gates and hooks (engine/feature.py)
     extras: dict[str, bytes] = {}
+    # states that the model's encoder makes of the request's other input; 0: the model has no cross attention
+    num_encoder_tokens: int = 0
 
 
 class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):

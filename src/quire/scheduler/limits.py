@@ -58,7 +58,11 @@ class SchedulerLimits:
             return "the prompt is empty: a request needs at least one token"
         if num_prompt + max_tokens > self.max_length:
             return f"{sizes}: that exceeds max_model_len={self.max_length}"
-        num_blocks = kv.max_blocks(num_prompt + max_tokens, self.max_tokens_in_flight)
+        if reason := _wrong_encoder_input(request.num_encoder_tokens, kv.max_encoder_len):
+            return reason
+        num_blocks = kv.max_blocks(
+            num_prompt + max_tokens, self.max_tokens_in_flight, request.num_encoder_tokens
+        )
         if num_blocks > kv.pool.usable:
             return (
                 f"{sizes}: that needs {num_blocks} KV blocks of {kv.block_size} tokens and there are"
@@ -74,3 +78,19 @@ class SchedulerLimits:
         if 0 < self.max_waiting_tokens < waiting.num_tokens + len(request.tokens):
             return f"{waiting.num_tokens} prompt tokens are already waiting (max_num_queued_tokens)"
         return None
+
+
+def _wrong_encoder_input(num_states: int, max_states: int) -> str | None:
+    """Why a request with an encoder input of this length cannot run, or None. max_states: 0: no cross attention."""
+    if num_states and not max_states:
+        return "the request has an input for an encoder, and the model has no cross attention"
+    if num_states > max_states:
+        return (
+            f"the encoder makes {num_states} states of the request's input, and the model attends to"
+            f" {max_states} at most; shorten the input"
+        )
+    if max_states and not num_states:
+        return (
+            "the model attends to an encoder's states, and the request has no input for the encoder"
+        )
+    return None

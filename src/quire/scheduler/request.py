@@ -43,6 +43,7 @@ class Request:
     min_length: int  # tokens it must have before a stop token ends it
     arrived: float
     tenant: str = ""  # the owner of the API key, where that affects the order
+    num_encoder_tokens: int = 0  # states of the encoder that its tokens attend to
     is_subrequest: bool = False  # its end is not counted in the statistics
     extras: dict[str, bytes] = field(default_factory=dict)  # by feature name, for gates and hooks
 
@@ -92,6 +93,7 @@ class Request:
             min_length=min_length,
             arrived=received.arrived,
             tenant=received.tenant,
+            num_encoder_tokens=received.num_encoder_tokens,
             is_subrequest=received.is_subrequest,
             extras=received.extras,
         )

@@ -255,7 +255,7 @@ class Scheduler:
             EnteredRow(
                 request.row, request.id, list(request.tokens), request.num_prompt, num_cached_tokens,
                 [list(column) for column in request.blocks], request.params, request.adapter, request.extras,
-                list(request.media),
+                list(request.media), request.num_encoder_tokens,
             )
         )  # fmt: skip
         builder.add_work(request, num_tokens, [], self.limits.drafts)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from quire.config.engine import ModelSpec, Resolved
-from quire.kvcache.specs import CacheSpec, WindowSpec
+from quire.kvcache.specs import CacheSpec, CrossAttentionSpec
 from quire.logging import get_logger
 from quire.parallel.layout import RankLayout
 from quire.parallel.rank_address import RankAddress
@@ -26,6 +26,7 @@ from quire.plugins import load_plugins
 from quire.startup_timer import Report, StartupStages, no_report, table
 from quire.worker.forecast import ForecastSpecs, forecast_specs, plan_memory
 from quire.worker.memory_plan import GIB, MemoryLine, MemoryPlan, make_plan
+from quire.worker.worker_info import WorkerInfo, fields_of
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
@@ -43,27 +44,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 ALONE, ALL = RankAddress(), Ranks()
-
-
-class WorkerInfo(msgspec.Struct):
-    """What a worker reports when it is built: all that the engine must know about it."""
-
-    # for each layer the fields of its spec; window 0: no window
-    specs: list[tuple[int, int, int, str, int]]
-    num_blocks: int
-    max_model_len: int
-    max_num_seqs: int
-    model_impl: str
-    prefix_caching: bool
-    state_bytes: int  # recurrent states of all rows, and their checkpoints
-    num_checkpoints: int
-    stages: list[tuple[str, float]]
-
-    def layer_specs(self) -> list[CacheSpec]:
-        return [
-            WindowSpec(*spec[:4], window=spec[4]) if spec[4] else CacheSpec(*spec[:4])
-            for spec in self.specs
-        ]
 
 
 @dataclass
@@ -295,7 +275,7 @@ def describe(
     )
     shares_prefixes &= all(layer.spec.causal for layer in model.attention_layers())
     return WorkerInfo(
-        specs=[_flat(spec) for spec in specs],
+        specs=[fields_of(spec) for spec in specs],
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
@@ -367,11 +347,16 @@ def build_batcher(resolved: Resolved, platform: Platform, plan: MemoryPlan) -> I
 
     lengths = resolved.max_num_seqs, plan.max_model_len
     sizes = (*lengths, len(plan.layout.groups), resolved.block_size)
+    encoder_lens = {
+        number: group.spec.max_encoder_len
+        for number, group in enumerate(plan.layout.groups)
+        if isinstance(group.spec, CrossAttentionSpec)
+    }
     if "triton" not in platform.kernels:
-        return InputBatchBuilder(RequestRows(*sizes, platform.device))
+        return InputBatchBuilder(RequestRows(*sizes, platform.device, encoder_lens))
     from quire.worker.device_rows import DeviceInputBatchBuilder, DeviceRows
 
-    return DeviceInputBatchBuilder(DeviceRows(*sizes, platform.device))
+    return DeviceInputBatchBuilder(DeviceRows(*sizes, platform.device, encoder_lens))
 
 
 def build_sampler_ops(platform: Platform) -> SamplerOps:
@@ -403,6 +388,7 @@ def build_model_input(
     layers = model.attention_layers()
     capturable = model.capturable and (layers or model.state_layers())
     capturable = capturable and all(layer.backend.can.graphs for layer in layers[:1])
+    capturable = capturable and not any(layer.spec.max_encoder_len for layer in layers)
     if capturer is None or not capturable or resolved.config.parallel.enforce_eager:
         return model_input
     max_blocks = -(-(plan.max_model_len + 1) // resolved.block_size)
@@ -412,8 +398,3 @@ def build_model_input(
     return GraphModelInput(
         model_input, capturer, sizes, max_blocks, plan.max_model_len, null_row=resolved.max_num_seqs
     )
-
-
-def _flat(spec: CacheSpec) -> tuple[int, int, int, str, int]:
-    window = spec.window if isinstance(spec, WindowSpec) else 0
-    return spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.dtype, window

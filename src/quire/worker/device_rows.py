@@ -11,7 +11,7 @@ Shape suffixes: T tokens, B rows of the step, R rows, L token positions, M block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -38,8 +38,10 @@ class DeviceRows(RequestRows):
         num_groups: int,
         block_size: int,
         device: torch.device | str = "cpu",
+        max_encoder_lens: Mapping[int, int] | None = None,
     ):
-        super().__init__(max_rows, max_model_len, num_groups, block_size, device)
+        sizes = (max_rows, max_model_len, num_groups, block_size)
+        super().__init__(*sizes, device, max_encoder_lens)
         self.tables = [lazy_zeros(blocks.shape, torch.int32, self.device) for blocks in self.blocks]
         self.pieces: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
         self.num_staged = 0
@@ -136,7 +138,8 @@ class DeviceInputBatchBuilder(InputBatchBuilder):
         spans = (rows_B, starts_B1, firsts_B, counts.num_tokens, max(counts.query_lens))
         ids_T, positions_T = gather(rows.token_ids_RL, *spans)
         width = -(-counts.longest // rows.block_size)
-        return counts.batch(
+        return self.with_encoder(
+            counts,
             token_ids_T=ids_T,
             positions_T=positions_T,
             extras=self._rope_positions(counts, positions_T),

@@ -88,7 +88,8 @@ class InputBatchBuilder:
             position_T += np.repeat(start_B - starts_B1[:-1], counts.count_B)
         tables, slots = self._tables_and_slots(rows_B, row_T, position_T, counts.longest)
         tensor = self.rows.tensor
-        return counts.batch(
+        return self.with_encoder(
+            counts,
             token_ids_T=self.rows.tokens(row_T, position_T),
             positions_T=(positions_T := tensor(position_T)),
             extras=self._rope_positions(counts, positions_T),
@@ -99,6 +100,14 @@ class InputBatchBuilder:
             slots=slots,
             sample_at_S=tensor(counts.sample_at_S),
         )
+
+    def with_encoder(self, counts: StepCounts, **tensors: Any) -> ForwardBatch:
+        """The batch, with the encoder's states of its rows, if the model has cross attention."""
+        batch = counts.batch(**tensors)
+        rows = self.rows
+        if rows.encoder is not None:
+            rows.encoder.add_to(batch, counts.rows_B, rows.blocks, rows.tensor)
+        return batch
 
     def count(self, plan: StepPlan) -> StepCounts:
         """Compute what the host knows of a step, and advance the rows. Raises: as `build`."""

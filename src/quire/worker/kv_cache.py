@@ -129,7 +129,8 @@ def choose_attention(
     """The backend of a model with these layers, which computes in `dtype`.
 
     Raises:
-        ConfigError: none supports every layer, or chunks of prompts are on and tokens attend to later ones.
+        ConfigError: none supports every layer; chunks of prompts are on and tokens attend to later ones; ranks share the
+            context of a model with cross attention.
     """
     needs = Needs.of(
         (layer.spec for layer in layers),
@@ -138,6 +139,15 @@ def choose_attention(
         kv_dtype=resolved.kv_dtype_for(dtype),
         block_size=resolved.block_size,
     )
+    parallel = resolved.config.parallel
+    splits_context = max(
+        parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    )
+    if splits_context > 1 and any(layer.spec.max_encoder_len for layer in layers):
+        raise ConfigError(
+            "ranks cannot share the context of a model with cross attention: set"
+            " prefill_context_parallel_size and decode_context_parallel_size to 1"
+        )
     if needs.non_causal and resolved.chunked_prefill:
         raise ConfigError(
             "tokens of this model attend to later tokens, so a prompt must be computed in one step:"

@@ -12,7 +12,7 @@ Shape suffixes: R rows, L token positions, M blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -21,12 +21,16 @@ from torch import Tensor
 from quire.platforms.memory import lazy_zeros
 from quire.protocol.plan import EnteredRow, WorkItem
 from quire.protocol.sampling_params import SamplingParams
+from quire.worker.encoder_rows import EncoderRows
 
 MAX_TOKEN_ID = 2**31 - 1
 
 
 class RequestRows:
-    """State of up to `max_rows` requests. `enter` takes a row and `leave` frees it."""
+    """State of up to `max_rows` requests. `enter` takes a row and `leave` frees it.
+
+    max_encoder_lens: by KV group of cross attention, the most encoder states of a row; None: there is no such group.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class RequestRows:
         num_groups: int,
         block_size: int,
         device: torch.device | str = "cpu",
+        max_encoder_lens: Mapping[int, int] | None = None,
     ):
         self.max_rows, self.max_model_len, self.block_size = max_rows, max_model_len, block_size
         self.device = torch.device(device)
@@ -50,7 +55,10 @@ class RequestRows:
         self.accepts_drafts = np.zeros(max_rows, bool)  # the model output sets it
         # how many of these, the last ones, are draft tokens
         self.num_drafts = np.zeros(max_rows, np.int64)
-        max_blocks = -(-(max_model_len + 1) // block_size)
+        encoder_lens = max_encoder_lens or {}
+        groups = sorted(encoder_lens)
+        self.encoder = EncoderRows(groups, max_rows, block_size) if groups else None
+        max_blocks = -(-max([max_model_len + 1, *encoder_lens.values()]) // block_size)
         self.blocks = [np.zeros((max_rows, max_blocks), np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((max(num_groups, 1), max_rows), np.int64)
         self.params: list[SamplingParams | None] = [None] * max_rows
@@ -85,6 +93,8 @@ class RequestRows:
         self.num_computed_tokens[row] = new.num_computed_tokens
         self.num_drafts[row] = 0
         self.num_blocks[:, row] = 0
+        if self.encoder is not None:
+            self.encoder.enter(row, new.num_encoder_tokens)
         self.add_blocks(row, new.blocks)
 
     def write_tokens(self, row: int, start: int, tokens: Sequence[int]) -> None:

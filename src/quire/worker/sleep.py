@@ -170,7 +170,7 @@ ABSENT: Any = UnloadedModel()
 def collect() -> None:
     """Free unreferenced memory: reference cycles among long-lived objects too, and memory that malloc caches.
 
-    If the process froze its objects for the garbage collector (`engine/engine_process.py`), they are frozen again.
+    If the process froze its objects for the garbage collector (`engine/engine_main.py`), they are frozen again.
     """
     frozen = gc.get_freeze_count()
     gc.unfreeze()
