@@ -184,7 +184,7 @@ def measure_all(shape: shapes.Shape, cache: Path, rows: Sequence[int], steps: in
     import zmq
 
     from benchmarks.offline.runners import Quire
-    from quire.engine.engine_process import FrontendSockets
+    from quire.engine.engine_main import FrontendSockets
 
     path = shapes.checkpoint(shape, "bfloat16", cache)
     most = max(rows)

@@ -81,7 +81,7 @@ IMPORTS_BY_NAME = {  # file: source of the names
     "quire/compat/vllm_parsers.py": "the program, which registers the class of a parser",
     "quire/features/speculation/methods.py": "the class of the user's speculative_config",
     "quire/server/user_middleware.py": "the user's --middleware",
-    "quire/executor/worker_process.py": "the parent, which wrote it as a constant",
+    "quire/executor/worker_main.py": "the parent, which wrote it as a constant",
 }
 GLOBALS = {
     (

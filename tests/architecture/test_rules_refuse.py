@@ -75,8 +75,8 @@ CASES = [
     (
         "children_do_not_search_the_working_directory",
         "quire/a.py",
-        "words = [sys.executable, '-m', 'quire.engine.engine_process']",
-        "words = [sys.executable, '-P', '-m', 'quire.engine.engine_process']",
+        "words = [sys.executable, '-m', 'quire.engine.engine_main']",
+        "words = [sys.executable, '-P', '-m', 'quire.engine.engine_main']",
     ),
     (
         "children_do_not_search_the_working_directory",

@@ -23,7 +23,7 @@ def ranks_of(server: AttackedServer) -> list[int]:
     found = []
     for pid in family(server.process.pid):
         words = Path(f"/proc/{pid}/cmdline").read_text()
-        if "quire.executor.worker_process" in words:
+        if "quire.executor.worker_main" in words:
             found.append(pid)
     return sorted(found)
 

@@ -13,7 +13,7 @@ import zmq
 from test_client import make
 
 from quire.engine.core import EngineCore
-from quire.engine.engine_process import FrontendSockets, StopEngine, stop
+from quire.engine.engine_main import FrontendSockets, StopEngine, stop
 from quire.engine.engine_state import ROOM, Condition, EngineState, StateBoard
 from quire.engine.poison_requests import (
     FORGET_S,

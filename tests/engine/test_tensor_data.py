@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from test_process_client import Place, ask, place  # noqa: F401
 
-from quire.engine.engine_process import FrontendSockets
+from quire.engine.engine_main import FrontendSockets
 from quire.errors import ValidationError
 from quire.executor.messages import decode_up, encode
 from quire.protocol.output import EngineOutput, FromEngine, Reply

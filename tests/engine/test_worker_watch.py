@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from quire.engine import engine_process
+from quire.engine import engine_main
 from quire.errors import EngineDeadError
 
 WHY = "rank 1: the worker's process was ended by SIGKILL"
 
 
 def test_an_idle_engine_ends_and_a_busy_one_finds_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(engine_process, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(engine_main, "LOOK_EVERY_S", 0.001)
     ended = threading.Event()
     core: Any = SimpleNamespace(idle=False, broken=None, inbox=SimpleQueue())
     core.executor = SimpleNamespace(lost=lambda: WHY if ended.is_set() else "")
-    engine_process.watch_workers(core)
+    engine_main.watch_workers(core)
     ended.set()
     with pytest.raises(Empty):
         core.inbox.get(timeout=0.05)

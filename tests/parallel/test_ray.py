@@ -57,7 +57,7 @@ def workers_of_ray() -> list[int]:
         try:
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             actor = Path("/proc", parent, "cmdline").read_text().startswith("ray::")
-            if actor and "quire.executor.worker_process" in (folder / "cmdline").read_text():
+            if actor and "quire.executor.worker_main" in (folder / "cmdline").read_text():
                 found.append(int(folder.name))
         except OSError:
             continue

@@ -19,7 +19,7 @@ from quire.engine import build
 from quire.engine.enabled_features import enabled_features
 from quire.executor.messages import decode_down, decode_up
 from quire.executor.multiproc_executor import MultiprocExecutor
-from quire.executor.worker_process import call, step
+from quire.executor.worker_main import call, step
 from quire.features.lora import memory
 from quire.ops.cpu.bindings import best
 from quire.parallel.layout import RankLayout

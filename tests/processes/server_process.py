@@ -22,7 +22,7 @@ START_S = 200.0  # a busy machine imports torch slowly; a test has 240
 PATIENCE_S = 120.0  # for what is there at once elsewhere
 SOURCE = str(Path(__file__).parents[2] / "src")
 # what runs in a process
-ENGINE, RANK = "quire.engine.engine_process", "quire.executor.worker_process"
+ENGINE, RANK = "quire.engine.engine_main", "quire.executor.worker_main"
 GRAMMAR = "quire.features.structured.grammar_server"
 
 

@@ -13,10 +13,10 @@ import pytest
 from devices import Driver, Executed, TinyModel, enter, follow, generate, make_worker
 
 from quire.errors import ConfigError, EngineDeadError, QuireError, StartupError, StepFailed
-from quire.executor import process as rank_process
+from quire.executor import rank_process
 from quire.executor.inline import InlineExecutor
 from quire.executor.multiproc_executor import MultiprocExecutor
-from quire.executor.process import spawn
+from quire.executor.rank_process import spawn
 from quire.protocol.plan import StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 
@@ -244,7 +244,7 @@ def test_signals_of_the_group_are_for_the_parent(shared):
 
 
 def test_close_ends_the_child(monkeypatch):
-    monkeypatch.setattr("quire.executor.process.END_S", 60.0)
+    monkeypatch.setattr("quire.executor.rank_process.END_S", 60.0)
     process = group("stub_workers:idle", b"")
     assert process.call("anything") == ["anything"]
     child = process.members[0].process
@@ -260,7 +260,7 @@ def test_close_ends_the_child(monkeypatch):
 PARENT = """
 import sys, time
 from quire.executor.multiproc_executor import MultiprocExecutor
-from quire.executor.process import spawn
+from quire.executor.rank_process import spawn
 executor = MultiprocExecutor("stub_workers:idle", [b""], [spawn])
 print(executor.members[0].process.pid, flush=True)
 time.sleep(60)

@@ -25,7 +25,7 @@ from quire.engine.build_executor import build_executor
 from quire.engine.client import EngineClient, InlineClient
 from quire.engine.core import EngineCore
 from quire.engine.enabled_features import enabled_features
-from quire.engine.engine_processes import start_engines
+from quire.engine.engine_launcher import start_engines
 from quire.engine.feature import EngineParts, Feature
 from quire.engine.flight_recorder import FlightRecorder
 from quire.engine.resolve import resolve_config
@@ -46,8 +46,8 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.startup_timer import Report, no_report
 from quire.version import __version__
-from quire.worker.build import WorkerInfo
 from quire.worker.forecast import forecast_weights
+from quire.worker.worker_info import WorkerInfo
 
 
 # -- public ---------------------------------------------------------------------------------------

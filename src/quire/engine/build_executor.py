@@ -32,7 +32,7 @@ def build_executor(
     for feature in features:
         feature.begin()
     if resolved.executor in ("mp", "ray"):
-        from quire.engine.rank_processes import start_ranks
+        from quire.engine.rank_launcher import start_ranks
 
         return start_ranks("quire.engine.build_executor:worker_from_wire", resolved, report)
     make = partial(build_worker, resolved, features, report)

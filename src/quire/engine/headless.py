@@ -20,7 +20,7 @@ import zmq
 from quire.config.engine import Resolved
 from quire.config.parallel.cluster_key import cluster_key
 from quire.engine import remote_link as link
-from quire.engine.engine_processes import EnginePlace, close_all, supervise_local
+from quire.engine.engine_launcher import EnginePlace, close_all, supervise_local
 from quire.engine.engine_state import EngineState
 from quire.engine.process_client import EngineSockets
 from quire.errors import StartupError

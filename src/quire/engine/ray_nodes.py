@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire import env
 from quire.config.engine import Resolved
+from quire.config.parallel.parallel_config import ParallelConfig
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
-from quire.engine.node_fingerprint import local_paths, node_fingerprint
+from quire.engine.remote_rank import node_of
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, StartupError
-from quire.executor.control_port import ControlPort
-from quire.executor.node_supervisor import NodeSupervisor
-from quire.logging import configure, get_logger
+from quire.logging import configure
 from quire.parallel.layout import RankLayout
-from quire.parallel.rank_address import memory_bytes
-
-if TYPE_CHECKING:
-    from quire.executor.multiproc_executor import MultiprocExecutor
-
-log = get_logger(__name__)
 
 INSTALL = "install Ray on all machines: pip install quire[ray]"
 NODE_LABEL = "ray.io/node-id"
@@ -54,31 +45,22 @@ class RayNode:
         env.adopt(environment, NOT_COPIED)
         configure("node")
         found = resolve_config(resolved_from_bytes(resolved).config)
-        shared = memory_bytes(RankLayout.of(found.config.parallel))
-        facts, paths, host = node_fingerprint(found), local_paths(found), env.get("HOST_IP")
-        NodeSupervisor(
-            head, key, number, num_ranks, shared, facts, paths, host,
-            seconds=env.get("NODES_TIMEOUT_S"), follows=False,
-        ).run()  # fmt: skip
+        node_of(found, head, key, number, num_ranks, follows=False).run()
 
 
-class RayRanks:
-    """The placement group and the actors of one engine process.
-
-    Args:
-        count: the number of ranks, of which each gets a CPU of the placement group.
-        seconds: how long to wait for the placement group.
-        others: other engines use the same cluster, so this one does not start it.
-        machine: the number of the machine for all ranks, this one first; None: Ray chooses.
+class RayLauncher:
+    """The placement group and the actors of one engine process: a `RankLauncher` (`rank_launcher.py`).
 
     Raises:
         ConfigError: Ray is not installed, or does not run.
         StartupError: the cluster has no room for the ranks.
     """
 
-    def __init__(
-        self, count: int, seconds: float, others: bool = False, machine: int | None = None
-    ):
+    port = first_rank = 0
+
+    def __init__(self, resolved: Resolved):
+        parallel, seconds = resolved.config.parallel, env.get("NODES_TIMEOUT_S")
+        count, machine = RankLayout.of(parallel).size, machine_of(parallel)
         try:
             import ray
             from ray import util
@@ -87,9 +69,11 @@ class RayRanks:
         self._ray, self._util = ray, util
         if not ray.is_initialized():
             try:
-                ray.init(address="auto" if others else None)
+                # other engines use the same cluster, so this one does not start it
+                ray.init(address="auto" if parallel.data_parallel_size > 1 else None)
             except ConnectionError:
                 raise ConfigError("Ray does not run, and several engines need one cluster: run `ray start --head` before") from None  # fmt: skip
+        self.key = secrets.token_bytes(32)
         self._actors: list[Any] = []
         self._running: list[Any] = []
         self._own = (group := util.get_current_placement_group()) is None
@@ -113,6 +97,8 @@ class RayRanks:
         for bundle, node in sorted(places.items(), key=lambda at: (at[1] != own, at[1], at[0])):
             if sum(map(len, self.bundles.values())) < count:
                 self.bundles.setdefault(node, []).append(bundle)
+        self.counts = {number: len(each) for number, each in enumerate(self.bundles.values())}
+        self.host = str(env.get("HOST_IP") or util.get_node_ip_address())
 
     def _nodes(self) -> list[str]:
         """The machines of the cluster, the driver's first."""
@@ -131,12 +117,7 @@ class RayRanks:
             )
         return [{NODE_LABEL: nodes[machine]}] * count
 
-    @property
-    def counts(self) -> dict[int, int]:
-        """Of ranks: node -> number. The driver's machine comes first."""
-        return {number: len(bundles) for number, bundles in enumerate(self.bundles.values())}
-
-    def start(self, resolved: Resolved, head: tuple[str, int], key: bytes) -> None:
+    def start(self, resolved: Resolved, head: tuple[str, int]) -> None:
         """An actor on each machine."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -148,7 +129,7 @@ class RayRanks:
             actor = self._ray.remote(RayNode).options(num_cpus=1, scheduling_strategy=place)
             self._actors.append(actor.remote())
             self._running.append(self._actors[-1].run.remote(
-                payload, env.for_a_child(), head, key, number, len(bundles)
+                payload, env.for_a_child(), head, self.key, number, len(bundles)
             ))  # fmt: skip
 
     def check(self) -> None:
@@ -160,10 +141,6 @@ class RayRanks:
             except Exception as why:
                 number = self._running.index(one)
                 raise StartupError(f"node {number} of Ray failed: {why}") from None
-
-    def address(self) -> str:
-        """Of this machine, for the others."""
-        return str(env.get("HOST_IP") or self._util.get_node_ip_address())
 
     def close(self) -> None:
         """End the actors, and give the CPUs back. May be called twice. Ray's head may be gone, for which Ray would wait a minute."""
@@ -181,40 +158,11 @@ class RayRanks:
             self._util.remove_placement_group(self._group)
 
 
-def ray_executor(
-    resolved: Resolved, on_port: Callable[[ControlPort, Callable[[bool], None]], MultiprocExecutor]
-) -> MultiprocExecutor:
-    """The executor of ranks that Ray starts.
-
-    Args:
-        on_port: makes it, from a port to which all ranks are connected; its second argument ends the port and the actors.
-
-    Raises:
-        ConfigError, StartupError: Ray is not there, has no room, or a machine of it failed.
-    """
-    parallel, seconds = resolved.config.parallel, env.get("NODES_TIMEOUT_S")
-    machine, engines = None, parallel.data_parallel_size_local
-    if parallel.data_parallel_backend == "ray" and engines:
-        rank, first = parallel.data_parallel_rank or 0, parallel.data_parallel_start_rank or 0
-        machine = (rank - first) // engines
-    others = parallel.data_parallel_size > 1
-    ranks = RayRanks(RankLayout.of(parallel).size, seconds, others, machine)
-    try:
-        key = secrets.token_bytes(32)
-        port = ControlPort(ranks.address(), 0, key, node_fingerprint(resolved), ranks.counts)
-    except BaseException:
-        ranks.close()
-        raise
-    end = partial(_end, port, ranks)
-    try:
-        ranks.start(resolved, (port.host, port.port), key)
-        port.wait(seconds, ranks.check)
-        return on_port(port, end)
-    except BaseException:
-        end(False)
-        raise
-
-
-def _end(port: ControlPort, ranks: RayRanks, ended: bool) -> None:
-    port.close(ended=ended)
-    ranks.close()
+def machine_of(parallel: ParallelConfig) -> int | None:
+    """The number of the machine for all ranks of this engine, this one first; None: Ray chooses."""
+    engines = parallel.data_parallel_size_local
+    if parallel.data_parallel_backend != "ray" or not engines:
+        return None
+    return (
+        (parallel.data_parallel_rank or 0) - (parallel.data_parallel_start_rank or 0)
+    ) // engines

@@ -28,8 +28,8 @@ GONE_S = 10.0
 """Without a message for so long, the other side is gone."""
 MEET_S = 60.0
 """How long both sides wait for the first message of the other."""
-MOST_BYTES = 1 << 28
-AT_ONCE = 256  # messages of one socket that are passed on before another socket's messages
+MAX_MESSAGE_BYTES = 1 << 28
+MAX_MESSAGES = 256  # messages of one socket that are passed on before another socket's messages
 
 
 class Hello(Struct, array_like=True, tag="hello"):
@@ -102,9 +102,9 @@ def read(frames: list[bytes]) -> LinkMessage | tuple[DataHead, list[bytes]]:
 
 
 def waiting(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """The messages that have come, up to AT_ONCE."""
+    """The messages that have come, up to MAX_MESSAGES."""
     found: list[list[bytes]] = []
-    while len(found) < AT_ONCE and socket.poll(0):
+    while len(found) < MAX_MESSAGES and socket.poll(0):
         found.append(socket.recv_multipart())
     return found
 
@@ -129,7 +129,7 @@ def key_pair(secret: bytes, side: str) -> tuple[bytes, bytes]:
 def secured(socket: zmq.Socket[bytes], secret: bytes, is_server: bool) -> None:
     """Set limits and keys of a socket, before it binds or connects."""
     socket.setsockopt(zmq.LINGER, 500)
-    socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, 0)  # the requests that the scheduler admits limit the messages
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.IPV6, 1)

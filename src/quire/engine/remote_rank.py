@@ -9,7 +9,7 @@ import signal
 from types import FrameType
 
 from quire import env
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, Resolved
 from quire.config.parallel.cluster_key import cluster_key
 from quire.engine.node_fingerprint import local_paths, node_fingerprint
 from quire.engine.resolve import resolve_config
@@ -49,20 +49,26 @@ def make_node(config: EngineConfig) -> NodeSupervisor:
             f"headless with nnodes={parallel.nnodes} and node_rank=0: machine 0 has the HTTP server; leave --headless out, or"
             " set both numbers"
         )
-    key = cluster_key(parallel.master_addr)
-    resolved = resolve_config(config)
-    layout = RankLayout.of(parallel)
+    head, key = (parallel.master_addr, parallel.port_of_engine), cluster_key(parallel.master_addr)
+    num_ranks = RankLayout.of(parallel).size // len(parallel.nodes_of_engine)
+    return node_of(resolve_config(config), head, key, parallel.node_rank, num_ranks)
+
+
+def node_of(
+    resolved: Resolved,
+    head: tuple[str, int],
+    key: bytes,
+    number: int,
+    num_ranks: int,
+    follows: bool = True,
+) -> NodeSupervisor:
+    """The ranks of this machine; see `NodeSupervisor`. Raises QuireError: the checkpoint is not here."""
+    shared = memory_bytes(RankLayout.of(resolved.config.parallel))
+    facts, paths = node_fingerprint(resolved), local_paths(resolved)
     return NodeSupervisor(
-        (parallel.master_addr, parallel.port_of_engine),
-        key,
-        parallel.node_rank,
-        layout.size // len(parallel.nodes_of_engine),
-        memory_bytes(layout),
-        node_fingerprint(resolved),
-        local_paths(resolved),
-        host=env.get("HOST_IP"),
-        seconds=env.get("NODES_TIMEOUT_S"),
-    )
+        head, key, number, num_ranks, shared, facts, paths,
+        host=env.get("HOST_IP"), seconds=env.get("NODES_TIMEOUT_S"), follows=follows,
+    )  # fmt: skip
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -147,7 +147,7 @@ class EngineSupervisor:
 
     def _spawn(self, epoch: int, status_fd: int) -> subprocess.Popen[bytes]:
         args = self.folder, epoch, self._frontends, status_fd, os.getpid()
-        return start_child("quire.engine.engine_process", args, self._payload, [status_fd])
+        return start_child("quire.engine.engine_main", args, self._payload, [status_fd])
 
     def _watch(self, child: SupervisedProcess) -> EngineDied | None:
         """Monitor the child until it has died or hangs, and return why; None: this supervisor was closed."""

@@ -1,7 +1,7 @@
 """Executor: sends plans to the workers and returns their results.
 
 Knows the interface between the engine and its workers. Does not know in which process a worker runs: see
-`inline.py` and `process.py`. No torch here.
+`inline.py` and `rank_process.py`. No torch here.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ ESTABLISHED = 1  # of TCP connections, in Linux
 
 
 class RankOnNode:
-    """A rank's process on another machine: a FarProcess (`process.py`), of which this machine only has the connection."""
+    """A rank's process on another machine: a FarProcess (`rank_process.py`), of which this machine only has the connection."""
 
     def __init__(self, connection: Connection, where: str):
         self._connection, self.where = connection, where

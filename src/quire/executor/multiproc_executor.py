@@ -14,7 +14,7 @@ from typing import Any
 from quire.errors import EngineDeadError, RankLost, StartupError, StepFailed
 from quire.executor.base import StepFuture
 from quire.executor.messages import Answer, CallFailed, CallResult, CallWorker, encode, exception
-from quire.executor.process import LOOK_AGAIN_S, RankProcess, Start
+from quire.executor.rank_process import LOOK_AGAIN_S, RankProcess, Start
 from quire.protocol.plan import StepPlan, StepResult
 from quire.startup_timer import Report, no_report
 

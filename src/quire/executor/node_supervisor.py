@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
@@ -27,8 +26,9 @@ from quire.executor.node_messages import (
     decode_to_node,
     encode,
 )
+from quire.executor.rank_process import start_worker
 from quire.logging import get_logger
-from quire.processes.child import StopCounter, how_it_ended, start_child, wait_or_kill
+from quire.processes.child import StopCounter, how_it_ended, wait_or_kill
 from quire.processes.keyed_socket import address_of, connect
 
 log = get_logger(__name__)
@@ -141,11 +141,7 @@ class NodeSupervisor:
         connection = connect(*self.head, self._key, self._seconds)
         with connection:  # the process has a copy; it ends when the head closes the other end
             connection.send_bytes(encode(RankJoins(self.number, index)))
-            fd = connection.fileno()
-            lasting = int(threading.current_thread() is threading.main_thread())
-            return start_child(
-                "quire.executor.worker_process", [fd, os.getpid(), lasting], fds=[fd, memory]
-            )
+            return start_worker(connection, [memory])
 
     def _watch(self, link: Connection, children: list[subprocess.Popen[bytes]]) -> None:
         """Wait until the head sends a message or is gone. End each process that was stopped, and log each that ends."""

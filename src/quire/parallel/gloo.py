@@ -10,35 +10,52 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
 from torch import Tensor
 
 from quire.errors import RankLost
 from quire.parallel.ranks import LOOK_S, START_S
-from quire.parallel.rendezvous import RendezvousClient
+from quire.parallel.rendezvous import MAX_BYTES, TableRequest
 
 dist: Any = torch.distributed  # most of its names have no types
 
 
 class RendezvousStore(dist.Store):  # type: ignore[misc]
-    """A rendezvous as torch's store, in the part that gloo uses."""
+    """The head's table (`rendezvous.py`) as torch's store, in the part that gloo uses. One thread at a time.
 
-    def __init__(self, client: RendezvousClient):
+    Args:
+        seconds: how long `get` waits for a value.
+    """
+
+    def __init__(self, connection: Connection, seconds: float):
         super().__init__()
-        self._client = client
+        self._connection, self._seconds = connection, seconds
 
     def set(self, key: str, value: Any) -> None:
-        self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
+        self._ask(TableRequest(key, value.encode() if isinstance(value, str) else bytes(value)))
 
     def get(self, key: str) -> bytes:
-        return self._client.get(key)
+        """Raises RankLost: no rank has set the value in time."""
+        if (found := self._ask(TableRequest(key, seconds=self._seconds))) is None:
+            raise RankLost(f"another rank has not set {key!r} after {self._seconds:.0f} s")
+        return found
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
-            self._client.get(key)
+            self.get(key)
+
+    def _ask(self, request: TableRequest) -> bytes | None:
+        try:
+            self._connection.send_bytes(msgspec.msgpack.encode(request))
+            data = self._connection.recv_bytes(MAX_BYTES)
+        except (EOFError, OSError):
+            raise RankLost("the engine's process closed the rendezvous of its ranks") from None
+        return msgspec.msgpack.decode(data, type=bytes | None)
 
 
 def prefixed(name: str, store: Any) -> Any:

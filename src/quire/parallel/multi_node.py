@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from quire.errors import RankLost
-from quire.parallel.rendezvous import RendezvousClient
 from quire.processes.keyed_listener import KeyedListener
 from quire.processes.keyed_socket import connect, listen
 
@@ -63,7 +62,7 @@ class Machines(Struct, array_like=True):
         """
         from quire.parallel.gloo import RendezvousStore
 
-        return RendezvousStore(RendezvousClient(connect(*self.meeting, self.key, MEET_S), MEET_S))
+        return RendezvousStore(connect(*self.meeting, self.key, MEET_S), MEET_S)
 
     def look(self) -> None:
         """Called each second of a wait for other ranks. The executor looks at them, so here nothing is to do."""

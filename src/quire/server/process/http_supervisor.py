@@ -27,7 +27,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from quire import env
 from quire.config.engine import EngineConfig
 from quire.config.serialize import resolved_to_bytes
-from quire.engine.engine_processes import connect, restart_policy, supervise
+from quire.engine.engine_launcher import connect, restart_policy, supervise
 from quire.engine.resolve import resolve_config
 from quire.errors import EngineDeadError, QuireError, StartupError
 from quire.frontend.startup import check_startup

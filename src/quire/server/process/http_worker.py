@@ -22,8 +22,8 @@ from quire.api.async_engine import AsyncEngine
 from quire.config.engine import Resolved
 from quire.config.serialize import resolved_from_bytes
 from quire.engine.client import EngineClient
-from quire.engine.engine_process import COLLECT_AFTER
-from quire.engine.engine_processes import EnginePlace, connect
+from quire.engine.engine_launcher import EnginePlace, connect
+from quire.engine.engine_main import COLLECT_AFTER
 from quire.engine.engine_state import StateBoard
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
@@ -125,9 +125,9 @@ def name_of(words: list[str]) -> str | None:
     """server 0, server 1, ...; engine; worker; None: another process."""
     if MODULE in words:
         return f"server {words[words.index(MODULE) + 1]}"
-    if "quire.engine.engine_process" in words:
+    if "quire.engine.engine_main" in words:
         return "engine"
-    return "worker" if "quire.executor.worker_process" in words else None
+    return "worker" if "quire.executor.worker_main" in words else None
 
 
 def main(words: list[str]) -> int:

@@ -18,7 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.config.parallel.data_parallel import check_data_parallel, num_http_processes
 from quire.engine.build import make_client
 from quire.engine.client import EngineClient
-from quire.engine.engine_process import COLLECT_AFTER
+from quire.engine.engine_main import COLLECT_AFTER
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.frontend.parsers.model_formats import ModelFormats

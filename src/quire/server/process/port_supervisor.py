@@ -28,7 +28,7 @@ from starlette.routing import Route, Router
 
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.serialize import resolved_to_bytes
-from quire.engine.engine_processes import restart_policy
+from quire.engine.engine_launcher import restart_policy
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.frontend.startup import check_startup

@@ -5,9 +5,11 @@ Knows the configuration and the ranks' addresses. Does not know what a rank comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -21,11 +23,60 @@ from quire.engine.node_fingerprint import node_fingerprint
 from quire.executor.base import Executor
 from quire.executor.control_port import ControlPort
 from quire.executor.multiproc_executor import MultiprocExecutor
-from quire.executor.process import Start, spawn
+from quire.executor.rank_process import Start, spawn
 from quire.parallel.layout import RankLayout
 from quire.parallel.multi_node import EXCHANGE_S, Machines
 from quire.parallel.rank_address import RankAddress, addresses
 from quire.startup_timer import Report
+
+
+class RankLauncher(Protocol):
+    """What starts the ranks of the other nodes; they connect to the control port of this process, the head.
+
+    Attributes:
+        host, port: where the head listens; port 0: any free one.
+        key: which the nodes have.
+        counts: how many ranks each node has: node -> number.
+        first_rank: the first of them. Those before it are children of this process.
+    """
+
+    host: str
+    port: int
+    key: bytes
+    counts: dict[int, int]
+    first_rank: int
+
+    def start(self, resolved: Resolved, head: tuple[str, int]) -> None:
+        """Start the nodes: the head listens there."""
+
+    def check(self) -> None:
+        """Called now and then while the head waits for the nodes. Raises StartupError: one of them has failed."""
+
+    def close(self) -> None:
+        """The ranks have ended. May be called twice."""
+
+
+class StartedByUser:
+    """The ranks of `--nnodes`: on each other machine a user starts a node, which comes by itself (`remote_rank.py`)."""
+
+    def __init__(self, resolved: Resolved):
+        parallel = resolved.config.parallel
+        machines = parallel.nodes_of_engine
+        count = RankLayout.of(parallel).size // len(machines)
+        self.host, self.port = parallel.master_addr, parallel.port_of_engine
+        self.key = cluster_key(self.host)
+        self.counts = {node: count for node in machines if node}
+        # the head is on the first engine's first machine
+        self.first_rank = 0 if machines.start else count
+
+    def start(self, resolved: Resolved, head: tuple[str, int]) -> None:
+        """A user does."""
+
+    def check(self) -> None:
+        """The control port sees the nodes that come."""
+
+    def close(self) -> None:
+        """The nodes end by themselves."""
 
 
 def start_ranks(target: str, resolved: Resolved, report: Report) -> Executor:
@@ -42,49 +93,45 @@ def start_ranks(target: str, resolved: Resolved, report: Report) -> Executor:
     layout = RankLayout.of(resolved.config.parallel)
     # refuses more stages than layers before anything starts
     layout.layers(0, model_size(resolved.hf_config, "num_hidden_layers", layout.pipeline))
-    on_port = partial(group_on, target=target, resolved=resolved, report=report)
+    make = partial(MultiprocExecutor, target, report=report, answering=layout.answering)
     if resolved.executor == "ray":
-        from quire.engine.ray_nodes import ray_executor
+        from quire.engine.ray_nodes import RayLauncher
 
-        return ray_executor(resolved, on_port)
+        return _over_nodes(RayLauncher(resolved), resolved, make)
     if resolved.config.parallel.nnodes > 1:
-        return _over_nodes(resolved, layout, on_port)
+        return _over_nodes(StartedByUser(resolved), resolved, make)
     with addresses(layout) as ranks:
         payloads = [payload_of(resolved, own) for own in ranks]
-        starts = [partial(spawn, own.fds) for own in ranks]
-        return MultiprocExecutor(target, payloads, starts, report, layout.answering)
+        return make(payloads, [partial(spawn, own.fds) for own in ranks])
 
 
-OnPort = Callable[[ControlPort, Callable[[bool], None]], MultiprocExecutor]
-"""Makes the executor of ranks that are connected to a port. The second argument is called when they have ended."""
+def _over_nodes(
+    launcher: RankLauncher, resolved: Resolved, make: Callable[..., MultiprocExecutor]
+) -> Executor:
+    """Wait until the launcher's ranks are connected. `make`: the executor, from payloads and starts of all ranks."""
+    with ExitStack() as on_failure:
+        on_failure.callback(launcher.close)
+        facts, at = node_fingerprint(resolved), (launcher.host, launcher.port)
+        port = ControlPort(*at, launcher.key, facts, launcher.counts, launcher.first_rank)
+        on_failure.callback(port.close, False)
+        launcher.start(resolved, (port.host, port.port))
+        port.wait(env.get("NODES_TIMEOUT_S"), launcher.check)
+
+        def end(stopped: bool) -> None:
+            port.close(stopped)
+            launcher.close()
+
+        with ranks_on_nodes(port, resolved) as (payloads, starts):
+            executor = make(payloads, starts, on_end=end)
+        on_failure.pop_all()
+        return executor
 
 
-def _over_nodes(resolved: Resolved, layout: RankLayout, on_port: OnPort) -> Executor:
-    """The ranks of the first engine's first machine are here; the ranks of the other machines connect."""
-    parallel = resolved.config.parallel
-    host, machines = parallel.master_addr, parallel.nodes_of_engine
-    count = layout.size // len(machines)
-    others = {node: count for node in machines if node}
-    here = 0 if machines.start else count
-    number, facts = parallel.port_of_engine, node_fingerprint(resolved)
-    port = ControlPort(host, number, cluster_key(host), facts, others, here)
-    try:
-        port.wait(env.get("NODES_TIMEOUT_S"))
-        return on_port(port, port.close)
-    except BaseException:
-        port.close(False)
-        raise
-
-
-def group_on(
-    port: ControlPort,
-    on_end: Callable[[bool], None],
-    *,
-    target: str,
-    resolved: Resolved,
-    report: Report,
-) -> MultiprocExecutor:
-    """The executor of the ranks that are here, up to the first rank of the other nodes, and of those there."""
+@contextmanager
+def ranks_on_nodes(
+    port: ControlPort, resolved: Resolved
+) -> Iterator[tuple[list[bytes], list[Start]]]:
+    """Payloads and starts of all ranks: of those that are here, up to the first rank of the other nodes, and of those there."""
     parallel = resolved.config.parallel
     layout, here = RankLayout.of(parallel), min(port.first_ranks.values())
     nodes = [0] * here + [node for node, count in sorted(port.expected.items()) for _ in range(count)]  # fmt: skip
@@ -110,7 +157,7 @@ def group_on(
             address = RankAddress(rank, layout, fd, machines=machines)
             payloads.append(payload_of(on_node(resolved, node.paths), address))
             starts.append(partial(port.take, rank))
-        return MultiprocExecutor(target, payloads, starts, report, layout.answering, on_end)
+        yield payloads, starts
 
 
 def on_node(resolved: Resolved, paths: dict[str, str]) -> Resolved:

@@ -214,15 +214,19 @@ class RankProcess:
 def spawn(fds: Sequence[int] = ()) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Start a child on this machine. It inherits the descriptors `fds`."""
     parent_end, child_end = Pipe()
-    fd = child_end.fileno()
-    lasting = int(threading.current_thread() is threading.main_thread())
     try:
-        child = start_child(
-            "quire.executor.worker_process", [fd, os.getpid(), lasting], fds=[fd, *fds]
-        )
+        child = start_worker(child_end, fds)
     except BaseException:
         parent_end.close()
         raise
     finally:
         child_end.close()  # or this process would never see the child's end close
     return parent_end, child
+
+
+def start_worker(connection: Connection, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a worker's process at the end of this connection; it has a copy, and inherits the descriptors `fds`."""
+    fd = connection.fileno()
+    lasting = int(threading.current_thread() is threading.main_thread())
+    arguments = [fd, os.getpid(), lasting]
+    return start_child("quire.executor.worker_main", arguments, fds=[fd, *fds])

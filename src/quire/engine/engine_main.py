@@ -1,4 +1,4 @@
-"""The engine as a process: `python -m quire.engine.engine_process FOLDER EPOCH FRONTENDS STATUS PARENT`.
+"""The engine as a process: `python -m quire.engine.engine_main FOLDER EPOCH FRONTENDS STATUS PARENT`.
 
 It reads its configuration from stdin. Knows sockets and signals. When the process ends, it sends a last message with
 the reason, and it never outlives its parent. One thread receives messages, one sends heartbeats; the main thread runs

@@ -1,4 +1,4 @@
-"""A worker as a process: `python -m quire.executor.worker_process FD PARENT LASTING`.
+"""A worker as a process: `python -m quire.executor.worker_main FD PARENT LASTING`.
 
 Knows one socket and how to create the worker. When the process ends, it sends a last message with the reason, and it
 never outlives its parent. One thread reads messages, so that the parent's writes never wait for a step. The main
