@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -33,8 +34,7 @@ ORDER = [
     {"engine"},
     {"observe"},
     {"executor", "scheduler", "worker"},
-    {"native"},
-    {"models"},
+    {"models", "native"},
     {"quantization"},
     {"layers"},
     {"attention"},
@@ -112,6 +112,8 @@ BUILDERS = re.compile(
 NICKNAMES = r"lora(?!_request)|adapter|grammar|speculat|drafter|eagle|eplb|tenant|fair.?share|thinking|budget"
 """Of features. The names of their folders are forbidden, too, but for those of SHARED_NAMES."""
 SHARED_NAMES = {"pipeline": "the stages of ranks", "lora": "above, but for the field of vLLM"}
+GENERAL_MODULES = {"encoder"}
+"""Modules of families whose names are general words."""
 NAMELESS = {"utils", "util", "helpers", "common", "misc"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
@@ -471,6 +473,29 @@ def devices_are_named_where_devices_live(file: File) -> list[str]:
             and re.match(r"cuda\b", node.value)
             and id(node) not in documented
         )
+    ]
+
+
+@cache
+def families() -> re.Pattern[str]:
+    """The modules and classes of native families and speculators, as words."""
+    models = SOURCE / "quire/models"
+    table = tomllib.loads((models / "families.toml").read_text())["architectures"]
+    names = {name for place in table.values() for name in place.split(":")} - GENERAL_MODULES
+    for path in (models / "speculators").glob("*.py"):
+        classes = re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+        names.update(classes if path.stem not in ("base", "spec") else ())
+    return re.compile(rf"\b({'|'.join(sorted(names))})\b", re.IGNORECASE)
+
+
+@rule
+def kernels_name_no_family(file: File) -> list[str]:
+    """`native` knows the parts that models declare (`layers/native_parts.py`): a family of known parts needs no line there."""
+    if not file.path.startswith("quire/native/"):
+        return []
+    lines = enumerate(file.text.splitlines(), 1)
+    return [
+        f"{file.path}:{at}: names {name}" for at, line in lines for name in families().findall(line)
     ]
 
 

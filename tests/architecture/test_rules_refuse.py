@@ -103,6 +103,18 @@ CASES = [
         "importlib.import_module('flash_attn')",
     ),
     ("names_come_from_few_places", "quire/a.py", "thing = by_name(name)", "thing = named(name)"),
+    (
+        "kernels_name_no_family",
+        "quire/native/a.py",
+        "if type(model).__name__ == 'Eagle3':\n    pass",
+        "parts = native_parts(model)",
+    ),
+    (
+        "layers",
+        "quire/native/a.py",
+        "from quire.models.gemma4 import Gemma4Attention",
+        "from quire.layers.norm import RMSNorm",
+    ),
     ("the_core_names_no_feature", "quire/scheduler/a.py", "# the LoRA gate", "# any gate"),
     (
         "the_core_names_no_feature",

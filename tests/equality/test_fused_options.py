@@ -22,6 +22,7 @@ from quire.layers.decoder_layer import (
     SelfAttention,
 )
 from quire.layers.moe import Experts, MoE, Router
+from quire.layers.native_parts import AttentionParts
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.recurrent import GatedDeltaNet
 from quire.layers.weights import weights_of
@@ -220,6 +221,30 @@ def test_what_the_kernels_do_not_know_stays_a_module() -> None:
     assert halves() == (True, False)
     layer.self_attn.attn.__class__ = ChunkedAttention
     assert halves() == (False, False)
+
+
+class SilentAttention(SelfAttention):
+    """A family's attention that says nothing."""
+
+
+class DeclaredAttention(SelfAttention):
+    """A family's attention that says that it computes what `SelfAttention` does."""
+
+    def native(self) -> AttentionParts:
+        return AttentionParts(self)
+
+
+def test_a_family_says_how_it_fuses() -> None:
+    runner = made("plain", {})
+    layers: Any = runner.model.model.layers
+    plain = logits(runner)
+    for kind, whole in ((SilentAttention, False), (DeclaredAttention, True)):
+        for layer in layers:
+            layer.self_attn.__class__ = kind
+        fuse_model(runner.model)
+        assert has_attention(native_layer(layers[0], 32)) == whole
+        assert (native_model(runner.model) is not None) == whole
+        assert all(torch.equal(a, b) for a, b in zip(logits(runner), plain, strict=True))
 
 
 class FinishedLayer(DecoderLayer):

@@ -19,6 +19,7 @@ from quire.errors import ConfigError
 from quire.forward_context import current_batch
 from quire.layers.attention import Attention, PackedAttention
 from quire.layers.linear import Linear
+from quire.layers.native_parts import AttentionParts, LayerParts, replaces
 from quire.layers.norm import Norm, NormFactory, RMSNorm
 from quire.layers.rotary import Angles
 from quire.ops.reference import multiply_sigmoid, rotate
@@ -129,6 +130,10 @@ class SelfAttention(nn.Module):
             sinks=nn.Parameter(torch.empty(self.heads), requires_grad=False) if sinks else None,
         )  # fmt: skip
         self.attn.own_shares["sinks"] = shares[:1]
+
+    def native(self) -> AttentionParts | None:
+        """See `AttentionParts`; a subclass computes something else, unless it says the same."""
+        return AttentionParts(self) if type(self) is SelfAttention else None
 
     def forward(self, x_TD: Tensor, angles: Angles) -> Tensor:
         q_THD, k_TKD, v_TKD = self.project(x_TD)
@@ -290,6 +295,16 @@ class DecoderLayer(nn.Module):
                 self.register_module(name, module)
         self.residual_scale = residual_scale
 
+    def native(self) -> LayerParts | None:
+        """See `LayerParts`; methods that a subclass replaces are called."""
+        other = partial(replaces, self, DecoderLayer)
+        if other("forward", "_output"):
+            return None
+        attention = None if other("attention_half") else self.self_attn
+        mlp = None if other("mlp_half") else self.mlp
+        finish = self.finish if other("finish") else None
+        return LayerParts(self.norms, attention, mlp, self.residual_scale, finish=finish)
+
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
@@ -340,6 +355,13 @@ class ParallelLayer(nn.Module):
         self.input_layernorm = norm(cfg.hidden_size)
         self.self_attn = attention
         self.mlp = mlp
+
+    def native(self) -> LayerParts | None:
+        """See `LayerParts`."""
+        if type(self) is not ParallelLayer:
+            return None
+        norms = LayerNorms(self.input_layernorm, None, None, None)
+        return LayerParts(norms, self.self_attn, self.mlp, parallel=True)
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from quire.errors import ConfigError
 from quire.forward_context import current_batch
 from quire.layers.attention import Attention
+from quire.layers.decoder import Decoder
 from quire.layers.decoder_layer import SANDWICH, DecoderLayer, GatedMLP, SelfAttention, normed_sum
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts, ScaledRouter
+from quire.layers.native_parts import AttentionParts
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles
 from quire.layers.weight_slots import Layer
-from quire.models.base import Decoder
 from quire.models.gemma import Gemma2
 from quire.models.hf_config import TextConfig
 from quire.ops.experts import Routing
@@ -67,6 +68,10 @@ class Gemma4Attention(SelfAttention):
         self.qkv = Linear(cfg.hidden_size, parts, bias=bias, shares=own)
         if shared is not None:
             self.k_norm = None
+
+    def native(self) -> AttentionParts:
+        """See `AttentionParts`."""
+        return AttentionParts(self, value_norm_eps=self.eps)
 
     def forward(self, x_TD: Tensor, angles: Angles) -> Tensor:
         q, *kv = self.qkv(x_TD).split(self.sizes, -1)

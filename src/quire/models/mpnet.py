@@ -13,7 +13,8 @@ from torch import Tensor
 from quire.layers.attention import PackedAttention
 from quire.layers.decoder_layer import SelfAttention
 from quire.layers.embedding import Embedding
-from quire.models.encoder import EncoderModel, EncoderTables
+from quire.layers.encoder import EncoderTables
+from quire.models.encoder import EncoderModel
 from quire.models.hf_config import TextConfig
 
 OWN_BUCKET, ONE_BUCKET = 8, 128

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from quire.forward_context import current_batch
 from quire.layers.attention import Attention
+from quire.layers.decoder import Decoder
 from quire.layers.decoder_layer import MixerLayer
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles
-from quire.models.base import CausalLM, Decoder
+from quire.models.base import CausalLM
 from quire.models.hf_config import TextConfig
 from quire.models.mamba_hybrids import mamba2, named
 from quire.ops.reference import gelu_and_mul, rotate

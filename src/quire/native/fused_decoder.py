@@ -1,6 +1,6 @@
 """Fused decoder layers on the CPU: consecutive halves of layers, and the norm after them, in one kernel call.
 
-Knows which halves of which layers the kernels support (`fused_layers.py`). The others run as modules between the calls,
+Knows which halves of layers the kernels support (`fused_layers.py`). The others run as modules between the calls,
 so a layer with another MLP keeps its fused attention, and one with another attention keeps its fused MLP. A fused half
 gives the same bits as its modules.
 
@@ -19,18 +19,13 @@ from torch import Tensor, nn
 
 from quire.forward_context import KEPT_STATES, current_adapters, current_batch
 from quire.layers.attention import Attention
-from quire.layers.decoder_layer import DecoderLayer, QueryScale, normed_sum
+from quire.layers.decoder import Decoder
+from quire.layers.decoder_layer import QueryScale, normed_sum
+from quire.layers.encoder import Encoder
+from quire.layers.native_parts import layer_parts
 from quire.layers.rotary import Angles, LayerRotaries
-from quire.models.base import Decoder
-from quire.models.encoder import Encoder
 from quire.native.fused_encoder import fuse_encoder
-from quire.native.fused_layers import (
-    has_attention,
-    has_default_methods,
-    has_mlp,
-    native_layer,
-    native_norm,
-)
+from quire.native.fused_layers import has_attention, has_mlp, native_layer, native_norm
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CLayer, CNorm, CStep
 from quire.parallel.ranks import TensorRanks
@@ -171,8 +166,8 @@ class FusedDecoder:
         self.group_of_layer = []
         for (layer, native), rotary in zip(self.found, decoder.rotary.kind_of_layer, strict=True):
             number = 0
-            if native.qkv.data is not None:
-                attention = layer.self_attn
+            if native.qkv.data is not None and (parts := layer_parts(layer)) is not None:
+                attention: Any = parts.attention
                 group = StepGroup(attention.attn.kv_group, rotary, attention.query_scale)
                 self.groups.setdefault(group, attention.attn)
                 number = list(self.groups).index(group)
@@ -225,12 +220,8 @@ class FusedDecoder:
             if has_attention(native) and not has_mlp(native):
                 call(_calling(layer.mlp_half, None))
             fused = has_attention(native) or has_mlp(native)
-            if (
-                fused
-                and isinstance(layer, DecoderLayer)
-                and not has_default_methods(layer, "finish")
-            ):
-                call(_calling(layer.finish, None))
+            if fused and (parts_of_layer := layer_parts(layer)) and parts_of_layer.finish:
+                call(_calling(parts_of_layer.finish, None))
         if len(self.layers) in recorded:
             call(self._recording(len(self.layers)))
         if not self.is_last:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from quire.forward_context import current_adapters, current_batch
 from quire.layers.attention import PackedAttention
 from quire.layers.decoder_layer import GatedMLP, SelfAttention
+from quire.layers.encoder import Encoder
 from quire.layers.encoder_layer import EncoderLayer, UngatedMLP
 from quire.layers.norm import LayerNorm, Norm
-from quire.models.encoder import Encoder
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.cpu.norm_rope_act import scaled_bias
 from quire.ops.cpu.structs import LAYER_NORM, CEncoderLayer, CEncoderStep, CNorm

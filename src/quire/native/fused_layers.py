@@ -1,6 +1,6 @@
 """What the CPU kernels support of a decoder layer: its attention half, its MLP half, or both.
 
-Knows the parts of a `DecoderLayer` or `ParallelLayer` with a bound KV cache, and fills in the C struct `Layer`
+Knows the parts that a layer with a bound KV cache declares (`layers/native_parts.py`), and fills in the C struct `Layer`
 (kernels/layer.h). A half that the kernels do not support has no weights there; it runs as modules.
 
     attention half    norm, QKV, QK-norm, scale of queries, RoPE, KV write, attention, gate, output projection, norm, scale; or
@@ -17,15 +17,9 @@ from torch import nn
 
 from quire.attention.cpu import CpuAttention, cache_addresses
 from quire.layers.attention import Attention
-from quire.layers.decoder_layer import (
-    DecoderLayer,
-    GatedMLP,
-    LayerNorms,
-    ParallelLayer,
-    SelfAttention,
-)
+from quire.layers.decoder_layer import GatedMLP
+from quire.layers.native_parts import AttentionParts, layer_parts, native_parts
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
-from quire.models.gemma4 import Gemma4Attention
 from quire.native.fused_delta_net import native_delta_net
 from quire.native.fused_moe import native_mixture
 from quire.ops.cpu.structs import LAYER_NORM, RMS, RMS_PLUS_ONE, CLayer, CNorm
@@ -34,26 +28,19 @@ from quire.ops.cpu.structs import LAYER_NORM, RMS, RMS_PLUS_ONE, CLayer, CNorm
 def native_layer(layer: nn.Module, pairs: int) -> CLayer:
     """The struct of a layer; `pairs`: of features that its rotary embedding rotates."""
     native = CLayer(residual_scale=1.0)
-    if type(layer) is ParallelLayer:
-        norms, native.parallel = LayerNorms(layer.input_layernorm, None, None, None), True
-    elif isinstance(layer, DecoderLayer) and has_default_methods(layer, "forward", "_output"):
-        norms, native.residual_scale = layer.norms, layer.residual_scale
-    else:
+    if (parts := layer_parts(layer)) is None:
         return native
-    native.hidden = next((len(norm.weight) for norm in norms if norm is not None), 0)
-    found = [native_norm(norm) for norm in norms]
+    native.residual_scale, native.parallel = parts.residual_scale, parts.parallel
+    native.hidden = next((len(norm.weight) for norm in parts.norms if norm is not None), 0)
+    norms = [native_norm(norm) for norm in parts.norms]
     if not native.hidden:
         return native
-    if (
-        found[0] is not None
-        and found[1] is not None
-        and has_default_methods(layer, "attention_half")
-    ):
-        native.attention_in, native.attention_out = found[:2]
-        fill_attention(layer.self_attn, pairs, native)
-    if found[2] is not None and found[3] is not None and has_default_methods(layer, "mlp_half"):
-        native.mlp_in, native.mlp_out = found[2:]
-        _fill_mlp(layer.mlp, native)
+    if parts.attention is not None and None not in norms[:2]:
+        native.attention_in, native.attention_out = norms[:2]
+        fill_attention(parts.attention, pairs, native)
+    if parts.mlp is not None and None not in norms[2:]:
+        native.mlp_in, native.mlp_out = norms[2:]
+        _fill_mlp(parts.mlp, native)
     return native
 
 
@@ -81,21 +68,14 @@ def native_norm(norm: Norm | None) -> CNorm | None:
     return CNorm(weight.data_ptr(), kind, norm.eps)
 
 
-def has_default_methods(layer: DecoderLayer | ParallelLayer, *names: str) -> bool:
-    """Whether the layer has these methods of its class here, not others."""
-    base = DecoderLayer if isinstance(layer, DecoderLayer) else ParallelLayer
-    return all(getattr(type(layer), name) is getattr(base, name) for name in names)
-
-
-def fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
-    if not native.parallel and (net := native_delta_net(attention)) is not None:
+def fill_attention(module: nn.Module, pairs: int, native: CLayer) -> None:
+    if not native.parallel and (net := native_delta_net(module)) is not None:
         native.delta_net_references, native.delta_net = net, ctypes.addressof(net)
-    if not isinstance(attention, SelfAttention):
+    if not isinstance(parts := native_parts(module), AttentionParts):
         return
+    attention = parts.module
     if attention.output_gate and (attention.full_qk_norm or attention.query_scale is not None):
         return  # these would change the gates, too
-    if type(attention) not in (SelfAttention, Gemma4Attention):
-        return
     if attention.rope and (pairs % 16 or 2 * pairs > attention.size):
         return
     attn = attention.attn
@@ -117,8 +97,8 @@ def fill_attention(attention: nn.Module, pairs: int, native: CLayer) -> None:
     native.gated = attention.output_gate
     if attention.full_qk_norm and attention.ranks is not None:
         native.flat_ranks, native.kv_copies = attention.ranks.link, attention.kv_copies
-    if isinstance(attention, Gemma4Attention) and native.kv_parts:
-        native.v_norm = CNorm(None, RMS, attention.eps)
+    if parts.value_norm_eps is not None and native.kv_parts:
+        native.v_norm = CNorm(None, RMS, parts.value_norm_eps)
     *addresses, native.kind = cache_addresses(spec.cache)
     native.keys, native.values, native.key_scales, native.value_scales = addresses
     native.block_size = spec.cache[0].shape[2]

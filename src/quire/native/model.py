@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.layers.decoder import Decoder
 from quire.layers.embedding import Embedding, Head
-from quire.models.base import CausalLM, Decoder
+from quire.layers.model_parts import ModelParts
+from quire.layers.native_parts import native_parts
 from quire.native.fused_decoder import FusedDecoder, StepGroup, query_scales
 from quire.ops.cpu.structs import CGroup, CModel, CWeight
 from quire.quantization.bf16_packed import PackedBf16Weight
 from quire.quantization.gguf_blocks import BlocksWeight
 
 
-def native_model(model: object) -> CModel | None:
+def native_model(model: Any) -> CModel | None:
     """None if the kernels do not support some part of the model, or its cache is not allocated yet."""
-    if not isinstance(model, CausalLM) or type(model.model) is not Decoder:
+    if not isinstance(parts := native_parts(model), ModelParts):
         return None
-    if not keeps(model, "embed", "forward", "logits"):
+    decoder = parts.decoder
+    if decoder.stage.layout.pipeline > 1:
         return None
-    decoder = model.model
-    if model.lm_head is None or decoder.stage.layout.pipeline > 1:
-        return None
-    ends, fused = native_ends(decoder.embed_tokens, model.lm_head), decoder.layers.fused
+    ends, fused = native_ends(decoder.embed_tokens, parts.head), decoder.layers.fused
     if ends is None or not isinstance(fused, FusedDecoder):
         return None
     if (run := fused.whole) is None or run.norm is None:
@@ -41,11 +41,6 @@ def native_model(model: object) -> CModel | None:
     )  # fmt: skip
     native.references = model, run, groups, tables
     return native
-
-
-def keeps(model: CausalLM, *names: str) -> bool:
-    """Whether the model has these methods of `CausalLM`, not others."""
-    return all(getattr(type(model), name) is getattr(CausalLM, name) for name in names)
 
 
 def native_ends(embedding: Embedding | None, lm_head: Head | None) -> dict[str, Any] | None:
@@ -65,7 +60,7 @@ def native_ends(embedding: Embedding | None, lm_head: Head | None) -> dict[str, 
 
 def record_states(model: CModel, num_tokens: int) -> None:
     """Let a step of `num_tokens` write the hidden states that the model records now to `CausalLM.fast_states`."""
-    causal: CausalLM = model.references[0]
+    causal: Any = model.references[0]
     numbers = causal.model.layers.recorded
     if numbers is model.recorded_numbers and num_tokens <= model.state_rows:
         return

@@ -18,8 +18,11 @@ import numpy as np
 
 from quire.errors import NOT_FINITE, PlanMismatch
 from quire.layers.lora import AdapterTable
+from quire.layers.model_parts import SpeculatorParts
+from quire.layers.native_parts import native_parts
 from quire.native.fused_decoder import fuse_model, unfuse_model
 from quire.native.model import native_model, record_states
+from quire.native.speculator import native_speculator
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CModel, CRows, CSpeculator
 from quire.parallel.ranks import TensorRanks
@@ -79,21 +82,26 @@ class NativeStep:
             fuse_model(model)
         adapters: AdapterTable | None = getattr(models[0], "adapters", None)
         self._rows.adapters = None if adapters is None else adapters.number_of_row.ctypes.data
-        self.set_model(native_model(models[0]))
+        self.set_model(models[0])
 
     def unfuse(self, models: Sequence[object]) -> None:
         for model in models:
             unfuse_model(model)
         self.set_model(None)
 
-    def set_model(self, native: CModel | CSpeculator | None) -> None:
-        """Run this model from now on, until its layers are fused again or unfused."""
-        self._speculator = native if isinstance(native, CSpeculator) else None
-        self.model = native.model if isinstance(native, CSpeculator) else native
-        decoder = None if native is None else native.references[0].model
-        self.ranks = None if decoder is None else decoder.ranks
-        self._layers = None if decoder is None else decoder.layers
+    def set_model(self, model: object, vocab_size: int | None = None) -> None:
+        """Run this model from now on, until its layers are fused again or unfused. None: no model.
+
+        `vocab_size`: tokens beyond it are not drawn.
+        """
+        parts = native_parts(model)
+        self._speculator = native_speculator(parts) if isinstance(parts, SpeculatorParts) else None
+        self.model = native_model(model) if self._speculator is None else self._speculator.model
         self._model = 0 if self.model is None else ctypes.addressof(self.model)
+        self._layers = None if self.model is None else parts.decoder.layers
+        self.ranks = None if self.model is None else parts.decoder.ranks
+        if self.model is not None and vocab_size is not None:
+            self.model.vocab = min(self.model.vocab, vocab_size)
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """Whether the kernels support the model, and the rows' rotary positions are in its table."""

@@ -20,10 +20,7 @@ from quire.features.speculation.draft_rows import DraftRows
 from quire.features.speculation.pending_hidden_states import States, address_of, as_tensor
 from quire.forward_context import ForwardBatch
 from quire.models.base import LanguageModel
-from quire.native.model import native_model
-from quire.native.speculator import native_speculator
 from quire.native.step import make_native_step
-from quire.ops.cpu.structs import CModel
 from quire.protocol.plan import EnteredRow, StepPlan, WorkItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.worker.model_input import TokenModelInput
@@ -125,14 +122,8 @@ class DraftModelRunner(ModelRunner):
 
     def set_fused(self, fused: bool) -> None:
         """See `ModelRunner`."""
-        if self.fast_step is None:
-            return
-        describe = native_model if self.speculator_input is None else native_speculator
-        native: Any = describe(self.model) if fused else None
-        if native is not None:
-            model = native if isinstance(native, CModel) else native.model
-            model.vocab = min(model.vocab, self.logits.vocab_size)
-        self.fast_step.set_model(native)
+        if self.fast_step is not None:
+            self.fast_step.set_model(self.model if fused else None, self.logits.vocab_size)
 
     def enter(self, new: EnteredRow) -> None:
         """A request took a row. Until a pass computes it, it costs nothing."""

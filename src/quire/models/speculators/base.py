@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from quire.layers.decoder import Decoder
 from quire.layers.decoder_layers import Layers
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
+from quire.layers.model_parts import SpeculatorParts
+from quire.layers.native_parts import replaces
 from quire.layers.norm import Norm, NormFactory
 from quire.layers.rotary import LayerRotaries
-from quire.models.base import CausalLM, Decoder, LanguageModel
+from quire.models.base import CausalLM, LanguageModel
 from quire.models.hf_config import TextConfig
 
 READ_BEFORE = ("d2t", "t2d", "mask_hidden", "token_map")
@@ -122,6 +125,29 @@ class Speculator(CausalLM):
         if self.mask_state_1E is None:
             return None
         return int(self.cfg.mask_token_id), self.mask_state_1E
+
+    def native(self) -> SpeculatorParts | None:
+        """A subclass whose passes are of the form of `SpeculatorParts` says so with `parts`."""
+        return None
+
+    def parts(
+        self,
+        embedding_norm: Norm | None,
+        state_norm: Norm | None,
+        last_norm: Norm | None,
+        **more: Any,
+    ) -> SpeculatorParts | None:
+        """What it consists of; None: the target has a table or a head of another form, or ranks split it."""
+        target = self.target[0]
+        if not isinstance(target, CausalLM) or target.model.ranks is not None:
+            return None
+        if replaces(target, CausalLM, "embed", "logits"):
+            return None
+        return SpeculatorParts(
+            self.model, self.model.embed_tokens or target.model.embed_tokens, self.lm_head or target.lm_head,
+            self.cfg.get("draft_vocab_size") or self.vocab_size, target.vocab_size, self.target_ids_V,
+            embedding_norm, state_norm, last_norm, **more,
+        )  # fmt: skip
 
     def target_states(self, states_TE: Tensor) -> Tensor:
         """states_TD: what pass 0 takes of the target's hidden states."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from quire.layers.decoder_layer import PRE_NORM, DecoderLayer, GatedMLP, SelfAttention
 from quire.layers.linear import Linear
+from quire.layers.model_parts import SpeculatorParts
+from quire.layers.native_parts import LayerParts
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles
 from quire.models.hf_config import TextConfig
@@ -53,6 +55,13 @@ class Eagle(Speculator):
         """See `Speculator`."""
         return self.model(self.fusion(embeddings_TD, states_TD), positions_T)
 
+    def native(self) -> SpeculatorParts | None:
+        """See `Speculator`."""
+        if type(self) is not Eagle:
+            return None
+        fusion = self.fusion
+        return self.parts(fusion.embedding_norm, fusion.state_norm, None, join=fusion.fc)
+
 
 class Eagle3Layer(DecoderLayer):
     """The first layer: its attention reads the embedding and the state, each with a norm of its own."""
@@ -64,6 +73,11 @@ class Eagle3Layer(DecoderLayer):
         super().__init__(cfg, wide, GatedMLP(cfg, bias=cfg.mlp_bias))
         self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.norm_before_residual = cfg.get("norm_before_residual", False)
+
+    def native(self) -> LayerParts | None:
+        """See `LayerParts`."""
+        parts = super().native()
+        return None if parts is None else parts._replace(joined_attention=self.self_attn)
 
     def attention_half(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
@@ -110,6 +124,16 @@ class Eagle3(Speculator):
             return Eagle3Layer(self.cfg)
         mlp = GatedMLP(self.cfg, bias=self.cfg.mlp_bias)
         return DecoderLayer(self.cfg, attention(self.cfg, i), mlp)
+
+    def native(self) -> SpeculatorParts | None:
+        """See `Speculator`."""
+        if type(self) is not Eagle3 or self.input_norm is not None or self.fc_norm:
+            return None
+        first: Any = self.model.layers[0]
+        return self.parts(
+            first.input_layernorm, first.hidden_norm, self.head_norm or self.model.norm, state_projection=self.fc,
+            normed_residual=first.norm_before_residual, passes_sum=self.head_norm is not None,
+        )  # fmt: skip
 
     def target_states(self, states_TE: Tensor) -> Tensor:
         """See `Speculator`."""

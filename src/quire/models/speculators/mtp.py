@@ -11,13 +11,15 @@ Shape suffixes: T positions of a pass, D features of a state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from quire.forward_context import current_batch
 from quire.layers.decoder_layer import normed_sum
+from quire.layers.model_parts import SpeculatorParts
+from quire.layers.native_parts import replaces
 from quire.models.deepseek import DeepseekV3, Glm4MoeLite
 from quire.models.hf_config import TextConfig
 from quire.models.llama import Qwen3
@@ -64,6 +66,14 @@ class NextTokenLayers(Speculator):
         for number in range(1, count if step == 0 else 1):  # for their keys
             x_TD = self.run(number, embeddings_TD, positions_T, self.before(x_TD))
         return found_TD
+
+    def native(self) -> SpeculatorParts | None:
+        """See `Speculator`. Several layers have norms between them, and all run in pass 0."""
+        if replaces(self, NextTokenLayers, "forward") or len(self.model.layers) > 1:
+            return None
+        fusion: Any = self.fusions[0]
+        last: Any = self.norms[0]
+        return self.parts(fusion.embedding_norm, fusion.state_norm, last, join=fusion.fc)
 
     def run(
         self, number: int, embeddings_TD: Tensor, positions_T: Tensor, states_TD: Tensor

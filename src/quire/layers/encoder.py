@@ -1,0 +1,92 @@
+"""Encoder: embeddings, layers and norms of an embedding or classification model.
+
+Knows the order of these parts. Does not know families.
+
+Shape suffixes: T tokens, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from quire.forward_context import current_batch
+from quire.layers.embedding import Embedding
+from quire.layers.norm import Norm
+from quire.layers.rotary import LayerRotaries
+
+
+class FusedEncoder(Protocol):
+    """All layers and the last norm in one kernel call, with the same results."""
+
+    def run(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        """As `Encoder.stack`; may overwrite x."""
+        ...
+
+
+class EncoderTables(NamedTuple):
+    """The rows of the tables of an encoder's embeddings; 0: there is no such table.
+
+    `offset`: position p is row p + offset.
+    """
+
+    words: int
+    positions: int = 0
+    offset: int = 0
+    types: int = 0
+
+
+class Encoder(nn.Module):
+    """Turns embeddings and positions into hidden states.
+
+    Args:
+        layer: makes layer i. norm: of the embeddings. final_norm: after the last layer, if there is one.
+        rotaries: the rotary embeddings of the layers, if there are.
+        names: of embed_tokens, position_table, type_table, embedding_norm, layers and final_norm in checkpoints.
+    """
+
+    def __init__(
+        self,
+        tables: EncoderTables,
+        size: int,
+        num_layers: int,
+        layer: Callable[[int], nn.Module],
+        *,
+        norm: Norm,
+        final_norm: Norm | None = None,
+        rotaries: LayerRotaries | None = None,
+        names: Mapping[str, str],
+    ):
+        super().__init__()
+        self.checkpoint_names, self.offset = names, tables.offset
+        self.embed_tokens = Embedding(tables.words, size)
+        self.position_table = Embedding(tables.positions, size) if tables.positions else None
+        self.type_table = Embedding(tables.types, size) if tables.types else None
+        self.embedding_norm, self.final_norm = norm, final_norm
+        self.layers = nn.ModuleList(layer(i) for i in range(num_layers))
+        self.rotaries = rotaries
+        self.fused: FusedEncoder | None = None  # set if one kernel call computes the layers
+
+    def forward(self, embeddings_TD: Tensor, positions_T: Tensor) -> Tensor:
+        """hidden_TD; token types are `extras["token_types_T"]` of the batch, or 0."""
+        x_TD = embeddings_TD
+        if self.type_table is not None:
+            types_T = current_batch().extras.get("token_types_T")
+            rows = self.type_table.weight[0] if types_T is None else self.type_table(types_T)
+            x_TD = x_TD + rows
+        if self.position_table is not None:
+            x_TD = x_TD + self.position_table(positions_T + self.offset)
+        x_TD = self.embedding_norm(x_TD)
+        run = self.stack if self.fused is None else self.fused.run
+        return run(x_TD, positions_T)
+
+    def stack(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        """The layers and the last norm."""
+        angles: list[Any] = [()] * len(self.layers)
+        if self.rotaries is not None:
+            angles = self.rotaries(positions_T)
+        for layer, each in zip(self.layers, angles, strict=True):
+            x_TD = layer(x_TD, each)
+        return x_TD if self.final_norm is None else self.final_norm(x_TD)
