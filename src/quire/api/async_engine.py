@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from quire.api.run_in_thread import run_in_thread
@@ -127,7 +128,13 @@ class AsyncEngine:
         if lora_request is not None:
             options["adapter"] = await self.run(self.front.adapters.name_for(lora_request))
             options["lora_request"] = lora_request
-        accepted = await self._accept(prompt, params, id=request_id, **options)
+        if not request_id:
+            raise ValidationError("request_id must be a text of your own", parameter="request_id")
+        parsed = read_prompt(prompt)
+        accept = partial(self.front.accept, parsed, params, id=request_id, **options)
+        takes_time = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        size = len(parsed.text or "") if is_long(parsed) else 0
+        accepted = await self.in_thread(size, accept) if takes_time or size else accept()
         if prompt_text is not None:
             accepted.prompt = accepted.prompt or prompt_text
         self.check_alive()
@@ -139,19 +146,6 @@ class AsyncEngine:
             self.closed(stream)
             raise
         return stream
-
-    async def _accept(self, prompt: Any, params: RequestParams | None, **options: Any) -> Accepted:
-        if not options["id"]:
-            raise ValidationError("request_id must be a text of your own", parameter="request_id")
-        parsed = read_prompt(prompt)
-        takes_time = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        if not takes_time and not is_long(parsed):
-            return self.front.accept(parsed, params, **options)
-        size = len(parsed.text or "") if is_long(parsed) else 0
-        accepted: Accepted = await self.in_thread(
-            size, self.front.accept, parsed, params, **options
-        )
-        return accepted
 
     async def _send(self, accepted: Accepted, collector: Collector) -> None:
         """Send it to the engine. Lets other callbacks run between copies: encoding many of them takes time."""

@@ -45,7 +45,7 @@ from quire.server.openai.chat_batch import batch
 from quire.server.openai.completions import completions
 from quire.server.page import routes as page
 from quire.server.pooling import score_routes, vector_routes
-from quire.server.request_body import read, read_raw
+from quire.server.request_body import read
 from quire.server.sse import EventStream
 from quire.server.state import ServerPhase, ServerState, state_of
 from quire.server.tokenizer_pool import CLIENT
@@ -81,8 +81,7 @@ async def pooling_invocation(
 
 async def invocations(request: Request) -> Response | EventStream:
     """One path for all requests, as SageMaker calls it. The fields of the body select the endpoint."""
-    request._body = await read_raw(request)  # the endpoint reads it from here
-    body = await read(request, InvocationBody, warn=False)  # the endpoint warns of unknown fields
+    body = await read(request, InvocationBody, is_last=False)
     pooling = state_of(request).serving().front.pooling
     if pooling is not None:
         return await pooling_invocation(request, body, pooling.info.tasks[0])

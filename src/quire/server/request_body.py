@@ -30,6 +30,7 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 SIZE = "quire.body_size"  # in the scope of a request whose body was read
+RAW = "quire.body"  # the body, if it is read again
 SHORT_BODY = 64 << 10  # bytes: any work on so few does not delay other requests
 MOST_UNKNOWN = 8  # unknown fields that are compared with the known ones
 MOST_NAME = 64  # characters of such a field; the longest known name has half
@@ -90,27 +91,6 @@ def too_long(limit: int) -> ApiError:
     )
 
 
-async def read_raw(request: Request) -> bytes:
-    """The body of a request with Content-Type JSON.
-
-    Raises:
-        ApiError: 400, 408 or 413.
-        ClientDisconnect: the client is gone.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise invalid(
-            "Unsupported Media Type: Only 'application/json' is allowed; send the header Content-Type: application/json"
-            " (curl: -H 'Content-Type: application/json')"
-        )
-    raw: bytes | None = getattr(request, "_body", None)  # /invocations has read it
-    if raw is None:
-        server = state_of(request).config.server
-        raw = await read_body(request, server.max_body_bytes, server.receive_timeout)
-    request.scope[SIZE] = len(raw)
-    return raw
-
-
 def read_short(raw: bytes, kind: type[Body], warn: bool = True) -> Body:
     """A short body as a Struct. Ignores nulls, and accepts numbers as strings, as many clients send them.
 
@@ -148,12 +128,32 @@ def warn_of(unknown: Set[str], known: Set[str]) -> None:
     log.debug("ignored fields: %s (%d in all)", ", ".join(sorted(looked_at)), len(unknown))
 
 
-async def read(request: Request, kind: type[Body], warn: bool = True) -> Body:
-    """The body as a Struct; a thread decodes a long one. `warn`: log the unknown fields of a short one."""
-    raw = await read_raw(request)
+async def read(request: Request, kind: type[Body], *, is_last: bool = True) -> Body:
+    """The body of a request with Content-Type JSON as a Struct; a thread decodes a long one.
+
+    `is_last`: it is not read again. Only then unknown fields of a short one are logged.
+
+    Raises:
+        ApiError: 400, 408 or 413.
+        ClientDisconnect: the client is gone.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise invalid(
+            "Unsupported Media Type: Only 'application/json' is allowed; send the header Content-Type: application/json"
+            " (curl: -H 'Content-Type: application/json')"
+        )
+    state = state_of(request)
+    raw: bytes | None = request.scope.pop(RAW, None)
+    if raw is None:
+        server = state.config.server
+        raw = await read_body(request, server.max_body_bytes, server.receive_timeout)
+    request.scope[SIZE] = len(raw)
+    if not is_last:
+        request.scope[RAW] = raw
     if len(raw) <= SHORT_BODY:
-        return read_short(raw, kind, warn)
-    return await state_of(request).texts.run_sized(len(raw), read_long, raw, kind)
+        return read_short(raw, kind, is_last)
+    return await state.texts.run_sized(len(raw), read_long, raw, kind)
 
 
 async def prepared(
@@ -180,4 +180,4 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     )
 
 
-__all__ = ["ClientDisconnect", "json_response", "prepared", "read", "read_body", "read_raw"]
+__all__ = ["ClientDisconnect", "json_response", "prepared", "read", "read_body"]
