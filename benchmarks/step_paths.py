@@ -29,7 +29,7 @@ def implementations(worker: Any) -> dict[str, Callable[[], None]]:
     Raises:
         RuntimeError: the kernels do not run this model whole.
     """
-    from quire.layers.decoder_layers import Layers
+    from quire.layers.decoder import Layers
 
     layers = next(module for module in worker.model.modules() if isinstance(module, Layers))
     step, fused = worker.fast_step, layers.fused

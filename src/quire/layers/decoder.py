@@ -1,23 +1,91 @@
 """Decoder: embeddings, layers and last norm of a model that generates text, or one stage's part of them.
 
-Knows the order of these parts. Does not know families, caches or batches.
+Knows the order of these parts, and what goes from a layer to the next. Does not know families, caches or batches, nor what a
+layer computes. `ModelParts` and `SpeculatorParts` say what is around a decoder (`native_parts.py`).
 
 Shape suffixes: T tokens of this step, D features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from quire.layers.decoder_layers import Layers
-from quire.layers.embedding import Embedding
+from quire.forward_context import current_batch
+from quire.layers.decoder_layer import normed_sum
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 from quire.layers.rotary import LayerRotaries
 from quire.parallel.ranks import TensorRanks, current_ranks
 from quire.parallel.stages import ONE_STAGE, PipelineStage, StageLink, current_stage
+
+
+class FusedLayers(Protocol):
+    """All layers and the last norm in few kernel calls, with the same results."""
+
+    def run(
+        self, x_TD: Tensor, residual_TD: Tensor | None, positions: Tensor, rotary: LayerRotaries
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Layers.advance`; if the layers are the last, x is as of `Layers.forward`. May overwrite both."""
+        ...
+
+
+class Layers(nn.ModuleList):
+    """The decoder layers of a model, in order.
+
+    A layer takes (x_TD, residual_TD or None, angles) and returns (x_TD, residual_TD); its output is their sum.
+
+    Args:
+        first, total: the number of the first of these layers in the model, and of all its layers; 0: these are all.
+    """
+
+    fused: FusedLayers | None = None  # set if kernel calls compute several modules at once
+    recorded: frozenset[int] = frozenset()  # see `LanguageModel.record_hidden_states`
+
+    def __init__(self, layers: Iterable[nn.Module], first: int = 0, total: int = 0):
+        super().__init__()
+        for number, layer in enumerate(layers, first):
+            self.add_module(str(number), layer)
+        self.first, self.total = first, total or len(self)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        positions: Tensor,
+        rotary: LayerRotaries,
+        norm: Norm | None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        """The output of the last layer, normed if there is a norm; positions: see `Rotary.forward`."""
+        x_TD, residual_TD = self.advance(x_TD, residual_TD, positions, rotary)
+        return x_TD if self._running() else normed_sum(norm, x_TD, residual_TD)[0]
+
+    def advance(
+        self, x_TD: Tensor, residual_TD: Tensor | None, positions: Tensor, rotary: LayerRotaries
+    ) -> tuple[Tensor, Tensor | None]:
+        """(x_TD, residual_TD) after these layers."""
+        if (fused := self._running()) is not None:
+            return fused.run(x_TD, residual_TD, positions, rotary)
+        for number, (layer, angles) in enumerate(zip(self, rotary(positions), strict=True)):
+            self.record(number, x_TD, residual_TD)
+            x_TD, residual_TD = layer(x_TD, residual_TD, angles)
+        self.record(len(self), x_TD, residual_TD)
+        return x_TD, residual_TD
+
+    def _running(self) -> FusedLayers | None:
+        """What runs in place of the modules in this step."""
+        if self.fused is None or current_batch().split_tokens is not None:  # kernels gather no keys
+            return None
+        return self.fused
+
+    def record(self, number: int, x_TD: Tensor, residual_TD: Tensor | None) -> None:
+        """Copy the output of `number` layers to the batch, if it is wanted."""
+        if number in self.recorded:
+            copied = x_TD.clone() if residual_TD is None else x_TD + residual_TD
+            current_batch().hidden_states[number] = copied
 
 
 class Decoder(nn.Module):
@@ -75,3 +143,38 @@ class Decoder(nn.Module):
         found = self.layers.advance(x_TD, residual_TD, positions, self.rotary)
         link.send([tensor_TD for tensor_TD in found if tensor_TD is not None])
         return found[0]
+
+
+class ModelParts(NamedTuple):
+    """A model from token ids to logits. `head`: None on a stage that does not draw."""
+
+    decoder: Decoder
+    head: Head | None
+
+
+class SpeculatorParts(NamedTuple):
+    """A speculator, with the table and the head that it uses: its own, or the target's.
+
+    Attributes:
+        embedding_norm, state_norm: of what the first layer reads.
+        last_norm: of what the head reads.
+        state_projection: of the target's hidden states, before pass 0.
+        join: projects cat(norm(embedding), norm(state)) for the first layer; None: the layer has `joined_attention`.
+        normed_residual: the residual of that attention is norm(state).
+        passes_sum: the next pass takes the state before `last_norm`.
+        target_ids_V: see `Speculator`.
+    """
+
+    decoder: Decoder
+    embedding: Embedding | None
+    head: Head | None
+    vocab_size: int
+    target_vocab_size: int
+    target_ids_V: Tensor | None
+    embedding_norm: Norm | None
+    state_norm: Norm | None
+    last_norm: Norm | None
+    state_projection: Linear | None = None
+    join: Linear | None = None
+    normed_residual: bool = False
+    passes_sum: bool = False

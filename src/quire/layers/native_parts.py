@@ -1,6 +1,6 @@
 """What a model says of its parts, for kernels that compute several of them in one call (`native/`).
 
-A module says it with a method `native()`, which returns one of these, or of `model_parts.py`, or None: then it is called as a
+A module says it with a method `native()`, which returns one of these, or of `decoder.py`, or None: then it is called as a
 module. So the kernels know parts by their role, and no family. A part that the kernels do not support is called as a module, too.
 """
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from quire.errors import Unsupported
 from quire.layers.attention import Attention
-from quire.layers.decoder import Decoder
+from quire.layers.decoder import Decoder, ModelParts
 from quire.layers.embedding import Embedding, Head
 from quire.layers.lora import AdapterTable, Place, places_of
-from quire.layers.model_parts import ModelParts
 from quire.layers.native_parts import replaces
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.state import StateLayer

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from quire.errors import ConfigError, Unsupported
 from quire.layers.attention import Attention
 from quire.layers.decoder_layer import GatedMLP, SelfAttention
-from quire.layers.encoder import Encoder, EncoderTables
-from quire.layers.encoder_layer import EncoderLayer, UngatedMLP
+from quire.layers.encoder import Encoder, EncoderLayer, EncoderTables, UngatedMLP
 from quire.layers.norm import LayerNorm
 from quire.layers.rotary import LayerRotaries
 from quire.models.base import LanguageModel

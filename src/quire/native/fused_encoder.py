@@ -8,6 +8,7 @@ Shape suffixes: T tokens, D features, P pairs of features.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 from quire.forward_context import current_adapters, current_batch
 from quire.layers.attention import PackedAttention
 from quire.layers.decoder_layer import GatedMLP, SelfAttention
-from quire.layers.encoder import Encoder
-from quire.layers.encoder_layer import EncoderLayer, UngatedMLP
-from quire.layers.norm import LayerNorm, Norm
+from quire.layers.encoder import Encoder, EncoderLayer, UngatedMLP
+from quire.layers.norm import Norm
+from quire.native.fused_layers import native_norm
 from quire.ops.cpu.bindings import Kernels
 from quire.ops.cpu.norm_rope_act import scaled_bias
-from quire.ops.cpu.structs import LAYER_NORM, CEncoderLayer, CEncoderStep, CNorm
+from quire.ops.cpu.structs import CEncoderLayer, CEncoderStep, CNorm
 
-_P = ctypes.c_void_p
+_P, _norm = ctypes.c_void_p, partial(native_norm, takes_bias=True)
 
 
 def fuse_encoder(encoder: Encoder, kernels: Kernels) -> None:
@@ -46,7 +47,7 @@ def fuse_encoder(encoder: Encoder, kernels: Kernels) -> None:
         if native is None:
             return
         found.append(native)
-    first = _norm(layers[0].attention_norm, optional=True) if before else None
+    first = _norm(layers[0].attention_norm) if before else None
     if first is None and before:
         return
     if encoder.rotaries is not None:
@@ -90,7 +91,7 @@ class KernelEncoder:
 def _layer(layer: Any, norms: tuple[Norm | None, Norm | None], kind: int) -> CEncoderLayer | None:
     """None: the kernels do not support the layer."""
     attention, mlp = layer.self_attn, layer.mlp
-    after_attention, after_mlp = (_norm(norm) for norm in norms)
+    after_attention, after_mlp = (None if norm is None else _norm(norm) for norm in norms)
     if after_attention is None or after_mlp is None or type(attention) is not SelfAttention:
         return None
     attn = attention.attn
@@ -120,16 +121,3 @@ def _products(mlp: nn.Module) -> tuple[Any, Any] | None:
     if type(mlp) is UngatedMLP:
         return mlp.up_proj.ref, mlp.down_proj.ref
     return None
-
-
-def _norm(norm: Norm | None, optional: bool = False) -> CNorm | None:
-    """The struct of a norm, or of no norm where it is `optional`; None: the kernels do not compute it."""
-    if norm is None:
-        return CNorm() if optional else None
-    fits = type(norm) is LayerNorm and norm.weight.dim() == 1 and len(norm.weight) % 16 == 0
-    if not fits or norm.weight.dtype != torch.bfloat16:
-        return None
-    bias = norm._parameters["bias"]
-    return CNorm(
-        norm.weight.data_ptr(), LAYER_NORM, norm.eps, None if bias is None else bias.data_ptr()
-    )

@@ -52,20 +52,21 @@ def has_mlp(layer: CLayer) -> bool:
     return layer.gate_up.data is not None or layer.mixture is not None
 
 
-def native_norm(norm: Norm | None) -> CNorm | None:
+def native_norm(norm: Norm | None, takes_bias: bool = False) -> CNorm | None:
     """The struct of a norm, or of no norm; None: the kernels do not compute it."""
     if norm is None:
         return CNorm()
     if type(norm) is RMSNorm:
         kind = RMS_PLUS_ONE if norm.plus_one else RMS
-    elif type(norm) is LayerNorm and norm.bias is None:
+    elif type(norm) is LayerNorm and (takes_bias or norm.bias is None):
         kind = LAYER_NORM
     else:
         return None
     weight = norm.weight
     if weight.dim() != 1 or weight.dtype != torch.bfloat16 or len(weight) % 16:
         return None
-    return CNorm(weight.data_ptr(), kind, norm.eps)
+    bias = norm._parameters.get("bias")
+    return CNorm(weight.data_ptr(), kind, norm.eps, None if bias is None else bias.data_ptr())
 
 
 def fill_attention(module: nn.Module, pairs: int, native: CLayer) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.decoder import Decoder
+from quire.layers.decoder import Decoder, ModelParts
 from quire.layers.embedding import Embedding, Head
-from quire.layers.model_parts import ModelParts
 from quire.layers.native_parts import native_parts
 from quire.native.fused_decoder import FusedDecoder, StepGroup, query_scales
 from quire.ops.cpu.structs import CGroup, CModel, CWeight

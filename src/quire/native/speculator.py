@@ -8,8 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from quire.layers.decoder import Decoder
-from quire.layers.model_parts import SpeculatorParts
+from quire.layers.decoder import Decoder, SpeculatorParts
 from quire.layers.native_parts import layer_parts
 from quire.native.fused_decoder import StepGroup
 from quire.native.fused_layers import fill_attention, has_mlp, native_layer, native_norm

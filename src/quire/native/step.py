@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.errors import NOT_FINITE, PlanMismatch
+from quire.layers.decoder import SpeculatorParts
 from quire.layers.lora import AdapterTable
-from quire.layers.model_parts import SpeculatorParts
 from quire.layers.native_parts import native_parts
 from quire.native.fused_decoder import fuse_model, unfuse_model
 from quire.native.model import native_model, record_states
@@ -77,7 +77,7 @@ class NativeStep:
         self._sampled, self._max_logit = self._sampled_B.ctypes.data, self._max_logit_B.ctypes.data
 
     def fuse(self, models: Sequence[object]) -> None:
-        """Fuse the layers of all models, and run the first from now on."""
+        """Fuse the layers of all models where the kernels support them, and run the first from now on."""
         for model in models:
             fuse_model(model)
         adapters: AdapterTable | None = getattr(models[0], "adapters", None)
@@ -85,6 +85,7 @@ class NativeStep:
         self.set_model(models[0])
 
     def unfuse(self, models: Sequence[object]) -> None:
+        """Undo `fuse`: the models run module by module, and no address of them is kept."""
         for model in models:
             unfuse_model(model)
         self.set_model(None)

@@ -31,11 +31,12 @@ from quire.worker.worker_info import WorkerInfo, fields_of
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
     from quire.models.offload import Offload
+    from quire.native.step import NativeStep
     from quire.platforms.base import Platform
     from quire.worker.hooks import Hook
     from quire.worker.input_batch import InputBatchBuilder
     from quire.worker.model_input import ModelInput
-    from quire.worker.model_runner import FastStep, ModelOutput, ModelRunner
+    from quire.worker.model_runner import ModelOutput, ModelRunner
     from quire.worker.request_rows import RequestRows
     from quire.worker.row_states import RowStates
     from quire.worker.sampling.logits_processors import Processor
@@ -247,7 +248,7 @@ def build_state_hooks(states: RowStates, rows: RequestRows) -> list[Hook]:
 
 def build_output(
     resolved: Resolved, platform: Platform, parts: WorkerParts
-) -> tuple[ModelOutput, FastStep | None]:
+) -> tuple[ModelOutput, NativeStep | None]:
     """The model output, and the fast path: the native step, which draws only tokens."""
     from quire.native.step import make_native_step
     from quire.worker.sampling.sampler import Sampler

@@ -10,7 +10,7 @@ answer is taken to refuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.forward_context import ForwardBatch, forward_context
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.base import LanguageModel
+    from quire.native.step import NativeStep
 
 
 class QueuedStep(Protocol):
@@ -44,24 +45,6 @@ class ModelOutput(Protocol):
         return False
 
 
-class FastStep(Protocol):
-    """Runs batch, model input and model output in one call, and gives the same tokens."""
-
-    def fuse(self, models: Sequence[LanguageModel]) -> None:
-        """Run the first model from now on: fuse the layers of all where possible. Caches may not be allocated yet."""
-        ...
-
-    def unfuse(self, models: Sequence[LanguageModel]) -> None:
-        """Undo `fuse`: the models run module by module, and no address of them is kept."""
-        ...
-
-    def accepts_fast_step(self, plan: StepPlan) -> bool:
-        """Whether it can run the current model on this plan."""
-        ...
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-
 def _refuses(plan: StepPlan) -> bool:
     return False
 
@@ -80,7 +63,7 @@ class ModelRunner:
         model_output: Any,
         rows: RequestRows,
         batcher: InputBatchBuilder | None = None,
-        fast_step: Any = None,
+        fast_step: NativeStep | None = None,
     ):
         self.model: Any = None
         self.model_input, self.model_output, self.rows = model_input, model_output, rows

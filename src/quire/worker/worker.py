@@ -22,12 +22,13 @@ from quire.protocol.plan import StepPlan, StepResult
 from quire.worker.hooks import Hook
 from quire.worker.input_batch import InputBatchBuilder
 from quire.worker.model_input import ModelInput
-from quire.worker.model_runner import FastStep, ModelOutput, ModelRunner, QueuedStep
+from quire.worker.model_runner import ModelOutput, ModelRunner, QueuedStep
 from quire.worker.request_rows import RequestRows
 from quire.worker.rpc import call_method
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
+    from quire.native.step import NativeStep
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -71,7 +72,7 @@ class Worker(ModelRunner):
         rows: RequestRows,
         batcher: InputBatchBuilder | None = None,
         functions: dict[str, Callable[..., Any]] | None = None,
-        fast_step: FastStep | None = None,
+        fast_step: NativeStep | None = None,
         models: list[LanguageModel] | None = None,
         runners: Sequence[ModelRunner] = (),
     ):

@@ -155,7 +155,8 @@ class DraftModelRunner(ModelRunner):
             states: the target's hidden states at the tokens of `work`, for a speculator.
         """
         self._enter_rows(work)
-        if self.accepts_fast_step(StepPlan(0, [], list(work), [])):
+        plan = StepPlan(0, [], list(work), [])
+        if self.fast_step is not None and self.accepts_fast_step(plan):
             self.fast_step.draft(work, draws, 0 if states is None else address_of(states))
             return
         if self.speculator_input is not None and states is not None:

@@ -18,11 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quire.layers.decoder import Decoder
-from quire.layers.decoder_layers import Layers
+from quire.layers.decoder import Decoder, Layers, SpeculatorParts
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
-from quire.layers.model_parts import SpeculatorParts
 from quire.layers.native_parts import replaces
 from quire.layers.norm import Norm, NormFactory
 from quire.layers.rotary import LayerRotaries
@@ -126,10 +124,6 @@ class Speculator(CausalLM):
             return None
         return int(self.cfg.mask_token_id), self.mask_state_1E
 
-    def native(self) -> SpeculatorParts | None:
-        """A subclass whose passes are of the form of `SpeculatorParts` says so with `parts`."""
-        return None
-
     def parts(
         self,
         embedding_norm: Norm | None,
@@ -137,7 +131,7 @@ class Speculator(CausalLM):
         last_norm: Norm | None,
         **more: Any,
     ) -> SpeculatorParts | None:
-        """What it consists of; None: the target has a table or a head of another form, or ranks split it."""
+        """What it consists of, for `native()` of a subclass whose passes have that form; None: the target has a table or a head of another form, or ranks split it."""
         target = self.target[0]
         if not isinstance(target, CausalLM) or target.model.ranks is not None:
             return None

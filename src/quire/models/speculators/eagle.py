@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.layers.decoder import SpeculatorParts
 from quire.layers.decoder_layer import PRE_NORM, DecoderLayer, GatedMLP, SelfAttention
 from quire.layers.linear import Linear
-from quire.layers.model_parts import SpeculatorParts
 from quire.layers.native_parts import LayerParts
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Angles

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.forward_context import current_batch
+from quire.layers.decoder import SpeculatorParts
 from quire.layers.decoder_layer import normed_sum
-from quire.layers.model_parts import SpeculatorParts
 from quire.layers.native_parts import replaces
 from quire.models.deepseek import DeepseekV3, Glm4MoeLite
 from quire.models.hf_config import TextConfig
