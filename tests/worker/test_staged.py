@@ -20,6 +20,7 @@ from quire.worker.request_rows import RequestRows
 from quire.worker.staging_buffer import LINE, StagingBuffer
 
 ROWS, LENGTH, GROUPS, BLOCK = 4, 80, 2, 8
+STATES = 100  # of an encoder, at most; their blocks are a third group
 
 
 def plans(rng: random.Random, count: int):
@@ -34,11 +35,14 @@ def plans(rng: random.Random, count: int):
             if rng.random() < 0.6:
                 tokens = [rng.randrange(1000) for _ in range(rng.randint(1, 40))]
                 length[row], done[row] = len(tokens), 0
+                states = rng.randint(1, STATES)
+                blocks = [[], [], [rng.randint(1, 99) for _ in range(-(-states // BLOCK))]]
                 entered.append(
                     EnteredRow(
-                        row, f"{step}-{row}", tokens, len(tokens), 0, [[], []], SamplingParams()
+                        row, f"{step}-{row}", tokens, len(tokens), 0, blocks, SamplingParams(),
+                        num_encoder_tokens=states,
                     )
-                )
+                )  # fmt: skip
         work = []
         for row in rng.sample(sorted(length), rng.randint(0, len(length))):
             left_to_do = min(length[row], LENGTH - 1) - done[row]
@@ -56,7 +60,8 @@ def plans(rng: random.Random, count: int):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_staged_batches_equal_plain_batches(seed: int) -> None:
-    made = [kind(ROWS, LENGTH, GROUPS, BLOCK) for kind in (RequestRows, DeviceRows)]
+    sizes = ROWS, LENGTH, GROUPS + 1, BLOCK, "cpu", {GROUPS: STATES}
+    made = [kind(*sizes) for kind in (RequestRows, DeviceRows)]
     batchers = [InputBatchBuilder(made[0]), DeviceInputBatchBuilder(made[1])]
     seen = 0
     for plan in plans(random.Random(seed), 25):
@@ -74,6 +79,9 @@ def test_staged_batches_equal_plain_batches(seed: int) -> None:
             for x, y in pairs:
                 same = torch.equal if isinstance(x, torch.Tensor) else np.array_equal
                 assert same(x, y), field.name
+        assert len(want.slots[GROUPS]) == sum(
+            want.encoder.lengths[b] for b in want.encoder.new_rows
+        )
         for rows in made:  # what is drawn is written on the device
             for index in want.drawing:
                 row = plan.work[index].row
