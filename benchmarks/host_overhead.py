@@ -184,7 +184,7 @@ def measure_all(shape: shapes.Shape, cache: Path, rows: Sequence[int], steps: in
     import zmq
 
     from benchmarks.offline.runners import Quire
-    from quire.engine.engine_main import FrontendSockets
+    from quire.engine.engine_main import FrontendLink
 
     path = shapes.checkpoint(shape, "bfloat16", cache)
     most = max(rows)
@@ -198,7 +198,7 @@ def measure_all(shape: shapes.Shape, cache: Path, rows: Sequence[int], steps: in
         front = context.socket(zmq.PULL)
         front.setsockopt(zmq.RCVHWM, 0)
         front.bind(f"ipc://{folder}/up-0")
-        link = FrontendSockets(Path(folder), 1)
+        link = FrontendLink(Path(folder), 1)
         try:
             client: Any = engine.client
             watch = watched(client.core)

@@ -13,7 +13,7 @@ import zmq
 from test_client import make
 
 from quire.engine.core import EngineCore
-from quire.engine.engine_main import FrontendSockets, StopEngine, stop
+from quire.engine.engine_main import FrontendLink, StopEngine, stop
 from quire.engine.engine_state import ROOM, Condition, EngineState, StateBoard
 from quire.engine.poison_requests import (
     FORGET_S,
@@ -171,7 +171,7 @@ def test_undecodable_messages_are_answered() -> None:
     core: EngineCore = make().core
     encode = msgspec.msgpack.encode
     good = EngineRequest("good", [1, 2], SamplingParams(max_tokens=1))
-    link = FrontendSockets.__new__(FrontendSockets)
+    link = FrontendLink.__new__(FrontendLink)
     link.down = Socket(
         encode(["request", "wrong", [1], {"top_p": 5}, 0.0, 3]),
         b"\x95\xa7request\xa4deep\x91\x01" + b"\x91" * 5000 + b"\x01" + encode(0.0),

@@ -16,8 +16,8 @@ from quire.config.parallel.cluster_key import cluster_key
 from quire.config.parallel.parallel_config import ParallelConfig
 from quire.engine import remote_engines
 from quire.engine import remote_link as link
+from quire.engine.engine_sockets import EngineSockets
 from quire.engine.engine_state import EngineState
-from quire.engine.process_client import EngineSockets
 from quire.engine.remote_engines import RemoteEngines
 from quire.errors import ConfigError
 from quire.protocol.output import EngineReady
@@ -116,7 +116,7 @@ def test_a_node_joins_and_messages_pass_both_ways(remote: RemoteEngines, node: N
     node.say(link.NodeState(2, EngineState(2, "restarting", incident="x")))
     until(lambda: engine.state.epoch == 2)
     assert (engine.folder / "2" / "down").exists()
-    assert engine._ups.keys() <= {0}
+    assert len(engine.sockets.up) == 1
     front.close()
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from test_process_client import Place, ask, place  # noqa: F401
 
-from quire.engine.engine_main import FrontendSockets
+from quire.engine.engine_main import FrontendLink
 from quire.errors import ValidationError
 from quire.executor.messages import decode_up, encode
 from quire.protocol.output import EngineOutput, FromEngine, Reply
@@ -45,7 +45,7 @@ def test_only_large_tensors_have_frames_of_their_own() -> None:
 
 def test_a_client_in_another_process_gets_the_same_tensors(place: Place, tmp_path: Path) -> None:  # noqa: F811
     client = place.client()
-    link = FrontendSockets(tmp_path / "1", 1)
+    link = FrontendLink(tmp_path / "1", 1)
     sent = [EngineOutput(str(size), [], "stop", tensor=vector(size)) for size in SIZES]
     for id in [output.id for output in sent]:
         client.submit(EngineRequest(id, [1], PoolingParams(dimensions=3)))
@@ -66,7 +66,7 @@ class Point:
 @pytest.mark.parametrize("value", [object(), 1 << 64, {Point(1): 2}, "\ud800"])
 def test_an_answer_that_cannot_be_sent_is_an_error_of_that_call(tmp_path: Path, value: Any) -> None:
     """Regression: it ended the engine, or the frontend's thread that receives outputs."""
-    link, frames = FrontendSockets(tmp_path, 1), []
+    link, frames = FrontendLink(tmp_path, 1), []
     link._send = lambda socket, messages: frames.append(link.encoder.encode(messages))  # type: ignore[method-assign, assignment]
     output = EngineOutput("other", [5], None)
     link.send([Reply(3, value), output, Reply(4, [1])])

@@ -23,6 +23,7 @@ import zmq
 from quire import env
 from quire.engine import sleep
 from quire.engine.core import Answered, EngineCore
+from quire.engine.engine_sockets import FrontendSockets
 from quire.errors import EngineDeadError, QuireError
 from quire.logging import configure, get_logger
 from quire.platforms.cpu_affinity import leave_a_core
@@ -52,20 +53,11 @@ class StopEngine(BaseException):
     """The parent ordered a stop. Not an Exception: it may arrive inside any `except Exception`."""
 
 
-class FrontendSockets:
-    """The child's ends of the sockets: one that all frontends push to, and one to each frontend."""
+class FrontendLink(FrontendSockets):
+    """Sends outputs to frontends, and reads what they send."""
 
     def __init__(self, folder: Path, frontends: int):
-        context = zmq.Context()
-        self.down = context.socket(zmq.PULL)
-        self.up = [context.socket(zmq.PUSH) for _ in range(frontends)]
-        for socket in (self.down, *self.up):
-            # the number of messages is limited by the requests that the scheduler admits
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-        self.down.bind(f"ipc://{folder}/down")
-        for number, socket in enumerate(self.up):
-            socket.connect(f"ipc://{folder}/up-{number}")
+        super().__init__(zmq.Context(), folder, frontends)
         self.encoder = FrameEncoder()
 
     def send(self, messages: list[EngineOutput | Reply]) -> None:
@@ -138,7 +130,7 @@ def stop(number: int, frame: FrameType | None) -> None:
     raise StopEngine
 
 
-def loop(core: EngineCore, sockets: FrontendSockets, watchdog: Watchdog) -> None:
+def loop(core: EngineCore, sockets: FrontendLink, watchdog: Watchdog) -> None:
     """Run until a stop, or until an error that is not one request's."""
     sent_at = 0.0
     while True:
@@ -170,7 +162,7 @@ def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     from quire.config.serialize import resolved_from_bytes
     from quire.engine.build import add_process_observers, build_core
 
-    sockets = FrontendSockets(folder, frontends)
+    sockets = FrontendLink(folder, frontends)
     sleep_file = folder.parent / sleep.FILE
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
     if (rank := resolved.config.parallel.data_parallel_rank) is not None:

@@ -21,8 +21,8 @@ from quire.config.engine import Resolved
 from quire.config.parallel.cluster_key import cluster_key
 from quire.engine import remote_link as link
 from quire.engine.engine_launcher import EnginePlace, close_all, supervise_local
+from quire.engine.engine_sockets import EngineSockets
 from quire.engine.engine_state import EngineState
-from quire.engine.process_client import EngineSockets
 from quire.errors import StartupError
 from quire.logging import get_logger
 
@@ -171,16 +171,12 @@ class EngineNode:
             self._send(link.control(link.NodeState(engine.rank, state)))
 
     def _pass_on(self) -> int | None:
-        poller = zmq.Poller()
-        poller.register(self._server, zmq.POLLIN)
         ups = [
             (engine, client, sockets.up)
             for engine in self.engines
             for client, sockets in enumerate(engine.sockets)
         ]
-        for _, _, socket in ups:
-            poller.register(socket, zmq.POLLIN)
-        ready = dict(poller.poll(LOOK_MS))
+        ready = link.ready([self._server, *(socket for _, _, socket in ups)], LOOK_MS)
         for engine, client, socket in ups:
             head = link.DataHead(engine.rank, engine.epoch, client)
             for frames in link.waiting(socket) if socket in ready else ():

@@ -20,6 +20,7 @@ import zmq
 
 from quire.config.engine import Resolved
 from quire.engine.client import answer, encoded
+from quire.engine.engine_sockets import EngineSockets
 from quire.engine.engine_state import EngineState, StateBoard
 from quire.engine.poison_requests import MAX_DIGESTS, Suspects, digest_of
 from quire.engine.supervisor import EngineSupervisor
@@ -43,25 +44,6 @@ if TYPE_CHECKING:
 LOOK_AGAIN_MS = 200  # how often a wait checks the engine's state
 
 log = get_logger(__name__)
-
-
-class EngineSockets:
-    """Both sockets to one process of the engine."""
-
-    def __init__(self, context: zmq.Context[Any], folder: Path, client: int):
-        self.down, self.up = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        for socket in (self.down, self.up):
-            socket.setsockopt(zmq.LINGER, 0)
-            # the number of messages is limited by the requests that the scheduler admits
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-        folder.mkdir(exist_ok=True)
-        self.down.connect(f"ipc://{folder}/down")
-        self.up.bind(f"ipc://{folder}/up-{client}")
-
-    def close(self) -> None:
-        self.down.close()
-        self.up.close()
 
 
 class AskedCall(NamedTuple):

@@ -23,6 +23,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from quire.config.engine import Resolved
 from quire.config.parallel.cluster_key import cluster_key
 from quire.engine import remote_link as link
+from quire.engine.engine_sockets import FrontendSockets
 from quire.engine.engine_state import EngineState, StateBoard
 from quire.errors import ConfigError
 from quire.executor.control_port import differences
@@ -39,8 +40,8 @@ LOOK_MS = 200
 class RemoteEngine:
     """One engine at a node: its board and its folder of sockets here, with the methods of an EngineSupervisor that clients call."""
 
-    def __init__(self, rank: int, context: zmq.Context[Any], where: str):
-        self.rank, self._context = rank, context
+    def __init__(self, rank: int, context: zmq.Context[Any], where: str, frontends: int):
+        self.rank, self._context, self._frontends = rank, context, frontends
         self.folder, self.board = own_folder(), StateBoard()
         self._lock = hold(self.folder)
         self.node: bytes | None = None
@@ -48,11 +49,10 @@ class RemoteEngine:
         self.base = 0
         """Added to the number of its process at the node, it is the number of its process here."""
         self.was_ready = False
-        self._ups: dict[int, zmq.Socket[bytes]] = {}
         waiting = StartupStatus(f"waiting for a node with engine {rank} at {where}")
         self.board.publish(EngineState(1, "starting", startup=waiting))
         self.closing, self.removed = threading.Event(), threading.Event()
-        self.down = self._open(1)
+        self.sockets = FrontendSockets(context, self.folder / "1", frontends)
 
     @property
     def state(self) -> EngineState:
@@ -67,32 +67,10 @@ class RemoteEngine:
         self.removed.wait(seconds)
 
     # -- for the thread
-    def _open(self, epoch: int) -> zmq.Socket[bytes]:
-        (self.folder / str(epoch)).mkdir(exist_ok=True)
-        down: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
-        down.setsockopt(zmq.LINGER, 0)
-        down.setsockopt(zmq.RCVHWM, 0)
-        down.bind(f"ipc://{self.folder}/{epoch}/down")
-        return down
-
     def follow(self, epoch: int) -> None:
         """The engine has another process: open sockets of its own for it."""
-        self.close_sockets()
-        self.down = self._open(epoch)
-
-    def send_up(self, client: int, frames: list[bytes]) -> None:
-        """Pass outputs on to a frontend."""
-        if (up := self._ups.get(client)) is None:
-            up = self._ups[client] = self._context.socket(zmq.PUSH)
-            up.setsockopt(zmq.LINGER, 0)
-            up.setsockopt(zmq.SNDHWM, 0)
-            up.connect(f"ipc://{self.folder}/{self.state.epoch}/up-{client}")
-        up.send_multipart(frames)
-
-    def close_sockets(self) -> None:
-        for socket in (self.down, *self._ups.values()):
-            socket.close()
-        self._ups.clear()
+        self.sockets.close()
+        self.sockets = FrontendSockets(self._context, self.folder / str(epoch), self._frontends)
 
     def lose(self, why: str) -> None:
         """Its node is gone."""
@@ -106,7 +84,7 @@ class RemoteEngine:
         self.board.publish(EngineState(self.state.epoch, "delayed", self.state.ready, why, incident=incident))  # fmt: skip
 
     def remove(self) -> None:
-        self.close_sockets()
+        self.sockets.close()
         if self.state.condition != "dead":
             self.board.publish(EngineState(self.state.epoch, "closed"))
         self.board.close()
@@ -145,7 +123,9 @@ class RemoteEngines:
                 f"data_parallel_address, data_parallel_rpc_port: {self.where} cannot be bound: {what}; choose an"
                 " address of this machine and a free port"
             ) from None
-        self.engines = {rank: RemoteEngine(rank, self._context, self.where) for rank in ranks}
+        self.engines = {
+            rank: RemoteEngine(rank, self._context, self.where, frontends) for rank in ranks
+        }
         self._heard: dict[bytes, float] = {}
         """When each node sent something last."""
         self._until = time.monotonic() + link.MEET_S
@@ -175,20 +155,17 @@ class RemoteEngines:
             self._end_context()
 
     def _pass_on(self) -> None:
-        poller = zmq.Poller()
-        sockets: list[zmq.Socket[bytes]] = [self._router]
-        sockets += [engine.down for engine in self.engines.values() if engine.node is not None]
-        for socket in sockets:
-            poller.register(socket, zmq.POLLIN)
-        ready = dict(poller.poll(LOOK_MS))
+        with_node = [engine for engine in self.engines.values() if engine.node is not None]
+        downs = (engine.sockets.down for engine in with_node)
+        ready = link.ready([self._router, *downs], LOOK_MS)
         if self._router in ready:
             for frames in link.waiting(self._router):
                 self._from_node(frames[0], frames[1:])
         for engine in self.engines.values():
-            if engine.node is None or engine.down not in ready:
+            if engine.node is None or engine.sockets.down not in ready:
                 continue
             head = link.DataHead(engine.rank, engine.state.epoch - engine.base)
-            for frames in link.waiting(engine.down):
+            for frames in link.waiting(engine.sockets.down):
                 self._send(engine.node, link.data(head, frames))
 
     def _send(self, node: bytes, frames: list[Any]) -> None:
@@ -211,7 +188,7 @@ class RemoteEngines:
             case (link.DataHead(rank=rank, epoch=epoch, client=client), frames):
                 engine, is_known = self.engines.get(rank), 0 <= client < self._frontends
                 if engine is not None and engine.node == node and is_known and epoch + engine.base == engine.state.epoch:  # fmt: skip
-                    engine.send_up(client, frames)
+                    engine.sockets.up[client].send_multipart(frames)
             case link.NodeState(rank=rank, state=state):
                 engine = self.engines.get(rank)
                 if engine is not None and engine.node == node:

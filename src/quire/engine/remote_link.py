@@ -10,6 +10,7 @@ message.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -99,6 +100,14 @@ def read(frames: list[bytes]) -> LinkMessage | tuple[DataHead, list[bytes]]:
     if len(frames) < 2:
         raise IndexError("data without a frame")
     return head, frames[1:]
+
+
+def ready(sockets: Sequence[zmq.Socket[bytes]], milliseconds: int) -> set[zmq.Socket[bytes]]:
+    """Which of the sockets have a message, after at most that time."""
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    return {socket for socket, _ in poller.poll(milliseconds)}
 
 
 def waiting(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
