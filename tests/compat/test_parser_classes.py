@@ -7,7 +7,7 @@ import json
 import pytest
 
 from quire.compat.vllm_chat import get_tokenizer
-from quire.compat.vllm_parsers import (
+from quire.frontend.parsers.parser_classes import (
     ReasoningParser,
     ReasoningParserManager,
     ToolParser,

@@ -65,13 +65,13 @@ class ServerConfig:
     tool_call_parser: str | None = None
     """Format of the model's tool calls; unset or auto: detected from its chat template; none: tool calls are not parsed."""
     tool_parser_plugin: str | None = None
-    """Python file with a function `register(registry)` that adds tool call formats."""
+    """Python file that adds tool call formats: a function `register(registry)`, or classes that it registers with vLLM's ToolParserManager."""
     tool_strict_level: Literal["auto", "strict", "function", "parameter"] = "auto"
     """Constraints on tool calls that the model may make: auto or function: call format, tool names and the schemas of strict tools; parameter: the schemas of all tools; strict: as auto, but none without a strict tool."""
     reasoning_parser: str | None = None
     """Format of the model's reasoning; unset or auto: detected from its chat template; none: reasoning stays in the text. Unset, constrained output begins without reasoning."""
     reasoning_parser_plugin: str | None = None
-    """Python file with a function `register(registry)` that adds reasoning formats."""
+    """Python file that adds reasoning formats: a function `register(registry)`, or classes that it registers with vLLM's ReasoningParserManager."""
     reasoning_config: dict[str, Any] = field(default_factory=dict)
     """A JSON object with any of reasoning_parser, reasoning_start_str, reasoning_end_str (what is forced when `thinking_token_budget` is spent: a sentence that ends with the end marker)."""
     enable_reasoning_content: bool = False

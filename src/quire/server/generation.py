@@ -71,6 +71,8 @@ class Generation(EngineRequests):
     _started: set[int] = field(default_factory=set)
     _at_end: ExitStack = field(default_factory=ExitStack)
     _until: float | None = None
+    _by_plugin: asyncio.Future[list[OutputDelta]] | None = None
+    """Deltas that a plug-in's code reads."""
 
     def __post_init__(self) -> None:
         EngineRequests.__post_init__(self)
@@ -147,19 +149,47 @@ class Generation(EngineRequests):
         """
         deltas: list[OutputDelta] = []
         while not (deltas or self.ended):
-            if self._until is None:
-                await self._wakeup.wait()
-            else:
-                await self._in_time(self._until)
-            for running in tuple(self._running):
-                deltas += self._take(running)
+            if self._by_plugin is None:
+                if self._until is None:
+                    await self._wakeup.wait()
+                else:
+                    await self._in_time(self._until)
+                for running in tuple(self._running):
+                    deltas += self._take(running)
+            if self.reader is not None:
+                deltas = await self._read(self.reader, deltas)
+            if self.interval != 1:
+                deltas = list(self._in_intervals(deltas))
             self.ended = not self._running
         return deltas
+
+    async def _read(self, reader: ChatOutputReader, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Split the deltas' texts: in a thread if that runs a plug-in's code; if `next` is cancelled then, the next call goes on."""
+
+        def read() -> list[OutputDelta]:
+            for delta in deltas:
+                reader.read(delta)
+                self._count_calls(reader, delta)
+            return deltas
+
+        if not reader.runs_code:
+            return read()
+        if self._by_plugin is None and deltas:
+            self._by_plugin = asyncio.ensure_future(self.context.state.plugin_calls.run(read))
+        if self._by_plugin is None:
+            return deltas
+        found = await asyncio.shield(self._by_plugin)
+        self._by_plugin = None
+        return found
 
     def close(self) -> None:
         """Abort the requests that still run."""
         for running in tuple(self._running):
             self._end(running)
+        if self._by_plugin is not None:
+            self._by_plugin.cancel()
+            if self._by_plugin.done() and not self._by_plugin.cancelled():
+                self._by_plugin.exception()  # nobody has taken it
         self._at_end.close()
 
     async def _in_time(self, until: float) -> None:
@@ -182,13 +212,9 @@ class Generation(EngineRequests):
         if output.finished and output.outputs and len(self.prompts) == self.params.n == 1:
             self._note_metrics(output)
         deltas = output_deltas(output, running.which, self.params.n, self.counts[running.which])
-        if self.reader is not None:
-            for delta in deltas:
-                self.reader.read(delta)
-                self._count_calls(self.reader, delta)
         if ended:
             self._end(running)
-        return deltas if self.interval == 1 else list(self._in_intervals(deltas))
+        return deltas
 
     def _note_metrics(self, output: RequestOutput) -> None:
         """What features say of the only completion."""

@@ -28,6 +28,7 @@ from quire.protocol.output import StartupStatus
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ApiError, unavailable
 from quire.server.media_room import MediaRoom
+from quire.server.plugin_calls import PluginCalls
 from quire.server.tokenizer_pool import TokenizerPool
 from quire.version import __version__
 
@@ -72,6 +73,8 @@ class ServerState:
     """Threads for long texts."""
     templates: TokenizerPool = field(default_factory=partial(TokenizerPool, AT_ONCE))
     """Threads that wait for the processes of `untrusted`."""
+    plugin_calls: PluginCalls = field(default_factory=PluginCalls)
+    """Runs the code of parser plug-ins."""
     untrusted: UntrustedTemplateRenderer = field(default_factory=UntrustedTemplateRenderer)
     """Renders templates that come with requests."""
     fingerprint: str = ""

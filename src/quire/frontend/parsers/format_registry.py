@@ -5,7 +5,7 @@ Knows how a template shows a format. Does not parse output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from quire.config.nearest_name import choose_from
@@ -38,6 +38,9 @@ class FormatRegistry:
     def __init__(self) -> None:
         self.tools: dict[str, ToolFormat] = dict(TOOLS)
         self.reasoning: dict[str, ReasoningFormat] = dict(REASONING)
+        self.tool_classes: dict[str, type] = {}
+        """Classes of plug-ins with vLLM's interface; they come before formats of the same name."""
+        self.reasoning_classes: dict[str, type] = {}
 
     def add_tools(self, name: str, format: ToolFormat) -> None:
         self.tools[name] = format
@@ -52,17 +55,18 @@ class FormatRegistry:
             ConfigError: an unknown name.
         """
         detect = {name: self.tools[name].detect for name in TOOL_ORDER}
-        return _choose(requested, template, "tool_call_parser", self.tools, TOOL_NAMES, detect)
+        known = {*self.tools, *self.tool_classes}
+        return _choose(requested, template, "tool_call_parser", known, TOOL_NAMES, detect)
 
     def choose_reasoning(self, requested: str | None, template: str) -> FormatChoice:
         """As `choose_tools`."""
         detect = {name: self.reasoning[name].detect for name in REASONING_ORDER}
-        known = self.reasoning
+        known = {*self.reasoning, *self.reasoning_classes}
         return _choose(requested, template, "reasoning_parser", known, REASONING_NAMES, detect)
 
 
 def _choose(
-    requested: str | None, template: str, field: str, known: Iterable[str],
+    requested: str | None, template: str, field: str, known: Collection[str],
     others: Mapping[str, str], detect: Mapping[str, tuple[str, ...]],
 ) -> FormatChoice:  # fmt: skip
     if requested in OFF:

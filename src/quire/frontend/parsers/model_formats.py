@@ -37,11 +37,18 @@ class ModelFormats:
         registry = registry or FormatRegistry()
         self.tool_choice: FormatChoice = registry.choose_tools(tools, template)
         self.reasoning_choice: FormatChoice = registry.choose_reasoning(reasoning, template)
-        self.tools: ToolFormat | None = registry.tools.get(self.tool_choice.name)
-        self.reasoning: ReasoningFormat | None = registry.reasoning.get(self.reasoning_choice.name)
+        self.tool_class: type | None = registry.tool_classes.get(self.tool_choice.name)
+        """A plug-in's class with vLLM's interface, in the place of a table."""
+        self.reasoning_class: type | None = registry.reasoning_classes.get(self.reasoning_choice.name)  # fmt: skip
+        self.tools: ToolFormat | None = None
+        if self.tool_class is None:
+            self.tools = registry.tools.get(self.tool_choice.name)
+        self.reasoning: ReasoningFormat | None = None
+        if self.reasoning_class is None:
+            self.reasoning = registry.reasoning.get(self.reasoning_choice.name)
         if self.reasoning is not None and self.reasoning.tool_format:
             self.tools = registry.tools[self.reasoning.tool_format]
-        elif self.tools is not None and self.tools.splits_reasoning:
+        elif self.tools is not None and self.tools.splits_reasoning and not self.reasoning_class:
             name = self.tool_choice.name
             self.reasoning = next(r for r in registry.reasoning.values() if r.tool_format == name)
         self.specials = frozenset(specials)
@@ -59,6 +66,10 @@ class ModelFormats:
         return cls(
             config.tool_call_parser, config.reasoning_parser, template, specials, plugins.registry(files)
         )  # fmt: skip
+
+    def runs_code(self, tools: Sequence[Any]) -> bool:
+        """Whether a plug-in's class reads the outputs of a request that may call these tools."""
+        return self.reasoning_class is not None or (self.tool_class is not None and bool(tools))
 
     def log_choices(self) -> None:
         for what, choice in (("tool calls", self.tool_choice), ("thoughts", self.reasoning_choice)):

@@ -158,7 +158,8 @@ class MessageAnswer(GenerationAnswer):
 async def messages(context: RequestContext, body: MessagesRequest) -> MessageAnswer:
     """Answer a conversation, in Anthropic's protocol."""
     chat = as_chat(body)
-    if chat.include_reasoning and context.engine.front.formats.reasoning is None:
+    formats = context.engine.front.formats
+    if chat.include_reasoning and formats.reasoning is None and formats.reasoning_class is None:
         raise invalid("`thinking`: the format of this model's reasoning is unknown; leave the field out, or start the server with --reasoning-parser NAME", "thinking")  # fmt: skip
     return MessageAnswer(context, body, await generation_of(context, chat, "msg_"))
 

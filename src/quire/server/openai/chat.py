@@ -17,7 +17,7 @@ from quire.server.errors import invalid
 from quire.server.generation import Generation
 from quire.server.limits import completions_of, take_from_key
 from quire.server.openai import logprobs as shapes
-from quire.server.openai.chat_output import make_output_reader
+from quire.server.openai.chat_output import output_reader
 from quire.server.openai.chunks import ChunkAnswer, interval
 from quire.server.openai.sampling_params import beam_search_params, chat_params
 from quire.server.openai.tools import tool_choice_of, with_calls_read
@@ -242,7 +242,7 @@ async def generation_of(context: RequestContext, body: ChatRequest, kind: str) -
     choice = tool_choice_of(body)
     take_from_key(context.request, completions_of(1, params, state))
     prompt = await chat_prompt(context, body)
-    params, reader = make_output_reader(body, choice, params, prompt, context)
+    params, reader = await output_reader(body, choice, params, prompt, context)
     return Generation(
         context, context.new_id(kind, body), body, [prompt], params, reader,
         beam_search_params(body, params, defaults), interval(body, state),

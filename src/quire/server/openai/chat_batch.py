@@ -20,7 +20,7 @@ from quire.server.errors import invalid
 from quire.server.generation import Generation
 from quire.server.limits import completions_of, take_from_key
 from quire.server.openai.chat import ChatAnswer, chat_prompt
-from quire.server.openai.chat_output import make_output_reader
+from quire.server.openai.chat_output import output_reader
 from quire.server.openai.chunks import envelope, load_report
 from quire.server.openai.sampling_params import chat_params
 from quire.server.openai.tools import ToolChoice
@@ -116,7 +116,7 @@ async def batch(context: RequestContext, body: BatchChatRequest) -> BatchAnswer:
     for index, chat in enumerate(bodies):
         prompt = await chat_prompt(context, chat)
         params = chat_params(chat, engine.inputs.defaults)
-        params, reader = make_output_reader(chat, ToolChoice("none", []), params, prompt, context)
+        params, reader = await output_reader(chat, ToolChoice("none", []), params, prompt, context)
         generation = Generation(context, f"{public_id}-{index}", chat, [prompt], params, reader)
         answers.append(ChatAnswer(context, chat, generation))
         if not state.texts.inside:

@@ -9,11 +9,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from quire.config.structured import structured_options
 from quire.errors import ValidationError
 from quire.frontend.parsers.call_writer import ParsedDelta
+from quire.frontend.parsers.class_format import ClassFormatMaker, ClassOutputFormat
+from quire.frontend.parsers.class_parser import ClassParser, request_fields
 from quire.frontend.parsers.format_registry import OFF
 from quire.frontend.parsers.model_formats import ModelFormats, OutputFormat
 from quire.frontend.parsers.stream_parser import StreamParser
@@ -38,6 +43,22 @@ from quire.server.state import ServerState
 
 log = get_logger(__name__)
 
+Reading = OutputFormat | ClassOutputFormat
+
+
+async def output_reader(
+    body: ChatRequest, choice: ToolChoice, params: SamplingParams, prompt: Prompt, context: RequestContext,
+) -> tuple[SamplingParams, ChatOutputReader | None]:  # fmt: skip
+    """As `make_output_reader`, in a thread if that runs the code of a plug-in.
+
+    Raises:
+        ApiError: as there. PluginFailed: the plug-in failed.
+    """
+    call = partial(make_output_reader, body, choice, params, prompt, context)
+    if not context.engine.front.formats.runs_code(choice.tools):
+        return call()
+    return await context.state.plugin_calls.run(call)
+
 
 def make_output_reader(
     body: ChatRequest, choice: ToolChoice, params: SamplingParams, prompt: Prompt, context: RequestContext,
@@ -52,15 +73,23 @@ def make_output_reader(
     last = body.messages[-1].get("content") if body.continue_final_message else None
     last = last if isinstance(last, str) else ""
     reasoning_open = formats.reasoning_open(prompt.text or "", last)
-    if choice.kind == "auto" and formats.tools is None:
+    if choice.kind == "auto" and formats.tools is None and formats.tool_class is None:
         hint = "the server was started with --tool-call-parser none" if state.config.server.tool_call_parser in OFF else "start the server with --tool-call-parser NAME"  # fmt: skip
         raise invalid(
             "`tools`: the format of this model's tool calls is unknown"
             f' ({formats.tool_choice.why}); {hint}, or send `tool_choice: "required"`',
             "tools",
         )
-    kwargs = body.chat_template_kwargs
-    reading = formats.output_format(choice.tools, choice.must, reasoning_open, kwargs)
+    kwargs, reading = body.chat_template_kwargs, None  # type: Any, Reading | None
+    if formats.runs_code(choice.tools):
+        constrained = choice.must or params.structured_outputs is not None
+        asked = request_fields({**msgspec.to_builtins(body), "tool_choice": body.tool_choice or choice.kind})  # fmt: skip
+        reading = ClassFormatMaker(
+            formats, engine.front.need_tokenizer(), asked, choice.tools, choice.must, constrained, prompt.tokens,
+            reasoning_open,
+        ).format()  # fmt: skip
+    else:
+        reading = formats.output_format(choice.tools, choice.must, reasoning_open, kwargs)
     if reading is None:
         return params, None
     level = state.config.server.tool_strict_level
@@ -128,7 +157,7 @@ def tool_constraint(
 class ChatOutput:
     """One completion, while it is parsed."""
 
-    parser: StreamParser
+    parser: StreamParser | ClassParser
     tokens: list[int] = field(default_factory=list)
     """Tokens not yet classified as reasoning or content."""
     size: int = 0
@@ -139,7 +168,7 @@ class ChatOutput:
 class ChatOutputReader:
     """Parses the completions of one request, each with its own parser."""
 
-    reading: OutputFormat
+    reading: Reading
     decode: Callable[[list[int]], str]
     include_reasoning: bool = True
     """Whether the answer includes the reasoning."""
@@ -155,7 +184,10 @@ class ChatOutputReader:
             output = self.outputs[delta.index] = ChatOutput(self.reading.parser())
         parser, ended = output.parser, delta.finish_reason is not None
         before = parser.reasoning_length
-        parsed = parser.feed(delta.text)
+        if isinstance(parser, ClassParser):
+            parsed = parser.feed(delta.text, delta.tokens)
+        else:
+            parsed = parser.feed(delta.text)
         if ended:
             parsed.add(parser.finish())
         if self.reading.splits_reasoning:
@@ -196,7 +228,12 @@ class ChatOutputReader:
         if delta.logprobs is not None:
             delta.logprobs = delta.logprobs[count:]
 
-    def _ended(self, delta: OutputDelta, parser: StreamParser) -> None:
+    @property
+    def runs_code(self) -> bool:
+        """Whether `read` runs the code of a plug-in."""
+        return isinstance(self.reading, ClassOutputFormat)
+
+    def _ended(self, delta: OutputDelta, parser: StreamParser | ClassParser) -> None:
         if parser.num_calls and delta.finish_reason == "stop" and not self.named:
             delta.finish_reason = "tool_calls"
         for reason in parser.failures:

@@ -1,24 +1,33 @@
 """vLLM's classes of parsers: those of Quire's formats by name, and a program's own, which it registers and gets.
 
-Knows the tables of formats. A program's classes serve the program: the server reads formats as tables (docs/tools.md).
+Knows the tables of formats. The server reads its formats as tables; classes of a program's own that a plug-in registers are
+called by `class_parser.py`.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from quire.frontend.parsers.call_writer import ParsedDelta
+from quire.frontend.parsers.call_writer import ParsedDelta, new_id
 from quire.frontend.parsers.format_table import compose
 from quire.frontend.parsers.formats import REASONING, REASONING_NAMES, TOOL_NAMES, TOOLS
 from quire.frontend.parsers.stream_parser import StreamParser
 from quire.frontend.parsers.tool_schemas import ToolSchemas
 
 
+class _Dumped:
+    """vLLM's classes are models of pydantic, which programs turn into dicts."""
+
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        plain = asdict(self)  # type: ignore[call-overload]
+        return {key: one for key, one in plain.items() if not (exclude_none and one is None)}
+
+
 @dataclass
-class FunctionCall:
+class FunctionCall(_Dumped):
     """A function's name, and its arguments as JSON."""
 
     name: str
@@ -26,16 +35,16 @@ class FunctionCall:
 
 
 @dataclass
-class ToolCall:
+class ToolCall(_Dumped):
     """One call of an answer."""
 
-    id: str
-    function: FunctionCall
+    id: str = field(default_factory=lambda: new_id(""))
+    function: FunctionCall = field(default_factory=lambda: FunctionCall("", ""))
     type: str = "function"
 
 
 @dataclass
-class DeltaFunctionCall:
+class DeltaFunctionCall(_Dumped):
     """New text of a call: the name comes whole, the arguments in pieces."""
 
     name: str | None = None
@@ -43,7 +52,7 @@ class DeltaFunctionCall:
 
 
 @dataclass
-class DeltaToolCall:
+class DeltaToolCall(_Dumped):
     """New text of call number `index`."""
 
     index: int
@@ -53,7 +62,7 @@ class DeltaToolCall:
 
 
 @dataclass
-class DeltaMessage:
+class DeltaMessage(_Dumped):
     """New text of a streamed answer."""
 
     role: str | None = None
@@ -63,7 +72,7 @@ class DeltaMessage:
 
 
 @dataclass
-class ExtractedToolCallInformation:
+class ExtractedToolCallInformation(_Dumped):
     """The calls of an answer, and its other text."""
 
     tools_called: bool
