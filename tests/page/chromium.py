@@ -146,8 +146,9 @@ class Chromium:
         features = [{"name": "prefers-color-scheme", "value": "dark" if on else "light"}]
         self.send("Emulation.setEmulatedMedia", features=features)
 
-    def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
+    def shot(self) -> bytes:
+        """A PNG of the tab."""
+        return base64.b64decode(self.send("Page.captureScreenshot")["data"])
 
     def complaints(self) -> list[str]:
         """Errors of scripts, of the page's policy, and of the network."""

@@ -1,0 +1,127 @@
+"""The drawings of README.md, each for a light and a dark page: the chart of the peers' benchmark, and the blocks of an engine.
+
+    python -m tools.readme_pictures            rewrite docs/pictures/*.svg
+    python -m tools.readme_pictures --check    say whether they are current
+
+Knows the result files of benchmarks/peers, and SVG.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/pictures"
+RESULT = ROOT / "benchmarks/results/2026-11-22-peers-qwen3-0.6b-intel-xeon-2c.json"
+PALETTES = {
+    "light": {"text": "#1c2230", "dim": "#565f70", "line": "#c9cfda", "card": "#f6f7f9", "quire": "#3f5de0", "vllm": "#e07b1a", "openvino": "#8a93a5"},
+    "dark": {"text": "#e5e9f2", "dim": "#a0aabd", "line": "#3a4355", "card": "#191e28", "quire": "#7d95ff", "vllm": "#ffa24d", "openvino": "#8b95a8"},
+}  # fmt: skip
+WIDTH, FONT = 880, "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
+WORKLOADS = {"1x32/64": "1 request, 64 tokens out", "8x128/64": "8 requests at once", "32x128/64": "32 requests at once", "1x1024/1": "prompt of 1,024 tokens"}  # fmt: skip
+GROUPS = {
+    "16 bits": "bfloat16 weights",
+    "8 bits and fewer": "quantized weights (Quire: the faster of int8 and int4; vLLM: int8; OpenVINO: int4)",
+}
+PROMPT_ONLY = "1x1024/1"  # one token of output: its tokens a second are prompts a second
+NAMES = {"quire": "Quire", "vllm": "vLLM 0.32", "openvino": "OpenVINO GenAI 2026.4"}
+
+
+def text(x: float, y: float, words: str, colour: str, size: int = 14, more: str = "") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" fill="{colour}" font-size="{size}" {more}>{escape(words)}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}" {more}/>'
+
+
+def drawing(height: float, title: str, parts: list[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" font-family="{FONT}" role="img">'
+    return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>\n"])
+
+
+def speeds(result: dict[str, Any], group: str, workload: str) -> dict[str, float]:
+    """Tokens per second of each peer's fastest kind of weights in a group: the median of the turns."""
+    best: dict[str, float] = {}
+    for engine, about in result["engines"].items():
+        turns = [turn["tokens"] / turn["seconds"] for turn in result["turns"] if (turn["engine"], turn["workload"]) == (engine, workload)]  # fmt: skip
+        if about["group"] == group and turns:
+            peer = engine.partition("-")[0]
+            best[peer] = max(best.get(peer, 0.0), median(turns))
+    return best
+
+
+def chart(colours: dict[str, str]) -> str:
+    """Horizontal bars; within a workload, the length is the share of the fastest engine."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    parts, y, left, longest = [], 24.0, 210, WIDTH - 210 - 110
+    for place, (peer, name) in enumerate(NAMES.items()):
+        parts += [box(left + 190 * place, y - 11, 12, 12, colours[peer]), text(left + 190 * place + 18, y, name, colours["text"], 13)]  # fmt: skip
+    for group, label in GROUPS.items():
+        y += 34
+        parts.append(text(0, y, label, colours["text"], 14, 'font-weight="600"'))
+        for workload, words in WORKLOADS.items():
+            y += 12
+            here = speeds(result, group, workload)
+            parts.append(text(0, y + 26, words, colours["dim"], 13))
+            unit = "prompts/s" if workload == PROMPT_ONLY else "tokens/s"
+            for peer in NAMES:
+                wide = longest * here[peer] / max(here.values())
+                parts += [box(left, y, wide, 14, colours[peer], 'rx="2"'), text(left + wide + 6, y + 12, f"{here[peer]:.3g} {unit}", colours["text"], 12)]  # fmt: skip
+                y += 16
+    y += 26
+    machine = result["machine"]
+    parts.append(text(0, y, f"Qwen3-0.6B shape, random weights, {machine['cores']} cores of an Intel Xeon with AMX, {result['date']}; medians of {result['rounds']} rounds in turns. Longer is better.", colours["dim"], 12))  # fmt: skip
+    return drawing(y + 12, "Tokens per second of Quire, vLLM and OpenVINO on two CPU cores", parts)
+
+
+ROWS = (
+    ("HTTP server, LLM class, command line", "server/  api/  cli/", "OpenAI, Anthropic, Cohere and vLLM routes; a page with a live view"),
+    ("Frontend", "frontend/", "chat templates, tokenizer, tool calls and reasoning"),
+    ("Engine: one loop that plans, launches and commits", "engine/  scheduler/  kvcache/", "continuous batching, prefix cache, preemption, priorities"),
+    ("Workers: one for each rank", "worker/  models/  layers/", "persistent batch, 68 architectures, sampling"),
+    ("Kernels", "ops/  native/", "C++ for AMX, AVX-512, AVX2 and SSE2; Triton for CUDA (not run on a card yet)"),
+)  # fmt: skip
+ARROWS = ("text", "token ids", "StepPlan, StepResult", "tensors")
+
+
+def diagram(colours: dict[str, str]) -> str:
+    parts, y = [], 6.0
+    for place, (title, folders, about) in enumerate(ROWS):
+        parts.append(box(1, y, WIDTH - 2, 62, colours["card"], f'rx="10" stroke="{colours["line"]}"'))  # fmt: skip
+        parts.append(box(1, y + 10, 5, 42, colours["quire" if place else "vllm"]))
+        parts += [text(22, y + 26, title, colours["text"], 15, 'font-weight="600"'), text(22, y + 47, about, colours["dim"], 13)]  # fmt: skip
+        parts.append(text(WIDTH - 18, y + 26, folders, colours["dim"], 13, 'text-anchor="end" font-family="ui-monospace, monospace"'))  # fmt: skip
+        y += 62
+        if place < len(ARROWS):
+            parts.append(f'<path d="M60 {y + 3:.0f}v22m-5 -6l5 6l5 -6M80 {y + 25:.0f}v-22m-5 6l5 -6l5 6" stroke="{colours["dim"]}" fill="none" stroke-width="1.5"/>')  # fmt: skip
+            parts.append(text(100, y + 19, ARROWS[place], colours["dim"], 12))
+            y += 28
+    return drawing(y + 8, "The parts of Quire, from the HTTP server down to the kernels", parts)
+
+
+def pictures() -> Iterator[tuple[Path, str]]:
+    for theme, colours in PALETTES.items():
+        yield FOLDER / f"peers-{theme}.svg", chart(colours)
+        yield FOLDER / f"blocks-{theme}.svg", diagram(colours)
+
+
+def main(check: bool) -> int:
+    stale = [path for path, made in pictures() if not path.exists() or path.read_text(encoding="utf-8") != made]  # fmt: skip
+    if check:
+        print("\n".join(f"{path.name} is not current: python -m tools.readme_pictures" for path in stale))  # fmt: skip
+        return bool(stale)
+    FOLDER.mkdir(exist_ok=True)
+    for path, made in pictures():
+        path.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
