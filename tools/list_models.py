@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BASE_CLASSES
 
+from quire.config.short_names import short_names
 from quire.models.registry import MODELS
 from quire.models.transformers.modes import PER_REQUEST_TYPES, UNSUPPORTED_TYPES, choose_mode
 from tests.models.archs import ARCHS, PAGED, PER_REQUEST
@@ -93,7 +94,19 @@ def refused() -> Iterator[str]:
         yield f"| `{kind}` | {reason} |"
 
 
+def short() -> Iterator[str]:
+    yield "| short name | model | weights |"
+    yield "|---|---|---|"
+    names = short_names()
+    for name, (model, quantization) in names.items():
+        if ":" in name:
+            family = name.partition(":")[0]
+            also = f", `{family}`" if names[family].model == model else ""
+            yield f"| `{name}`{also} | `{model}` | {quantization} |"
+
+
 TABLES = {
+    "short names": short,
     "models to start with": starting_models.rows,
     "native": native,
     "encoders": encoders,

@@ -19,6 +19,7 @@ from quire.config.model import EMBEDDER
 from quire.config.options import coerce, options
 from quire.config.parallel.data_parallel import from_environment
 from quire.config.parallel.nodes import with_engines_by_node
+from quire.config.short_names import expanded
 from quire.config.unknown_names import Source, UnknownName, spelt, unknown
 from quire.config.vllm_flags import OLD, VllmFlag
 from quire.errors import ConfigError, Unsupported
@@ -63,6 +64,7 @@ def engine_config(keywords: Mapping[str, Any], source: Source = "keyword") -> En
             fields[name] = value
     if fields.get("runner") == "pooling" and fields.get("model") is None:
         fields["model"] = EMBEDDER
+    fields = expanded(fields)
     config = EngineConfig.from_keywords(
         **{name: coerce(known[name], value) for name, value in fields.items()}
     )
