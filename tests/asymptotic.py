@@ -2,7 +2,7 @@
 
 Knows the time of the thread that works: other threads, other processes and the garbage collector (which takes a
 second to walk through what a thousand tests before this one left) are not counted. A test asks how the time grows
-with the input, and never for less than so many seconds.
+with the input, and never for less than a minimum of seconds.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ LAYOUTS: dict[str, Callable[[], tuple[list[str], list[str]]]] = {}
 
 
 def layout(make: Callable[[int], tuple[list[str], list[str]]]) -> None:
-    """The flags of both machines, and those of the second one besides."""
+    """The flags of both machines, and the flags that only the second one has."""
     LAYOUTS[make.__name__] = lambda: make(free_port())
 
 

@@ -41,7 +41,7 @@ def ran(tmp_path: Path, *only: str) -> tuple[int, dict]:
 
 @pytest.fixture(autouse=True)
 def environment_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark turns the CPU kernels off in its own process, which is that of the tests here."""
+    """The benchmark turns the CPU kernels off in its own process, which runs the tests here."""
     monkeypatch.setenv("QUIRE_CPU_ISA", "none")
 
 

@@ -95,7 +95,7 @@ def test_a_stage_has_its_layers_and_passes_hidden_states():
 
 
 def test_a_pipeline_needs_requests_for_its_stages():
-    """With as many requests as stages, each stage is busy: the time for a token of each is that of one."""
+    """With as many requests as stages, each stage is busy: the time for a token of each is the time of one request."""
     staged = LayoutModel(ParallelLayout(pipeline=2), PART, cluster())
     assert staged.decode_step_s(2, 0)[0] == staged.decode_step_s(1, 0)[0]
 

@@ -60,7 +60,7 @@ def test_a_run_sends_its_requests_and_saves_the_result(tmp_path, capsys):
 
 
 def test_a_timeline_has_a_bar_a_request(tmp_path, capsys):
-    """A bar begins where its request was sent, and is as long as that took; its colours are those of the gaps."""
+    """A bar begins where its request was sent, and is as long as the request took; the gaps give its colours."""
     status, _ = bench(
         model, "--num-prompts", "3", "--random-input-len", "4", "--plot-timeline", "--result-dir", str(tmp_path),
         "--result-filename", "r.json", "--disable-tqdm",

@@ -22,7 +22,7 @@ def main(folder: Path) -> int:
     if not (folder / "bin" / "python").exists():
         venv.create(folder, with_pip=False)
     (packages,) = (folder / "lib").glob("python3.*/site-packages")
-    # addsitedir also reads the .pth files there, such as that of the editable install of Quire
+    # addsitedir also reads the .pth files there, such as the file of the editable install of Quire
     parents = [path for path in site.getsitepackages() if Path(path).is_dir()]
     (packages / "project.pth").write_text(
         "".join(f"import site; site.addsitedir({path!r})\n" for path in parents), encoding="utf-8"

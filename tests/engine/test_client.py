@@ -38,7 +38,7 @@ def make(device: type[ToyDevice] = Device) -> InlineClient:
     toy = device(groups, 101, 4, 0, random.Random(1))
     limits = SchedulerLimits(max_rows=4, max_step_tokens=16, max_length=60)
     core = EngineCore(Scheduler(KVManager(BlockPool(101), groups, 4), limits), toy, 1)
-    core.functions.update(rpc.functions(core))
+    core.functions.update(rpc.control_calls(core))
     resolved = Resolved(
         config=EngineConfig(), path="", hf_config={}, architecture="Toy", dtype="float32",
         device="cpu", max_model_len=60, auto_max_model_len=False, block_size=4, max_num_seqs=4,
@@ -107,7 +107,7 @@ def test_a_caller_that_waits_for_a_drain_hears_that_the_engine_died() -> None:
             return super().result(step)
 
     client = make(Dying)
-    client.core.functions |= sleep.functions(client.core)
+    client.core.functions |= sleep.control_calls(client.core)
     ask(client, "long", 30)
     assert client.call("hold", "wait") == 1
     errors: list[Exception] = []
@@ -280,7 +280,7 @@ def test_requests_of_a_disconnected_client_are_aborted() -> None:
 
 
 def test_a_request_of_an_older_arrival_time_is_admitted_first() -> None:
-    """The next step of a beam search does not queue behind everything that came during its last one."""
+    """The next step of a beam search does not queue after everything that came during its last one."""
     client = make()
     for number in range(12):
         ask(client, f"{number}", 20, arrived=10.0 + number)

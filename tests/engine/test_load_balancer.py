@@ -79,7 +79,7 @@ class ToyFrontend:
 def run(
     engines: list[ToyEngine], fronts: list[ToyFrontend], arrivals: dict[int, list[int]], turns: int, moves: bool = True
 ) -> int:  # fmt: skip
-    """Serve requests of so many tokens that arrive in these turns. Returns the longest time in turns in which an engine
+    """Serve requests of these numbers of tokens that arrive in these turns. Returns the longest time in turns in which an engine
     was idle while requests waited in another."""
     idle, longest, id = [0] * len(engines), 0, 0
     for now in range(turns):

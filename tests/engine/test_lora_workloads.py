@@ -147,8 +147,8 @@ class Trial:
         gates[:] = [each for each in gates if each is not s.gate]
         gates.append(gate)
         self.gate = gate
-        core.functions |= sleep.functions(core)
-        core.functions |= control.functions(core, self.registry)
+        core.functions |= sleep.control_calls(core)
+        core.functions |= control.control_calls(core, self.registry)
         feature: Any = object.__new__(LoraFeature)  # needs no configuration
         feature.registry = self.registry
         core.listeners.append(feature)

@@ -37,7 +37,7 @@ class Engine:
         scheduler = Scheduler(KVManager(BlockPool(101), groups, 4), limits)
         self.core = core = EngineCore(scheduler, self.device, depth)
         core.check_each_step = True
-        core.functions |= rpc.functions(core) | sleep.functions(core)
+        core.functions |= rpc.control_calls(core) | sleep.control_calls(core)
         self.numbers = itertools.count(1)
         self.replies: dict[int, Reply] = {}
         self.told: list[tuple[object, ...]] = []
@@ -65,7 +65,7 @@ class Engine:
         return reply.value
 
     def run(self, steps: int = 1000) -> None:
-        """Run so many steps, or until the engine is idle."""
+        """Run this number of steps, or until the engine is idle."""
         self.take(self.core.receive(block=False))
         for _ in range(steps):
             self.take(self.core.step())

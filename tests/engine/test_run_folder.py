@@ -1,4 +1,4 @@
-"""The next server removes the folders of killed servers, and keeps those of running ones (M1)."""
+"""The next server removes the folders of killed servers, and keeps the folders of running ones (M1)."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ class ToyDevice:
         return True
 
     def _advance_state(self, number: int, sequence: list[int], start: int, end: int) -> None:
-        """Add the tokens to the row's state; it must be that of all tokens before them."""
+        """Add the tokens to the row's state; it must include all tokens before them, and no others."""
         row, found = self.rows[number], self.states.rows[number]
         row.spoilt |= found == POISON
         if not row.spoilt:
@@ -247,7 +247,7 @@ class ToyDevice:
         self.states.rows[number] = POISON if row.spoilt else (row.kin, history)
 
     def _take_state_back(self, number: int) -> None:
-        """The row's state is again that of the tokens that are right."""
+        """The row's state again includes only the tokens that are right."""
         row = self.rows[number]
         history = histories(row.tokens[: row.num_computed_tokens])[-1]
         self.states.rows[number] = POISON if row.spoilt else (row.kin, history)

@@ -35,7 +35,7 @@ MOST_STATES = 21  # of an encoder
 
 
 class OneAdapterGate(Gate):
-    """At most one adapter runs at once; a request with another one blocks those behind it."""
+    """At most one adapter runs at once; a request with another one blocks the requests after it."""
 
     name = "one adapter"
 
@@ -58,7 +58,7 @@ class OneAdapterGate(Gate):
 
 
 class FirstBiteGate(Gate):
-    """Limits the tokens of each request in a step, so that others enter behind an unfinished prompt."""
+    """Limits the tokens of each request in a step, so that others enter after an unfinished prompt."""
 
     name = "first bite"
 
@@ -193,7 +193,7 @@ class WitnessGate(Gate):
                 assert not owners, "preempts, though requests without a row own blocks"
 
     def _beside(self, request, others):
-        """The requests that this one's order is compared with: all, or those of its tenant."""
+        """The requests that this one's order is compared with: all, or its tenant's."""
         fair = isinstance(self.scheduler.waiting, FairQueue)
         return [r for r in others if not fair or r.tenant == request.tenant]
 

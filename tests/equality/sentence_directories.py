@@ -20,7 +20,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "joined": (("cls", "mean", "max"), ("dense", "residual", "normalize")),
     "last_dense": ("weightedmean", ("layer_norm", "normalize", "dense")),
 }
-"""Name -> pooling modes, and the modules behind them."""
+"""Name -> pooling modes, and the modules after them."""
 
 
 def main(base: str, classifier: str, masked: str, into: str) -> None:

@@ -248,7 +248,7 @@ def test_a_family_says_how_it_fuses() -> None:
 
 
 class FinishedLayer(DecoderLayer):
-    """A layer that does more behind its halves."""
+    """A layer that does more after its halves."""
 
     def finish(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         return x_TD * 0.5, residual_TD * 0.5

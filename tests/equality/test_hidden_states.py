@@ -114,7 +114,7 @@ def test_hidden_states_equal_transformers(
 @pytest.mark.skipif(best() is None, reason="no native kernels run here")
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_fused_layers_produce_the_same_bits(depth: int, tmp_path: Path) -> None:
-    """Against the modules one by one, read by hooks of PyTorch; and the tokens are those of the fast path."""
+    """Against the modules one by one, read by hooks of PyTorch; and the fast path gives the same tokens."""
     path = make_checkpoint("qwen3", tmp_path, intermediate_size=128)
     asked, found = prompts(5), []
     seen: dict[int, list[Tensor]] = {after: [] for after in range(4)}

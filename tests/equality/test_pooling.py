@@ -1,4 +1,4 @@
-"""Vectors and scores of the engine: those of sentence-transformers and Transformers, and its own bits in every company."""
+"""Vectors and scores of the engine equal sentence-transformers and Transformers, and its own bits beside any other requests."""
 
 from __future__ import annotations
 

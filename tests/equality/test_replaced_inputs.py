@@ -185,7 +185,7 @@ def test_positions_of_several_components_in_fused_layers(depth: int, tmp_path: P
 
 
 class Offset(Hook):
-    """Prompts have their own positions; those of later tokens are `offset` further, by the rows or by the batch."""
+    """Prompts have their own positions; positions of later tokens are `offset` further, by the rows or by the batch."""
 
     def __init__(self, worker: Any, offset: int, by_rows: bool):
         self.rows, self.offset, self.by_rows = worker.rows, offset, by_rows

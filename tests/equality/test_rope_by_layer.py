@@ -24,7 +24,7 @@ NARROW, WIDE = 24, 4096  # WIDE exceeds every request, so all layers are in one 
 
 
 def checkpoint(folder: Path, window: int) -> str:
-    """A Qwen 3 whose layers differ in their rotary embedding, as those of Gemma 3 do."""
+    """A Qwen 3 whose layers differ in their rotary embedding, as layers of Gemma 3 do."""
     path = make_checkpoint(
         "qwen3", folder, intermediate_size=128, layer_types=TYPES, use_sliding_window=True, sliding_window=window,
     )  # fmt: skip

@@ -39,7 +39,7 @@ def models(path: str) -> tuple[Any, Any]:
 
 
 def differences(mine: list[list[int]], theirs: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """(prompt, place) of the first difference of each request; behind it the texts are different ones."""
+    """(prompt, place) of the first difference of each request; after it the texts are different ones."""
     for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         place = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
         if place is not None:

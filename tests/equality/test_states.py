@@ -246,7 +246,7 @@ def test_a_hit_gives_the_bits_of_a_miss(model):
 
 @HYBRID
 def test_a_checkpoint_is_found_again_after_others_were_evicted(model):
-    """Two checkpoints: that of the junction stays, the ends of prompts come and go."""
+    """Two checkpoints: the one at the junction stays, the ends of prompts come and go."""
     path, _ = model
     expected = turns(path)
     with engine(

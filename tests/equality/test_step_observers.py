@@ -111,7 +111,7 @@ def test_one_that_fails_is_dropped(
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_step_with_rows_of_both_paths(depth: int, path: str) -> None:
-    """A request with log-probabilities runs by parts; the observer cannot tell, and the texts are those of outputs."""
+    """A request with log-probabilities runs by parts; the observer cannot tell, and the texts equal the outputs."""
     params = [
         greedy(COUNT),
         SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1),

@@ -179,7 +179,7 @@ def make(folder: Path, **keywords: Any) -> InlineClient:
         max_waiting=config.scheduler.max_num_queued_reqs or 0,
     )  # fmt: skip
     core = EngineCore(Scheduler(KVManager(BlockPool(301), groups, 4), limits), Executor(Model()), 1)
-    core.functions |= rpc.functions(core) | sleep.functions(core)
+    core.functions |= rpc.control_calls(core) | sleep.control_calls(core)
     resolved = Resolved(
         config=config, path=str(folder), hf_config={"vocab_size": VOCAB}, architecture="Toy",
         dtype="float32", device="cpu", max_model_len=length, auto_max_model_len=False, block_size=4,

@@ -1,4 +1,4 @@
-"""Of a long text only a part is tokenized, and the tokens that are kept are those of the whole text."""
+"""Of a long text only a part is tokenized, and the kept tokens equal the tokens of the whole text."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def test_times_and_counts(tokenizer: Tokenizer):
 
 
 def test_repetition_ends_a_request(tokenizer: Tokenizer):
-    """Two tokens, three times; however they come, those behind do not count."""
+    """Two tokens, three times; however they come, later tokens do not count."""
     ids = tokenizer.encode("the nd x nd x nd x and the")
     asked = {"max_pattern_size": 5, "min_pattern_size": 2, "min_count": 3}
     for given in (ids, [ids[-1], *ids]):

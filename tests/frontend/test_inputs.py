@@ -15,7 +15,7 @@ from quire.config.model import ModelConfig
 from quire.errors import ConfigError, Unsupported, ValidationError
 from quire.frontend.generation_config import GenerationDefaults, generation_defaults
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor, TokenizeOptions
-from quire.frontend.parallel_sampling import best, fan_out, mix
+from quire.frontend.parallel_sampling import derive_seed, fan_out, top_n
 from quire.frontend.prompts import Prompt, read_prompt, read_prompts
 from quire.frontend.tokenizer import Tokenizer, load
 from quire.protocol.request import ToEngine
@@ -318,13 +318,13 @@ def test_best_of_requests_more_outputs_and_logprobs(inputs: InputProcessor):
 
 
 def test_ranking():
-    assert best([-3.0, -1.0, -2.0, -1.0], 3) == [1, 3, 2]
+    assert top_n([-3.0, -1.0, -2.0, -1.0], 3) == [1, 3, 2]
 
 
 def test_mixing_spreads():
-    assert len({mix(seed, index) for seed in range(50) for index in range(50)}) == 2500
-    assert all(0 <= mix(index) < 1 << 63 for index in (-5, 0, 1 << 70))
-    assert mix(1, 2) != mix(2, 1)
+    assert len({derive_seed(seed, index) for seed in range(50) for index in range(50)}) == 2500
+    assert all(0 <= derive_seed(index) < 1 << 63 for index in (-5, 0, 1 << 70))
+    assert derive_seed(1, 2) != derive_seed(2, 1)
 
 
 def test_a_single_output_keeps_the_request_id(inputs: InputProcessor):

@@ -119,7 +119,7 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def interleaved(w: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama.cpp's converter stores those of q and k."""
+    """Rows of q and k as llama.cpp's converter stores them."""
     return w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 

@@ -195,7 +195,7 @@ def right_speculators() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
 
 
 def _right_eagle3(drawn: Drawn) -> dict[str, Tensor]:
-    """Its MLP turns the state of a token into that of the next: silu(SCALE) * SCALE at the token, times `down`."""
+    """Its MLP turns the state of a token into the state of the next: silu(SCALE) * SCALE at the token, times `down`."""
     found = eagle3_tensors(drawn=drawn, width=SIZE, words=WORDS, vocab=WORDS)
     one = torch.eye(SIZE)
     inner = float(torch.nn.functional.silu(torch.tensor(SCALE))) * SCALE

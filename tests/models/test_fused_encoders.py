@@ -46,7 +46,7 @@ def test_one_call_gives_the_bits_of_the_modules(case: Encoder, tmp_path: Path) -
 
 
 def test_rounding_is_that_of_transformers(tmp_path: Path) -> None:
-    """Errors of bf16 are no larger than those of Transformers in bf16."""
+    """Errors of bf16 are no larger than errors of Transformers in bf16."""
     theirs = write(CASES[0], tmp_path)
     ours = build(tmp_path, "BertModel", "bfloat16")
     fuse_model(ours)

@@ -114,7 +114,7 @@ def test_a_float_file_gives_the_bits_of_its_checkpoint(case: Case, tmp_path: Pat
 
 
 def test_rope_factors_in_a_tensor(tmp_path: Path) -> None:
-    """(llama.cpp computes those of Llama 3 when it converts; config.json's recipe is not in the file.)"""
+    """(llama.cpp computes the factors of Llama 3 when it converts; config.json's recipe is not in the file.)"""
     write(next(c for c in CASES if c.name == "llama llama3"), tmp_path / "st")
     wanted = Runner(build(tmp_path / "st")).prefill(0, PROMPT * 9)
     file = GgufCopy(tmp_path / "st").write(tmp_path / "model.gguf")
@@ -366,7 +366,7 @@ def test_weights_stay_in_their_blocks(tied: bool, tmp_path: Path) -> None:
 
 
 def test_other_types_become_floats(tmp_path: Path) -> None:
-    """In bits those of a checkpoint with the dequantized weights."""
+    """The same bits as from a checkpoint with the dequantized weights."""
     copy = GgufCopy(TINY, lambda name: Kind.NVFP4 if "ffn_down" not in name else Kind.BF16)
     file = copy.write(tmp_path / "m.gguf")
     names = {each.tensor.name: each.name for each in tensor_places(read_header(file), copy.config)}

@@ -149,7 +149,7 @@ def test_the_original_head_is_freed_before_layers_are_quantized(monkeypatch):
 def test_quantizing_in_pieces_gives_the_same_weight(monkeypatch, at_once):
     weight = torch.randn(70, 64)
     q_OI, scale_O = int8.quantize(weight)
-    monkeypatch.setattr(int8, "AT_ONCE", at_once)
+    monkeypatch.setattr(int8, "MAX_FLOATS", at_once)
     made = int8.Int8Weight.of(weight, False, None)
     assert torch.equal(made.q_OI, q_OI)
     assert torch.equal(made.scale_O, scale_O)

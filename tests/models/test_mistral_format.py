@@ -95,7 +95,9 @@ def test_the_bits_of_the_hugging_face_files(case: Case, tmp_path: Path) -> None:
     want = Runner(build(tmp_path / "hf")).prefill(0, TEXT)
     folder = mistral_copy(tmp_path / "hf", tmp_path / "own")
     assert torch.equal(Runner(build(folder)).prefill(0, TEXT), want)
-    (folder / "config.json").write_text("{}")  # both: that of Hugging Face, unless it is asked for
+    (folder / "config.json").write_text(
+        "{}"
+    )  # with both, Hugging Face's is read unless the other is asked for
     with pytest.raises(QuireError):
         build(folder)
     for asked in (
@@ -106,7 +108,7 @@ def test_the_bits_of_the_hugging_face_files(case: Case, tmp_path: Path) -> None:
 
 
 def test_fp8(tmp_path: Path) -> None:
-    """One scale for each matrix; that of activations is not used."""
+    """One scale for each matrix; the scale of activations is not used."""
     write(TESTED[0], tmp_path / "hf")
     folder = mistral_copy(tmp_path / "hf", tmp_path / "own")
     found: dict[str, torch.Tensor] = {}

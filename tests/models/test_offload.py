@@ -112,7 +112,7 @@ class Looks(nn.Module):
 
 
 def played(seed: int) -> Device:
-    """Some passes over a model, some of which fail; the device far behind or close."""
+    """Some passes over a model, some of which fail; the device many passes late or few."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     device = Device(rng)

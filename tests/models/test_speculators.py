@@ -496,7 +496,7 @@ def test_mtp_equals_a_plain_reference(name: str, tmp_path: Path, caplog: pytest.
 
 
 def test_more_guesses_than_layers_take_the_last_layer(tmp_path: Path) -> None:
-    """Two layers with equal weights: passes behind the first run the second, which has keys of its own from pass 0."""
+    """Two layers with equal weights: passes after the first run the second, which has keys of its own from pass 0."""
     target, theirs, layer, around = with_mtp("qwen3", tmp_path)
     stored, config = load_file(tmp_path / "model.safetensors"), dict(target.hf_config)
     again = {key.replace(".0.", ".1."): t for key, t in stored.items() if key.startswith("mtp.layers.0.")}  # fmt: skip

@@ -257,7 +257,7 @@ def test_values_that_are_the_first_features_of_their_keys(
 
 
 def test_a_long_prompt_gets_the_bits_of_its_chunks(kernels: bindings.Kernels) -> None:
-    """Its outputs are too large for the caches, and written past them; those of its chunks are not."""
+    """Its outputs are too large for the caches, and written past them; the outputs of its chunks are not."""
     paged = Paged([(1100, 1100)], 8, 1, 64, 64, 64)
     chunks = [(0, first, min(first + 300, 1100)) for first in range(0, 1100, 300)]
     parts = [paged.run(kernels, [chunk], 0, 0.0, False) for chunk in chunks]

@@ -48,7 +48,7 @@ def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, np.ndarray, t
 
 
 def test_the_table_of_rows_is_the_kernels_struct() -> None:
-    """Names, types and order of the fields; the compiler's layout of a C struct is that of `align=True`."""
+    """Names, types and order of the fields; the compiler lays a C struct out as `align=True` does."""
     header = Path(build.__file__).with_name("kernels") / "sampling.h"
     fields = re.findall(r"^  (\w+) (\w+);", header.read_text(), re.MULTILINE)
     types = {"float": "float32", "double": "float64", "uint32_t": "uint32", "int64_t": "int64"}

@@ -53,7 +53,7 @@ class Problem:
 
 
 def check_kept_states(name: str, problem: Problem, run: Run, most: int = 21) -> None:
-    """The states that a step keeps are those of steps that end there."""
+    """The states that a step keeps equal the states of steps that end there."""
     kept = {6: 0, 7: 1, 8: most - 1}  # by entry: the token of row 2
     at = range(LENGTHS[0] + LENGTHS[1], LENGTHS[0] + LENGTHS[1] + most)
 

@@ -229,7 +229,7 @@ def test_without_keys_no_text_is_sent():
 
 
 def test_text_is_sent_only_to_its_own_key(tmp_path: Path):
-    """Each key is a tenant of its own, those of --api-key too."""
+    """Each key is a tenant of its own, also a key of --api-key."""
     file = tmp_path / "keys.json"
     file.write_text(json.dumps([{"name": "a", "key": "ka"}, {"name": "b", "key": "kb"}]))
     engine = Watched("x")

@@ -47,7 +47,7 @@ def test_logits_have_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["llama one kv head", "mistral window"])
 def test_ranks_compute_parts_of_a_prompt_and_keep_parts_of_the_blocks(name: str, tmp_path: Path):
-    """A rank's part of a step reads other blocks than those of the other ranks, and all gather the same ones."""
+    """A rank's part of a step reads other blocks than the other ranks, and all gather the same ones."""
     case = next(case for case in CASES if case.name == name)
     write(replace(case, config={"max_position_embeddings": 256, **case.config}), tmp_path)
     wanted = logits(build(tmp_path, model_impl="quire", max_model_len=64))

@@ -64,7 +64,7 @@ def test_stages_and_experts(mixture: tuple[str, str, list[Any]], size: int) -> N
 
 
 def test_recurrent_layers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Also behind a prefix whose state was kept."""
+    """Also after a prefix whose state was kept."""
     sizes = {
         **NET,
         **SIZES,

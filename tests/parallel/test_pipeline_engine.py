@@ -105,7 +105,7 @@ def test_draft_tokens(case: str, pipeline: int, checkpoint: str) -> None:
 
 
 def test_draft_tokens_of_recurrent_layers(tmp_path: Path) -> None:
-    """The states of each stage are taken back. As with torchrun, each stage gets the results; those of the first one count here."""
+    """The states of each stage are taken back. As with torchrun, each stage gets the results; here the results of the first one count."""
     write(next(case for case in RECURRENT if case.name == "qwen3_5 tiled"), tmp_path)
     texts, params = [[7 * place % 97 + 3 for place in range(9)], [4, 5, 6]], speculation.PARAMS[1:3]
     settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 96}

@@ -32,7 +32,7 @@ from tests.parallel.stages import own_sockets
 from tests.parallel.thread_ranks import ThreadRanks
 
 LOCK = threading.RLock()
-"""torch's default dtype, which the construction of a model sets, is that of all threads."""
+"""torch's default dtype, which the construction of a model sets, belongs to all threads."""
 
 
 class ThreadAddress:

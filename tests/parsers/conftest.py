@@ -1,4 +1,4 @@
-"""The embedded model behind a whole server, for all tests of conversations."""
+"""The embedded model in a whole server, for all tests of conversations."""
 
 from __future__ import annotations
 

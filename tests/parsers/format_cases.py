@@ -1,7 +1,7 @@
 """A corpus for each format, written from the formats' definitions: a text, and what it must be read as.
 
 `CASES`: (tool format, reasoning format) -> cases of a title, the text, the content, the reasoning and the calls, each as
-(name, arguments). The tools are those of `call_writers`: `f`, `get_weather`, `ns.read-file`, each with `text` (a string),
+(name, arguments). `call_writers` has the tools: `f`, `get_weather`, `ns.read-file`, each with `text` (a string),
 `count` (an integer), `ratio` (a number or null), `on` (a boolean), `tags` (an array), `more` (an object or null).
 """
 

@@ -81,7 +81,7 @@ TEMPLATES = {
 def test_every_family_has_a_template():
     assert {names[0] for names in TEMPLATES} == {"", *TOOL_ORDER}
     assert {names[1] for names in TEMPLATES} == {"", *REASONING_ORDER}
-    # Those of which no template tells: it is like that of another, or says nothing.
+    # No template tells these: it is like another format's template, or says nothing.
     assert set(TOOLS) - set(TOOL_ORDER) == {
         "pythonic",
         "xlam",

@@ -329,7 +329,7 @@ def rounds(
             wrong.append(f"something still runs, waits or holds blocks after the {name} round")
         footprints.append(footprint(server))
     if recorded() != expected:
-        wrong.append("answers given alone at the end are not those of the start")
+        wrong.append("answers given alone at the end differ from the start")
     before, after = footprints
     words = ", ".join(f"{name} {before[name]:.1f} -> {after[name]:.1f}" for name in before)
     return found, wrong + leaks(before | {"MiB": before["MiB"] + spare_mib}, after), words

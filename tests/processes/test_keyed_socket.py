@@ -58,7 +58,7 @@ def test_messages_arrive_in_both_directions(threads, listener):
 def test_a_port_of_this_process_is_named():
     low = os.open(os.devnull, os.O_RDONLY)
     with listen("127.0.0.2", 0) as held:
-        os.close(low)  # a descriptor that the search opens itself comes before that of the socket
+        os.close(low)  # a descriptor that the search opens itself comes before the socket's
         name = Path("/proc/self/comm").read_text().strip()
         port = held.getsockname()[1]
         assert port_holder(port) == f" (process {os.getpid()}, {name})"

@@ -18,7 +18,7 @@ from quire.server.process.port_supervisor import PortSupervisor
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports side by side."""
+    """The first of `count` free ports side by side."""
     for first in range(20_000 + os.getpid() % 20_000, 60_000, count):
         sockets = []
         try:

@@ -119,7 +119,7 @@ def test_a_spawn_that_fails_leaves_no_descriptor() -> None:
         SupervisedProcess(spawn)
     assert (
         len(os.listdir("/proc/self/fd")) <= before
-    )  # those of other tests may be closed meanwhile
+    )  # descriptors of other tests may be closed meanwhile
 
 
 def test_a_child_that_dies_before_reading_its_payload_raises_no_error() -> None:

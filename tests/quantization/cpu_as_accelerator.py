@@ -20,6 +20,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer(model: Any, text: list[int]) -> Tensor:
-    """Logits behind a prompt."""
+    """Logits after a prompt."""
     with np.errstate(all="ignore"):
         return Runner(model).prefill(0, text)

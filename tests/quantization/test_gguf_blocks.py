@@ -1,4 +1,4 @@
-"""GGUF's blocks: every build of the kernels equals the definition in plain torch, and the weights are those of `gguf`."""
+"""GGUF's blocks: every build of the kernels equals the definition in plain torch, and the weights equal the weights of the package `gguf`."""
 
 from __future__ import annotations
 

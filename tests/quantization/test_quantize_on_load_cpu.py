@@ -1,4 +1,4 @@
-"""Weights that the kernels quantize and pack many at once: in bits those of the methods one by one."""
+"""Weights that the kernels quantize and pack many at once: the same bits as the methods give one by one."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ TOOL = b'{"type":"function","function":{"name":"f%d","parameters":%s}}'
 SMALL = 64 << 10
 
 Case = tuple[str, Callable[[int], bytes]]
-"""A path, and a body of at most so many bytes."""
+"""A path, and a body of at most `size` bytes."""
 
 
 def body(*parts: bytes) -> bytes:

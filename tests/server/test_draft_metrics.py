@@ -68,7 +68,7 @@ def test_a_wrong_limit_is_named(
 
 
 def counted(state: ServerState) -> list[float]:
-    """Draft tokens of the engine so far, and those of them that were right."""
+    """Draft tokens of the engine so far, and how many of them were right."""
     counts = state.engine.client.call("stats")["counts"]
     return [counts[f"spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted")]
 

@@ -58,7 +58,7 @@ def test_a_stop_at_the_end_of_loading_is_obeyed(listener: socket):
 
 
 def test_shutdown_ends_although_all_threads_wait(listener: socket):
-    """(The end of the engine waited behind requests that only this end could release.)"""
+    """(The end of the engine waited for requests that only this end could release.)"""
     closed = threading.Event()
 
     async def start() -> None:

@@ -72,7 +72,7 @@ def test_marks_within_strings_are_no_values(monkeypatch: pytest.MonkeyPatch):
             4,
             5,
             6,
-        )  # it stops behind the fourth, at the end of a piece
+        )  # it stops after the fourth, at the end of a piece
         assert number_of_values(json.dumps(texts[:3]).encode()) <= 3
 
 

@@ -82,7 +82,7 @@ def test_clients_are_served_round_robin():
         await asyncio.sleep(0.01)
         gate.open.set()
         await asyncio.gather(*block, *waiting)
-        assert max(map(gate.begun.index, ("a", "b", "c"))) <= 5  # not behind the ten
+        assert max(map(gate.begun.index, ("a", "b", "c"))) <= 5  # not after the ten
 
     run(work)
 

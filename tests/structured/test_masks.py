@@ -283,7 +283,7 @@ def pass_on(gate: GrammarGate, compiler: GrammarCompiler) -> None:
 def test_aborted_requests_compile_nothing(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ):
-    """(Who sent and aborted again and again filled the queue, and others waited behind it.)"""
+    """(Who sent and aborted again and again filled the queue, and others waited for it.)"""
     seen = compiled(reader, monkeypatch)
     gate = GrammarGate(reader.compiler, elsewhere=elsewhere)
     other = GrammarCompiler(reader.compiler.vocabulary)  # the worker's, where it is elsewhere

@@ -80,7 +80,7 @@ def test_no_token_is_favoured() -> None:
 
 
 def test_neighbouring_keys_have_independent_noise() -> None:
-    """Draws at one position do not tell those at the next, nor one seed's those of the next."""
+    """Draws at one position do not tell the draws at the next, nor one seed's draws the next seed's."""
     count = 20_000
     keys_2S = made_keys([1] * count, list(range(count)))
     tokens = draw(torch.zeros(count, 4), keys_2S)

@@ -13,7 +13,7 @@ from quire.worker.sampling.top_k_top_p import cutoff, draw_top_k_top_p
 
 
 def hold(scaled_SV: torch.Tensor, limits: np.ndarray, seed: int) -> None:
-    """The cutoff and the draw are those of the definition."""
+    """The cutoff and the draw equal the definition."""
     survive = all_survivors(scaled_SV, limits)
     kept_SV = scaled_SV.masked_fill(~survive, -torch.inf)
     assert torch.equal(cutoff(scaled_SV, limits).masked_(scaled_SV.clone()), kept_SV)

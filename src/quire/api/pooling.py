@@ -32,7 +32,7 @@ from quire.protocol.pooling_params import PoolingParams
 
 Given = PoolingParams | Sequence[PoolingParams] | None
 Found = PoolingRequestOutput[PoolingOutput]
-AT_ONCE = 64  # prompts that are tokenized together
+PROMPT_GROUP = 64  # prompts that are tokenized together
 
 
 class PoolingMethods:
@@ -185,8 +185,8 @@ class _Tokenized:
         self.options = pooling.options(pooling.read_options(tokenization))
 
     def __iter__(self) -> Iterator[Prompt]:
-        for start in range(0, len(self.prompts), AT_ONCE):
-            some = self.prompts[start : start + AT_ONCE]
+        for start in range(0, len(self.prompts), PROMPT_GROUP):
+            some = self.prompts[start : start + PROMPT_GROUP]
             try:
                 yield from self.pooling.tokenize(some, self.options, self.params[start].task or "")
             except ValidationError as error:

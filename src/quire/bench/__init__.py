@@ -1,1 +1,1 @@
-"""The commands of `quire bench`, the same as those of `vllm bench`: serve, throughput, latency, startup."""
+"""The commands of `quire bench`, with the names of `vllm bench`: serve, throughput, latency, startup."""

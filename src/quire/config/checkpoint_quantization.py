@@ -82,8 +82,8 @@ class QuantizationScheme:
 class CheckpointQuantization:
     """The quantization that config.json describes.
 
-    `groups`: (targets, scheme). `ignored`: names or patterns of unquantized layers. `only`: if not empty, those of the
-    quantized ones. `changed`: (pattern, scheme or None), which takes precedence over `groups`. `kinds_in_file`: the files'
+    `groups`: (targets, scheme). `ignored`: names or patterns of unquantized layers. `only`: if not empty, names or
+    patterns of the quantized ones. `changed`: (pattern, scheme or None), which takes precedence over `groups`. `kinds_in_file`: the files'
     headers have the type of each tensor, so there are no schemes.
 
     Raises ConfigError: a pattern is refused when it is read, or takes too long (`config/name_patterns.py`).

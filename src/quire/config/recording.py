@@ -132,7 +132,7 @@ def from_recording(data: bytes) -> RecordedConfig:
 
 
 def config_of(recorded: RecordedConfig, model: str, num_adapters: int = 0) -> EngineConfig:
-    """The configuration to resolve for a replay with the checkpoint `model`, whose code is not run, and so many adapters."""
+    """The configuration to resolve for a replay with the checkpoint `model`, whose code is not run, and `num_adapters` adapters."""
     lora = replace(recorded.lora, max_cpu_loras=max(recorded.lora.capacity, num_adapters))
     fields = {name: getattr(recorded.model, name) for name in RecordedModel.__struct_fields__}
     return EngineConfig(

@@ -273,7 +273,7 @@ def _check_schedule(schedule: list[tuple[int, int, int]]) -> None:
         if first <= before or last < first or count < 0 or (number == 0 and first != 1):
             raise ConfigError(
                 f"{KEY}.num_speculative_tokens_per_batch_size: [{first}, {last}, {count}] must be [from, to, tokens]; the"
-                " first range starts at 1, and each starts behind the one before it"
+                " first range starts at 1, and each starts after the end of the one before"
             )
         before = last
 

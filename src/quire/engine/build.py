@@ -101,7 +101,7 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
         scheduler, executor, resolved.depth, token_bounds=buckets(ITERATION, 0, custom)
     )
     core.check_each_step = bool(env.get("CHECK"))
-    core.functions |= rpc.functions(core) | sleep.functions(core)
+    core.functions |= rpc.control_calls(core) | sleep.control_calls(core)
     parts = plug_features(features, core, info)
     add_observers(core, resolved, info, kv_layout)
     ready = EngineReady(

@@ -15,7 +15,7 @@ from quire.engine.sleep import OF_SLEEP
 from quire.protocol.output import FinishReason
 
 
-def functions(core: EngineCore) -> dict[str, Callable[..., Any]]:
+def control_calls(core: EngineCore) -> dict[str, Callable[..., Any]]:
     """The functions by name; `build.py` adds the features' functions."""
 
     def reset_prefix_cache(running: bool = False) -> bool:

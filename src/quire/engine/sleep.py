@@ -278,7 +278,7 @@ class SleepController:
         self.core.state = STATES[max(level, 0)]
 
 
-def functions(core: EngineCore) -> Functions:
+def control_calls(core: EngineCore) -> Functions:
     """The functions for `EngineClient.call`."""
     controller = SleepController(core)
     names = (

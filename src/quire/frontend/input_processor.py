@@ -22,7 +22,7 @@ from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check_process import ConstraintChecker
 from quire.frontend.bounded_encoding import encode_enough
 from quire.frontend.generation_config import GenerationDefaults
-from quire.frontend.parallel_sampling import child_id, fan_out, mix
+from quire.frontend.parallel_sampling import child_id, derive_seed, fan_out
 from quire.frontend.parsers.format_table import ReasoningFormat
 from quire.frontend.prompt_embeddings import check_has_tokens, fitting
 from quire.frontend.prompts import Prompt, read_prompt
@@ -341,7 +341,7 @@ class InputProcessor:
                 parameter="min_tokens", value=params.min_tokens,
             )  # fmt: skip
         skip = params.skip_reading_prefix_cache
-        own_seed = mix(self.seed, self.client, next(iter(self._numbers)))
+        own_seed = derive_seed(self.seed, self.client, next(iter(self._numbers)))
         return params.settled(
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=own_seed if params.seed is None else params.seed & ((1 << 63) - 1),

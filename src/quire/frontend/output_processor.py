@@ -26,7 +26,7 @@ from quire.frontend.logprobs import (
     positions,
 )
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.frontend.parallel_sampling import best
+from quire.frontend.parallel_sampling import top_n
 from quire.frontend.repetition_detector import RepetitionDetector
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import EngineOutput, ErrorKind, FinishReason, Logprobs
@@ -225,7 +225,7 @@ class OutputProcessor:
             return None
         if self._ranked:
             scores = [child.cumulative or 0.0 for child in self.children]
-            chosen = [self.children[index] for index in best(scores, self.params.n)]
+            chosen = [self.children[index] for index in top_n(scores, self.params.n)]
             outputs = [self._completion(child, at) for at, child in enumerate(chosen)]
             for child in self.children:  # the others are not delivered
                 child.delivered, child.end_delivered = len(child.tokens), True

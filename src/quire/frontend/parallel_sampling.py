@@ -15,7 +15,7 @@ from quire.protocol.sampling_params import SamplingParams
 MASK64 = (1 << 64) - 1
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """Hash integers to 63 bits, the same on every machine (SplitMix64's finalizer)."""
     state = 0
     for number in numbers:
@@ -52,7 +52,7 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
     for index in range(count):
         own = params.settled(
             n=1, best_of=None, logprobs=logprobs, checked=True,
-            seed=seed if index == 0 else mix(seed, index),
+            seed=seed if index == 0 else derive_seed(seed, index),
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
         )  # fmt: skip
         children.append(
@@ -61,6 +61,6 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
     return children
 
 
-def best(scores: Sequence[float], n: int) -> list[int]:
+def top_n(scores: Sequence[float], n: int) -> list[int]:
     """Indices of the n highest scores, best first; ties keep their order."""
     return sorted(range(len(scores)), key=lambda index: -scores[index])[:n]

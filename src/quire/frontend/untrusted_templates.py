@@ -35,7 +35,7 @@ SECONDS = 5.0
 MOST_MEMORY = 512 << 20
 MOST_ANSWER = 8 * MOST_TEXT  # bytes; a character takes six at most
 GRACE_S = 2.0  # added to the template's time limit: the process may have to start
-AT_ONCE = 2
+MAX_CONCURRENT_RENDERS = 2
 NO_ANSWER = "the template of this {} exceeds its limit of {:g} s, or its limit of {} MiB of memory"
 
 

@@ -199,8 +199,8 @@ class KVManager:
     ) -> list[list[int]] | None:
         """Take the blocks that num_tokens more need and return them by group of tokens; None if there are too few.
 
-        Blocks that left a window are released first, and stay released in any case. `ahead`: with blocks for so many tokens
-        more, if they are free.
+        Blocks that left a window are released first, and stay released in any case. `ahead`: the number of further
+        tokens that get blocks too, if these are free.
         """
         num_missing = request.num_computed_tokens + num_tokens - request.capacity
         num_blocks = max(-(-num_missing // self.block_size), 0)

@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
     Args:
         cfg: the model's `TextConfig`.
         layer: which layer of the model.
-        head_dim, kv_heads: of this layer, if not those of `cfg`.
+        head_dim, kv_heads: of this layer, if `cfg` has others.
         inputs: features of its input, if not the hidden size.
         window, scale, softcap, shared: see `Attention`; with `shared`, a subclass must not project keys and values.
         sinks: whether each head has a sink (see `AttentionSpec`).

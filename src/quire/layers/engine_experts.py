@@ -3,7 +3,7 @@
 Knows which worker has which expert. Does not know how another engine is asked (`parallel/expert_sockets.py`). A worker is one rank of
 one engine. The ranks of an engine have all of its tokens: each computes, or gets from the same rank of another engine, the outputs of
 the pairs whose experts such a rank has; then the ranks gather them. No output depends on the worker that computes it, and a
-token's outputs are added in the router's order: the bits are those of one engine.
+token's outputs are added in the router's order, so one engine gives the same bits.
 
 Shape suffixes: T tokens, D features, K experts of a token, P = T * K pairs of a token and an expert, N pairs of this rank, E experts.
 """
@@ -43,7 +43,7 @@ class EngineExperts:
 
     Args:
         ranks: of this engine; None: there is one.
-        where: the experts of the seats of each worker, those of engine 0 first.
+        where: the experts of the seats of each worker; the workers of engine 0 come first.
         engine: number of this one.
 
     Attributes:

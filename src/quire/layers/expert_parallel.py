@@ -150,7 +150,7 @@ def split_experts(num_in: int, inner: int, num_experts: int) -> Split | None:
     Experts are cut where that is not asked otherwise. Experts whose sizes do not divide into whole panels are placed.
 
     Raises:
-        ConfigError: the ranks cannot share so many whole experts.
+        ConfigError: the number of whole experts cannot be shared by the ranks.
     """
     ranks, options = current_ranks(), expert_options()
     if options.engines > 1:
@@ -195,7 +195,7 @@ def _packed(refs: Iterable[WeightRef], num_bytes: int) -> Tensor:
 
 
 def _unpack(packed_B: Tensor, refs: Iterable[WeightRef]) -> None:
-    """Store the bytes in the weights. Kernels keep the addresses of prepared weights; other tensors may be those of a mapped file."""
+    """Store the bytes in the weights. Kernels keep the addresses of prepared weights; other tensors may be views of a mapped file."""
     start = 0
     for ref in refs:
         for each in ref.tensors():

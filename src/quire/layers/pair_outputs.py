@@ -1,4 +1,4 @@
-"""The outputs of pairs of a token and an expert: those of this rank, and those that all ranks gather.
+"""The outputs of pairs of a token and an expert: what this rank computes, and what all ranks gather.
 
 Knows seats, the places of experts' weights, and the exchange of ranks. Does not know which rank has which expert.
 

@@ -1,7 +1,7 @@
 """Rotary position embedding: the angle of each pair of features at each position, for every `rope_type`.
 
 Knows config.json's rotary parameters as `models/hf_config.py` normalizes them. Does not know queries or keys:
-`rotate` (`ops/reference.py`) rotates them. Angles are computed once a step. On a CPU, those of the first positions
+`rotate` (`ops/reference.py`) rotates them. Angles are computed once a step. On a CPU, the angles of the first positions
 come from a table, because in a small step the overhead of four torch operations exceeds their arithmetic.
 
 A position is one number, or P of them (M-RoPE: time, height, width), of which `mrope_section` gives each pair one.

@@ -279,7 +279,7 @@ class Layer(nn.Module):
                 slot.put(tensor, torch.device("cpu"))
 
     def slots(self, path: str) -> dict[str, Slot]:
-        """Checkpoint name -> slot, for a layer at `path` in the model: those of its weights, and the names of its other
+        """Checkpoint name -> slot, for a layer at `path` in the model: the slots of its weights, and of its other
         parameters."""
         own_weights = [ref for ref in self.weights() if ref.layer is self]
         found: dict[str, Slot] = {}

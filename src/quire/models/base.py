@@ -175,8 +175,8 @@ class CausalLM(LanguageModel):
         """Whether checkpoints have this tensor, and Transformers does not use it either, as tensors of MTP layers."""
         first, count = self.cfg.num_hidden_layers, self.cfg.get("num_nextn_predict_layers", 0)
         layer = name.removeprefix("model.layers.").partition(".")[0]
-        behind = layer.isdigit() and first <= int(layer) < first + count
-        return name.startswith("mtp.") or behind
+        is_numbered = layer.isdigit() and first <= int(layer) < first + count
+        return name.startswith("mtp.") or is_numbered
 
     def head(self, cfg: TextConfig, tied: Embedding | None) -> Head:
         """The LM head; `tied`: the embedding whose table it uses."""

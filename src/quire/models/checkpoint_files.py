@@ -281,10 +281,10 @@ def tensors(
     dtype: str = "float32",
     blocks: Container[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor, on the CPU; those of safetensors and pt are views of the mapped file.
+    """(name, tensor) of every tensor, on the CPU; tensors of safetensors and pt files are views of the mapped file.
 
-    `hf_config`, `dtype`: of the model, which a GGUF file is read for; its blocks become floats of this dtype, except those of
-    the tensors in `blocks`.
+    `hf_config`, `dtype`: of the model, which a GGUF file is read for; its blocks become floats of this dtype, except in
+    the tensors that `blocks` names.
 
     Raises: as `weight_files`; ConfigError: a file is damaged.
     """

@@ -125,7 +125,7 @@ COUNTS: dict[str, tuple[str, str]] = {
     "spec_decode_num_drafts": ("vllm:spec_decode_num_drafts", "How often draft tokens of a request were verified."),
     "spec_decode_num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
     "spec_decode_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right."),
-    PER_POSITION: (f"vllm:{PER_POSITION}", "Draft tokens that were right, by their place among those of a request."),
+    PER_POSITION: (f"vllm:{PER_POSITION}", "Draft tokens that were right, by their position in the draft."),
     "recorder_stops": ("quire:flight_recorder_stops", "1: the flight recorder has stopped after a write error."),
 }  # fmt: skip
 """Counters that the engine computes at each scrape, by their names in EngineStats.counts."""

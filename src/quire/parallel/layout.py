@@ -28,7 +28,7 @@ class RankLayout(Struct, array_like=True, frozen=True):
     """The number of stages, of parts of a context, and of parts of each layer.
 
     partition: the number of layers of each stage; empty: as equal as possible. decode: the number of ranks that keep a part of
-    the blocks of one KV cache each: those of all parts of a context, and neighbours among those that split a layer.
+    the blocks of one KV cache each: the ranks of all parts of a context, and neighbours among the ranks that split a layer.
     """
 
     pipeline: int = 1

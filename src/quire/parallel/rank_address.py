@@ -32,8 +32,8 @@ GROUPS: dict[str, Callable[[RankLayout, int], list[int]]] = {
 
 
 class RankAddress(Struct, array_like=True):
-    """A rank's number in the layout, the descriptors of what it shares with others of its machine, and how it finds those of
-    other machines; None: there are no other machines."""
+    """A rank's number in the layout, the descriptors of what it shares with ranks of its machine, and how it finds ranks
+    of other machines; None: there are no other machines."""
 
     rank: int = 0
     layout: RankLayout = ONE_RANK

@@ -167,3 +167,11 @@ def shared_heads(num_heads: int, num_kv_heads: int) -> Sequence[Share]:
         return ()
     kv = share_of(ranks, num_kv_heads, copies)
     return share_of(ranks, num_heads), kv, kv
+
+
+def use_same_threads(ranks: Ranks) -> None:
+    """Take the least number of threads among the ranks: the rank with the fewest sets the pace, and others would wait."""
+    import torch
+
+    (least,) = ranks.least([torch.get_num_threads()])
+    torch.set_num_threads(least)

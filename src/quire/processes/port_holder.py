@@ -21,7 +21,7 @@ def port_holder(port: int, proc: Path = Path("/proc")) -> str:
 
 
 def _target(fd: Path) -> str:
-    """Of the link; "" if the descriptor was closed since it was listed, as that of the list itself."""
+    """The target of the link; "" if the descriptor was closed since it was listed, as the list's own descriptor was."""
     with suppress(FileNotFoundError):
         return os.readlink(fd)
     return ""

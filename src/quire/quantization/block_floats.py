@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-AT_ONCE = 1 << 20  # values that are float32 at a time
+MAX_FLOATS = 1 << 20  # values that are float32 at a time
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([E2M1, -E2M1])
 PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], 1)
@@ -42,7 +42,7 @@ def scaled(
     codes_ON, scale_OG = codes.flatten(0, -2), scale.flatten(0, -2)
     if len(codes_ON) != len(scale_OG):
         raise ValueError(f"{len(codes_ON)} rows have {len(scale_OG)} rows of scales")
-    rows = max(1, AT_ONCE // max(1, codes_ON.shape[1]))
+    rows = max(1, MAX_FLOATS // max(1, codes_ON.shape[1]))
     parts = zip(codes_ON.split(rows), scale_OG.split(rows), strict=True)
     made = [
         (values(part_ON).unflatten(1, (scale_OG.shape[1], -1)) * part_OG[..., None]).to(dtype)

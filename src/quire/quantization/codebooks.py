@@ -26,7 +26,7 @@ from quire.logging import get_logger
 from quire.ops.cpu.bindings import Kernels
 from quire.quantization.block_floats import E2M1
 from quire.quantization.group_quant import Grouped
-from quire.quantization.int4 import AT_ONCE, STEP, Int4Weight
+from quire.quantization.int4 import MAX_FLOATS, STEP, Int4Weight
 from quire.quantization.int8 import Int8Weight
 
 log = get_logger(__name__)
@@ -64,7 +64,7 @@ class Codebook:
 
     def grouped(self, weight_OI: Tensor, group: int) -> Grouped:
         """The nearest codes."""
-        rows = max(1, AT_ONCE // weight_OI.shape[1])
+        rows = max(1, MAX_FLOATS // weight_OI.shape[1])
         parts = [self._codes(part_OI.float(), group) for part_OI in weight_OI.split(rows)]
         code_OI, scale_OG = (torch.cat(each) for each in zip(*parts, strict=True))
         zero_OG = torch.full_like(scale_OG, self.zero, dtype=torch.uint8)

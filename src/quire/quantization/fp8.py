@@ -27,7 +27,7 @@ log = get_logger(__name__)
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0
 NEAR = 0.02  # relative error that `torch_can` allows
-AT_ONCE = 1 << 24  # weights that are float32 at a time while loading
+MAX_FLOATS = 1 << 24  # weights that are float32 at a time while loading
 WIDTHS = (32, 64, 128, 256)  # inputs per group that the kernels support
 
 
@@ -60,7 +60,7 @@ class Float8Weight(PreparedWeight):
     @classmethod
     def of(cls, weight_OI: Tensor, gated: bool, kernels: Kernels | None = None) -> PreparedWeight:
         """Quantize a weight of any float dtype, with one scale per output."""
-        return cls(*by_rows(quantize, weight_OI, E4M3, AT_ONCE), gated)
+        return cls(*by_rows(quantize, weight_OI, E4M3, MAX_FLOATS), gated)
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         x_TI = x_TI.reshape(-1, self.ins)

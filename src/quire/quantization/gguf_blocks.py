@@ -32,7 +32,7 @@ from quire.quantization.packing import Packing
 
 EXPERT = re.compile(r"\.\d+\.(?=[^.]+\.weight$)")
 STEP = 32  # inputs of x that share a scale
-AT_ONCE = 1 << 20  # weights that are unpacked at a time
+MAX_UNPACKED = 1 << 20  # weights that are unpacked at a time
 
 
 class BlockRows(NamedTuple):
@@ -136,7 +136,7 @@ def _pack(part: BlockRows, into: int, stride: int, packing: Packing) -> None:
     form, rows_ON = part.form, part.rows_ON
     ins, each = rows_ON.shape[1] // form.size * form.block, len(rows_ON)
     if form.plain:
-        each = max(1, AT_ONCE // (ins * PANEL)) * PANEL
+        each = max(1, MAX_UNPACKED // (ins * PANEL)) * PANEL
     for panel, rows in zip(range(0, len(rows_ON), each), rows_ON.split(each), strict=True):
         taken = form.plain_rows(rows) if form.plain else rows
         where = [taken.data_ptr(), taken.stride(0), len(taken), into + panel // PANEL * stride]

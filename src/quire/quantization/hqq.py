@@ -17,7 +17,7 @@ UNUSED = (
 )
 """Tensors that repeat what the others show, as a pattern."""
 
-AT_ONCE = 1 << 14  # rows
+CHUNK_ROWS = 1 << 14  # rows
 
 BITS = {1: 8, 2: 4, 4: 2, 8: 1}
 """Values in a byte -> bits of each."""
@@ -47,8 +47,8 @@ def decode(
         codes = (packed >> (top - bits * index)) & ((1 << bits) - 1)
         w[at] = codes
     w = w[:rows]
-    for start in range(0, rows, AT_ONCE):  # in place, and few floats at a time
-        at = slice(start, start + AT_ONCE)
+    for start in range(0, rows, CHUNK_ROWS):  # in place, and few floats at a time
+        at = slice(start, start + CHUNK_ROWS)
         own = at if len(scale) > 1 else slice(None)  # a group is a row, or a column
         w[at] = (w[at].float() - zero[own].float()) * scale[own].float()
     return w.view(outs, ins)

@@ -26,12 +26,12 @@ from quire.quantization.int8 import Int8Weight, quantize
 MOST = 15
 STEP = 32  # inputs of a group that the kernels process at once
 GROUP = 128
-AT_ONCE = 1 << 20  # weights that are quantized at a time, to keep temporaries small
+MAX_FLOATS = 1 << 20  # weights that are quantized at a time, to keep temporaries small
 
 
 def quantize_groups(weight_OI: Tensor, group: int) -> Grouped:
     """15 steps from the smallest to the largest weight of each group, in a range that includes 0."""
-    rows = max(1, AT_ONCE // weight_OI.shape[1])
+    rows = max(1, MAX_FLOATS // weight_OI.shape[1])
     found = [_quantize_rows(part.float(), group) for part in weight_OI.split(rows)]
     q_OI, scale_OG, zero_OG = (torch.cat(parts) for parts in zip(*found, strict=True))
     return Grouped(q_OI, scale_OG, zero_OG)

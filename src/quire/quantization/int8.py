@@ -25,7 +25,7 @@ from quire.platforms.memory import empty_in_huge_pages
 
 STEP = 64
 MOST = 127
-AT_ONCE = 1 << 20  # weights that are float32 at a time while loading
+MAX_FLOATS = 1 << 20  # weights that are float32 at a time while loading
 
 
 def quantize(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def quantize_by(kernels: Kernels | None, weight_OI: Tensor) -> tuple[Tensor, Ten
     """`quantize`, by the kernels where possible: the same numbers, many times faster."""
     outs, ins = weight_OI.shape
     if kernels is None or weight_OI.dtype != torch.bfloat16 or ins % 16:
-        return by_rows(quantize, weight_OI, torch.int8, AT_ONCE)
+        return by_rows(quantize, weight_OI, torch.int8, MAX_FLOATS)
     q_OI, scale_O = torch.empty(outs, ins, dtype=torch.int8), torch.empty(outs)
     weight_OI = weight_OI.contiguous()
     kernels.quantize_rows(weight_OI.data_ptr(), outs, ins, q_OI.data_ptr(), scale_O.data_ptr())
@@ -86,7 +86,7 @@ class Int8Weight(PreparedWeight):
         missing = (0, self.padded - outs)
         self.scale_O = F.pad(scale_O, missing).contiguous()
         # In chunks, because torch's sum copies its whole input to the dtype of the result.
-        sums = [part.sum(1, dtype=torch.int32) for part in q_OI.split(max(1, AT_ONCE // ins))]
+        sums = [part.sum(1, dtype=torch.int32) for part in q_OI.split(max(1, MAX_FLOATS // ins))]
         self.sum_O = F.pad(torch.cat(sums) * 128, missing)
 
     @classmethod

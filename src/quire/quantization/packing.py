@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.platforms.memory import read_ahead
 
-AT_ONCE = 64 << 20  # bytes that one call packs, while the system reads as many from the files
+PACKED_BYTES = 64 << 20  # bytes that one call packs, while the system reads as many from the files
 
 
 class Packing:
@@ -34,7 +34,7 @@ class Packing:
         for each in rows_ON:
             read_ahead(each)
         self._size += sum(each.nbytes for each in rows_ON)
-        if self._size >= AT_ONCE:
+        if self._size >= PACKED_BYTES:
             self._call(self._num_read)
             self._num_read, self._size = len(self._waiting), 0
 

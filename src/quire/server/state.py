@@ -21,7 +21,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, EngineDelayed
 from quire.frontend.beam_search import BeamStream
-from quire.frontend.untrusted_templates import AT_ONCE, UntrustedTemplateRenderer
+from quire.frontend.untrusted_templates import MAX_CONCURRENT_RENDERS, UntrustedTemplateRenderer
 from quire.observe.prometheus import ServerMetrics, cache_info
 from quire.observe.tracing import Tracer
 from quire.protocol.output import StartupStatus
@@ -71,7 +71,7 @@ class ServerState:
     """Set by the second stop signal: do not wait for running requests."""
     texts: TokenizerPool = field(default_factory=TokenizerPool)
     """Threads for long texts."""
-    templates: TokenizerPool = field(default_factory=partial(TokenizerPool, AT_ONCE))
+    templates: TokenizerPool = field(default_factory=partial(TokenizerPool, MAX_CONCURRENT_RENDERS))
     """Threads that wait for the processes of `untrusted`."""
     plugin_calls: PluginCalls = field(default_factory=PluginCalls)
     """Runs the code of parser plug-ins."""

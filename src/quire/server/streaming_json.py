@@ -66,9 +66,9 @@ def encoded_parts(body: Any) -> Iterator[bytes]:
 
     first, *rest = msgspec.json.Encoder(enc_hook=later).encode(body).split(_ENCODED_MARK)
     yield first
-    for long, behind in zip(found, rest, strict=True):
+    for long, after in zip(found, rest, strict=True):
         yield from long.encoded()
-        yield behind
+        yield after
 
 
 class PartsAnswer(Response):

@@ -189,7 +189,9 @@ async def generate(context: RequestContext, body: GenerateRequest) -> TokenAnswe
     take_from_key(context.request, completions_of(1, params, context.state))
     if asked.truncate_prompt_tokens is None:
         engine.inputs.check_length(len(body.token_ids))
-    if not all(type(token) is int for token in body.token_ids):  # those of a long body
+    if not all(
+        type(token) is int for token in body.token_ids
+    ):  # only short bodies are checked before
         raise invalid("`token_ids` must be a list of token ids", "token_ids")
     prompt = await one_prompt(body.token_ids, asked, engine)
     request_id = context.new_id("generate-tokens-", body)

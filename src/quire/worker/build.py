@@ -121,7 +121,7 @@ def build_worker(
         forecast = plan_memory(resolved, others, *place, found, lines)
     with stages("importing torch"):
         from quire.attention.base import load_backend
-        from quire.parallel.same_threads import use_same_threads
+        from quire.parallel.ranks import use_same_threads
         from quire.platforms.base import platform_of
         from quire.worker.agreed_plan import plan_loaded
         from quire.worker.kv_cache import allocate_kv_cache

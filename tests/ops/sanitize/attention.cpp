@@ -120,7 +120,7 @@ void check(const Kind& kind, int number) {
     const long length = 1 + random.below(90);
     sizes.push_back({1 + random.below(length), length});
   }
-  sizes.push_back({20, 270});  // the longest is the last: nothing lies behind its part of the table
+  sizes.push_back({20, 270});  // the longest is the last: nothing lies after its part of the table
   const Paged paged(kind, sizes, random);
   const auto whole = paged.run(-1, 0, 0);
   near(named("attention", {number, kind.code}), whole.data, paged.definition(), allowed(kind.code));

@@ -45,7 +45,7 @@ CHECK(encoder) {
       norm.add(y, x, T, hidden);
       if (!before) memcpy(x.data, y.data, T * hidden * sizeof(bf16));
     }
-    same(before ? "encoder, norms before" : "encoder, norms behind", whole.data, y.data, T * hidden);
+    same(before ? "encoder, norms before" : "encoder, norms after", whole.data, y.data, T * hidden);
     for (int row = 0; row < 3; row++) {
       const int alone[] = {0, starts[row + 1] - starts[row]};
       Guarded<bf16> one(alone[1] * hidden);

@@ -128,7 +128,7 @@ CHECK(block_rows) {
   }
 }
 
-// Rows by themselves and beside those of another weight: the same bytes, and none beyond them. (Python tests what they mean.)
+// Rows by themselves and beside rows of another weight: the same bytes, and none beyond them. (Python tests what they mean.)
 CHECK(pack_blocks) {
   for (const Shape& shape : SHAPES) {
     const int sizes[] = {18, 34, 144, 176, 210, 20, 22, 24, 84, 110, 18, 136, 17}, blocks = 2, rows = 40;

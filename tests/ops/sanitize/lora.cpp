@@ -84,7 +84,7 @@ CHECK(lora) {
         }
 }
 
-// A layer gives the bits of its products with the adapters between them; one that no adapter changes those of a layer without.
+// A layer gives the bits of its products with the adapters between them; without an adapter it gives the bits of a plain layer.
 CHECK(lora_in_layers) {
   Random random(8);
   SmallLayer small(random, 2);

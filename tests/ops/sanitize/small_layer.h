@@ -27,7 +27,7 @@ struct SmallLayer {
 
   long size() const { return link ? link->size : 1; }
 
-  // This rank's rows of each of the sections, which lie behind one another.
+  // This rank's rows of each of the sections, which follow each other.
   Guarded<bf16> part(const bf16* w, std::initializer_list<long> sections, long ins) const {
     long outs = 0, to = 0, from = 0;
     for (long section : sections) outs += section / size();
@@ -47,7 +47,7 @@ struct SmallLayer {
     return weight(outs / size(), outs / size(), ins, gated, own);
   }
 
-  // Packed, of `filled` rows of w and zeros behind them.
+  // Packed, of `filled` rows of w and zeros after them.
   quire::Weight weight(long outs, long filled, long ins, bool gated, const bf16* w) {
     memory.emplace_back(outs * ins);
     quire_pack(w, memory.back(), outs, filled, ins, gated);

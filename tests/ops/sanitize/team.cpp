@@ -9,7 +9,7 @@
 
 namespace {
 
-// How often each of so many pieces was computed.
+// How often each piece was computed.
 void count_pieces(const char* name, long pieces) {
   std::vector<int> counts(pieces + 1), once(pieces + 1, 1);
   once[pieces] = 0;

@@ -67,7 +67,7 @@ def test_tiles_parts_and_the_library_agree() -> None:
 def test_weights_are_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     made = weight(random.Random(4), 8, 64, 2, 40)
     made.order_I = None
-    monkeypatch.setattr(wna16_gemm, "AT_ONCE", 17 * made.ins)
+    monkeypatch.setattr(wna16_gemm, "MAX_DEQUANTIZED", 17 * made.ins)
     monkeypatch.setattr(wna16_gemm, "MANY", 2)
     x = torch.randn(3, made.ins, device=DEVICE)
     assert away(made.multiply(x), made.reference(x, None)) < 2e-6

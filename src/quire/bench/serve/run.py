@@ -1,6 +1,6 @@
 """`quire bench serve`: send a load to a running server and report how fast it answers.
 
-Works with any server that implements OpenAI's API. Options, printout and the keys of the result file are those of
+Works with any server that implements OpenAI's API. Options, printout and the keys of the result file are the same as in
 `vllm bench serve`. Status 0; 1 if no request succeeded; 2 for a mistake in the options.
 """
 

@@ -1,7 +1,7 @@
 """Data parallelism: which combinations of its options are refused, and how many HTTP processes serve several engines.
 
-Knows numbers of engines, and what distributes the requests: this server among all engines (internal), or among those of its
-machine while a load balancer distributes among machines (hybrid); or a load balancer among all (external, multi-port).
+Knows numbers of engines, and what distributes the requests: this server among all engines (internal), or among its
+machine's engines while a load balancer distributes among machines (hybrid); or a load balancer among all (external, multi-port).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ExpertSharingHook: connects the mixture layers of a worker's models with those of other engines.
+"""ExpertSharingHook: connects the mixture layers of a worker's models with the same layers of other engines.
 
 Knows models and the layers whose experts engines share. Does not know steps: a step that needs experts of another engine asks for
 them in its layers, and a thread answers questions of others at any time.

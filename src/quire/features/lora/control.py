@@ -47,7 +47,7 @@ def load_configured(registry: LoraRegistry, config: EngineConfig) -> None:
             ) from None
 
 
-def functions(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..., Any]]:
+def control_calls(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..., Any]]:
     """The functions by name."""
 
     def load_lora(

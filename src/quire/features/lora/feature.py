@@ -44,7 +44,7 @@ class LoraFeature(Feature):
         gate = LoraGate(registry, options.max_loras)
         engine.gates.append(gate)
         engine.labels |= gate.labels()
-        engine.calls |= control.functions(engine.core, registry)
+        engine.calls |= control.control_calls(engine.core, registry)
         engine.state_files[FILE] = registry.persist
         control.load_configured(registry, self.resolved.config)
 

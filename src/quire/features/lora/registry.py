@@ -248,7 +248,7 @@ class LoraRegistry:
 
     # -- memory ---------------------------------------------------------------------------------
     def _take_slot(self, number: int | None) -> int | None:
-        """A free place; else that of the least recently used version that no request has, or only requests that wait
+        """A free place; else the place of the least recently used version that no request has, or only requests that wait
         and came after `number`. None: there is no such place."""
         if not self._free:
             unused = [

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_VALUE = 1e4
-"""Of a tensor; those of trained adapters are near 1, and float16 ends at 65,504."""
+"""The largest value of a tensor. In trained adapters it is near 1, and float16 ends at 65,504."""
 MOST_CHANGE = 1e6
 """Of what an adapter adds to an element of a weight: at most rank times scale times the largest values of A and B."""
 

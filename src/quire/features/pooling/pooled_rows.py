@@ -21,7 +21,7 @@ class PooledStates:
     """The pooled states of one request.
 
     Args:
-        poolers: those of its task; ALL keeps each token.
+        poolers: the names of its task's poolers; ALL keeps each token.
         first: the first position that counts.
         only: keep just these positions, ascending, for ALL; None: every one.
     """

@@ -1,6 +1,6 @@
 """The logits processor of trace replay: at each position, only the token of the request's trace is left.
 
-It runs last, and decides over every processor before it. A row's log-probabilities are those of the logits before any
+It runs last, and decides over every processor before it. A row's log-probabilities come from the logits before any
 processor, so they say how likely the model finds each token of the trace.
 """
 

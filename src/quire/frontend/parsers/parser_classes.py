@@ -1,4 +1,4 @@
-"""vLLM's classes of parsers: those of Quire's formats by name, and a program's own, which it registers and gets.
+"""vLLM's classes of parsers: one for each of Quire's formats, and a program's own, which it registers and gets.
 
 Knows the tables of formats. The server reads its formats as tables; classes of a program's own that a plug-in registers are
 called by `class_parser.py`.
@@ -217,7 +217,7 @@ class FormatReasoningParser(ReasoningParser):
 
 
 class _Manager:
-    """Classes by name: a program's own, then those of Quire's formats."""
+    """Classes by name: a program's own, then one for each of Quire's formats."""
 
     base: ClassVar[type]
     of_format: ClassVar[type]

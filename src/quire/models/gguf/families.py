@@ -235,7 +235,7 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
     trained = header.get("rope.scaling.original_context_length")
     lists = {t.name: t for t in header.tensors if ROPE.match(t.name)}
     if lists:
-        # Llama 3 stores the factors that its recipe gives, Phi 3 those of its config.json.
+        # Llama 3 stores the factors that its recipe gives, Phi 3 the factors of its config.json.
         short = _numbers(lists.get("rope_factors_short.weight") or lists.get("rope_freqs.weight"))
         long = _numbers(lists.get("rope_factors_long.weight")) or short
         longest = header.get("context_length")

@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCKS = {name: (elements, size) for name, elements, size in TYPES.values()}
-AT_ONCE = 1 << 22  # values that are float32 at a time
+MAX_FLOATS = 1 << 22  # values that are float32 at a time
 
 
 def header_in(folder: str) -> GgufHeader:
@@ -123,7 +123,7 @@ def rope_halves(tensor_ON: Tensor, heads: int) -> Tensor:
     """Rows of q or k in the order of rope over halves; the file has them in pairs of neighbours.
 
     Raises:
-        ConfigError: the rows are not those of so many heads.
+        ConfigError: the number of heads does not divide the rows.
     """
     if len(tensor_ON) % (2 * heads):
         raise ConfigError(f"{len(tensor_ON)} rows of queries or keys for {heads} heads")
@@ -135,7 +135,7 @@ def grouped_heads(tensor: Tensor, first: int, keys: int, values: int, dim: int) 
     """From `first` on along `dim`, the value heads of one key head beside each other; the file has the n-th of all key heads so.
 
     Raises:
-        ConfigError: the size is not that of so many heads.
+        ConfigError: the number of heads does not divide the size.
     """
     rest = tensor.shape[dim] - first
     if rest <= 0 or keys < 1 or values < 1 or rest % (keys * values):
@@ -149,7 +149,7 @@ def part_of_heads(tensor: Tensor, keys: int, rows: tuple[int, ...], half: int) -
     """Of rows in the order of the key heads, the parts of one half, each with its rows of all heads together.
 
     Raises:
-        ConfigError: the rows are not those of so many heads.
+        ConfigError: the heads have another number of rows.
     """
     if len(tensor) != keys * sum(rows):
         raise ConfigError(f"{len(tensor)} rows for {keys} key heads with {sum(rows)} rows each")
@@ -165,7 +165,7 @@ def _floats(tensor: GgufTensor, bytes_N: Tensor, dtype: torch.dtype) -> Tensor:
         return bytes_N.clone().view(own).view(tensor.shape)
     elements, size = BLOCKS[tensor.kind]
     found = torch.empty(math.prod(tensor.shape), dtype=dtype)
-    each = max(1, AT_ONCE // elements)
+    each = max(1, MAX_FLOATS // elements)
     for part, into in zip(bytes_N.split(each * size), found.split(each * elements), strict=True):
         into.copy_(_dequantized(tensor, part.numpy()))
     return found.view(tensor.shape)

@@ -199,8 +199,8 @@ def _check_first(files: SentenceFiles, file: Path) -> None:
     """Raises Unsupported: another module comes before the one that makes a vector of the tokens' states."""
     if files.poolers or files.splade is not None or files.stages or files.token_stages:
         raise Unsupported(
-            f"{file}: a pooling module behind others",
-            "serve a checkpoint with one, behind Transformer",
+            f"{file}: a pooling module after others",
+            "serve a checkpoint with one, after Transformer",
         )
 
 

@@ -44,8 +44,8 @@ class NextTokenLayers(Speculator):
         """The number of each layer in the checkpoint."""
         raise NotImplementedError
 
-    behind: ClassVar[bool]
-    """Whether they have the numbers after the target's last layer."""
+    follows_target: ClassVar[bool]
+    """Whether the layers have the numbers after the target's last layer."""
     num_fusions: int | None = None
     """How many projections and norms there are; None: one for each layer."""
 
@@ -108,7 +108,7 @@ class NextTokenLayers(Speculator):
 class QwenMtp(NextTokenLayers):
     """One projection and one norm for all layers, under `mtp.`."""
 
-    behind = False
+    follows_target = False
     num_fusions = 1
 
     def __init__(self, cfg: TextConfig, max_length: int = 0):
@@ -148,7 +148,7 @@ class Qwen3_5MoeMtp(QwenMtp, Qwen3_5Moe):
 class DeepseekForm(NextTokenLayers):
     """Each layer has its own projection and norm, under the numbers after the target's last layer."""
 
-    behind = True
+    follows_target = True
 
     def __init__(self, cfg: TextConfig, max_length: int = 0):
         super().__init__(cfg, max_length)

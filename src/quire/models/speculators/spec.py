@@ -41,7 +41,7 @@ def speculator_spec(
     Args:
         method: eagle, eagle3, mtp, medusa or mlp_speculator.
         num_tokens: the most guesses of a step.
-        spec: its checkpoint; of MTP layers in the target's checkpoint, that of the target.
+        spec: its checkpoint; for MTP layers in the target's checkpoint, the target's spec.
 
     Raises:
         ConfigError: the checkpoint lacks a tensor, or does not fit the target; the message names field and remedy.
@@ -332,9 +332,9 @@ def _mtp(spec: ModelSpec, target: ModelSpec, num_tokens: int) -> dict[str, Any]:
     keys = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
     count = next((config[key] for key in keys if config.get(key)), 1)
     _check_count(spec, " or ".join(keys), count)
-    behind = model_class(MTP[target.architecture]).behind
+    follows_target = model_class(MTP[target.architecture]).follows_target
     layers = model_size(config, "num_hidden_layers")
-    first = f"model.layers.{layers}.eh_proj." if behind else "mtp.fc."
+    first = f"model.layers.{layers}.eh_proj." if follows_target else "mtp.fc."
     stored = stored_tensors(spec.path, config, spec.load.load_format)
     if not isinstance(stored, int) and not any(name.startswith(first) for name, *_ in stored):
         raise ConfigError(
@@ -345,7 +345,7 @@ def _mtp(spec: ModelSpec, target: ModelSpec, num_tokens: int) -> dict[str, Any]:
             "num_speculative_tokens=%d: %s has %d MTP layer(s), and the last one makes the further guesses too, less often"
             " right ones", num_tokens, spec.path, count,
         )  # fmt: skip
-    if behind:
+    if follows_target:
         return config | {"num_nextn_predict_layers": count}
     kinds = {"layer_types": ["full_attention"] * count, "mlp_only_layers": []}
     return config | {"num_hidden_layers": count, **kinds}

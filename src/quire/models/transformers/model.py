@@ -180,7 +180,7 @@ class TransformersModel(LanguageModel):
         for row, n, length in zip(rows, batch.query_lens, batch.lengths, strict=True):
             end = at + n
             if n:
-                # One token at a time sees one token's extra tensors: those of a row are equal.
+                # One token at a time sees one token's extra tensors: all tokens of a row have equal ones.
                 one = self._caches.one_by_one and length > n
                 with replace_current_batch(batch.of_tokens(slice(at, at + 1 if one else end))):
                     ids_T, places_T = token_ids_T[at:end], positions_T[at:end]

@@ -26,7 +26,7 @@ from quire.ops.triton.fp8_gemm import FEW, Tile, fold_kernel, parts_of, place_of
 from quire.ops.triton.launch import EXACT
 
 MANY = 512  # with more tokens, the weight is dequantized first
-AT_ONCE = 64 << 20  # weights that are dequantized at a time
+MAX_DEQUANTIZED = 64 << 20  # weights that are dequantized at a time
 STEPS = (32, 64, 128)  # inputs that a program processes at once: a group, or a part of one
 
 TILES: tuple[tuple[int, Tile], ...] = (
@@ -138,7 +138,7 @@ def by_library(
 ) -> Tensor:
     """As `product`, but dequantizes the weight to 16 bits first, some outputs at a time, and multiplies by torch."""
     ins, outs = x_TI.shape[1], len(data)
-    rows = max(1, AT_ONCE // ins)
+    rows = max(1, MAX_DEQUANTIZED // ins)
     parts = []
     for start in range(0, outs, rows):
         at = slice(start, start + rows)

@@ -203,7 +203,7 @@ class ChatOutputReader:
             self._ended(delta, parser)
 
     def _thoughts(self, output: ChatOutput, thought: int) -> int:
-        """How many of the unclassified tokens are reasoning: those of the first `thought` characters."""
+        """How many of the unclassified tokens are reasoning, of which the text has `thought` more characters."""
         tokens, known = output.tokens, output.size - output.parser.pending_length
         if thought <= 0:
             count = 0

@@ -21,7 +21,7 @@ log = get_logger(__name__)
 MOST_FILES = 1 << 16
 RESERVED_FILES = 64
 """Descriptors that connections leave free: an engine process takes about 20 to start, and the server reads files."""
-AT_ONCE = 64  # connections to accept before other work of the loop
+MAX_ACCEPTS = 64  # connections to accept before other work of the loop
 RETRY_S = 0.2
 HANDSHAKE_S = 30.0  # limit of a TLS handshake
 REFUSAL = (
@@ -87,7 +87,7 @@ class Acceptor:
         """There is nothing to wait for."""
 
     def _accept(self) -> None:
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_ACCEPTS):
             try:
                 is_full = lowest_free(self.listener) >= self.most  # all below are taken
                 if is_full and self._make_room():

@@ -49,7 +49,7 @@ struct Reach {
     if (!call.both_ways) return position(i) + 1;
     return window ? std::min(length, position(i) + window) : length;
   }
-  const float* biases(long i) const {  // that of token 0
+  const float* biases(long i) const {  // token 0 has them
     const long of_head = head * shared + (first + i) % shared;
     return call.bias + of_head * (2 * call.distances - 1) + call.distances - 1 - position(i);
   }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr long FETCH_AHEAD = 8192;  // bytes
 
-// So many inputs of a panel, unpacked: of each 32 inputs 8 lines of 16 outputs, then those of 16 further outputs.
+// INPUTS inputs of a panel, unpacked: of each 32 inputs 8 lines of 16 outputs, then 8 lines of the other 16 outputs.
 template <class F, int INPUTS = F::BLOCK>
 struct Record {
   alignas(64) uint8_t bytes[INPUTS * 32];

@@ -3,7 +3,7 @@
 
 namespace quire {
 
-// Moves parts of each head behind each other: from [heads][parts] to [parts][heads].
+// Moves equal parts of all heads next to each other: from [heads][parts] to [parts][heads].
 static void by_part(long heads, const bf16* from, long from_step, bf16* to, long to_step, long tokens, std::initializer_list<long> sizes) {
   for (long t = 0; t < tokens; t++) {
     const bf16* head = from + t * from_step;

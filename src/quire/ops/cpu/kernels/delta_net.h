@@ -12,7 +12,7 @@ struct DeltaNet {                  // fixed once the model is loaded
   float* state;
   int64_t conv_step, state_step;   // from row to row
   int64_t key_heads, K, heads, V, taps;
-  int64_t first_head, all_heads, all_key_heads;  // of this rank, among those of all ranks
+  int64_t first_head, all_heads, all_key_heads;  // of this rank; all_*: of all ranks
   int64_t interleaved;             // outputs of `in` and `gates` are in the order of the key heads
   float eps;
 };

@@ -1,9 +1,9 @@
 // All layers of an encoder in one call: the same functions in the same order as its modules, so the same bits.
 //
-//   norms behind the halves        x = norm(x + attention(x));  x = norm(x + mlp(x))
+//   norms after the halves         x = norm(x + attention(x));  x = norm(x + mlp(x))
 //   norms before the halves        y = norm(x);  x += attention(y), y = norm(x);  x += mlp(y), y = norm(x)
 //
-// Either way a half ends with the sum and its norm. With norms behind, the next half adds to the norm, else to the sum.
+// Either way a half ends with the sum and its norm. With norms after the halves, the next half adds to the norm, else to the sum.
 #include "encoder.h"
 
 #include "norm_rope_act.h"

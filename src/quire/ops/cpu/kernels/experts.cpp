@@ -34,7 +34,7 @@ void sort(const Experts& e, const int64_t* ids, long tokens, Pairs& p) {
   }
 }
 
-// A thread multiplies a row by a panel in about the time in which it reads so many bytes of weights for each input (AVX2, bf16).
+// A thread multiplies a row by a panel in about the time in which it reads 6 bytes of weights for each input (AVX2, bf16).
 constexpr long ROW_BYTES = 6;
 
 // The share of thread t of the experts' panels, in pairs of panels: f(expert, panel0, panel1).
@@ -48,7 +48,7 @@ void deal(const Weight* weights, const int64_t* first, long count, long t, long 
   long before = 0;
   for (long i = 0; i < count && before < to; i++) {
     const long all = parts(i), one = each(i);
-    // The first part that begins at or behind `at`.
+    // The first part that begins at or after `at`.
     const auto part = [&](long at) { return std::clamp((at - before + one - 1) / one, 0L, all); };
     const long a = part(from), b = part(to);
     if (a < b) f(i, 2 * a, std::min<long>(2 * b, weights[i].outs / 32));

@@ -1,4 +1,4 @@
-// The functions that Python calls, with those of layer.h, step.h and layout.h. bindings.py reads types from these headers:
+// The functions that Python calls, beside the functions in layer.h, step.h and layout.h. bindings.py reads types from these headers:
 // pointers, int, long and float, by value.
 #pragma once
 #include "common.h"

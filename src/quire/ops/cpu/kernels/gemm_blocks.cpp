@@ -25,7 +25,7 @@ namespace quire {
 namespace {
 
 // N rows by 32 outputs and a record, whose first input is `first`; total: [N][32]. With PACKED, lines are unpacked as they are used:
-// for few rows. `packed`: behind the header.
+// for few rows. `packed`: the bytes after the header.
 template <class F, int N, bool PACKED>
 __attribute__((noinline)) void record_of_rows(const Activations& x, const Record<F>& w, const uint8_t* packed, long first, long row,
                                               float* total) {
@@ -139,7 +139,7 @@ void panel_of_rows(long form, const Activations& x, const uint8_t* w, long first
   }
 }
 
-struct BlockPart {  // as quantization/gguf_blocks.py writes it, behind the number of parts
+struct BlockPart {  // as quantization/gguf_blocks.py writes it, after the number of parts
   int64_t offset, stride, form, panels;
 };
 

@@ -2,7 +2,7 @@
 //
 // A panel of bf16 weights that is converted as it is used costs half as many instructions as its products with six rows, and more
 // registers than there are. Here a slice of a panel is converted for a block of rows: 64 -> 89 of the 112 GFLOP/s of a Zen 3 core.
-// Sums run along k in the same order, with the same products, so the bits are those of gemm_kernel.h.
+// Sums run along k in the same order, with the same products, so gemm_kernel.h gives the same bits.
 #pragma once
 #include "gemm_epilogue.h"
 

@@ -72,7 +72,7 @@ struct NibbleDots {
 };
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Products of a nibble, at most 15, and a byte: those of eight lines fit 16 bits. Half as many instructions as with shorts.
+// The sum of eight products of a nibble, at most 15, and a byte fits 16 bits. Half as many instructions as with shorts.
 template <>
 struct NibbleDots<false> {
   using Word = int32_t;

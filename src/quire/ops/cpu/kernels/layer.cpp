@@ -3,11 +3,11 @@
 //
 //   x, residual = norm(x + residual), x + residual;  the sum itself where a layer has no norm
 //   q, k, v = qkv(x);  QK-norm and RoPE;  k, v to the cache (one pass over all three);  attention
-//   x = residual_scale * norm(o(attention)), attention times the sigmoid of its gate; or that of a gated delta net in its place
+//   x = residual_scale * norm(o(attention)), attention times the sigmoid of its gate; or a gated delta net in place of attention
 //   x, residual = norm(x + residual), ...
 //   x = residual_scale * norm(down(activation(gate(x)) * up(x)))
 //
-// A parallel layer adds attention to the residual and keeps its input as that of the MLP.
+// A parallel layer adds attention to the residual and its input is also the input of the MLP.
 #include "layer.h"
 
 #include "delta_net.h"
@@ -148,7 +148,7 @@ static void mlp_half(const Layer& l, long T, bf16* x, bf16* residual) {
 
 using namespace quire;
 
-// Layers, or halves of them, one after the other, each with the step of its group; the norm behind them unless it is null.
+// Layers, or halves of them, one after the other, each with the step of its group; the norm after them unless it is null.
 // adapters: of each token, see lora.h. x and residual: [tokens, hidden], written over. `first`: the residual holds nothing yet.
 EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long count, const Step* const* steps, long tokens,
                          const int64_t* adapters, bf16* x, bf16* residual, int first, const Norm* norm) {

@@ -85,11 +85,11 @@ struct Layer {  // fixed once the model is loaded; a half without weights (qkv o
   const Mixture* mixture;     // the MLP, in place of gate_up and down; may be null
   RankLink* flat_ranks;       // that split the heads of flat norms; may be null
   int64_t kind, hidden, heads, kv_heads, D, turns, interleaved, block_size, window, act;
-  int64_t kv_parts;    // 2: keys and values; 1: keys, which are values before norm and rotation; 0: those of another layer
+  int64_t kv_parts;    // 2: keys and values; 1: keys, which are values before norm and rotation; 0: another layer has them
   int64_t flat_norms;  // q_norm and k_norm are over all heads at once
-  int64_t gated;       // a head's query has a gate behind it, of its output
+  int64_t gated;       // after a head's query comes the gate of its output
   int64_t parallel;    // the MLP's input is the attention's
-  int64_t kv_copies;   // of flat_ranks: so many neighbours have the same keys and values
+  int64_t kv_copies;   // of flat_ranks: the number of neighbours with the same keys and values
   int64_t joined;      // x is [tokens, 2 * hidden], what attention reads; and the residual is there (Speculator)
   float scale, softcap, residual_scale;
 };

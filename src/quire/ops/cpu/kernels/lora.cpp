@@ -242,7 +242,7 @@ void add(const AdapterTokens& tokens, LoraTable table, const X* x, long x_row, X
 
 }  // namespace
 
-// The activation comes behind the deltas. It rounds its input, so it gives the bits of the product's own.
+// The activation comes after the deltas. It rounds its input, so it gives the bits of the product's own.
 void Weight::multiply_adapted(const bf16* x, long x_row, bf16* y, long y_row, long rows, int act) const {
   static thread_local Scratch<bf16> keep;  // of the calling thread
   const bool gates = is_gated(act);

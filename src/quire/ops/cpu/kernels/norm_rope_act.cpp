@@ -1,6 +1,6 @@
 // Operations by row: norms, RoPE, activations, scales.
 //
-// Rounding is that of ops/reference.py: to bf16 wherever it would write a tensor.
+// Rounds as ops/reference.py does: to bf16 wherever the reference writes a tensor.
 #include "common.h"
 #include "exports.h"
 #include "norm_rope_act.h"

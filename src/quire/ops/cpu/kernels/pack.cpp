@@ -19,7 +19,7 @@ struct RowsOfWeight {
   int64_t outs, ins, gated;
 };
 
-constexpr long AT_ONCE = 1 << 20;  // bytes that a thread packs before it looks for more
+constexpr long TASK_BYTES = 1 << 20;  // bytes that a thread packs before it looks for more
 
 // Packs 16 rows from row `at` of a part on.
 template <class F>
@@ -46,7 +46,7 @@ void pack_all(const RowsOfWeight* parts, long count) {
   std::vector<long> ends;  // of each part, in units of 16 rows
   long units = 0, bytes = 1;
   for (long i = 0; i < count; i++) ends.push_back(units += parts[i].rows / 16), bytes += parts[i].rows * parts[i].ins * 64 / F::K;
-  const long each = std::max(1L, AT_ONCE * units / bytes);
+  const long each = std::max(1L, TASK_BYTES * units / bytes);
   in_pieces((units + each - 1) / each, [&](long at) {
     const long first = at * each;
     long part = std::upper_bound(ends.begin(), ends.end(), first) - ends.begin();

@@ -43,7 +43,7 @@ struct RowsToQuantize {
   int64_t step, apart;  // bytes from row to row; rows from panel to panel
   char* to;             // the first panel
   int64_t panels, ins, group;  // group 0: int8
-  float* scale;  // int8: of the first row of from[0], and `second` behind it of from[1]; int4: of the first panel, [groups, 32]
+  float* scale;  // int8: of the first row of from[0], and `second` floats later of the first row of from[1]; int4: of the first panel, [groups, 32]
   char* other;   // int8: 128 times the sum of each row's codes; int4: zero points, as the scales
   int64_t second;
 };

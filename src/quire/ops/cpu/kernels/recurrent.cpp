@@ -1,7 +1,7 @@
 // Recurrent layers: causal convolution, linear recurrence (gated delta rule, Mamba-2), selective scan (Mamba-1), decaying sum, RWKV-4's
 // mean of values, gated norm.
 //
-// The definitions are those of ops/recurrent.py. Each kernel goes through a row's tokens while a tile of the state is in the L1 cache
+// ops/recurrent.py has the definitions. Each kernel goes through a row's tokens while a tile of the state is in the L1 cache
 // or in registers: of a decode step it reads and writes the state once.
 #include "exports.h"
 #include "recurrent.h"

@@ -1,6 +1,6 @@
 // Online softmax, 32 tokens at a time: scores -> weights, with a running maximum, the sum of all weights, and the sums of values.
 //
-// A weight is 2^(score - max), and `max` may lag behind the largest score: floats and bf16 hold 2^20 as exactly as 1. So it is the
+// A weight is 2^(score - max), and `max` may be less than the largest score: floats and bf16 hold 2^20 as exactly as 1. So it is the
 // maximum of the first 32 scores with a visible key, and rises to the maximum of a later 32 only where weights would be too large.
 // Then scores are read once, and sums are seldom rescaled. The groups of 32 tokens are fixed by their positions, so a query's maximum
 // does not depend on other queries. (attention_int8_split.h needs the exact maximum.)

@@ -267,7 +267,7 @@ EXPORT int quire_draft(const Model* model, const Rows* rows, const int64_t* work
   static thread_local Scratch<int64_t> keep;  // of the calling thread
   static thread_local Scratch<bf16> keep_states, keep_next;
   const long D = model->layers[0]->hidden, T = std::accumulate(work_4B + B, work_4B + 2 * B, 0L);
-  int64_t *next = keep.at_least(5 * B), *item = next + 4 * B;  // item: of each work item of a pass, that of the first
+  int64_t *next = keep.at_least(5 * B), *item = next + 4 * B;  // item: for each work item of a pass, its number in the first pass
   Pass pass{speculator, states, nullptr};
   if (speculator) pass.next = keep_next.at_least(B * D);
   if (speculator && speculator->states.data) {

@@ -19,7 +19,7 @@ struct Model {  // fixed once it is loaded
   const bf16* table;      // the embeddings, [vocab, hidden], or packed
   const int64_t* blocks;  // of a table in blocks of GGUF files, else null
   RankLink* table_ranks;    // each of them has `words` rows of the table; null: this table has all
-  const int64_t* recorded;  // numbers of layers, in order, behind which a step keeps the residual stream; count + 1: the final norm's output
+  const int64_t* recorded;  // numbers of layers, in order, after which a step keeps the residual stream; count + 1: the final norm's output
   bf16* states;             // of these, [num_recorded, state_rows, hidden]
   int64_t count, num_groups, positions, packed, vocab, num_recorded, state_rows, words;
   float embedding_scale, logit_scale, softcap;
@@ -43,7 +43,7 @@ struct Speculator {  // guesses tokens from the hidden states of another model, 
   Weight join;                    // of both, one beside the other; no data: the first layer reads both (Layer::joined)
   const int64_t* target_ids;      // of each token of the head; null: the same
   int64_t target_vocab;
-  int64_t normed_residual;        // a joined layer adds to the state behind its norm
+  int64_t normed_residual;        // a joined layer adds to the state after its norm
   int64_t hands_on_sum;           // the next pass takes the state before the last norm
 };
 
