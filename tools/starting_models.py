@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.models.checkpoint_files import in_memory, stored_tensors
-from quire.worker.forecast import specs_of
+from quire.worker.memory_forecast import specs_of
 
 CONTEXT = 8192
 REST_GIB = 0.7  # the processes, their libraries, and the activations of a step

@@ -21,8 +21,7 @@ from quire.layers.weights import WeightRef, layer_weights
 from quire.models.base import CausalLM
 from quire.parallel.layout import RankLayout
 from quire.protocol.tensor_data import ITEMSIZE
-from quire.worker.forecast import forecast_weights
-from quire.worker.rank_memory import construct_part
+from quire.worker.memory_forecast import construct_part, forecast_weights
 
 UNBOUNDED = 1 << 62  # bytes
 """What `forecast_weights` may plan with: the devices of the plan are not those of this machine."""

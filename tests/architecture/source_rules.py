@@ -107,7 +107,7 @@ FEATURES = re.compile(
     re.IGNORECASE,
 )
 BUILDERS = re.compile(
-    r"quire/engine/(build|build_executor)\.py|quire/worker/(build|memory_plan|agreed_plan)\.py"
+    r"quire/engine/(build|build_executor)\.py|quire/worker/(build|memory_plan)\.py"
     r"|quire/frontend/output_processor\.py"
 )
 NICKNAMES = r"lora(?!_request)|adapter|grammar|speculat|drafter|eagle|eplb|tenant|fair.?share|thinking|budget"

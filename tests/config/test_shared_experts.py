@@ -10,7 +10,7 @@ import pytest
 from quire.config.engine import EngineConfig, Resolved
 from quire.engine.resolve import resolve_config
 from quire.errors import Unsupported
-from quire.worker.forecast import plan_memory
+from quire.worker.memory_forecast import plan_memory
 from tests.models.cases import CASES, write
 
 SHARED: dict[str, Any] = {"enable_expert_parallel": True, "data_parallel_size": 2}

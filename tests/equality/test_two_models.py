@@ -25,7 +25,7 @@ from quire.ops.cpu.bindings import best
 from quire.platforms.detect import facts
 from quire.protocol.plan import StepPlan
 from quire.worker.build import WorkerParts, build_worker
-from quire.worker.forecast import plan_memory
+from quire.worker.memory_forecast import plan_memory
 from quire.worker.model_input import ModelInput, TokenModelInput
 
 SIZES = {"intermediate_size": 128, "head_dim": 32, "tie_word_embeddings": False}

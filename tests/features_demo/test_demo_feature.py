@@ -24,7 +24,7 @@ from quire.frontend.request_manager import RequestManager
 from quire.ops.cpu.bindings import best
 from quire.parallel.layout import RankLayout
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.forecast import plan_memory
+from quire.worker.memory_forecast import plan_memory
 
 HERE = Path(__file__).parent
 DEMO = (

@@ -18,7 +18,7 @@ from quire.parallel.layout import RankLayout
 from quire.protocol.output import EngineOutput
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.forecast import plan_memory
+from quire.worker.memory_forecast import plan_memory
 from quire.worker.memory_plan import MemoryPlan
 
 PREFIX = "base_model.model."

@@ -21,7 +21,7 @@ from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec
 from quire.parallel.layout import RankLayout
 from quire.parallel.rank_address import RankAddress, addresses
-from quire.worker.rank_memory import construct_part
+from quire.worker.memory_forecast import construct_part
 from tests.parallel.process_engine import outcomes
 
 PROMPTS = ["The quick brown fox jumps over " * 6, "1 2 3 4 5", "def add(a, b):" * 9, "x"]

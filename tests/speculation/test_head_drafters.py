@@ -14,7 +14,7 @@ from quire.engine.enabled_features import enabled_features
 from quire.errors import ConfigError
 from quire.ops.cpu.bindings import best
 from quire.protocol.sampling_params import SamplingParams
-from quire.worker.forecast import plan_memory
+from quire.worker.memory_forecast import plan_memory
 from tests.models.speculator_checkpoints import (
     SUCCESSOR,
     Drawn,

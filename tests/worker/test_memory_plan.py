@@ -11,7 +11,7 @@ from quire.config.speculation import SpeculativeOptions
 from quire.errors import NotEnoughMemory
 from quire.kvcache.layout import layout
 from quire.kvcache.specs import CacheSpec, WindowSpec
-from quire.worker.forecast import forecast_weights, specs_of
+from quire.worker.memory_forecast import forecast_weights, specs_of
 from quire.worker.memory_plan import MemoryPlan, activation_bytes, make_plan, size
 
 FULL = CacheSpec(2, 8, 8, "bfloat16")  # 64 bytes a token

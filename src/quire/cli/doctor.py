@@ -33,7 +33,7 @@ from quire.parallel.layout import RankLayout
 from quire.platforms.detect import PlatformFacts, cpu_facts, facts
 from quire.protocol.tensor_data import ITEMSIZE
 from quire.startup_timer import table
-from quire.worker.forecast import forecast_specs, forecast_weights, loaded_tensors
+from quire.worker.memory_forecast import forecast_specs, forecast_weights, loaded_tensors
 from quire.worker.memory_plan import MemoryPlan, make_plan, size
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)

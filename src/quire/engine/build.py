@@ -46,7 +46,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.startup_timer import Report, no_report
 from quire.version import __version__
-from quire.worker.forecast import forecast_weights
+from quire.worker.memory_forecast import forecast_weights
 from quire.worker.worker_info import WorkerInfo
 
 

@@ -24,7 +24,7 @@ from quire.parallel.stages import within_stage
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
 from quire.startup_timer import Report, StartupStages, no_report, table
-from quire.worker.forecast import ForecastSpecs, forecast_specs, plan_memory
+from quire.worker.memory_forecast import ForecastSpecs, forecast_specs, plan_loaded, plan_memory
 from quire.worker.memory_plan import GIB, MemoryLine, MemoryPlan, make_plan
 from quire.worker.worker_info import WorkerInfo, fields_of
 
@@ -123,7 +123,6 @@ def build_worker(
         from quire.attention.base import load_backend
         from quire.parallel.ranks import use_same_threads
         from quire.platforms.base import platform_of
-        from quire.worker.agreed_plan import plan_loaded
         from quire.worker.kv_cache import allocate_kv_cache
         from quire.worker.module_hooks import ModuleHooks, extended_worker
         from quire.worker.page_prefault import KVPagePrefaulter

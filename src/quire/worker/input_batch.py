@@ -21,7 +21,7 @@ from quire.worker.request_rows import RequestRows
 
 
 @dataclass(slots=True)
-class StepCounts:
+class BatchShape:
     """A step's integers, int64 on the host."""
 
     rows_B: np.ndarray
@@ -101,7 +101,7 @@ class InputBatchBuilder:
             sample_at_S=tensor(counts.sample_at_S),
         )
 
-    def with_encoder(self, counts: StepCounts, **tensors: Any) -> ForwardBatch:
+    def with_encoder(self, counts: BatchShape, **tensors: Any) -> ForwardBatch:
         """The batch, with the encoder's states of its rows, if the model has cross attention."""
         batch = counts.batch(**tensors)
         rows = self.rows
@@ -109,7 +109,7 @@ class InputBatchBuilder:
             rows.encoder.add_to(batch, counts.rows_B, rows.blocks, rows.tensor)
         return batch
 
-    def count(self, plan: StepPlan) -> StepCounts:
+    def count(self, plan: StepPlan) -> BatchShape:
         """Compute what the host knows of a step, and advance the rows. Raises: as `build`."""
         rows, work = self.rows, plan.work
         rows.grow(work)
@@ -128,12 +128,12 @@ class InputBatchBuilder:
         count_B.cumsum(out=query_start_B1[1:])
         rows.advance(rows_B, end_B, samples_B)
         drawing_S, lengths_S = _draws(samples_B, known_B, end_B)
-        return StepCounts(
+        return BatchShape(
             rows_B, count_B, start_B, end_B, drawing_S, lengths_S, query_start_B1, count_B.tolist(),
             end_B.tolist(),
         )  # fmt: skip
 
-    def _rope_positions(self, counts: StepCounts, positions_T: Tensor) -> dict[str, Tensor]:
+    def _rope_positions(self, counts: BatchShape, positions_T: Tensor) -> dict[str, Tensor]:
         """The batch's ROPE_POSITIONS, if rows have an offset."""
         offset_B = self.rows.rope_offset[counts.rows_B]
         if not offset_B.any():

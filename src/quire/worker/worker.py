@@ -153,15 +153,15 @@ class Worker(ModelRunner):
 
     def _fast(self, plan: StepPlan) -> QueuedStep:
         self._call_before(plan, None)
-        return self._queued(plan, FinishedStep(self._run_fast(plan)))
+        return self._make_step(plan, FinishedStep(self._run_fast(plan)))
 
     @torch.inference_mode()
     def _by_parts(self, plan: StepPlan) -> QueuedStep:
         batch = self.batcher.build(plan)
         self._call_before(plan, batch)
-        return self._queued(plan, self.forward(plan, batch))
+        return self._make_step(plan, self.forward(plan, batch))
 
-    def _queued(self, plan: StepPlan, queued: QueuedStep) -> _Step:
+    def _make_step(self, plan: StepPlan, queued: QueuedStep) -> _Step:
         return _Step(queued, self.acting, self.rows, plan, self.rows.faults_of(plan.work))
 
     @_recoverable

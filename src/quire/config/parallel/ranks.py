@@ -1,6 +1,6 @@
 """What several ranks cannot serve: refused before anything is loaded, with the remedy.
 
-Knows the configuration and config.json. Does not know layers: what only they show, `worker/rank_memory.py` refuses.
+Knows the configuration and config.json. Does not know layers: what only they show, `worker/memory_forecast.py` refuses.
 """
 
 from __future__ import annotations

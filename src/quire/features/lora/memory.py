@@ -21,8 +21,8 @@ from quire.models.checkpoint_locator import find_adapter
 from quire.models.safetensors_header import header
 from quire.parallel.layout import RankLayout
 from quire.protocol.tensor_data import ITEMSIZE
+from quire.worker.memory_forecast import construct_part
 from quire.worker.memory_plan import MemoryLine
-from quire.worker.rank_memory import construct_part
 
 
 class AdaptedLayer(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from test_memory_plan import FULL, resolved
 
 from quire.parallel.ranks import Ranks
-from quire.worker.agreed_plan import agreed_plan, agreed_sizes
+from quire.worker.memory_forecast import agreed_plan, agreed_sizes
 from quire.worker.memory_plan import make_plan
 from tests.parallel.thread_ranks import ThreadRanks, on_ranks
 

@@ -1,26 +1,36 @@
-"""The forecast of a worker's memory, before anything is loaded: from config.json and the headers of the weight files.
+"""A worker's memory plan: forecast from config.json and the headers of the weight files, before anything is loaded; then of the
+loaded models, agreed among the ranks.
 
-Knows files and shapes, and the part of them that a rank holds. `memory_plan.py` divides the memory.
+Knows files and shapes, and the part of them that a rank holds. Rows and block tables are the same in all ranks, so each must
+have as many of them as the rank with the least room. `memory_plan.py` divides the memory. Loads torch only to construct models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config.engine import ModelSpec, Resolved
 from quire.config.engine_experts import engines_share_experts
 from quire.config.model_sizes import model_size
-from quire.errors import NotEnoughMemory
+from quire.config.parallel.parallel_config import ParallelConfig
+from quire.errors import NotEnoughMemory, Unsupported
 from quire.kvcache.specs import CacheSpec, WindowSpec
 from quire.models.checkpoint_files import TensorHeader, as_loaded, in_memory, stored_tensors
-from quire.models.registry import has_states
+from quire.models.registry import choose_impl, has_states
 from quire.models.transformers.modes import check_own_cache
-from quire.parallel.layout import RankLayout
+from quire.parallel.layout import ONE_RANK, RankLayout
+from quire.parallel.ranks import LoneRank, Ranks, split_among
+from quire.parallel.stages import PipelineStage, within_stage
 from quire.platforms.detect import facts
 from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.memory_plan import GIB, MemoryLine, MemoryPlan, make_plan, size
-from quire.worker.rank_memory import construct_part, part_of_weights
+
+if TYPE_CHECKING:
+    from quire.models.base import CausalLM, LanguageModel
+
+MANY = 1 << 62
 
 
 class ForecastSpecs(NamedTuple):
@@ -176,3 +186,102 @@ def layer_specs(
 def state_bytes_of(models: Sequence[Any]) -> int:
     """Bytes of one request's recurrent states, in all layers of the models."""
     return sum(layer.state_spec().num_bytes for model in models for layer in model.state_layers())
+
+
+def construct_part(spec: ModelSpec, layout: RankLayout = ONE_RANK, stage: int = 0) -> CausalLM:
+    """The part of a native model that the first rank of a stage has, on "meta"; the whole model, if there is one rank, or ranks
+    do not split it.
+
+    Raises:
+        Unsupported: the model has no native class, or its layers cannot be in several stages.
+    """
+    layout = layout if spec.is_split else ONE_RANK
+    impl, reason = choose_impl(spec.architecture, spec.hf_config, spec.options.model_impl)
+    if layout.size > 1 and impl != "native":
+        tensor, pipeline = layout.tensor, layout.pipeline
+        raise Unsupported(
+            f"tensor_parallel_size={tensor} and pipeline_parallel_size={pipeline} for {spec.architecture}, which runs as {impl}"
+            f" ({reason})",
+            "use 1",
+        )
+    from quire.models.base import CausalLM
+    from quire.models.construction import construct, model_class
+
+    if layout.pipeline > 1 and not issubclass(model_class(spec.architecture), CausalLM):
+        what = (
+            f"pipeline_parallel_size={layout.pipeline} for {spec.architecture}, which is an encoder"
+        )
+        raise Unsupported(what, "use 1")
+    ranks = LoneRank(0, layout.tensor) if layout.tensor > 1 else None
+    with split_among(ranks), within_stage(PipelineStage(stage, layout)):
+        model = construct(spec)
+    if layout.prefill > 1 and (why := _why_not_split(spec, model)):
+        about = f"prefill_context_parallel_size={layout.prefill} for {spec.architecture}, {why}"
+        raise Unsupported(about, "use 1, or tensor_parallel_size")
+    return model
+
+
+def _why_not_split(spec: ModelSpec, model: CausalLM) -> str:
+    """Why ranks cannot compute parts of a prompt each; empty: they can."""
+    if spec.pooling is not None and not spec.pooling.causal:
+        return "whose tokens attend to later ones"
+    return "whose recurrent layers compute a prompt in order" if model.state_layers() else ""
+
+
+def part_of_weights(own: CausalLM, spec: ModelSpec, layout: RankLayout) -> float:
+    """How much of a model's weights are in `own`, the part of a rank: of the numbers, in whatever format they are stored."""
+    if not spec.is_split or (layout.size == 1 and not engines_share_experts(spec.parallel)):
+        return 1.0
+    models = own, construct_part(replace(spec, parallel=ParallelConfig()))
+    part, whole = (sum(each.numel() for each in model.parameters()) for model in models)
+    return part / whole
+
+
+def plan_loaded(
+    resolved: Resolved,
+    models: Sequence[LanguageModel],
+    others: Sequence[ModelSpec],
+    forecast: MemoryPlan,
+    found: ForecastSpecs,
+    ranks: Ranks,
+) -> tuple[list[CacheSpec], MemoryPlan]:
+    """The cache specs of all layers, of other stages too; and the plan.
+
+    `forecast`: what else is known of memory. `found`: what the layers were expected to keep.
+
+    Raises:
+        NotEnoughMemory: as `make_plan`.
+        RankLost: another rank has ended.
+    """
+    from quire.quantization.apply import weight_bytes
+
+    specs, own = list(found.specs), found.own
+    specs[own.start : own.stop] = layer_specs(resolved, models, (resolved.spec, *others))
+    sizes = agreed_sizes(ranks, sum(weight_bytes(model) for model in models), forecast)
+    states, stage = state_bytes_of(models), None if ranks.stages is None else own
+    plan = make_plan(resolved, *sizes, specs, others, states, forecast.lines, stage)
+    return specs, agreed_plan(ranks, plan)
+
+
+def agreed_sizes(ranks: Ranks, weights: int, forecast: MemoryPlan) -> tuple[int, int, int]:
+    """Bytes of the weights, and of the machine's memory, in all and available: the least favourable among the ranks of a
+    stage, so that all make the same plan."""
+    numbers = [-weights, forecast.total, forecast.available]
+    for group in (ranks.tensor, ranks.context):
+        if group is not None:
+            numbers = group.least(numbers)
+    return -numbers[0], numbers[1], numbers[2]
+
+
+def agreed_plan(ranks: Ranks, plan: MemoryPlan) -> MemoryPlan:
+    """The plan with the limits of the stage that has the least room."""
+    if ranks.stages is None:
+        return plan
+    checkpoints = plan.num_checkpoints if plan.state_bytes else MANY
+    blocks, length, rows, checkpoints = ranks.stages.least(
+        [plan.num_blocks, plan.max_model_len, plan.max_num_seqs, checkpoints]
+    )
+    return replace(
+        plan, num_blocks=blocks, max_model_len=length, max_num_seqs=rows,
+        num_checkpoints=0 if checkpoints == MANY else checkpoints,
+    )  # fmt: skip
