@@ -68,7 +68,7 @@ def test_gemma_4_keeps_both_halves_fused(case: str, tmp_path: Path) -> None:
     with engine(path, dtype="bfloat16", max_num_batched_tokens=50) as one:
         worker = by_parts(one)
         layers = worker.model.model.layers
-        assert all(has_attention(layer) and has_mlp(layer) for _, layer in layers.fused.found)
+        assert all(has_attention(layer) and has_mlp(layer) for _, layer in layers.fused.structs)
         found = one.tokens(prompts(4), greedy(12))
         worker.unfuse("test")
         one.client.call("reset_prefix_cache")

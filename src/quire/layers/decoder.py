@@ -9,7 +9,7 @@ Shape suffixes: T tokens of this step, D features.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,16 +23,6 @@ from quire.parallel.ranks import TensorRanks, current_ranks
 from quire.parallel.stages import ONE_STAGE, PipelineStage, StageLink, current_stage
 
 
-class FusedLayers(Protocol):
-    """All layers and the last norm in few kernel calls, with the same results."""
-
-    def run(
-        self, x_TD: Tensor, residual_TD: Tensor | None, positions: Tensor, rotary: LayerRotaries
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `Layers.advance`; if the layers are the last, x is as of `Layers.forward`. May overwrite both."""
-        ...
-
-
 class Layers(nn.ModuleList):
     """The decoder layers of a model, in order.
 
@@ -42,7 +32,9 @@ class Layers(nn.ModuleList):
         first, total: the number of the first of these layers in the model, and of all its layers; 0: these are all.
     """
 
-    fused: FusedLayers | None = None  # set if kernel calls compute several modules at once
+    fused: Any = (
+        None  # what computes `advance` and the last norm in few kernel calls, with the same results
+    )
     recorded: frozenset[int] = frozenset()  # see `LanguageModel.record_hidden_states`
 
     def __init__(self, layers: Iterable[nn.Module], first: int = 0, total: int = 0):
@@ -68,14 +60,15 @@ class Layers(nn.ModuleList):
     ) -> tuple[Tensor, Tensor | None]:
         """(x_TD, residual_TD) after these layers."""
         if (fused := self._running()) is not None:
-            return fused.run(x_TD, residual_TD, positions, rotary)
+            x_TD, residual_TD = fused.run(x_TD, residual_TD, positions, rotary)
+            return x_TD, residual_TD
         for number, (layer, angles) in enumerate(zip(self, rotary(positions), strict=True)):
             self.record(number, x_TD, residual_TD)
             x_TD, residual_TD = layer(x_TD, residual_TD, angles)
         self.record(len(self), x_TD, residual_TD)
         return x_TD, residual_TD
 
-    def _running(self) -> FusedLayers | None:
+    def _running(self) -> Any:
         """What runs in place of the modules in this step."""
         if self.fused is None or current_batch().split_tokens is not None:  # kernels gather no keys
             return None

@@ -9,7 +9,7 @@ Shape suffixes: T tokens, D features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -85,14 +85,6 @@ class EncoderLayer(nn.Module):
         return self.mlp_norm.add(self.mlp(x_TD), x_TD)[0]
 
 
-class FusedEncoder(Protocol):
-    """All layers and the last norm in one kernel call, with the same results."""
-
-    def run(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
-        """As `Encoder.stack`; may overwrite x."""
-        ...
-
-
 class EncoderTables(NamedTuple):
     """The rows of the tables of an encoder's embeddings; 0: there is no such table.
 
@@ -134,7 +126,7 @@ class Encoder(nn.Module):
         self.embedding_norm, self.final_norm = norm, final_norm
         self.layers = nn.ModuleList(layer(i) for i in range(num_layers))
         self.rotaries = rotaries
-        self.fused: FusedEncoder | None = None  # set if one kernel call computes the layers
+        self.fused: Any = None  # what computes `stack` in one kernel call, with the same results
 
     def forward(self, embeddings_TD: Tensor, positions_T: Tensor) -> Tensor:
         """hidden_TD; token types are `extras["token_types_T"]` of the batch, or 0."""

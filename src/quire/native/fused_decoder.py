@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -161,10 +161,12 @@ class FusedDecoder:
         self.is_last = decoder.stage.is_last
         self.layers, self.norm, self.kernels = decoder.layers, decoder.norm, kernels
         self.ranks = decoder.ranks
-        self.found: list[tuple[Any, CLayer]] = list(zip(decoder.layers, native_layers, strict=True))
+        self.structs: list[tuple[Any, CLayer]] = list(
+            zip(decoder.layers, native_layers, strict=True)
+        )
         self.groups: dict[StepGroup, Attention] = {}  # one attention of each
         self.group_of_layer = []
-        for (layer, native), rotary in zip(self.found, decoder.rotary.kind_of_layer, strict=True):
+        for (layer, native), rotary in zip(self.structs, decoder.rotary.kind_of_layer, strict=True):
             number = 0
             if native.qkv.data is not None and (parts := layer_parts(layer)) is not None:
                 attention: Any = parts.attention
@@ -173,7 +175,7 @@ class FusedDecoder:
                 number = list(self.groups).index(group)
             self.group_of_layer.append(number)
         if not self.groups:  # nothing says where the rows of a step are
-            for _, native in self.found:
+            for _, native in self.structs:
                 native.delta_net = None
         self.parts: dict[frozenset[int], list[Part]] = {}
 
@@ -187,7 +189,7 @@ class FusedDecoder:
     def run(
         self, x_TD: Tensor, residual_TD: Tensor | None, positions: Tensor, rotary: LayerRotaries
     ) -> tuple[Tensor, Tensor | None]:
-        """See `FusedLayers`; overwrites both."""
+        """As `Layers.advance`, and the last norm if the layers are the last; overwrites both."""
         forward = ForwardPass(self.groups, positions, rotary)
         for part in self._parts(self.layers.recorded):
             x_TD, residual_TD = part(forward, x_TD, residual_TD)
@@ -209,21 +211,21 @@ class FusedDecoder:
                 run.clear()
             parts.extend(modules)
 
-        for number, (layer, native) in enumerate(self.found):
+        for number, (layer, native) in enumerate(self.structs):
             if number in recorded:
-                call(self._recording(number))
+                call(partial(self._record, number))
+            declared = layer_parts(layer) if has_attention(native) or has_mlp(native) else None
             if not has_attention(native):
-                half = layer.attention_half if has_mlp(native) else layer
-                call(_calling(half, number))
-            if has_attention(native) or has_mlp(native):
-                run.append((native, self.group_of_layer[number]))
-            if has_attention(native) and not has_mlp(native):
-                call(_calling(layer.mlp_half, None))
-            fused = has_attention(native) or has_mlp(native)
-            if fused and (parts_of_layer := layer_parts(layer)) and parts_of_layer.finish:
-                call(_calling(parts_of_layer.finish, None))
+                call(partial(_call, layer if declared is None else layer.attention_half, number))
+            if declared is None:
+                continue
+            run.append((native, self.group_of_layer[number]))
+            if not has_mlp(native):
+                call(partial(_call, layer.mlp_half, None))
+            if declared.finish is not None:
+                call(partial(_call, declared.finish, None))
         if len(self.layers) in recorded:
-            call(self._recording(len(self.layers)))
+            call(partial(self._record, len(self.layers)))
         if not self.is_last:
             call()
         elif run and (norm := native_norm(self.norm)) is not None:
@@ -232,14 +234,11 @@ class FusedDecoder:
             call(self._norm)
         return parts
 
-    def _recording(self, number: int) -> Part:
-        def record(
-            forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None
-        ) -> tuple[Tensor, Tensor | None]:
-            self.layers.record(number, x_TD, residual_TD)
-            return x_TD, residual_TD
-
-        return record
+    def _record(
+        self, number: int, forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        self.layers.record(number, x_TD, residual_TD)
+        return x_TD, residual_TD
 
     def _norm(
         self, forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None
@@ -247,17 +246,14 @@ class FusedDecoder:
         return normed_sum(self.norm, x_TD, residual_TD)[0], None
 
 
-def _calling(module: Callable[..., tuple[Tensor, Tensor]], number: int | None) -> Part:
-    """A part that calls a layer, or half of one; `number`: of the layer whose angles it takes."""
-
-    def run(
-        forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        angles = () if number is None else (forward.angles[number],)
-        x_TD, residual_TD = module(x_TD, residual_TD, *angles)
-        return _checked(x_TD), _checked(residual_TD)
-
-    return run
+def _call(
+    module: Callable[..., tuple[Tensor, Tensor]], number: int | None,
+    forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Call a layer, or half of one; `number`: of the layer whose angles it takes."""
+    angles = () if number is None else (forward.angles[number],)
+    x_TD, residual_TD = module(x_TD, residual_TD, *angles)
+    return _checked(x_TD), _checked(residual_TD)
 
 
 def _checked(x_TD: Tensor) -> Tensor:

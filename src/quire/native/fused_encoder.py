@@ -59,7 +59,7 @@ def fuse_encoder(encoder: Encoder, kernels: Kernels) -> None:
 
 
 class KernelEncoder:
-    """See `FusedEncoder`. `first`: the norm before the first layer of a model with norms before its halves."""
+    """Runs an encoder's layers. `first`: the norm before the first layer of a model with norms before its halves."""
 
     def __init__(
         self, encoder: Encoder, layers: list[CEncoderLayer], first: CNorm | None, kernels: Kernels
