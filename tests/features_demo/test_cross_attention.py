@@ -147,8 +147,11 @@ def test_they_sleep_and_wake_up(path: str, expected: list[list[int]]) -> None:
         assert run(one, [2, 3]) == [expected[2], expected[3]]
 
 
-def test_ranks_split_its_heads(path: str, expected: list[list[int]]) -> None:
-    with split_engine(path, 2, 2, skip_tokenizer_init=True, block_size=16) as one:
+@pytest.mark.parametrize(("size", "pipeline"), [(2, 1), (1, 2)])
+def test_ranks_split_its_heads_or_layers(
+    path: str, expected: list[list[int]], size: int, pipeline: int
+) -> None:
+    with split_engine(path, size, 2, pipeline, skip_tokenizer_init=True, block_size=16) as one:
         assert run(one, [0, 1, 2, 3, 4, 5]) == expected
 
 

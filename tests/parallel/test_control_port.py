@@ -18,6 +18,7 @@ import pytest
 from quire.errors import EngineDeadError, StartupError
 from quire.executor.control_port import ControlPort
 from quire.executor.multiproc_executor import MultiprocExecutor
+from quire.executor.node_messages import NodeEnds, encode
 from quire.executor.node_supervisor import NodeSupervisor
 from quire.parallel.multi_node import Machines
 from quire.processes import keyed_listener
@@ -213,7 +214,7 @@ def test_another_number_of_ranks_is_refused(threads, port):
 def test_strangers_and_invalid_messages_change_nothing(threads, port):
     with socket.create_connection((port.host, port.port)) as stranger:
         stranger.sendall(os.urandom(1 << 16))
-    for data in (b"", b"\xc1", os.urandom(100)):
+    for data in (b"", b"\xc1", os.urandom(100), encode(NodeEnds())):
         with connect(port.host, port.port, KEY, 10) as member:
             member.send_bytes(data)
             with pytest.raises((EOFError, OSError)):

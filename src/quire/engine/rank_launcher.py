@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
 from quire import env
 from quire.config.engine import Resolved
 from quire.config.model_sizes import model_size
-from quire.config.parallel.cluster_key import cluster_key
 from quire.config.serialize import resolved_to_bytes
 from quire.config.server import ServerConfig
 from quire.engine.node_fingerprint import node_fingerprint
+from quire.engine.node_launcher import NodeLauncher
 from quire.executor.base import Executor
 from quire.executor.control_port import ControlPort
 from quire.executor.multiproc_executor import MultiprocExecutor
@@ -28,55 +27,6 @@ from quire.parallel.layout import RankLayout
 from quire.parallel.multi_node import EXCHANGE_S, Machines
 from quire.parallel.rank_address import RankAddress, addresses
 from quire.startup_timer import Report
-
-
-class RankLauncher(Protocol):
-    """What starts the ranks of the other nodes; they connect to the control port of this process, the head.
-
-    Attributes:
-        host, port: where the head listens; port 0: any free one.
-        key: which the nodes have.
-        counts: how many ranks each node has: node -> number.
-        first_rank: the first of them. Those before it are children of this process.
-    """
-
-    host: str
-    port: int
-    key: bytes
-    counts: dict[int, int]
-    first_rank: int
-
-    def start(self, resolved: Resolved, head: tuple[str, int]) -> None:
-        """Start the nodes: the head listens there."""
-
-    def check(self) -> None:
-        """Called now and then while the head waits for the nodes. Raises StartupError: one of them has failed."""
-
-    def close(self) -> None:
-        """The ranks have ended. May be called twice."""
-
-
-class StartedByUser:
-    """The ranks of `--nnodes`: on each other machine a user starts a node, which comes by itself (`remote_rank.py`)."""
-
-    def __init__(self, resolved: Resolved):
-        parallel = resolved.config.parallel
-        machines = parallel.nodes_of_engine
-        count = RankLayout.of(parallel).size // len(machines)
-        self.host, self.port = parallel.master_addr, parallel.port_of_engine
-        self.key = cluster_key(self.host)
-        self.counts = {node: count for node in machines if node}
-        # the head is on the first engine's first machine
-        self.first_rank = 0 if machines.start else count
-
-    def start(self, resolved: Resolved, head: tuple[str, int]) -> None:
-        """A user does."""
-
-    def check(self) -> None:
-        """The control port sees the nodes that come."""
-
-    def close(self) -> None:
-        """The nodes end by themselves."""
 
 
 def start_ranks(target: str, resolved: Resolved, report: Report) -> Executor:
@@ -99,14 +49,14 @@ def start_ranks(target: str, resolved: Resolved, report: Report) -> Executor:
 
         return _over_nodes(RayLauncher(resolved), resolved, make)
     if resolved.config.parallel.nnodes > 1:
-        return _over_nodes(StartedByUser(resolved), resolved, make)
+        return _over_nodes(NodeLauncher(resolved), resolved, make)
     with addresses(layout) as ranks:
         payloads = [payload_of(resolved, own) for own in ranks]
         return make(payloads, [partial(spawn, own.fds) for own in ranks])
 
 
 def _over_nodes(
-    launcher: RankLauncher, resolved: Resolved, make: Callable[..., MultiprocExecutor]
+    launcher: NodeLauncher, resolved: Resolved, make: Callable[..., MultiprocExecutor]
 ) -> Executor:
     """Wait until the launcher's ranks are connected. `make`: the executor, from payloads and starts of all ranks."""
     with ExitStack() as on_failure:

@@ -14,6 +14,7 @@ from quire import env
 from quire.config.engine import Resolved
 from quire.config.parallel.parallel_config import ParallelConfig
 from quire.config.serialize import resolved_from_bytes, resolved_to_bytes
+from quire.engine.node_launcher import NodeLauncher
 from quire.engine.remote_rank import node_of
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, StartupError
@@ -48,8 +49,8 @@ class RayNode:
         node_of(found, head, key, number, num_ranks, follows=False).run()
 
 
-class RayLauncher:
-    """The placement group and the actors of one engine process: a `RankLauncher` (`rank_launcher.py`).
+class RayLauncher(NodeLauncher):
+    """The placement group and the actors of one engine process.
 
     Raises:
         ConfigError: Ray is not installed, or does not run.

@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -26,8 +27,7 @@ from quire.executor.node_messages import (
     NodeJoins,
     NodeRefused,
     RankJoins,
-    ToNode,
-    decode_to_head,
+    decode,
     encode,
 )
 from quire.logging import get_logger
@@ -114,14 +114,11 @@ class ControlPort:
         Raises:
             StartupError: one is missing after that time, or differs from this machine.
         """
-        all_ranks = {
-            (node, index) for node, count in self.expected.items() for index in range(count)
-        }
         until = time.monotonic() + seconds
         with self._changed:
-            while not all_ranks <= self._ranks.keys() and not self._refused:
+            while not self._refused and (node := self._first_missing()) is not None:
                 if (left := until - time.monotonic()) <= 0:
-                    raise StartupError(self._missing(seconds))
+                    raise StartupError(self._missing(node, seconds))
                 check()
                 self._changed.wait(min(left, LOOK_AGAIN_S))
             if self._refused:
@@ -150,17 +147,19 @@ class ControlPort:
                 connection.close()
             self._ranks.clear()
 
-    def _missing(self, seconds: float) -> str:
-        node = min(n for n in self.expected if self._connected(n) < self.expected[n])
+    def _first_missing(self) -> int | None:
+        """The first node of which not all ranks are connected; None: there is none."""
+        connected = Counter(node for node, _ in self._ranks)
+        missing = (n for n, count in sorted(self.expected.items()) if connected[n] < count)
+        return next(missing, None)
+
+    def _missing(self, node: int, seconds: float) -> str:
         text = (
             f"node {node} has not come to {self.host}:{self.port} within {seconds:.0f} s: start it with the same command,"
             f" --node-rank {node} and --headless, and with a --master-addr that it can reach; while it still downloads or"
             " checks the model, raise QUIRE_NODES_TIMEOUT_S"
         )
         return f"{text} (last refused: {self._stranger})" if self._stranger else text
-
-    def _connected(self, node: int) -> int:
-        return sum(of == node for of, _ in self._ranks)
 
     # -- threads ------------------------------------------------------------------------------
     def _note_refused(self, where: str, why: Exception) -> None:
@@ -174,20 +173,26 @@ class ControlPort:
         try:
             if not connection.poll(PROOF_S):
                 raise EOFError
-            message = decode_to_head(connection.recv_bytes(MAX_BYTES))
+            message = decode(connection.recv_bytes(MAX_BYTES))
         except (EOFError, OSError, msgspec.MsgspecError) as why:
             log.warning("refused a node: no valid message came (%s)", why)
             connection.close()
             return
         if isinstance(message, RankJoins):
             self._add_rank(message, connection)
-        else:
+        elif isinstance(message, NodeJoins):
             self._serve_node(message, connection)
+        else:
+            connection.close()
 
     def _add_rank(self, message: RankJoins, connection: Connection) -> None:
         key = message.node, message.index
         with self._changed:
-            if message.node not in self._links or key in self._ranks or not self._open:
+            is_expected = 0 <= message.index < self.expected.get(message.node, 0)
+            if (
+                not (is_expected and message.node in self._links and self._open)
+                or key in self._ranks
+            ):
                 connection.close()
                 return
             self._ranks[key] = connection
@@ -209,7 +214,7 @@ class ControlPort:
                         rank.close()
             self._changed.notify_all()
 
-    def _answer(self, message: NodeJoins, link: Connection) -> ToNode:
+    def _answer(self, message: NodeJoins, link: Connection) -> NodeAccepted | NodeRefused:
         node, where = message.node, f"node {message.node} at {message.host}"
         with self._changed:
             if (count := self.expected.get(node)) is None:

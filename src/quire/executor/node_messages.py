@@ -47,22 +47,15 @@ class NodeEnds(Struct, array_like=True, tag="ends"):
     """The head was stopped: the node has nothing left to do."""
 
 
-ToHead = NodeJoins | RankJoins
-ToNode = NodeAccepted | NodeRefused | NodeEnds
+NodeMessage = NodeJoins | RankJoins | NodeAccepted | NodeRefused | NodeEnds
 
-_to_head: msgspec.msgpack.Decoder[ToHead] = msgspec.msgpack.Decoder(ToHead)
-_to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
+_decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)
 
 
-def encode(message: ToHead | ToNode) -> bytes:
+def encode(message: NodeMessage) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode_to_head(data: bytes) -> ToHead:
+def decode(data: bytes) -> NodeMessage:
     """Raises msgspec.MsgspecError."""
-    return _to_head.decode(data)
-
-
-def decode_to_node(data: bytes) -> ToNode:
-    """Raises msgspec.MsgspecError."""
-    return _to_node.decode(data)
+    return _decoder.decode(data)

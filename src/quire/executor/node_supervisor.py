@@ -23,7 +23,7 @@ from quire.executor.node_messages import (
     NodeJoins,
     NodeRefused,
     RankJoins,
-    decode_to_node,
+    decode,
     encode,
 )
 from quire.executor.rank_process import start_worker
@@ -104,7 +104,7 @@ class NodeSupervisor:
             for index in range(self.num_ranks):
                 children.append(self._start(index, memory))
             self._watch(link, children)
-            stopped = isinstance(decode_to_node(link.recv_bytes(MAX_BYTES)), NodeEnds)
+            stopped = isinstance(decode(link.recv_bytes(MAX_BYTES)), NodeEnds)
             return stopped
         except (EOFError, OSError, msgspec.MsgspecError):
             return False
@@ -126,7 +126,7 @@ class NodeSupervisor:
         )
         if not link.poll(self._seconds):
             raise StartupError(f"{self.where} did not answer within {self._seconds:.0f} s")
-        answer = decode_to_node(link.recv_bytes(MAX_BYTES))
+        answer = decode(link.recv_bytes(MAX_BYTES))
         if isinstance(answer, NodeRefused):
             raise StartupError(answer.text)
         if isinstance(answer, NodeAccepted):
