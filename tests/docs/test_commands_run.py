@@ -172,6 +172,7 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "QUIRE_API_KEY=sk-mine quire serve quire-tiny": serves("quire-tiny"),
     "QUIRE_API_KEY=sk-mine quire serve MODEL": serves("quire-tiny"),
     "quire serve --help=cache": prints(r"--enable-prefix-caching"),
+    "quire serve --print-config": prints(r"# quire serve --config"),
     "quire serve --help": prints(r"usage: quire serve"),
     "quire serve": serves("quire-tiny"),
     "quire chat Qwen/Qwen3-0.6B": chats,

@@ -122,7 +122,7 @@ def check_quire(words: list[str]) -> None:
         return
     if command in ("serve", "doctor"):
         if "--config" not in rest:
-            parse(rest)
+            parse([word for word in rest if word != "--print-config"])
     elif command in ("chat", "complete"):
         completion_client.read(command, rest)
     elif rest[:2] == ["sweep", "serve"]:

@@ -23,6 +23,7 @@ COMMANDS = {
         "quire.cli.collect_env",
         "describe this machine and installation for a bug report",
     ),
+    "completion": ("quire.cli.completion", "print a completion script for bash, zsh or fish"),
     "replay": ("quire.cli.replay", "run the last steps of a crashed engine again"),
     "version": ("", "print the version"),
 }

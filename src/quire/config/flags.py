@@ -17,6 +17,7 @@ from quire.config import from_keywords, help
 from quire.config.config_file import read_yaml
 from quire.config.engine import EngineConfig
 from quire.config.options import BOOLEANS, REPEATED, Option, coerce, options
+from quire.config.print_config import as_yaml
 from quire.config.unknown_names import LLAMA_CPP, UnknownName, unknown
 from quire.config.vllm_flags import OLD, SHORT, VllmFlag
 from quire.errors import ConfigError, QuireError
@@ -98,16 +99,24 @@ class FlagParser(argparse.ArgumentParser):
         return [one for one in tuples if option_string.startswith(one[1])]
 
 
+PRINT = "--print-config"
+
+
 def parse(argv: Sequence[str], prog: str = "quire serve") -> EngineConfig:
-    """Command line -> EngineConfig. Ends the program on --help (status 0) and on an error (status 2)."""
+    """Command line -> EngineConfig. Ends the program on --help and --print-config (status 0) and on an error (status 2)."""
     parser = make_parser(prog)
     if any(word in ("-h", "--help") for word in argv):
         print(help.text(prog), end="")
         parser.exit(0)
     try:
-        return from_keywords.engine_config(keywords(argv, parser), "flag")
+        words = [word for word in argv if word != PRINT]
+        config = from_keywords.engine_config(keywords(words, parser), "flag")
     except (QuireError, TypeError, ValueError) as why:
         parser.error(str(why))
+    if PRINT in argv:
+        print(as_yaml(config), end="")
+        parser.exit(0)
+    return config
 
 
 def make_parser(prog: str = "quire serve") -> FlagParser:

@@ -76,6 +76,7 @@ def _first_screen(prog: str) -> str:
     parts.append(
         "More\n"
         "  --config FILE                 read flags from a YAML file; the command line wins\n"
+        "  --print-config                print this command line as such a file, without secrets, and end\n"
         "  --help=all                    every flag, with vLLM's other flags and old names\n"
         "  --help=WORD                   flags with WORD in their name\n"
         f"  --help=SECTION                {', '.join(sections()[:8])},\n"
