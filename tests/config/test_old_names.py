@@ -169,18 +169,21 @@ def test_rope_theta_beside_a_function_as_hf_overrides_is_refused():
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [{"image": 0}, {"image": {"count": 0}, "video": 0}, "image=0,video=0", {}],
+    ("limits", "pictures"),
+    [
+        ({"image": 0}, 0), ({"image": {"count": 2, "width": 512}, "video": 0}, 2), ("image=3,video=0", 3), ({}, 999),
+        ('{"image": 4}', 4), ({"video": 1}, 999), ({"image": {"width": 1}}, 999),
+    ],
     ids=str,
-)
-def test_no_media_is_no_wish(limits, warnings):
-    engine_config({"limit_mm_per_prompt": limits})
+)  # fmt: skip
+def test_forms_of_limits_of_media(limits, pictures, warnings):
+    assert engine_config({"limit_mm_per_prompt": limits}).media.max_pictures == pictures
     assert not warnings
 
 
-@pytest.mark.parametrize("limits", [{"image": 1}, {"image": {}}, "image=4,video=0"], ids=str)
-def test_media_are_refused(limits):
-    with pytest.raises(Unsupported, match="media input"):
+@pytest.mark.parametrize("limits", [{"image": -1}, {"smell": 1}, "image", "image=x", [1]], ids=str)
+def test_other_limits_of_media_are_refused(limits):
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt"):
         engine_config({"limit_mm_per_prompt": limits})
 
 

@@ -43,7 +43,6 @@ OBJECTS = (
 # Features of later work: a value that asks for one is refused, naming it
 REFUSED = """
 enable_prompt_adapter default_mm_loras={"audio":"d"} enable_tower_connector_lora enable_moe_shared_loras enable_mixed_moe_lora_format
-limit_mm_per_prompt={"image":4} limit_mm_per_prompt=image=4,video=1
 mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4
 io_processor_plugin=x
@@ -53,8 +52,8 @@ tool_server=demo disable_sliding_window tokens_only
 # Nothing to tune here: taken, with a warning that says why
 WARNED = """
 speculative_draft_tensor_parallel_size=1 speculative_max_model_len=9 speculative_disable_by_batch_size=3 speculative_token_tree=x
-lora_extra_vocab_size=512 specialize_active_lora max_lora_cls_labels=3 mm_processor_cache_gb=8
-mm_processor_cache_type=shm allowed_media_domains=a.b allowed_local_media_path=/m compilation_config={"level":3}
+lora_extra_vocab_size=512 specialize_active_lora max_lora_cls_labels=3
+mm_processor_cache_type=shm compilation_config={"level":3}
 optimization_level=3 performance_mode=throughput max_cudagraph_capture_size=8 cuda_graph_sizes=8
 max_seq_len_to_capture=100 use_v2_block_manager disable_async_output_proc scheduler_delay_factor=0.5 multi_step_stream_outputs
 max_num_partial_prefills=2 disable_hybrid_kv_cache_manager watermark=0.5 max_num_active_seqs=3 disable_cascade_attn
@@ -65,7 +64,7 @@ enable_per_request_metrics logging_config={"a":1} log_config_file=/f
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
 numa_bind enable_dbo enable_fault_tolerance worker_use_ray engine_use_ray disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
 attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backend=x exclude_tools_when_tool_choice_none
-mm_encoder_tp_mode=data disable_chunked_mm_input interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
+interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
 """
 # The flags that vLLM 0.32 has beside all of these
 NEWER = """
@@ -87,8 +86,8 @@ NEWER = """
 --sparse-indexer-topk-backend --swa-bounded-replay --use-fp64-gumbel --use-replayssm --video-pruning-method
 """
 SILENT = """
-enable_reasoning enable_sleep_mode language_model_only max_loras=1 swap_space=0 limit_mm_per_prompt={"image":0} device=auto device=cpu task=generate
-mm_processor_cache_gb=0 mm_encoder_tp_mode=weights scheduler_delay_factor=0 convert=none
+enable_reasoning enable_sleep_mode max_loras=1 swap_space=0 device=auto device=cpu task=generate
+mm_encoder_tp_mode=weights mm_encoder_tp_mode=data scheduler_delay_factor=0 convert=none
 """
 
 
@@ -276,18 +275,17 @@ KEYWORDS = {
     },
     "warned": {
         "disable_log_requests": True, "tokenizer_pool_size": 2, "tokenizer_pool_type": "thread", "lora_extra_vocab_size": 9,
-        "mm_processor_cache_gb": 2, "mm_processor_cache_type": "shm",
-        "allowed_media_domains": ["a.b"], "task": "embed", "compilation_config": 3, "disable_custom_all_reduce": True,
+        "mm_processor_cache_type": "shm",
+        "task": "embed", "compilation_config": 3, "disable_custom_all_reduce": True,
         "guided_decoding_backend": "xgrammar", "use_v2_block_manager": True, "max_seq_len_to_capture": 9, "otlp_traces_endpoint": "http://c:4318",
     },
     "refused": {
-        "default_mm_loras": {"audio": "/path"}, "limit_mm_per_prompt": {"image": 2},
+        "default_mm_loras": {"audio": "/path"},
         "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
         "kv_offloading_size": 4.0,
     },
     "silent": {
         "enable_sleep_mode": True, "mm_encoder_tp_mode": "weights", "enable_reasoning": True, "max_loras": 1,
-        "limit_mm_per_prompt": {},
     },
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from quire.config.cache import KV_DTYPES, CacheConfig
 from quire.config.checkpoint_quantization import CheckpointQuantization
 from quire.config.load import LoadConfig
 from quire.config.lora import LoraConfig
+from quire.config.media import MediaConfig
 from quire.config.model import ModelConfig
 from quire.config.observe import ObserveConfig
 from quire.config.parallel.parallel_config import ParallelConfig
@@ -39,6 +40,7 @@ class EngineConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 

@@ -174,21 +174,9 @@ def is_quiet(row: VllmFlag, value: Any) -> bool:
         return True
     if row.kind == "flag" and value is False and row.to is None:
         return True
-    if row.name == "limit_mm_per_prompt":
-        return no_media(value)
     return any(
         value == quiet and isinstance(value, str) == isinstance(quiet, str) for quiet in row.quiet
     )
-
-
-def no_media(limits: Any) -> bool:
-    """Does limit_mm_per_prompt allow no media? Forms: {"image": 0}, {"image": {"count": 0}}, "image=0"."""
-    if isinstance(limits, str):
-        limits = {k: v for k, _, v in (part.partition("=") for part in limits.split(","))}
-    if not isinstance(limits, dict):
-        return False
-    counts = [v.get("count", 1) if isinstance(v, dict) else v for v in limits.values()]
-    return all(str(count) == "0" for count in counts)
 
 
 def _check_server_fields(fields: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.config.lora import lora_modules
+from quire.config.media import media_limits
 from quire.config.nearest_name import choose_from
 from quire.config.number_types import AtLeast1, in_words
 from quire.errors import ConfigError
@@ -170,6 +171,8 @@ def _coerce(option: Option, value: Any) -> Any:
             )
             if option.type != list[AtLeast1]:
                 return value
+        case "json" if option.name == "limit_mm_per_prompt":
+            return media_limits(value)
         case "json":
             return json_object(value)
         case "maybe" if isinstance(value, bool):

@@ -33,7 +33,6 @@ _WEIGHT_CALLS = (
 )  # fmt: skip
 
 METHODS: dict[str, Feature] = {
-    **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), MEDIA),
     **dict.fromkeys((*_WEIGHT_CALLS, "get_weight_version"), WEIGHTS),
     "scale_elastic_ep": ELASTIC,
 }
@@ -67,7 +66,6 @@ OPTIONAL_ROUTES: dict[str, str] = {
 """Paths of supported routes that are off by default -> what turns them on."""
 
 DEV_ROUTES: dict[str, Feature] = {
-    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), MEDIA),
     **{f"/{name}": WEIGHTS for name in (*_WEIGHT_CALLS, "weight_info", "weight_checker")},
 }
 """Paths of dev mode."""
@@ -106,10 +104,9 @@ RESPONSES_WITHOUT_EFFECT: dict[str, str] = {
 """Fields of /v1/responses that are accepted without effect -> why."""
 
 PROMPT_KEYS: dict[str, str] = {
-    "multi_modal_data": "the engine accepts text only",
-    "multi_modal_uuids": "the engine accepts text only",
-    "mm_processor_kwargs": "the engine accepts text only",
-    "media_io_kwargs": "the engine accepts text only",
+    "multi_modal_uuids": "leave it out: equal pictures are found by their content",
+    "mm_processor_kwargs": "set the values in the checkpoint's preprocessor_config.json",
+    "media_io_kwargs": "leave it out",
     "encoder_prompt": "encoder-decoder models are not supported",
     "decoder_prompt": "encoder-decoder models are not supported",
     "data": "it belongs to IO processor plugins",

@@ -19,6 +19,7 @@ ALL = (
     "quire.features.expert_balance.feature:ExpertBalanceFeature",
     "quire.features.fair_share.feature:FairShareFeature",
     "quire.features.lora.feature:LoraFeature",
+    "quire.features.media.feature:MediaFeature",
     "quire.features.pipeline.feature:PipelineFeature",
     "quire.features.pooling.feature:PoolingFeature",
     "quire.features.profiler.feature:ProfilerFeature",

@@ -126,6 +126,10 @@ COUNTS: dict[str, tuple[str, str]] = {
     "spec_decode_num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
     "spec_decode_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right."),
     PER_POSITION: (f"vllm:{PER_POSITION}", "Draft tokens that were right, by their position in the draft."),
+    "mm_cache_queries": ("vllm:mm_cache_queries", "Pictures that steps looked up in the encoder cache."),
+    "mm_cache_hits": ("vllm:mm_cache_hits", "Of these, pictures that were there."),
+    "encoder_passes": ("quire:encoder_passes", "Pictures that the vision tower encoded."),
+    "encoder_rows": ("quire:encoder_rows", "Tokens of these pictures."),
     "recorder_stops": ("quire:flight_recorder_stops", "1: the flight recorder has stopped after a write error."),
 }  # fmt: skip
 """Counters that the engine computes at each scrape, by their names in EngineStats.counts."""

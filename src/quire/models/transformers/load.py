@@ -46,7 +46,7 @@ def load(spec: ModelSpec, device: torch.device | str, progress: LoadProgress) ->
     dtype = getattr(torch, spec.dtype)
     _check_activation(config)
     model_class, config, renames = _class_of(config, spec)
-    with _quiet(progress):
+    with quiet(progress):
         if spec.load.load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.options.seed)
@@ -177,7 +177,7 @@ def _read(
 
 
 @contextmanager
-def _quiet(progress: LoadProgress) -> Iterator[None]:
+def quiet(progress: LoadProgress) -> Iterator[None]:
     """Count Transformers' load in `progress`, without its bars and load report: its problems are raised as errors above."""
 
     def counted(make: Any, args: Any, keywords: Any) -> Any:

@@ -204,6 +204,8 @@ class TransformersModel(LanguageModel):
     # --------------------------------------------------------------------------------------- passes
 
     def _run(self, ids_1T: Tensor, positions_1T: Tensor, **cache: Any) -> tuple[Tensor, Any]:
+        if positions_1T.ndim == 3:  # of several components, which Transformers has first
+            positions_1T = positions_1T.permute(2, 0, 1)
         places = {"position_ids": positions_1T} if self._takes_positions else {}
         output = self._runner(input_ids=ids_1T, use_cache=bool(cache), **places, **cache)
         return hidden_of(output), output

@@ -1,0 +1,35 @@
+"""Encoder cache: rows of the vision tower by the picture's digest; the least recently used go first.
+
+Knows sizes. Does not know requests: a row that needs a picture that is gone has it encoded again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor
+
+
+class EncoderCache:
+    """At most `most_rows` rows; the last picture stays in any case."""
+
+    def __init__(self, most_rows: int):
+        self.most_rows, self.num_rows = most_rows, 0
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+
+    def get(self, digest: str) -> Tensor | None:
+        """rows_ND, or None."""
+        if (rows_ND := self._kept.get(digest)) is not None:
+            self._kept.move_to_end(digest)
+        return rows_ND
+
+    def put(self, digest: str, rows_ND: Tensor) -> None:
+        self._kept[digest] = rows_ND
+        self.num_rows += len(rows_ND)
+        while self.num_rows > self.most_rows and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self.num_rows -= len(dropped)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self.num_rows = 0

@@ -1,0 +1,74 @@
+"""MediaFeature: pictures in prompts, encoded by the vision tower of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.config.engine import Resolved
+from quire.engine.feature import EngineParts, Feature
+from quire.errors import ConfigError
+from quire.features.media.gate import MediaGate
+from quire.models.vision import most_rows, vision_model
+from quire.protocol.media import NAME
+from quire.protocol.tensor_data import ITEMSIZE
+from quire.worker.memory_plan import MemoryLine
+
+if TYPE_CHECKING:
+    from quire.parallel.layout import RankLayout
+    from quire.worker.build import WorkerParts
+
+
+class MediaFeature(Feature):
+    """The frontend reads the pictures (`frontend/media`), and sends them with the request."""
+
+    name = NAME
+
+    def __init__(self, resolved: Resolved):
+        super().__init__(resolved)
+        self.model = vision_model(resolved)
+
+    @classmethod
+    def enabled(cls, resolved: Resolved) -> bool:
+        return vision_model(resolved) is not None
+
+    @property
+    def most_rows(self) -> int:
+        return 0 if self.model is None else most_rows(self.resolved, self.model)
+
+    def memory(self, layout: RankLayout, stage: int) -> Sequence[MemoryLine]:
+        """The cache, and the rows of a step. The weights of the tower are counted with the checkpoint."""
+        if self.model is None:
+            return ()
+        rows = 2 * self.most_rows
+        size = rows * self.model.width * ITEMSIZE[self.resolved.dtype]
+        lower = "max_num_batched_tokens"
+        return (
+            MemoryLine("encoded pictures", size, f"for {rows} tokens of pictures", lower),
+            MemoryLine("activations of the vision tower", self.model.activation_bytes(self.resolved.dtype), "for the largest picture"),
+        )  # fmt: skip
+
+    def plug_into_engine(self, engine: EngineParts) -> None:
+        whole = self.resolved.config.media.disable_chunked_mm_input
+        if whole and self.most_rows > self.resolved.max_num_batched_tokens:
+            raise ConfigError(
+                f"disable_chunked_mm_input: the largest picture has {self.most_rows} tokens, and a step has"
+                f" max_num_batched_tokens={self.resolved.max_num_batched_tokens}: raise it to {self.most_rows}, or leave the option out"
+            )
+        core = engine.core
+        engine.gates.append(MediaGate(self.most_rows, whole, core.counts))
+        engine.counters += ["mm_cache_queries", "mm_cache_hits", "encoder_passes", "encoder_rows"]
+        engine.calls["reset_encoder_cache"] = lambda: all(core.executor.call("reset_encoder_cache"))
+
+    def plug_into_worker(self, parts: WorkerParts) -> None:
+        from functools import partial
+
+        from quire.features.media.hook import MediaHook
+        from quire.models.transformers.tower import TransformersTower
+
+        if self.model is None:
+            return
+        load = partial(TransformersTower, self.resolved.spec, self.model.architecture, parts.platform.device)  # fmt: skip
+        hook = MediaHook(parts.rows, load, self.most_rows, self.model.has_grid)
+        parts.hooks.append(hook)
+        parts.functions["reset_encoder_cache"] = hook.clear_cache

@@ -1,0 +1,72 @@
+"""MediaGate: how many rows of the vision tower a step may compute.
+
+A picture is encoded whole, in the step that computes the first of its tokens. Knows where pictures are in prompts. Does not
+know which of them the worker's cache has: each counts in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.errors import ValidationError
+from quire.protocol.request import EngineRequest
+from quire.scheduler.gate import Gate
+from quire.scheduler.request import Request
+
+
+class EncoderCounts(msgspec.Struct, array_like=True):
+    """What the hook reports of a step."""
+
+    lookups: int
+    hits: int
+    rows: int
+
+
+@dataclass(slots=True)
+class MediaGate(Gate):
+    """`budget`: rows of a step, and of the largest picture. `whole`: a step computes all tokens of a picture, or none."""
+
+    budget: int
+    whole: bool
+    counts: dict[str, float]
+    left: int = 0
+
+    name = "media"
+    order = 70
+
+    def receive(self, received: EngineRequest, number: int) -> EngineRequest:
+        end = 0
+        for item in received.media:
+            if item.length > self.budget or item.start < end or item.length < 1:
+                raise ValidationError("a picture has too many tokens, or another picture's place")
+            end = item.start + item.length
+        if end > len(received.tokens):
+            raise ValidationError("a picture has its place after the prompt")
+        return received
+
+    def begin(self, running: Sequence[Request]) -> None:
+        self.left = self.budget
+
+    def allow(self, request: Request, start: int, num_tokens: int) -> int:
+        end = start + num_tokens
+        for item in request.media:
+            first, last = item.start, item.start + item.length
+            if first >= end:
+                break
+            if last <= start:
+                continue
+            cut = self.whole and last > end
+            if cut or (item.length > self.left and self.left < self.budget):
+                return max(first - start, 0)
+            self.left = max(self.left - item.length, 0)
+        return num_tokens
+
+    def learn(self, extra: bytes) -> None:
+        counts = msgspec.msgpack.decode(extra, type=EncoderCounts)
+        self.counts["mm_cache_queries"] += counts.lookups
+        self.counts["mm_cache_hits"] += counts.hits
+        self.counts["encoder_passes"] += counts.lookups - counts.hits
+        self.counts["encoder_rows"] += counts.rows

@@ -1,0 +1,178 @@
+"""MediaHook: puts rows of the vision tower in the place of the embeddings of a picture's tokens.
+
+A picture is encoded when a step computes the first of its tokens, alone, so that its rows do not depend on other pictures;
+later steps find the rows in the cache, or encode it again. Knows rows, and where pictures are in them. Does not know the
+tower's inside.
+
+Shape suffixes: T tokens of this step, N tokens of a picture in this step, D features, L tokens of a prompt, C components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.features.media.encoder_cache import EncoderCache
+from quire.features.media.gate import EncoderCounts
+from quire.features.media.positions import picture_positions
+from quire.forward_context import ForwardBatch
+from quire.protocol.media import NAME, Picture, decode_pictures
+from quire.protocol.plan import EnteredRow, StepPlan
+from quire.worker.hooks import Hook
+from quire.worker.model_input import ROPE_POSITIONS
+
+if TYPE_CHECKING:
+    from quire.models.base import LanguageModel
+    from quire.worker.request_rows import RequestRows
+
+
+class Tower(Protocol):
+    def encode(self, picture: Picture) -> Tensor:
+        """rows_ND of a picture."""
+        ...
+
+
+@dataclass(slots=True)
+class RowPictures:
+    """The pictures of a row. `positions_LC`: see `picture_positions`; None: the model's positions are indices."""
+
+    pictures: list[Picture]
+    end: int
+    positions_LC: np.ndarray | None = None
+    offset: int = 0
+
+
+class MediaHook(Hook):
+    """`load`: loads the tower, now and after a sleep that dropped the weights."""
+
+    name = NAME
+    order = 20
+
+    def __init__(
+        self, rows: RequestRows, load: Callable[[], Tower], most_rows: int, has_grid: bool
+    ):
+        self.rows, self.load, self.has_grid = rows, load, has_grid
+        self.tower: Tower | None = load()
+        self.cache = EncoderCache(most_rows)
+        self.of_row: dict[int, RowPictures] = {}
+        self._is_new = True
+        self._counts = EncoderCounts(0, 0, 0)
+
+    def use_models(self, models: Sequence[LanguageModel]) -> None:
+        """After a sleep that dropped the weights, the tower is dropped, and loaded again for the next picture."""
+        if not self._is_new or not isinstance(models[0], nn.Module):
+            self.tower = None
+            self.cache.clear()
+        self._is_new = False
+
+    def clear_cache(self) -> bool:
+        self.cache.clear()
+        return True
+
+    def enter(self, new: EnteredRow) -> None:
+        if (data := new.extras.get(NAME)) is None:
+            return
+        pictures = decode_pictures(data)
+        found = RowPictures(pictures, pictures[-1].start + pictures[-1].length)
+        if self.has_grid:
+            found.positions_LC, found.offset = picture_positions(pictures)
+            self.rows.rope_offset[new.row] = found.offset
+        self.of_row[new.row] = found
+
+    def leave(self, row: int) -> None:
+        self.of_row.pop(row, None)
+
+    def accepts_fast_step(self, plan: StepPlan) -> bool:
+        """False while a step computes tokens up to the end of a picture; `rope_offset` moves the later ones."""
+        if not self.of_row:
+            return True
+        starts = self.rows.num_computed_tokens
+        return not any(
+            (own := self.of_row.get(item.row)) is not None and starts[item.row] < own.end
+            for item in plan.work
+        )
+
+    def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
+        if batch is None or not self.of_row:
+            return
+        at, moved = 0, []
+        for item, count, end in zip(plan.work, batch.query_lens, batch.lengths, strict=True):
+            own, start = self.of_row.get(item.row), end - count
+            if own is not None and start < own.end:
+                self._replace_embeddings(batch, item.row, own, at - start, start, end)
+                if own.positions_LC is not None:
+                    moved.append((at, start, end, own))
+            at += count
+        if moved:
+            self._set_positions(batch, moved)
+
+    def report(self) -> bytes | None:
+        counts = self._counts
+        if not counts.lookups:
+            return None
+        self._counts = EncoderCounts(0, 0, 0)
+        return msgspec.msgpack.encode(counts)
+
+    # -- embeddings -------------------------------------------------------------------------------
+    def _replace_embeddings(
+        self, batch: ForwardBatch, row: int, own: RowPictures, shift: int, start: int, end: int
+    ) -> None:
+        """For the tokens [start, end) of a row; token i of the row is token i + shift of the step."""
+        for picture in own.pictures:
+            if picture.start >= end or picture.start + picture.length <= start:
+                continue
+            place_N, which_N = tokens_in(picture, start, end)
+            if not len(place_N):
+                continue
+            try:
+                rows_ND = self._rows_of(picture)
+            except (ValueError, RuntimeError, TypeError, IndexError, KeyError) as error:
+                self.rows.faults[row] = f"the vision tower cannot encode a picture ({type(error).__name__})"  # fmt: skip
+                return
+            device = batch.token_ids_T.device
+            at_N = torch.from_numpy(place_N + shift).to(device)
+            batch.embeddings.append((at_N, rows_ND[torch.from_numpy(which_N).to(device)]))
+
+    def _rows_of(self, picture: Picture) -> Tensor:
+        self._counts.lookups += 1
+        if (rows_ND := self.cache.get(picture.digest)) is not None:
+            self._counts.hits += 1
+            return rows_ND
+        if self.tower is None:
+            self.tower = self.load()
+        rows_ND = self.tower.encode(picture)
+        if len(rows_ND) != picture.num_rows:
+            raise ValueError(f"{len(rows_ND)} rows of a picture with {picture.num_rows} tokens")
+        self._counts.rows += len(rows_ND)
+        self.cache.put(picture.digest, rows_ND)
+        return rows_ND
+
+    # -- positions --------------------------------------------------------------------------------
+    def _set_positions(
+        self, batch: ForwardBatch, moved: Sequence[tuple[int, int, int, RowPictures]]
+    ) -> None:
+        """Positions of three components for all tokens of the step: of rows without pictures three times the same."""
+        positions_T = batch.extras.get(ROPE_POSITIONS, batch.positions_T)
+        positions_TC = positions_T[:, None].repeat(1, 3)
+        for at, start, end, own in moved:
+            if own.positions_LC is None:
+                continue
+            known_NC = own.positions_LC[start : min(end, own.end)]
+            new_NC = torch.from_numpy(known_NC).to(positions_TC.device)
+            positions_TC[at : at + len(new_NC)] = new_NC
+        batch.extras[ROPE_POSITIONS] = positions_TC
+
+
+def tokens_in(picture: Picture, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of the tokens [start, end) of a prompt those that take rows of the picture: their indices, and which rows."""
+    place_N = np.concatenate(
+        [np.arange(length) + picture.start + offset for offset, length in picture.runs]
+    )
+    which_N = np.flatnonzero((place_N >= start) & (place_N < end))
+    return place_N[which_N], which_N

@@ -1,0 +1,139 @@
+"""The vision tower of a wrapper, with its projector, as Transformers has it; the language model inside it is left out.
+
+Transformers builds the wrapper with no decoder layers, reads the weights of all else, and its `get_image_features` encodes.
+Knows wrappers of Transformers. Does not know prompts, caches, or any family by name.
+
+Shape suffixes: N rows of a picture, D features of the language model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from quire.config.engine import ModelSpec
+from quire.errors import ConfigError, Unsupported
+from quire.logging import get_logger
+from quire.models.progress import LoadProgress
+from quire.models.transformers.load import quiet, read_config
+from quire.protocol.media import Picture
+from quire.protocol.tensor_data import TensorData
+
+log = get_logger(__name__)
+
+
+class TransformersTower:
+    """`architecture`: of the wrapper.
+
+    Raises:
+        Unsupported: Transformers has no such wrapper. ConfigError: the checkpoint lacks weights of the tower.
+    """
+
+    def __init__(self, spec: ModelSpec, architecture: str, device: torch.device | str):
+        kind: Any = getattr(transformers, architecture, None)
+        if kind is None or not hasattr(kind, "get_image_features"):
+            raise Unsupported(f"pictures for {architecture}", "send text")
+        self.device, self.dtype = device, getattr(torch, spec.dtype)
+        self.model = self._load(kind, spec).to(device).eval()
+        names = set(inspect.signature(self._features_of().get_image_features).parameters)
+        self._takes = names - {"self", "kwargs"}
+        size = sum(parameter.nbytes for parameter in self.model.parameters())
+        log.info("the vision tower of %s takes %.2f GiB", architecture, size / 2**30)
+
+    @torch.inference_mode()
+    def encode(self, picture: Picture) -> Tensor:
+        """rows_ND of a picture, in the order of its tokens.
+
+        Raises:
+            ValueError, RuntimeError, TypeError: the tower cannot take its tensors.
+        """
+        given = {
+            name: self._tensor(tensor)
+            for name, tensor in picture.tensors.items()
+            if name in self._takes
+        }
+        output = self.model.get_image_features(**given, return_dict=True)
+        return rows_of(output)
+
+    def _tensor(self, data: TensorData) -> Tensor:
+        copied = bytearray(data.data)  # torch wants memory that may be written
+        tensor = torch.frombuffer(copied, dtype=getattr(torch, data.dtype)).view(data.shape)
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def _features_of(self) -> Any:
+        """What has `get_image_features` with all names of its arguments: the wrapper's inner model, if there is one."""
+        inner = getattr(self.model, "model", None)
+        return inner if hasattr(inner, "get_image_features") else self.model
+
+    def _load(self, kind: Any, spec: ModelSpec) -> PreTrainedModel:
+        config = read_config(spec)
+        _without_layers(config)
+        if spec.load.load_format == "dummy":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(spec.options.seed)
+                model = kind._from_config(config, dtype=self.dtype)
+        else:
+            with quiet(LoadProgress()):
+                model, info = kind.from_pretrained(
+                    spec.path, config=config, dtype=self.dtype, local_files_only=True,
+                    output_loading_info=True,
+                )  # fmt: skip
+            _check(info, model, spec)
+        _drop_language_model(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        return model
+
+
+def rows_of(output: Any) -> Tensor:
+    """[N, D], from what `get_image_features` gives: tensors of tiles or pictures, or a list of them."""
+    features = output.pooler_output
+    parts = features if isinstance(features, list | tuple) else [features]
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _without_layers(config: PreTrainedConfig) -> None:
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+
+
+def _check(info: Mapping[str, Any], model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Raises ConfigError: the checkpoint lacks weights of the tower, or has them in other shapes."""
+    own = [name for name, _ in model.named_parameters()]
+    language = _names_of_language_model(model)
+    for what, names in (
+        ("lacks", info["missing_keys"]),
+        ("has other shapes of", info["mismatched_keys"]),
+    ):
+        flat = [name if isinstance(name, str) else name[0] for name in names]
+        if wrong := sorted(name for name in flat if name in own and not name.startswith(language)):
+            raise ConfigError(
+                f"the checkpoint in {spec.path} {what} {len(wrong)} weights of the vision tower: {', '.join(wrong[:5])}. Check"
+                " that the download is complete, or serve only its text model with --language-model-only"
+            )
+
+
+def _language_parts(model: PreTrainedModel) -> list[nn.Module]:
+    parts = (model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings())
+    return [part for part in parts if part is not None]
+
+
+def _names_of_language_model(model: PreTrainedModel) -> tuple[str, ...]:
+    parts = _language_parts(model)
+    return tuple(name for name, module in model.named_modules() if name and any(module is part for part in parts))  # fmt: skip
+
+
+def _drop_language_model(model: PreTrainedModel) -> None:
+    """Free the embeddings and the head: the language model of the engine has its own."""
+    for part in _language_parts(model):
+        for module in part.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, nn.Parameter(weight.new_empty(0), requires_grad=False))  # fmt: skip

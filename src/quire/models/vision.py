@@ -1,0 +1,135 @@
+"""What Quire knows of a checkpoint's vision tower, from its JSON files alone: which token stands for a picture, and sizes.
+
+Knows config.json of wrappers, and the families whose pictures are computed exactly (`[vision]` of families.toml). Imports
+neither torch nor Transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config.engine import Resolved
+from quire.config.resolve import overridden
+from quire.models.hf_config import NESTS
+from quire.models.json_files import read_object
+from quire.models.registry import FAMILIES
+from quire.protocol.tensor_data import ITEMSIZE
+
+FAMILY: dict[str, dict[str, Any]] = FAMILIES["vision"]
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+TOWERS = ("vision_config", "vision_tower_config", "vit_config")
+DEFAULT_PIXELS = 28 * 28 * 1280  # of a picture, where the files of a Qwen checkpoint do not say
+
+
+@dataclass(frozen=True, slots=True)
+class VisionModel:
+    """A vision tower whose pictures Quire takes.
+
+    Attributes:
+        architecture: of the wrapper, in Transformers.
+        image_token_id: the token of the prompt that stands for one row of the tower.
+        placeholder: what stands for a picture in a prompt's text, for chat templates that do not write it.
+        has_grid: rotary positions of its tokens have three components, time, height and width.
+        merge: rows and columns of patches that become one row of the tower.
+        max_rows: rows of the largest picture, as far as the files say; 0: they do not.
+        width: features of a row.
+        tower_width: of the tower's widest layer and its hidden states together, for one patch.
+    """
+
+    model_type: str
+    architecture: str
+    image_token_id: int
+    placeholder: str
+    has_grid: bool
+    merge: int
+    max_rows: int
+    width: int
+    tower_width: int
+
+    def activation_bytes(self, dtype: str) -> int:
+        """An estimate of the memory that encoding the largest picture takes."""
+        return self.max_rows * self.merge**2 * self.tower_width * ITEMSIZE[dtype]
+
+
+def vision_model(resolved: Resolved) -> VisionModel | None:
+    """The vision tower that requests can use; None: there is none (`why_no_pictures` says why)."""
+    return None if why_no_pictures(resolved) else _read(resolved)
+
+
+def why_no_pictures(resolved: Resolved) -> str:
+    """Why this server takes no pictures, as a sentence with the remedy; empty: it takes them."""
+    config = _config(resolved)
+    kind = str(config.get("model_type", ""))
+    if not any(isinstance(config.get(name), Mapping) for name in TOWERS):
+        return "this model reads text only: send text, or serve a model with a vision tower"
+    if kind not in FAMILY:
+        return f"pictures for {kind} are not supported yet (they are for {', '.join(FAMILY)}): send text"
+    if not resolved.config.media.max_pictures:
+        return "this server takes no pictures (--limit-mm-per-prompt or --language-model-only): send text"
+    if resolved.pooling is not None:
+        return "pictures for models that compute vectors are not supported yet: send text"
+    parallel = resolved.config.parallel
+    if max(parallel.pipeline_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        return "pictures need --pipeline-parallel-size 1 and --prefill-context-parallel-size 1: send text"
+    if not any((Path(resolved.path) / name).is_file() for name in PROCESSOR_FILES):
+        return (
+            f"the checkpoint has no {PROCESSOR_FILES[0]}, so its pictures cannot be read: send text"
+        )
+    if importlib.util.find_spec("PIL") is None:
+        return "pictures need Pillow: pip install quire[vision]"
+    return ""
+
+
+def _config(resolved: Resolved) -> dict[str, Any]:
+    config = read_object(Path(resolved.path) / "config.json")
+    return overridden(config, resolved.config.model.hf_overrides or {})
+
+
+def _read(resolved: Resolved) -> VisionModel:
+    config = _config(resolved)
+    kind = str(config["model_type"])
+    family = FAMILY[kind]
+    tower = next(config[name] for name in TOWERS if isinstance(config.get(name), Mapping))
+    names = config.get("architectures") or [""]
+    merge = int(tower.get("spatial_merge_size") or 2) if family.get("grid") else 1
+    token = config.get("image_token_id", config.get("image_token_index", family["token_id"]))
+    text = next((config[name] for name in NESTS if isinstance(config.get(name), Mapping)), config)
+    width = int(text.get("hidden_size") or resolved.hf_config.get("hidden_size") or 4096)
+    rows = _most_rows(family, tower, merge, resolved.path)
+    hidden = int(tower.get("hidden_size") or tower.get("embed_dim") or 1024)
+    inner = int(tower.get("intermediate_size") or 4 * hidden)
+    return VisionModel(
+        kind, str(names[0]), int(token), str(family["placeholder"]), bool(family.get("grid")), merge, rows, width,
+        8 * hidden + 3 * inner,
+    )  # fmt: skip
+
+
+def _most_rows(family: Mapping[str, Any], tower: Mapping[str, Any], merge: int, path: str) -> int:
+    patch = _side(tower.get("patch_size", 14))
+    if family.get("grid"):
+        return _most_pixels(path) // (patch * merge) ** 2
+    return (_side(tower.get("image_size", 336)) // patch) ** 2 + 1
+
+
+def _most_pixels(path: str) -> int:
+    says = read_object(Path(path) / PROCESSOR_FILES[0])
+    says = says or read_object(Path(path) / PROCESSOR_FILES[1]).get("image_processor") or {}
+    size = says.get("size")
+    largest = (
+        size.get("longest_edge", size.get("max_pixels")) if isinstance(size, Mapping) else None
+    )
+    return int(says.get("max_pixels") or largest or DEFAULT_PIXELS)
+
+
+def _side(size: Any) -> int:
+    """Of a square, from a number or a list."""
+    return int(size[0] if isinstance(size, list) else size)
+
+
+def most_rows(resolved: Resolved, model: VisionModel) -> int:
+    """Rows that the encoder cache holds, and that one picture may have."""
+    return max(resolved.max_num_batched_tokens, model.max_rows)
