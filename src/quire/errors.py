@@ -25,6 +25,10 @@ class ValidationError(QuireError, ValueError):
         self.parameter, self.value = parameter, value
 
 
+class NotFetched(ValidationError):
+    """What a request names by a URL could not be fetched. HTTP 422."""
+
+
 class Unsupported(QuireError, NotImplementedError, ValueError):
     """A known feature that is not implemented yet, or not on this platform. HTTP 400."""
 

@@ -20,6 +20,7 @@ OPTIONAL = {
     "triton": "kernels of CUDA devices, which CUDA builds of torch bring along: pip install quire[cuda]",
     "sentencepiece": "tokenizers of old Llama and Gemma checkpoints: pip install quire[sentencepiece]",
     "ray": "ranks on the machines of a Ray cluster: pip install quire[ray]",
+    "PIL": "pictures in requests: pip install quire[vision]",
     "runai_model_streamer": "checkpoints in object stores: pip install quire[runai]",
 }
 # Places that exist only on the authors' machine.

@@ -147,6 +147,7 @@ def configured(folder: Path, words: list[str]) -> None:
 
 
 PLACEHOLDERS = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": "quire-tiny",
     "Qwen/Qwen3-0.6B": "quire-tiny",  # there is no hub
     "path/to/a/model": "quire-tiny",
     "MODEL": "quire-tiny",
@@ -162,6 +163,7 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "kubectl": DOCKER,
     "quire doctor Qwen/Qwen3-0.6B": in_terminal(r"This configuration would start\."),
     "quire doctor MODEL --max-num-seqs 8": in_terminal(r"This configuration would start\."),
+    "quire serve Qwen/Qwen2.5-VL-3B-Instruct": serves("quire-tiny"),
     "quire serve Qwen/Qwen3-0.6B --max-model-len 8192": serves("quire-tiny"),
     "quire serve path/to/a/model --quantization int8": serves("quire-tiny"),
     "quire serve MODEL --max-num-seqs 8": serves("quire-tiny"),

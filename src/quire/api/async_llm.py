@@ -11,6 +11,7 @@ from quire import env
 from quire.api.async_engine import AsyncEngine
 from quire.api.collective_rpc import worker_call
 from quire.api.lora_calls import added
+from quire.api.media_calls import AsyncMediaCalls
 from quire.api.metrics import engine_stats
 from quire.api.profiler_calls import AsyncProfilerCalls
 from quire.api.stat_loggers import StatLoggers
@@ -29,7 +30,7 @@ from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import RequestParams
 
 
-class AsyncLLM(AsyncEngine, EngineFacts, AsyncProfilerCalls, UnsupportedMethods):
+class AsyncLLM(AsyncEngine, EngineFacts, AsyncMediaCalls, AsyncProfilerCalls, UnsupportedMethods):
     """`async for output in llm.generate("Once", SamplingParams(...), "my-id"): ...`
 
     `SamplingParams.output_kind` selects what each output contains. Use it in one event loop at a time.

@@ -15,6 +15,7 @@ from typing import Any, Self, Unpack
 
 from quire.api.collective_rpc import worker_call
 from quire.api.lora_calls import LoraCalls
+from quire.api.media_calls import MediaCalls
 from quire.api.metrics import Metric, MetricsWatch
 from quire.api.pooling import PoolingMethods
 from quire.api.profiler_calls import ProfilerCalls
@@ -32,7 +33,7 @@ from quire.frontend.beam_search import search_together
 from quire.frontend.chat import ChatOptions, conversations
 from quire.frontend.input_processor import AcceptedRequest
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput, error_of
-from quire.frontend.prompts import Prompt, read_prompts
+from quire.frontend.prompts import read_prompts
 from quire.frontend.request_manager import RequestManager
 from quire.frontend.startup import start_engine
 from quire.frontend.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 log = get_logger(__name__)
 
 
-class LLM(PoolingMethods, EngineFacts, LoraCalls, ProfilerCalls, UnsupportedMethods):
+class LLM(PoolingMethods, EngineFacts, LoraCalls, MediaCalls, ProfilerCalls, UnsupportedMethods):
     """`LLM("quire-tiny").generate(["Once upon a time"], SamplingParams(max_tokens=20))`
 
     Args:
@@ -68,8 +69,7 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, ProfilerCalls, UnsupportedMeth
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
         """Make one from a configuration, without changes."""
-        made = cls.__new__(cls)
-        made._start(config)
+        (made := cls.__new__(cls))._start(config)
         return made
 
     @classmethod
@@ -220,7 +220,7 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, ProfilerCalls, UnsupportedMeth
     ) -> list[AcceptedRequest]:  # fmt: skip
         self.front.need_generation("LLM.chat")
         how = ChatOptions.of_keywords(options)
-        prompts = [Prompt(self.front.render(chat, how)) for chat in conversations(messages)]
+        prompts = [self.front.chat_prompt(chat, how) for chat in conversations(messages)]
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._accept(prompts, params, tokenization_kwargs=tokenization, **options)
 

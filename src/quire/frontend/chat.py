@@ -29,6 +29,8 @@ KINDS: dict[str, tuple[Any, str]] = {
     "tools": (Sequence, "a list"), "documents": (Sequence, "a list"),
 }  # fmt: skip
 FORMATS = ("auto", "string", "openai")
+PICTURE = {"type": "image"}
+"""A part whose picture has been read (`frontend/media`)."""
 MEDIA_PARTS = ("image", "video", "audio", "file")  # substrings of image_url, input_audio, ...
 
 
@@ -49,6 +51,8 @@ class ChatOptions:
     """string: join the parts into one text; openai: pass the parts on; auto: what the template reads."""
     seconds: float = SECONDS
     """Time limit of the template."""
+    picture: str = ""
+    """What stands for a picture in a text; empty: parts of type image are refused."""
 
     @classmethod
     def of_keywords(cls, keywords: dict[str, Any]) -> Self:
@@ -101,7 +105,10 @@ def rendered(
         form = template.content_format
         wrap = form == "openai" and not template.takes_strings
     return template.render(
-        [read_message(message, number, form, wrap) for number, message in enumerate(messages)],
+        [
+            read_message(message, number, form, wrap, options.picture)
+            for number, message in enumerate(messages)
+        ],
         tools=options.tools or None,
         documents=options.documents,
         add_generation_prompt=options.add_generation_prompt,
@@ -120,10 +127,13 @@ def _own(text: str, may_be_path: bool) -> ChatTemplate:
     return template
 
 
-def read_message(message: Any, number: int, form: str, wrap: bool) -> dict[str, Any]:
+def read_message(
+    message: Any, number: int, form: str, wrap: bool, picture: str = ""
+) -> dict[str, Any]:
     """Convert one message to JSON types.
 
     A list of parts becomes one text with `form` string and stays a list with openai; `wrap` makes a text a list.
+    `picture`: what stands for a picture in a text, before the texts of its message.
     """
     found = plain(message)
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
@@ -134,14 +144,13 @@ def read_message(message: Any, number: int, form: str, wrap: bool) -> dict[str, 
     if content is None and found["role"] != "assistant":
         content = found["content"] = ""  # templates would write None
     if isinstance(content, list):
-        texts = [
-            _text(part, f"messages[{number}].content[{at}]") for at, part in enumerate(content)
+        parts = [
+            part
+            if picture and part == PICTURE
+            else {"type": "text", "text": _text(part, f"messages[{number}].content[{at}]")}
+            for at, part in enumerate(content)
         ]
-        found["content"] = (
-            "\n".join(texts)
-            if form == "string"
-            else [{"type": "text", "text": text} for text in texts]
-        )
+        found["content"] = _joined(parts, picture) if form == "string" else parts
     elif isinstance(content, str) and wrap:
         found["content"] = [{"type": "text", "text": content}]
     elif content is not None and not isinstance(content, str):
@@ -149,6 +158,12 @@ def read_message(message: Any, number: int, form: str, wrap: bool) -> dict[str, 
             f"messages[{number}].content must be a string or a list of parts", parameter="messages"
         )
     return found
+
+
+def _joined(parts: list[dict[str, Any]], picture: str) -> str:
+    """The texts of parts as one, after the placeholders of its pictures."""
+    texts = [part["text"] for part in parts if "text" in part]
+    return "\n".join([picture] * (len(parts) - len(texts)) + texts)
 
 
 def _text(part: Any, where: str) -> str:
@@ -160,7 +175,7 @@ def _text(part: Any, where: str) -> str:
         if kind in TEXT_PARTS and isinstance(part.get(key), str):
             return str(part[key])
         if any(name in kind for name in MEDIA_PARTS):
-            raise Unsupported(f"{where} of type {kind}", "the engine accepts text only")
+            raise Unsupported(f"{where} of type {kind}", "send text here")
     raise ValidationError(
         f'{where} must be a string or {{"type": "text", "text": ...}}', parameter="messages"
     )

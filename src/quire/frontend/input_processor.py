@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -22,10 +21,11 @@ from quire.errors import Unsupported, ValidationError
 from quire.features.structured.check_process import ConstraintChecker
 from quire.frontend.bounded_encoding import encode_enough
 from quire.frontend.generation_config import GenerationDefaults
+from quire.frontend.media.engine_items import salted
 from quire.frontend.parallel_sampling import child_id, derive_seed, fan_out
 from quire.frontend.parsers.format_table import ReasoningFormat
 from quire.frontend.prompt_embeddings import check_has_tokens, fitting
-from quire.frontend.prompts import Prompt, read_prompt
+from quire.frontend.prompts import Prompt, read_prompt, tenant_salt
 from quire.frontend.thinking_markers import thinking_markers
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol import validators as read
@@ -132,6 +132,8 @@ class InputProcessor:
     max_text_bytes: int = 0
     """Bytes of UTF-8 that are tokenized in one piece; 0: any number."""
     checker: ConstraintChecker = field(default_factory=ConstraintChecker)
+    no_pictures: str = "this model reads text only: send text"
+    """Why prompts may not have pictures."""
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _longest: int = 0
     """Length of the vocabulary's longest token in characters; 0: not computed yet."""
@@ -181,8 +183,11 @@ class InputProcessor:
         options = TokenizeOptions.read(tokenization_kwargs)
         if params.truncate_prompt_tokens is not None:
             options.truncate = params.truncate_prompt_tokens
+        if given.is_checked and given.media and options.truncate is not None:
+            raise Unsupported("truncate_prompt_tokens beside pictures", "shorten the text")
         checked = self.tokenize(given, options)
-        tokens, media = checked.tokens, checked.media
+        salt = tenant_salt(given.salt, tenant)
+        tokens, media = checked.tokens, salted(checked.media, salt)
         if params.prompt_logprobs is not None:
             check_has_tokens(media)
         settled = self._settle(params, len(tokens), limited=not is_subrequest)
@@ -191,7 +196,7 @@ class InputProcessor:
             settled = settled.settled(thoughts=marks)
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
-            priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1), salt=tenant_salt(given.salt, tenant),
+            priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1), salt=salt,
             tenant=tenant, is_subrequest=is_subrequest, adapter=adapter, media=media,
         )  # fmt: skip
         asked = params.settled(
@@ -211,6 +216,8 @@ class InputProcessor:
         """
         if prompt.is_checked:
             return prompt
+        if prompt.pictures:
+            raise ValidationError(self.no_pictures, parameter="multi_modal_data")
         options = options or TokenizeOptions()
         text, tokens, limit = prompt.text, prompt.tokens, options.truncate
         if limit == -1:
@@ -220,19 +227,23 @@ class InputProcessor:
             self.check_length(given.num_tokens)
             tokens = [0] * given.num_tokens
             return Prompt(text, tokens, prompt.salt, True, media=given.media())
-        checked = options.fits_model
         if not tokens and text is not None:
             tokens = self._encode(text, options)
         if limit is not None and len(tokens) > limit:
             text, tokens = None, tokens[:limit] if options.keep_first else tokens[-limit:]
-        if checked:
-            if not tokens:
-                raise ValidationError(
-                    "the prompt is empty: it needs at least one token", parameter="prompt", value=[]
-                )
-            self.check_length(len(tokens))
-            self.check_ids(options.parameter, tokens)
-        return Prompt(text, tokens, prompt.salt, checked, media=prompt.media)
+        found = Prompt(text, tokens, prompt.salt, media=prompt.media)
+        return self.checked(found, options.parameter) if options.fits_model else found
+
+    def checked(self, prompt: Prompt, parameter: str = "prompt") -> Prompt:
+        """The prompt, whose tokens fit the model. Raises ValidationError: as `tokenize`."""
+        if not prompt.tokens:
+            raise ValidationError(
+                "the prompt is empty: it needs a token", parameter="prompt", value=[]
+            )
+        self.check_length(len(prompt.tokens))
+        self.check_ids(parameter, prompt.tokens)
+        prompt.is_checked = True
+        return prompt
 
     def _encode(self, text: str, options: TokenizeOptions) -> list[int]:
         """The tokens of a text; if it is truncated, of a part that has enough of them.
@@ -404,8 +415,3 @@ class InputProcessor:
             )  # fmt: skip
         self._words = (list(words), found)
         return found
-
-
-def tenant_salt(salt: str, tenant: str) -> str:
-    """Tenants share no cached prefixes: the latency of an answer would reveal other tenants' prompts."""
-    return sha256(f"{tenant}\0{salt}".encode()).hexdigest()[:32] if tenant else salt

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, NotRequired, TypedDict
 
 from quire.config.unsupported import PROMPT_KEYS
@@ -47,7 +48,14 @@ class EmbedsPrompt(TypedDict):
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
-KNOWN = ("prompt", "prompt_token_ids", "cache_salt", "token_type_ids", "prompt_embeds")
+KNOWN = (
+    "prompt",
+    "prompt_token_ids",
+    "cache_salt",
+    "token_type_ids",
+    "prompt_embeds",
+    "multi_modal_data",
+)
 MAX_SALT = 128
 
 
@@ -71,6 +79,8 @@ class Prompt:
     """The prompt as embeddings, not checked yet (`prompt_embeddings.py`); None: it has text or tokens."""
     media: list[MediaItem] = field(default_factory=list)
     """What stands in the place of some of the tokens."""
+    pictures: list[Any] = field(default_factory=list)
+    """Pictures as a program gives them, whose placeholders are in the text or the tokens."""
 
 
 def read_prompt(prompt: Any) -> Prompt:
@@ -104,16 +114,18 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
             f"prompt: unknown key {', '.join(sorted(unknown))}; the keys are {', '.join(KNOWN)}",
             parameter="prompt", value=unknown,
         )  # fmt: skip
-    text, tokens, salt, types, embeddings = (prompt.get(name) for name in KNOWN)
+    text, tokens, salt, types, embeddings, media = (prompt.get(name) for name in KNOWN)
+    pictures = _pictures(media)
     if text is not None and not isinstance(text, str):
         raise ValidationError(
             f"prompt must be a string, not {type(text).__name__}; token ids go in prompt_token_ids",
             parameter="prompt", value=text,
         )  # fmt: skip
     if embeddings is not None:
-        if tokens is not None:
+        if tokens is not None or pictures:
             raise ValidationError(
-                "a prompt dict has prompt_embeds or prompt_token_ids, not both", parameter="prompt"
+                "a prompt dict with prompt_embeds has no prompt_token_ids and no multi_modal_data",
+                parameter="prompt",
             )
         return Prompt(text, salt=read_salt(salt), embeddings=embeddings)
     if text is None and tokens is None:
@@ -125,7 +137,32 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
     # An empty list of ids is an empty prompt, also beside a text.
     has_text = tokens is None or bool(ids)
     second = 0 if types is None else _second_text(_tokens(types, "token_type_ids"), len(ids))
-    return Prompt(text if has_text else None, ids, read_salt(salt), second_text=second)
+    return Prompt(
+        text if has_text else None, ids, read_salt(salt), second_text=second, pictures=pictures
+    )
+
+
+def _pictures(media: Any) -> list[Any]:
+    """The pictures of `multi_modal_data`: one or a list of them, under "image".
+
+    Raises:
+        ValidationError, Unsupported: another kind of media.
+    """
+    if not media:
+        return []
+    if not isinstance(media, Mapping):
+        raise ValidationError(
+            'multi_modal_data must be a dict such as {"image": picture}',
+            parameter="multi_modal_data",
+        )
+    for kind, value in media.items():
+        if kind != "image" and value not in (None, []):
+            raise Unsupported(f"multi_modal_data of the kind {kind}", "pictures are: pass image")
+    given = media.get("image")
+    pictures = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    if any(isinstance(one, Mapping) or getattr(one, "ndim", 3) == 2 for one in pictures):
+        raise Unsupported("embeddings of pictures", "pass the pictures themselves")
+    return pictures
 
 
 def _second_text(types: list[int], num_tokens: int) -> int:
@@ -156,6 +193,11 @@ def read_salt(salt: Any) -> str:
             value=salt,
         )
     return salt
+
+
+def tenant_salt(salt: str, tenant: str) -> str:
+    """Tenants share no cached prefixes: the latency of an answer would reveal other tenants' prompts."""
+    return sha256(f"{tenant}\0{salt}".encode()).hexdigest()[:32] if tenant else salt
 
 
 def is_token_list(value: Any) -> bool:

@@ -12,27 +12,39 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.config.engine import Resolved
 from quire.config.reasoning import reasoning_marks
 from quire.config.structured import structured_options
 from quire.engine.client import EngineClient
 from quire.engine.enabled_features import enabled_features
-from quire.errors import ValidationError
-from quire.frontend import chat
+from quire.errors import Unsupported, ValidationError
+from quire.frontend import chat, chat_template
 from quire.frontend.adapters import AdapterNames
 from quire.frontend.generation_config import generation_defaults
-from quire.frontend.input_processor import AcceptedRequest, InputProcessor
+from quire.frontend.input_processor import AcceptedRequest, InputProcessor, TokenizeOptions
+from quire.frontend.media.content_parts import (
+    GivenPicture,
+    PicturePart,
+    copied_parts,
+    find_parts,
+)
+from quire.frontend.media.errors import refused
+from quire.frontend.media.inputs import PictureInputs
+from quire.frontend.media.placeholders import marked, new_mark, pictures_in, unmarked
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.pooling import inputs as pooling
 from quire.frontend.pooling.collector import PoolingCollector
+from quire.frontend.prompts import Prompt, read_prompt
 from quire.frontend.startup import load_tokenizer
 from quire.frontend.thinking_markers import with_marks
 from quire.frontend.tokenizer import Tokenizer
 from quire.logging import get_logger
+from quire.models.vision import vision_model, why_no_pictures
 from quire.protocol.output import EngineOutput, FinishReason
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import EngineRequest, RequestParams
@@ -40,6 +52,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
 
+NO_TOKENIZER = "pictures need a tokenizer, but skip_tokenizer_init=True is set"
 Accepted = AcceptedRequest | pooling.AcceptedPooling
 Collector = OutputProcessor | PoolingCollector
 
@@ -73,6 +86,9 @@ class RequestManager:
         if ready.pooling is not None:
             name = options.default_prompt_name
             self.pooling = pooling.PoolingInputs(self.inputs, ready.pooling, name)
+        self.pictures: PictureInputs | None = None
+        """Reads pictures; None: `inputs.no_pictures` says why there are none."""
+        self._take_pictures(resolved)
         self.features = enabled_features(resolved)
         self._answers = {feature.name: feature.answer for feature in self.features}
         self.logs_requests = False
@@ -83,6 +99,16 @@ class RequestManager:
         self._children: dict[str, tuple[Collector, int]] = {}
         self._echoes: set[str] = set()
         """Children that ended here and whose finish the engine has not reported yet."""
+
+    def _take_pictures(self, resolved: Resolved) -> None:
+        self.inputs.no_pictures = why_no_pictures(resolved) or NO_TOKENIZER
+        model = vision_model(resolved)
+        if model is None or self.tokenizer is None:
+            return
+        try:
+            self.pictures = PictureInputs(model, resolved, self.tokenizer)
+        except Unsupported as why:
+            self.inputs.no_pictures = str(why)
 
     @property
     def template_text(self) -> str:
@@ -170,9 +196,57 @@ class RequestManager:
     ) -> AcceptedRequest:
         """Raises ValidationError: the model does not generate; and as `InputProcessor.accept`."""
         self.need_generation("LLM.generate or AsyncLLM.generate")
-        accepted = self.inputs.accept(prompt, params, **options)
+        given = read_prompt(prompt)
+        if given.pictures:
+            given = self._with_pictures(given, options.get("tokenization_kwargs"))
+        accepted = self.inputs.accept(given, params, **options)
         self._add_extras(accepted)
         return accepted
+
+    # -- pictures -------------------------------------------------------------------------------
+    def need_pictures(self, where: str) -> PictureInputs:
+        """Raises ValidationError: this server takes none; the message says why."""
+        if self.pictures is None:
+            raise refused(where, self.inputs.no_pictures)
+        return self.pictures
+
+    def _with_pictures(self, prompt: Prompt, tokenization: Mapping[str, Any] | None) -> Prompt:
+        """A prompt whose pictures are read, and whose tokens are complete. Blocks.
+
+        Raises:
+            ValidationError: as `PictureInputs.load_now` and `placed`.
+        """
+        reader = self.need_pictures("multi_modal_data")
+        given = [
+            GivenPicture(f"multi_modal_data.image[{at}]", picture)
+            for at, picture in enumerate(prompt.pictures)
+        ]
+        pictures = reader.load_now(given)
+        options = TokenizeOptions.read(tokenization)
+        options.fits_model = False
+        if options.truncate is not None:
+            raise Unsupported("truncation of a prompt with pictures", "shorten its text")
+        text = self.inputs.tokenize(Prompt(prompt.text, prompt.tokens, prompt.salt), options)
+        return self.inputs.checked(reader.placed(text, pictures))
+
+    def chat_prompt(self, messages: Sequence[Any], options: chat.ChatOptions) -> Prompt:
+        """The prompt of a conversation of a program: its text, or its tokens if it has pictures. Blocks.
+
+        Raises: as `render`; ValidationError: a picture cannot be used.
+        """
+        plain = [chat_template.plain(one) if not isinstance(one, dict) else one for one in messages]
+        copied = copied_parts(plain)
+        places = find_parts(copied, "messages", local=True)
+        if not places:
+            return Prompt(self.render(messages, options))
+        reader = self.need_pictures(places[0].given.where)
+        for place, picture in zip(places, reader.load_now([p.given for p in places]), strict=True):
+            place.parts[place.index] = PicturePart(picture)
+        mark = new_mark()
+        options = dataclasses.replace(options, picture=reader.model.placeholder)
+        text, spelled = unmarked(self.render(marked(copied, reader.token, mark), options), reader.token, mark)  # fmt: skip
+        tokens = self.inputs.tokenize(Prompt(text), TokenizeOptions(False, fits_model=False))
+        return self.inputs.checked(reader.placed(tokens, pictures_in(copied), spelled))
 
     def _add_extras(self, accepted: Accepted) -> None:
         """Add the features' extras to the request. Raises ValidationError: a feature cannot serve the request."""

@@ -1,7 +1,6 @@
-"""Pictures on their way from the frontend to the workers: processed pixels, and where their rows go in the prompt.
+"""Pictures on their way from the frontend to the workers: the bytes of a MediaItem of the kind IMAGE.
 
-Knows numbers and bytes. Does not know files, models or tensors of torch. `EngineRequest.media` names the same items for the
-hashes of blocks; this is the data of the feature "media" in `EngineRequest.extras`.
+Knows numbers and bytes. Does not know files, models or tensors of torch.
 """
 
 from __future__ import annotations
@@ -11,24 +10,19 @@ from msgspec import Struct
 
 from quire.protocol.tensor_data import TensorData, decode_tensor, encode_tensor
 
-NAME = "media"
+IMAGE = "image"
+"""`MediaItem.kind` of a picture."""
 
 
 class Picture(Struct, array_like=True, gc=False):
-    """One picture of a prompt, as its model's processor gives it.
+    """What a worker needs of a picture besides its place in the prompt.
 
     Attributes:
-        digest: of the file and of all that determines the pixels. `keyed` adds the salt.
-        start: the first of its tokens in the prompt.
-        length: how many tokens of the prompt it has, marks and text between its tiles included.
-        runs: (offset from start, length) of the tokens that take rows of the vision tower, in order.
+        runs: (offset from the item's first token, length) of the tokens that take rows of the vision tower, in order.
         grid: (time, height, width) in rows, for models whose rotary positions follow the picture; else zeros.
         tensors: what the tower takes, by name.
     """
 
-    digest: str
-    start: int
-    length: int
     runs: list[tuple[int, int]]
     grid: tuple[int, int, int]
     tensors: dict[str, TensorData]
@@ -37,19 +31,15 @@ class Picture(Struct, array_like=True, gc=False):
     def num_rows(self) -> int:
         return sum(length for _, length in self.runs)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.data.nbytes for tensor in self.tensors.values())
-
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_tensor)
-_decoder = msgspec.msgpack.Decoder(list[Picture], dec_hook=decode_tensor)
+_decoder = msgspec.msgpack.Decoder(Picture, dec_hook=decode_tensor)
 
 
-def encode_pictures(pictures: list[Picture]) -> bytes:
-    return _encoder.encode(pictures)
+def encode_picture(picture: Picture) -> bytes:
+    return _encoder.encode(picture)
 
 
-def decode_pictures(data: bytes) -> list[Picture]:
-    """Raises msgspec.DecodeError, or ValidationError of msgspec: the bytes are no pictures."""
+def decode_picture(data: bytes) -> Picture:
+    """Raises msgspec.DecodeError, or ValidationError of msgspec: the bytes are no picture."""
     return _decoder.decode(data)

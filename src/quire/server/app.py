@@ -162,6 +162,8 @@ PROFILE_ROUTES: list[tuple[str, str, Endpoint]] = [
 DEV_ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/server_info", dev_routes.server_info),
     ("POST", "/reset_prefix_cache", dev_routes.reset_prefix_cache),
+    ("POST", "/reset_mm_cache", dev_routes.reset_mm_cache),
+    ("POST", "/reset_encoder_cache", dev_routes.reset_encoder_cache),
     ("POST", "/collective_rpc", dev_routes.collective_rpc),
     ("POST", "/abort_requests", dev_routes.abort_requests),
     ("POST", "/sleep", dev_routes.sleep),

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from quire import env
 from quire.api.collective_rpc import IN_PROCESS
+from quire.api.media_calls import RESET
 from quire.engine import sleep_client
 from quire.engine.sleep import checked_level, checked_tags
 from quire.errors import ValidationError
@@ -63,6 +64,21 @@ async def reset_prefix_cache(request: Request) -> Response:
     running = request.query_params.get("reset_running_requests", "").lower() in env.TRUE
     done = await state_of(request).serving().call("reset_prefix_cache", running)
     return json_response({"success": bool(done)})
+
+
+async def reset_mm_cache(request: Request) -> Response:
+    """Forget the processed pictures of this HTTP process."""
+    if (pictures := state_of(request).serving().front.pictures) is not None:
+        pictures.cache.clear()
+    return json_response({"success": True})
+
+
+async def reset_encoder_cache(request: Request) -> Response:
+    """Forget the pictures that the vision towers of all engines have encoded."""
+    engine = state_of(request).serving()
+    if engine.front.pictures is not None:
+        await engine.call(RESET)
+    return json_response({"success": True})
 
 
 async def collective_rpc(request: Request) -> Response:

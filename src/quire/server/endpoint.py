@@ -23,6 +23,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.server.adapters import model_of
 from quire.server.api_keys import Tenant
 from quire.server.errors import invalid
+from quire.server.media import read_pictures
 from quire.server.middleware import NEW_ID, TENANT, VALID_ID
 from quire.server.request_body import prepared, read
 from quire.server.sse import EventStream, until_disconnect
@@ -98,7 +99,9 @@ class Answer(Protocol):
 Builder = Callable[[RequestContext, Body], Coroutine[Any, Any, Answer | Response]]
 
 
-def route(kind: type[Body], *, pooling: bool | None = False) -> Callable[[Builder[Body]], Endpoint]:
+def route(
+    kind: type[Body], *, pooling: bool | None = False, pictures: str = ""
+) -> Callable[[Builder[Body]], Endpoint]:
     """Makes an endpoint of a function that builds the Answer to a body, or the response if nothing must run.
 
     The function runs in a thread if the body is long, so it must not wait for anything of the server's loop.
@@ -106,6 +109,7 @@ def route(kind: type[Body], *, pooling: bool | None = False) -> Callable[[Builde
     Args:
         kind: the body.
         pooling: whether the route needs a pooling model or one that generates; None: it takes both.
+        pictures: the field whose messages may have pictures, which are read before; empty: none.
     """
 
     def endpoint_of(build: Builder[Body]) -> Endpoint:
@@ -119,6 +123,8 @@ def route(kind: type[Body], *, pooling: bool | None = False) -> Callable[[Builde
             body: Any = await read(request, kind)
             model, adapter = await model_of(request, body.model)
             context = RequestContext(request, state, engine, model, adapter)
+            if pictures:
+                await read_pictures(getattr(body, pictures), pictures, engine, context.tenant)
             answer: Any = await prepared(request, build, context, body)
             if isinstance(answer, Response):
                 return answer

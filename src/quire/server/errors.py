@@ -20,6 +20,7 @@ from quire.errors import (
     EngineDeadError,
     EngineDelayed,
     InternalError,
+    NotFetched,
     QueueFull,
     QuireError,
     StartupError,
@@ -88,6 +89,8 @@ def as_api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
+        case NotFetched():
+            return ApiError(422, str(error), param=error.parameter)
         case ValidationError():
             return ApiError(400, str(error), param=error.parameter)
         case Unsupported():  # not 501, after which SDKs send the request again

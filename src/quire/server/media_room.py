@@ -28,12 +28,12 @@ class MediaRoom:
         """
         if size > self.most:
             raise invalid(
-                f"the prompts of all completions have {size >> 20} MiB of embeddings; the limit is {self.most >> 20} MiB:"
+                f"the prompts of all completions have {size >> 20} MiB of embeddings and pictures; the limit is {self.most >> 20} MiB:"
                 " lower `n`, or send fewer prompts"
             )
         if self.taken + size > self.most:
             raise unavailable(
-                f"running requests have {self.taken >> 20} MiB of embeddings; the limit is {self.most >> 20} MiB: try again later"
+                f"running requests have {self.taken >> 20} MiB of embeddings and pictures; the limit is {self.most >> 20} MiB: try again later"
             )
         self.taken += size
         try:

@@ -11,15 +11,19 @@ from typing import Any
 
 from quire import env
 from quire.api.async_engine import AsyncEngine
+from quire.errors import Unsupported
 from quire.frontend.chat import ChatOptions
 from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.jinja_sandbox import SECONDS, TemplateTooSlow
+from quire.frontend.media.content_parts import PicturePart
+from quire.frontend.media.placeholders import unmarked
+from quire.frontend.media.processed_cache import ReadPicture
 from quire.frontend.prompt_embeddings import decode_embeddings
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import truncation
 from quire.server.endpoint import RequestContext
 from quire.server.errors import invalid
-from quire.server.schemas import CompletionRequest, Sampling
+from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
 
 IN_LOOP_S = 0.03  # of the event loop, at most, for a template; nearly all take less than a tenth
 MOST_MESSAGES = 10_000
@@ -54,6 +58,27 @@ def tokenize_options(request: Sampling, special: bool, *, fits_model: bool = Tru
         parameter="prompt",
         fits_model=fits_model,
     )
+
+
+async def picture_prompt(
+    context: RequestContext, request: ChatRequest, text: str, mark: str,
+    pictures: list[ReadPicture], check: bool,
+) -> Prompt:  # fmt: skip
+    """The tokens of a conversation with pictures. `text`: as the template wrote it, with `mark` in the place of placeholders
+    that users spelt. `check`: refuse it if it is too long for the model.
+
+    Raises:
+        ValidationError: the template writes another number of placeholders. Unsupported: the prompt must be truncated.
+    """
+    engine = context.engine
+    reader = engine.front.need_pictures("messages")
+    options = tokenize_options(request, request.add_special_tokens, fits_model=False)
+    if options.truncate is not None:
+        raise Unsupported("truncate_prompt_tokens of a prompt with pictures", "shorten its text")
+    text, spelled = unmarked(text, reader.token, mark)
+    tokens = await engine.tokenize(Prompt(text, salt=request.cache_salt or ""), options)
+    prompt = reader.placed(tokens, pictures, spelled)
+    return engine.inputs.checked(prompt) if check else prompt
 
 
 class EncodedEmbeddings(str):
@@ -132,7 +157,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 
 
 def check_part(part: Any, where: str) -> None:
-    if isinstance(part, str):
+    if isinstance(part, str | PicturePart):
         return
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if kind in ("text", "refusal", "thinking"):

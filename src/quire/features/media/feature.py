@@ -10,7 +10,6 @@ from quire.engine.feature import EngineParts, Feature
 from quire.errors import ConfigError
 from quire.features.media.gate import MediaGate
 from quire.models.vision import most_rows, vision_model
-from quire.protocol.media import NAME
 from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.memory_plan import MemoryLine
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 class MediaFeature(Feature):
     """The frontend reads the pictures (`frontend/media`), and sends them with the request."""
 
-    name = NAME
+    name = "media"
 
     def __init__(self, resolved: Resolved):
         super().__init__(resolved)

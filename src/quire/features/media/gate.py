@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.errors import ValidationError
+from quire.protocol.media import IMAGE
 from quire.protocol.request import EngineRequest
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
@@ -40,6 +41,8 @@ class MediaGate(Gate):
     def receive(self, received: EngineRequest, number: int) -> EngineRequest:
         end = 0
         for item in received.media:
+            if item.kind != IMAGE:
+                continue
             if item.length > self.budget or item.start < end or item.length < 1:
                 raise ValidationError("a picture has too many tokens, or another picture's place")
             end = item.start + item.length
@@ -54,9 +57,7 @@ class MediaGate(Gate):
         end = start + num_tokens
         for item in request.media:
             first, last = item.start, item.start + item.length
-            if first >= end:
-                break
-            if last <= start:
+            if item.kind != IMAGE or first >= end or last <= start:
                 continue
             cut = self.whole and last > end
             if cut or (item.length > self.left and self.left < self.budget):

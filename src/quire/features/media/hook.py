@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from quire.features.media.encoder_cache import EncoderCache
 from quire.features.media.gate import EncoderCounts
 from quire.features.media.positions import picture_positions
 from quire.forward_context import ForwardBatch
-from quire.protocol.media import NAME, Picture, decode_pictures
+from quire.protocol.media import IMAGE, Picture, decode_picture
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.hooks import Hook
 from quire.worker.model_input import ROPE_POSITIONS
@@ -38,20 +38,28 @@ class Tower(Protocol):
         ...
 
 
+class PlacedPicture(NamedTuple):
+    """A picture whose tokens are [start, end) of its row. `key`: its name in the cache."""
+
+    key: str
+    start: int
+    end: int
+    picture: Picture
+
+
 @dataclass(slots=True)
 class RowPictures:
-    """The pictures of a row. `positions_LC`: see `picture_positions`; None: the model's positions are indices."""
+    """The pictures of a row; `end`: of the last one. `positions_LC`: see `picture_positions`; None: the model's positions are indices."""
 
-    pictures: list[Picture]
+    pictures: list[PlacedPicture]
     end: int
     positions_LC: np.ndarray | None = None
-    offset: int = 0
 
 
 class MediaHook(Hook):
     """`load`: loads the tower, now and after a sleep that dropped the weights."""
 
-    name = NAME
+    name = "media"
     order = 20
 
     def __init__(
@@ -76,13 +84,20 @@ class MediaHook(Hook):
         return True
 
     def enter(self, new: EnteredRow) -> None:
-        if (data := new.extras.get(NAME)) is None:
+        pictures = [
+            PlacedPicture(
+                item.hash, item.start, item.start + item.length, decode_picture(item.data)
+            )
+            for item in new.media
+            if item.kind == IMAGE
+        ]
+        if not pictures:
             return
-        pictures = decode_pictures(data)
-        found = RowPictures(pictures, pictures[-1].start + pictures[-1].length)
+        found = RowPictures(pictures, pictures[-1].end)
         if self.has_grid:
-            found.positions_LC, found.offset = picture_positions(pictures)
-            self.rows.rope_offset[new.row] = found.offset
+            places = [(one.start, one.picture) for one in pictures]
+            found.positions_LC, offset = picture_positions(places)
+            self.rows.rope_offset[new.row] = offset
         self.of_row[new.row] = found
 
     def leave(self, row: int) -> None:
@@ -125,7 +140,7 @@ class MediaHook(Hook):
     ) -> None:
         """For the tokens [start, end) of a row; token i of the row is token i + shift of the step."""
         for picture in own.pictures:
-            if picture.start >= end or picture.start + picture.length <= start:
+            if picture.start >= end or picture.end <= start:
                 continue
             place_N, which_N = tokens_in(picture, start, end)
             if not len(place_N):
@@ -139,18 +154,18 @@ class MediaHook(Hook):
             at_N = torch.from_numpy(place_N + shift).to(device)
             batch.embeddings.append((at_N, rows_ND[torch.from_numpy(which_N).to(device)]))
 
-    def _rows_of(self, picture: Picture) -> Tensor:
+    def _rows_of(self, placed: PlacedPicture) -> Tensor:
         self._counts.lookups += 1
-        if (rows_ND := self.cache.get(picture.digest)) is not None:
+        if (rows_ND := self.cache.get(placed.key)) is not None:
             self._counts.hits += 1
             return rows_ND
         if self.tower is None:
             self.tower = self.load()
-        rows_ND = self.tower.encode(picture)
-        if len(rows_ND) != picture.num_rows:
-            raise ValueError(f"{len(rows_ND)} rows of a picture with {picture.num_rows} tokens")
+        rows_ND, count = self.tower.encode(placed.picture), placed.picture.num_rows
+        if len(rows_ND) != count:
+            raise ValueError(f"{len(rows_ND)} rows of a picture with {count} tokens")
         self._counts.rows += len(rows_ND)
-        self.cache.put(picture.digest, rows_ND)
+        self.cache.put(placed.key, rows_ND)
         return rows_ND
 
     # -- positions --------------------------------------------------------------------------------
@@ -169,10 +184,10 @@ class MediaHook(Hook):
         batch.extras[ROPE_POSITIONS] = positions_TC
 
 
-def tokens_in(picture: Picture, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+def tokens_in(placed: PlacedPicture, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
     """Of the tokens [start, end) of a prompt those that take rows of the picture: their indices, and which rows."""
     place_N = np.concatenate(
-        [np.arange(length) + picture.start + offset for offset, length in picture.runs]
+        [np.arange(length) + placed.start + offset for offset, length in placed.picture.runs]
     )
     which_N = np.flatnonzero((place_N >= start) & (place_N < end))
     return place_N[which_N], which_N

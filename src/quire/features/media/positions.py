@@ -15,13 +15,13 @@ import numpy as np
 from quire.protocol.media import Picture
 
 
-def picture_positions(pictures: Sequence[Picture]) -> tuple[np.ndarray, int]:
-    """(positions_LC of the tokens up to the end of the last picture, the offset of all later tokens from their index)."""
+def picture_positions(pictures: Sequence[tuple[int, Picture]]) -> tuple[np.ndarray, int]:
+    """`pictures`: each with the index of its first token. Returns (positions_LC of the tokens up to the end of the last picture, the offset of all later tokens from their index)."""
     parts: list[np.ndarray] = []
     index = position = 0
-    for picture in pictures:
+    for first, picture in pictures:
         for run, (offset, length) in enumerate(picture.runs):
-            start = picture.start + offset
+            start = first + offset
             text = np.arange(start - index) + position
             parts.append(np.stack([text] * 3, 1))
             position += start - index

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from quire.errors import Unsupported, ValidationError
-from quire.frontend.input_processor import InputProcessor, TokenizeOptions, tenant_salt
+from quire.frontend.input_processor import InputProcessor, TokenizeOptions
 from quire.frontend.parallel_sampling import child_id
 from quire.frontend.pooling.tokenization import encode_inputs
-from quire.frontend.prompts import Prompt, read_prompt
+from quire.frontend.prompts import Prompt, read_prompt, tenant_salt
 from quire.protocol import validators as read
 from quire.protocol.pooling_info import PoolingInfo
 from quire.protocol.pooling_params import PoolingParams
@@ -295,6 +295,8 @@ class PoolingInputs:
             ValidationError: `parameter` names the wrong parameter; the message says how to correct it.
         """
         found, params = read_prompt(prompt), self.params(requested)
+        if found.pictures:
+            raise ValidationError(self.inputs.no_pictures, parameter="multi_modal_data")
         if found.embeddings is not None:
             raise Unsupported("prompt_embeds for a pooling model", "pass text or token ids")
         if not found.is_checked:

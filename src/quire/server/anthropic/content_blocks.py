@@ -12,12 +12,15 @@ from typing import Any
 
 import msgspec
 
+from quire.frontend.media.content_parts import PicturePart
 from quire.server.errors import invalid
 from quire.server.openai.chat_output import OutputPiece, pieces
 from quire.server.output_delta import OutputDelta
 from quire.server.sse import event
 
 JSON = dict[str, Any]
+PICTURES = "image"
+"""The kind of blocks that have been replaced by PictureParts where pictures are allowed."""
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -40,8 +43,14 @@ def blocks_of(content: Any, where: str, kinds: tuple[str, ...]) -> list[JSON]:
         raise invalid(f"`{where}` must be a string or a list of blocks", where)
     for at, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(block, PicturePart) and PICTURES in kinds:
+            continue
         need = {"text": "text", "thinking": "thinking"}.get(str(kind))
-        if kind not in kinds or (need is not None and not isinstance(block.get(need), str)):
+        if (
+            kind not in kinds
+            or kind == PICTURES
+            or (need is not None and not isinstance(block.get(need), str))
+        ):
             raise invalid(
                 f"`{where}[{at}]`: blocks of type {kind!r} are not supported by this model",
                 f"{where}[{at}]",
@@ -55,17 +64,36 @@ def messages_of(role: str, content: Any, where: str) -> list[JSON]:
         return [_of_assistant(content, where)]
     if role != "user":
         return [{"role": role, "content": text_of(content, where)}]
-    found, texts = [], []
-    for at, block in enumerate(blocks_of(content, where, ("text", "tool_result"))):
-        if block["type"] == "text":
-            texts.append(block["text"])
+    found, parts = list[JSON](), list[JSON]()
+    for at, block in enumerate(blocks_of(content, where, ("text", "tool_result", PICTURES))):
+        if block["type"] in ("text", "image"):
+            parts.append(block)
             continue
-        inner = f"{where}[{at}].content"
-        text = text_of(block.get("content") or "", inner)
-        found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
-    if texts or not found:
-        found.append({"role": "user", "content": "".join(texts)})
+        inner = blocks_of(block.get("content") or "", f"{where}[{at}].content", ("text", PICTURES))
+        result = {
+            "role": "tool",
+            "tool_call_id": block.get("tool_use_id"),
+            "content": joined(inner),
+        }
+        found.append(result)
+    if parts or not found:
+        found.append({"role": "user", "content": joined(parts)})
     return found
+
+
+def joined(blocks: list[JSON]) -> Any:
+    """Blocks as the content of a chat message: one text; with pictures a list of parts, whose neighbouring texts are joined."""
+    if not any(isinstance(block, PicturePart) for block in blocks):
+        return "".join(block["text"] for block in blocks)
+    parts: list[JSON] = []
+    for block in blocks:
+        if isinstance(block, PicturePart):
+            parts.append(block)
+        elif parts and "text" in parts[-1]:
+            parts[-1]["text"] += block["text"]
+        else:
+            parts.append({"type": "text", "text": block["text"]})
+    return parts
 
 
 def _of_assistant(content: Any, where: str) -> JSON:

@@ -207,7 +207,7 @@ def no_event(kind: str, **fields: Any) -> bytes:
     return b""
 
 
-@route(ResponsesRequest)
+@route(ResponsesRequest, pictures="input")
 async def responses(context: RequestContext, body: ResponsesRequest) -> ResponseAnswer:
     """Answer a conversation, in the Responses protocol."""
     return ResponseAnswer(context, body, await generation_of(context, as_chat(body), "resp_"))

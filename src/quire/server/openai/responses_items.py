@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.frontend.media.content_parts import PicturePart
 from quire.server.errors import invalid
 from quire.server.openai.chat_output import OutputPiece, pieces
 from quire.server.output_delta import OutputDelta
@@ -39,6 +40,23 @@ def text_of(content: Any, where: str) -> str:
     return "".join(texts)
 
 
+def content_of(content: Any, where: str) -> Any:
+    """As `text_of`; with pictures a list of parts, whose neighbouring texts are joined. Raises: as `text_of`."""
+    if not isinstance(content, list) or not any(isinstance(part, PicturePart) for part in content):
+        return text_of(content, where)
+    parts: list[JSON] = []
+    for at, part in enumerate(content):
+        if isinstance(part, PicturePart):
+            parts.append(part)
+            continue
+        text = text_of([part], f"{where}[{at}]")
+        if parts and "text" in parts[-1]:
+            parts[-1]["text"] += text
+        else:
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
 def messages_of(items: list[JSON]) -> list[JSON]:
     """Input items as chat messages; consecutive reasoning, text and calls become one assistant message.
 
@@ -51,7 +69,7 @@ def messages_of(items: list[JSON]) -> list[JSON]:
         kind = item.get("type", "message")
         if kind == "message" and isinstance(item.get("role"), str):
             role = "system" if item["role"] == "developer" else item["role"]
-            text = text_of(item.get("content"), f"{where}.content")
+            text = content_of(item.get("content"), f"{where}.content")
             if role == "assistant" and (last := _open(found)) is not None and not last["content"]:
                 last["content"] = text
             else:
@@ -63,7 +81,7 @@ def messages_of(items: list[JSON]) -> list[JSON]:
         elif kind == "function_call":
             _add_call(found, item, where)
         elif kind == "function_call_output":
-            text = text_of(item.get("output"), f"{where}.output")
+            text = content_of(item.get("output"), f"{where}.output")
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         else:
             raise invalid(

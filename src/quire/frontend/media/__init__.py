@@ -1,0 +1,1 @@
+"""Pictures of requests: content parts, fetching, decoding in processes with limits, and placeholders in prompts."""

@@ -1,0 +1,127 @@
+"""Content parts of messages that are pictures: the one parser of OpenAI's, the Responses and Anthropic's forms.
+
+    chat       {"type": "image_url", "image_url": {"url": U}}, or U itself in place of the object
+    Responses  {"type": "input_image", "image_url": U}
+    Anthropic  {"type": "image", "source": {"type": "url", "url": U}} or {"type": "base64", "data": D}
+    Python     {"type": "image_pil", "image_pil": IMAGE}
+
+`find_parts` finds them in the messages of any of these, with their JSON paths; each is then replaced by a `PicturePart`, which
+the protocols hand on as a part of type image. Knows parts. Does not know what is behind a URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire.frontend.media.errors import refused
+
+KINDS = ("image_url", "input_image", "image", "image_pil")
+OTHER_MEDIA = ("video_url", "input_video", "audio_url", "input_audio", "image_embeds", "video_embeds", "input_file", "file")  # fmt: skip
+INSIDE = ("content", "output")
+"""Keys of a part or message whose value is a list of parts."""
+MOST_DEEP = 4
+DETAILS = (None, "auto", "low", "high", "original")
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPicture:
+    """A picture as a request gives it: `source` is a URL, or the object of a Python program."""
+
+    where: str
+    source: Any
+
+
+class PicturePart(dict[str, Any]):
+    """A content part of type image whose picture has been read. Clients cannot send one: JSON has no such class."""
+
+    def __init__(self, picture: Any):
+        super().__init__(type="image")
+        self.picture = picture
+
+
+@dataclass(slots=True)
+class PartPlace:
+    """Where a part is: put its replacement into `parts[index]`."""
+
+    parts: list[Any]
+    index: int
+    given: GivenPicture
+
+
+def find_parts(messages: Any, name: str, *, local: bool = False) -> list[PartPlace]:
+    """The pictures in messages, in order. `name`: of the field that has them. `local`: of a Python program.
+
+    Raises:
+        ValidationError: a part is malformed, or a kind of media that is not supported.
+    """
+    return list(_in_list(messages, name, local, 0)) if isinstance(messages, list) else []
+
+
+def copied_parts(value: Any) -> Any:
+    """A copy of the dicts and lists of messages, whose other values are shared."""
+    if isinstance(value, dict):
+        return {key: copied_parts(item) for key, item in value.items()}
+    return [copied_parts(item) for item in value] if isinstance(value, list) else value
+
+
+def _in_list(items: list[Any], where: str, local: bool, depth: int) -> Iterator[PartPlace]:
+    for index, item in enumerate(items):
+        if not isinstance(item, dict) or isinstance(item, PicturePart):
+            continue
+        place = f"{where}[{index}]"
+        if depth and (given := read_part(item, place, local)) is not None:
+            yield PartPlace(items, index, given)
+            continue
+        for key in INSIDE:
+            if depth < MOST_DEEP and isinstance(inner := item.get(key), list):
+                yield from _in_list(inner, f"{place}.{key}", local, depth + 1)
+
+
+def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenPicture | None:
+    """The picture of a part; None: it is no picture. Raises ValidationError: as `find_parts`."""
+    kind = part.get("type")
+    if kind in OTHER_MEDIA:
+        raise refused(
+            where, f"parts of type {kind!r} are not supported yet; pictures are: send image_url"
+        )
+    if kind is None and "image_url" in part:
+        kind = "image_url"
+    if kind not in KINDS or (kind == "image_pil" and not local):
+        return None
+    if part.get("uuid") is not None:
+        raise refused(
+            where,
+            "`uuid` of a picture is not supported yet: leave it out, equal pictures are found by content",
+        )
+    if kind == "image_pil":
+        return GivenPicture(f"{where}.image_pil", part.get("image_pil"))
+    if kind == "image":
+        return _of_anthropic(part, where) if "source" in part else None
+    url = part.get("image_url")
+    detail = part.get("detail")
+    if isinstance(url, dict):
+        detail, url, where = url.get("detail", detail), url.get("url"), f"{where}.image_url.url"
+    else:
+        where = f"{where}.image_url"
+    if detail not in DETAILS:
+        raise refused(where, "`detail` must be auto, low or high (it has no effect)")
+    return GivenPicture(where, _text(url, where))
+
+
+def _of_anthropic(part: dict[str, Any], where: str) -> GivenPicture:
+    source, where = part.get("source"), f"{where}.source"
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in ("url", "base64"):
+        raise refused(where, "must be an object of type url or base64; files are not stored here")
+    if kind == "url":
+        return GivenPicture(f"{where}.url", _text(source.get("url"), f"{where}.url"))
+    data = _text(source.get("data"), f"{where}.data")
+    return GivenPicture(f"{where}.data", f"data:;base64,{data}")
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise refused(where, "must be a URL: data:image/png;base64,..., http:// or https://")
+    return value

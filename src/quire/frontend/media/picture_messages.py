@@ -1,0 +1,67 @@
+"""Messages between the frontend and a picture process: msgpack frames on its socket.
+
+down   LoadProcessor, once; then the bytes of a file in a Process
+up     Ready; then Processed or Refused for each
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from quire.protocol.tensor_data import TensorData, decode_tensor, encode_tensor
+
+Why = Literal["format", "pixels", "broken", "shape", "memory"]
+
+
+class LoadProcessor(Struct, array_like=True, tag="load"):
+    """Load the checkpoint's processor; then limit memory to `memory` bytes more."""
+
+    folder: str
+    memory: int
+
+
+class Ready(Struct, array_like=True, tag="ready"):
+    """`error`: why the processor cannot be loaded; empty: it is."""
+
+    error: str = ""
+
+
+class Process(Struct, array_like=True, tag="process"):
+    """Decode and process a file. `cpu_s`: processor time that it may take."""
+
+    data: bytes
+    max_pixels: int
+    cpu_s: float
+
+
+class Processed(Struct, array_like=True, tag="processed"):
+    """What the tower takes, and the text that replaces the placeholder in the prompt."""
+
+    width: int
+    height: int
+    replacement: str
+    tensors: dict[str, TensorData]
+
+
+class Refused(Struct, array_like=True, tag="refused"):
+    why: Why
+    width: int = 0
+    height: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_tensor)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    LoadProcessor | Ready | Process | Processed | Refused, dec_hook=decode_tensor
+)
+
+
+def encode(message: Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray) -> Any:
+    """Raises msgspec.DecodeError, or ValidationError of msgspec: this is no message."""
+    return _decoder.decode(data)

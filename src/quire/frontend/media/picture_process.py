@@ -1,0 +1,168 @@
+"""A program that decodes pictures of strangers and processes them for the model; it may be killed at any time.
+
+Runs `python -m quire.frontend.media.picture_process FD`. The kernel ends it when it exceeds its processor time for a picture
+(ITIMER_PROF) or its memory (RLIMIT_AS). A header is read before any pixel. Pillow reads few formats here. The processor of
+Transformers gets arrays only, never URLs, and code of the checkpoint is not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+
+from quire.frontend.media.picture_messages import (
+    LoadProcessor,
+    Process,
+    Processed,
+    Ready,
+    Refused,
+    decode,
+    encode,
+)
+from quire.processes.child import leave_signals_to_parent
+from quire.processes.isolated_child import ProcessEnded, receive, send
+from quire.protocol.tensor_data import ITEMSIZE, TensorData
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+WHITE = (255, 255, 255, 255)
+
+
+def serve(pipe: socket.socket) -> None:
+    """Answer messages until the socket closes or a limit ends this process."""
+    leave_signals_to_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ProcessEnded):
+        prepare: LoadProcessor = decode(receive(pipe))
+        try:
+            processor = load_processor(prepare.folder)
+        except Exception as error:
+            send(pipe, encode(Ready(f"{type(error).__name__}: {error}"[:500])))
+            return
+        limit_memory(prepare.memory)
+        send(pipe, encode(Ready()))
+        while True:
+            job: Process = decode(receive(pipe))
+            signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
+            send(pipe, encode(answer_to(job, processor)))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def limit_memory(more: int) -> None:
+    """From now on this process may take this number of bytes more than it has, and write no file."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        most = int(file.read().split()[0]) * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def load_processor(folder: str) -> Any:
+    """The checkpoint's processor in Transformers, without its parts for video and sound, which need further libraries."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder, local_files_only=True))]
+    parts = {
+        "image_processor": lambda: AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True),
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True),
+    }  # fmt: skip
+
+    def arguments(cls: Any, *_: Any, **__: Any) -> list[Any]:
+        return [parts[name]() if name in parts else None for name in cls.get_attributes()]
+
+    own = {
+        "_get_arguments_from_pretrained": classmethod(arguments),
+        "check_argument_for_proper_class": lambda self, name, value: type(value),
+    }
+    made: Any = type(kind.__name__, (kind,), own)
+    return made.from_pretrained(folder, local_files_only=True)
+
+
+# -- one picture ----------------------------------------------------------------------------------
+def answer_to(job: Process, processor: Any) -> Processed | Refused:
+    width = height = 0
+    try:
+        image = opened(job.data)
+        if image is None:
+            return Refused("format")
+        width, height = image.size
+        if width * height > job.max_pixels:
+            return Refused("pixels", width, height)
+        pixels_HWC = as_rgb(image)
+    except MemoryError:
+        return Refused("memory", width, height)
+    except Exception:  # a decoder may raise anything on a damaged file
+        return Refused("broken", width, height)
+    try:
+        return processed(pixels_HWC, processor)
+    except MemoryError:
+        return Refused("memory", width, height)
+    except Exception:  # a processor refuses some shapes, each in its own way
+        return Refused("shape", width, height)
+
+
+def opened(data: bytes) -> Any:
+    """The picture, of which only the header is read; None: none of the formats."""
+    from PIL import Image, UnidentifiedImageError
+
+    Image.MAX_IMAGE_PIXELS = None  # ours is checked
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        return None
+
+
+def as_rgb(image: Any) -> np.ndarray:
+    """The pixels of the first frame, turned as EXIF says, on white where they are transparent: [H, W, 3], uint8."""
+    from PIL import Image, ImageOps
+
+    image.load()
+    with contextlib.suppress(
+        Exception
+    ):  # EXIF data may be damaged in any way; then the picture is not turned
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits
+        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        below = Image.new("RGBA", image.size, WHITE)
+        below.alpha_composite(image)
+        image = below
+    return np.asarray(image.convert("RGB"))
+
+
+def processed(pixels_HWC: np.ndarray, processor: Any) -> Processed:
+    init = getattr(processor.tokenizer, "init_kwargs", {})
+    options = processor._merge_kwargs(tokenizer_init_kwargs=init)["images_kwargs"]
+    options |= {"return_tensors": "np", "input_data_format": "channels_last"}
+    found, replacements = processor._process_images([pixels_HWC], **options)
+    height, width, _ = pixels_HWC.shape
+    tensors = {name: tensor_of(np.asarray(value)) for name, value in found.items()}
+    return Processed(width, height, replacements[0], tensors)
+
+
+def tensor_of(array: np.ndarray) -> TensorData:
+    wide = {
+        "float64": "float32",
+        "bool": "uint8",
+        "uint32": "int64",
+        "uint64": "int64",
+        "int16": "int32",
+    }
+    name = wide.get(str(array.dtype), str(array.dtype))
+    if name not in ITEMSIZE:
+        raise ValueError(f"the processor gives numbers of type {array.dtype}")
+    array = np.ascontiguousarray(array, name)
+    return TensorData(name, array.shape, array.reshape(-1).view(np.uint8).data)
+
+
+if __name__ == "__main__":
+    os.nice(5)  # pictures of one client do not delay the tokens of others
+    serve(socket.socket(fileno=int(sys.argv[1])))

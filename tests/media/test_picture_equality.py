@@ -1,0 +1,215 @@
+"""Tokens and logits of prompts with pictures, compared with Transformers' own, in every way in which an engine can compute them.
+
+The peer gets the pixels of Transformers' own processor, called in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import vision_checkpoints
+from vision_checkpoints import CHECKPOINTS, picture
+
+from quire import SamplingParams
+from quire.frontend.media.picture_process import load_processor
+
+COUNT = 10
+KINDS = tuple(CHECKPOINTS)
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+WIDE = {"width": 150, "height": 90}
+
+
+@cache
+def processor(path: str) -> Any:
+    return load_processor(path)
+
+
+def prompt_of(kind: str, text: str) -> str:
+    """`@` in the text stands for a picture."""
+    return "<s>" + text.replace("@", CHECKPOINTS[kind]["placeholder"])
+
+
+def given(kind: str, text: str, pictures: Sequence[Any]) -> dict[str, Any]:
+    return {"prompt": prompt_of(kind, text), "multi_modal_data": {"image": list(pictures)}}
+
+
+def peer(
+    path: str, kind: str, text: str, pictures: Sequence[Any]
+) -> tuple[list[int], list[int], Any]:
+    """(the prompt's tokens, greedy tokens, logits of the first of these) by Transformers."""
+    inputs = processor(path)(images=list(pictures), text=[prompt_of(kind, text)], return_tensors="pt", add_special_tokens=False)  # fmt: skip
+    with torch.inference_mode():
+        out = vision_checkpoints.transformers_model(path).generate(
+            **inputs, max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    prompt = inputs["input_ids"][0].tolist()
+    return prompt, out.sequences[0, len(prompt) :].tolist(), out.logits[0][0]
+
+
+def tokens(llm: Any, *prompts: Any, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [
+        list(one.outputs[0].token_ids)
+        for one in llm.generate(list(prompts), params, use_tqdm=False)
+    ]
+
+
+def passes(llm: Any) -> int:
+    """How many pictures the tower has encoded."""
+    return int(sum(m.value for m in llm.get_metrics() if m.name == "quire:encoder_passes"))
+
+
+@pytest.mark.parametrize("impl", ["auto", "transformers"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_logits_are_those_of_transformers(
+    kind, impl, engine: Callable[..., Any], checkpoint
+):
+    text, pictures = "What is in @ and @? Say it.", [picture(1, **WIDE), picture(2)]
+    prompt, expected, logits_V = peer(checkpoint(kind), kind, text, pictures)
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=20)
+    with engine(kind, model_impl=impl) as llm:
+        (out,) = llm.generate([given(kind, text, pictures)], params, use_tqdm=False)
+    assert out.prompt_token_ids == prompt
+    assert list(out.outputs[0].token_ids) == expected
+    logprobs_V = logits_V.float().log_softmax(-1)
+    for token, entry in out.outputs[0].logprobs[0].items():
+        assert abs(entry.logprob - float(logprobs_V[token])) < 1e-3
+
+
+@pytest.mark.parametrize("text", ["@", "@@", "@ is first", "the last is @", "a@b@c@"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pictures_at_every_place(kind, text, engine, checkpoint):
+    pictures = [picture(n, 60 + 30 * n, 60) for n in range(text.count("@"))]
+    with engine(kind) as llm:
+        assert (
+            tokens(llm, given(kind, text, pictures))[0]
+            == peer(checkpoint(kind), kind, text, pictures)[1]
+        )
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_may_end_inside_a_picture(kind, chunk, engine, checkpoint):
+    text, pictures = "see @ and also @ now", [picture(1, **WIDE), picture(2)]
+    with engine(kind, long_prefill_token_threshold=chunk) as llm:
+        assert (
+            tokens(llm, given(kind, text, pictures))[0]
+            == peer(checkpoint(kind), kind, text, pictures)[1]
+        )
+        assert passes(llm) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beside_texts_and_other_pictures(kind, engine, checkpoint):
+    texts = ["first @ picture", "no picture at all", "@@ two", "the first again: @"]
+    all_pictures = [[picture(1)], [], [picture(2), picture(3, **WIDE)], [picture(1)]]
+    expected = [
+        peer(checkpoint(kind), kind, t, p)[1] for t, p in zip(texts, all_pictures, strict=True) if p
+    ]
+    prompts = [given(kind, t, p) for t, p in zip(texts, all_pictures, strict=True)]
+    with engine(kind, max_num_batched_tokens=48) as llm:
+        alone = tokens(llm, prompts[1])
+        found = tokens(llm, *prompts)
+    assert [found[0], *found[2:]] == expected
+    assert found[1] == alone[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_question_about_a_picture_needs_no_tower(kind, engine, checkpoint):
+    pictures = [picture(4, **WIDE)]
+    first, second = "a picture: @ which colour?", "a picture: @ which shape, please?"
+    with engine(kind) as llm:
+        tokens(llm, given(kind, first, pictures))
+        (out,) = llm.generate([given(kind, second, pictures)], GREEDY, use_tqdm=False)
+        assert passes(llm) == 1
+        assert out.num_cached_tokens >= 16
+        assert list(out.outputs[0].token_ids) == peer(checkpoint(kind), kind, second, pictures)[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_text_with_another_picture_shares_nothing(kind, engine, checkpoint):
+    text = "@ which colour has this?"
+    with engine(kind) as llm:
+        for number in (5, 6):
+            (out,) = llm.generate([given(kind, text, [picture(number)])], GREEDY, use_tqdm=False)
+            assert out.num_cached_tokens == 0
+            assert (
+                list(out.outputs[0].token_ids)
+                == peer(checkpoint(kind), kind, text, [picture(number)])[1]
+            )
+
+
+def test_another_salt_shares_neither_blocks_nor_encoded_pictures(engine):
+    prompt = given("llava", "@ which colour has this?", [picture(5)])
+    with engine("llava") as llm:
+        first = tokens(llm, prompt | {"cache_salt": "a"})
+        (out,) = llm.generate([prompt | {"cache_salt": "b"}], GREEDY, use_tqdm=False)
+        assert (out.num_cached_tokens, passes(llm)) == (0, 2)
+        assert list(out.outputs[0].token_ids) == first[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preempted_requests_continue_with_the_same_tokens(kind, engine, checkpoint):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = [given(kind, f"{n} of @ follows", [picture(n, **WIDE)]) for n in range(4)]
+    with engine(kind) as llm:
+        expected = [tokens(llm, one, params=params)[0] for one in prompts]
+    with engine(kind, num_gpu_blocks_override=12, enable_prefix_caching=False) as llm:
+        assert tokens(llm, *prompts, params=params) == expected
+        assert sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
+    assert (
+        expected[0][:COUNT]
+        == peer(checkpoint(kind), kind, "0 of @ follows", [picture(0, **WIDE)])[1]
+    )
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_beside_speculation_and_after_deep_sleep(kind, engine, checkpoint):
+    text, pictures = "see @ see see see see", [picture(1)]
+    expected = peer(checkpoint(kind), kind, text, pictures)[1]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with engine(kind, speculative_config=speculation) as llm:
+        assert tokens(llm, given(kind, text, pictures))[0] == expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert tokens(llm, given(kind, text, pictures))[0] == expected
+        assert passes(llm) == 2  # the cache was emptied with the weights
+
+
+def test_whole_pictures_in_a_step(engine, checkpoint):
+    text, pictures = "here is @ and then @ too", [picture(1), picture(2)]
+    with engine("llava", disable_chunked_mm_input=True, max_num_batched_tokens=20) as llm:
+        assert (
+            tokens(llm, given("llava", text, pictures))[0]
+            == peer(checkpoint("llava"), "llava", text, pictures)[1]
+        )
+
+
+def test_a_small_encoder_cache_encodes_again(engine, checkpoint):
+    """The cache holds 20 rows, a picture has 16: the second one evicts the first, which a later step needs again."""
+    text, pictures = "@ and @", [picture(1), picture(2)]
+    options = {
+        "max_num_batched_tokens": 20,
+        "long_prefill_token_threshold": 5,
+        "enable_prefix_caching": False,
+    }
+    with engine("llava", **options) as llm:
+        prompts = [given("llava", text, pictures), given("llava", text, pictures[::-1])]
+        found = tokens(llm, *prompts)
+    assert found[0] == peer(checkpoint("llava"), "llava", text, pictures)[1]
+    assert found[1] == peer(checkpoint("llava"), "llava", text, pictures[::-1])[1]
+
+
+def test_several_completions_of_a_picture(engine):
+    params = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=COUNT, ignore_eos=True)
+    one = SamplingParams(temperature=1.0, seed=7, max_tokens=COUNT, ignore_eos=True)
+    prompt = given("llava", "@ tell me", [picture(1)])
+    with engine("llava") as llm:
+        (out,) = llm.generate([prompt], params, use_tqdm=False)
+        assert list(out.outputs[0].token_ids) == tokens(llm, prompt, params=one)[0]
+        assert len({tuple(each.token_ids) for each in out.outputs}) == 3
+        assert passes(llm) == 1

@@ -1,0 +1,211 @@
+"""Pictures over HTTP: every protocol gets the tokens of the Python API, and each wrong part its error with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vision_checkpoints import as_file, picture
+from vision_server import VisionServer, asking, data_url, image_part
+
+from quire import SamplingParams
+
+URL = data_url(as_file(picture(1)))
+TEXT = {"type": "text", "text": "What is it?"}
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Any, processes: Any) -> Iterator[VisionServer]:
+    made = VisionServer(checkpoint("llava"), limit_mm_per_prompt={"image": 3})
+    reader = made.engine.front.pictures
+    assert reader is not None
+    reader.processes = processes(checkpoint("llava"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def expected(engine_tokens: list[int]) -> list[int]:
+    return engine_tokens
+
+
+@pytest.fixture(scope="module")
+def engine_tokens(checkpoint: Any, processes: Any) -> list[int]:
+    """The tokens that the Python API generates for this conversation."""
+    from quire import LLM
+
+    with LLM(model=checkpoint("llava"), dtype="float32", max_model_len=512, block_size=16) as llm:
+        llm.front.pictures.processes = processes(checkpoint("llava"))
+        content = [{"type": "image_pil", "image_pil": picture(1)}, TEXT]
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (out,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+        return list(out.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [image_part(URL), {"type": "image_url", "image_url": URL}, {"type": "input_image", "image_url": URL}, {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}],
+    ids=["object", "bare string", "input_image", "detail"],
+)  # fmt: skip
+def test_forms_of_a_chat_part(part, server, expected):
+    found = server.ask("/v1/chat/completions", asking(part, TEXT)).json()
+    assert found["choices"][0]["token_ids"] == expected
+
+
+def test_responses_and_anthropic_and_batches_read_the_same_prompt(server, expected):
+    prompt = server.ask("/v1/chat/completions", asking(image_part(URL), TEXT)).json()
+    count = prompt["usage"]["prompt_tokens"]
+    text = prompt["choices"][0]["message"]["content"]
+    content = [
+        {"type": "input_image", "image_url": URL},
+        {"type": "input_text", "text": TEXT["text"]},
+    ]
+    body = {
+        "input": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_output_tokens": 8,
+        "ignore_eos": True,
+    }
+    found = server.ask("/v1/responses", body).json()
+    assert (found["usage"]["input_tokens"], found["output"][0]["content"][0]["text"]) == (
+        count,
+        text,
+    )
+    source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+    blocks = [{"type": "image", "source": source}, TEXT]
+    message = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 8, "temperature": 0}
+    assert server.ask("/v1/messages", message).json()["usage"]["input_tokens"] == count
+    assert server.ask("/v1/messages/count_tokens", message).json()["input_tokens"] == count
+    batch = asking(image_part(URL), TEXT)
+    batch["messages"] = [batch["messages"], [{"role": "user", "content": "only text"}]]
+    found = server.ask("/v1/chat/completions/batch", batch).json()
+    assert found["choices"][0]["token_ids"] == expected
+
+
+def test_a_tool_result_may_have_a_picture(server):
+    source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t1",
+        "content": [TEXT, {"type": "image", "source": source}],
+    }
+    messages = [
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, TEXT]},
+    ]
+    tokens = server.ask("/v1/messages/count_tokens", {"messages": messages}).json()["input_tokens"]
+    result["content"].pop()
+    assert (
+        server.ask("/v1/messages/count_tokens", {"messages": messages}).json()["input_tokens"]
+        == tokens - 16
+    )
+
+
+def test_a_text_that_spells_a_placeholder_stays_text(server):
+    spelled = {"type": "text", "text": "a <image> in words"}
+    found = server.ask("/v1/chat/completions", asking(spelled, image_part(URL), prompt_logprobs=0))
+    tokens = found.json()["usage"]["prompt_tokens"]
+    other = {"type": "text", "text": "a (image) in words"}
+    assert (
+        server.ask("/v1/chat/completions", asking(other, image_part(URL))).json()["usage"][
+            "prompt_tokens"
+        ]
+        == tokens
+    )
+
+
+def test_a_second_question_uses_the_prefix_cache(server):
+    server.ask("/v1/chat/completions", asking(image_part(data_url(as_file(picture(9)))), TEXT))
+    before = server.engine.front.pictures.cache.hits
+    counts = dict(server.client.core.counts)
+    found = server.ask(
+        "/v1/chat/completions", asking(image_part(data_url(as_file(picture(9)))), TEXT)
+    )
+    assert found.status_code == 200
+    assert server.engine.front.pictures.cache.hits == before + 1
+    assert server.client.core.counts["encoder_passes"] == counts["encoder_passes"]
+
+
+WRONG = [
+    (image_part("ftp://x/y.png"), "messages[0].content[1].image_url.url", "data:, http:// or https://"),
+    (image_part(7), "messages[0].content[1].image_url.url", "must be a URL"),
+    ({"type": "image_url"}, "messages[0].content[1].image_url", "must be a URL"),
+    (image_part("data:image/png;base64,@@@"), "messages[0].content[1].image_url.url", "not valid base64"),
+    (image_part("data:image/png,abc"), "messages[0].content[1].image_url.url", "base64"),
+    (image_part(data_url(b"no picture")), "messages[0].content[1].image_url.url", "PNG, JPEG, WebP, BMP or GIF"),
+    (image_part(URL[:-400]), "messages[0].content[1].image_url.url", "damaged"),
+    (image_part(URL) | {"uuid": "x"}, "messages[0].content[1]", "uuid"),
+    ({"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}, "messages[0].content[1].image_url.url", "detail"),
+    ({"type": "image"}, "messages[0].content[1]", "image"),
+    ({"type": "image_pil", "image_pil": "x"}, "messages[0].content[1]", "image_pil"),
+    ({"type": "video_url", "video_url": {"url": "http://x"}}, "messages[0].content[1]", "video_url"),
+    ({"type": "input_audio", "input_audio": {}}, "messages[0].content[1]", "input_audio"),
+    ({"type": "image_embeds", "image_embeds": "x"}, "messages[0].content[1]", "image_embeds"),
+    (image_part("file:///etc/passwd"), "messages[0].content[1].image_url.url", "--allowed-local-media-path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "param", "words"), WRONG, ids=[str(n) for n in range(len(WRONG))])
+def test_a_wrong_part_gets_an_error_with_its_place(part, param, words, server):
+    message, where = server.refused(TEXT, part)
+    assert where == param
+    assert words in message
+    assert "PIL" not in message
+    assert "0x" not in message
+
+
+def test_too_many_pictures_are_refused_before_any_is_fetched(server):
+    message, where = server.refused(*[image_part("http://127.0.0.1:9/none.png")] * 4)
+    assert where == "messages[0].content[3].image_url.url"
+    assert "the limit is 3" in message
+
+
+def test_what_pictures_do_not_support_is_refused_by_name(server):
+    message, _ = server.refused(image_part(URL), TEXT, truncate_prompt_tokens=5)
+    assert "truncate_prompt_tokens of a prompt with pictures" in message
+    found = server.ask("/tokenize", {"messages": [{"role": "user", "content": [image_part(URL)]}]})
+    assert found.status_code == 400
+    assert "image_url" in found.json()["error"]["message"]
+
+
+def test_many_completions_of_large_pictures_are_refused(server, monkeypatch):
+    monkeypatch.setattr(server.state.media_room, "most", 20_000)
+    assert "lower `n`" in server.refused(image_part(URL), TEXT, n=3, temperature=1)[0]
+
+
+def test_beam_search_of_a_picture(server):
+    """The best of several beams is at least as likely as the greedy output, and depends on the picture."""
+    found = server.ask("/v1/chat/completions", asking(image_part(URL), TEXT, use_beam_search=True, n=2))  # fmt: skip
+    other = image_part(data_url(as_file(picture(3))))
+    texts = [server.ask("/v1/chat/completions", asking(one, TEXT, use_beam_search=True, n=2)).json()["choices"][0]["message"]["content"] for one in (image_part(URL), other)]  # fmt: skip
+    assert found.json()["choices"][0]["message"]["content"] == texts[0] != texts[1]
+
+
+def test_a_model_without_pictures_says_so(checkpoint):
+    made = VisionServer(checkpoint("llava"), language_model_only=True)
+    try:
+        message, where = made.refused(TEXT, image_part(URL))
+        assert "--language-model-only" in message
+        assert where == "messages[0].content[1].image_url.url"
+    finally:
+        made.close()
+
+
+def test_a_template_of_strings_gets_placeholders_before_the_text(tmp_path, processes):
+    from vision_checkpoints import make_checkpoint
+
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    made = VisionServer(make_checkpoint("llava", tmp_path, template))
+    try:
+        made.engine.front.pictures.processes = processes(str(tmp_path))
+        body = asking(TEXT, image_part(URL), TEXT, return_prompt_text=True)
+        found = made.ask("/v1/chat/completions", body).json()
+        assert found["prompt_text"] == "[user]<image>\nWhat is it?\nWhat is it?"
+    finally:
+        made.close()
+
+
+def test_the_encoder_cache_can_be_emptied(server):
+    assert server.client.call("reset_encoder_cache") is True

@@ -1,0 +1,141 @@
+"""Tiny random vision-language checkpoints, with a tokenizer, a chat template and an image processor; and pictures.
+
+Knows configurations of Transformers. Does not know Quire.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel
+
+VOCAB = 320
+SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]  # fmt: skip
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 7, "projection_dim": 32,
+}  # fmt: skip
+CROP = {"height": 28, "width": 28}
+PREPROCESS_CLIP = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 28},
+    "crop_size": CROP,
+}
+QWEN = {
+    "image_token_id": 5, "video_token_id": 7, "vision_start_token_id": 4, "vision_end_token_id": 6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+QWEN_PIXELS = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 40}}  # fmt: skip
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "config": {
+            "text_config": {"model_type": "llama", **TEXT}, "vision_config": CLIP, "image_token_index": 3,
+            "image_seq_length": 16, "vision_feature_layer": -2,
+        },
+        "processor": {
+            "processor_class": "LlavaProcessor", "patch_size": 7, "vision_feature_select_strategy": "default",
+            "image_token": "<image>", "num_additional_image_tokens": 1,
+        },
+        "preprocessor": PREPROCESS_CLIP,
+        "placeholder": "<image>",
+    },
+    "qwen2_vl": {
+        "config": {
+            **QWEN,
+            "text_config": {"model_type": "qwen2_vl_text", "rope_parameters": QWEN_ROPE, **TEXT},
+            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
+        },
+        "processor": {"processor_class": "Qwen2VLProcessor"},
+        "preprocessor": {"image_processor_type": "Qwen2VLImageProcessor", **QWEN_PIXELS},
+        "placeholder": "<|vision_start|><|image_pad|><|vision_end|>",
+    },
+    "qwen2_5_vl": {
+        "config": {
+            **QWEN,
+            "text_config": {"model_type": "qwen2_5_vl_text", "rope_parameters": QWEN_ROPE, **TEXT},
+            "vision_config": {
+                "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48,
+                "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1],
+            },
+        },
+        "processor": {"processor_class": "Qwen2_5_VLProcessor"},
+        "preprocessor": {"image_processor_type": "Qwen2VLImageProcessor", **QWEN_PIXELS},
+        "placeholder": "<|vision_start|><|image_pad|><|vision_end|>",
+    },
+}  # fmt: skip
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in"
+    " m.content %}{% if p.type == 'image' %}PLACEHOLDER{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Bytes, after the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def make_checkpoint(kind: str, folder: Path, template: str = TEMPLATE) -> str:
+    """A model that does not repeat itself, and whose answers depend on the picture."""
+    made = CHECKPOINTS[kind]
+    torch.manual_seed(len(kind))
+    config = transformers.AutoConfig.for_model(kind, **made["config"])
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(0.2 * torch.randn_like(weight))
+            else:
+                weight.normal_(std=0.2)
+    model.save_pretrained(folder)
+    own = tokenizer()
+    own.chat_template = template.replace("PLACEHOLDER", made["placeholder"])
+    own.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(
+            {**made["preprocessor"], "processor_class": made["processor"]["processor_class"]}
+        )
+    )
+    (folder / "processor_config.json").write_text(json.dumps(made["processor"]))
+    return str(folder)
+
+
+@cache
+def transformers_model(path: str) -> Any:
+    found = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    return found.eval()
+
+
+def picture(number: int = 0, width: int = 70, height: int = 50) -> Image.Image:
+    """A picture with areas of different colours."""
+    draw = np.random.default_rng(number)
+    small = draw.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def as_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
