@@ -15,7 +15,7 @@ from scripted import ScriptedEngine, make_state
 from quire.config.api_key_file import TenantKey, read_keys
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
-from quire.frontend.input_processor import tenant_salt
+from quire.frontend.prompts import tenant_salt
 from quire.server.api_keys import ApiKeys, RateLimit, Tenant
 from quire.server.errors import ApiError
 from quire.server.shared_usage import UsageLedger, forget

@@ -25,7 +25,7 @@ class BadAnswer(Exception):
     """The answer is not HTTP, or has no plain body; the message says so in words of ours."""
 
 
-class Answer:
+class WebAnswer:
     """Status, place of a redirect, body; filled by the parser's calls."""
 
     def __init__(self, take: Callable[[int], None]):
@@ -91,7 +91,7 @@ class Answer:
             self._take(-count)  # it only must not be too long
 
 
-async def get(address: WebAddress, family: int, ip: str, take: Callable[[int], None]) -> Answer:
+async def get(address: WebAddress, family: int, ip: str, take: Callable[[int], None]) -> WebAnswer:
     """The answer of the host at this IP address. `take`: called with the size of each part of the body; may raise.
 
     Raises:
@@ -107,7 +107,7 @@ async def get(address: WebAddress, family: int, ip: str, take: Callable[[int], N
             f"GET {address.target} HTTP/1.1\r\nHost: {address.host_header}\r\nUser-Agent: quire/{__version__}\r\n"
             "Accept: image/*, */*;q=0.5\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n".encode()
         )
-        answer = Answer(take)
+        answer = WebAnswer(take)
         while not answer.complete and (data := await reader.read(PIECE)):
             answer.feed(data)
             if answer.status and answer.status != 200:
