@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from asgi import ask, browser
-from scripted import ScriptedEngine, make_state
+from asgi import browser
+from scripted import make_state
 
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
@@ -99,11 +99,3 @@ def test_the_parser_in_it_is_that_of_the_server():
     assert config.server.reasoning_parser == "qwen3"
     config = engine_config({"reasoning_config": {"reasoning_parser": "qwen3"}, "reasoning_parser": "glm45"})  # fmt: skip
     assert config.server.reasoning_parser == "glm45"
-
-
-@pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_a_constraint_in_beam_search_is_refused_with_the_reason(path: str):
-    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "n": 2, "use_beam_search": True}  # fmt: skip
-    found = ask(ScriptedEngine(), "POST", path, body | {"structured_outputs": {"regex": "a+"}})
-    assert found.status_code == 400
-    assert "grammar would begin anew" in found.json()["error"]["message"]

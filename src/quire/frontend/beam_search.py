@@ -29,9 +29,12 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
-def step_params(params: BeamSearchParams) -> SamplingParams:
-    """Sampling parameters of one step of one beam."""
+def step_params(params: BeamSearchParams, number: int) -> SamplingParams:
+    """Sampling parameters of one beam in step `number`: it has as many tokens after the prompt."""
+    constraint = params.structured_outputs
     return SamplingParams(
+        structured_outputs=constraint,
+        num_searched_tokens=None if constraint is None else number,
         max_tokens=1,
         temperature=params.temperature,
         logprobs=2 * params.beam_width,
@@ -65,8 +68,12 @@ class BeamSearch:
         params = self.params
         ends = () if params.ignore_eos else self.ends
         grown: list[tuple[float, int, int]] = []
+        constrained = params.structured_outputs is not None
         for at, (beam, entries) in enumerate(zip(self.beams, answers, strict=True)):
-            for token, logprob in candidates(entries, 2 * params.beam_width):
+            if constrained:
+                entries = with_one_end(entries, ends)
+            most = None if constrained else 2 * params.beam_width
+            for token, logprob in candidates(entries, most):
                 total = beam.cum_logprob + logprob
                 if token in ends:
                     self._end(beam, entries, token, total)
@@ -127,12 +134,20 @@ class BeamSearch:
         return self.done
 
 
-def candidates(entries: Position, count: int) -> list[tuple[int, float]]:
-    """The `count` most likely next tokens: id, log-probability."""
+def with_one_end(entries: Position, ends: Collection[int]) -> Position:
+    """The entries without all end tokens but the likeliest: after a complete output a constraint allows each, and the texts are equal."""
+    found = [token for token in entries if token in ends]
+    best = max(found, key=lambda token: entries[token].logprob, default=None)
+    return {token: one for token, one in entries.items() if token not in ends or token == best}
+
+
+def candidates(entries: Position, count: int | None) -> list[tuple[int, float]]:
+    """The `count` most likely next tokens: id, log-probability; None: all entries, which a constraint allows."""
     return [
         (token, entry.logprob)
         for token, entry in entries.items()
-        if entry.rank is None or entry.rank <= count  # the sampled token may rank lower
+        # the sampled token may rank lower
+        if count is None or entry.rank is None or entry.rank <= count
     ]
 
 
@@ -153,7 +168,7 @@ def search_together(
         ValidationError: a prompt is invalid.
         QuireError: a step failed.
     """
-    step, arrived, searches = step_params(params), time.time(), []
+    step, arrived, searches = step_params(params, 0), time.time(), []
     media = []
     for prompt in prompts:
         first = inputs.accept(prompt, step, id="beam", is_subrequest=True)
@@ -161,7 +176,8 @@ def search_together(
             BeamSearch(params, first.tokens, inputs.eos_token_ids, inputs.max_model_len)
         )
         media.append(first.children[0].media)
-    for _ in range(params.max_tokens):
+    for number in range(params.max_tokens):
+        step = step_params(params, number)
         requests = [
             inputs.accept(
                 Prompt(None, beam.tokens, prompt.salt, media=items), step, id=f"beam-{next(ids)}", is_subrequest=True,
@@ -248,8 +264,9 @@ class BeamStream:
     async def _searched(self) -> RequestOutput:
         inputs, params, prompt = self.inputs, self.params, self.prompt
         ends, limit = frozenset(inputs.eos_token_ids), inputs.max_model_len
-        search, step = BeamSearch(params, prompt.tokens, ends, limit, self.logprobs), step_params(params)  # fmt: skip
+        search = BeamSearch(params, prompt.tokens, ends, limit, self.logprobs)
         for number in range(min(params.max_tokens, limit)):
+            step = step_params(params, number)
             entries = await self._step(search, step, f"{self.id}.{number}")
             if entries is None:
                 search.stop("abort")

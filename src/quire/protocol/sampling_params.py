@@ -140,6 +140,9 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
     """Token sequences that must not occur: the last token of one is masked when the others precede it."""
     thoughts: ThinkingMarkers | None = None
     """thinking_token_budget, resolved for this model and prompt."""
+    num_searched_tokens: int | None = None
+    """Of the prompt's last tokens, how many a beam search has found in its steps so far: the constraint continues after them, and
+    `logprobs` are those of the likeliest tokens that it allows. None: the request is no step of a search with a constraint."""
     checked: bool = False
     """The values were validated, and the engine must not do it again: `frontend/parallel_sampling.py` sets values that
     break rules for user input."""
@@ -218,11 +221,7 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
                 "guided_decoding", 3600.0, "guided_decoding is now structured_outputs"
             )
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-        structured: Any = self.structured_outputs
-        if isinstance(structured, dict):  # the form that JSON and older programs use
-            self.structured_outputs = StructuredOutputsParams.read(structured)
-        elif structured is not None and not isinstance(structured, StructuredOutputsParams):
-            raise read.wrong("structured_outputs", structured, "a StructuredOutputsParams")
+        self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
 
     def _read_counts(self) -> None:
         maximum = int(env.get("MAX_N_SEQUENCES")) if self.n != 1 or self.best_of is not None else 1
@@ -383,7 +382,6 @@ class BeamSearchParams(Struct, omit_defaults=True, kw_only=True):
 
     Raises:
         ValidationError: a value is out of its range.
-        Unsupported: structured_outputs.
     """
 
     beam_width: int
@@ -394,14 +392,16 @@ class BeamSearchParams(Struct, omit_defaults=True, kw_only=True):
     length_penalty: float = 1.0
     """A sequence's score is its log-probability divided by its length to this power."""
     include_stop_str_in_output: bool = False
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    """The format of the sequences. A beam continues only with tokens that it allows; their log-probabilities are the model's."""
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if self.structured_outputs is not None:
-            raise Unsupported(
-                "structured_outputs in beam search (each of its steps is a request of its own, whose grammar would begin anew)",
-                "sample: SamplingParams(structured_outputs=..., best_of=N) returns the likeliest of N outputs",
+        self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise ValidationError(
+                "ignore_eos cannot be combined with structured_outputs in beam search: a complete output has no next token; leave one out",
+                parameter="ignore_eos",
             )
         self.beam_width = read.whole_number("beam_width", self.beam_width, 1, 128)
         self.max_tokens = read.whole_number("max_tokens", self.max_tokens, 1)

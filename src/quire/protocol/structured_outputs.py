@@ -96,6 +96,19 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
             )  # fmt: skip
 
     @classmethod
+    def of(cls, given: Any) -> StructuredOutputsParams | None:
+        """A constraint as programs give it: an object of this class, a dict of its fields (from JSON, or an older program), or None.
+
+        Raises:
+            ValidationError: something else.
+        """
+        if given is None or isinstance(given, StructuredOutputsParams):
+            return given
+        if isinstance(given, dict):
+            return cls.read(given)
+        raise read.wrong(FIELD, given, "a StructuredOutputsParams")
+
+    @classmethod
     def read(cls, data: Mapping[str, Any]) -> StructuredOutputsParams:
         """Parse an object from HTTP, or a dict of an older program. None, and json_object=False, count as not given.
 

@@ -86,15 +86,16 @@ class GrammarMasks(Processor):
         if (constraint := new.sampling_params.structured_outputs) is None:
             return False
         params, compiled = new.sampling_params, self.compiler.submit(constraint, now=True)
-        ends, room = list(params.eos_token_ids), params.max_tokens or 0
+        searched = params.num_searched_tokens or 0
+        ends, room = list(params.eos_token_ids), (params.max_tokens or 0) + searched
         one_end = len(ends) == 1 and not params.ignore_eos
         settings = GrammarRowSettings(
             ends, params.ignore_eos, room, params.min_tokens if one_end else room,
             self.jumps and may_jump(params),
         )  # fmt: skip
-        outputs = new.tokens[new.num_prompt :]
+        start = new.num_prompt - searched
         grammar = RowGrammar(
-            new.row, next(self._numbers), constraint, compiled, settings, new.num_prompt, outputs
+            new.row, next(self._numbers), constraint, compiled, settings, start, new.tokens[start:]
         )
         self.row_grammars[new.row] = grammar
         grammar.job = self._thread.submit(self._begin, grammar)

@@ -35,12 +35,9 @@ DRAWING = (
 NOT_WITH_BEAM_SEARCH = (
     "stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "prompt_logprobs", "logprob_token_ids", "repetition_detection",
-    "thinking_token_budget", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "guided_json_object", "echo", "best_of", "tools",
+    "thinking_token_budget", "echo", "best_of", "tools",
 )  # fmt: skip
 """Fields that would change the search. Sampling fields (top_p, seed) are accepted and ignored: nothing is sampled."""
-CONSTRAINTS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")  # fmt: skip
-ANEW = "each step of a search is a request of its own, whose grammar would begin anew"
 
 
 def refuse_unsupported(request: Sampling) -> None:
@@ -212,10 +209,8 @@ def beam_search_params(
         return None
     for name in NOT_WITH_BEAM_SEARCH:
         if getattr(request, name, None):
-            why = f" ({ANEW})" if name in CONSTRAINTS else ""
             raise invalid(
-                f"`{name}` is not supported with `use_beam_search`{why}; leave one of them out",
-                name,
+                f"`{name}` is not supported with `use_beam_search`; leave one of them out", name
             )
     return BeamSearchParams(
         beam_width=params.n,
@@ -226,5 +221,6 @@ def beam_search_params(
         else request.temperature,
         length_penalty=request.length_penalty,
         include_stop_str_in_output=params.include_stop_str_in_output,
+        structured_outputs=params.structured_outputs,
         skip_special_tokens=params.skip_special_tokens,
     )

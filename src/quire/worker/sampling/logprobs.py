@@ -82,6 +82,12 @@ def score(
     )
 
 
+def best_allowed(logits_NV: Tensor, top: int) -> Tensor:
+    """ids_NK of the `top` best tokens whose logits are not -inf; where there are fewer, the best one repeats."""
+    values_NK, ids_NK = logits_NV.topk(min(top, logits_NV.shape[1]), dim=-1)
+    return torch.where(values_NK == -torch.inf, ids_NK[:, :1], ids_NK)
+
+
 def joined(parts: list[ScoredTokens]) -> ScoredTokens:
     """Join consecutive positions that were scored in pieces."""
     if len(parts) == 1:

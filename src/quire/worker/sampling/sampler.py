@@ -32,7 +32,7 @@ from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.builtin_processors import builtin_processors
 from quire.worker.sampling.gumbel import keys
 from quire.worker.sampling.logits_processors import LogitsPipeline, Processor
-from quire.worker.sampling.logprobs import MODES, ScoredTokens, joined
+from quire.worker.sampling.logprobs import MODES, ScoredTokens, best_allowed, joined
 from quire.worker.sampling.row_params import ROW_PARAMS, is_greedy, is_limited, row_params
 from quire.worker.sampling.sampled_step import RequestFault, SampledStep
 from quire.worker.sampling.sampler_ops import TORCH_OPS, SamplerOps
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+BEST, BEST_ALLOWED = -1, -2
 PROMPT_CHUNK = 128  # prompt positions whose logits are computed at a time
 
 
@@ -76,6 +77,8 @@ class Sampler:
         self.params_R = np.zeros(rows.max_rows, ROW_PARAMS)
         # Rows with logprobs: the number of best tokens to report, or the tokens to report.
         self.logprobs: dict[int, tuple[int, Tensor | None]] = {}
+        # Of these rows, those whose best tokens are the best ones that the processors allow.
+        self.allowed_only: set[int] = set()
         # Rows with prompt logprobs: the number of best tokens to report.
         self.prompt_logprobs: dict[int, int] = {}
         # rows with unusable parameters, which fail when they run
@@ -125,6 +128,8 @@ class Sampler:
             self.logprobs[row] = 0, self.rows.tensor(np.array(ids, np.int64))
         elif params.logprobs is not None:
             self.logprobs[row] = params.logprobs, None
+            if params.num_searched_tokens is not None:
+                self.allowed_only.add(row)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs
         if (error := self.pipeline.enter(new)) is not None:
@@ -133,6 +138,7 @@ class Sampler:
     def leave(self, row: int) -> None:
         self.pipeline.leave(row)
         self.slow_path_rows.discard(row)
+        self.allowed_only.discard(row)
         for table in (self.logprobs, self.prompt_logprobs, self.invalid):
             table.pop(row, None)
 
@@ -205,7 +211,7 @@ class Sampler:
             if scored:
                 if not self.raw:
                     reported_SV = self._processed(scaled_SV, params_S)
-                self._score(scored, reported_SV, tokens_S, rows_S, lengths_S, sampled)
+                self._score(scored, reported_SV, changed_SV, tokens_S, rows_S, sampled)
         if sampled.max_allowed_logit_S is not None:
             sampled.params = [self.rows.params[row] for row in rows_S.tolist()]
         sampled.draw_errors = errors
@@ -275,7 +281,7 @@ class Sampler:
 
     # -- scores ---------------------------------------------------------------------------------
     def _score_groups(self, rows_S: np.ndarray) -> dict[tuple[int, int], list[int]]:
-        """Indices in S, by (number of best tokens, number of given tokens or -1).
+        """Indices in S, by (number of best tokens, number of given tokens, or -1, or -2 for the best allowed ones).
 
         Rows are scored with others of equal numbers only, since how topk breaks ties may depend on its k.
         """
@@ -283,18 +289,18 @@ class Sampler:
         for at, row in enumerate(rows_S.tolist()):
             if (request := self.logprobs.get(row)) is not None:
                 best, token_ids = request
-                groups.setdefault((best, -1 if token_ids is None else len(token_ids)), []).append(
-                    at
-                )
+                kind = BEST_ALLOWED if row in self.allowed_only else BEST
+                given = kind if token_ids is None else len(token_ids)
+                groups.setdefault((best, given), []).append(at)
         return groups
 
     def _score(
         self,
         groups: dict[tuple[int, int], list[int]],
         reported_SV: Tensor,
+        changed_SV: Tensor,
         tokens_S: Tensor,
         rows_S: np.ndarray,
-        lengths_S: np.ndarray,
         sampled: SampledStep,
     ) -> None:
         for (best, num_token_ids), members in groups.items():
@@ -303,6 +309,8 @@ class Sampler:
             if num_token_ids >= 0:
                 tables = (self.logprobs[row][1] for row in rows_S[members].tolist())
                 also = torch.stack([ids for ids in tables if ids is not None])
+            elif num_token_ids == BEST_ALLOWED:
+                also = best_allowed(changed_SV[at], best)
             scored = self.ops.score(reported_SV[at], tokens_S[at], best, also, self.normalise)
             sampled.scored.append((scored, members))
 
