@@ -177,6 +177,7 @@ def test_encodings(serving, dtype, order, form):
 
 
 def test_rounding_as_torch():
+    """Torch 2.11 made NaN of numbers beyond 464 in e4m3 (pytorch#178817); since then it gives 448, as these routes do."""
     draw = np.random.default_rng(0)
     numbers = draw.standard_normal(4096).astype(np.float32)
     numbers = np.concatenate([numbers * scale for scale in (1e-6, 1e-3, 1, 100, 1e5)])
@@ -185,7 +186,8 @@ def test_rounding_as_torch():
     for name, kind in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):  # fmt: skip
         data = bytearray(VectorEncoding("base64", name, "little").encoded(numbers))
         found = torch.frombuffer(data, dtype=kind).float()
-        expected = torch.from_numpy(numbers).to(kind).float()
+        within = numbers.clip(-448, 448) if name == "fp8_e4m3" else numbers
+        expected = torch.from_numpy(within).to(kind).float()
         assert torch.equal(torch.nan_to_num(found, -1.0), torch.nan_to_num(expected, -1.0)), name
         assert torch.equal(torch.signbit(found), torch.signbit(expected)) or name != "fp8_e4m3"
 
