@@ -18,6 +18,7 @@ from quire.errors import EngineDeadError, ValidationError
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.pooling.inputs import not_pooling
+from quire.frontend.request_manager import RequestManager
 from quire.observe.prometheus import ServerMetrics
 from quire.protocol.output import EngineStats
 from quire.server.openai.sampling_params import FINAL_ONLY
@@ -79,6 +80,8 @@ class ScriptedEngine(AsyncEngine):
     has_chat_template = True
     template_is_isolated = False
     pooling = None
+    pictures = None
+    need_pictures = RequestManager.need_pictures
 
     def __init__(self, *script: str | Exception, finish: str = "stop"):
         self.front = self.client = self  # type: ignore[assignment]
