@@ -18,8 +18,8 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
-VOCAB = 320
-SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]  # fmt: skip
+VOCAB = 340
+SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<img>", "</img>", "<video>", *[f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)]]  # fmt: skip
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -34,6 +34,10 @@ PREPROCESS_CLIP = {
     "size": {"shortest_edge": 28},
     "crop_size": CROP,
 }
+SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 7, "vision_use_head": False,
+}  # fmt: skip
 QWEN = {
     "image_token_id": 5, "video_token_id": 7, "vision_start_token_id": 4, "vision_end_token_id": 6,
     "tie_word_embeddings": False,
@@ -51,6 +55,68 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "image_token": "<image>", "num_additional_image_tokens": 1,
         },
         "preprocessor": PREPROCESS_CLIP,
+        "placeholder": "<image>",
+    },
+    "llava_next": {
+        "config": {
+            "text_config": {"model_type": "llama", **TEXT}, "vision_config": CLIP, "image_token_index": 3,
+            "image_seq_length": 16, "vision_feature_layer": -2, "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+        "processor": {
+            "processor_class": "LlavaNextProcessor", "patch_size": 7, "vision_feature_select_strategy": "default",
+            "image_token": "<image>", "num_additional_image_tokens": 1,
+        },
+        "preprocessor": {
+            "image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 28}, "crop_size": CROP,
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+        "placeholder": "<image>",
+    },
+    "llava_onevision": {
+        "config": {
+            "text_config": {"model_type": "qwen2", **TEXT}, "vision_config": SIGLIP, "image_token_index": 3,
+            "image_seq_length": 16, "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+        "processor": {
+            "processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16, "vision_feature_select_strategy": "full",
+            "image_token": "<image>",
+        },
+        "preprocessor": {
+            "image_processor_type": "LlavaOnevisionImageProcessor", "size": CROP, "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+        "placeholder": "<image>",
+    },
+    "internvl": {
+        "config": {
+            "text_config": {"model_type": "qwen2", **TEXT}, "image_token_id": 3, "image_seq_length": 4, "downsample_ratio": 0.5,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": [28, 28], "patch_size": [7, 7],
+            },
+        },
+        "processor": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        "tokens": {
+            "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<image>", "video_token": "<video>",
+        },
+        "preprocessor": {
+            "image_processor_type": "GotOcr2ImageProcessor", "size": CROP, "crop_to_patches": True, "min_patches": 1,
+            "max_patches": 4,
+        },
+        "placeholder": "<image>",
+    },
+    "idefics3": {
+        "config": {
+            "text_config": {"model_type": "llama", **TEXT}, "image_token_id": 3, "scale_factor": 2,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 7,
+            },
+        },
+        "processor": {"processor_class": "Idefics3Processor", "image_seq_len": 4},
+        "preprocessor": {
+            "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28},
+        },
         "placeholder": "<image>",
     },
     "qwen2_vl": {
@@ -84,8 +150,8 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Bytes, after the special tokens."""
+def tokenizer(named: dict[str, str]) -> transformers.PreTrainedTokenizerFast:
+    """Bytes, after the special tokens. `named`: attributes of the tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None))
@@ -93,8 +159,9 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     backend.decoder = ByteLevel()
     backend.add_special_tokens(SPECIAL)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        **({"extra_special_tokens": named} if named else {}),
+    )  # fmt: skip
 
 
 def make_checkpoint(kind: str, folder: Path, template: str = TEMPLATE) -> str:
@@ -110,7 +177,7 @@ def make_checkpoint(kind: str, folder: Path, template: str = TEMPLATE) -> str:
             else:
                 weight.normal_(std=0.2)
     model.save_pretrained(folder)
-    own = tokenizer()
+    own = tokenizer(made.get("tokens", {}))
     own.chat_template = template.replace("PLACEHOLDER", made["placeholder"])
     own.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(

@@ -243,7 +243,7 @@ class RequestManager:
         for place, picture in zip(places, reader.load_now([p.given for p in places]), strict=True):
             place.parts[place.index] = PicturePart(picture)
         mark = new_mark()
-        options = dataclasses.replace(options, picture=reader.model.placeholder)
+        options = dataclasses.replace(options, picture=reader.placeholder)
         text, spelled = unmarked(self.render(marked(copied, reader.token, mark), options), reader.token, mark)  # fmt: skip
         tokens = self.inputs.tokenize(Prompt(text), TokenizeOptions(False, fits_model=False))
         return self.inputs.checked(reader.placed(tokens, pictures_in(copied), spelled))

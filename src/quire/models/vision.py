@@ -22,6 +22,8 @@ from quire.protocol.tensor_data import ITEMSIZE
 FAMILY: dict[str, dict[str, Any]] = FAMILIES["vision"]
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOWERS = ("vision_config", "vision_tower_config", "vit_config")
+OTHER_TOWERS = frozenset({"pixtral"})
+"""Their processor needs torchvision."""
 DEFAULT_PIXELS = 28 * 28 * 1280  # of a picture, where the files of a Qwen checkpoint do not say
 
 
@@ -32,10 +34,11 @@ class VisionModel:
     Attributes:
         architecture: of the wrapper, in Transformers.
         image_token_id: the token of the prompt that stands for one row of the tower.
-        placeholder: what stands for a picture in a prompt's text, for chat templates that do not write it.
+        placeholder: what stands for a picture in a prompt's text, for chat templates that do not write it; empty: this token.
         has_grid: rotary positions of its tokens have three components, time, height and width.
         merge: rows and columns of patches that become one row of the tower.
-        max_rows: rows of the largest picture, as far as the files say; 0: they do not.
+        max_rows: rows of the largest picture, as far as the files say.
+        max_patches: what the tower computes for it.
         width: features of a row.
         tower_width: of the tower's widest layer and its hidden states together, for one patch.
     """
@@ -47,12 +50,13 @@ class VisionModel:
     has_grid: bool
     merge: int
     max_rows: int
+    max_patches: int
     width: int
     tower_width: int
 
     def activation_bytes(self, dtype: str) -> int:
         """An estimate of the memory that encoding the largest picture takes."""
-        return self.max_rows * self.merge**2 * self.tower_width * ITEMSIZE[dtype]
+        return self.max_patches * self.tower_width * ITEMSIZE[dtype]
 
 
 def vision_model(resolved: Resolved) -> VisionModel | None:
@@ -64,10 +68,13 @@ def why_no_pictures(resolved: Resolved) -> str:
     """Why this server takes no pictures, as a sentence with the remedy; empty: it takes them."""
     config = _config(resolved)
     kind = str(config.get("model_type", ""))
-    if not any(isinstance(config.get(name), Mapping) for name in TOWERS):
+    tower = _tower(config)
+    if tower is None:
         return "this model reads text only: send text, or serve a model with a vision tower"
     if kind not in FAMILY:
         return f"pictures for {kind} are not supported yet (they are for {', '.join(FAMILY)}): send text"
+    if tower.get("model_type") in OTHER_TOWERS:
+        return f"pictures for {kind} with a tower of {tower['model_type']} are not supported yet: send text"
     if not resolved.config.media.max_pictures:
         return "this server takes no pictures (--limit-mm-per-prompt or --language-model-only): send text"
     if resolved.pooling is not None:
@@ -89,30 +96,50 @@ def _config(resolved: Resolved) -> dict[str, Any]:
     return overridden(config, resolved.config.model.hf_overrides or {})
 
 
+def _tower(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((config[name] for name in TOWERS if isinstance(config.get(name), Mapping)), None)
+
+
 def _read(resolved: Resolved) -> VisionModel:
     config = _config(resolved)
     kind = str(config["model_type"])
     family = FAMILY[kind]
-    tower = next(config[name] for name in TOWERS if isinstance(config.get(name), Mapping))
+    tower = _tower(config) or {}
     names = config.get("architectures") or [""]
     merge = int(tower.get("spatial_merge_size") or 2) if family.get("grid") else 1
     token = config.get("image_token_id", config.get("image_token_index", family["token_id"]))
     text = next((config[name] for name in NESTS if isinstance(config.get(name), Mapping)), config)
     width = int(text.get("hidden_size") or resolved.hf_config.get("hidden_size") or 4096)
-    rows = _most_rows(family, tower, merge, resolved.path)
+    rows, patches = _sizes(family, config, tower, merge, resolved.path)
     hidden = int(tower.get("hidden_size") or tower.get("embed_dim") or 1024)
     inner = int(tower.get("intermediate_size") or 4 * hidden)
     return VisionModel(
-        kind, str(names[0]), int(token), str(family["placeholder"]), bool(family.get("grid")), merge, rows, width,
+        kind, str(names[0]), int(token), str(family.get("placeholder", "")), bool(family.get("grid")), merge, rows, patches, width,
         8 * hidden + 3 * inner,
     )  # fmt: skip
 
 
-def _most_rows(family: Mapping[str, Any], tower: Mapping[str, Any], merge: int, path: str) -> int:
+def _sizes(
+    family: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tower: Mapping[str, Any],
+    merge: int,
+    path: str,
+) -> tuple[int, int]:
+    """(rows, patches) of the largest picture."""
     patch = _side(tower.get("patch_size", 14))
     if family.get("grid"):
-        return _most_pixels(path) // (patch * merge) ** 2
-    return (_side(tower.get("image_size", 336)) // patch) ** 2 + 1
+        rows = _most_pixels(path) // (patch * merge) ** 2
+        return rows, rows * merge**2
+    side = _side(tower.get("image_size", 336)) // patch
+    shrink = int(config.get("scale_factor") or round(1 / (config.get("downsample_ratio") or 1)))
+    tiles = int(family.get("tiles", 1))
+    line_ends = (
+        side + 1 if tiles > 1 else 1
+    )  # at most one token for each line of a tile, and one for the tile
+    return tiles * (side**2 // shrink**2 + line_ends), family.get("encoded_tiles", tiles) * (
+        side**2 + 1
+    )
 
 
 def _most_pixels(path: str) -> int:

@@ -53,6 +53,8 @@ class PictureInputs:
                 f"pictures with a tokenizer that has no token {model.image_token_id}", "send text"
             )
         self.token = token
+        self.placeholder = model.placeholder or token
+        """What stands for a picture in a text."""
         self.letters = tokenizer.encode(token[:1], False) + tokenizer.encode(token[1:], False)
         """The tokens of a text that spells the token."""
         self.fetcher = Fetcher(media)

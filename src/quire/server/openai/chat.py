@@ -77,7 +77,7 @@ async def chat_text(
     check_messages(messages)
     options = chat_options(body, context.state)
     if (reader := context.engine.front.pictures) is not None:
-        options.picture = reader.model.placeholder
+        options.picture = reader.placeholder
     return await render(with_calls_read(messages), options, context)
 
 
