@@ -112,7 +112,7 @@ def test_drafters_that_differ_by_rank(checkpoint: str, expected: list[Any]) -> N
     with split_engine(checkpoint, speculative_config=config(3, adaptive=False)) as one:
         for rank, worker in enumerate(one.client.core.executor.workers):  # type: ignore[attr-defined]
             hook = next(each for each in worker.hooks if isinstance(each, SpeculationHook))
-            hook.drafter.drafter = Guess(rank)  # type: ignore[attr-defined]
+            hook.drafter.drafters = [Guess(rank)]  # type: ignore[attr-defined]
         assert answers(one) == expected
         assert one.stats()["counts"]["spec_decode_num_draft_tokens"]
 

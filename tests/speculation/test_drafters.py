@@ -13,10 +13,9 @@ from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
 
 from quire.errors import ConfigError, RankLost
 from quire.features.speculation import past_answers, token_index
-from quire.features.speculation.chain import Chain
 from quire.features.speculation.copy_source import NEAR, CopySource
 from quire.features.speculation.drafter import Drafter
-from quire.features.speculation.drafter_guard import DrafterGuard
+from quire.features.speculation.drafters import Drafters
 from quire.features.speculation.lookup_drafter import LookupDrafter
 from quire.features.speculation.past_answers import PastAnswers
 from quire.features.speculation.token_index import END, TokenIndex
@@ -24,6 +23,7 @@ from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
 
 A, B = b"a", b"b"
+ROWS: Any = SimpleNamespace(vocab_size=9)
 PROMPTS = prompts(6)
 
 
@@ -154,7 +154,7 @@ def test_past_answers_are_found_in_their_scope_only() -> None:
 
 def test_answers_for_which_another_drafter_had_all_proposals_are_kept_too() -> None:
     one = drafter()
-    chain = Chain([Always(), one])
+    chain = Drafters([Always(), one], ROWS)
     chain.enter(3, [50, 51], A)
     for token in (1, 2, 3, 4, 5):
         assert chain.propose_all({3: 2}) == {3: [8, 8]}
@@ -247,7 +247,11 @@ class Fixed(Drafter):
 
 def test_a_chain_asks_the_next_drafter_for_rows_without_a_proposal() -> None:
     first, second = Fixed({1: [5], 2: []}), Fixed({1: [6], 2: [7], 3: [8]})
-    assert Chain([first, second]).propose_all({1: 4, 2: 4, 3: 4}) == {1: [5], 2: [7], 3: [8]}
+    assert Drafters([first, second], ROWS).propose_all({1: 4, 2: 4, 3: 4}) == {
+        1: [5],
+        2: [7],
+        3: [8],
+    }
     assert second.asked == [{2: 4, 3: 4}]
 
 
@@ -333,7 +337,7 @@ def test_a_drafter_that_fails_costs_proposals_only(
     speculating: Engine, plain: list[list[int]], kind: type[Drafter], caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     hook = next(hook for hook in speculating.client.core.executor.worker.hooks if hook.name == "speculation")  # fmt: skip
-    good, hook.drafter = hook.drafter, DrafterGuard(kind(), hook.rows)
+    good, hook.drafter = hook.drafter, Drafters([kind()], hook.rows)
     try:
         assert speculating.tokens(PROMPTS, greedy(40)) == plain
     finally:
@@ -351,7 +355,7 @@ def test_a_lost_rank_is_no_failure_of_a_drafter(lost: bool) -> None:
 
     for name in calls:
         setattr(inner, name, fails)
-    one = DrafterGuard(inner, SimpleNamespace(vocab_size=9))  # type: ignore[arg-type]
+    one = Drafters([inner], ROWS)
     arguments = {"enter": (1, [1], A), "leave": (2,), "extend": (3, [1]), "observe": (None, None)}
     for name in calls:
         with pytest.raises(RankLost) if lost else nullcontext():
@@ -382,8 +386,8 @@ def test_refused_tokens_are_in_no_index(
     config = {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}
     with engine(checkpoint, depth, speculative_config=config) as one:
         hook = next(hook for hook in one.client.core.executor.worker.hooks if hook.name == "speculation")  # fmt: skip
-        found = hook.drafter.drafter
-        hook.drafter.drafter = Chain([SometimesWrong(), found])
+        (found,) = hook.drafter.drafters
+        hook.drafter.drafters.insert(0, SometimesWrong())
         assert one.tokens(PROMPTS, greedy(40)) == plain
         one.tokens([[5]], greedy(1))  # the rows of the last ones are free then
         counts = one.stats()["counts"]

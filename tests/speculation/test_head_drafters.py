@@ -169,7 +169,7 @@ def test_one_native_call_guesses_the_same(name: str, tmp_path: Path, targets: di
         with engine(path, dtype="bfloat16", speculative_config=config(method, folder)) as one:
             if not fused:
                 one.client.core.executor.worker.unfuse("test")
-            drafter: Any = hook_of(one).drafter.drafter  # type: ignore[attr-defined]
+            (drafter,) = hook_of(one).drafter.drafters  # type: ignore[attr-defined]
             propose, guesses = drafter.propose_all, []
             drafter.propose_all = lambda limits: guesses.append(propose(limits)) or guesses[-1]  # noqa: B023
             assert answers(one, DRAWN) == wanted

@@ -15,11 +15,10 @@ from quire.config.engine import Resolved
 from quire.config.serialize import by_name
 from quire.config.speculation import SpeculativeOptions
 from quire.errors import ConfigError
-from quire.features.speculation.chain import Chain
 from quire.features.speculation.draft_model_runner import DraftModelRunner, TargetLogits
 from quire.features.speculation.draft_rows import DraftRows
 from quire.features.speculation.drafter import Drafter
-from quire.features.speculation.drafter_guard import DrafterGuard
+from quire.features.speculation.drafters import Drafters
 from quire.features.speculation.eagle_drafter import EagleDrafter
 from quire.features.speculation.gate import NAME
 from quire.features.speculation.lookup_drafter import LookupDrafter
@@ -34,10 +33,9 @@ Builder = Callable[[WorkerParts, Resolved, SpeculativeOptions], Drafter]
 
 
 def build_drafter(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
-    """The drafter of `method`; several methods, with commas between them, build a chain."""
+    """The drafters of `method`, which has commas between several."""
     drafters = [BUILDERS[method](parts, resolved, options) for method in options.methods]
-    drafter = drafters[0] if len(drafters) == 1 else Chain(drafters)
-    return DrafterGuard(drafter, parts.rows)
+    return Drafters(drafters, parts.rows)
 
 
 def _ngram(parts: WorkerParts, resolved: Resolved, options: SpeculativeOptions) -> Drafter:
