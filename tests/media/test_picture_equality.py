@@ -5,6 +5,8 @@ The peer gets the pixels of Transformers' own processor, called in this process.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -213,3 +215,32 @@ def test_several_completions_of_a_picture(engine):
         assert list(out.outputs[0].token_ids) == tokens(llm, prompt, params=one)[0]
         assert len({tuple(each.token_ids) for each in out.outputs}) == 3
         assert passes(llm) == 1
+
+
+def test_a_published_config_without_text_config(tmp_path, processes, checkpoint):
+    """The values of the language model are beside vision_config, as in Qwen2-VL's and Qwen2.5-VL's repositories."""
+    from quire import LLM
+
+    path = checkpoint("qwen2_vl")
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    inner = config.pop("text_config")
+    (tmp_path / "config.json").write_text(json.dumps({**inner, **config}))
+    text, pictures = "see @ here", [picture(1, **WIDE)]
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, block_size=16) as llm:
+        llm.front.pictures.processes = processes(path)
+        assert (
+            tokens(llm, given("qwen2_vl", text, pictures))[0]
+            == peer(path, "qwen2_vl", text, pictures)[1]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_two_ranks_compute_the_same_tokens(kind, engine, checkpoint):
+    text, pictures = "see @ and @ here", [picture(1, **WIDE), picture(2)]
+    with engine(kind, tensor_parallel_size=2) as llm:
+        assert (
+            tokens(llm, given(kind, text, pictures))[0]
+            == peer(checkpoint(kind), kind, text, pictures)[1]
+        )

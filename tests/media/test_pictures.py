@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from vision_checkpoints import as_file, picture
+from vision_checkpoints import as_file, damaged, picture
 
 from quire.errors import ValidationError
 from quire.frontend.media.picture_messages import Processed
@@ -157,29 +157,6 @@ def test_a_processor_that_cannot_be_loaded_is_named_in_the_log_only(tmp_path, ca
 
 
 # -- damaged files --------------------------------------------------------------------------------
-def damaged(file: bytes, draw: random.Random) -> bytes:
-    """The file with some bytes changed, removed, repeated or added."""
-    data = bytearray(file)
-    for _ in range(draw.randint(1, 6)):
-        at = (
-            draw.randrange(len(data)) if draw.random() < 0.6 else draw.randrange(min(len(data), 64))
-        )
-        match draw.randrange(5):
-            case 0:
-                data[at] = draw.randrange(256)
-            case 1:
-                data[at : at + draw.randint(1, 30)] = b""
-            case 2:
-                data[at:at] = data[at : at + draw.randint(1, 30)]
-            case 3:
-                data[at : at + 4] = draw.choice([b"\xff" * 4, b"\0" * 4, b"\x7f\xff\xff\xff"])
-            case 4:
-                del data[at:]
-        if len(data) < 8:
-            data += file[:16]
-    return bytes(data)
-
-
 def check_damaged(processes: PictureProcesses, count: int, seed: int) -> tuple[int, int]:
     """(read, refused) of damaged files, each of which has one of the two ends."""
     draw, read, errors = random.Random(seed), 0, list[str]()

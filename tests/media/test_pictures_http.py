@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vision_checkpoints import as_file, picture
+from vision_checkpoints import as_file, damaged, picture
 from vision_server import VisionServer, asking, data_url, image_part
 
 from quire import SamplingParams
@@ -17,21 +18,14 @@ TEXT = {"type": "text", "text": "What is it?"}
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Any, processes: Any) -> Iterator[VisionServer]:
-    made = VisionServer(checkpoint("llava"), limit_mm_per_prompt={"image": 3})
-    reader = made.engine.front.pictures
-    assert reader is not None
-    reader.processes = processes(checkpoint("llava"))
+    path = checkpoint("llava")
+    made = VisionServer(path, processes(path), limit_mm_per_prompt={"image": 3})
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def expected(engine_tokens: list[int]) -> list[int]:
-    return engine_tokens
-
-
-@pytest.fixture(scope="module")
-def engine_tokens(checkpoint: Any, processes: Any) -> list[int]:
+def expected(checkpoint: Any, processes: Any) -> list[int]:
     """The tokens that the Python API generates for this conversation."""
     from quire import LLM
 
@@ -197,9 +191,8 @@ def test_a_template_of_strings_gets_placeholders_before_the_text(tmp_path, proce
     from vision_checkpoints import make_checkpoint
 
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    made = VisionServer(make_checkpoint("llava", tmp_path, template))
+    made = VisionServer(make_checkpoint("llava", tmp_path, template), processes(str(tmp_path)))
     try:
-        made.engine.front.pictures.processes = processes(str(tmp_path))
         body = asking(TEXT, image_part(URL), TEXT, return_prompt_text=True)
         found = made.ask("/v1/chat/completions", body).json()
         assert found["prompt_text"] == "[user]<image>\nWhat is it?\nWhat is it?"
@@ -209,3 +202,23 @@ def test_a_template_of_strings_gets_placeholders_before_the_text(tmp_path, proce
 
 def test_the_encoder_cache_can_be_emptied(server):
     assert server.client.call("reset_encoder_cache") is True
+
+
+def test_damaged_files_get_an_answer_or_a_400(server):
+    draw, codes = random.Random(5), set[int]()
+    for number in range(40):
+        kind = ("PNG", "JPEG", "GIF", "WEBP")[number % 4]
+        file = damaged(as_file(picture(number, 40, 30), kind), draw)
+        codes.add(
+            server.ask(
+                "/v1/chat/completions", asking(image_part(data_url(file)), max_tokens=1)
+            ).status_code
+        )
+    assert codes == {200, 400}
+
+
+def test_structured_output_of_a_picture(server):
+    body = asking(image_part(URL), TEXT, structured_outputs={"choice": ["red", "blue"]})
+    body.pop("ignore_eos")
+    text = server.ask("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    assert text in ("red", "blue")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         },
         "placeholder": "<image>",
     },
+    "smolvlm": {
+        "config": {
+            "text_config": {"model_type": "llama", **TEXT}, "image_token_id": 3, "scale_factor": 2,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 7,
+            },
+        },
+        "processor": {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+        "preprocessor": {
+            "image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28},
+        },
+        "placeholder": "<image>",
+    },
     "qwen2_vl": {
         "config": {
             **QWEN,
@@ -206,3 +221,26 @@ def as_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def damaged(file: bytes, draw: random.Random) -> bytes:
+    """The file with some bytes changed, removed, repeated or added."""
+    data = bytearray(file)
+    for _ in range(draw.randint(1, 6)):
+        at = (
+            draw.randrange(len(data)) if draw.random() < 0.6 else draw.randrange(min(len(data), 64))
+        )
+        match draw.randrange(5):
+            case 0:
+                data[at] = draw.randrange(256)
+            case 1:
+                data[at : at + draw.randint(1, 30)] = b""
+            case 2:
+                data[at:at] = data[at : at + draw.randint(1, 30)]
+            case 3:
+                data[at : at + 4] = draw.choice([b"\xff" * 4, b"\0" * 4, b"\x7f\xff\xff\xff"])
+            case 4:
+                del data[at:]
+        if len(data) < 8:
+            data += file[:16]
+    return bytes(data)

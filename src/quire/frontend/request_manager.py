@@ -141,8 +141,10 @@ class RequestManager:
         template = None if self.tokenizer is None else self.tokenizer.template
         return template is not None and template.isolated is not None
 
-    def prepare_template(self) -> None:
-        """Start the process that renders the checkpoint's template, if one does, before the first request."""
+    def prepare(self) -> None:
+        """Start the processes that the first request would wait for: of the checkpoint's template, and of pictures."""
+        if self.pictures is not None:
+            self.pictures.prepare()
         template = None if self.tokenizer is None else self.tokenizer.template
         if template is not None and template.isolated is not None:
             template.isolated.prepare()

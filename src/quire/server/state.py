@@ -102,7 +102,7 @@ class ServerState:
         client, limit = engine.client, engine.inputs.max_model_len
         engine.front.packs_logprobs = True
         engine.in_thread = self.texts.run_sized
-        engine.front.prepare_template()
+        engine.front.prepare()
         engine.inputs.max_text_bytes = max(MAX_TEXT_BYTES, BYTES_PER_TOKEN * limit)
         self.created, self.fingerprint = int(time.time()), fingerprint(client)
         for number, one in zip(self.config.parallel.ranks, client.engines, strict=True):

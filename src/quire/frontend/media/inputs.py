@@ -64,6 +64,10 @@ class PictureInputs:
         self._threads = ThreadPoolExecutor(self.processes.count, "pictures")
         self._waiting = 0
 
+    def prepare(self) -> None:
+        """Start a process before the first picture comes; does not wait for it."""
+        self._threads.submit(self.processes.prepare)
+
     # -- reading ----------------------------------------------------------------------------------
     async def load(self, given: Sequence[GivenPicture], scope: str = "") -> list[ReadPicture]:
         """Fetch and process the pictures of a request. `scope`: see `ProcessedCache.get`.
