@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from vision_checkpoints import as_file, damaged, picture
-from vision_server import VisionServer, asking, data_url, image_part
+from vision_server import VisionServer, asking, data_url, image_part, moved, ok, web_server
 
 from quire import SamplingParams
+from quire.config.media import MediaConfig
 
 URL = data_url(as_file(picture(1)))
 TEXT = {"type": "text", "text": "What is it?"}
@@ -130,7 +131,8 @@ WRONG = [
     (image_part("data:image/png,abc"), "messages[0].content[1].image_url.url", "base64"),
     (image_part(data_url(b"no picture")), "messages[0].content[1].image_url.url", "PNG, JPEG, WebP, BMP or GIF"),
     (image_part(URL[:-400]), "messages[0].content[1].image_url.url", "damaged"),
-    (image_part(URL) | {"uuid": "x"}, "messages[0].content[1]", "uuid"),
+    (image_part(URL) | {"uuid": 7}, "messages[0].content[1]", "uuid"),
+    ({"type": "image_url", "image_url": None, "uuid": "unknown"}, "messages[0].content[1]", "no picture of this `uuid`"),
     ({"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}, "messages[0].content[1].image_url.url", "detail"),
     ({"type": "image"}, "messages[0].content[1]", "image"),
     ({"type": "image_pil", "image_pil": "x"}, "messages[0].content[1]", "image_pil"),
@@ -222,3 +224,42 @@ def test_structured_output_of_a_picture(server):
     body.pop("ignore_eos")
     text = server.ask("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
     assert text in ("red", "blue")
+
+
+def test_a_picture_is_asked_for_again_by_its_uuid(server, expected):
+    named = image_part(URL) | {"uuid": "mine"}
+    again = {"type": "image_url", "image_url": None, "uuid": "mine"}
+    both = server.ask("/v1/chat/completions", asking(named, TEXT)).json()
+    assert both["choices"][0]["token_ids"] == expected
+    for part in (again, {"type": "image_url", "image_url": {"url": None}, "uuid": "mine"}):
+        found = server.ask("/v1/chat/completions", asking(part, TEXT)).json()
+        assert found["choices"][0]["token_ids"] == expected
+    pair = server.ask(
+        "/v1/chat/completions", asking(again, image_part(data_url(as_file(picture(4)))), TEXT)
+    )
+    other = server.ask(
+        "/v1/chat/completions",
+        asking(image_part(URL), image_part(data_url(as_file(picture(4)))), TEXT),
+    )
+    assert pair.json()["choices"][0]["token_ids"] == other.json()["choices"][0]["token_ids"]
+    assert "uuid" in server.refused(again, TEXT, cache_salt="another")[0]
+    server.engine.front.pictures.cache.clear()
+    assert "uuid" in server.refused(again, TEXT)[0]
+
+
+def test_what_cannot_be_fetched_is_a_422(server, monkeypatch):
+    message, where = server.refused(image_part("http://169.254.169.254/latest/meta-data"))
+    assert ("public internet" in message, where) == (True, "messages[0].content[0].image_url.url")
+    monkeypatch.setattr(
+        server.engine.front.pictures.fetcher,
+        "config",
+        MediaConfig(allowed_media_domains=["127.0.0.1"]),
+    )
+    with web_server(
+        lambda head: moved("/x") if b" /a " in head else b"HTTP/1.1 404 No\r\n\r\n"
+    ) as (port, _):
+        message, where = server.refused(image_part(f"http://127.0.0.1:{port}/a"), status=422)
+    assert ("status 404" in message, where) == (True, "messages[0].content[0].image_url.url")
+    with web_server(lambda head: ok(as_file(picture(1)))) as (port, _):
+        url = image_part(f"http://127.0.0.1:{port}/cat.png")
+        assert server.ask("/v1/chat/completions", asking(url, TEXT)).status_code == 200

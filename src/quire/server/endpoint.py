@@ -124,7 +124,8 @@ def route(
             model, adapter = await model_of(request, body.model)
             context = RequestContext(request, state, engine, model, adapter)
             if pictures:
-                await read_pictures(getattr(body, pictures), pictures, engine, context.tenant)
+                scope = f"{context.tenant and context.tenant.id}:{body.cache_salt or ''}"
+                await read_pictures(getattr(body, pictures), pictures, engine, scope)
             answer: Any = await prepared(request, build, context, body)
             if isinstance(answer, Response):
                 return answer

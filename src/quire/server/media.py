@@ -9,13 +9,12 @@ from typing import Any
 
 from quire.api.async_engine import AsyncEngine
 from quire.frontend.media.content_parts import PicturePart, find_parts
-from quire.server.api_keys import Tenant
 
 
-async def read_pictures(
-    messages: Any, name: str, engine: AsyncEngine, tenant: Tenant | None
-) -> None:
-    """Replace the pictures in messages, or in lists of messages, by parts of type image that carry them. `name`: of the field.
+async def read_pictures(messages: Any, name: str, engine: AsyncEngine, scope: str) -> None:
+    """Replace the pictures in messages, or in lists of messages, by parts of type image that carry them.
+
+    `name`: of the field. `scope`: whose processed pictures and names count.
 
     Raises:
         ValidationError: a picture that cannot be used; the error names its place. NotFetched: it could not be fetched.
@@ -23,13 +22,12 @@ async def read_pictures(
     """
     if isinstance(messages, list) and messages and isinstance(messages[0], list):
         for index, conversation in enumerate(messages):
-            await read_pictures(conversation, f"{name}[{index}]", engine, tenant)
+            await read_pictures(conversation, f"{name}[{index}]", engine, scope)
         return
     places = find_parts(messages, name)
     if not places:
         return
     reader = engine.front.need_pictures(places[0].given.where)
-    scope = "" if tenant is None else str(tenant.id)
     pictures = await reader.load([place.given for place in places], scope)
     for place, picture in zip(places, pictures, strict=True):
         place.parts[place.index] = PicturePart(picture)

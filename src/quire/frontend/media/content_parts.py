@@ -22,15 +22,23 @@ OTHER_MEDIA = ("video_url", "input_video", "audio_url", "input_audio", "image_em
 INSIDE = ("content", "output")
 """Keys of a part or message whose value is a list of parts."""
 MOST_DEEP = 4
+MOST_UUID = 128
 DETAILS = (None, "auto", "low", "high", "original")
 
 
 @dataclass(frozen=True, slots=True)
 class GivenPicture:
-    """A picture as a request gives it: `source` is a URL, or the object of a Python program."""
+    """A picture as a request gives it.
+
+    Attributes:
+        where: its JSON path.
+        source: a URL, or the object of a Python program; None: the picture that had this uuid before.
+        uuid: a name of the client for the picture; empty: none.
+    """
 
     where: str
     source: Any
+    uuid: str = ""
 
 
 class PicturePart(dict[str, Any]):
@@ -90,16 +98,14 @@ def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenPic
         kind = "image_url"
     if kind not in KINDS or (kind == "image_pil" and not local):
         return None
-    if part.get("uuid") is not None:
-        raise refused(
-            where,
-            "`uuid` of a picture is not supported yet: leave it out, equal pictures are found by content",
-        )
+    uuid = _uuid(part, where)
     if kind == "image_pil":
-        return GivenPicture(f"{where}.image_pil", part.get("image_pil"))
+        return GivenPicture(f"{where}.image_pil", part.get("image_pil"), uuid)
     if kind == "image":
         return _of_anthropic(part, where) if "source" in part else None
     url = part.get("image_url")
+    if uuid and (url is None or url == {"url": None}):
+        return GivenPicture(where, None, uuid)
     detail = part.get("detail")
     if isinstance(url, dict):
         detail, url, where = url.get("detail", detail), url.get("url"), f"{where}.image_url.url"
@@ -107,7 +113,7 @@ def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenPic
         where = f"{where}.image_url"
     if detail not in DETAILS:
         raise refused(where, "`detail` must be auto, low or high (it has no effect)")
-    return GivenPicture(where, _text(url, where))
+    return GivenPicture(where, _text(url, where), uuid)
 
 
 def _of_anthropic(part: dict[str, Any], where: str) -> GivenPicture:
@@ -119,6 +125,13 @@ def _of_anthropic(part: dict[str, Any], where: str) -> GivenPicture:
         return GivenPicture(f"{where}.url", _text(source.get("url"), f"{where}.url"))
     data = _text(source.get("data"), f"{where}.data")
     return GivenPicture(f"{where}.data", f"data:;base64,{data}")
+
+
+def _uuid(part: dict[str, Any], where: str) -> str:
+    uuid = part.get("uuid")
+    if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MOST_UUID):
+        raise refused(where, f"`uuid` must be a string of 1 to {MOST_UUID} characters")
+    return uuid or ""
 
 
 def _text(value: Any, where: str) -> str:

@@ -77,35 +77,56 @@ class PictureInputs:
             QueueFull: too many pictures wait.
         """
         self._check_number(given)
+        known = {one: self._named(one, scope) for one in given if one.source is None}
+        given, all_given = [one for one in given if one.source is not None], given
         files = await self.fetcher.fetch([self._as_file(one) for one in given])
         if self._waiting + len(files) > MOST_WAITING:
             raise QueueFull(f"{self._waiting} pictures wait to be decoded; try again later")
-        loop, found = asyncio.get_running_loop(), []
+        loop = asyncio.get_running_loop()
         self._waiting += len(files)
         try:
             work = [
-                loop.run_in_executor(self._threads, self.read, data, one.where, scope)
+                loop.run_in_executor(self._threads, self.read, data, one.where, scope, one.uuid)
                 for data, one in zip(files, given, strict=True)
             ]
-            found = await asyncio.gather(*work)
+            known |= zip(given, await asyncio.gather(*work), strict=True)
         finally:
             self._waiting -= len(files)
-        return found
+        return [known[one] for one in all_given]
 
     def load_now(self, given: Sequence[GivenPicture]) -> list[ReadPicture]:
         """As `load`, for a program without an event loop of its own in this thread. Blocks."""
         self._check_number(given)
+        for one in given:
+            if one.source is None:
+                raise refused(
+                    one.where, "a picture without data is only for servers: pass the picture"
+                )
         fetch = self.fetcher.fetch([self._as_file(one) for one in given])
         with ThreadPoolExecutor(1) as thread:  # this thread may have a loop that runs
             files = thread.submit(asyncio.run, fetch).result()
         return [self.read(data, one.where) for data, one in zip(files, given, strict=True)]
 
-    def read(self, data: bytes, where: str, scope: str = "") -> ReadPicture:
-        """Decode and process a file, unless the cache has it. Blocks. Raises ValidationError: it cannot be used."""
+    def read(self, data: bytes, where: str, scope: str = "", uuid: str = "") -> ReadPicture:
+        """Decode and process a file, unless the cache has it, and remember its name. Blocks.
+
+        Raises:
+            ValidationError: it cannot be used.
+        """
         digest = blake2b(data, digest_size=20, person=b"quire image").hexdigest()
         if (picture := self.cache.get(scope, digest)) is None:
             picture = self._picture(digest, self.processes.process(data, where), where)
             self.cache.put(scope, picture)
+        if uuid:
+            self.cache.name(scope, uuid, digest)
+        return picture
+
+    def _named(self, given: GivenPicture, scope: str) -> ReadPicture:
+        """Raises ValidationError: no picture of this name is in the cache."""
+        if (picture := self.cache.named(scope, given.uuid)) is None:
+            raise refused(
+                given.where, "the server has no picture of this `uuid` (any more): send it again"
+            )
         return picture
 
     def _check_number(self, given: Sequence[GivenPicture]) -> None:
@@ -118,7 +139,7 @@ class PictureInputs:
     def _as_file(self, given: GivenPicture) -> GivenPicture:
         if isinstance(given.source, str | bytes):
             return given
-        return GivenPicture(given.where, as_file(given.source, given.where))
+        return GivenPicture(given.where, as_file(given.source, given.where), given.uuid)
 
     def _picture(self, digest: str, made: Processed, where: str) -> ReadPicture:
         ids = self.tokenizer.encode(made.replacement, False)

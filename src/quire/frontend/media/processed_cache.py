@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from quire.protocol.tensor_data import TensorData
 
 Runs = list[tuple[int, int]]
+MOST_NAMES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,10 @@ class ReadPicture:
 
 
 class ProcessedCache:
-    """At most `most` bytes."""
+    """At most `most` bytes. Clients may give pictures names, by which they ask for them again while they are here."""
 
     def __init__(self, most: int):
+        self._names: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.most, self.bytes, self.queries, self.hits = most, 0, 0, 0
         self._kept: OrderedDict[tuple[str, str], ReadPicture] = OrderedDict()
         self._lock = threading.Lock()
@@ -61,7 +63,21 @@ class ProcessedCache:
                 _, dropped = self._kept.popitem(last=False)
                 self.bytes -= dropped.num_bytes
 
+    def name(self, scope: str, uuid: str, digest: str) -> None:
+        """From now on this name means this picture, in this scope."""
+        with self._lock:
+            self._names[scope, uuid] = digest
+            self._names.move_to_end((scope, uuid))
+            if len(self._names) > MOST_NAMES:
+                self._names.popitem(last=False)
+
+    def named(self, scope: str, uuid: str) -> ReadPicture | None:
+        """The picture of a name, if it is still here."""
+        digest = self._names.get((scope, uuid))
+        return None if digest is None else self.get(scope, digest)
+
     def clear(self) -> None:
         with self._lock:
+            self._names.clear()
             self._kept.clear()
             self.bytes = 0
