@@ -185,6 +185,7 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("another block", "```python\nx = [1]\n``` Yes.", "```python\nx = [1]\n``` Yes."),
     ],
     ("qwen3_coder", ""): [
+        Case("no bracket", "<tool_call>\n<function=f\n</function>\n</tool_call>\n" + QWEN, calls=(("f", {}), *ONE)),
         Case("without the outer mark", "Ok.\n<function=f>\n<parameter=count>\n1\n</parameter>\n</function> More.", "Ok. More.", "", ONE),
         Case("values without ends", "<tool_call><function=f><parameter=text>\na\n<parameter=count>\n1\n</function></tool_call>", "", "", call(text="a", count=1)),
         Case("a call without an end", "<tool_call><function=f><parameter=count>1</parameter></tool_call>", "", "", ONE),
@@ -205,7 +206,10 @@ CASES: dict[tuple[str, str], list[Case]] = {
         Case("text after a call", f"Ok. {QWEN} More.", "Ok. More.", "", ONE),
     ],
     ("mimo", ""): [Case("no type in the schema", "<tool_call><function=f><parameter=new>42</parameter></function></tool_call>", "", "", call(new="42"))],
-    ("seed_oss", ""): [Case("an empty block", "<seed:tool_call></seed:tool_call>Yes.", "Yes.")],
+    ("seed_oss", ""): [
+        Case("an empty block", "<seed:tool_call></seed:tool_call>Yes.", "Yes."),
+        Case("no bracket", "<seed:tool_call><function=f</function></seed:tool_call>\n" + SEED, calls=(("f", {}), *ONE)),
+    ],
     ("gemma4", ""): [
         Case("without the word", "<|tool_call>:f{count:1}<tool_call|>", "", "", ONE),
         Case("types", "<|tool_call>call:f{text:12345,count:<|\"|>3<|\"|>,on:true,ratio:null}<tool_call|>", "", "", call(text="12345", count=3, on=True, ratio=None)),
