@@ -31,6 +31,7 @@ from quire.server.api_keys import ApiKeys
 from quire.server.endpoint import Endpoint
 from quire.server.errors import ENDS, ApiError, as_api_error, error_response, invalid
 from quire.server.host_header import KnownHosts
+from quire.server.llama_cpp import routes as llama_cpp
 from quire.server.middleware import (
     CLOSED_BY_CLIENT,
     TENANT,
@@ -39,6 +40,8 @@ from quire.server.middleware import (
     RequestIdMiddleware,
     TraceMiddleware,
 )
+from quire.server.ollama import routes as ollama
+from quire.server.ollama.answers import error_response as ollama_error
 from quire.server.openai import models, responses, tokenize
 from quire.server.openai.chat import chat
 from quire.server.openai.chat_batch import batch
@@ -144,6 +147,16 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/load", health.load),
     ("GET", "/metrics", health.metrics),
     ("POST", "/invocations", invocations),
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("POST", "/api/embed", ollama.embed),
+    ("GET", "/api/tags", ollama.tags),
+    ("GET", "/api/ps", ollama.running),
+    ("POST", "/api/show", ollama.show),
+    ("GET", "/api/version", ollama.version),
+    ("POST", "/infill", llama_cpp.infill),
+    ("GET", "/props", llama_cpp.props),
+    ("GET", "/slots", llama_cpp.slots),
 ]
 
 UI_ROUTES: list[tuple[str, str, Endpoint]] = [
@@ -250,8 +263,11 @@ class QuireApp:
 
 def refusal(scope: Scope, error: ApiError) -> Response:
     """The answer to a request that is refused or failed, in the protocol of its path."""
-    if get_route_path(scope).startswith("/v1/messages"):
+    path = get_route_path(scope)
+    if path.startswith("/v1/messages"):
         return messages.error_response(error)
+    if path.startswith("/api/"):
+        return ollama_error(error)
     return error_response(error)
 
 

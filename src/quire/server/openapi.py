@@ -16,7 +16,9 @@ from starlette.responses import Response
 
 from quire.config.unsupported import REQUEST_FIELDS, RESPONSES_FIELDS
 from quire.server import schemas
+from quire.server.llama_cpp.schemas import InfillRequest
 from quire.server.middleware import OPEN
+from quire.server.ollama import schemas as ollama
 from quire.server.pooling import schemas as pooling
 from quire.server.request_body import json_response
 from quire.version import __version__
@@ -37,6 +39,11 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     **dict.fromkeys(("/v1/embed", "/v2/embed"), pooling.CohereEmbedRequest),
     **dict.fromkeys(("/score", "/v1/score"), pooling.ScoreRequest),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), pooling.RerankRequest),
+    "/api/chat": ollama.OllamaChatRequest,
+    "/api/generate": ollama.OllamaGenerateRequest,
+    "/api/embed": ollama.OllamaEmbedRequest,
+    "/api/show": ollama.OllamaShowRequest,
+    "/infill": InfillRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
     "/v1/load_lora_adapter": schemas.LoadAdapterRequest,

@@ -23,7 +23,6 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS_AFTER_S = 2.0  # a stream answers 200 at the latest then; errors before are HTTP errors
 HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies must not buffer the stream
 ]
@@ -105,7 +104,10 @@ class EventSource(Protocol[Produced]):
 
 
 class EventEncoder(Protocol[Encoded]):
-    """Encodes items as frames."""
+    """Encodes items as frames. `keep_alive` is sent while there are none."""
+
+    media_type = b"text/event-stream; charset=utf-8"
+    keep_alive = KEEP_ALIVE
 
     def add(self, item: Encoded, /) -> Iterable[bytes]:
         """The frames of an item."""
@@ -133,7 +135,7 @@ class EventStream:
         keep_alive: float = 0,
     ):
         self.source, self.encoder, self.keep_alive = source, encoder, keep_alive
-        self.headers: list[tuple[bytes, bytes]] = list(HEADERS)
+        self.headers = [(b"content-type", encoder.media_type), *HEADERS]
         self._hang_up = DisconnectGuard(receive)
         self._first: bytes | None = None
         self._ended = False
@@ -178,7 +180,7 @@ class EventStream:
             if not self.keep_alive:
                 return await self._following()
             while (frames := await self._within(self.keep_alive)) is None:
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": self.encoder.keep_alive, "more_body": True})
             return frames
         except (OSError, *ENDS):
             raise
