@@ -106,8 +106,8 @@ class EventSource(Protocol[Produced]):
 class EventEncoder(Protocol[Encoded]):
     """Encodes items as frames. `keep_alive` is sent while there are none."""
 
-    media_type = b"text/event-stream; charset=utf-8"
-    keep_alive = KEEP_ALIVE
+    media_type: bytes = b"text/event-stream; charset=utf-8"
+    keep_alive: bytes = KEEP_ALIVE
 
     def add(self, item: Encoded, /) -> Iterable[bytes]:
         """The frames of an item."""
@@ -180,7 +180,13 @@ class EventStream:
             if not self.keep_alive:
                 return await self._following()
             while (frames := await self._within(self.keep_alive)) is None:
-                await send({"type": "http.response.body", "body": self.encoder.keep_alive, "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": self.encoder.keep_alive,
+                        "more_body": True,
+                    }
+                )
             return frames
         except (OSError, *ENDS):
             raise
