@@ -9,11 +9,13 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from quire.cli import doctor, doctor_checks
+from quire.cli.doctor_speed import memory_bandwidth
 from quire.engine import resolve
 from quire.frontend import tokenizer
 from quire.platforms.detect import PlatformFacts, facts
@@ -54,6 +56,7 @@ def checkpoint(tmp_path, monkeypatch):
     for name in [n for n in os.environ if n.startswith(("QUIRE_", "VLLM_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(doctor, "facts", lambda: FACTS)
+    monkeypatch.setattr(doctor, "memory_bandwidth", lambda: 20e9)
     monkeypatch.setattr(resolve, "facts", lambda: FACTS)
 
     def make(config=None, files=None, weights=NUM_WEIGHTS, layers=16):
@@ -129,10 +132,16 @@ What fits
   4096 tokens  50 requests at once
   8192 tokens  25 requests at once
 
+Speed
+  memory bandwidth  18.63 GiB per second, measured now
+  one request       about 6.9 tokens per second; several at once get more in all
+
 Notes
   - 25 of max_num_seqs=256 requests fit at full length: with long contexts some are preempted and recomputed
 
 This configuration would start.
+
+  quire serve PATH --port 0 --max-model-len 8K
 """
 
 
@@ -140,6 +149,23 @@ def test_the_report_is_as_agreed(ask, tmp_path):
     status, text = ask("--max-model-len", "8K")
     assert text.replace(str(tmp_path), "PATH") == AGREED
     assert status == 0
+
+
+def test_the_bandwidth_is_measured_in_a_moment():
+    began = time.monotonic()
+    assert 1e8 < memory_bandwidth() < 1e13
+    assert time.monotonic() - began < 30
+
+
+def test_the_speed_of_experts_and_of_small_models_is_not_guessed(ask):
+    assert "Speed" not in ask("--max-model-len", "8K", config={"num_local_experts": 8})[1]
+    assert "Speed" not in ask("--max-model-len", "8K", weights=1 << 20)[1]
+
+
+def test_a_key_is_not_repeated(ask):
+    text = ask("--max-model-len", "8K", "--api-key", "s3cret")[1]
+    assert "s3cret" not in text
+    assert "quire serve" not in text
 
 
 def test_the_sums_are_right(ask):

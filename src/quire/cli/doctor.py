@@ -9,12 +9,14 @@ Knows how the engine and the frontend decide before they are built. `doctor_chec
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from quire.cli.doctor_checks import DoctorFinding, findings, remote_tensors
+from quire.cli.doctor_speed import memory_bandwidth, tokens_per_second
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.flags import parse
@@ -35,6 +37,9 @@ from quire.protocol.tensor_data import ITEMSIZE
 from quire.startup_timer import table
 from quire.worker.memory_forecast import forecast_specs, forecast_weights, loaded_tensors
 from quire.worker.memory_plan import MemoryPlan, make_plan, size
+
+SECRETS = ("--api-key", "--api_key", "--hf-token", "--hf_token")
+"""Flags whose values are not printed."""
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)
 """Request lengths in the table "What fits"."""
@@ -66,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
         report = examine(config)
     report.findings += [DoctorFinding("warning", text) for text in dict.fromkeys(warnings)]
     print(text_of(report), end="")
+    if report.would_start and not any(word.startswith(SECRETS) for word in argv):
+        print(f"\n  {shlex.join(['quire', 'serve', *argv])}")
     return 0 if report.would_start else 1
 
 
@@ -152,6 +159,8 @@ def text_of(report: DoctorReport) -> str:
     if report.plan is not None:
         parts.append("Memory\n" + table(report.plan.table()))
         parts.append("What fits\n" + table(_fits(report.plan)))
+    if report.resolved is not None and report.plan is not None and report.would_start:
+        parts += _speed(report.resolved, report.plan)
     for level, title in (("error", "Errors"), ("warning", "Warnings"), ("note", "Notes")):
         said = list(dict.fromkeys(f.text for f in report.findings if f.level == level))
         if said:
@@ -203,6 +212,19 @@ def _files(report: DoctorReport, resolved: Resolved) -> str:
     except QuireError:
         return "dummy"
     return f"{len(files)} {kind} file{'s' * (len(files) != 1)}"
+
+
+def _speed(resolved: Resolved, plan: MemoryPlan) -> list[str]:
+    """The section "Speed"; none if it cannot be estimated."""
+    if tokens_per_second(resolved, plan, 1.0) is None:
+        return []
+    bandwidth = memory_bandwidth()
+    speed = tokens_per_second(resolved, plan, bandwidth) or 0.0
+    rows = [
+        ("memory bandwidth", f"{size(int(bandwidth))} per second, measured now"),
+        ("one request", f"about {speed:.{0 if speed >= 10 else 1}f} tokens per second; several at once get more in all"),
+    ]  # fmt: skip
+    return ["Speed\n" + table(rows)]
 
 
 def _fits(plan: MemoryPlan) -> list[tuple[str, str]]:
