@@ -128,11 +128,13 @@ def test_a_second_question_about_a_picture_needs_no_tower(kind, engine, checkpoi
         tokens(llm, given(kind, first, pictures))
         (out,) = llm.generate([given(kind, second, pictures)], GREEDY, use_tqdm=False)
         assert passes(llm) == 1
-        assert out.num_cached_tokens >= 16
+        assert (
+            out.num_cached_tokens >= 16 or kind == "qwen3_5"
+        )  # its states are copied every 64 tokens
         assert list(out.outputs[0].token_ids) == peer(checkpoint(kind), kind, second, pictures)[1]
 
 
-@pytest.mark.parametrize("kind", CORE)
+@pytest.mark.parametrize("kind", [*CORE, "qwen3_5"])
 def test_the_same_text_with_another_picture_shares_nothing(kind, engine, checkpoint):
     text = "@ which colour has this?"
     with engine(kind) as llm:
@@ -143,6 +145,23 @@ def test_the_same_text_with_another_picture_shares_nothing(kind, engine, checkpo
                 list(out.outputs[0].token_ids)
                 == peer(checkpoint(kind), kind, text, [picture(number)])[1]
             )
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_5"])
+def test_long_prefixes_with_pictures(kind, engine, checkpoint):
+    """Of the hybrid model, copies of the states are found too, but only after the same picture."""
+    words = "a few words that fill more than one block, and then some more words; "
+    first, second = f"{words}@{words}{words}which colour?", f"{words}@{words}{words}what else?"
+    cases = [(first, 1, 0), (first, 2, 64), (second, 1, 128), (second, 2, 128)]
+    with engine(kind) as llm:
+        for text, number, least in cases:
+            pictures = [picture(number, **WIDE)]
+            (out,) = llm.generate([given(kind, text, pictures)], GREEDY, use_tqdm=False)
+            assert out.num_cached_tokens >= least
+            assert (
+                out.num_cached_tokens < 71 or text == second
+            )  # other pictures share the words before
+            assert list(out.outputs[0].token_ids) == peer(checkpoint(kind), kind, text, pictures)[1]
 
 
 def test_another_salt_shares_neither_blocks_nor_encoded_pictures(engine):

@@ -157,6 +157,62 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "preprocessor": {"image_processor_type": "Qwen2VLImageProcessor", **QWEN_PIXELS},
         "placeholder": "<|vision_start|><|image_pad|><|vision_end|>",
     },
+    "qwen3_5": {
+        "config": {
+            **QWEN,
+            "text_config": {
+                "model_type": "qwen3_5_text", **TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1],
+                    "mrope_interleaved": True, "partial_rotary_factor": 0.5,
+                },
+            },
+            "vision_config": {
+                "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48,
+                "patch_size": 16, "num_position_embeddings": 64,
+            },
+        },
+        "processor": {"processor_class": "Qwen3VLProcessor"},
+        "preprocessor": {
+            "image_processor_type": "Qwen2VLImageProcessor", **QWEN_PIXELS, "patch_size": 16,
+            "size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 40},
+        },
+        "placeholder": "<|vision_start|><|image_pad|><|vision_end|>",
+    },
+    "glm4v": {
+        "config": {
+            "image_token_id": 3, "video_token_id": 7, "image_start_token_id": 4, "image_end_token_id": 6,
+            "video_start_token_id": 1, "video_end_token_id": 2, "tie_word_embeddings": False,
+            "text_config": {
+                "model_type": "glm4v_text", **TEXT, "rope_parameters": {**QWEN_ROPE, "partial_rotary_factor": 1.0},
+            },
+            "vision_config": {
+                "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48,
+                "patch_size": 14, "image_size": 112,
+            },
+        },
+        "processor": {"processor_class": "Glm4vProcessor"},
+        "preprocessor": {
+            "image_processor_type": "Glm4vImageProcessor", **QWEN_PIXELS,
+            "size": {"shortest_edge": 56 * 56 * 2, "longest_edge": 28 * 28 * 80},
+        },
+        "tokens": {"image_token": "<image>", "video_token": "<video>"},
+        "placeholder": "<|vision_start|><image><|vision_end|>",
+    },
+    "vipllava": {
+        "config": {
+            "text_config": {"model_type": "llama", **TEXT}, "vision_config": CLIP, "image_token_index": 3,
+            "image_seq_length": 16, "vision_feature_layers": [-2, -3],
+        },
+        "processor": {
+            "processor_class": "LlavaProcessor", "patch_size": 7, "vision_feature_select_strategy": "default",
+            "image_token": "<image>", "num_additional_image_tokens": 1,
+        },
+        "preprocessor": PREPROCESS_CLIP,
+        "placeholder": "<image>",
+    },
 }  # fmt: skip
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in"
