@@ -177,6 +177,21 @@ def test_text_that_is_too_long_or_no_base64() -> None:
         decode_embeddings("AAAA", MOST, 0)
 
 
+def test_a_pickle_is_named_also_where_it_is_too_long() -> None:
+    """torch.save writes all of the table of which a tensor is a part."""
+    file = io.BytesIO()
+    torch.save(torch.zeros(1000, 1000)[:3], file)
+    for data in (file.getvalue(), *(pickle.dumps("x" * 10_000, kind) for kind in (2, 3, 4, 5))):
+        with pytest.raises(ValidationError, match=r"torch\.save, which is a pickle"):
+            decode_embeddings(coded(data), MOST, SIZE)
+
+
+@pytest.mark.parametrize("length", [0x80, 0x280, 0x380])
+def test_a_header_whose_length_looks_like_a_pickle(length: int) -> None:
+    text = json.dumps({"a": entry("F32", [5, 8])}).encode().ljust(length)
+    assert decoded(struct.pack("<Q", length) + text + bytes(160)).num_tokens == 5
+
+
 def test_the_longest_prompt_fits() -> None:
     whole = torch.ones(MOST, SIZE)
     assert decoded(save({"prompt_embeds": whole})).num_tokens == MOST

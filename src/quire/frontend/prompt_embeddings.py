@@ -12,6 +12,7 @@ import base64
 import binascii
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -30,6 +31,10 @@ FORMATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """dtype in safetensors -> name."""
 NUMPY_TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 """bfloat16 as its bits: NumPy has no such type."""
+PICKLE = re.compile(rb"PK\x03\x04|\x80[\x02-\x05][^\x00]")
+"""How a zip archive begins, which torch.save writes, or a pickle. A file of safetensors begins with its header's length in 8
+bytes, of which only the first two are not 0.
+"""
 REMEDY = (
     'send base64 of safetensors.torch.save({"prompt_embeds": tensor}), or of numpy.save\'s file'
 )
@@ -125,23 +130,28 @@ def decode_embeddings(text: str, most_tokens: int, size: int) -> PromptEmbedding
     """
     if not size:
         raise ValidationError(ENABLE, parameter="prompt_embeds")
+    if PICKLE.match(_decoded(text[:12])):
+        raise wrong(
+            f"is a file of torch.save, which is a pickle and can run code when it is read: Quire reads none; {REMEDY}"
+        )
     most = MOST_HEADER + most_tokens * size * 4
     if len(text) > most // 3 * 4 + MOST_HEADER:
         raise wrong(
             f"has {len(text)} characters of base64; {most_tokens} tokens with {size} numbers each, the most that this"
             f" model's context takes, have {most // 3 * 4}"
         )
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise wrong(f"is not base64; {REMEDY}") from None
+    data = _decoded(text)
     if data.startswith(b"\x93NUMPY"):
         return _read_numpy(data)
-    if data.startswith((b"PK", b"\x80")):
-        raise wrong(
-            f"is a file of torch.save, which is a pickle and can run code when it is read: Quire reads none; {REMEDY}"
-        )
     return _read_safetensors(data)
+
+
+def _decoded(text: str) -> bytes:
+    """Raises ValidationError: it is no base64."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise wrong(f"is not base64; {REMEDY}") from None
 
 
 def _read_numpy(data: bytes) -> PromptEmbeddings:
