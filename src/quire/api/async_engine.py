@@ -108,10 +108,10 @@ class AsyncEngine:
         """
         if not is_long(prompt):
             return self.inputs.tokenize(prompt, options)
-        found: Prompt = await self.in_thread(
+        tokenized: Prompt = await self.in_thread(
             len(prompt.text or ""), self.inputs.tokenize, prompt, options
         )
-        return found
+        return tokenized
 
     async def open(
         self, prompt: Any, params: RequestParams | None, request_id: str, on_output: Callable[[], None],

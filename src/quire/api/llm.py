@@ -193,7 +193,7 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, MediaCalls, ProfilerCalls, Uns
             ValidationError: as `generate`.
         """
         self.front.need_generation("LLM.beam_search")
-        given, found = read_prompts(prompts), []
+        given, outputs = read_prompts(prompts), []
         adapters = names_for(self.front.adapters, spread("lora_request", lora_request, len(given)))
         at_once = concurrency_limit or len(given) or 1
         with progress(use_tqdm, len(given), "Beam search") as bar:
@@ -204,9 +204,9 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, MediaCalls, ProfilerCalls, Uns
                 for one in search_together(self.front.inputs, some, params, self.run_accepted, ids, loras):  # fmt: skip
                     result = BeamSearchOutput(one.best(self.tokenizer))
                     self.watch.searched(began, len(one.prompt), result, params.max_tokens)
-                    found.append(result)
+                    outputs.append(result)
                 bar.update(len(some))
-        return found
+        return outputs
 
     # -- requests -------------------------------------------------------------------------------
     def _accept(

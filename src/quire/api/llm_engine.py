@@ -73,11 +73,11 @@ class LLMEngine(EngineFacts, LoraCalls):
 
     def step(self) -> list[Any]:
         """New outputs, of the kind that each request's `output_kind` selects; [] if no request runs."""
-        found, self._ended = self._ended, []
-        if not found and self.front.live:
+        outputs, self._ended = self._ended, []
+        if not outputs and self.front.live:
             changed = self.front.process_outputs(self.client.outputs())
-            found = [out for one in changed if (out := one.take()) is not None]
-        return found
+            outputs = [out for one in changed if (out := one.take()) is not None]
+        return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; the next step returns their last outputs."""

@@ -119,28 +119,30 @@ class MetricsWatch:
 
     def read(self) -> list[Metric]:
         """All series."""
-        found: list[Metric] = []
+        metrics: list[Metric] = []
         for family in self.metrics.registry.collect():
             if family.type == "histogram":
-                found += _histograms(family)
+                metrics += _histograms(family)
                 continue
             kind: Callable[..., Metric] = Counter if family.type == "counter" else Gauge
             for sample in family.samples:
                 if not sample.name.endswith("_created"):
                     value = int(sample.value) if kind is Counter else sample.value
-                    found.append(kind(family.name, dict(sample.labels), value))
-        return found
+                    metrics.append(kind(family.name, dict(sample.labels), value))
+        return metrics
 
 
 def _histograms(family: Any) -> list[Metric]:
-    found: dict[tuple[tuple[str, str], ...], Histogram] = {}
+    histograms: dict[tuple[tuple[str, str], ...], Histogram] = {}
     for sample in family.samples:
         labels = {name: value for name, value in sample.labels.items() if name != "le"}
-        one = found.setdefault(tuple(sorted(labels.items())), Histogram(family.name, labels))
+        histogram = histograms.setdefault(
+            tuple(sorted(labels.items())), Histogram(family.name, labels)
+        )
         if sample.name.endswith("_bucket"):
-            one.buckets[sample.labels["le"]] = int(sample.value)
+            histogram.buckets[sample.labels["le"]] = int(sample.value)
         elif sample.name.endswith("_count"):
-            one.count = int(sample.value)
+            histogram.count = int(sample.value)
         elif sample.name.endswith("_sum"):
-            one.sum = sample.value
-    return list(found.values())
+            histogram.sum = sample.value
+    return list(histograms.values())

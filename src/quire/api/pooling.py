@@ -67,8 +67,8 @@ class PoolingMethods:
         """
         pooling = self.front.need_pooling("LLM.encode")
         given = read_prompts(prompts)
-        each = spread("pooling_params", pooling_params, len(given))
-        params = [pooling.params(one, pooling_task) for one in each]
+        params_by_prompt = spread("pooling_params", pooling_params, len(given))
+        params = [pooling.params(one, pooling_task) for one in params_by_prompt]
         batch = _Tokenized(pooling, given, params, tokenization_kwargs)
         loras = spread("lora_request", lora_request, len(given))
         return self._pool(
@@ -80,20 +80,20 @@ class PoolingMethods:
     ) -> list[EmbeddingRequestOutput]:  # fmt: skip
         """A vector for each prompt: `.outputs.embedding`. `options`, errors: as `encode`."""
         self._check_task("LLM.embed", "embed")
-        found = self.encode(
+        outputs = self.encode(
             prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm, **options
         )
-        return [EmbeddingRequestOutput.from_base(one) for one in found]
+        return [EmbeddingRequestOutput.from_base(one) for one in outputs]
 
     def classify(
         self, prompts: Any, *, pooling_params: Given = None, use_tqdm: Progress = True, **options: Any,
     ) -> list[ClassificationRequestOutput]:  # fmt: skip
         """Probabilities of the classes for each prompt: `.outputs.probs`. `options`, errors: as `encode`."""
         self._check_task("LLM.classify", "classify")
-        found = self.encode(
+        outputs = self.encode(
             prompts, pooling_params, pooling_task="classify", use_tqdm=use_tqdm, **options
         )
-        return [ClassificationRequestOutput.from_base(one) for one in found]
+        return [ClassificationRequestOutput.from_base(one) for one in outputs]
 
     def reward(
         self, prompts: Any, *, pooling_params: Given = None, use_tqdm: Progress = True, **options: Any,
@@ -130,11 +130,13 @@ class PoolingMethods:
         prompts = pairs.prompts(0, pairs.num_prompts)
         pooling = self.front.need_pooling("LLM.score")
         batch = _Tokenized(pooling, prompts, params, tokenization_kwargs)
-        found = self._pool(batch, params, [0] * len(params), [lora_request] * len(params), use_tqdm)
-        shared = len(found) - len(documents)  # the queries' outputs come first
+        outputs = self._pool(
+            batch, params, [0] * len(params), [lora_request] * len(params), use_tqdm
+        )
+        shared = len(outputs) - len(documents)  # the queries' outputs come first
         return [
-            ScoringRequestOutput(one.request_id, ScoringOutput(score), _read(found, shared, at), one.num_cached_tokens)
-            for at, (one, score) in enumerate(zip(found[shared:], pairs.scores(found), strict=True))
+            ScoringRequestOutput(one.request_id, ScoringOutput(score), _read(outputs, shared, at), one.num_cached_tokens)
+            for at, (one, score) in enumerate(zip(outputs[shared:], pairs.scores(outputs), strict=True))
         ]  # fmt: skip
 
     def _check_task(self, method: str, task: str) -> None:
@@ -151,7 +153,7 @@ class PoolingMethods:
     ) -> list[Found]:  # fmt: skip
         """Run requests, at most twice the engine's rows of them at a time. After an error nothing of them remains."""
         adapters = names_for(self.front.adapters, loras)
-        ready, most = iter(batch), 2 * self.client.resolved.max_num_seqs
+        ready, max_waiting = iter(batch), 2 * self.client.resolved.max_num_seqs
         ids: list[str] = []
         done: dict[str, Found] = {}
         with self._running, progress(use_tqdm, len(params)) as bar:
@@ -159,10 +161,10 @@ class PoolingMethods:
                 raise QuireError("the engine is asleep; call wake_up() first")
             with forgotten_on_failure(self.front, ids, self._uncollected):
                 while len(done) < len(params):
-                    while len(ids) < len(params) and len(ids) - len(done) < most:
-                        id, at = str(next(self.request_counter)), len(ids)
-                        one = self.front.accept(next(ready), params[at], id=id, priority=priorities[at], adapter=adapters[at], lora_request=loras[at])  # fmt: skip
-                        self.front.submit(one)
+                    while len(ids) < len(params) and len(ids) - len(done) < max_waiting:
+                        id, index = str(next(self.request_counter)), len(ids)
+                        accepted = self.front.accept(next(ready), params[index], id=id, priority=priorities[index], adapter=adapters[index], lora_request=loras[index])  # fmt: skip
+                        self.front.submit(accepted)
                         ids.append(id)
                     waited = set(ids).difference(done)
                     for output in self._turn():

@@ -65,29 +65,33 @@ def accept_all(
         raise UnknownName(f"unknown keyword {name}; {REMOVED.get(name) or known}")
     if mm_processor_kwargs:
         raise Unsupported("mm_processor_kwargs", "the engine accepts text only")
-    found = read_prompts(prompts)
-    each = spread("sampling_params", params, len(found))
-    order = spread("priority", 0 if priority is None else priority, len(found))
-    loras = spread("lora_request", lora_request, len(found))
+    parsed = read_prompts(prompts)
+    params_by_prompt = spread("sampling_params", params, len(parsed))
+    order = spread("priority", 0 if priority is None else priority, len(parsed))
+    loras = spread("lora_request", lora_request, len(parsed))
     adapters = names_for(front.adapters, loras)
     final: dict[int, SamplingParams] = {}
     accepted = []
-    for number, prompt in enumerate(found):
-        asked = front.inputs.defaults.params() if each[number] is None else each[number]
+    for number, prompt in enumerate(parsed):
+        asked = (
+            front.inputs.defaults.params()
+            if params_by_prompt[number] is None
+            else params_by_prompt[number]
+        )
         if not isinstance(asked, SamplingParams):
             raise wrong("sampling_params", asked, "a SamplingParams")
-        if id(each[number]) not in final:
-            final[id(each[number])] = msgspec.structs.replace(
+        if id(params_by_prompt[number]) not in final:
+            final[id(params_by_prompt[number])] = msgspec.structs.replace(
                 asked, output_kind=RequestOutputKind.FINAL_ONLY
             )
         try:
             one = front.accept_generation(
-                prompt, final[id(each[number])], id=next(ids), priority=order[number],
+                prompt, final[id(params_by_prompt[number])], id=next(ids), priority=order[number],
                 tokenization_kwargs=tokenization_kwargs, adapter=adapters[number],
                 lora_request=loras[number],
             )  # fmt: skip
         except ValidationError as error:
-            if len(found) == 1:
+            if len(parsed) == 1:
                 raise
             raise ValidationError(
                 f"prompt {number}: {error}", parameter=error.parameter, value=error.value

@@ -127,14 +127,14 @@ class DataParallelClient:
         """Those that run, or will again. Raises EngineDeadError: there is none."""
         self._check_open()
         states = [client.state() for client in self.clients]
-        found = [
+        living = [
             client
             for client, state in zip(self.clients, states, strict=True)
             if state.condition not in ENDED
         ]
-        if not found:
+        if not living:
             raise EngineDeadError(states[0].error or "the engine was shut down")
-        return found
+        return living
 
     def _check_open(self) -> None:
         if self._dead is not None:
@@ -176,8 +176,8 @@ class DataParallelClient:
         """Engines that serve requests; else those that will soon. Raises EngineDeadError, EngineDelayed: none will."""
         conditions = [client.state().condition for client in self.clients]
         for group in (("ready",), ("restarting", "starting")):
-            if found := [n for n, condition in enumerate(conditions) if condition in group]:
-                return found
+            if numbers := [n for n, condition in enumerate(conditions) if condition in group]:
+                return numbers
         least = min(range(len(conditions)), key=lambda number: WORST.index(conditions[number]))
         self.clients[least].check()
         return [least]  # it has become ready since
@@ -221,14 +221,14 @@ class DataParallelClient:
         while True:
             self._check_open()
             try:
-                found = self._batches.get(timeout=LOOK_AGAIN_S)
+                received = self._batches.get(timeout=LOOK_AGAIN_S)
             except queue.Empty:
                 self._living()
                 continue
             while not self._batches.empty():
-                found = found + self._batches.get()
-            if found:  # `close` puts an empty list, which only wakes this thread
-                return found
+                received = received + self._batches.get()
+            if received:  # `close` puts an empty list, which only wakes this thread
+                return received
 
     def close(self) -> None:
         if self._dead is None:

@@ -149,9 +149,9 @@ def watch_workers(core: EngineCore) -> None:
     """End the engine when a worker's process has ended while no step waits for it."""
 
     def watch() -> None:
-        while not (core.idle and (why := core.executor.lost())):
+        while not (core.idle and (reason := core.executor.lost())):
             time.sleep(LOOK_EVERY_S)
-        core.broken = EngineDeadError(why)
+        core.broken = EngineDeadError(reason)
         core.inbox.put(None)
 
     threading.Thread(target=watch, name="worker-watch", daemon=True).start()

@@ -70,9 +70,9 @@ class EngineBalancer:
         scores = {number: self.score(number, loads[number]) for number in allowed}
         least = min(scores.values())
         best = [number for number in allowed if scores[number] == least]
-        found = min(best, key=lambda number: (number - self._turn) % len(loads))
-        self._turn = (found + 1) % len(loads)
-        return found
+        chosen = min(best, key=lambda number: (number - self._turn) % len(loads))
+        self._turn = (chosen + 1) % len(loads)
+        return chosen
 
     def sent(self, number: int, stats: EngineStats) -> None:
         """A request was sent to this engine, whose last report is `stats`."""

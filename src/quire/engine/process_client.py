@@ -213,8 +213,8 @@ class ProcessClient:
     def forget(self, id: str) -> EngineRequest | None:
         """Remove a request that the engine gave back (`withdraw`); None: it has ended."""
         with self._sending:
-            found = self._unfinished.pop(id, None)
-        return None if found is None else found.request
+            unfinished = self._unfinished.pop(id, None)
+        return None if unfinished is None else unfinished.request
 
     def close(self, seconds: float = 5.0) -> None:
         if self._dead is None:

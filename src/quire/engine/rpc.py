@@ -59,15 +59,15 @@ def control_calls(core: EngineCore) -> dict[str, Callable[..., Any]]:
     def withdraw(ids: list[str], count: int) -> list[str]:
         """Remove up to `count` of these requests that no step has computed yet, the next ones first, without outputs and
         without counting their end: another engine gets them. Returns their ids."""
-        scheduler, candidates, found = core.scheduler, set(ids), list[str]()
+        scheduler, candidates, withdrawn = core.scheduler, set(ids), list[str]()
         for request in list(scheduler.waiting):
-            if len(found) == count:
+            if len(withdrawn) == count:
                 break
             if request.id in candidates and request.queued < 0:
                 request.is_subrequest = True
                 scheduler.abort(request.id)
-                found.append(request.id)
-        return found
+                withdrawn.append(request.id)
+        return withdrawn
 
     def count_ended(outputs: dict[FinishReason, int]) -> None:
         """Count the end of a request that consisted of many inner ones: its number of outputs by finish reason."""

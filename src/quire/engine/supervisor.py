@@ -87,9 +87,9 @@ class EngineSupervisor:
         if state.condition in ("dead", "closed") or self._thread.is_alive():
             return state
         if (state := self.board.latest).condition not in ("dead", "closed"):
-            why = f"the thread that supervises {self.name} has ended"
-            log.error(why)
-            self._change(condition="dead", error=why)
+            reason = f"the thread that supervises {self.name} has ended"
+            log.error(reason)
+            self._change(condition="dead", error=reason)
         return self.board.latest
 
     def stop(self) -> None:
@@ -164,11 +164,11 @@ class EngineSupervisor:
                     case EngineDied():
                         last_message = message
                     case Heartbeat() if ready and message.busy > message.allowed:
-                        why = (
+                        reason = (
                             f"a step or an engine function has taken {message.busy:.0f} s, and"
                             f" {message.allowed:.0f} s is what it may take (a step: at this machine's pace)"
                         )
-                        return self._hung(child, why)
+                        return self._hung(child, reason)
             if child.status.broken:
                 how = how_it_ended(child.process)
                 return last_message or EngineDied(f"the engine process {how}")

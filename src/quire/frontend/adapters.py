@@ -65,8 +65,8 @@ class AdapterNames:
         if not self.config.enable_lora:
             return []
         rows = yield partial(self.client.call, "list_loras")
-        found = [msgspec.convert(row, Adapter) for row in rows]
-        usable = [one for one in found if one.state != "loading"]
+        adapters = [msgspec.convert(row, Adapter) for row in rows]
+        usable = [one for one in adapters if one.state != "loading"]
         self.known = {one.name: one for one in usable if not one.is_resolved}
         return usable
 
@@ -217,9 +217,9 @@ def run_now(steps: Steps[T]) -> T:
 
 def names_for(adapters: AdapterNames, lora_requests: Iterable[Any]) -> list[str | None]:
     """`AdapterNames.name_for` each; one object is looked up once."""
-    found: dict[int, str | None] = {}
-    each = list(lora_requests)
-    for one in each:
-        if id(one) not in found:
-            found[id(one)] = run_now(adapters.name_for(one))
-    return [found[id(one)] for one in each]
+    names: dict[int, str | None] = {}
+    requests = list(lora_requests)
+    for one in requests:
+        if id(one) not in names:
+            names[id(one)] = run_now(adapters.name_for(one))
+    return [names[id(one)] for one in requests]

@@ -153,8 +153,8 @@ def candidates(entries: Position, count: int | None) -> list[tuple[int, float]]:
 
 def entries_of(output: RequestOutput) -> Position:
     """The log-probabilities in a step's output: the sampled token and the most likely ones."""
-    found: Position = (output.outputs[0].logprobs or [{}])[0] or {}
-    return found
+    position: Position = (output.outputs[0].logprobs or [{}])[0] or {}
+    return position
 
 
 def search_together(
@@ -251,9 +251,9 @@ class BeamStream:
         """The search's output. Counts its finish reasons, also after an error."""
         ends: Mapping[Any, int] = {"error": self.params.beam_width}
         try:
-            found = await self._searched()
-            ends = dict(Counter(one.finish_reason for one in found.outputs))
-            return found
+            output = await self._searched()
+            ends = dict(Counter(one.finish_reason for one in output.outputs))
+            return output
         except asyncio.CancelledError:
             ends = {"abort": self.params.beam_width}
             raise
@@ -306,18 +306,18 @@ class BeamStream:
                     stream.close()
 
     async def _entries(self, streams: list[StepStream]) -> list[Position] | None:
-        found: dict[int, Position] = {}
+        positions: dict[int, Position] = {}
         while not self.stopped:
             for at, stream in enumerate(streams):
-                if at in found:
+                if at in positions:
                     continue
                 output = stream.take()
                 if output is not None and output.outputs[0].finish_reason != "abort":
-                    found[at] = entries_of(output)
+                    positions[at] = entries_of(output)
                 elif output is not None or stream.ended:
                     return None
-            if len(found) == len(streams):
-                return [found[at] for at in range(len(streams))]
+            if len(positions) == len(streams):
+                return [positions[at] for at in range(len(streams))]
             await self._step_output.wait()
             self._step_output.clear()
         return None

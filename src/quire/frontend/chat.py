@@ -67,8 +67,8 @@ class ChatOptions:
         form = keywords.get("chat_template_content_format") or "auto"
         if form not in FORMATS:
             raise wrong("chat_template_content_format", form, f"one of {', '.join(FORMATS)}")
-        found = {field: keywords.pop(name, None) for name, field in KEYWORDS.items()}
-        return cls(**{field: value for field, value in found.items() if value is not None})
+        fields = {field: keywords.pop(name, None) for name, field in KEYWORDS.items()}
+        return cls(**{field: value for field, value in fields.items() if value is not None})
 
 
 def render(
@@ -135,14 +135,14 @@ def read_message(
     A list of parts becomes one text with `form` string and stays a list with openai; `wrap` makes a text a list.
     `picture`: what stands for a picture in a text, before the texts of its message.
     """
-    found = plain(message)
-    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
+    fields = plain(message)
+    if not isinstance(fields, dict) or not isinstance(fields.get("role"), str):
         raise ValidationError(
             f"messages[{number}] must be a dict with role and content", parameter="messages"
         )
-    content = found.get("content")
-    if content is None and found["role"] != "assistant":
-        content = found["content"] = ""  # templates would write None
+    content = fields.get("content")
+    if content is None and fields["role"] != "assistant":
+        content = fields["content"] = ""  # templates would write None
     if isinstance(content, list):
         parts = [
             part
@@ -150,14 +150,14 @@ def read_message(
             else {"type": "text", "text": _text(part, f"messages[{number}].content[{at}]")}
             for at, part in enumerate(content)
         ]
-        found["content"] = _joined(parts, picture) if form == "string" else parts
+        fields["content"] = _joined(parts, picture) if form == "string" else parts
     elif isinstance(content, str) and wrap:
-        found["content"] = [{"type": "text", "text": content}]
+        fields["content"] = [{"type": "text", "text": content}]
     elif content is not None and not isinstance(content, str):
         raise ValidationError(
             f"messages[{number}].content must be a string or a list of parts", parameter="messages"
         )
-    return found
+    return fields
 
 
 def _joined(parts: list[dict[str, Any]], picture: str) -> str:

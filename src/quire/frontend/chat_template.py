@@ -98,13 +98,13 @@ class ChatTemplate:
         }
         if file.is_file():
             return cls(file.read_text(encoding="utf-8"), named)
-        found = config.get("chat_template")
-        if isinstance(found, list):  # the older form of several templates
-            named = {entry["name"]: entry["template"] for entry in found} | named
-            found = named.pop("default", None)
-        if found is None:
-            found = read_object(folder / "chat_template.json").get("chat_template")
-        return cls(found, named) if isinstance(found, str) else None
+        source = config.get("chat_template")
+        if isinstance(source, list):  # the older form of several templates
+            named = {entry["name"]: entry["template"] for entry in source} | named
+            source = named.pop("default", None)
+        if source is None:
+            source = read_object(folder / "chat_template.json").get("chat_template")
+        return cls(source, named) if isinstance(source, str) else None
 
     def render(
         self,
@@ -157,8 +157,8 @@ class ChatTemplate:
         """Whether the template reads a message's content as a list of parts (openai) or as one string."""
         parts = [{"type": "text", "text": PROBE}]
         for role in ("user", "system"):
-            before, found, _ = self._probe(role, parts).partition(PROBE)
-            if found and not before.endswith(("'text': '", '"text": "', '"text":"')):
+            before, mark, _ = self._probe(role, parts).partition(PROBE)
+            if mark and not before.endswith(("'text': '", '"text": "', '"text":"')):
                 return "openai"
         return "string"
 
@@ -198,17 +198,17 @@ def read_given(template: str) -> str:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    found = plain(message)
-    if not isinstance(found, dict):
+    fields = plain(message)
+    if not isinstance(fields, dict):
         raise ValidationError(
             f"each message must be an object with role and content, not {type(message).__name__}",
             parameter="messages",
         )
-    found = {key: value for key, value in found.items() if value is not None}
-    thought = next((found[key] for key in REASONING if key in found), None)
+    fields = {key: value for key, value in fields.items() if value is not None}
+    thought = next((fields[key] for key in REASONING if key in fields), None)
     if thought is not None:
-        found = {"thinking": thought, **found, "reasoning_content": thought}
-    return found
+        fields = {"thinking": thought, **fields, "reasoning_content": thought}
+    return fields
 
 
 def _tool(tool: Any) -> Any:
@@ -234,10 +234,10 @@ def _mark_last(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_mark(text: str) -> str:
-    at = text.rfind(MARK.rstrip())
-    if at < 0:
+    end = text.rfind(MARK.rstrip())
+    if end < 0:
         raise ValidationError(
             "continue_final_message cannot be used here: the chat template changes or drops the final message",
             parameter="continue_final_message", value=True,
         )  # fmt: skip
-    return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()
+    return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()

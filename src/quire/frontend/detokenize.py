@@ -226,11 +226,11 @@ class Detokenizer:
         self.text += piece
         if self.stops is None:
             return False
-        found = self.stops.add(self.text, seen, blind=self.num_tokens <= self.min_tokens)
-        if found is None:
+        stop = self.stops.add(self.text, seen, blind=self.num_tokens <= self.min_tokens)
+        if stop is None:
             return False
-        self.stopped_by = found.text
-        self.text = self.text[: found.end if self.include_stop else found.start]
+        self.stopped_by = stop.text
+        self.text = self.text[: stop.end if self.include_stop else stop.start]
         return True
 
     def end(self) -> bool:

@@ -97,5 +97,5 @@ def generation_defaults(
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    found = value if isinstance(value, list) else [value]
-    return tuple(item for item in found if isinstance(item, int) and not isinstance(item, bool))
+    ids = value if isinstance(value, list) else [value]
+    return tuple(item for item in ids if isinstance(item, int) and not isinstance(item, bool))

@@ -55,13 +55,13 @@ def bounded(size: int) -> None:
 
 def concat(pieces: Iterable[str]) -> str:
     """As "".join, for the output of macros and blocks, with checks of the clock and the size."""
-    found, size = [], 0
+    parts, size = [], 0
     for piece in pieces:
         tick()
         size += len(piece)
         bounded(size)
-        found.append(piece)
-    return "".join(found)
+        parts.append(piece)
+    return "".join(parts)
 
 
 @contextmanager
@@ -224,11 +224,12 @@ def render_template(source: str, variables: Mapping[str, Any], seconds: float = 
             parameter="chat_template",
         ) from None
     except (TemplateTooLarge, RecursionError, MemoryError) as error:
-        why = str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
         if isinstance(error, RecursionError):
-            why = "its recursion is too deep"
+            reason = "its recursion is too deep"
         raise ValidationError(
-            f"the chat template was stopped on this conversation: {why}", parameter="chat_template"
+            f"the chat template was stopped on this conversation: {reason}",
+            parameter="chat_template",
         ) from error
     except jinja2.TemplateError as error:
         raise ValidationError(

@@ -133,8 +133,8 @@ class PackedLogprobs(Sequence[Position | None]):
             raise IndexError(index)
         index %= len(self)
         start, end = self.ends[index], self.ends[index + 1]
-        found = Logprobs(0, [self.ids[start:end].tolist()], [self.values[start:end].tolist()], [self.ranks[index]])  # fmt: skip
-        return next(positions(found, self.tokenizer, self.ranked))
+        position = Logprobs(0, [self.ids[start:end].tolist()], [self.values[start:end].tolist()], [self.ranks[index]])  # fmt: skip
+        return next(positions(position, self.tokenizer, self.ranked))
 
 
 class PackedPrompt(Sequence[Position | None]):

@@ -102,10 +102,10 @@ async def resolve(name: str, models: Sequence[str]) -> LoRARequest | None:
     for kind, resolver in _each():
         for model in models:
             try:
-                found: Any = await resolver.resolve_lora(model, name)
+                request: Any = await resolver.resolve_lora(model, name)
             except Exception:
                 log.exception("the LoRA resolver %r failed on the name %r", kind, name)
                 break
-            if isinstance(found, LoRARequest):
-                return found
+            if isinstance(request, LoRARequest):
+                return request
     return None

@@ -114,15 +114,15 @@ class RequestOutput:
         self.metrics = newer.metrics
         if newer.prompt_logprobs is not None:
             self.prompt_logprobs = newer.prompt_logprobs
-        by_index = {output.index: at for at, output in enumerate(self.outputs)}
+        by_index = {output.index: place for place, output in enumerate(self.outputs)}
         for output in newer.outputs:
-            at = by_index.get(output.index)
-            if at is None:
+            place = by_index.get(output.index)
+            if place is None:
                 self.outputs.append(output)
             elif aggregate:
-                _join(self.outputs[at], output)
+                _join(self.outputs[place], output)
             else:
-                self.outputs[at] = output
+                self.outputs[place] = output
 
 
 def _join(old: CompletionOutput, new: CompletionOutput) -> None:

@@ -50,13 +50,15 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
     seed = params.seed or 0
     children = []
     for index in range(count):
-        own = params.settled(
+        child_params = params.settled(
             n=1, best_of=None, logprobs=logprobs, checked=True,
             seed=seed if index == 0 else derive_seed(seed, index),
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
         )  # fmt: skip
         children.append(
-            msgspec.structs.replace(request, id=child_id(request.id, index, count), params=own)
+            msgspec.structs.replace(
+                request, id=child_id(request.id, index, count), params=child_params
+            )
         )
     return children
 

@@ -232,12 +232,12 @@ def read_prompts(prompts: Any) -> list[Prompt]:
         return [read_prompt(prompts)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         return [read_prompt(prompts)]
-    found = []
+    parsed = []
     for number, one in enumerate(prompts):
         try:
-            found.append(read_prompt(one))
+            parsed.append(read_prompt(one))
         except ValidationError as error:
             raise ValidationError(
                 f"prompt {number}: {error}", parameter=error.parameter, value=error.value
             ) from error
-    return found
+    return parsed

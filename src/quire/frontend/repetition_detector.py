@@ -23,12 +23,12 @@ class RepetitionDetector:
 
     def add(self, token: int) -> bool:
         """Add a token; True if the output must end with it."""
-        tokens, repeated, found = self._tokens, self._repeated, False
+        tokens, repeated, is_repetitive = self._tokens, self._repeated, False
         count = len(tokens)
         for at, length in enumerate(self.lengths):
             if length > count:
                 break
             repeated[at] = repeated[at] + 1 if tokens[count - length] == token else 0
-            found |= repeated[at] >= length * (self.times - 1)
+            is_repetitive |= repeated[at] >= length * (self.times - 1)
         tokens.append(token)
-        return found and count + 1 >= self.min_tokens
+        return is_repetitive and count + 1 >= self.min_tokens

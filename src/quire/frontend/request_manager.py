@@ -353,14 +353,14 @@ class RequestManager:
 
     def abort(self, ids: Iterable[str]) -> list[Collector]:
         """Abort requests: each ends at once with finish_reason "abort". Ignores unknown ids."""
-        found = [self.live[id] for id in ids if id in self.live]
-        finished = [child for collector in found for child in collector.end("abort")]
+        collectors = [self.live[id] for id in ids if id in self.live]
+        finished = [child for collector in collectors for child in collector.end("abort")]
         self._echoes.update(finished)
-        for collector in found:
+        for collector in collectors:
             self._forget(collector)
         if finished:
             self.client.abort(finished)
-        return found
+        return collectors
 
     def _log(self, accepted: Accepted) -> None:
         max_length = self.client.resolved.config.observe.max_log_len
@@ -380,7 +380,7 @@ def response_template(folder: Path) -> str:
     """`response_template` of tokenizer_config.json (the form of outputs), without escapes; "" if there is none."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        found = config.get("response_template")
+        template = config.get("response_template")
     except (OSError, ValueError, AttributeError):
         return ""
-    return "" if found is None else json.dumps(found, ensure_ascii=False).replace("\\", "")
+    return "" if template is None else json.dumps(template, ensure_ascii=False).replace("\\", "")

@@ -79,24 +79,25 @@ def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
     folder = resolved.tokenizer_folder
     if (file := Path(folder) / "tokenizer.json").is_file():
         check_fetched(file)
-    found = load(
+    tokenizer = load(
         folder,
         mode=options.tokenizer_mode,
         trust_remote_code=options.trust_remote_code,
         chat_template=options.chat_template,
     )
-    if len(found) - len(found.special_ids) < 2:  # Transformers makes such a one from nothing
+    # Transformers makes such a one from nothing
+    if len(tokenizer) - len(tokenizer.special_ids) < 2:
         raise no_tokenizer(folder, "its vocabulary is empty")
-    if found.template is not None:
+    if tokenizer.template is not None:
         if options.chat_template is None and not Path(folder).is_relative_to(EMBEDDED):
-            found.template.isolated = UntrustedTemplateRenderer()
+            tokenizer.template.isolated = UntrustedTemplateRenderer()
         try:
-            check_syntax(found.template.source)
+            check_syntax(tokenizer.template.source)
         except ConfigError as why:
             log.warning(
                 "%s; /v1/chat/completions refuses requests; set one with --chat-template", why
             )
-    return found
+    return tokenizer
 
 
 def start_engine(

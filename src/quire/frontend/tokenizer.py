@@ -78,8 +78,10 @@ class Tokenizer:
     ) -> list[list[int]]:
         if self.is_slow:
             return [self.encode(text, add_special_tokens) for text in texts]
-        found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [list(one.ids) for one in found]
+        encodings = self.backend.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [list(one.ids) for one in encodings]
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoding:
         if isinstance(text, str):
@@ -96,20 +98,20 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None if there is no such id."""
         if self.is_slow:
-            found = self.backend.convert_ids_to_tokens(token_id)
+            token = self.backend.convert_ids_to_tokens(token_id)
         else:
-            found = self.backend.id_to_token(token_id)
-        return None if found is None else str(found)
+            token = self.backend.id_to_token(token_id)
+        return None if token is None else str(token)
 
     def piece(self, token_id: int) -> str:
         """The text that one token adds, leading space included; "" for an id without a token.
 
         A token that holds only a part of a character gives "�".
         """
-        found = self._pieces.get(token_id)
-        if found is None:
-            found = self._pieces[token_id] = self._piece(token_id)
-        return found
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._piece(token_id)
+        return piece
 
     def _piece(self, token_id: int) -> str:
         raw = self.raw_bytes(token_id)
@@ -142,10 +144,10 @@ class Tokenizer:
         """The bytes that the token adds to the text; None if the decoder is not byte-level."""
         if not self.is_byte_level:
             return None
-        found = self._raw.get(token_id)
-        if found is None:
-            found = self._raw[token_id] = self._spelled(token_id)
-        return found
+        raw = self._raw.get(token_id)
+        if raw is None:
+            raw = self._raw[token_id] = self._spelled(token_id)
+        return raw
 
     def whole_text(self, token_id: int) -> str | None:
         """The text of a token whose bytes are complete characters; None for other tokens.
@@ -157,11 +159,11 @@ class Tokenizer:
         except KeyError:
             pass
         try:
-            found = (self.raw_bytes(token_id) or b"").decode()
+            text = (self.raw_bytes(token_id) or b"").decode()
         except UnicodeDecodeError:
-            found = None
-        self._whole[token_id] = found
-        return found
+            text = None
+        self._whole[token_id] = text
+        return text
 
     def _spelled(self, token_id: int) -> bytes:
         token = self.token(token_id)
@@ -207,10 +209,10 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         if self.is_slow:
-            found = self.backend.convert_tokens_to_ids(token)
+            number = self.backend.convert_tokens_to_ids(token)
         else:
-            found = self.backend.token_to_id(token)
-        return None if found is None else int(found)
+            number = self.backend.token_to_id(token)
+        return None if number is None else int(number)
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> Any:
         return self.token(ids) if isinstance(ids, int) else [self.token(i) for i in ids]
@@ -294,10 +296,10 @@ class Tokenizer:
 def _added_tokens(backend: Any, slow: bool) -> dict[int, bool]:
     """Id -> is special, for each token added to the vocabulary."""
     decoder = backend.added_tokens_decoder if slow else backend.get_added_tokens_decoder()
-    found = {int(i): bool(token.special) for i, token in decoder.items()}
+    is_special = {int(i): bool(token.special) for i, token in decoder.items()}
     if slow:
-        found |= dict.fromkeys((int(i) for i in backend.all_special_ids), True)
-    return found
+        is_special |= dict.fromkeys((int(i) for i in backend.all_special_ids), True)
+    return is_special
 
 
 def load(
@@ -378,13 +380,13 @@ def _load_fast(path: Path, config: dict[str, Any], named: dict[str, str]) -> Any
 
 def special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """bos_token, eos_token, ... -> text, from tokenizer_config.json, else from special_tokens_map.json."""
-    found = {
+    tokens = {
         **read_object(path / "special_tokens_map.json"),
         **{k: config.get(k) for k in NAMED if k in config},
     }
     named = {}
     for name in NAMED:
-        token = found.get(name)
+        token = tokens.get(name)
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):

@@ -90,8 +90,8 @@ class UntrustedTemplateRenderer:
             ) from None
         answer = self._ask(message, time.monotonic() + seconds + GRACE_S)
         if answer is None:
-            why = NO_ANSWER.format(whose, seconds, MOST_MEMORY >> 20)
-            raise ValidationError(why, parameter="chat_template")
+            reason = NO_ANSWER.format(whose, seconds, MOST_MEMORY >> 20)
+            raise ValidationError(reason, parameter="chat_template")
         if "text" in answer:
             return str(answer["text"])
         raise ValidationError(answer["error"], parameter=answer["parameter"])

@@ -40,10 +40,10 @@ class ExpertOptions(NamedTuple):
         eplb, strategy = eplb_options(config), config.expert_placement_strategy
         copies = 0 if eplb is None else eplb.num_redundant_experts
         whole = config.enable_expert_parallel
-        own = whole, strategy == "round_robin", copies, eplb is not None
+        values = whole, strategy == "round_robin", copies, eplb is not None
         if not engines_share_experts(config):
-            return cls(*own)
-        return cls(*own, config.data_parallel_size, config.data_parallel_rank or 0)
+            return cls(*values)
+        return cls(*values, config.data_parallel_size, config.data_parallel_rank or 0)
 
 
 _options: ContextVar[ExpertOptions | None] = ContextVar("expert_options", default=None)
@@ -80,29 +80,29 @@ def placement(num_experts: int, num_ranks: int, options: ExpertOptions) -> Place
             f"enable_expert_parallel: {num_experts} experts cannot be placed on {num_ranks} ranks; use"
             f" --tensor-parallel-size {of_engine} or less, or leave --enable-expert-parallel out"
         )
-    each, more = divmod(num_experts + options.copies, num_ranks)
+    per_rank, more = divmod(num_experts + options.copies, num_ranks)
     if more and options.moves:
         raise ConfigError(
             f"eplb_config: {num_experts} experts and {options.copies} redundant ones make {num_experts + options.copies}"
             f" seats, which {num_ranks} ranks cannot share equally; use num_redundant_experts={options.copies + num_ranks - more}"
         )
-    if each + bool(more) > num_experts:
+    if per_rank + bool(more) > num_experts:
         raise ConfigError(
             f"eplb_config: num_redundant_experts={options.copies} gives a rank more seats than there are experts; use at"
             f" most {num_experts * (num_ranks - 1)}"
         )
     size, extra = divmod(num_experts, num_ranks)
     starts = [rank * size + min(rank, extra) for rank in range(num_ranks + 1)]
-    found, copied = [], 0
+    by_rank, copied = [], 0
     for rank in range(num_ranks):
         linear = range(starts[rank], starts[rank + 1])
-        own = [*(range(rank, num_experts, num_ranks) if options.round_robin else linear)]
-        while len(own) < each + (rank < more):
-            if copied % num_experts not in own:
-                own.append(copied % num_experts)
+        experts = [*(range(rank, num_experts, num_ranks) if options.round_robin else linear)]
+        while len(experts) < per_rank + (rank < more):
+            if copied % num_experts not in experts:
+                experts.append(copied % num_experts)
             copied += 1
-        found.append(tuple(own))
-    return tuple(found)
+        by_rank.append(tuple(experts))
+    return tuple(by_rank)
 
 
 def replicas(loads: Sequence[float], num_seats: int) -> list[int]:
@@ -142,14 +142,14 @@ def balanced(
     ranks, seats = len(before), len(before[0])
     if groups % nodes or ranks % nodes:
         nodes = groups = 1
-    size, found = len(loads) // groups, list[tuple[int, ...]]()
+    size, packs_found = len(loads) // groups, list[tuple[int, ...]]()
     by_group = [sum(loads[g * size : (g + 1) * size]) for g in range(groups)]
     for node, chosen in enumerate(packed(by_group, nodes)):
         there = before[node * ranks // nodes : (node + 1) * ranks // nodes]
-        own = [g * size + i for g in sorted(chosen) for i in range(size)]
-        found += _with_old_seats(_on_ranks(own, loads, len(there), seats), there)
-    most, now = (max(load_of_ranks(loads, where)) for where in (tuple(found), before))
-    return tuple(found) if most < now else before
+        experts = [g * size + i for g in sorted(chosen) for i in range(size)]
+        packs_found += _with_old_seats(_on_ranks(experts, loads, len(there), seats), there)
+    new_load, now = (max(load_of_ranks(loads, where)) for where in (tuple(packs_found), before))
+    return tuple(packs_found) if new_load < now else before
 
 
 def _on_ranks(
@@ -164,17 +164,17 @@ def _on_ranks(
 
 def _with_old_seats(packs: list[list[int]], before: Placement) -> Placement:
     """The packs on the ranks that have most of their experts already, each of these in the seat that it has."""
-    found, left = [], list(packs)
+    order, left = [], list(packs)
     for had in before:
-        own = max(left, key=lambda pack: len(set(pack) & set(had)))
-        left.remove(own)
-        coming, seats = list(own), list[int | None]([None] * len(had))
+        pack_of_rank = max(left, key=lambda pack: len(set(pack) & set(had)))
+        left.remove(pack_of_rank)
+        coming, seats = list(pack_of_rank), list[int | None]([None] * len(had))
         for seat, expert in enumerate(had):
             if expert in coming:
                 seats[seat] = expert
                 coming.remove(expert)
-        found.append(tuple(coming.pop(0) if e is None else e for e in seats))
-    return tuple(found)
+        order.append(tuple(coming.pop(0) if e is None else e for e in seats))
+    return tuple(order)
 
 
 def load_of_ranks(loads: Sequence[float], where: Placement) -> list[float]:
@@ -186,5 +186,5 @@ def load_of_ranks(loads: Sequence[float], where: Placement) -> list[float]:
 def balancedness(by_layer: Sequence[Sequence[float]]) -> float:
     """Of the ranks' loads in each layer: the sum of their means by the sum of their maxima; 1.0: all ranks have the same."""
     means = sum(sum(loads) / len(loads) for loads in by_layer)
-    most = sum(max(loads) for loads in by_layer)
-    return means / most if most else 1.0
+    max_load = sum(max(loads) for loads in by_layer)
+    return means / max_load if max_load else 1.0

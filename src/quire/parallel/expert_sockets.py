@@ -200,21 +200,21 @@ class Question:
     def _answer_to(self, part: int) -> Tensor:
         self._since = time.monotonic()
         while True:
-            why = "it loads its weights, or sleeps"
+            reason = "it loads its weights, or sleeps"
             try:
                 if self._sent != part:
                     self.send(part)
-                if (found := self._receive(part)) is not None:
-                    return found
+                if (message := self._receive(part)) is not None:
+                    return message
             except (EOFError, OSError) as error:
-                why = f"it has ended or is stopped: {error}"
+                reason = f"it has ended or is stopped: {error}"
                 self._client.drop(self._engine)
             except BaseException:
                 self._client.drop(self._engine)
                 raise
             self._sent = -1
             if time.monotonic() - self._since > self._client.gone_s:
-                raise self._lost(f"{why} (waited {self._client.gone_s:g} s)")
+                raise self._lost(f"{reason} (waited {self._client.gone_s:g} s)")
             time.sleep(LOOK_S / 4)
 
     def send(self, part: int) -> None:

@@ -41,9 +41,9 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         """Raises RankLost: no rank has set the value in time."""
-        if (found := self._ask(TableRequest(key, seconds=self._seconds))) is None:
+        if (value := self._ask(TableRequest(key, seconds=self._seconds))) is None:
             raise RankLost(f"another rank has not set {key!r} after {self._seconds:.0f} s")
-        return found
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
@@ -105,14 +105,14 @@ class GlooRanks:
             RankLost: another rank did not come in time, or its connection broke.
         """
         rows, width = x_TW.shape
-        own = x_TW.contiguous().view(-1).view(torch.uint8)
+        bytes_B = x_TW.contiguous().view(-1).view(torch.uint8)
         all_RTW = torch.empty(self.size, rows, width, dtype=x_TW.dtype)
-        if own.numel():
+        if bytes_B.numel():
             try:
-                self._wait(self._group._allgather_base(all_RTW.view(-1).view(torch.uint8), own))
+                self._wait(self._group._allgather_base(all_RTW.view(-1).view(torch.uint8), bytes_B))
             except RuntimeError as why:
                 raise RankLost(
-                    f"rank {self.rank} of {self.size} lost another rank in an exchange of {own.numel()} bytes"
+                    f"rank {self.rank} of {self.size} lost another rank in an exchange of {bytes_B.numel()} bytes"
                     f" (limit {self._timeout_s:g} s): {why}"
                 ) from why
         return all_RTW.transpose(0, 1).reshape(rows, self.size * width)
@@ -139,10 +139,10 @@ class GlooRanks:
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """See `TensorRanks`."""
-        own, before = torch.tensor([numbers], dtype=torch.int64), self._timeout_s
+        numbers_N, before = torch.tensor([numbers], dtype=torch.int64), self._timeout_s
         self.limit(START_S)
         try:
-            found: list[int] = self.gather(own).view(self.size, -1).amin(0).tolist()
+            least: list[int] = self.gather(numbers_N).view(self.size, -1).amin(0).tolist()
         finally:
             self.limit(before)
-        return found
+        return least

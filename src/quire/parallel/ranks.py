@@ -114,11 +114,11 @@ class Ranks:
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The least of each number among all ranks."""
-        found = list(numbers)
+        least = list(numbers)
         for group in (self.tensor, self.context, self.stages):
             if group is not None:
-                found = group.least(found)
-        return found
+                least = group.least(least)
+        return least
 
 
 _current: ContextVar[TensorRanks | None] = ContextVar("tensor_ranks", default=None)

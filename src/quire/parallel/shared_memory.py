@@ -84,10 +84,10 @@ class SharedMemoryRanks:
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """See `TensorRanks`."""
-        own = torch.tensor([numbers], dtype=torch.int64)
+        numbers_N = torch.tensor([numbers], dtype=torch.int64)
         self._link.timeout_ms = int(START_S * 1000)
         try:
-            found: list[int] = self.gather(own).view(self.size, -1).amin(0).tolist()
+            least: list[int] = self.gather(numbers_N).view(self.size, -1).amin(0).tolist()
         finally:
             self._link.timeout_ms = self._timeout_ms
-        return found
+        return least

@@ -83,12 +83,12 @@ class StageSockets:
             raise PlanMismatch(
                 f"stage {self.stage - 1} sent hidden states of step {frame.step} for step {self.step}"
             )
-        found = []
+        tensors = []
         for dtype, shape in frame.tensors:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self._fill(self._previous, self.stage - 1, _bytes_of(tensor))
-            found.append(tensor)
-        return found
+            tensors.append(tensor)
+        return tensors
 
     def announce(self, data: bytes) -> None:
         """From the last stage to all others. Raises RankLost: one has ended."""
@@ -104,18 +104,18 @@ class StageSockets:
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """See `StageLink`."""
-        found, self._limit_s = list(numbers), START_S
+        least, self._limit_s = list(numbers), START_S
         if self._previous is not None:
             before = self._frame(self._previous, self.stage - 1)
-            found = [min(pair) for pair in zip(found, _numbers(before), strict=True)]
-        frame = StageFrame(0, data=msgspec.msgpack.encode(found))
+            least = [min(pair) for pair in zip(least, _numbers(before), strict=True)]
+        frame = StageFrame(0, data=msgspec.msgpack.encode(least))
         if self._next is not None:
             self._send(self._next, self.stage + 1, frame)
-            found = _numbers(self._frame(self._others[0], self.size - 1))
+            least = _numbers(self._frame(self._others[0], self.size - 1))
         else:
             self.announce(frame.data)
         self._limit_s = self._timeout_s
-        return found
+        return least
 
     def close(self) -> None:
         """The other stages find that this one has ended."""

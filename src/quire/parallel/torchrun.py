@@ -64,8 +64,8 @@ class RankWatch:
     def look(self) -> None:
         """Called each second of a wait for other ranks. Raises RankLost: one of them does not come any more."""
         self._looks += 1
-        if (why := self._why) or (why := next(self._lost(), "")):
-            raise RankLost(f"rank {self.rank} waited for others: {why}")
+        if (reason := self._why) or (reason := next(self._lost(), "")):
+            raise RankLost(f"rank {self.rank} waited for others: {reason}")
 
     def _lost(self) -> Iterator[str]:
         stopped = [other for other, stops in self._stops.items() if stops.look()]

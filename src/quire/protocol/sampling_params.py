@@ -206,9 +206,9 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
             raise ValidationError(
                 f"{name}.{unknown[0]}: unknown key; the only one is k", parameter=name
             )
-        if (most := options.get("k")) is not None:
-            most = read.whole_number(f"{name}.k", most, 0, None, "0 for no draft tokens")
-            options["k"] = min(most, MOST_DRAFT_TOKENS)
+        if (count := options.get("k")) is not None:
+            count = read.whole_number(f"{name}.k", count, 0, None, "0 for no draft tokens")
+            options["k"] = min(count, MOST_DRAFT_TOKENS)
 
     def _read_constraint(self) -> None:
         if self.guided_decoding is not None:
@@ -296,9 +296,9 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
     def _read_vocabulary(self) -> None:
         if self.logprob_token_ids is not None:
             self.logprob_token_ids = read.token_ids("logprob_token_ids", self.logprob_token_ids)
-            if len(self.logprob_token_ids) > (most := env.get("MAX_LIST_ENTRIES")):
+            if len(self.logprob_token_ids) > (limit := env.get("MAX_LIST_ENTRIES")):
                 raise ValidationError(
-                    f"logprob_token_ids has {len(self.logprob_token_ids)} entries; the limit is {most}",
+                    f"logprob_token_ids has {len(self.logprob_token_ids)} entries; the limit is {limit}",
                     parameter="logprob_token_ids", value=len(self.logprob_token_ids),
                 )  # fmt: skip
         if self.allowed_token_ids is not None:

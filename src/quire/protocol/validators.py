@@ -167,14 +167,16 @@ def small_data(name: str, value: Any) -> dict[str, Any]:
     except TypeError:
         return result
     except RecursionError:
-        why = f"is nested deeper than {MOST_DATA_DEPTH} levels: flatten it"
-        raise ValidationError(f"{name} {why}", parameter=name) from None
+        fault = f"is nested deeper than {MOST_DATA_DEPTH} levels: flatten it"
+        raise ValidationError(f"{name} {fault}", parameter=name) from None
     except (OverflowError, ValueError) as error:
-        why = f"contains a value that cannot be sent ({error}); whole numbers have at most 64 bits"
-        raise ValidationError(f"{name} {why}", parameter=name) from None
+        fault = (
+            f"contains a value that cannot be sent ({error}); whole numbers have at most 64 bits"
+        )
+        raise ValidationError(f"{name} {fault}", parameter=name) from None
     if size > MOST_DATA_BYTES:
-        why = f"has {size} bytes; the limit is {MOST_DATA_BYTES}: send less data"
-        raise ValidationError(f"{name} {why}", parameter=name)
+        fault = f"has {size} bytes; the limit is {MOST_DATA_BYTES}: send less data"
+        raise ValidationError(f"{name} {fault}", parameter=name)
     return result
 
 

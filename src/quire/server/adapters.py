@@ -160,8 +160,8 @@ async def listed(state: ServerState) -> list[Adapter]:
     """Every adapter that requests may name."""
     if not state.config.lora.enable_lora or state.engine is None:
         return []
-    found: list[Adapter] = await state.engine.run(state.engine.front.adapters.listed())
-    return found
+    adapters: list[Adapter] = await state.engine.run(state.engine.front.adapters.listed())
+    return adapters
 
 
 async def model_of(request: Request, name: str | None) -> tuple[str, str | None]:
@@ -191,11 +191,15 @@ async def resolved(request: Request, name: str) -> bool:
     if not runtime_updates() or state.engine is None or not has_right(request):
         return False
     model = state.config.model.model
-    found = await resolve(name, list(dict.fromkeys([model, *state.model_names])))
-    if found is None:
+    request_found = await resolve(name, list(dict.fromkeys([model, *state.model_names])))
+    if request_found is None:
         return False
     steps = state.engine.front.adapters.load(
-        name, found.lora_path, found.base_model_name, if_absent=True, resolved_for=key_id(request)
+        name,
+        request_found.lora_path,
+        request_found.base_model_name,
+        if_absent=True,
+        resolved_for=key_id(request),
     )
     try:
         await state.engine.run(steps)

@@ -25,18 +25,20 @@ def check_answer_size(
     Raises:
         ApiError: 400 with the sum.
     """
-    each = max(params.n, params.best_of or 1)
+    completions = max(params.n, params.best_of or 1)
     prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
     room = (max(1, engine.inputs.max_model_len - len(prompt.tokens)) for prompt in prompts)
     max_tokens = params.max_tokens
-    output_tokens = each * sum(one if max_tokens is None else min(max_tokens, one) for one in room)
+    output_tokens = completions * sum(
+        one if max_tokens is None else min(max_tokens, one) for one in room
+    )
     of_prompt = entries_per_token(params.prompt_logprobs, engine.inputs.vocab_size)
     of_output = entries_per_token(params.logprobs, engine.inputs.vocab_size)
     if params.logprob_token_ids is not None and beams is None:
         of_output = 2 + len(params.logprob_token_ids)
     if beams is not None:
         # Each step submits every beam and its prompt anew; for logprobs, the alternatives of all steps are kept.
-        prompt_tokens, of_prompt = each * prompt_tokens, 1
+        prompt_tokens, of_prompt = completions * prompt_tokens, 1
         of_output = 1 if params.logprobs is None else 2 + 2 * beams.beam_width
     else:
         prompt_tokens *= copies

@@ -45,8 +45,8 @@ class RateLimit:
     def level(self) -> float:
         if self.per_minute is None:
             return math.inf
-        level, at = self.account.numbers[self.place], self.account.numbers[self.place + 1]
-        return min(level + (self.clock() - at) * self.per_minute / 60, float(self.per_minute))
+        level, updated = self.account.numbers[self.place], self.account.numbers[self.place + 1]
+        return min(level + (self.clock() - updated) * self.per_minute / 60, float(self.per_minute))
 
     def take(self, count: float) -> None:
         if self.per_minute is not None:
@@ -153,13 +153,13 @@ class Tenant:
 
     def headers(self) -> dict[str, str]:
         """The x-ratelimit-* headers of the limits that are set."""
-        found: dict[str, str] = {}
+        headers: dict[str, str] = {}
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket.per_minute is not None:
-                found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
-                found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
-                found[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"  # fmt: skip
-        return found
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+                headers[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"  # fmt: skip
+        return headers
 
 
 class KeyUse:

@@ -106,12 +106,18 @@ async def missing_route(request: Request, message: str) -> Response:
 def missing_routes(dev_mode: bool) -> list[tuple[str, str, Endpoint]]:
     """Routes of features that are not built yet, and of those that are off. Not in the OpenAPI document."""
     later = unsupported.ROUTES | (unsupported.DEV_ROUTES if dev_mode else {})
-    why = {path: f"{what} is not supported yet: {remedy}" for path, (what, remedy) in later.items()}
+    reasons = {
+        path: f"{what} is not supported yet: {remedy}" for path, (what, remedy) in later.items()
+    }
     flags = dict(unsupported.OPTIONAL_ROUTES)
     if not dev_mode:
         flags |= {path: "QUIRE_SERVER_DEV_MODE=1" for _, path, _ in DEV_ROUTES}
-    why |= {path: f"{path} is off: start the server with {flag}" for path, flag in flags.items()}
-    return [("GET POST DELETE", path, partial(missing_route, message=m)) for path, m in why.items()]
+    reasons |= {
+        path: f"{path} is off: start the server with {flag}" for path, flag in flags.items()
+    }
+    return [
+        ("GET POST DELETE", path, partial(missing_route, message=m)) for path, m in reasons.items()
+    ]
 
 
 ROUTES: list[tuple[str, str, Endpoint]] = [

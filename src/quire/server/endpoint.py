@@ -54,8 +54,8 @@ class RequestContext:
 
     @property
     def tenant(self) -> Tenant | None:
-        found: Tenant | None = self.request.scope.get(TENANT)
-        return found
+        tenant: Tenant | None = self.request.scope.get(TENANT)
+        return tenant
 
     @property
     def data_parallel_rank(self) -> int | None:

@@ -88,7 +88,7 @@ class Generation(EngineRequests):
             "cached_tokens": sum(count.cached for count in self.counts),
             "created_cache_tokens": sum(count.created for count in self.counts),
         }
-        found: dict[str, Any] = {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "total_tokens": prompt + output,
             "completion_tokens": output,
@@ -96,8 +96,8 @@ class Generation(EngineRequests):
         }
         if self.reader is not None and self.reader.reading.splits_reasoning:
             details_of_output = {"reasoning_tokens": self.reader.reasoning_tokens}
-            found["completion_tokens_details"] = details_of_output
-        return found
+            usage["completion_tokens_details"] = details_of_output
+        return usage
 
     def is_large(self, deltas: Sequence[OutputDelta]) -> bool:
         """Whether to encode the answer in parts."""
@@ -109,18 +109,18 @@ class Generation(EngineRequests):
 
     async def whole(self) -> list[OutputDelta]:
         """All completions, complete, by index."""
-        found: dict[int, OutputDelta] = {}
+        by_index: dict[int, OutputDelta] = {}
         try:
             await self.open()
             while not self.ended:
                 for delta in await self.next():
-                    if (before := found.get(delta.index)) is not None:
+                    if (before := by_index.get(delta.index)) is not None:
                         before.add(delta)
                     else:
-                        found[delta.index] = delta
+                        by_index[delta.index] = delta
         finally:
             self.close()
-        return [found[index] for index in sorted(found)]
+        return [by_index[index] for index in sorted(by_index)]
 
     async def open(self) -> None:
         """Send the prompts to the engine.
@@ -293,13 +293,13 @@ def output_deltas(
     count.created = output.num_cache_creation_tokens or count.created
     if output.prompt_logprobs is not None:
         count.prompt_logprobs = output.prompt_logprobs
-    found = []
+    deltas = []
     for one in output.outputs:
         if one.finish_reason == "error":
             raise ERRORS[one.error_kind](f"request {output.request_id}: {one.error}")
         count.output_tokens[one.index] += len(one.token_ids)
         place = which * n + one.index
-        found.append(
+        deltas.append(
             OutputDelta(
                 which,
                 place,
@@ -310,4 +310,4 @@ def output_deltas(
                 one.stop_reason,
             )
         )
-    return found
+    return deltas

@@ -82,22 +82,22 @@ def read_long(raw: bytes, kind: type[T]) -> T:
         raise not_an_object() from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(error) from error
-    found = {}
+    fields = {}
     for field in _fields(kind):
         part = bytes(getattr(parts, field.encoded))
         if part != b"null":
-            found[field.name] = _value(field, part)
+            fields[field.name] = _value(field, part)
         elif field.required:
             raise not_valid(f"Object missing required field `{field.encoded}`")
-    return kind(**found)
+    return kind(**fields)
 
 
 def _value(field: Field, part: bytes) -> Any:
     name = field.encoded
-    most = len(part) if name in PROMPTS else FIELD_BYTES.get(name, MOST_OF_A_FIELD)
-    if len(part) > most:
+    limit = len(part) if name in PROMPTS else FIELD_BYTES.get(name, MOST_OF_A_FIELD)
+    if len(part) > limit:
         raise invalid(
-            f"`{name}` has {len(part)} bytes of JSON; the limit is {most}: shorten it",
+            f"`{name}` has {len(part)} bytes of JSON; the limit is {limit}: shorten it",
             name,
         )
     try:
@@ -132,32 +132,32 @@ def _flat_ids(part: bytes) -> list[int] | None:
     """Decoded in pieces; None: not only numbers."""
     if not part.startswith(b"[") or _count(part, b'[{"tfn') > 1:
         return None
-    found: list[int] = []
+    ids: list[int] = []
     start, end = 1, len(part) - 1
     while start < end:
         cut = part.find(b",", start + PIECE)
         cut = end if cut < 0 else cut
-        found += _IDS.decode(b"[" + part[start:cut] + b"]")
+        ids += _IDS.decode(b"[" + part[start:cut] + b"]")
         start = cut + 1
-    return found
+    return ids
 
 
 def number_of_values(part: bytes) -> int:
     """Number of JSON values: lists, objects, and what is between commas and colons; marks within strings do not count."""
     if _count(part, b",:[{") <= MOST_VALUES:
         return 0  # few enough, even if no mark is within a string
-    found, within, carried = 0, 0, b""
+    count, within, carried = 0, 0, b""
     for start in range(0, len(part), PIECE):
         piece = carried + part[start : start + PIECE]
         tail = len(piece) - len(piece.rstrip(b"\\"))
         carried = b"\\" if tail % 2 else b""  # the character that it escapes is in the next piece
         piece = piece[: len(piece) - len(carried)]
         texts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        found += _count(b"".join(texts[within::2]), b",:[{")
+        count += _count(b"".join(texts[within::2]), b",:[{")
         within = (within + len(texts) - 1) % 2
-        if found > MOST_VALUES:
+        if count > MOST_VALUES:
             break
-    return found
+    return count
 
 
 def _count(part: bytes, marks: bytes) -> int:
@@ -170,8 +170,8 @@ def _count(part: bytes, marks: bytes) -> int:
 
 def not_valid(message: str, name: str = "") -> ApiError:
     """The error for a value of a wrong type. `name`: the field, if the message does not contain it."""
-    found = _AT.match(message)
-    what, where = (found["what"], found["where"]) if found else (message, "")
+    match = _AT.match(message)
+    what, where = (match["what"], match["where"]) if match else (message, "")
     if missing := re.search(r"missing required field `(\w+)`", what):
         where = f"{where}.{missing[1]}".lstrip(".")
     if name:

@@ -40,12 +40,12 @@ def completions_of(prompts: int, params: SamplingParams, state: ServerState) -> 
     Raises:
         ApiError: 400: more than --max-completions, or too many entries in all of them.
     """
-    each = max(params.n, params.best_of or 1)
-    most = state.config.server.max_completions
-    if (total := prompts * each) > most:
+    per_prompt = max(params.n, params.best_of or 1)
+    limit = state.config.server.max_completions
+    if (total := prompts * per_prompt) > limit:
         raise invalid(
-            f"{prompts} prompts with `n` = {each} make {total} completions; the limit for one"
-            f" request is {most} (--max-completions)",
+            f"{prompts} prompts with `n` = {per_prompt} make {total} completions; the limit for one"
+            f" request is {limit} (--max-completions)",
             "n",
         )
     entries = len(params.allowed_token_ids or ()) + len(params.logit_bias or ())

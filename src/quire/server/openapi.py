@@ -74,13 +74,13 @@ STYLE = "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 
 
 def components() -> dict[str, Any]:
     """The schemas of all bodies, by name."""
-    _, found = msgspec.json.schema_components(
+    _, schemas_by_name = msgspec.json.schema_components(
         list(dict.fromkeys(BODIES.values())), ref_template="#/components/schemas/{name}"
     )
-    for title, schema in found.items():
+    for title, schema in schemas_by_name.items():
         for name in RESPONSES_FIELDS if title == "ResponsesRequest" else REQUEST_FIELDS:
             schema.get("properties", {}).pop(name, None)
-    return {**found, "Error": ERROR}
+    return {**schemas_by_name, "Error": ERROR}
 
 
 def first_line(endpoint: Any) -> str:

@@ -101,8 +101,8 @@ def given_prompts(request: CompletionRequest) -> list[Any]:
         many.append(given)
     if not many:
         raise invalid("`prompt` is missing or empty", "prompt")
-    if len(many) > 1 and len(many) > (most := env.get("MAX_COMPLETION_PROMPTS")):
-        raise invalid(f"`prompt` has {len(many)} prompts; the limit is {most}", "prompt")
+    if len(many) > 1 and len(many) > (limit := env.get("MAX_COMPLETION_PROMPTS")):
+        raise invalid(f"`prompt` has {len(many)} prompts; the limit is {limit}", "prompt")
     return many
 
 

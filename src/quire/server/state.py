@@ -187,8 +187,8 @@ class ServerState:
 
 def state_of(request: Request) -> ServerState:
     """The state of the application that serves a request."""
-    found: ServerState = request.app.state.quire
-    return found
+    state: ServerState = request.app.state.quire
+    return state
 
 
 def fingerprint(client: EngineClient) -> str:

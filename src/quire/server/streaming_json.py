@@ -56,17 +56,17 @@ def listed(items: Callable[[], Iterable[Any]], large: bool) -> Any:
 
 def encoded_parts(body: Any) -> Iterator[bytes]:
     """The JSON of `body`, which may contain LongLists anywhere."""
-    found: list[LongList] = []
+    lists: list[LongList] = []
 
     def later(value: Any) -> str:
         if not isinstance(value, LongList):
             raise NotImplementedError(f"{type(value).__name__} cannot be encoded as JSON")
-        found.append(value)
+        lists.append(value)
         return _MARK
 
     first, *rest = msgspec.json.Encoder(enc_hook=later).encode(body).split(_ENCODED_MARK)
     yield first
-    for long, after in zip(found, rest, strict=True):
+    for long, after in zip(lists, rest, strict=True):
         yield from long.encoded()
         yield after
 

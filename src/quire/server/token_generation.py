@@ -113,8 +113,8 @@ class TokenAnswer(GenerationAnswer):
         if self.body.output_mode == "text":
             top = -1 if every else params.logprobs or 0
             return shapes.chat(delta.tokens, delta.logprobs, top, self.name, large)
-        most = None if every else max(params.logprobs or 0, 1)
-        rows = partial(token_rows, delta.tokens, delta.logprobs, most)
+        max_entries = None if every else max(params.logprobs or 0, 1)
+        rows = partial(token_rows, delta.tokens, delta.logprobs, max_entries)
         return {"content": listed(rows, large)}
 
     def choice(self, delta: OutputDelta, large: bool = False) -> dict[str, Any]:

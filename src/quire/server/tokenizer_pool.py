@@ -178,11 +178,11 @@ def run_alone(work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **keywor
         except Exception as error:
             return None, error
 
-    found, error = asyncio.run(caught())
+    outcome, error = asyncio.run(caught())
     try:
         if error is not None:
             raise error
-        result: T = found
+        result: T = outcome
         return result
     finally:
         del error

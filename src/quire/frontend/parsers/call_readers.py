@@ -213,16 +213,16 @@ class PythonCall:
     def _step(self, text: str, at: int) -> int:
         """Returns the new position; -1: it needs more text."""
         if self._expected in ("name", "key", "key or end") and (
-            found := IDENTIFIER.match(text, at)
+            identifier := IDENTIFIER.match(text, at)
         ):
-            word = found[0]
+            word = identifier[0]
             if len(word) > MAX_WORD:
                 raise MalformedValue("the name is too long")
-            if found.end() == len(text):
+            if identifier.end() == len(text):
                 return -1
             self._word = word
             self._expected = "(" if self._expected == "name" else "="
-            return found.end()
+            return identifier.end()
         if (space := SPACE.match(text, at)) is not None:
             return space.end()
         return self._mark(text[at], at)

@@ -62,13 +62,13 @@ class ElementArguments:
                 if start < 0:
                     return at
                 begin = start + len(self.prefix)
-                found = TAG.match(text, begin)
-                end = begin if found is None else found.end()
+                tag = TAG.match(text, begin)
+                end = begin if tag is None else tag.end()
                 if end == len(text):
                     return at
-                if found is None or not found[2] or text[end] != ">":
+                if tag is None or not tag[2] or text[end] != ">":
                     raise MalformedValue("a prefix without a tag")
-                if self._read_tag(found[2], is_end=bool(found[1])):
+                if self._read_tag(tag[2], is_end=bool(tag[1])):
                     self._keep(text[at : end + 1])
                     at = end + 1
             except MalformedValue as error:

@@ -85,5 +85,7 @@ def _choose(
         remedy = PARSERS.get(requested) or choose_from(requested, names)
         what = "is not supported yet" if requested in PARSERS else "is unknown"
         raise ConfigError(f"{field}={requested!r} {what}; {remedy}")
-    why = f"{field}={requested!r}"
-    return FormatChoice(name, why if name == requested else f"{why}, which uses the format {name}")
+    reason = f"{field}={requested!r}"
+    return FormatChoice(
+        name, reason if name == requested else f"{reason}, which uses the format {name}"
+    )

@@ -22,12 +22,12 @@ from quire.frontend.parsers.format_table import (
 
 def _entries(table: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The fields of each format, with the fields of the format that it is like."""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for name, entry in table.items():
-        base = found.get(entry.get("like", ""), {})
+        base = entries.get(entry.get("like", ""), {})
         states = {state: {"kind": state, **one} for state, one in entry.get("states", {}).items()}
-        found[name] = {**base, **entry, "states": {**base.get("states", {}), **states}}
-    return found
+        entries[name] = {**base, **entry, "states": {**base.get("states", {}), **states}}
+    return entries
 
 
 def _names(table: Mapping[str, dict[str, Any]]) -> dict[str, str]:

@@ -66,10 +66,10 @@ def arguments(dialect: str, schema: Mapping[str, Any]) -> list[JSON] | None:
 def any_arguments(dialect: str) -> list[JSON] | None:
     if dialect != "python":
         return None
-    one = _sequence(
+    argument = _sequence(
         [{"type": "regex", "pattern": NAME + "="}, {"type": "grammar", "grammar": ANY_PYTHON}]
     )
-    return [_optional(_sequence([one, _star(_sequence([_text(", "), one]))]))]
+    return [_optional(_sequence([argument, _star(_sequence([_text(", "), argument]))]))]
 
 
 @dataclass(slots=True)
@@ -82,9 +82,9 @@ class _Writer:
         if not isinstance(schema, Mapping) or self.depth >= MAX_NESTED:
             return None
         self.depth += 1
-        found = self._value(schema)
+        constraint = self._value(schema)
         self.depth -= 1
-        return found
+        return constraint
 
     def _value(self, schema: Mapping[str, Any]) -> JSON | None:
         said = set(schema) - IGNORED_KEYWORDS
@@ -119,11 +119,11 @@ class _Writer:
             return _text(dialect.words[None])
         if ("items" if kind == "array" else "properties") not in schema:
             return self._any(kind)
-        found = self._list(schema) if kind == "array" else self.members(schema)
-        if found is None:
+        constraint = self._list(schema) if kind == "array" else self.members(schema)
+        if constraint is None:
             return None
         begin, end = "[]" if kind == "array" else "{}"
-        return _sequence([_text(begin), *found, _text(end)])
+        return _sequence([_text(begin), *constraint, _text(end)])
 
     def _any(self, kind: str) -> JSON | None:
         if self.dialect is not PYTHON:
@@ -209,7 +209,7 @@ def _star(part: JSON) -> JSON:
 
 
 def _either(parts: Iterator[JSON | None]) -> JSON | None:
-    found = list(parts)
-    if not found or None in found:
+    choices = list(parts)
+    if not choices or None in choices:
         return None
-    return {"type": "or", "elements": found}
+    return {"type": "or", "elements": choices}

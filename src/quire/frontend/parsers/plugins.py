@@ -51,13 +51,13 @@ def _from_file(file: str, registry: FormatRegistry) -> None:
         if "vllm" in path.read_text(encoding="utf-8"):
             _let_vllm_mean_quire()
         spec.loader.exec_module(module)
-        own = _registered() - before
+        registered = _registered() - before
         register = getattr(module, "register", None)
         if callable(register):
             register(registry)
-        elif not own:
+        elif not registered:
             raise ConfigError(f"the parser plugin {file!r} registers nothing: {REMEDY}")
-        for manager, name, _ in own:
+        for manager, name, _ in registered:
             _classes_of(registry, manager)[name] = _class(manager, name, module)
     except ConfigError:
         raise

@@ -269,73 +269,77 @@ class StreamParser:
 
     # -- one method per kind of state; returns False if it needs more text ----------------------
     def _read_text(self) -> bool:
-        text, at, markers = self._buffer, self._at, self._pattern
-        found = markers.pattern.search(text, at) if markers.pattern is not None else None
-        if found is not None:
-            self._emit_text(self._state.kind, text[at : found.start()])
-            self._at = found.start()
-            self._follow_marker(found[0], markers.transitions[found[0]])
+        text, position, markers = self._buffer, self._at, self._pattern
+        match = markers.pattern.search(text, position) if markers.pattern is not None else None
+        if match is not None:
+            self._emit_text(self._state.kind, text[position : match.start()])
+            self._at = match.start()
+            self._follow_marker(match[0], markers.transitions[match[0]])
             return True
-        stop = len(text) - markers.partial_length(text, at)
-        self._emit_text(self._state.kind, text[at:stop])
+        stop = len(text) - markers.partial_length(text, position)
+        self._emit_text(self._state.kind, text[position:stop])
         self._at = stop
         return False
 
     def _read_space(self) -> bool:
-        text, at, markers = self._buffer, self._at, self._pattern
-        start = at
+        text, position, markers = self._buffer, self._at, self._pattern
+        start = position
         while start < len(text) and text[start].isspace():
             start += 1
-        self._consume(start - at)
-        at = start
-        if at == len(text):
+        self._consume(start - position)
+        position = start
+        if position == len(text):
             return False
-        if len(text) - at <= markers.max_prefix and text[at:] in markers.prefixes:
+        if len(text) - position <= markers.max_prefix and text[position:] in markers.prefixes:
             return False
-        found = markers.pattern.match(text, at) if markers.pattern is not None else None
-        if found is not None:
-            self._follow_marker(found[0], markers.transitions[found[0]])
+        match = markers.pattern.match(text, position) if markers.pattern is not None else None
+        if match is not None:
+            self._follow_marker(match[0], markers.transitions[match[0]])
             return True
         if not self._state.fallback:
             raise MalformedValue(
-                f"{text[at]!r} where one of {list(markers.transitions)} was expected"
+                f"{text[position]!r} where one of {list(markers.transitions)} was expected"
             )
         self._enter(Transition(self._state.fallback))
         return True
 
     def _read_word(self) -> bool:
         """A name, a key or a head: the text up to a marker."""
-        text, at, markers = self._buffer, self._at, self._pattern
-        found = markers.pattern.search(text, at) if markers.pattern is not None else None
-        stop = found.start() if found is not None else len(text) - markers.partial_length(text, at)
-        if self._length + stop - at > MAX_WORD:
+        text, position, markers = self._buffer, self._at, self._pattern
+        match = markers.pattern.search(text, position) if markers.pattern is not None else None
+        stop = (
+            match.start()
+            if match is not None
+            else len(text) - markers.partial_length(text, position)
+        )
+        if self._length + stop - position > MAX_WORD:
             self._consume(MAX_WORD - self._length)
             raise MalformedValue(f"a {self._state.kind} without an end")
-        self._length += stop - at
-        self._word.append(text[at:stop])
-        self._consume(stop - at)
-        if found is None:
+        self._length += stop - position
+        self._word.append(text[position:stop])
+        self._consume(stop - position)
+        if match is None:
             return False
         word, state = "".join(self._word).strip(), self._state
-        target = markers.transitions[found[0]]
+        target = markers.transitions[match[0]]
         if state.kind == "name":
             self._writer.begin(unquoted(word), state.known_only)
         elif state.kind == "key":
             self._writer.begin_key(unquoted(word))
         else:
             target = self._route_head(word, state, target)
-        self._follow_marker(found[0], target)
+        self._follow_marker(match[0], target)
         return True
 
     def _route_head(self, head: str, state: ParserState, target: Transition) -> Transition:
         if not state.allows_spaces and len(head.split()) > 1:
             raise MalformedValue(f"{head[:40]!r} where one word was expected")
         for needle, to in state.routes:
-            at = head.find(needle)
-            if at < 0:
+            position = head.find(needle)
+            if position < 0:
                 continue
             if self.table.states[to].kind in READERS:
-                rest = head[at + len(needle) :]
+                rest = head[position + len(needle) :]
                 stop = next((i for i, char in enumerate(rest) if char in NAME_ENDS), len(rest))
                 self._writer.begin(rest[:stop])
                 self._writer.id = head if state.is_call_id else ""
@@ -343,23 +347,27 @@ class StreamParser:
         return target
 
     def _read_value(self) -> bool:
-        text, at, markers = self._buffer, self._at, self._pattern
-        found = markers.pattern.search(text, at) if markers.pattern is not None else None
-        stop = found.start() if found is not None else len(text) - markers.partial_length(text, at)
-        piece = text[at:stop]
-        self._consume(stop - at)
+        text, position, markers = self._buffer, self._at, self._pattern
+        match = markers.pattern.search(text, position) if markers.pattern is not None else None
+        stop = (
+            match.start()
+            if match is not None
+            else len(text) - markers.partial_length(text, position)
+        )
+        piece = text[position:stop]
+        self._consume(stop - position)
         if self._text_value:
-            self._emit_string(piece, ended=found is not None)
+            self._emit_string(piece, ended=match is not None)
         else:
             self._word.append(piece)
-        if found is None:
+        if match is None:
             return False
         if self._text_value:
             self._writer.arguments('"')
         else:
             value = "".join(self._word)
             self._writer.add_value(value if self._state.verbatim else strip_newlines(value))
-        self._follow_marker(found[0], markers.transitions[found[0]])
+        self._follow_marker(match[0], markers.transitions[match[0]])
         return True
 
     def _emit_string(self, piece: str, ended: bool) -> None:
@@ -382,17 +390,17 @@ class StreamParser:
         reader = self._reader
         if reader is None:
             reader = self._reader = self._new_reader()
-        at = self._at
+        position = self._at
         if isinstance(reader, ValueReader) and not self._writer.name:
             raise MalformedValue("a call without a name")
         try:
-            reached = reader.feed(self._buffer, at)
+            reached = reader.feed(self._buffer, position)
         except MalformedValue as error:
             self._forward_arguments(reader)
-            self._consume(error.at - at)
+            self._consume(error.at - position)
             raise
         self._forward_arguments(reader)
-        self._consume(reached - at)
+        self._consume(reached - position)
         if self._writer.started:
             self._call_text.clear()
         if not reader.done:

@@ -140,8 +140,10 @@ def weighs_at_most(most: int, parts: Any) -> bool:
     """Whether there are at most that many nested parts, counting a shared part as often as it is serialized."""
     todo, count = [parts], 0
     while todo:
-        one = todo.pop()
-        inner = one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        node = todo.pop()
+        inner = (
+            node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+        )
         count += len(inner)
         if count > most:
             return False

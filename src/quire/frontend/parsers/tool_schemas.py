@@ -45,21 +45,21 @@ class ToolSchemas:
     def __init__(self, tools: Iterable[Any] = ()):
         self.parameters: dict[str, Mapping[str, Any]] = {}
         for tool in tools:
-            found = function(tool)
-            if isinstance(name := found.get("name"), str):
-                schema = found.get("parameters")
+            definition = function(tool)
+            if isinstance(name := definition.get("name"), str):
+                schema = definition.get("parameters")
                 self.parameters[name] = schema if isinstance(schema, Mapping) else {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.parameters
 
     def properties(self, name: str) -> Mapping[str, Any]:
-        found = self.parameters.get(name, {}).get("properties")
-        return found if isinstance(found, Mapping) else {}
+        properties = self.parameters.get(name, {}).get("properties")
+        return properties if isinstance(properties, Mapping) else {}
 
     def required(self, name: str) -> list[str]:
-        found = self.parameters.get(name, {}).get("required")
-        return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
+        names = self.parameters.get(name, {}).get("required")
+        return [key for key in names if isinstance(key, str)] if isinstance(names, list) else []
 
     def definitions(self, name: str) -> Any:
         return self.parameters.get(name, {}).get("$defs")
@@ -114,28 +114,28 @@ class ArgumentTypes:
 
 def schema_types(schema: Any, definitions: Any) -> frozenset[str]:
     """JSON types that a value of a schema may have; empty if the schema names none. `definitions`: the tool's `$defs`."""
-    found: set[str] = set()
+    types: set[str] = set()
     todo: list[Any] = [schema]
     for _ in range(MAX_BRANCHES):
         if not todo:
             break
-        one = todo.pop()
-        if not isinstance(one, Mapping):
+        part = todo.pop()
+        if not isinstance(part, Mapping):
             continue
-        kind = one.get("type")
+        kind = part.get("type")
         kinds = kind if isinstance(kind, list) else [kind]
-        names = (OTHER_NAMES.get(one, one) for one in kinds if isinstance(one, str))
-        found |= {one for one in names if one in TYPES}
-        values = one.get("enum", [one["const"]] if "const" in one else ())
+        names = (OTHER_NAMES.get(name, name) for name in kinds if isinstance(name, str))
+        types |= {name for name in names if name in TYPES}
+        values = part.get("enum", [part["const"]] if "const" in part else ())
         if kind is None and isinstance(values, list):
-            found |= {type_of(value) for value in values}
+            types |= {type_of(value) for value in values}
         for branch in ("anyOf", "oneOf", "allOf"):
-            if isinstance(one.get(branch), list):
-                todo += one[branch]
-        reference = str(one.get("$ref", ""))
+            if isinstance(part.get(branch), list):
+                todo += part[branch]
+        reference = str(part.get("$ref", ""))
         if reference.startswith("#/$defs/") and isinstance(definitions, Mapping):
             todo.append(definitions.get(reference.removeprefix("#/$defs/")))
-    return frozenset(found)
+    return frozenset(types)
 
 
 def converted(text: str, types: frozenset[str]) -> str:

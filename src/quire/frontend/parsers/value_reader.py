@@ -237,8 +237,8 @@ class ValueReader:
         return self._string_or_word(text, at)
 
     def _bare_key(self, text: str, at: int) -> int:
-        found = BARE_KEY.match(text, at)
-        word = "" if found is None else found[0]
+        key = BARE_KEY.match(text, at)
+        word = "" if key is None else key[0]
         if at + len(word) == len(text) and len(word) <= MAX_WORD:
             return -1
         if len(word) > MAX_WORD:
@@ -327,17 +327,17 @@ class ValueReader:
         return at + 1
 
     def _marked_string(self, text: str, at: int, quote: str) -> int:
-        found = text.find(quote, at)
-        stop = found if found >= 0 else len(text)
-        if found < 0:
+        end = text.find(quote, at)
+        stop = end if end >= 0 else len(text)
+        if end < 0:
             for length in range(min(len(quote) - 1, stop - at), 0, -1):
                 if quote.startswith(text[stop - length :]):
                     stop -= length
                     break
         self.out.append(escaped(text[at:stop]))
-        if found >= 0:
+        if end >= 0:
             self._string_ended()
-            return found + len(quote)
+            return end + len(quote)
         return stop if stop > at else -1
 
     def _string_ended(self) -> None:
@@ -398,7 +398,7 @@ def complete_value(text: str, dialect: str = "json", first_chars: str = "") -> s
         MalformedValue: the text is not exactly one value.
     """
     reader = ValueReader(dialect, first_chars)
-    at = reader.feed(text + " ", 0)  # the space ends a number
-    if not reader.done or text[at:].strip():
+    end = reader.feed(text + " ", 0)  # the space ends a number
+    if not reader.done or text[end:].strip():
         raise MalformedValue("more than one value")
     return reader.take()

@@ -139,18 +139,18 @@ class PoolingInputs:
         return msgspec.structs.replace(requested, task=task, skip_reading_prefix_cache=skips)
 
     def _check_dimensions(self, dimensions: int, task: str) -> None:
-        allowed, most = self.info.matryoshka, self.info.num_dimensions
+        allowed, num_dimensions = self.info.matryoshka, self.info.num_dimensions
         if task not in VECTORS:
-            why = f"is a length of vectors, which {task} does not have: leave it out"
+            reason = f"is a length of vectors, which {task} does not have: leave it out"
         elif allowed is None:
-            why = f"cannot change the length of this model's vectors, which is {most}: the model is not trained for it (is_matryoshka, matryoshka_dimensions in config.json)"
+            reason = f"cannot change the length of this model's vectors, which is {num_dimensions}: the model is not trained for it (is_matryoshka, matryoshka_dimensions in config.json)"
         elif allowed and dimensions not in allowed:
-            why = f"must be one of {', '.join(map(str, allowed))}, not {dimensions}"
-        elif dimensions > most:
-            why = f"must be at most {most}, not {dimensions}"
+            reason = f"must be one of {', '.join(map(str, allowed))}, not {dimensions}"
+        elif dimensions > num_dimensions:
+            reason = f"must be at most {num_dimensions}, not {dimensions}"
         else:
             return
-        raise ValidationError(f"dimensions {why}", parameter="dimensions", value=dimensions)
+        raise ValidationError(f"dimensions {reason}", parameter="dimensions", value=dimensions)
 
     def prompt_text(self, name: str, parameter: str = "prompt_name") -> str:
         """The text of a prompt that comes with the model. Raises ValidationError: there is none of this name."""
@@ -194,10 +194,10 @@ class PoolingInputs:
 
     def read_options(self, fields: Mapping[str, Any] | None) -> TokenizeOptions:
         """Read `tokenization_kwargs`. Raises ValidationError: an unknown key or a wrong value."""
-        found = TokenizeOptions.read(fields)
+        options = TokenizeOptions.read(fields)
         if "truncation_side" not in (fields or {}):
-            found.keep_first = self.keeps_first
-        return found
+            options.keep_first = self.keeps_first
+        return options
 
     def options(self, requested: TokenizeOptions) -> TokenizeOptions:
         """Complete the options of a request. Raises ValidationError: it asks for more tokens than the model takes."""
@@ -219,9 +219,9 @@ class PoolingInputs:
         """
         options = self.options(options)
         texts = [one for one in prompts if not one.tokens and one.text is not None]
-        found = iter(self._encoded(texts, options))
+        encoded = iter(self._encoded(texts, options))
         return [
-            self._checked(one, *(next(found) if not one.tokens and one.text is not None else (one.tokens, one.second_text)), options, task)
+            self._checked(one, *(next(encoded) if not one.tokens and one.text is not None else (one.tokens, one.second_text)), options, task)
             for one in prompts
         ]  # fmt: skip
 
@@ -247,10 +247,10 @@ class PoolingInputs:
         self, prompt: Prompt, tokens: list[int], second: int, options: TokenizeOptions, task: str
     ) -> Prompt:
         if options.truncate is not None and len(tokens) > options.truncate:  # token ids
-            most = options.truncate
-            cut = 0 if options.keep_first else len(tokens) - most
-            tokens, second = tokens[cut : cut + most], max(0, second - cut)
-            second = second if second < most else 0
+            limit = options.truncate
+            cut = 0 if options.keep_first else len(tokens) - limit
+            tokens, second = tokens[cut : cut + limit], max(0, second - cut)
+            second = second if second < limit else 0
         if not tokens:
             raise ValidationError(
                 "an input is empty: it needs at least one token", parameter="input", value=[]
@@ -263,12 +263,12 @@ class PoolingInputs:
 
     def check_length(self, num_tokens: int, task: str) -> None:
         """Raises ValidationError: the model does not take this number of tokens."""
-        most = self.max_tokens
+        limit = self.max_tokens
         if task == "embed" and self.info.chunked:
-            most = self.info.max_embed_len or num_tokens
-        if num_tokens > most:
+            limit = self.info.max_embed_len or num_tokens
+        if num_tokens > limit:
             raise ValidationError(
-                f"This model's maximum context length is {most} tokens: an input has {num_tokens}. Shorten it, or set"
+                f"This model's maximum context length is {limit} tokens: an input has {num_tokens}. Shorten it, or set"
                 " truncate_prompt_tokens (-1: as many as fit).",
                 parameter="input_tokens", value=num_tokens,
             )  # fmt: skip
@@ -294,37 +294,37 @@ class PoolingInputs:
         Raises:
             ValidationError: `parameter` names the wrong parameter; the message says how to correct it.
         """
-        found, params = read_prompt(prompt), self.params(requested)
-        if found.pictures:
+        tokenized, params = read_prompt(prompt), self.params(requested)
+        if tokenized.pictures:
             raise ValidationError(self.inputs.no_pictures, parameter="multi_modal_data")
-        if found.embeddings is not None:
+        if tokenized.embeddings is not None:
             raise Unsupported("prompt_embeds for a pooling model", "pass text or token ids")
-        if not found.is_checked:
+        if not tokenized.is_checked:
             options = self.read_options(tokenization_kwargs)
-            (found,) = self.tokenize([found], options, params.task or "")
-        if found.second_text or found.pool_from:
+            (tokenized,) = self.tokenize([tokenized], options, params.task or "")
+        if tokenized.second_text or tokenized.pool_from:
             params = msgspec.structs.replace(
-                params, second_text=found.second_text, pool_from=found.pool_from
+                params, second_text=tokenized.second_text, pool_from=tokenized.pool_from
             )
         arrived = (
             time.time() if arrived is None else read.number("arrival_time", arrived, 0.0, None)
         )
         request = EngineRequest(
-            id=id, tokens=found.tokens, params=params, arrived=arrived, client=self.inputs.client, adapter=adapter,
+            id=id, tokens=tokenized.tokens, params=params, arrived=arrived, client=self.inputs.client, adapter=adapter,
             priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1),
-            salt=tenant_salt(found.salt, tenant), tenant=tenant,
+            salt=tenant_salt(tokenized.salt, tenant), tenant=tenant,
         )  # fmt: skip
         normalizes = self.info.normalizes if params.use_activation is None else params.use_activation  # fmt: skip
         return AcceptedPooling(
-            id, found.text, found.tokens, params, self._pieces(request), arrived, normalizes, lora_request
+            id, tokenized.text, tokenized.tokens, params, self._pieces(request), arrived, normalizes, lora_request
         )  # fmt: skip
 
     def _pieces(self, request: EngineRequest) -> list[EngineRequest]:
-        tokens, most = request.tokens, self.max_tokens
-        if len(tokens) <= most:
+        tokens, piece_size = request.tokens, self.max_tokens
+        if len(tokens) <= piece_size:
             return [request]
-        starts = range(0, len(tokens), most)
+        starts = range(0, len(tokens), piece_size)
         return [
-            msgspec.structs.replace(request, id=child_id(request.id, at, len(starts)), tokens=tokens[start : start + most])
+            msgspec.structs.replace(request, id=child_id(request.id, at, len(starts)), tokens=tokens[start : start + piece_size])
             for at, start in enumerate(starts)
         ]  # fmt: skip

@@ -119,8 +119,8 @@ class Pairs:
         self.task, options = score_task(info), self.options
         for name in ("max_tokens_per_query", "max_tokens_per_doc"):
             limit = read.whole_number(name, getattr(options, name), 0)
-            if limit >= (most := self.front.inputs.max_model_len):
-                raise ValidationError(f"{name} must be less than max_model_len, which is {most}; it is {limit}", parameter=name, value=limit)  # fmt: skip
+            if limit >= (max_model_len := self.front.inputs.max_model_len):
+                raise ValidationError(f"{name} must be less than max_model_len, which is {max_model_len}; it is {limit}", parameter=name, value=limit)  # fmt: skip
         if self.renders:
             return
         if options.instruction:
@@ -135,8 +135,8 @@ class Pairs:
     @property
     def renders(self) -> bool:
         """Whether a template makes the prompt of a pair: the server's own, or one that a program passes."""
-        own = self.options.template or self.front.client.resolved.config.model.chat_template
-        return self.task == "classify" and own is not None
+        template = self.options.template or self.front.client.resolved.config.model.chat_template
+        return self.task == "classify" and template is not None
 
     @property
     def similarity(self) -> str:

@@ -29,13 +29,15 @@ def encode_inputs(
     whole = [at for at, text in enumerate(texts) if limit is None or size_of(text) <= FIRST_PART]
     batch = backend.encode_batch_fast([texts[at] for at in whole], add_special_tokens=special)
     encoded: dict[int, Any] = dict(zip(whole, batch, strict=True))
-    found = []
+    inputs = []
     for number, text in enumerate(texts):
-        one: Any = encoded.get(number)
-        if limit is not None and (one is None or len(one) > limit):
-            one = _truncated(backend, text, special, limit, keep_first)
-        found.append((one.ids[:limit], _second(one.type_ids) if isinstance(text, tuple) else 0))
-    return found
+        encoding: Any = encoded.get(number)
+        if limit is not None and (encoding is None or len(encoding) > limit):
+            encoding = _truncated(backend, text, special, limit, keep_first)
+        inputs.append(
+            (encoding.ids[:limit], _second(encoding.type_ids) if isinstance(text, tuple) else 0)
+        )
+    return inputs
 
 
 def size_of(text: Text) -> int:
@@ -71,8 +73,8 @@ def _slow(
     backend: Any, text: Text, special: bool, limit: int | None, keep_first: bool
 ) -> tuple[list[int], int]:
     first, second = text if isinstance(text, tuple) else (text, None)
-    found = backend(first, second, add_special_tokens=special, return_token_type_ids=True)
-    ids, types = list(found["input_ids"]), list(found.get("token_type_ids") or ())
+    encoding = backend(first, second, add_special_tokens=special, return_token_type_ids=True)
+    ids, types = list(encoding["input_ids"]), list(encoding.get("token_type_ids") or ())
     start = _second(types) if second is not None else 0
     if limit is not None and len(ids) > limit:
         if keep_first:
@@ -91,7 +93,7 @@ def cut_text(tokenizer: Tokenizer, text: str, most: int) -> str:
         ids, _ = encode_enough(lambda part: tokenizer.encode(part, False), text, most)
         return text if len(ids) <= most else tokenizer.decode(ids[:most])
     backend = tokenizer.backend
-    one, _ = encode_enough(
+    tokens, _ = encode_enough(
         lambda part: backend.encode_batch([part], add_special_tokens=False)[0], text, most
     )
-    return text if len(one) <= most else text[: one.token_to_chars(most - 1)[1]]
+    return text if len(tokens) <= most else text[: tokens.token_to_chars(most - 1)[1]]

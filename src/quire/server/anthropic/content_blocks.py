@@ -64,7 +64,7 @@ def messages_of(role: str, content: Any, where: str) -> list[JSON]:
         return [_of_assistant(content, where)]
     if role != "user":
         return [{"role": role, "content": text_of(content, where)}]
-    found, parts = list[JSON](), list[JSON]()
+    messages, parts = list[JSON](), list[JSON]()
     for at, block in enumerate(blocks_of(content, where, ("text", "tool_result", PICTURES))):
         if block["type"] in ("text", "image"):
             parts.append(block)
@@ -75,10 +75,10 @@ def messages_of(role: str, content: Any, where: str) -> list[JSON]:
             "tool_call_id": block.get("tool_use_id"),
             "content": joined(inner),
         }
-        found.append(result)
-    if parts or not found:
-        found.append({"role": "user", "content": joined(parts)})
-    return found
+        messages.append(result)
+    if parts or not messages:
+        messages.append({"role": "user", "content": joined(parts)})
+    return messages
 
 
 def joined(blocks: list[JSON]) -> Any:
@@ -122,7 +122,7 @@ def _of_assistant(content: Any, where: str) -> JSON:
 
 def tools_of(tools: list[JSON]) -> list[JSON]:
     """Tools in chat's form."""
-    found = []
+    functions = []
     for at, tool in enumerate(tools):
         if tool.get("type", "custom") != "custom":
             raise invalid(
@@ -132,8 +132,8 @@ def tools_of(tools: list[JSON]) -> list[JSON]:
         for name in ("description", "strict"):
             if tool.get(name) is not None:
                 function[name] = tool[name]
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def choice_of(choice: JSON | None) -> Any:

@@ -79,13 +79,13 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
         messages += messages_of(role, message.get("content"), f"messages[{at}].content")
     goes_on = bool(body.messages) and messages[-1]["role"] == "assistant"  # it begins the answer
     template_kwargs = {} if thinking is None else {"enable_thinking": THINKS[thinking]}
-    one = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
+    one_call = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
     return ChatRequest(
         messages=messages, model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences,
         stream=body.stream, temperature=body.temperature, top_k=body.top_k, top_p=body.top_p,
         cache_salt=body.cache_salt, chat_template_kwargs=template_kwargs | body.chat_template_kwargs,
         tools=tools_of(body.tools) or None, tool_choice=choice_of(body.tool_choice),
-        parallel_tool_calls=not one, include_reasoning=bool(thinking and THINKS[thinking]),
+        parallel_tool_calls=not one_call, include_reasoning=bool(thinking and THINKS[thinking]),
         response_format=output.get("format"), reasoning_effort=effort_of(output.get("effort"), "output_config.effort"), vllm_xargs=body.vllm_xargs,
         kv_transfer_params=body.kv_transfer_params, thinking_token_budget=budget,
         add_generation_prompt=not goes_on, continue_final_message=goes_on,

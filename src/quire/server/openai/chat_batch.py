@@ -49,8 +49,8 @@ def conversations_of(body: BatchChatRequest) -> list[ChatRequest]:
         raise invalid("`tool_choice` is not supported in a batch; leave it out", "tool_choice")
     if not body.messages:
         raise invalid("`messages` is empty: it is a list of conversations", "messages")
-    if len(body.messages) > (most := env.get("MAX_COMPLETION_PROMPTS")):
-        raise invalid(f"`messages` has {len(body.messages)} conversations; the limit is {most}", "messages")  # fmt: skip
+    if len(body.messages) > (limit := env.get("MAX_COMPLETION_PROMPTS")):
+        raise invalid(f"`messages` has {len(body.messages)} conversations; the limit is {limit}", "messages")  # fmt: skip
     if (count := sum(map(len, body.messages))) > MOST_MESSAGES:
         raise invalid(f"`messages` has {count} messages in all; the limit is {MOST_MESSAGES}: send fewer conversations", "messages")  # fmt: skip
     fields = {name: getattr(body, name) for name in ChatRequest.__struct_fields__}

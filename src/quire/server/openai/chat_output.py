@@ -259,9 +259,9 @@ class OutputPiece:
 
 def pieces(delta: OutputDelta) -> list[OutputPiece]:
     """The pieces of a delta, in the order of the answer."""
-    found = []
+    parts = []
     if delta.reasoning:
-        found.append(OutputPiece("thinking", delta.reasoning))
+        parts.append(OutputPiece("thinking", delta.reasoning))
     if delta.text:
-        found.append(OutputPiece("text", delta.text))
-    return found + [OutputPiece("call", c.arguments, c.index, c.id, c.name) for c in delta.calls]
+        parts.append(OutputPiece("text", delta.text))
+    return parts + [OutputPiece("call", c.arguments, c.index, c.id, c.name) for c in delta.calls]

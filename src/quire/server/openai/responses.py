@@ -73,10 +73,10 @@ def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
     start = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if isinstance(body.input, str):
         return [*start, {"role": "user", "content": body.input}]
-    found = messages_of(body.input)
-    if not found:
+    messages = messages_of(body.input)
+    if not messages:
         raise invalid("`input` is empty", "input")
-    return [*start, *found]
+    return [*start, *messages]
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
@@ -166,9 +166,9 @@ class ResponseAnswer(GenerationAnswer):
         return shapes.chat(delta.tokens, delta.logprobs, top, self.name, large)["content"]
 
     def ended(self, delta: OutputDelta, output: list[dict[str, Any]]) -> dict[str, Any]:
-        why = INCOMPLETE.get(delta.finish_reason or "")
+        reason = INCOMPLETE.get(delta.finish_reason or "")
         metrics = self.source.metrics
-        made = self.object(status_of(delta), output, why=why)
+        made = self.object(status_of(delta), output, why=reason)
         return made if metrics is None else made | {"metrics": metrics}
 
     def whole(self, deltas: Sequence[OutputDelta], large: bool) -> dict[str, Any]:

@@ -63,31 +63,35 @@ def messages_of(items: list[JSON]) -> list[JSON]:
     Raises:
         ApiError: 400 that names the place.
     """
-    found: list[JSON] = []
+    messages: list[JSON] = []
     for at, item in enumerate(items):
         where = f"input[{at}]"
         kind = item.get("type", "message")
         if kind == "message" and isinstance(item.get("role"), str):
             role = "system" if item["role"] == "developer" else item["role"]
             text = content_of(item.get("content"), f"{where}.content")
-            if role == "assistant" and (last := _open(found)) is not None and not last["content"]:
+            if (
+                role == "assistant"
+                and (last := _open(messages)) is not None
+                and not last["content"]
+            ):
                 last["content"] = text
             else:
-                found.append({"role": role, "content": text})
+                messages.append({"role": role, "content": text})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             last = {"role": "assistant", "content": "", "reasoning": text_of(parts, where)}
-            found.append(last)
+            messages.append(last)
         elif kind == "function_call":
-            _add_call(found, item, where)
+            _add_call(messages, item, where)
         elif kind == "function_call_output":
             text = content_of(item.get("output"), f"{where}.output")
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         else:
             raise invalid(
                 f"`{where}`: only messages, reasoning, function_call and function_call_output are supported", where
             )  # fmt: skip
-    return found
+    return messages
 
 
 def _open(found: list[JSON]) -> JSON | None:

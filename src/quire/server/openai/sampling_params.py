@@ -57,16 +57,16 @@ def check(request: Sampling) -> None:
     if request.stream_options is not None and not request.stream:
         raise invalid("`stream_options` needs `stream: true`", "stream_options")
     # reading the environment costs as much as all other checks
-    most = 1 if request.n == 1 else env.get("MAX_N_SEQUENCES")
-    if not 1 <= request.n <= most:
-        raise invalid(f"`n` is {request.n}; it must be from 1 to {most}", "n")
+    max_n = 1 if request.n == 1 else env.get("MAX_N_SEQUENCES")
+    if not 1 <= request.n <= max_n:
+        raise invalid(f"`n` is {request.n}; it must be from 1 to {max_n}", "n")
     stops = 1 if isinstance(request.stop, str) else len(request.stop or [])
-    if stops > 1 and stops > (most := env.get("MAX_STOP_STRINGS")):
-        raise invalid(f"`stop` has {stops} strings; the limit is {most}", "stop")
+    if stops > 1 and stops > (max_stops := env.get("MAX_STOP_STRINGS")):
+        raise invalid(f"`stop` has {stops} strings; the limit is {max_stops}", "stop")
     check_texts("stop", [request.stop] if isinstance(request.stop, str) else request.stop, MAX_STOP)
     for name, limit in LISTS.items():
-        if (given := getattr(request, name)) and len(given) > (most := env.get(limit)):
-            raise invalid(f"`{name}` is too long; the limit is {most} entries", name)
+        if (given := getattr(request, name)) and len(given) > (max_entries := env.get(limit)):
+            raise invalid(f"`{name}` is too long; the limit is {max_entries} entries", name)
     check_texts("bad_words", request.bad_words, MAX_BAD_WORD)
     if request.stream and request.prompt_logprobs:
         raise invalid("`prompt_logprobs` is not available with `stream: true`", "prompt_logprobs")
@@ -109,15 +109,15 @@ def token_biases(biases: dict[str, float] | None) -> dict[int, float] | None:
 
 def shared(request: Sampling, defaults: GenerationDefaults) -> dict[str, Any]:
     """Keywords of SamplingParams: from the request, else from the model's defaults, else left out."""
-    found: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     for name in () if request.use_beam_search else DRAWING:
         value = getattr(request, name)
         if value is None:
             value = defaults.sampling.get(name)
         if value is not None:
-            found[name] = value
+            keywords[name] = value
     stop = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
-    return found | {
+    return keywords | {
         "n": request.n,
         "best_of": best_of(request),
         "seed": request.seed,

@@ -54,10 +54,10 @@ async def detokenize(context: RequestContext, body: DetokenizeRequest) -> Respon
     """The text of token ids."""
     engine, tokens = context.engine, body.tokens
     take_from_key(context.request)
-    most = max(MOST_TOKENS, engine.inputs.max_model_len)
-    if len(tokens) > most:
+    limit = max(MOST_TOKENS, engine.inputs.max_model_len)
+    if len(tokens) > limit:
         raise invalid(
-            f"`tokens` has {len(tokens)} entries; the limit is {most}: send them in several requests",
+            f"`tokens` has {len(tokens)} entries; the limit is {limit}: send them in several requests",
             "tokens",
         )
     engine.inputs.check_ids("tokens", tokens)

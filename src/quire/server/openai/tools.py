@@ -72,8 +72,8 @@ def checked(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         return []
     if not tools:
         raise invalid("`tools` is empty; leave it out", "tools")
-    if len(tools) > (most := env.get("MAX_TOOLS")):
-        raise invalid(f"`tools` has {len(tools)} entries; the limit is {most}", "tools")
+    if len(tools) > (limit := env.get("MAX_TOOLS")):
+        raise invalid(f"`tools` has {len(tools)} entries; the limit is {limit}", "tools")
     seen = set()
     for at, tool in enumerate(tools):
         where = f"tools[{at}]"
@@ -82,8 +82,8 @@ def checked(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
                 f"`{where}.type` is {tool.get('type')!r}; only tools of type function are supported",
                 "tools",
             )
-        found = function(tool)
-        name, schema = found.get("name"), found.get("parameters")
+        definition = function(tool)
+        name, schema = definition.get("name"), definition.get("parameters")
         if not isinstance(name, str) or NAME.fullmatch(name) is None:
             raise invalid(
                 f"`{where}.function.name` must be 1 to 256 letters, digits or _ . : / -", "tools"

@@ -81,12 +81,12 @@ async def ui_state(request: Request) -> Response:
         raise
     except QuireError as error:
         raise unavailable("the engine is being restarted", 1) from error
-    found = viewer_state(seen, since, tenant_of(request))
-    found["memory"] = found["memory"] | {"server": resident_bytes([os.getpid()])}
-    found["model"] = state.model_name
-    found["no_words"] = why_no_words(request)
-    found["engines"] = list(state.config.parallel.ranks)
-    return json_response(found | {"every_ms": round(1000 * feed.every)})
+    view = viewer_state(seen, since, tenant_of(request))
+    view["memory"] = view["memory"] | {"server": resident_bytes([os.getpid()])}
+    view["model"] = state.model_name
+    view["no_words"] = why_no_words(request)
+    view["engines"] = list(state.config.parallel.ranks)
+    return json_response(view | {"every_ms": round(1000 * feed.every)})
 
 
 async def ui_words(request: Request) -> Response:

@@ -126,10 +126,10 @@ class PoolingBatch(EngineRequests):
         self._tokens_ahead += num_tokens
         if (tenant := self.context.tenant) is not None and tenant.name:
             tenant.tokens.take(num_tokens)
-        most = NUMBERS_PER_ENTRY * self.context.state.config.server.max_answer_entries
-        if self.num_tokens * self.numbers_per_token > most:
+        limit = NUMBERS_PER_ENTRY * self.context.state.config.server.max_answer_entries
+        if self.num_tokens * self.numbers_per_token > limit:
             raise invalid(
-                f"the response would have more than {most} numbers ({self.numbers_per_token} for each token); send fewer"
+                f"the response would have more than {limit} numbers ({self.numbers_per_token} for each token); send fewer"
                 " or shorter inputs in one request (--max-answer-entries)",
                 "input",
             )  # fmt: skip

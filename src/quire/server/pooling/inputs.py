@@ -71,18 +71,18 @@ def listed_inputs(body: InputBody) -> list[Any]:
         if body.input is not None:
             raise invalid("send either `input` or `messages`", "input")
         return [body.messages]
-    found = body.input
-    if found is None:
+    inputs = body.input
+    if inputs is None:
         raise invalid("`input` is missing: send a text, or a list of texts", "input")
-    if isinstance(found, str) or (isinstance(found, list) and found and _is_flat(found[0])):
-        found = [found]
-    if not isinstance(found, list):
+    if isinstance(inputs, str) or (isinstance(inputs, list) and inputs and _is_flat(inputs[0])):
+        inputs = [inputs]
+    if not isinstance(inputs, list):
         raise wrong_form()
-    check_count(len(found), "input")
-    kind = type(found[0])
-    if kind not in (str, list) or any(type(one) is not kind for one in found):
+    check_count(len(inputs), "input")
+    kind = type(inputs[0])
+    if kind not in (str, list) or any(type(one) is not kind for one in inputs):
         raise wrong_form()
-    return found
+    return inputs
 
 
 def _is_flat(item: Any) -> bool:
@@ -100,14 +100,14 @@ def wrong_form() -> Exception:
 
 async def input_source(context: RequestContext, body: InputBody, task: str) -> PromptSource:
     """The prompts of a request. Raises ApiError, ValidationError: they are invalid."""
-    found, pooling = listed_inputs(body), pooling_of(context)
+    inputs, pooling = listed_inputs(body), pooling_of(context)
     salt, special = read_salt(body.cache_salt), True
-    if isinstance(found[0], list) and (found[0] and isinstance(found[0][0], dict)):
+    if isinstance(inputs[0], list) and (inputs[0] and isinstance(inputs[0][0], dict)):
         texts = []
-        for one in found:
+        for one in inputs:
             texts.append(await conversation_text(one, body, context))
             await asyncio.sleep(0)  # others wait for one conversation, not for all
-        found = texts
+        inputs = texts
         special = False
     options = tokenize_options(body, pooling, special)
     name = body.prompt_name
@@ -115,12 +115,12 @@ async def input_source(context: RequestContext, body: InputBody, task: str) -> P
         pooling.prompt_text(name)
         if task != "embed":
             raise invalid("`prompt_name` is for vectors of texts (task embed)", "prompt_name")
-    if isinstance(found[0], list):
-        for one in found:
+    if isinstance(inputs[0], list):
+        for one in inputs:
             check_ids(one, pooling, options, task)
 
     def prepare(start: int, stop: int) -> list[Prompt]:
-        some = found[start:stop]
+        some = inputs[start:stop]
         if isinstance(some[0], list):
             prompts = [Prompt(None, one) for one in some]
         elif task == "embed" and special:
@@ -131,7 +131,7 @@ async def input_source(context: RequestContext, body: InputBody, task: str) -> P
             one.salt = salt
         return pooling.tokenize(prompts, options, task)
 
-    return PromptSource(len(found), lambda at: len(found[at]), prepare)
+    return PromptSource(len(inputs), lambda at: len(inputs[at]), prepare)
 
 
 def check_ids(ids: list[Any], pooling: PoolingInputs, options: TokenizeOptions, task: str) -> None:

@@ -152,12 +152,12 @@ def cohere_source(
     body: CohereEmbedRequest, texts: list[str], pooling: PoolingInputs
 ) -> PromptSource:
     """Raises ApiError, ValidationError: a wrong field."""
-    keeps, most = COHERE_KEEPS.get(body.truncate.upper(), ""), pooling.max_tokens
+    keeps, max_tokens = COHERE_KEEPS.get(body.truncate.upper(), ""), pooling.max_tokens
     if keeps == "":
         raise wrong("truncate", body.truncate, "END, START or NONE")
-    if body.max_tokens is not None and not 1 <= body.max_tokens <= most:
-        raise wrong("max_tokens", body.max_tokens, f"from 1 to {most} (max_model_len)")
-    limit = body.max_tokens or most
+    if body.max_tokens is not None and not 1 <= body.max_tokens <= max_tokens:
+        raise wrong("max_tokens", body.max_tokens, f"from 1 to {max_tokens} (max_model_len)")
+    limit = body.max_tokens or max_tokens
     options = TokenizeOptions(
         truncate=None if keeps is None else limit, keep_first=bool(keeps), parameter="texts"
     )
@@ -165,10 +165,10 @@ def cohere_source(
 
     def prepare(start: int, stop: int) -> list[Prompt]:
         prompts = pooling.with_prompt(name, texts[start:stop])
-        found = pooling.tokenize(prompts, options, "embed")
-        if keeps is None and (longest := max(len(one.tokens) for one in found)) > limit:
+        tokenized = pooling.tokenize(prompts, options, "embed")
+        if keeps is None and (longest := max(len(one.tokens) for one in tokenized)) > limit:
             raise invalid(f"a text has {longest} tokens, and `max_tokens` is {limit}; shorten it, or set `truncate` to END", "texts")  # fmt: skip
-        return found
+        return tokenized
 
     return PromptSource(len(texts), lambda at: len(texts[at]), prepare)
 

@@ -66,9 +66,9 @@ def _listening(config: EngineConfig) -> str:
 
 def warnings(config: EngineConfig, cores: int) -> list[str]:
     """What the operator should change about a server that is ready. `cores`: physical cores of this machine."""
-    server, found = config.server, []
+    server, warnings = config.server, []
     if not server.needs_key and server.uds is None and (host := host_of(server)) not in LOOPBACKS:
-        found.append(
+        warnings.append(
             f"listening on {host} without an API key: every host that reaches this machine can use the model; set"
             " --api-key, or listen on --host 127.0.0.1 only"
         )
@@ -78,20 +78,20 @@ def warnings(config: EngineConfig, cores: int) -> list[str]:
     workers = ranks if ranks > 1 or config.parallel.distributed_executor_backend == "mp" else 0
     workers *= count
     if cores < (needed := fronts + engines + workers):
-        found.append(
+        warnings.append(
             f"{cores} physical cores for {needed} processes ({fronts} HTTP, {engines} engine, {workers}"
             " worker): they delay one another; use more cores, or fewer processes (--api-server-count)"
         )
     if runtime_updates():
         lora, switch = config.lora, "QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1"
         if not lora.enable_lora:
-            found.append(f"{switch} has no effect without --enable-lora")
+            warnings.append(f"{switch} has no effect without --enable-lora")
         elif not lora.allowed_lora_paths:
-            found.append(
+            warnings.append(
                 f"{switch}: clients may load adapters from every directory that this server may read; limit them with"
                 " --allowed-lora-paths"
             )
-    return found
+    return warnings
 
 
 def stages_table(stages: list[tuple[str, float]], total: float) -> str:

@@ -286,8 +286,8 @@ class HttpSupervisor:
         """The exit status, once all processes have ended or should have; else None."""
         if not any(child.process for child in self.children):
             return 0
-        most = self.config.server.shutdown_timeout + ABORTED_S + LAST_ANSWERS_S + GRACE_S
-        if time.monotonic() - since < most:
+        limit_s = self.config.server.shutdown_timeout + ABORTED_S + LAST_ANSWERS_S + GRACE_S
+        if time.monotonic() - since < limit_s:
             return None
         log.error("HTTP processes did not exit; killing them")
         for child in self.children:

@@ -102,23 +102,23 @@ class HttpWorker(ServerProcess):
 def processes() -> dict[int, str]:
     """The processes of this server that last: pid -> name. Helpers, such as grammar processes, have no metrics."""
     supervisor = os.getppid()
-    found: dict[int, str] = {supervisor: "server"}
+    names: dict[int, str] = {supervisor: "server"}
     for pid in process_tree(supervisor):
         with suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             if (name := name_of(words)) is not None:
-                found[pid] = name
-    return numbered(found)
+                names[pid] = name
+    return numbered(names)
 
 
 def numbered(names: Mapping[int, str]) -> dict[int, str]:
     """The same, with numbers after names that several processes have."""
     counts, seen = Counter(names.values()), Counter[str]()
-    found = {}
+    numbers = {}
     for pid, name in sorted(names.items()):
-        found[pid] = name if counts[name] == 1 else f"{name} {seen[name]}"
+        numbers[pid] = name if counts[name] == 1 else f"{name} {seen[name]}"
         seen[name] += 1
-    return found
+    return numbers
 
 
 def name_of(words: list[str]) -> str | None:

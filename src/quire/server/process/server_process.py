@@ -54,8 +54,8 @@ def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
         import uvloop
     except ImportError:
         return None
-    found: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return found
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 class ServerProcess:

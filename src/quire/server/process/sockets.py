@@ -124,16 +124,16 @@ def bind(server: ServerConfig, options: str = "--host or --port") -> socket.sock
         return bind_unix(server.uds)
     host, listener = host_of(server), None
     try:
-        found = socket.getaddrinfo(host, server.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(found[0], socket.SOCK_STREAM)
+        info = socket.getaddrinfo(host, server.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(info[0], socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(found[4])
+        listener.bind(info[4])
     except OSError as error:
         if listener is not None:
             listener.close()
-        why = error.strerror or str(error)
+        reason = error.strerror or str(error)
         raise ConfigError(
-            f"cannot listen on {host} port {server.port}: {why}{port_holder(server.port)}; choose another with {options}"
+            f"cannot listen on {host} port {server.port}: {reason}{port_holder(server.port)}; choose another with {options}"
         ) from error
     listener.set_inheritable(False)
     return listener
@@ -148,17 +148,17 @@ def bind_all(server: ServerConfig, count: int) -> list[socket.socket]:
     if server.uds is not None:
         return [first] * count
     first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    found = [first]
+    sockets = [first]
     try:
         for _ in range(count - 1):
-            found.append(bind_beside(first.family, first.getsockname()))
+            sockets.append(bind_beside(first.family, first.getsockname()))
     except OSError as error:
-        for listener in found:
+        for listener in sockets:
             listener.close()
         raise ConfigError(
             f"cannot listen with {count} processes: {error.strerror or error}; use --api-server-count 1"
         ) from error
-    return found
+    return sockets
 
 
 def bind_beside(family: int, name: Any) -> socket.socket:
