@@ -142,11 +142,8 @@ class InputProcessor:
 
     def __post_init__(self) -> None:
         ends = list(self.defaults.eos_token_ids)
-        if (
-            self.tokenizer is not None
-            and (tokenizer_eos := self.tokenizer.eos_token_id) is not None
-        ):
-            ends.append(tokenizer_eos)
+        if self.tokenizer is not None and (own := self.tokenizer.eos_token_id) is not None:
+            ends.append(own)
         self.eos_token_ids = sorted({i for i in ends if 0 <= i < self.vocab_size})
 
     def accept(
@@ -259,11 +256,9 @@ class InputProcessor:
         tokenizer = self.need_tokenizer()
         if limit is None and not fits:
             return tokenizer.encode(text, special)
-        max_tokens = (
-            self.max_model_len if limit is None or limit < 0 else min(limit, self.max_model_len)
-        )
+        most = self.max_model_len if limit is None or limit < 0 else min(limit, self.max_model_len)
         tokens, is_whole = encode_enough(
-            lambda part: tokenizer.encode(part, special), text, max_tokens, options.keep_first
+            lambda part: tokenizer.encode(part, special), text, most, options.keep_first
         )
         if limit is None and not is_whole:
             raise self._too_long(f"more than {len(tokens)}")
@@ -413,11 +408,11 @@ class InputProcessor:
             return before[1]
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        sequences = [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
-        if len(sequences) > (limit := env.get("MAX_LIST_ENTRIES")):  # every step checks all of them
+        found = [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
+        if len(found) > (most := env.get("MAX_LIST_ENTRIES")):  # every step checks all of them
             raise ValidationError(
-                f"bad_words makes {len(sequences)} token sequences; the limit is {limit}: pass fewer words",
-                parameter="bad_words", value=len(sequences),
+                f"bad_words makes {len(found)} token sequences; the limit is {most}: pass fewer words",
+                parameter="bad_words", value=len(found),
             )  # fmt: skip
-        self._words = (list(words), sequences)
-        return sequences
+        self._words = (list(words), found)
+        return found

@@ -269,77 +269,73 @@ class StreamParser:
 
     # -- one method per kind of state; returns False if it needs more text ----------------------
     def _read_text(self) -> bool:
-        text, position, markers = self._buffer, self._at, self._pattern
-        match = markers.pattern.search(text, position) if markers.pattern is not None else None
-        if match is not None:
-            self._emit_text(self._state.kind, text[position : match.start()])
-            self._at = match.start()
-            self._follow_marker(match[0], markers.transitions[match[0]])
+        text, at, markers = self._buffer, self._at, self._pattern
+        found = markers.pattern.search(text, at) if markers.pattern is not None else None
+        if found is not None:
+            self._emit_text(self._state.kind, text[at : found.start()])
+            self._at = found.start()
+            self._follow_marker(found[0], markers.transitions[found[0]])
             return True
-        stop = len(text) - markers.partial_length(text, position)
-        self._emit_text(self._state.kind, text[position:stop])
+        stop = len(text) - markers.partial_length(text, at)
+        self._emit_text(self._state.kind, text[at:stop])
         self._at = stop
         return False
 
     def _read_space(self) -> bool:
-        text, position, markers = self._buffer, self._at, self._pattern
-        start = position
+        text, at, markers = self._buffer, self._at, self._pattern
+        start = at
         while start < len(text) and text[start].isspace():
             start += 1
-        self._consume(start - position)
-        position = start
-        if position == len(text):
+        self._consume(start - at)
+        at = start
+        if at == len(text):
             return False
-        if len(text) - position <= markers.max_prefix and text[position:] in markers.prefixes:
+        if len(text) - at <= markers.max_prefix and text[at:] in markers.prefixes:
             return False
-        match = markers.pattern.match(text, position) if markers.pattern is not None else None
-        if match is not None:
-            self._follow_marker(match[0], markers.transitions[match[0]])
+        found = markers.pattern.match(text, at) if markers.pattern is not None else None
+        if found is not None:
+            self._follow_marker(found[0], markers.transitions[found[0]])
             return True
         if not self._state.fallback:
             raise MalformedValue(
-                f"{text[position]!r} where one of {list(markers.transitions)} was expected"
+                f"{text[at]!r} where one of {list(markers.transitions)} was expected"
             )
         self._enter(Transition(self._state.fallback))
         return True
 
     def _read_word(self) -> bool:
         """A name, a key or a head: the text up to a marker."""
-        text, position, markers = self._buffer, self._at, self._pattern
-        match = markers.pattern.search(text, position) if markers.pattern is not None else None
-        stop = (
-            match.start()
-            if match is not None
-            else len(text) - markers.partial_length(text, position)
-        )
-        if self._length + stop - position > MAX_WORD:
+        text, at, markers = self._buffer, self._at, self._pattern
+        found = markers.pattern.search(text, at) if markers.pattern is not None else None
+        stop = found.start() if found is not None else len(text) - markers.partial_length(text, at)
+        if self._length + stop - at > MAX_WORD:
             self._consume(MAX_WORD - self._length)
             raise MalformedValue(f"a {self._state.kind} without an end")
-        self._length += stop - position
-        self._word.append(text[position:stop])
-        self._consume(stop - position)
-        if match is None:
+        self._length += stop - at
+        self._word.append(text[at:stop])
+        self._consume(stop - at)
+        if found is None:
             return False
         word, state = "".join(self._word).strip(), self._state
-        target = markers.transitions[match[0]]
+        target = markers.transitions[found[0]]
         if state.kind == "name":
             self._writer.begin(unquoted(word), state.known_only)
         elif state.kind == "key":
             self._writer.begin_key(unquoted(word))
         else:
             target = self._route_head(word, state, target)
-        self._follow_marker(match[0], target)
+        self._follow_marker(found[0], target)
         return True
 
     def _route_head(self, head: str, state: ParserState, target: Transition) -> Transition:
         if not state.allows_spaces and len(head.split()) > 1:
             raise MalformedValue(f"{head[:40]!r} where one word was expected")
         for needle, to in state.routes:
-            position = head.find(needle)
-            if position < 0:
+            at = head.find(needle)
+            if at < 0:
                 continue
             if self.table.states[to].kind in READERS:
-                rest = head[position + len(needle) :]
+                rest = head[at + len(needle) :]
                 stop = next((i for i, char in enumerate(rest) if char in NAME_ENDS), len(rest))
                 self._writer.begin(rest[:stop])
                 self._writer.id = head if state.is_call_id else ""
@@ -347,27 +343,23 @@ class StreamParser:
         return target
 
     def _read_value(self) -> bool:
-        text, position, markers = self._buffer, self._at, self._pattern
-        match = markers.pattern.search(text, position) if markers.pattern is not None else None
-        stop = (
-            match.start()
-            if match is not None
-            else len(text) - markers.partial_length(text, position)
-        )
-        piece = text[position:stop]
-        self._consume(stop - position)
+        text, at, markers = self._buffer, self._at, self._pattern
+        found = markers.pattern.search(text, at) if markers.pattern is not None else None
+        stop = found.start() if found is not None else len(text) - markers.partial_length(text, at)
+        piece = text[at:stop]
+        self._consume(stop - at)
         if self._text_value:
-            self._emit_string(piece, ended=match is not None)
+            self._emit_string(piece, ended=found is not None)
         else:
             self._word.append(piece)
-        if match is None:
+        if found is None:
             return False
         if self._text_value:
             self._writer.arguments('"')
         else:
             value = "".join(self._word)
             self._writer.add_value(value if self._state.verbatim else strip_newlines(value))
-        self._follow_marker(match[0], markers.transitions[match[0]])
+        self._follow_marker(found[0], markers.transitions[found[0]])
         return True
 
     def _emit_string(self, piece: str, ended: bool) -> None:
@@ -390,17 +382,17 @@ class StreamParser:
         reader = self._reader
         if reader is None:
             reader = self._reader = self._new_reader()
-        position = self._at
+        at = self._at
         if isinstance(reader, ValueReader) and not self._writer.name:
             raise MalformedValue("a call without a name")
         try:
-            reached = reader.feed(self._buffer, position)
+            reached = reader.feed(self._buffer, at)
         except MalformedValue as error:
             self._forward_arguments(reader)
-            self._consume(error.at - position)
+            self._consume(error.at - at)
             raise
         self._forward_arguments(reader)
-        self._consume(reached - position)
+        self._consume(reached - at)
         if self._writer.started:
             self._call_text.clear()
         if not reader.done:
