@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from vision_checkpoints import as_file, damaged, picture
-from vision_server import VisionServer, asking, data_url, image_part, moved, ok, web_server
+from vision_server import DIRECT, VisionServer, asking, data_url, image_part, moved, ok, web_server
 
-from quire import SamplingParams
+from quire import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from quire.config.media import MediaConfig
 
 URL = data_url(as_file(picture(1)))
@@ -28,8 +31,6 @@ def server(checkpoint: Any, processes: Any) -> Iterator[VisionServer]:
 @pytest.fixture(scope="module")
 def expected(checkpoint: Any, processes: Any) -> list[int]:
     """The tokens that the Python API generates for this conversation."""
-    from quire import LLM
-
     with LLM(model=checkpoint("llava"), dtype="float32", max_model_len=512, block_size=16) as llm:
         llm.front.pictures.processes = processes(checkpoint("llava"))
         content = [{"type": "image_pil", "image_pil": picture(1)}, TEXT]
@@ -263,3 +264,57 @@ def test_what_cannot_be_fetched_is_a_422(server, monkeypatch):
     with web_server(lambda head: ok(as_file(picture(1)))) as (port, _):
         url = image_part(f"http://127.0.0.1:{port}/cat.png")
         assert server.ask("/v1/chat/completions", asking(url, TEXT)).status_code == 200
+
+
+def test_a_client_that_leaves_ends_the_fetch(server, monkeypatch):
+    listed = MediaConfig(allowed_media_domains=["127.0.0.1"])
+    monkeypatch.setattr(server.engine.front.pictures.fetcher, "config", listed)
+    monkeypatch.setenv("QUIRE_IMAGE_FETCH_TIMEOUT", "60")
+
+    async def leave(port: int) -> float:
+        parts = [json.dumps(asking(image_part(f"http://127.0.0.1:{port}/"), TEXT)).encode()]
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return {"type": "http.request", "body": parts.pop()}
+            await asyncio.sleep(0.3)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            """Nobody reads it."""
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"server")]
+        path = "/v1/chat/completions"
+        scope = {**DIRECT, "path": path, "raw_path": path.encode(), "headers": headers}
+        began = time.monotonic()
+        await server.app(scope, receive, send)
+        return time.monotonic() - began
+
+    with web_server(lambda head: ok(bytes(100_000)), seconds=1) as (port, seen):
+        assert asyncio.run(leave(port)) < 10
+        assert len(seen) == 1
+
+
+def test_async_llm_takes_pictures(checkpoint, processes, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    options = {"dtype": "float32", "max_model_len": 512, "block_size": 16}
+    prompt = {"prompt": "<s>see <image> here", "multi_modal_data": {"image": picture(1)}}
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    async def go() -> list[int]:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(checkpoint("llava"), **options))
+        engine.front.pictures.processes = processes(checkpoint("llava"))
+        try:
+            outputs = [out async for out in engine.generate(prompt, params, "one")]
+            await engine.reset_mm_cache()
+            await engine.reset_encoder_cache()
+            return list(outputs[-1].outputs[0].token_ids)
+        finally:
+            engine.shutdown()
+
+    with LLM(checkpoint("llava"), **options) as llm:
+        llm.front.pictures.processes = processes(checkpoint("llava"))
+        (out,) = llm.generate([prompt], params, use_tqdm=False)
+        llm.reset_mm_cache()
+        llm.reset_encoder_cache()
+    assert asyncio.run(go()) == list(out.outputs[0].token_ids)

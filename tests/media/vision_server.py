@@ -19,6 +19,12 @@ from quire.observe.prometheus import ServerMetrics
 from quire.server.app import build_app
 from quire.server.state import ServerState
 
+DIRECT: dict[str, Any] = {
+    "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+    "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1), "server": ("server", 80), "state": {},
+}  # fmt: skip
+"""What the scope of a request has besides its path and headers."""
+
 
 def data_url(file: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(file).decode()}"

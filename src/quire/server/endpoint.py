@@ -125,7 +125,8 @@ def route(
             context = RequestContext(request, state, engine, model, adapter)
             if pictures:
                 scope = f"{context.tenant and context.tenant.id}:{body.cache_salt or ''}"
-                await read_pictures(getattr(body, pictures), pictures, engine, scope)
+                given = getattr(body, pictures)
+                await read_pictures(given, pictures, engine, scope, request.receive)
             answer: Any = await prepared(request, build, context, body)
             if isinstance(answer, Response):
                 return answer

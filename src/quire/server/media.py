@@ -7,27 +7,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.types import Receive
+
 from quire.api.async_engine import AsyncEngine
 from quire.frontend.media.content_parts import PicturePart, find_parts
+from quire.server.sse import until_disconnect
 
 
-async def read_pictures(messages: Any, name: str, engine: AsyncEngine, scope: str) -> None:
+async def read_pictures(
+    messages: Any, name: str, engine: AsyncEngine, scope: str, receive: Receive
+) -> None:
     """Replace the pictures in messages, or in lists of messages, by parts of type image that carry them.
 
-    `name`: of the field. `scope`: whose processed pictures and names count.
+    `name`: of the field. `scope`: whose processed pictures and names count. `receive`: of the request: reading ends when the client is gone.
 
     Raises:
         ValidationError: a picture that cannot be used; the error names its place. NotFetched: it could not be fetched.
-        QueueFull: too many pictures wait.
+        QueueFull: too many pictures wait. ClientDisconnect: the client is gone.
     """
     if isinstance(messages, list) and messages and isinstance(messages[0], list):
         for index, conversation in enumerate(messages):
-            await read_pictures(conversation, f"{name}[{index}]", engine, scope)
+            await read_pictures(conversation, f"{name}[{index}]", engine, scope, receive)
         return
     places = find_parts(messages, name)
     if not places:
         return
     reader = engine.front.need_pictures(places[0].given.where)
-    pictures = await reader.load([place.given for place in places], scope)
+    loading = reader.load([place.given for place in places], scope)
+    pictures = await until_disconnect(receive, loading)
     for place, picture in zip(places, pictures, strict=True):
         place.parts[place.index] = PicturePart(picture)
