@@ -86,7 +86,7 @@ class ForwardPass:
         numbers_T = current_adapters()
         self.references: list[Any] = [numbers_T]
         self.adapters = None if numbers_T is None else numbers_T.data_ptr()
-        self.steps = (_P * len(groups))(*(self._step(*each) for each in groups.items()))
+        self.steps = (_P * len(groups))(*(self._step(*group) for group in groups.items()))
 
     @cached_property
     def angles(self) -> list[Angles]:

@@ -23,9 +23,9 @@ def native_delta_net(net: nn.Module) -> CDeltaNet | None:
         first[0].ref.kernel_weight(), first[1].ref.kernel_weight(padded=True), net.out_proj.ref.kernel_weight()
     ]  # fmt: skip
     plain = [conv.weight, norm.weight, conv_state]
-    if any(each is None for each in weights) or not 2 <= conv.taps <= 4:
+    if any(weight is None for weight in weights) or not 2 <= conv.taps <= 4:
         return None
-    if any(each.dtype != torch.bfloat16 for each in plain) or not conv.weight.is_contiguous():
+    if any(tensor.dtype != torch.bfloat16 for tensor in plain) or not conv.weight.is_contiguous():
         return None
     native = CDeltaNet(
         *weights,

@@ -33,20 +33,20 @@ def fuse_encoder(encoder: Encoder, kernels: Kernels) -> None:
     if not layers or any(type(layer) is not EncoderLayer for layer in layers):
         return
     before = layers[0].pre_norm
-    behind = [(layer.attention_norm, layer.mlp_norm) for layer in layers]
+    norms_after_parts = [(layer.attention_norm, layer.mlp_norm) for layer in layers]
     if before:  # a half ends with the norm of the next
         firsts = [layer.attention_norm for layer in layers[1:]]
         norms = zip(layers, [*firsts, encoder.final_norm], strict=True)
-        behind = [(layer.mlp_norm, norm) for layer, norm in norms]
+        norms_after_parts = [(layer.mlp_norm, norm) for layer, norm in norms]
     elif encoder.final_norm is not None:
         return
     kinds = [-1] * len(layers) if encoder.rotaries is None else encoder.rotaries.kind_of_layer
-    found = []
-    for layer, norms_behind, kind in zip(layers, behind, kinds, strict=True):
-        native = _layer(layer, norms_behind, kind)
+    structs = []
+    for layer, norms_after, kind in zip(layers, norms_after_parts, kinds, strict=True):
+        native = _layer(layer, norms_after, kind)
         if native is None:
             return
-        found.append(native)
+        structs.append(native)
     first = _norm(layers[0].attention_norm) if before else None
     if first is None and before:
         return
@@ -55,7 +55,7 @@ def fuse_encoder(encoder: Encoder, kernels: Kernels) -> None:
         pairs = {len(rotary.frequencies_P) for rotary in rotaries}
         if len(pairs) > 1 or pairs.pop() % 16:
             return
-    encoder.fused = KernelEncoder(encoder, found, first, kernels)
+    encoder.fused = KernelEncoder(encoder, structs, first, kernels)
 
 
 class KernelEncoder:

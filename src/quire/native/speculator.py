@@ -25,7 +25,7 @@ def native_speculator(parts: SpeculatorParts) -> CSpeculator | None:
         native_norm(norm) for norm in (parts.embedding_norm, parts.state_norm, parts.last_norm)
     ]
     linears = parts.state_projection, parts.join
-    weights = [CWeight() if each is None else each.ref.kernel_weight() for each in linears]
+    weights = [CWeight() if linear is None else linear.ref.kernel_weight() for linear in linears]
     if None in norms or None in weights:
         return None
     group, tables = tables_of(parts.decoder, StepGroup(kv_groups.pop(), 0, None))

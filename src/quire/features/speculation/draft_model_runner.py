@@ -164,8 +164,8 @@ class DraftModelRunner(ModelRunner):
         self.run(work)
         drew = [(item.row, count) for item, count in zip(work, draws, strict=True) if count]
         for number in range(1, max(draws)):
-            staying = [at for at, (_, count) in enumerate(drew) if count > number]
-            drew = [drew[at] for at in staying]
+            staying = [place for place, (_, count) in enumerate(drew) if count > number]
+            drew = [drew[place] for place in staying]
             if self.speculator_input is not None:
                 self.speculator_input.advance(number, staying)
             self.run([WorkItem(row, 1) for row, _ in drew])
