@@ -27,7 +27,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 def outcome(call: Any) -> Any:
     try:
-        return msgspec.to_builtins(call())
+        return repr(msgspec.to_builtins(call()))  # as text, since NaN differs from itself
     except ApiError as error:
         return error.status, error.message.split(":")[0], error.param
 
