@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md from what is registered and what is tested.
+"""Writes the tables of docs/models.md and docs/choose-a-model.md from what is registered and what is tested.
 
     python -m tools.list_models            rewrite the page's tables
     python -m tools.list_models --check    exit with 1 if they are not what this would write
@@ -26,7 +26,7 @@ from tests.models.wrappers import WRAPPERS
 from tools import starting_models
 from tools.generated_tables import DOCS, main
 
-PAGE = DOCS / "models.md"
+PAGE, CHOICE = DOCS / "models.md", DOCS / "choose-a-model.md"
 
 
 def class_of(kind: str) -> str:
@@ -116,6 +116,8 @@ TABLES = {
     "refused": refused,
 }
 
+CHOICES = {"short names by memory": starting_models.by_memory}
+
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, {PAGE: TABLES}))
+    sys.exit(main(__doc__, {PAGE: TABLES, CHOICE: CHOICES}))

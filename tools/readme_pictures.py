@@ -1,4 +1,5 @@
-"""The drawings of README.md, each for a light and a dark page: the chart of the peers' benchmark, and the blocks of an engine.
+"""The drawings of README.md and docs/, each for a light and a dark page: the peers' benchmark, the blocks of an engine, ways to split a
+model, the steps of speculative decoding.
 
     python -m tools.readme_pictures            rewrite docs/pictures/*.svg
     python -m tools.readme_pictures --check    say whether they are current
@@ -20,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/pictures"
 RESULT = ROOT / "benchmarks/results/2026-11-22-peers-qwen3-0.6b-intel-xeon-2c.json"
 PALETTES = {
-    "light": {"text": "#1c2230", "dim": "#565f70", "line": "#c9cfda", "card": "#f6f7f9", "quire": "#3f5de0", "vllm": "#e07b1a", "openvino": "#8a93a5"},
-    "dark": {"text": "#e5e9f2", "dim": "#a0aabd", "line": "#3a4355", "card": "#191e28", "quire": "#7d95ff", "vllm": "#ffa24d", "openvino": "#8b95a8"},
+    "light": {"text": "#1c2230", "dim": "#565f70", "line": "#c9cfda", "card": "#f6f7f9", "quire": "#3f5de0", "vllm": "#e07b1a", "openvino": "#8a93a5", "on": "#ffffff"},
+    "dark": {"text": "#e5e9f2", "dim": "#a0aabd", "line": "#3a4355", "card": "#191e28", "quire": "#7d95ff", "vllm": "#ffa24d", "openvino": "#8b95a8", "on": "#0d1016"},
 }  # fmt: skip
 WIDTH, FONT = 880, "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 WORKLOADS = {"1x32/64": "1 request, 64 tokens out", "8x128/64": "8 requests at once", "32x128/64": "32 requests at once", "1x1024/1": "prompt of 1,024 tokens"}  # fmt: skip
@@ -106,10 +107,70 @@ def diagram(colours: dict[str, str]) -> str:
     return drawing(y + 8, "The parts of Quire, from the HTTP server down to the kernels", parts)
 
 
+LAYERS, SPLIT_WIDTH = 6, 176
+SPLITS = {
+    "-tp 2": ("each layer in two", "one request is faster"),
+    "-pp 2": ("half of the layers each", "larger models fit"),
+    "-dp 2": ("the whole model, twice", "more requests at once"),
+    "-pcp 2": ("half of a prompt each", "long prompts begin sooner"),
+}
+
+
+def splits(colours: dict[str, str]) -> str:
+    """What each of two processes has of a model's layers."""
+    first, second = colours["quire"], colours["vllm"]
+    parts = [box(0, 4, 12, 12, first), text(18, 14, "process 0", colours["text"], 13), box(110, 4, 12, 12, second), text(128, 14, "process 1", colours["text"], 13)]  # fmt: skip
+    gap = (WIDTH - len(SPLITS) * SPLIT_WIDTH) / (len(SPLITS) - 1)
+    for place, (option, (what, why)) in enumerate(SPLITS.items()):
+        x, half = place * (SPLIT_WIDTH + gap), SPLIT_WIDTH / 2
+        for layer in range(LAYERS):
+            y = 34 + 20 * layer
+            if option == "-pp 2":
+                parts.append(box(x, y, SPLIT_WIDTH, 15, first if layer < LAYERS / 2 else second, 'rx="2"'))  # fmt: skip
+            else:
+                space = {"-tp 2": 0, "-dp 2": 8, "-pcp 2": 8}[option]
+                parts += [box(x + side * (half + space / 2), y, half - space / 2, 15, colour, 'rx="2"') for side, colour in ((0, first), (1, second))]  # fmt: skip
+        if option == "-pcp 2":
+            parts += [text(x + side * (half + 4) + half / 2, 166, words, colours["dim"], 11, 'text-anchor="middle"') for side, words in ((0, "tokens 1, 4"), (1, "tokens 2, 3"))]  # fmt: skip
+        parts += [text(x, 188, option, colours["text"], 15, 'font-weight="600" font-family="ui-monospace, monospace"'), text(x, 207, what, colours["text"], 13), text(x, 225, why, colours["dim"], 13)]  # fmt: skip
+    return drawing(236, "What two processes have of a model with six layers", parts)
+
+
+DRAWN, RIGHT, WRONG = "quire", "vllm", "card"
+STEPS = (
+    ("without", [[(word, DRAWN)] for word in ("Once", "upon", "a", "time", ",")]),
+    ("with", [[("Once", DRAWN)], [("upon", RIGHT), ("a", RIGHT), ("time", RIGHT), ("the", WRONG), (",", DRAWN)]]),
+)  # fmt: skip
+"""Words of each step. A step draws one token more than it has right guesses: at the place of the first wrong one."""
+
+
+def guesses(colours: dict[str, str]) -> str:
+    """The same five tokens in five steps, and in two with guesses."""
+    parts, y, column = [], 4.0, 74
+    for kind, steps in STEPS:
+        parts.append(text(0, y + 12, f"{kind} speculative decoding: {len(steps)} steps", colours["text"], 14, 'font-weight="600"'))  # fmt: skip
+        x, y = 0.0, y + 24
+        for number, words in enumerate(steps, start=1):
+            wide = column * len(words) + 12
+            parts += [box(x, y, wide, 62, colours["card"], f'rx="8" stroke="{colours["line"]}"'), text(x + 8, y + 17, f"step {number}", colours["dim"], 11)]  # fmt: skip
+            for place, (word, kind_of_token) in enumerate(words):
+                left, wrong = x + 8 + place * column, kind_of_token == WRONG
+                ink = colours["dim" if wrong else "on"]
+                more = 'text-anchor="middle"' + (' text-decoration="line-through"' if wrong else "")
+                parts += [box(left, y + 26, column - 6, 26, colours[kind_of_token], f'rx="4" stroke="{colours["line"]}"'), text(left + (column - 6) / 2, y + 44, word, ink, 14, more)]  # fmt: skip
+            x += wide + 12
+        y += 84
+    for place, (words, fill) in enumerate((("drawn", DRAWN), ("guessed, and right", RIGHT), ("guessed, and wrong: dropped", WRONG))):  # fmt: skip
+        parts += [box(place * 190, y - 6, 12, 12, colours[fill], f'stroke="{colours["line"]}"'), text(place * 190 + 18, y + 5, words, colours["text"], 13)]  # fmt: skip
+    return drawing(y + 14, "Five tokens in five steps, or in two steps with guesses", parts)
+
+
 def pictures() -> Iterator[tuple[Path, str]]:
     for theme, colours in PALETTES.items():
         yield FOLDER / f"peers-{theme}.svg", chart(colours)
         yield FOLDER / f"blocks-{theme}.svg", diagram(colours)
+        yield FOLDER / f"splits-{theme}.svg", splits(colours)
+        yield FOLDER / f"guesses-{theme}.svg", guesses(colours)
 
 
 def main(check: bool) -> int:

@@ -1,4 +1,4 @@
-"""Models to start with: how much memory each takes, by the arithmetic of `quire doctor`.
+"""Models to start with, and models with short names: how much memory each takes, by the arithmetic of `quire doctor`.
 
 The shapes are those of the published config.json files. Nothing is downloaded, and no weights are made.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from quire.config.short_names import short_names
 from quire.models.checkpoint_files import in_memory, stored_tensors
 from quire.worker.memory_forecast import specs_of
 
@@ -41,6 +42,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-32B": QWEN | shape(5120, 64, 64, 25600),
 }  # fmt: skip
 
+QWEN2, SMOL = {"model_type": "qwen2", "vocab_size": 151936}, {"model_type": "llama", "vocab_size": 49152} | TIED  # fmt: skip
+QWEN2_7B = QWEN2 | {"vocab_size": 152064} | shape(3584, 28, 28, 18944, 4)
+QWEN2_1_5B = QWEN2 | shape(1536, 28, 12, 8960, 2)
+SHORT_NAMES: dict[str, dict[str, Any]] = CONFIGS | {
+    "Qwen/Qwen3-30B-A3B": QWEN | shape(2048, 48, 32, 128 * 768, 4),  # as many weights as its 128 experts have
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN2 | shape(896, 24, 14, 4864, 2, 64) | TIED,
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN2_1_5B | TIED,
+    "Qwen/Qwen2.5-3B-Instruct": QWEN2 | shape(2048, 36, 16, 11008, 2) | TIED,
+    "Qwen/Qwen2.5-7B-Instruct": QWEN2_7B,
+    "Qwen/Qwen2.5-14B-Instruct": QWEN2 | {"vocab_size": 152064} | shape(5120, 48, 40, 13824),
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": QWEN2_1_5B | TIED,
+    "Qwen/Qwen2.5-Coder-7B-Instruct": QWEN2_7B,
+    "google/gemma-3-1b-it": {"model_type": "gemma3_text", "vocab_size": 262144, "sliding_window": 512, "sliding_window_pattern": 6} | shape(1152, 26, 4, 6912, 1, 256) | TIED,
+    "microsoft/Phi-4-mini-instruct": {"model_type": "phi3", "vocab_size": 200064} | shape(3072, 32, 24, 8192) | TIED,
+    "microsoft/phi-4": {"model_type": "phi3", "vocab_size": 100352} | shape(5120, 40, 40, 17920, 10),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": SMOL | shape(576, 30, 9, 1536, 3, 64),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": SMOL | shape(960, 32, 15, 2560, 5, 64),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": SMOL | shape(2048, 24, 32, 8192, 32, 64),
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": CONFIGS["Qwen/Qwen3-8B"],
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": QWEN2_1_5B,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": QWEN2_7B,
+}  # fmt: skip
+
 
 def weights(config: dict[str, Any], scheme: str | None) -> float:
     """GiB of the loaded weights in 16 bits, or quantized."""
@@ -54,12 +78,30 @@ def kv_cache(config: dict[str, Any]) -> float:
     return CONTEXT * sum(spec.bytes_per_token for spec in specs_of(config, "bfloat16")) / 2**30
 
 
+def needed(weights_gib: float, cache_gib: float) -> int:
+    """GiB of the smallest usual machine."""
+    least = (weights_gib + cache_gib + REST_GIB) / 0.9
+    return next(gib for gib in MEMORY_GIB if gib >= least)
+
+
+def by_memory() -> Iterator[str]:
+    """The models with short names, with their default quantization, the smallest first."""
+    yield f"| memory | command | weights | KV cache of {CONTEXT:,} tokens |"
+    yield "|---|---|---|---|"
+    found = []
+    for name, (model, scheme) in short_names().items():
+        if ":" in name:
+            size, cache = weights(SHORT_NAMES[model], scheme), kv_cache(SHORT_NAMES[model])
+            found.append((needed(size, cache), size, cache, name, scheme))
+    for machine, size, cache, name, scheme in sorted(found):
+        yield f"| {machine} GiB | `quire serve {name}` | {size:.1f} GiB, {scheme} | {cache:.2f} GiB |"
+
+
 def rows() -> Iterator[str]:
     yield f"| model | weights in 16 bits | int8 | int4 | KV cache of {CONTEXT:,} tokens | machine with (16 bits / int8 / int4) |"
     yield "|---|---|---|---|---|---|"
     for name, config in CONFIGS.items():
         sizes, cache = [weights(config, scheme) for scheme in (None, "int8", "int4")], kv_cache(config)  # fmt: skip
-        needed = [(size + cache + REST_GIB) / 0.9 for size in sizes]
-        machines = " / ".join(str(next(gib for gib in MEMORY_GIB if gib >= one)) for one in needed)
+        machines = " / ".join(str(needed(size, cache)) for size in sizes)
         columns = " | ".join(f"{size:.1f} GiB" for size in (*sizes, cache))
         yield f"| `{name}` | {columns} | {machines} GiB |"

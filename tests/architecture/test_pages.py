@@ -62,10 +62,22 @@ def test_files_that_pages_and_docstrings_name_exist():
     assert absent_files("a.md", "see `b/c.py`, `d.py`", {"d.py"}) == ["a.md: b/c.py"]
 
 
-def test_the_index_lists_every_page():
-    listed = set(LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
-    pages = {p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md")}
-    assert pages - listed - {"index.md"} == set()
+INDEXES = ("index.md", "design/index.md", "design/decisions.md")
+"""Users read the first; it leads to the second, and that one to the third."""
+
+
+def test_the_indexes_list_every_page():
+    docs, listed = ROOT / "docs", set()
+    for name in INDEXES:
+        here = docs / name
+        for link in LINK.findall(here.read_text(encoding="utf-8")):
+            listed.add((here.parent / link).resolve())
+    assert set(docs.glob("**/*.md")) - listed - {docs / "index.md"} == set()
+
+
+def test_the_users_index_has_no_decisions():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert "decisions/" not in text
 
 
 def test_commands_that_pages_name_exist():

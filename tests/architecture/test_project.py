@@ -21,6 +21,7 @@ OPTIONAL = {
     "sentencepiece": "tokenizers of old Llama and Gemma checkpoints: pip install quire[sentencepiece]",
     "ray": "ranks on the machines of a Ray cluster: pip install quire[ray]",
     "PIL": "pictures in requests: pip install quire[vision]",
+    "matplotlib": "pictures of benchmarks (--plot): pip install quire[plot]",
     "runai_model_streamer": "checkpoints in object stores: pip install quire[runai]",
 }
 # Places that exist only on the authors' machine.

@@ -142,12 +142,21 @@ def program(folder: Path, words: list[str]) -> None:
 
 
 def configured(folder: Path, words: list[str]) -> None:
-    (folder / "server.yaml").write_text("model: quire-tiny\nmax_num_seqs: 8\n")
+    (folder / words[-1]).write_text("model: quire-tiny\nmax_num_seqs: 8\n")
     serves("quire-tiny")(folder, words)
+
+
+def configured_doctor(folder: Path, words: list[str]) -> None:
+    (folder / words[-1]).write_text("model: quire-tiny\nmax_num_seqs: 8\n")
+    in_terminal(r"This configuration would start\.")(folder, words)
 
 
 PLACEHOLDERS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": "quire-tiny",
+    "Qwen/Qwen3-8B": "quire-tiny",
+    "Qwen/Qwen3-30B-A3B": "quire-tiny",
+    "qwen3:4b": "quire-tiny",
+    "qwen3:0.6b": "quire-tiny",
     "Qwen/Qwen3-0.6B": "quire-tiny",  # there is no hub
     "path/to/a/model": "quire-tiny",
     "MODEL": "quire-tiny",
@@ -162,10 +171,23 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "docker": DOCKER,
     "kubectl": DOCKER,
     "quire doctor Qwen/Qwen3-0.6B": in_terminal(r"This configuration would start\."),
+    "quire doctor qwen3:4b": in_terminal(r"This configuration would start\."),
+    "quire doctor --config quire.yaml": configured_doctor,
+    "quire collect-env": prints(r"[Qq]uire"),
     "quire doctor MODEL --max-num-seqs 8": in_terminal(r"This configuration would start\."),
     "quire serve Qwen/Qwen2.5-VL-3B-Instruct": serves("quire-tiny"),
     "quire serve Qwen/Qwen3-0.6B --max-model-len 8192": serves("quire-tiny"),
     "quire serve path/to/a/model --quantization int8": serves("quire-tiny"),
+    "quire serve --config quire.yaml": configured,
+    "quire serve --speculative-config": serves("quire-tiny"),
+    "quire serve --speculative-config.method suffix": serves("quire-tiny"),
+    "quire serve --spec-method draft_model": serves("quire-tiny"),
+    "quire serve Qwen/Qwen3-8B": serves("quire-tiny"),
+    "quire serve Qwen/Qwen3-30B-A3B": "a mixture on two ranks: tests/parallel runs a tiny one with these flags",
+    "quire serve qwen3:0.6b": serves("quire-tiny"),
+    "quire serve path/to/a/model": serves("quire-tiny"),
+    "quire chat qwen3:0.6b": chats,
+    "quire serve MODEL --quantization int8": serves("quire-tiny"),
     "quire serve MODEL --max-num-seqs 8": serves("quire-tiny"),
     "quire serve --config server.yaml": configured,
     "quire serve quire-tiny --enable-lora": serves("quire-tiny"),
@@ -181,6 +203,7 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "quire chat": chats,
     "quire complete -q": in_terminal(r"\w+ \w+ \w+"),
     "quire run-batch": batch,
+    "quire bench throughput quire-tiny": prints(r"Throughput: [\d.]+ requests/s"),
     "quire bench serve": loads,
     "quire bench sweep serve": "starts servers for each setting, at port 8000: tests/bench/test_sweep.py runs it with another",
     "python -m quire.compat your_program.py": program,

@@ -6,6 +6,7 @@ A command that no rule knows fails, so that a new one gets a rule.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import tomllib
@@ -15,10 +16,11 @@ from typing import NamedTuple
 
 import httpx
 import pytest
+import yaml
 from server_process import Served
 
 from quire import env
-from quire.bench import sweep
+from quire.bench import latency, sweep, throughput
 from quire.bench.serve import cli as bench_cli
 from quire.cli import completion_client
 from quire.cli.main import COMMANDS
@@ -130,8 +132,10 @@ def check_quire(words: list[str]) -> None:
         check_quire(shlex.split(sweep_words.serve_cmd)[1:])
         check_quire(shlex.split(sweep_words.bench_cmd)[1:])
     elif command == "bench":
-        known = bench_cli.parser()._option_string_actions if rest[0] == "serve" else {}
-        check_flags(rest[1:], set(known) | flags())
+        known = set(bench_cli.parser()._option_string_actions) if rest[0] == "serve" else set()
+        own = {"throughput": throughput.OWN, "latency": latency.OWN}.get(rest[0], {})
+        known |= {f"--{name.replace('_', '-')}" for name in own}
+        check_flags(rest[1:], known | flags())
     else:
         check_flags(rest, flags() | {"-i", "-o"})
 
@@ -221,3 +225,57 @@ def test_the_programs_of_the_quickstart_run(server: Served, capsys: pytest.Captu
     assert 'get_weather {"city": "Oslo"}' in printed
     assert "name=" in printed
     assert "7 + 5 = 12" in printed
+
+
+IN_CLIENTS = {"langchain_openai", "llama_index", "litellm", "pydantic_ai", "instructor", "agents"}
+"""Libraries of other blocks of docs/integrations.md, which tests/clients runs."""
+
+
+def test_the_programs_of_the_integrations_run(server: Served, capsys: pytest.CaptureFixture[str]):
+    left = set()
+    for block in blocks(ROOT / "docs" / "integrations.md", "python"):
+        (library, *_) = re.findall(r"^(?:from|import) (\w+)", block, re.M)
+        if library not in ("openai", "anthropic"):
+            left.add(library)
+            continue
+        text = block.replace(ADDRESS, server.url).replace('"none"', '"sk-mine"')
+        exec(compile(text, library, "exec", dont_inherit=True), {})
+        assert len(capsys.readouterr().out.split()) > 10, library
+    assert left == IN_CLIENTS
+
+
+def values(found: object) -> Iterator[str]:
+    """Every text in a configuration."""
+    if isinstance(found, dict | list):
+        for value in found.values() if isinstance(found, dict) else found:
+            yield from values(value)
+    elif isinstance(found, str):
+        yield found
+
+
+def test_the_configurations_of_the_integrations_lead_to_the_server(server: Served):
+    """Their addresses are the server's, and their paths and models are there."""
+    page = ROOT / "docs" / "integrations.md"
+    found = [*map(yaml.safe_load, blocks(page, "yaml")), *map(json.loads, blocks(page, "json"))]
+    assert len(found) == 4
+    headers = {"Authorization": "Bearer sk-mine"}
+    for one in found:
+        texts = list(values(one))
+        (address,) = (text for text in texts if text.startswith("http"))
+        path = re.sub(r"^http://(127\.0\.0\.1|host\.docker\.internal):8000", "", address)
+        assert path == "/v1"
+        listed = httpx.get(f"{server.url}{path}/models", headers=headers, timeout=60).json()["data"]
+        assert {model["id"] for model in listed} & set(texts) == {"quire-tiny"}
+    for variable, path in (("OPENAI_API_BASE", "/v1"), ("ANTHROPIC_BASE_URL", "")):
+        assert f"{variable}={ADDRESS}{path} " in page.read_text(encoding="utf-8")
+
+
+def test_the_configuration_of_the_checklist_is_one(tmp_path: Path):
+    """Every key is an option, and has a value that it may have."""
+    (text,) = blocks(ROOT / "docs" / "production.md", "yaml")
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {name: a, key: sk-a}\n")
+    (tmp_path / "quire.yaml").write_text(text.replace("/etc/quire/keys.yaml", str(keys)).replace("qwen3:4b", "quire-tiny").replace("16384", "2048"))  # fmt: skip
+    given = parse(["--config", str(tmp_path / "quire.yaml")])
+    assert given.server.api_key_file == str(keys)
+    assert given.server.allowed_hosts == ["llm.example.org"] or given.server.allowed_hosts == ("llm.example.org",)  # fmt: skip

@@ -1,15 +1,20 @@
-"""docs/models.md lists exactly the registered and tested models."""
+"""docs/models.md and docs/choose-a-model.md list exactly the registered and tested models."""
 
 from __future__ import annotations
 
 from tests.models.archs import ARCHS
 from tools.generated_tables import filled
-from tools.list_models import PAGE, TABLES
+from tools.list_models import CHOICE, CHOICES, PAGE, TABLES
 
 
 def test_the_page_equals_the_tools_output():
     page = PAGE.read_text(encoding="utf-8")
     assert filled(page, TABLES) == page, "run: python -m tools.list_models"
+
+
+def test_the_choice_by_memory_equals_the_tools_output():
+    page = CHOICE.read_text(encoding="utf-8")
+    assert filled(page, CHOICES) == page, "run: python -m tools.list_models"
 
 
 def test_a_changed_table_is_detected():

@@ -18,6 +18,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from quire.bench import plot
+from quire.errors import QuireError
 from quire.processes.child import wait_or_kill
 
 STOP_S = 60  # for a server to end after SIGTERM
@@ -35,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--bench-params", type=Path, help="JSON list of objects: flags of the load")
     made.add_argument("-o", "--output-dir", type=Path, default=Path("results"))
     made.add_argument("--num-runs", type=int, default=3, help="runs of each combination")
+    made.add_argument("--plot", type=Path, metavar="NAME", help=plot.HELP)
     made.add_argument("--dry-run", action="store_true", help="print the commands only")
     return made
 
@@ -46,8 +49,9 @@ def main(argv: Sequence[str]) -> int:
         options.error("the kind of sweep is missing: quire bench sweep serve ...")
     given = options.parse_args(argv[1:] if argv[:1] == ["serve"] else argv)
     try:
+        plot.check(given.plot)
         servers, loads = read_params(given.serve_params), read_params(given.bench_params)
-    except (OSError, ValueError) as why:
+    except (OSError, QuireError, ValueError) as why:
         options.error(str(why))
     folder = given.output_dir / time.strftime("%Y%m%d_%H%M%S")
     found: list[dict[str, Any]] = []
@@ -68,7 +72,24 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(f"{len(found)} results in {folder / 'summary.json'}")
+    if given.plot is not None:
+        return draw(given.plot, found) or int(
+            len(found) < len(servers) * len(loads) * given.num_runs
+        )
     return 0 if len(found) == len(servers) * len(loads) * given.num_runs else 1
+
+
+def draw(path: Path, found: Sequence[Mapping[str, Any]]) -> int:
+    """The picture of the results; returns the exit status."""
+    done = [one for one in found if one.get("completed")]
+    try:
+        if not done:
+            raise QuireError("--plot: no request succeeded")
+        plot.sweep(done, path)
+    except QuireError as why:
+        print(f"quire bench sweep: {why}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def read_params(path: Path | None) -> list[dict[str, Any]]:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.bench import plot
 from quire.bench.cli import BenchArgs, BenchOption, keep, prompts, run_command, sampling, start
 from quire.bench.serve import datasets
 from quire.errors import ConfigError, QuireError
-from quire.frontend.outputs import error_of
+from quire.frontend.outputs import RequestOutput, error_of
 from quire.protocol.lora_request import LoRARequest
 
 OWN = {
@@ -34,6 +35,7 @@ OWN = {
     ),
     "disable_detokenize": BenchOption(False, "do not detokenize", bool),
     "output_json": BenchOption(None, "write the result to this file", Path),
+    "plot": BenchOption(None, plot.HELP, Path),
 }
 ABOUT = "Measure requests and tokens per second with all prompts submitted at once."
 
@@ -49,6 +51,7 @@ def measure(args: BenchArgs) -> int:
             f"--backend {own['backend']}: only quire is supported; python -m benchmarks offline compares with"
             " Transformers"
         )
+    plot.check(own["plot"])
     adapter = {} if own["lora_path"] is None else {"enable_lora": True}
     with start({**args.engine, **adapter}) as llm:
         batch, lengths = _prompts(llm, own)
@@ -78,7 +81,23 @@ def measure(args: BenchArgs) -> int:
         "tokens_per_second": total / seconds,
     }
     keep(own["output_json"], result)
+    if own["plot"] is not None:
+        plot.batch(
+            _spans(outputs),
+            own["plot"],
+            f"{len(outputs)} requests, {total / seconds:.4g} tokens per second",
+        )
     return 0
+
+
+def _spans(outputs: Sequence[RequestOutput]) -> list[plot.RequestSpan]:
+    """When each request began to run, got its first token and ended, from the first arrival on."""
+    timed = [(one, one.metrics) for one in outputs if one.metrics is not None]
+    began = min((times.arrival_time for _, times in timed), default=0.0)
+    return [
+        plot.RequestSpan(times.scheduled_ts - began, times.first_token_ts - began, times.last_token_ts - began, sum(len(each.token_ids) for each in one.outputs))
+        for one, times in timed
+    ]  # fmt: skip
 
 
 def _adapters(path: str | None, max_loras: int, count: int) -> list[LoRARequest | None]:

@@ -47,7 +47,7 @@ from quire.logging import get_logger
 from quire.models.vision import vision_model, why_no_pictures
 from quire.protocol.output import EngineOutput, FinishReason
 from quire.protocol.pooling_params import PoolingParams
-from quire.protocol.request import RequestParams
+from quire.protocol.request import EngineRequest, RequestParams
 from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
@@ -277,23 +277,26 @@ class RequestManager:
         return chat.render(self.inputs.need_tokenizer("messages"), messages, options)
 
     def submit(self, accepted: Accepted) -> Collector:
-        """Register the request and send it to the engine.
-
-        Raises:
-            ValidationError: as `register`.
-            EngineDeadError: the engine has stopped.
-        """
+        """Register the request and send it to the engine. Raises: as `register` and `send`."""
         collector = self.register(accepted)
-        try:
-            for child in accepted.children:
-                self.client.submit(child)
-        except BaseException:
-            self.forget(collector)
-            raise
+        for child in accepted.children:
+            self.send(collector, child)
         return collector
 
+    def send(self, collector: Collector, child: EngineRequest) -> None:
+        """Send one child of a registered request to the engine.
+
+        Raises:
+            EngineDeadError: the engine has stopped.
+        """
+        try:
+            self.client.submit(child)
+        except BaseException:
+            self._forget(collector)
+            raise
+
     def register(self, accepted: Accepted) -> Collector:
-        """Create the collector of a request's outputs, before its children are sent; `forget` it if one cannot be sent.
+        """Create the collector of a request's outputs; `send` each of its children next.
 
         Raises:
             ValidationError: a request with this id is still running.
@@ -342,7 +345,7 @@ class RequestManager:
             if stopped or output.finish is not None:
                 del self._children[output.id]
                 if collector.finished:
-                    self.forget(collector)
+                    self._forget(collector)
             changed[collector.id] = collector
         for reason, ids in finished.items():
             self.client.abort(ids, reason)
@@ -354,7 +357,7 @@ class RequestManager:
         finished = [child for collector in collectors for child in collector.end("abort")]
         self._echoes.update(finished)
         for collector in collectors:
-            self.forget(collector)
+            self._forget(collector)
         if finished:
             self.client.abort(finished)
         return collectors
@@ -367,7 +370,7 @@ class RequestManager:
             accepted.id, text, accepted.tokens[:max_length], accepted.params,
         )  # fmt: skip
 
-    def forget(self, collector: Collector) -> None:
+    def _forget(self, collector: Collector) -> None:
         self.live.pop(collector.id, None)
         for child in collector.children:
             self._children.pop(child.id, None)

@@ -17,11 +17,10 @@ from quire.server.state import state_of
 
 async def start_profile(request: Request) -> Response:
     """Record the next steps of the workers."""
-    state = state_of(request)
-    engine = state.serving()
+    engine = state_of(request).serving()
     chunked = "transfer-encoding" in request.headers
     empty = request.headers.get("content-length", "0") == "0" and not chunked
-    body = StartProfileRequest() if empty else await read(state, request, StartProfileRequest)
+    body = StartProfileRequest() if empty else await read(request, StartProfileRequest)
     values = body.profile_prefix, body.delay_iterations, body.max_iterations
     check_recording(*values)
     started = await engine.call("collective_rpc", "start_profile", list(values), {})

@@ -88,10 +88,10 @@ class ServerState:
     fronts: int = 1
     startup: Callable[[], StartupStatus] = lambda: StartupStatus("starting")
     """How far the start is, for requests that come too early."""
-    model_names: list[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.model_names = self.config.model.served_names
+    @property
+    def model_names(self) -> list[str]:
+        return self.config.model.served_names
 
     @property
     def model_name(self) -> str:
@@ -176,7 +176,7 @@ class ServerState:
             ApiError: 404 for a name that is not served.
         """
         if name is None or name in self.model_names:
-            return name or self.model_names[0]
+            return name or self.model_name
         if env.get("SKIP_MODEL_NAME_VALIDATION"):
             return name
         known = ", ".join(f"`{one}`" for one in [*self.model_names, *adapters][:SHOWN_NAMES])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.bench import plot
 from quire.bench.serve import datasets
 from quire.bench.serve.endpoints import KINDS
 from quire.bench.serve.timeline import GAPS_MS
@@ -121,6 +122,7 @@ OPTIONS: dict[str, tuple[ServeOption, ...]] = {
         ServeOption("--save-result", None, help="write the result as JSON"),
         ServeOption("--save-detailed", None, help="include the values of each request"),
         ServeOption("--append-result", None, help="append to the file, one object per line"),
+        ServeOption("--plot", Path, None, "NAME", plot.HELP),
         ServeOption("--plot-timeline", None, help="write an HTML timeline with one bar per request"),
         ServeOption("--timeline-itl-thresholds", _two_numbers, GAPS_MS, "MS,MS", "thresholds in ms of its colors"),
         ServeOption("--result-dir", Path, Path(), "FOLDER"),

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire import env
+from quire.bench import plot
 from quire.bench.serve import datasets, metrics, timeline
 from quire.bench.serve.arrivals import Arrivals, run
 from quire.bench.serve.cli import SAMPLING, dashed, dataset_options, pairs, parser
@@ -71,6 +72,7 @@ class ServePlan:
         if key:
             self.headers.setdefault("Authorization", f"Bearer {key}")
         self.dataset_options = dataset_options(args)
+        plot.check(args.plot)
 
     async def run(self) -> int:
         args = self.args
@@ -100,6 +102,8 @@ class ServePlan:
             print(wrong, file=sys.stderr)
         if args.save_result or args.append_result or args.save_detailed or args.plot_timeline:
             self._save(result, done, prompts, model, tokenizer.name)
+        if args.plot is not None and result["completed"]:
+            plot.load(_spans(done), args.plot, f"{result['completed']} requests to {model}")
         return 0 if result["completed"] else 1
 
     async def _ready(self, server: HttpTarget) -> str:
@@ -245,6 +249,17 @@ class ServePlan:
         except OSError as why:
             raise QuireError(f"could not write the result: {why}") from why
         print(f"result in {path}")
+
+
+def _spans(done: Sequence[RequestRecord]) -> list[plot.RequestSpan]:
+    """When the successful requests were sent, got their first token and ended, from the first sending on."""
+    began = min(one.start for one in done)
+    return [
+        plot.RequestSpan(sent, sent + one.ttft, sent + one.latency, one.output_tokens)
+        for one in done
+        if one.ok
+        for sent in (one.start - began,)
+    ]
 
 
 def _host(name: str) -> str:

@@ -51,9 +51,12 @@ def build_pooler(spec: ModelSpec, device: torch.device) -> Pooler | None:
 
 
 def without_heads(
-    found: Iterable[tuple[str, Tensor]], model: PoolingModel
+    found: Iterable[tuple[str, Tensor]], model: PoolingModel | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a pooling model, without the LM head and the heads that `build_pooler` reads."""
+    """The tensors of the model itself: of a pooling model without an LM head and the heads that `build_pooler` reads."""
+    if model is None:
+        yield from found
+        return
     logits = [] if model.splade is None else model.splade.stages
     stages = (*model.head, *model.token_head, *logits)
     own = {name for stage in stages if not stage.folder for name in stage.names}
