@@ -13,18 +13,15 @@ import sys
 from collections.abc import Iterator
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BASE_CLASSES
 
 from quire.config.short_names import short_names
 from quire.models.registry import MODELS
 from quire.models.transformers.modes import PER_REQUEST_TYPES, UNSUPPORTED_TYPES, choose_mode
 from tests.models.archs import ARCHS, PAGED, PER_REQUEST
-from tests.models.cases import CASES
-from tests.models.encoder_cases import ENCODERS
-from tests.models.recurrent_cases import CASES as RECURRENT_CASES
 from tests.models.wrappers import WRAPPERS
 from tools import starting_models
 from tools.generated_tables import DOCS, main
+from tools.hub_examples import examples
 
 PAGE, CHOICE = DOCS / "models.md", DOCS / "choose-a-model.md"
 
@@ -36,35 +33,26 @@ def class_of(kind: str) -> str:
 
 
 def native() -> Iterator[str]:
-    yield "| architecture | code | variations tested |"
-    yield "|---|---|---|"
-    cases = (*CASES, *RECURRENT_CASES)
-    for architecture, target in MODELS.items():
-        if not architecture.endswith("ForCausalLM"):
-            continue
-        module = target.partition(":")[0].removeprefix("quire.").replace(".", "/")
-        kinds = {case.kind for case in cases}
-        kind = next((k for k in kinds if class_of(k).lower() == architecture.lower()), "")
-        count = sum(case.kind == kind for case in cases)
-        yield f"| `{architecture}` | `{module}.py` | {count} |"
+    yield from architectures(decoders=True)
 
 
 def encoders() -> Iterator[str]:
-    yield "| architecture | code | variations tested |"
+    yield from architectures(decoders=False)
+
+
+def architectures(decoders: bool) -> Iterator[str]:
+    yield "| architecture | examples on the hub | code |"
     yield "|---|---|---|"
     for architecture, target in MODELS.items():
-        if architecture.endswith("ForCausalLM"):
-            continue
-        module = target.partition(":")[0].removeprefix("quire.").replace(".", "/")
-        same = [name for name, other in MODELS.items() if other == target]
-        count = sum(BASE_CLASSES.get(case.kind) in same for case in ENCODERS)
-        yield f"| `{architecture}` | `{module}.py` | {count} |"
+        if architecture.endswith("ForCausalLM") == decoders:
+            module = target.partition(":")[0].removeprefix("quire.").replace(".", "/")
+            yield f"| `{architecture}` | {examples(architecture)} | `{module}.py` |"
 
 
 def rows(mode: str) -> Iterator[str]:
     """One line a model type, however many variations of it are tested."""
     why = mode == PER_REQUEST
-    yield "| `model_type` | architecture |" + (" because |" if why else " variations tested |")
+    yield "| `model_type` | architecture |" + (" because |" if why else " configurations tested |")
     yield "|---|---|---|"
     kinds = dict.fromkeys(arch.kind for arch in ARCHS if arch.mode == mode)
     for kind in kinds:

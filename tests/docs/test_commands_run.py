@@ -174,6 +174,8 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "quire doctor qwen3:4b": in_terminal(r"This configuration would start\."),
     "quire doctor --config quire.yaml": configured_doctor,
     "quire collect-env": prints(r"[Qq]uire"),
+    "quire doctor MODEL": in_terminal(r"This configuration would start\."),
+    "python examples/batch.py": "runs as it is: tests/docs/test_examples.py",
     "quire doctor MODEL --max-num-seqs 8": in_terminal(r"This configuration would start\."),
     "quire serve Qwen/Qwen2.5-VL-3B-Instruct": serves("quire-tiny"),
     "quire serve Qwen/Qwen3-0.6B --max-model-len 8192": serves("quire-tiny"),

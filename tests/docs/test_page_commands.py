@@ -162,7 +162,7 @@ def check_packages(names: list[str]) -> None:
 
 
 def check_python(words: list[str]) -> None:
-    assert words[0] in ("-m", "-c")
+    assert words[0] in ("-m", "-c") or (ROOT / words[0]).is_file()
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]) is not None
 

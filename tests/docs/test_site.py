@@ -62,7 +62,7 @@ def test_every_page_is_there_and_loads_nothing_from_other_sites(site: Path):
         for address in parser.found:
             assert "://" not in address, f"{page.name}: {address}"
             assert not address.startswith("//"), f"{page.name}: {address}"
-            assert (html.parent / address.partition("?")[0]).exists(), f"{page.name}: {address}"
+            assert (html.parent / re.split(r"[?#]", address)[0]).exists(), f"{page.name}: {address}"
 
 
 def test_the_search_knows_every_page(site: Path):

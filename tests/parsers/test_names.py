@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -108,15 +107,16 @@ def test_known_names():
     assert set(REASONING_NAMES.values()) <= set(REASONING)
 
 
-def test_the_page_has_every_format():
+def test_the_page_has_every_format_and_every_other_name():
     page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
-    rows = {flag: re.search(rf"^\| `{flag}` \| (.*?) \| (.*?) \|$", page, re.M) for flag in ("--tool-call-parser", "--reasoning-parser")}  # fmt: skip
-    for row, formats, others in zip(
-        rows.values(), (TOOLS, REASONING), (TOOL_NAMES, REASONING_NAMES), strict=True
-    ):
-        assert row is not None
-        assert row[1].split(", ") == sorted(formats)
-        assert set(row[2].split(", ")) <= set(others)
+    table = page[page.index("| models | `--tool-call-parser`") :].partition("\n\n")[0]
+    rows = [row.strip("| ").split("|") for row in table.splitlines()[2:]]
+    for column, (formats, others) in enumerate(((TOOLS, TOOL_NAMES), (REASONING, REASONING_NAMES)), start=1):  # fmt: skip
+        cells = [row[column] for row in rows if len(row) > column]
+        items = [item.strip() for cell in cells for item in cell.split(",") if item.strip()]
+        renamed = dict(item.split(" = ") for item in items if " = " in item)
+        assert {item for item in items if " = " not in item} == set(formats)
+        assert renamed == others
 
 
 def test_others_are_refused_by_name():
