@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,26 @@ ODD_REGEX = re.compile(r"\\p\{|\\d\{3\}-")  # Python's re has not Unicode's clas
 
 
 def written(value: Any) -> list[str]:
-    """As a program may write it: with spaces, and without."""
+    """As a program may write it: with spaces, without, and with line breaks."""
     return [
         json.dumps(value, ensure_ascii=False),
         json.dumps(value, ensure_ascii=False, separators=(",", ":")),
-        json.dumps(value, ensure_ascii=False, indent=2),
+        json.dumps(value, ensure_ascii=False, indent=0),
     ]
+
+
+def _tag(**options: Any) -> StructuredOutputsParams:
+    """As a call of a tool is asked for."""
+    content = {"type": "json_schema", "json_schema": obj({"a": INT})}
+    tag = {"type": "structural_tag", "format": content}
+    return StructuredOutputsParams(structural_tag=json.dumps(tag), **options)
+
+
+WAYS = {
+    "json": partial(StructuredOutputsParams, json=obj({"a": INT})),
+    "json_object": partial(StructuredOutputsParams, json_object=True),
+    "structural_tag": _tag,
+}
 
 
 def refusal(schema: Any) -> str | None:
@@ -141,12 +157,21 @@ def test_options_of_the_constraint(reader: Reader):
     assert reader.admits(closed, '{"a":{"properties":1}}')
     assert not reader.admits(closed, '{"a":{"z":1}}')
     assert not reader.admits(closed, '{"z":1}')
-    usual = StructuredOutputsParams(json=LOOSE)
-    assert reader.admits(usual, "{" + "\n" + " " * 79 + '"a" :\t1}')
-    assert not reader.admits(usual, "{" + " " * 81 + '"a":1}')  # not for ever
     spaced = StructuredOutputsParams(json=LOOSE, whitespace_pattern="[ ]?")
     assert reader.admits(spaced, '{ "a": 1 }')
     assert not reader.admits(spaced, '{  "a":1}')
+
+
+@pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
+def test_at_most_two_spaces_in_a_row(reader: Reader, ask: Callable[..., StructuredOutputsParams]):
+    """However JSON is asked for: small models write spaces and line breaks without end."""
+    for text in ('{"a":1}', '{"a": 1}', '{\n "a" :\t\n1\r\n}'):
+        assert reader.admits(ask(), text)
+    for text in ('{   "a":1}', '{"a":\n\n\n1}', '{"a":1 \t }', ' {"a":1}', '{"a":1} '):
+        assert not reader.admits(ask(), text)
+    assert reader.admits(ask(disable_any_whitespace=True), '{"a":1}')
+    assert not reader.admits(ask(disable_any_whitespace=True), '{"a": 1}')
+    assert reader.admits(ask(whitespace_pattern="[ ]{1,4}"), '{    "a":1}')
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 20  # of a schema, a regex or a grammar
 MAX_PROPERTIES = 1000  # of one object: compile time is quadratic, half a second for this many
 MAX_ALL_PROPERTIES = 4000
 OPTIONS = "x-guidance"  # llguidance's options, removed from user schemas: one of them ignores unknown keywords
-SPACES = r"[\x20\x0A\x0D\x09]{1,80}"  # JSON white space; bounded, because some models write it without end
+SPACES = r"[\x20\x0A\x0D\x09]{1,2}"  # JSON white space; bounded: small models write it without end
 SINCE_YEAR_1 = "^(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"  # llguidance's dates begin in a year 0000
 ESCAPES = 'nrbtf\\"'  # no \uXXXX: it spells a key in a second way, which would count as another key
 
