@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"(\]\()([^)\s#]*)((?:#[^)\s]*)?\))")
 HEADING = re.compile(r"^## (.+)$", re.M)
 ENTRY = re.compile(r"^(?:-|\d+\.) \[([^\]]+)\]\(([^)\s]+)\)", re.M)
-OUTSIDE, NOT_SEARCHED = "source/", "---\nsearch:\n  exclude: true\n---\n\n"
+OUTSIDE = "source/"
 PICTURE = re.compile(
     r'<picture><source media="[^"]*dark[^"]*" srcset="([^"]+)"><img alt="([^"]*)" src="([^"]+)"></picture>'
 )
@@ -121,7 +121,7 @@ def on_files(files: Any, config: Any) -> Any:
                 continue
             made.add(target)
             content = shown(target)
-            files.append(File.generated(config, uri_of(target), content=NOT_SEARCHED + content, inclusion=InclusionLevel.NOT_IN_NAV))  # fmt: skip
+            files.append(File.generated(config, uri_of(target), content=content, inclusion=InclusionLevel.NOT_IN_NAV))  # fmt: skip
             if target.suffix == ".md":
                 waiting.append((target, content))
     return files

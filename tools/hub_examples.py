@@ -53,6 +53,7 @@ EXAMPLES = {
     "SeedOssForCausalLM": "ByteDance-Seed/Seed-OSS-36B-Instruct",
     "SmolLM3ForCausalLM": "HuggingFaceTB/SmolLM3-3B",
     "Zamba2ForCausalLM": "Zyphra/Zamba2-1.2B-instruct",
+    "WhisperForConditionalGeneration": "openai/whisper-small, distil-whisper/distil-large-v3",
     "BertModel": "BAAI/bge-small-en-v1.5, sentence-transformers/all-MiniLM-L6-v2",
     "CamembertModel": "dangvantuan/sentence-camembert-base",
     "DistilBertModel": "sentence-transformers/msmarco-distilbert-base-v4",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from quire.parallel.prefill_context_parallel import SplitTokens
@@ -91,6 +92,23 @@ class ForwardBatch:
             return self
         named = self.extras.items()
         return replace(self, extras={n: t[at] if n[-1] == "T" else t for n, t in named})
+
+
+def packed_batch(lengths: Sequence[int], device: torch.device) -> ForwardBatch:
+    """A batch of whole sequences without a KV cache, one after the other: for encoders beside the model of a step."""
+    import torch
+
+    starts_B1 = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    count, total, none = (
+        len(lengths),
+        sum(lengths),
+        torch.empty(0, dtype=torch.int64, device=device),
+    )
+    return ForwardBatch(
+        token_ids_T=none, positions_T=none, rows_B=none, query_start_B1=starts_B1, lengths_B=starts_B1.diff(),
+        block_tables=[], slots=[], sample_at_S=none, max_query=max(lengths), max_length=max(lengths),
+        num_tokens=total, num_rows=count, query_lens=list(lengths), lengths=list(lengths),
+    )  # fmt: skip
 
 
 class _Thread(threading.local):

@@ -24,7 +24,7 @@ AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet
 
 LEARNED = (
     *("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "xglm", "codegen", "openai-gpt"),
-    *("bert", "distilbert", *AFTER_PADDING),
+    *("bert", "distilbert", "whisper", *AFTER_PADDING),
 )
 """Model types with a table of learned positions: no position exists beyond its end."""
 

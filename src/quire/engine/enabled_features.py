@@ -30,6 +30,7 @@ ALL = (
     "quire.features.structured.feature:StructuredFeature",
     "quire.features.thinking.feature:ThinkingFeature",
     "quire.features.trace_replay.feature:TraceReplayFeature",
+    "quire.features.transcription.feature:TranscriptionFeature",
 )
 
 

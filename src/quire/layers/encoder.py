@@ -20,6 +20,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.ops.reference import UNGATED
+from quire.parallel.ranks import shared_outputs
 
 ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 """Other names in config.json."""
@@ -30,10 +31,16 @@ class UngatedMLP(nn.Module):
 
     Args:
         names: of up and down in checkpoints.
+        splits: whether ranks may compute a part of the inner features each.
     """
 
     def __init__(
-        self, cfg: Any, *, bias: bool = True, names: Sequence[str] = ("up_proj", "down_proj")
+        self,
+        cfg: Any,
+        *,
+        bias: bool = True,
+        names: Sequence[str] = ("up_proj", "down_proj"),
+        splits: bool = False,
     ):
         super().__init__()
         self.checkpoint_names = dict(zip(("up_proj", "down_proj"), names, strict=True))
@@ -42,8 +49,11 @@ class UngatedMLP(nn.Module):
             raise ConfigError(
                 f"hidden_act={act!r} is not supported; choose from {', '.join(UNGATED)}"
             )
-        self.up_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=bias, after=act)
-        self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, bias=bias)
+        inner = cfg.intermediate_size
+        shares = shared_outputs(inner) if splits else ()
+        own = shares[0].length if shares else inner
+        self.up_proj = Linear(cfg.hidden_size, own, bias=bias, after=act, shares=shares)
+        self.down_proj = Linear(inner, cfg.hidden_size, bias=bias, gathers=bool(shares))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(self.up_proj(x_TD))
@@ -97,7 +107,35 @@ class EncoderTables(NamedTuple):
     types: int = 0
 
 
-class Encoder(nn.Module):
+class EncoderStack(nn.Module):
+    """Layers, and the norm after them, if there is one.
+
+    `rotaries`: the rotary embeddings of the layers, if there are.
+    """
+
+    layers: nn.ModuleList
+    final_norm: Norm | None  # (a default here would hide the module)
+    rotaries: LayerRotaries | None
+    fused: Any = None  # what computes `stack` in one kernel call, with the same results
+
+    def run(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        """The layers and the last norm. It may overwrite x."""
+        hidden_TD: Tensor = (self.stack if self.fused is None else self.fused.run)(
+            x_TD, positions_T
+        )
+        return hidden_TD
+
+    def stack(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        """As `run`, layer by layer."""
+        angles: list[Any] = [()] * len(self.layers)
+        if self.rotaries is not None:
+            angles = self.rotaries(positions_T)
+        for layer, each in zip(self.layers, angles, strict=True):
+            x_TD = layer(x_TD, each)
+        return x_TD if self.final_norm is None else self.final_norm(x_TD)
+
+
+class Encoder(EncoderStack):
     """Turns embeddings and positions into hidden states.
 
     Args:
@@ -126,7 +164,6 @@ class Encoder(nn.Module):
         self.embedding_norm, self.final_norm = norm, final_norm
         self.layers = nn.ModuleList(layer(i) for i in range(num_layers))
         self.rotaries = rotaries
-        self.fused: Any = None  # what computes `stack` in one kernel call, with the same results
 
     def forward(self, embeddings_TD: Tensor, positions_T: Tensor) -> Tensor:
         """hidden_TD; token types are `extras["token_types_T"]` of the batch, or 0."""
@@ -138,14 +175,4 @@ class Encoder(nn.Module):
         if self.position_table is not None:
             x_TD = x_TD + self.position_table(positions_T + self.offset)
         x_TD = self.embedding_norm(x_TD)
-        run = self.stack if self.fused is None else self.fused.run
-        return run(x_TD, positions_T)
-
-    def stack(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
-        """The layers and the last norm."""
-        angles: list[Any] = [()] * len(self.layers)
-        if self.rotaries is not None:
-            angles = self.rotaries(positions_T)
-        for layer, each in zip(self.layers, angles, strict=True):
-            x_TD = layer(x_TD, each)
-        return x_TD if self.final_norm is None else self.final_norm(x_TD)
+        return self.run(x_TD, positions_T)

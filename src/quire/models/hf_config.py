@@ -117,6 +117,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text model does not set it.
     """
     config = _nested(config)
+    renamed = DECODERS.get(str(config.get("model_type")), {})
+    config = {**config, **{usual: config[own] for own, usual in renamed.items() if own in config}}
     nest = next((key for key in NESTS if isinstance(config.get(key), Mapping)), None)
     if nest is None:
         return dict(config)
@@ -142,6 +144,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     defaults = DEFAULTS.get(_family(str(inner.get("model_type"))), {})
     return {**{key: defaults[key] for key in SIZES if key in defaults}, **merged}
 
+
+DECODERS: dict[str, dict[str, str]] = FAMILIES["decoders"]
+"""model_type of an encoder with a decoder -> key for the decoder in config.json -> the usual key."""
 
 DEFAULTS: dict[str, dict[str, Any]] = FAMILIES["defaults"]
 """By model_type ("all" for all): the values of absent keys."""

@@ -21,7 +21,7 @@ from quire.forward_context import KEPT_STATES, current_adapters, current_batch
 from quire.layers.attention import Attention
 from quire.layers.decoder import Decoder
 from quire.layers.decoder_layer import QueryScale, normed_sum
-from quire.layers.encoder import Encoder
+from quire.layers.encoder import EncoderStack
 from quire.layers.native_parts import layer_parts
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.native.fused_encoder import fuse_encoder
@@ -40,7 +40,7 @@ def fuse_model(model: object) -> None:
     if kernels is None or not isinstance(model, nn.Module):
         return
     for decoder in model.modules():
-        if isinstance(decoder, Encoder):
+        if isinstance(decoder, EncoderStack):
             fuse_encoder(decoder, kernels)
         if isinstance(decoder, Decoder):
             rotaries: list[Any] = [decoder.rotary.kinds[k] for k in decoder.rotary.kind_of_layer]
@@ -58,7 +58,7 @@ def unfuse_model(model: object) -> None:
         for decoder in model.modules():
             if isinstance(decoder, Decoder):
                 decoder.layers.fused = None
-            if isinstance(decoder, Encoder):
+            if isinstance(decoder, EncoderStack):
                 decoder.fused = None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quire.forward_context import current_adapters, current_batch
 from quire.layers.attention import PackedAttention
 from quire.layers.decoder_layer import GatedMLP, SelfAttention
-from quire.layers.encoder import Encoder, EncoderLayer, UngatedMLP
+from quire.layers.encoder import EncoderLayer, EncoderStack, UngatedMLP
 from quire.layers.norm import Norm
 from quire.native.fused_layers import native_norm
 from quire.ops.cpu.bindings import Kernels
@@ -27,7 +27,7 @@ from quire.ops.cpu.structs import CEncoderLayer, CEncoderStep, CNorm
 _P, _norm = ctypes.c_void_p, partial(native_norm, takes_bias=True)
 
 
-def fuse_encoder(encoder: Encoder, kernels: Kernels) -> None:
+def fuse_encoder(encoder: EncoderStack, kernels: Kernels) -> None:
     """Let the kernels compute the layers, if they support all of them."""
     layers: list[Any] = list(encoder.layers)
     if not layers or any(type(layer) is not EncoderLayer for layer in layers):
@@ -62,13 +62,17 @@ class KernelEncoder:
     """Runs an encoder's layers. `first`: the norm before the first layer of a model with norms before its halves."""
 
     def __init__(
-        self, encoder: Encoder, layers: list[CEncoderLayer], first: CNorm | None, kernels: Kernels
+        self,
+        encoder: EncoderStack,
+        layers: list[CEncoderLayer],
+        first: CNorm | None,
+        kernels: Kernels,
     ):
         self.encoder, self.structs, self.first, self.kernels = encoder, layers, first, kernels
         self.layers = (_P * len(layers))(*(ctypes.addressof(layer) for layer in layers))
 
     def run(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
-        """As `Encoder.stack`; may overwrite x."""
+        """As `EncoderStack.stack`; may overwrite x."""
         if current_adapters() is not None or x_TD.dtype != torch.bfloat16:
             return self.encoder.stack(x_TD, positions_T)
         starts_B1 = current_batch().query_start_B1.int().contiguous()

@@ -1,0 +1,1 @@
+"""Speech recognition by an encoder of sound and a decoder with cross attention (Whisper)."""

@@ -1,0 +1,100 @@
+"""SoundHook: gives the decoder the encoder's states of the windows whose rows enter with a step.
+
+A window is encoded alone, so that its states do not depend on others, and its states are kept: another attempt at the window, or
+a preempted request, needs no encoder. Does not know the encoder's inside.
+
+Shape suffixes: S encoder states, M mel bins, F frames, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from quire.features.media.encoder_cache import EncoderCache
+from quire.features.media.gate import EncoderCounts
+from quire.forward_context import ForwardBatch
+from quire.protocol.plan import EnteredRow, StepPlan
+from quire.protocol.request import MediaItem
+from quire.protocol.sound import decode_spectrogram
+from quire.protocol.tensor_data import TensorData
+from quire.worker.hooks import Hook
+
+if TYPE_CHECKING:
+    from quire.models.base import LanguageModel
+    from quire.worker.request_rows import RequestRows
+
+
+class SoundHook(Hook):
+    name = "transcription"
+    order = 20
+
+    def __init__(self, rows: RequestRows, most_states: int):
+        self.rows = rows
+        self.encoder: Any = None
+        self.cache = EncoderCache(most_states)
+        self.of_row: dict[int, MediaItem] = {}
+        self._counts = EncoderCounts(0, 0, 0)
+
+    def use_models(self, models: Sequence[LanguageModel]) -> None:
+        model: Any = models[0]
+        self.encoder = model.encoder if isinstance(model, nn.Module) else None
+        self.cache.clear()
+
+    def clear_cache(self) -> bool:
+        self.cache.clear()
+        return True
+
+    def enter(self, new: EnteredRow) -> None:
+        self.of_row[new.row] = new.media[0]
+
+    def leave(self, row: int) -> None:
+        self.of_row.pop(row, None)
+
+    def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
+        if batch is None or batch.encoder is None or not batch.encoder.new_rows:
+            return
+        encoder, device = batch.encoder, batch.token_ids_T.device
+        states = [
+            self._states_of(plan.work[index].row, encoder.lengths[index], device)
+            for index in encoder.new_rows
+        ]
+        encoder.states_SD = states[0] if len(states) == 1 else torch.cat(states)
+
+    def report(self) -> bytes | None:
+        counts = self._counts
+        if not counts.lookups:
+            return None
+        self._counts = EncoderCounts(0, 0, 0)
+        return msgspec.msgpack.encode(counts)
+
+    def _states_of(self, row: int, length: int, device: torch.device) -> Tensor:
+        """Those of a row; of one whose sound cannot be encoded, which then fails alone: zeros."""
+        item, encode = self.of_row[row], self.encoder
+        self._counts.lookups += 1
+        if (states_SD := self.cache.get(item.hash)) is not None:
+            self._counts.hits += 1
+            return states_SD
+        if encode is None:
+            raise RuntimeError("the worker is asleep")
+        try:
+            found_SD: Tensor = encode(as_tensor(decode_spectrogram(item.data).mel, device))
+        except (ValueError, msgspec.MsgspecError) as error:
+            self.rows.faults[row] = f"the encoder cannot read the sound ({type(error).__name__})"
+            zeros_SD: Tensor = encode.conv2.weight.new_zeros(length, len(encode.conv2.weight))
+            return zeros_SD
+        self._counts.rows += len(found_SD)
+        self.cache.put(item.hash, found_SD)
+        return found_SD
+
+
+def as_tensor(data: TensorData, device: torch.device) -> Tensor:
+    """mel_MF. Raises ValueError: not float32."""
+    if data.dtype != "float32":
+        raise ValueError(f"a spectrogram of {data.dtype}")
+    copied = bytearray(data.data)  # torch wants memory that may be written
+    return torch.frombuffer(copied, dtype=torch.float32).view(data.shape).to(device)
