@@ -21,8 +21,6 @@ COLOURS = ("#3f5de0", "#e07b1a", "#1f9d6b", "#b3409b", "#8a6d1f", "#5a6475")
 MARKS = "os^Dv*"
 SIZE_INCHES, DPI = (11, 4.6), 200
 INK, FAINT = "#1c2230", "#d7dbe3"
-ABOVE: dict[str, Any] = {"frameon": False, "loc": "lower left", "bbox_to_anchor": (0, 1), "fontsize": 9}  # fmt: skip
-"""A legend above the panel, where it hides nothing."""
 HELP = "draw a picture: NAME.png and NAME.svg (needs matplotlib, the extra `plot`)"
 
 
@@ -76,7 +74,7 @@ def sweep(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.set(xlabel=label, ylabel="Output tokens per second, all clients", ylim=(0, None))
         _milliseconds(panel)
     if len(servers) > 1:
-        panels[0].legend(**ABOVE, ncols=2)
+        panels[0].legend(frameon=False, loc="lower right")
     _write(figure, path)
 
 
@@ -113,7 +111,7 @@ def load(spans: Sequence[RequestSpan], path: Path, title: str) -> None:
             panels[0].step(sorted(values), shares, where="post", color=COLOURS[place], label=label)
     panels[0].set(xlabel="Milliseconds", ylabel="Requests within this time (%)", ylim=(0, 101))  # fmt: skip
     _milliseconds(panels[0])
-    panels[0].legend(**ABOVE)
+    panels[0].legend(frameon=False, loc="lower right", fontsize=9)
     _rate(panels[1], spans)
     _write(figure, path)
 
@@ -129,19 +127,19 @@ def batch(spans: Sequence[RequestSpan], path: Path, title: str) -> None:
     running = numpy.searchsorted(starts, times, side="right") - done
     panels[0].plot(times, running, color=COLOURS[1], label="running")
     panels[0].set(xlabel="Seconds", ylabel="Requests", ylim=(0, None))
-    panels[0].legend(**ABOVE)
+    panels[0].legend(frameon=False)
     _rate(panels[1], spans)
     _write(figure, path)
 
 
 def _milliseconds(panel: Any) -> None:
     """A logarithmic axis with plain numbers, and room for the last label."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     panel.set_xscale("log")
     panel.margins(x=0.12)
     panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_major_formatter(ScalarFormatter())
     panel.xaxis.set_minor_formatter(NullFormatter())
 
 
@@ -155,8 +153,8 @@ def _rate(panel: Any, spans: Sequence[RequestSpan]) -> None:
         tokens += numpy.histogram(numpy.minimum(moments, end), edges)[0]
     panel.stairs(tokens / width, edges, color=COLOURS[0], fill=True, alpha=0.85)
     mean = sum(one.tokens for one in spans) / end
-    panel.axhline(mean, color=INK, linewidth=1, linestyle="--", label=f"mean {mean:.4g}")
-    panel.legend(**ABOVE)
+    panel.axhline(mean, color=INK, linewidth=1, linestyle="--")
+    panel.annotate(f"mean {mean:.4g}", (0, mean), xytext=(4, 4), textcoords="offset points", fontsize=9, color=INK)  # fmt: skip
     panel.set(xlabel="Seconds", ylabel="Output tokens per second", xlim=(0, end), ylim=(0, None))
 
 

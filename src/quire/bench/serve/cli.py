@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from quire.bench import plot
 from quire.bench.serve import datasets
-from quire.bench.serve.endpoints import KINDS
+from quire.bench.serve.sound import ALL_KINDS, AUDIO
 from quire.bench.serve.timeline import GAPS_MS
 from quire.errors import ConfigError
 
@@ -70,7 +70,7 @@ class ServeOption(NamedTuple):
 
 OPTIONS: dict[str, tuple[ServeOption, ...]] = {
     "server": (
-        ServeOption("--backend --endpoint-type", str, "openai", "KIND", ", ".join(KINDS)),
+        ServeOption("--backend --endpoint-type", str, "openai", "KIND", ", ".join(ALL_KINDS)),
         ServeOption("--base-url", str, None, "URL", "instead of --host and --port"),
         ServeOption("--host", str, "127.0.0.1"),
         ServeOption("--port", int, 8000),
@@ -95,6 +95,7 @@ OPTIONS: dict[str, tuple[ServeOption, ...]] = {
         ServeOption("--random-output-len --output-len", int, 128, "TOKENS"),
         ServeOption("--random-range-ratio", float, 0.0, "R", "lengths vary from 1-R to 1+R times the length"),
         ServeOption("--random-prefix-len", int, 0, "TOKENS", "tokens of a prefix that all prompts share"),
+        ServeOption("--random-audio-len", float, 10.0, "S", "seconds of each sound, with --backend openai-audio"),
         ServeOption("--prefix-repetition-prefix-len", int, 256, "TOKENS"),
         ServeOption("--prefix-repetition-suffix-len", int, 256, "TOKENS"),
         ServeOption("--prefix-repetition-num-prefixes", int, 10, "N"),
@@ -177,6 +178,10 @@ def dataset_options(args: argparse.Namespace) -> datasets.DatasetOptions:
     """The options of the chosen dataset, by common names."""
     if args.random_input_len < 1 or args.random_output_len < 1:
         raise ConfigError("--random-input-len and --random-output-len: must be at least 1")
+    if not 0 < args.random_audio_len <= 3600:
+        raise ConfigError(
+            f"--random-audio-len {args.random_audio_len:g}: must be above 0, and 3600 at most"
+        )
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError(
             f"--random-range-ratio {args.random_range_ratio:g}: must be at least 0 and below 1"
@@ -197,4 +202,5 @@ def dataset_options(args: argparse.Namespace) -> datasets.DatasetOptions:
         suffix_len=args.prefix_repetition_suffix_len,
         fixed_output=args.sharegpt_output_len if args.dataset_name == "sharegpt" else None,
         shuffle=not args.disable_shuffle,
+        sound_s=args.random_audio_len if args.backend == AUDIO else 0.0,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from quire.bench.serve.endpoints import BenchPrompt
 from quire.bench.serve.http_client import HttpFailed, HttpTarget
+from quire.bench.serve.sound import random_sounds, sounds_of
 from quire.errors import ConfigError
 
 
@@ -109,6 +110,7 @@ class DatasetOptions:
     suffix_len: int = 256
     fixed_output: int | None = None  # output length that overrides the lengths in a file
     shuffle: bool = True
+    sound_s: float = 0.0  # seconds of sound, for prompts that are sound
 
 
 async def make(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
@@ -119,6 +121,8 @@ async def make(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
     """
     if options.count < 1:
         raise ConfigError(f"--num-prompts {options.count}: must be at least 1")
+    if options.sound_s:
+        return _sounds(options)
     maker = DATASETS.get(options.dataset)
     if maker is None:
         raise ConfigError(
@@ -126,6 +130,15 @@ async def make(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
             " --dataset-name custom --dataset-path FILE.jsonl"
         )
     return await maker(options, cut)
+
+
+def _sounds(options: DatasetOptions) -> list[BenchPrompt]:
+    """Raises ConfigError: the dataset has no sound."""
+    if options.path is not None:
+        return sounds_of(options.path, options.count, options.seed, options.shuffle)
+    if options.dataset != "random":
+        raise ConfigError(f"--dataset-name {options.dataset} has no sound: use random, or --dataset-path FOLDER")  # fmt: skip
+    return random_sounds(options.count, options.sound_s, options.range_ratio, options.seed)
 
 
 async def _random(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:

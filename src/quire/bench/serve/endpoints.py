@@ -21,6 +21,8 @@ class BenchPrompt:
     text: str
     length: int  # tokens, as estimated before it is sent
     output: int  # tokens requested
+    sound: bytes = b""  # a file, in place of a text
+    seconds: float = 0.0  # of the sound
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class RequestRecord:
     """Result of one request. Times in seconds; for a failed request only `error` and `start` are valid."""
 
     prompt_tokens: int
+    seconds: float = 0.0  # of sound
     start: float = 0.0  # time.perf_counter
     latency: float = 0.0
     ttft: float = 0.0
@@ -66,6 +69,8 @@ class Kind:
     limit: str  # the field for the number of requested tokens
     read: Callable[[dict[str, Any]], StreamEvent]
     asks_usage: bool = True
+    form: Callable[[BenchPrompt, dict[str, Any]], tuple[bytes, str]] | None = None
+    """Makes (body, content type) in place of a JSON body."""
 
     def body(self, prompt: BenchPrompt, ignore_eos: bool) -> dict[str, Any]:
         body = self.prompt(prompt.text) | {self.limit: prompt.output, "stream": True}
@@ -188,8 +193,12 @@ async def ask(
     Args:
         more: fields that override the body's, `model` included.
     """
-    data = msgspec.json.encode(kind.body(prompt, ignore_eos) | more)
-    done = RequestRecord(prompt.length, start=clock())
+    if kind.form is not None:
+        data, content_type = kind.form(prompt, more)
+        headers = {**(headers or {}), "Content-Type": content_type}
+    else:
+        data = msgspec.json.encode(kind.body(prompt, ignore_eos) | more)
+    done = RequestRecord(prompt.length, prompt.seconds, start=clock())
     stream = SseReader(kind, done)
     try:
         answer = await server.ask("POST", path, data, on_piece=stream.add, headers=headers)

@@ -134,7 +134,6 @@ class HttpTarget:
                 self.secure.check_hostname, self.secure.verify_mode = False, ssl.CERT_NONE
         fields = {
             "Host": parts.netloc.rpartition("@")[2],
-            "Content-Type": "application/json",
             **(headers or {}),
         }
         self.fields = "".join(f"{name}: {_line(value)}\r\n" for name, value in fields.items())
@@ -166,7 +165,8 @@ class HttpTarget:
         Raises:
             HttpFailed: no connection, a broken one, not HTTP, or `timeout` seconds have passed.
         """
-        more = "".join(f"{name}: {_line(value)}\r\n" for name, value in (headers or {}).items())
+        given = {"Content-Type": "application/json", **(headers or {})}
+        more = "".join(f"{name}: {_line(value)}\r\n" for name, value in given.items())
         head = f"{method} {self.base}{path} HTTP/1.1\r\n{self.fields}{more}Content-Length: {len(body)}\r\n\r\n"
         request = head.encode() + body
         try:

@@ -92,6 +92,8 @@ def figures(
         "max_output_tokens_per_s": busiest_second(good),
         "max_concurrent_requests": most_at_once(spans),
     }
+    if sound := sum(one.seconds for one in good):
+        result |= {"total_audio_s": sound, "rtfx": sound / seconds}
     if options.goodput is not None:
         kept = sum(_keeps(one, options.goodput) for one in good)
         result["request_goodput"] = kept / seconds
@@ -181,6 +183,8 @@ def printout(result: dict[str, Any], options: MetricOptions, most: int | None, r
         "Peak output token throughput (tok/s):": _peak(result),
         "Peak concurrent requests:": float(result["max_concurrent_requests"]),
         "Total token throughput (tok/s):": result["total_token_throughput"],
+        "Total audio (s):": result.get("total_audio_s"),
+        "Inverse real-time factor (RTFx):": result.get("rtfx"),
         "Cost per million output tokens:": result.get("cost_per_million_output_tokens"),
         "Cost per million tokens:": result.get("cost_per_million_tokens"),
     }

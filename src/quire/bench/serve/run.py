@@ -21,8 +21,9 @@ from quire.bench import plot
 from quire.bench.serve import datasets, metrics, timeline
 from quire.bench.serve.arrivals import Arrivals, run
 from quire.bench.serve.cli import SAMPLING, dashed, dataset_options, pairs, parser
-from quire.bench.serve.endpoints import KINDS, BenchPrompt, Kind, RequestRecord, ask
+from quire.bench.serve.endpoints import BenchPrompt, Kind, RequestRecord, ask
 from quire.bench.serve.http_client import ConnectionRefused, HttpFailed, HttpTarget
+from quire.bench.serve.sound import ALL_KINDS
 from quire.errors import ConfigError, QuireError
 from quire.server.process.accept import allow_files
 
@@ -51,9 +52,9 @@ class ServePlan:
     def __init__(self, args: argparse.Namespace):
         """Raises ConfigError: invalid options."""
         self.args = args
-        if args.backend not in KINDS:
-            raise ConfigError(f"--backend {args.backend}: choose from {', '.join(KINDS)}")
-        self.kind: Kind = KINDS[args.backend]
+        if args.backend not in ALL_KINDS:
+            raise ConfigError(f"--backend {args.backend}: choose from {', '.join(ALL_KINDS)}")
+        self.kind: Kind = ALL_KINDS[args.backend]
         self.path = args.endpoint or self.kind.path
         self.url = args.base_url or f"http://{_host(args.host)}:{args.port}"
         if self.path.startswith("/v1/"):  # users write the address with and without /v1
