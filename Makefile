@@ -12,7 +12,7 @@
 #   make clients      real clients (openai, langchain, lm-eval, ...) against a server, as far as the registry has them
 #   make sanitize     the CPU's kernels under the address and undefined-behaviour sanitizers (two minutes)
 #   make soak         ten minutes of random load on a server, two of adapters, one of vectors, two of faults for each layout; ARGS="--seconds 60" for less
-#   make docs         the documentation as a site with search, into site/
+#   make docs         the documentation as a site with search, into site/ (it opens without a server)
 #   make wheel        dist/quire-*.whl with the kernels inside, for machines with the same architecture (two minutes)
 #   make install      only make .venv, to run Quire; make install-dev: also to test it
 #   make constraints  write constraints.txt, the exact versions that these two take, from the newest that pyproject.toml allows
@@ -88,7 +88,7 @@ serve: install
 
 docs: install-dev
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
-	@echo "The site is in site/. To read it: python3 -m http.server --directory site"
+	@echo "The site is in site/index.html"
 
 wheel: install-dev
 	$(BIN)/python deploy/wheel/make_wheel.py dist

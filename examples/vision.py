@@ -13,7 +13,7 @@ else:  # a red ball
     picture = Image.new("RGB", (224, 224), "white")
     ImageDraw.Draw(picture).ellipse((40, 40, 184, 184), fill="red")
 
-llm = LLM(model, max_model_len="auto")
+llm = LLM(model, max_model_len=2048)
 question = [
     {
         "role": "user",

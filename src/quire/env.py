@@ -65,6 +65,11 @@ VARIABLES: dict[str, Variable] = {
         Variable("IMAGE_FETCH_TIMEOUT", float, 5.0, "Seconds in which all pictures of a request must be fetched."),
         Variable("MAX_MEDIA_DOWNLOAD_SIZE_MB", int, 64, "Maximum MiB of all pictures of a request, as files."),
         Variable("MAX_IMAGE_PIXELS", int, 1 << 26, "Maximum pixels of a picture; its header is read first."),
+        Variable("AUDIO_FETCH_TIMEOUT", float, 10.0, "Seconds in which all sound of a request must be fetched."),
+        Variable("MAX_AUDIO_CLIP_FILESIZE_MB", int, 25, "Maximum MiB of a sound file."),
+        Variable("MAX_AUDIO_DECODE_DURATION_S", int, 600, "Maximum seconds of a sound file."),
+        Variable("MAX_AUDIO_DECODE_BYTES", int, 1 << 28, "Maximum bytes of a sound file when it is decoded, at its own rate, with all channels."),
+        Variable("MAX_AUDIO_PREPROCESS_WORKERS", int, 2, "Processes of an HTTP process that decode sound."),
         Variable("MEDIA_LOADING_THREAD_COUNT", int, 8, "Pictures that an HTTP process fetches at once."),
         Variable("MEDIA_URL_ALLOW_REDIRECTS", bool, True, "0: refuse URLs of pictures that redirect; 1: follow three at most, with the same checks for each."),
         Variable("PP_LAYER_PARTITION", str, None, "Number of layers of each pipeline stage, such as 10,22; unset: as equal as possible."),
@@ -99,7 +104,7 @@ _QUIET = """
 BATCH_INVARIANT NO_USAGE_STATS DO_NOT_TRACK USAGE_SOURCE USAGE_STATS_SERVER TARGET_DEVICE
 CONFIG_ROOT ASSETS_CACHE RPC_TIMEOUT RPC_BASE_PATH PORT DP_RANK_LOCAL
 DP_MASTER_PORT TRACE_FUNCTION ALLOW_INSECURE_SERIALIZATION XGRAMMAR_CACHE_MB USE_MODELSCOPE
-VIDEO_FETCH_TIMEOUT AUDIO_FETCH_TIMEOUT MEDIA_FETCH_MAX_RETRIES MEDIA_CONNECTOR USE_TRITON_FLASH_ATTN FLASH_ATTN_VERSION
+VIDEO_FETCH_TIMEOUT MEDIA_FETCH_MAX_RETRIES MEDIA_CONNECTOR USE_TRITON_FLASH_ATTN FLASH_ATTN_VERSION
 USE_FLASHINFER_SAMPLER TORCH_PROFILER_DIR DISABLE_COMPILE_CACHE USE_PRECOMPILED
 DEBUG_LOG_API_SERVER_RESPONSE NCCL_SO_PATH TORCH_COMPILE_LEVEL WORKER_MULTIPROC CPU_SGL_KERNEL
 CPU_MOE_PREPACK KV_CACHE_LAYOUT SLEEP_WHEN_IDLE HTTP_TIMEOUT_KEEP_ALIVE DISABLED_KERNELS

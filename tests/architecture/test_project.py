@@ -14,12 +14,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 DECISION = ROOT / "docs" / "decisions" / "0008-dependencies.md"
 
 # Import names of distributions, if they differ from the distribution's name.
-IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml"}
+IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml", "python-multipart": "python_multipart"}
 # Imported if installed, never required.
 OPTIONAL = {
     "triton": "kernels of CUDA devices, which CUDA builds of torch bring along: pip install quire[cuda]",
     "sentencepiece": "tokenizers of old Llama and Gemma checkpoints: pip install quire[sentencepiece]",
     "ray": "ranks on the machines of a Ray cluster: pip install quire[ray]",
+    "av": "sound of M4A and WebM files: pip install quire[audio]",
+    "soundfile": "sound of FLAC, MP3 and OGG files: pip install quire[audio]",
+    "soxr": "sound of other rates: pip install quire[audio]",
     "PIL": "pictures in requests: pip install quire[vision]",
     "matplotlib": "pictures of benchmarks (--plot): pip install quire[plot]",
     "runai_model_streamer": "checkpoints in object stores: pip install quire[runai]",

@@ -77,7 +77,7 @@ def test_no_token_is_lost_in_the_rate():
     def ignore(*_: Any, **__: Any) -> None:
         return None
 
-    panel = SimpleNamespace(stairs=keep, axhline=ignore, legend=ignore, set=ignore)
+    panel = SimpleNamespace(stairs=keep, axhline=ignore, annotate=ignore, set=ignore)
     plot._rate(panel, SPANS)
     assert float((drawn["values"] * numpy.diff(drawn["edges"])).sum()) == pytest.approx(33)
     plot._rate(panel, [])

@@ -210,7 +210,7 @@ REFUSALS = {
     "no-route": Case("/v1/nothing"),
     "no-method": Case(CHAT),
     "later-pooling": Case("/v1/embeddings", {"input": "x"}),
-    "later-audio": Case("/v1/audio/transcriptions", method="POST"),
+    "audio-of-a-text-model": Case("/v1/audio/transcriptions", method="POST"),
     "later-lora": Case("/v1/load_lora_adapter", {"lora_name": "x"}, config={"root_path": "/api"}),
     "later-get": Case("/kv_event_sources"),
     "later-dev": Case("/update_weights", method="POST", dev=True),

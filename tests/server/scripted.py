@@ -82,6 +82,8 @@ class ScriptedEngine(AsyncEngine):
     pooling = None
     pictures = None
     need_pictures = RequestManager.need_pictures
+    need_transcription = RequestManager.need_transcription
+    transcription = None
 
     def __init__(self, *script: str | Exception, finish: str = "stop"):
         self.front = self.client = self  # type: ignore[assignment]

@@ -13,7 +13,6 @@ from quire.errors import Unsupported
 Feature = tuple[str, str]
 """(name, what to do instead)."""
 
-AUDIO = "audio", "send text"
 MEDIA = "media input", "send text"
 SCALE_OUT = "rendering servers and scale-out", "send token ids to /inference/v1/generate"
 TRANSFER = "KV transfer between servers", "let each server prefill its own requests"
@@ -40,7 +39,6 @@ METHODS: dict[str, Feature] = {
 
 ROUTES: dict[str, Feature] = {
     "/generative_scoring": ("scoring by generation", "ask /v1/completions for logprobs, or /score on a reranker"),
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), AUDIO),
     "/v1/systemone": ("structured decisions", "ask /v1/chat/completions for structured_outputs"),
     "/cohere/v2/chat": ("Cohere's protocol", "use /v1/chat/completions"),
     **dict.fromkeys(
@@ -107,8 +105,6 @@ PROMPT_KEYS: dict[str, str] = {
     "multi_modal_uuids": "leave it out: equal pictures are found by their content",
     "mm_processor_kwargs": "set the values in the checkpoint's preprocessor_config.json",
     "media_io_kwargs": "leave it out",
-    "encoder_prompt": "encoder-decoder models are not supported",
-    "decoder_prompt": "encoder-decoder models are not supported",
     "data": "it belongs to IO processor plugins",
 }
 """Keys of a prompt dict -> what to do instead."""

@@ -7,6 +7,7 @@ prompt's tokens before it starts a request. Does not know how outputs return.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -197,7 +198,8 @@ class InputProcessor:
         request = EngineRequest(
             id=id, tokens=tokens, params=settled, arrived=arrived, client=self.client,
             priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1), salt=salt,
-            tenant=tenant, is_subrequest=is_subrequest, adapter=adapter, media=media,
+            tenant=tenant, is_subrequest=is_subrequest, adapter=adapter, media=media, extras=dict(checked.extras),
+            num_encoder_tokens=checked.num_encoder_tokens,
         )  # fmt: skip
         asked = params.settled(
             max_tokens=settled.max_tokens, seed=settled.seed, logprobs=settled.logprobs
@@ -231,7 +233,7 @@ class InputProcessor:
             tokens = self._encode(text, options)
         if limit is not None and len(tokens) > limit:
             text, tokens = None, tokens[:limit] if options.keep_first else tokens[-limit:]
-        found = Prompt(text, tokens, prompt.salt, media=prompt.media)
+        found = dataclasses.replace(prompt, text=text, tokens=tokens)
         return self.checked(found, options.parameter) if options.fits_model else found
 
     def checked(self, prompt: Prompt, parameter: str = "prompt") -> Prompt:

@@ -81,6 +81,12 @@ class Prompt:
     """What stands in the place of some of the tokens."""
     pictures: list[Any] = field(default_factory=list)
     """Pictures as a program gives them, whose placeholders are in the text or the tokens."""
+    sounds: list[Any] = field(default_factory=list)
+    """Sound as a program gives it."""
+    extras: dict[str, bytes] = field(default_factory=dict)
+    """Data for features, by their names; see `EngineRequest.extras`."""
+    num_encoder_tokens: int = 0
+    """States that the model's encoder makes of `media`."""
 
 
 def read_prompt(prompt: Any) -> Prompt:
@@ -106,6 +112,8 @@ def read_prompt(prompt: Any) -> Prompt:
 
 
 def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
+    if "decoder_prompt" in prompt or "encoder_prompt" in prompt:
+        prompt = _of_both(prompt)
     for name, remedy in PROMPT_KEYS.items():
         if prompt.get(name) is not None and prompt[name] != {}:
             raise Unsupported(f"{name} in a prompt", remedy)
@@ -115,14 +123,14 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
             parameter="prompt", value=unknown,
         )  # fmt: skip
     text, tokens, salt, types, embeddings, media = (prompt.get(name) for name in KNOWN)
-    pictures = _pictures(media)
+    sounds, pictures = _sounds(media), _pictures(media)
     if text is not None and not isinstance(text, str):
         raise ValidationError(
             f"prompt must be a string, not {type(text).__name__}; token ids go in prompt_token_ids",
             parameter="prompt", value=text,
         )  # fmt: skip
     if embeddings is not None:
-        if tokens is not None or pictures:
+        if tokens is not None or pictures or sounds:
             raise ValidationError(
                 "a prompt dict with prompt_embeds has no prompt_token_ids and no multi_modal_data",
                 parameter="prompt",
@@ -138,8 +146,39 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
     has_text = tokens is None or bool(ids)
     second = 0 if types is None else _second_text(_tokens(types, "token_type_ids"), len(ids))
     return Prompt(
-        text if has_text else None, ids, read_salt(salt), second_text=second, pictures=pictures
-    )
+        text if has_text else None, ids, read_salt(salt), second_text=second, pictures=pictures, sounds=sounds,
+    )  # fmt: skip
+
+
+def _of_both(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The decoder's prompt, with the media of the encoder's.
+
+    Raises:
+        ValidationError: one of them is missing, or has another form.
+    """
+    encoder, decoder = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
+    if isinstance(decoder, str):
+        decoder = {"prompt": decoder}
+    elif is_token_list(decoder):
+        decoder = {"prompt_token_ids": decoder}
+    rest = {key: value for key, value in prompt.items() if key not in ("encoder_prompt", "decoder_prompt")}  # fmt: skip
+    if not isinstance(encoder, Mapping) or not isinstance(decoder, Mapping) or rest:
+        raise ValidationError(
+            'a prompt for encoder and decoder is {"encoder_prompt": {"multi_modal_data": ...}, "decoder_prompt": "text"}',
+            parameter="prompt",
+        )
+    if encoder.get("prompt") or encoder.get("prompt_token_ids"):
+        raise Unsupported("text for an encoder", "pass multi_modal_data in encoder_prompt")
+    return {**decoder, "multi_modal_data": encoder.get("multi_modal_data")}
+
+
+def _sounds(media: Any) -> list[Any]:
+    """The sound of `multi_modal_data`: one or a list, under "audio". An array, or (array, samples a second), is one."""
+    given = media.get("audio") if isinstance(media, Mapping) else None
+    if given is None:
+        return []
+    is_list = isinstance(given, list) and not (given and isinstance(given[0], int | float))
+    return list(given) if is_list else [given]
 
 
 def _pictures(media: Any) -> list[Any]:
@@ -156,7 +195,7 @@ def _pictures(media: Any) -> list[Any]:
             parameter="multi_modal_data",
         )
     for kind, value in media.items():
-        if kind != "image" and value not in (None, []):
+        if kind not in ("image", "audio") and value not in (None, []):
             raise Unsupported(f"multi_modal_data of the kind {kind}", "pictures are: pass image")
     given = media.get("image")
     pictures = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]

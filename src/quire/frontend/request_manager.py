@@ -35,6 +35,7 @@ from quire.frontend.media.content_parts import (
 from quire.frontend.media.errors import refused
 from quire.frontend.media.inputs import PictureInputs
 from quire.frontend.media.placeholders import marked, new_mark, pictures_in, unmarked
+from quire.frontend.media.sound_inputs import SoundInputs
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.pooling import inputs as pooling
@@ -43,7 +44,9 @@ from quire.frontend.prompts import Prompt, read_prompt
 from quire.frontend.startup import load_tokenizer
 from quire.frontend.thinking_markers import with_marks
 from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.transcription.inputs import TranscriptionInputs
 from quire.logging import get_logger
+from quire.models.sound import transcriber
 from quire.models.vision import vision_model, why_no_pictures
 from quire.protocol.output import EngineOutput, FinishReason
 from quire.protocol.pooling_params import PoolingParams
@@ -53,6 +56,7 @@ from quire.protocol.sampling_params import SamplingParams
 log = get_logger(__name__)
 
 NO_TOKENIZER = "pictures need a tokenizer, but skip_tokenizer_init=True is set"
+NO_SOUND = 'this model writes down speech: send a sound file to /v1/audio/transcriptions, or pass multi_modal_data={"audio": ...}'
 Accepted = AcceptedRequest | pooling.AcceptedPooling
 Collector = OutputProcessor | PoolingCollector
 
@@ -89,6 +93,8 @@ class RequestManager:
         self.pictures: PictureInputs | None = None
         """Reads pictures; None: `inputs.no_pictures` says why there are none."""
         self._take_pictures(resolved)
+        self.transcription: TranscriptionInputs | None = self._take_sound(resolved)
+        """The prompts of a model that writes down speech; None: the model is another."""
         self.features = enabled_features(resolved)
         self._answers = {feature.name: feature.answer for feature in self.features}
         self.logs_requests = False
@@ -109,6 +115,12 @@ class RequestManager:
             self.pictures = PictureInputs(model, resolved, self.tokenizer)
         except Unsupported as why:
             self.inputs.no_pictures = str(why)
+
+    def _take_sound(self, resolved: Resolved) -> TranscriptionInputs | None:
+        model = transcriber(resolved)
+        if model is None or self.tokenizer is None:
+            return None
+        return TranscriptionInputs(model, self.tokenizer, SoundInputs(), self.inputs.max_model_len)
 
     @property
     def template_text(self) -> str:
@@ -142,9 +154,10 @@ class RequestManager:
         return template is not None and template.isolated is not None
 
     def prepare(self) -> None:
-        """Start the processes that the first request would wait for: of the checkpoint's template, and of pictures."""
-        if self.pictures is not None:
-            self.pictures.prepare()
+        """Start the processes that the first request would wait for: of the checkpoint's template, of pictures and of sound."""
+        for reader in (self.pictures, self.transcription):
+            if reader is not None:
+                reader.prepare()
         template = None if self.tokenizer is None else self.tokenizer.template
         if template is not None and template.isolated is not None:
             template.isolated.prepare()
@@ -199,11 +212,29 @@ class RequestManager:
         """Raises ValidationError: the model does not generate; and as `InputProcessor.accept`."""
         self.need_generation("LLM.generate or AsyncLLM.generate")
         given = read_prompt(prompt)
+        if given.sounds:
+            given = self._with_sound(given)
+        elif self.transcription is not None and not given.media:
+            raise ValidationError(NO_SOUND)
         if given.pictures:
             given = self._with_pictures(given, options.get("tokenization_kwargs"))
         accepted = self.inputs.accept(given, params, **options)
         self._add_extras(accepted)
         return accepted
+
+    # -- sound ----------------------------------------------------------------------------------
+    def need_transcription(self, what: str) -> TranscriptionInputs:
+        """Raises ValidationError: `what` needs a model that writes down speech."""
+        if self.transcription is None:
+            raise ValidationError(f"{what} needs a model that writes down speech: serve one, such as openai/whisper-small")  # fmt: skip
+        return self.transcription
+
+    def _with_sound(self, prompt: Prompt) -> Prompt:
+        """A prompt with sound, as the model takes it. Blocks. Raises ValidationError: the sound cannot be used."""
+        reader = self.need_transcription("multi_modal_data.audio")
+        plain = Prompt(prompt.text, prompt.tokens, prompt.salt)
+        tokens = self.inputs.tokenize(plain, TokenizeOptions(add_special_tokens=False)).tokens
+        return self.inputs.checked(reader.given(prompt, tokens))
 
     # -- pictures -------------------------------------------------------------------------------
     def need_pictures(self, where: str) -> PictureInputs:

@@ -20,7 +20,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route, Router, get_route_path  # type: ignore[attr-defined]
+from starlette.routing import BaseRoute, Route, Router, WebSocketRoute, get_route_path  # type: ignore[attr-defined]
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import unsupported
@@ -28,6 +28,8 @@ from quire.errors import EngineDeadError
 from quire.server import adapters, dev_routes, health, openapi, profile_routes, token_generation
 from quire.server.anthropic import messages
 from quire.server.api_keys import ApiKeys
+from quire.server.audio import routes as audio
+from quire.server.audio.realtime import realtime
 from quire.server.endpoint import Endpoint
 from quire.server.errors import ENDS, ApiError, as_api_error, error_response, invalid
 from quire.server.host_header import KnownHosts
@@ -134,6 +136,9 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/embed", vector_routes.cohere_embed),
     ("POST", "/v2/embed", vector_routes.cohere_embed),
     ("POST", "/pooling", vector_routes.pooling),
+    ("POST", "/v1/audio/transcriptions", audio.transcriptions),
+    ("POST", "/v1/audio/translations", audio.translations),
+    ("GET", "/v1/realtime", audio.realtime_needs_a_socket),
     ("POST", "/classify", vector_routes.classify),
     ("POST", "/score", score_routes.score),
     ("POST", "/v1/score", score_routes.score),
@@ -236,7 +241,10 @@ class QuireApp:
     """
 
     def __init__(
-        self, routes: Sequence[Route], layers: Sequence[Middleware], root_path: str | None = None
+        self,
+        routes: Sequence[BaseRoute],
+        layers: Sequence[Middleware],
+        root_path: str | None = None,
     ):
         self.state, self.router = State(), Router(routes, redirect_slashes=False)
         self.prefix = (root_path or "").rstrip("/")
@@ -332,7 +340,10 @@ def build_app(state: ServerState) -> QuireApp:
         layers.append(Middleware(RequestIdMiddleware))
     if tenants:
         layers.append(Middleware(ApiKeyMiddleware, tenants=tenants, refusal=refusal))
-    routes = [Route(path, ErrorBoundary(call), methods=kinds.split()) for kinds, path, call in rows]
+    live: list[BaseRoute] = [WebSocketRoute("/v1/realtime", realtime)]
+    routes = live + [
+        Route(path, ErrorBoundary(call), methods=kinds.split()) for kinds, path, call in rows
+    ]
     app = QuireApp(routes, layers, server.root_path)
     app.state.quire = state
     return app

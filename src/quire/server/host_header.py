@@ -65,7 +65,7 @@ class KnownHosts:
         self.ends = tuple(host[1:] for host in hosts if host.startswith("*."))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or get_route_path(scope) in PROBES:
+        if scope["type"] == "lifespan" or get_route_path(scope) in PROBES:
             await self.app(scope, receive, send)
             return
         # A browser always sends the header, once; a program that sends none is not a browser.

@@ -1,4 +1,4 @@
-"""Names of pictures in the engine: requests of other salts, so of other tenants, share nothing that is computed from them.
+"""Names of pictures and sound in the engine: requests of other salts, so of other tenants, share nothing that is computed from them.
 
 Knows digests. Does not know how pictures are read.
 """
@@ -12,12 +12,17 @@ import msgspec
 
 from quire.protocol.media import IMAGE
 from quire.protocol.request import MediaItem
+from quire.protocol.sound import SOUND
+
+KEPT_BY_WORKERS = (IMAGE, SOUND)
 
 
 def salted(media: Sequence[MediaItem], salt: str) -> list[MediaItem]:
-    """The items of a request with this salt; the hashes of pictures depend on it, because workers keep rows by hash."""
+    """The items of a request with this salt; the hashes of pictures and sound depend on it, because workers keep rows by hash."""
     return [
-        msgspec.structs.replace(item, hash=_salted(item.hash, salt)) if item.kind == IMAGE else item
+        msgspec.structs.replace(item, hash=_salted(item.hash, salt))
+        if item.kind in KEPT_BY_WORKERS
+        else item
         for item in media
     ]
 

@@ -27,6 +27,7 @@ from quire.frontend.media.picture_messages import (
     decode,
     encode,
 )
+from quire.frontend.media.process_limits import limit_memory
 from quire.processes.child import leave_signals_to_parent
 from quire.processes.isolated_child import ProcessEnded, receive, send
 from quire.protocol.tensor_data import ITEMSIZE, TensorData
@@ -54,14 +55,6 @@ def serve(pipe: socket.socket) -> None:
             signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
             send(pipe, encode(answer_to(job, processor)))
             signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def limit_memory(more: int) -> None:
-    """From now on this process may take this number of bytes more than it has, and write no file."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        most = int(file.read().split()[0]) * resource.getpagesize() + more
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def load_processor(folder: str) -> Any:

@@ -129,11 +129,16 @@ class Connection(HttpToolsProtocol):
         self.due = math.inf
         self._wait(False)
         super().on_headers_complete()
+        if self._becomes_websocket():
+            return  # uvicorn gives the connection to another protocol when the head is parsed
         cycle = self.cycle
         self.cycles.append(cycle)
         # If the answer is sent before the body is complete, it has `Connection: close`, and the rest is dropped.
         self.keeps_alive, cycle.keep_alive = cycle.keep_alive, False
         cycle.transport = LingeringTransport(self)  # type: ignore[assignment]
+
+    def _becomes_websocket(self) -> bool:
+        return bool(self.parser.should_upgrade() and self._should_upgrade())
 
     def on_body(self, body: bytes) -> None:
         self.moved = True
@@ -141,6 +146,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self.moved = True
+        if self._becomes_websocket():
+            return
         cycle = self.cycle
         cycle.transport = self.transport
         if not cycle.response_started:

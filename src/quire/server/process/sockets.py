@@ -13,6 +13,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ KEEP_ALIVE_S = 100
 """How long a connection may be idle: longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15, nginx 60, Go
 90). If the server closed first, or at the same time, a request on its way would fail.
 """
+MOST_MESSAGE = 4 << 20  # bytes of a WebSocket message: a minute of sound
 TICK_S = 0.1  # how often uvicorn calls `on_tick`
 CHECK_EVERY_S = 1.0
 """How often the time limits of connections are checked, unless a limit is shorter."""
@@ -80,7 +82,8 @@ class UvicornServer(uvicorn.Server):
         if counter % self.check_ticks == 0:
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
-                connection.check(now)  # type: ignore[union-attr]
+                if isinstance(connection, Connection):  # a WebSocket has pings
+                    connection.check(now)
         return await super().on_tick(counter)
 
 
@@ -226,7 +229,9 @@ def http_server(app: ASGIApp, server: ServerConfig) -> UvicornServer:
     config = uvicorn.Config(
         app,
         http=protocol,
-        ws="none",
+        ws="websockets-sansio" if find_spec("websockets") else "none",
+        ws_max_size=MOST_MESSAGE,
+        ws_max_queue=4,
         lifespan="off",
         loop="none",
         log_config=None,

@@ -1,0 +1,97 @@
+"""TranscriptionInputs: prompts of a model that writes down speech, one for each window of sound.
+
+Knows the model, its tokens, and the frontend's reader of sound. Does not know HTTP, or the engine.
+
+Shape suffixes: N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from quire.frontend.media.errors import refused
+from quire.frontend.media.sound_inputs import SoundInputs, as_file
+from quire.frontend.prompts import Prompt
+from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.transcription.speech_tokens import speech_tokens
+from quire.models.sound import Transcriber
+from quire.protocol.request import MediaItem
+from quire.protocol.sound import SOUND, DecodingRules, Spectrogram, encode
+from quire.protocol.tensor_data import TensorData
+
+FEATURE = "transcription"
+
+
+class TranscriptionInputs:
+    """One for each frontend.
+
+    Raises:
+        Unsupported: the tokenizer lacks tokens of the model.
+    """
+
+    def __init__(self, model: Transcriber, tokenizer: Tokenizer, sound: SoundInputs, length: int):
+        self.model, self.tokenizer, self.sound = model, tokenizer, sound
+        self.tokens = speech_tokens(model, tokenizer)
+        self.most_before = max(length // 2 - 1, 0)
+        """Tokens of earlier text that a prompt may have."""
+
+    @cached_property
+    def language_names(self) -> dict[str, str]:
+        """English names of languages, by code; empty, if this version of Transformers has no list of them. Takes time."""
+        try:
+            from transformers.models.whisper.tokenization_whisper import LANGUAGES
+        except ImportError:
+            return {}
+        return dict(LANGUAGES)
+
+    def prepare(self) -> None:
+        """Make ready for the first file."""
+        self.sound.prepare()
+        self.sound.submit(lambda: self.language_names)
+
+    async def window(
+        self, samples_N: np.ndarray, before: Sequence[int], rules: DecodingRules, salt: str, where: str
+    ) -> Prompt:  # fmt: skip
+        """The prompt of a window. `before`: tokens of earlier text.
+
+        Raises:
+            ValidationError, QueueFull: as `SoundInputs.spectrogram`.
+        """
+        mel = await self.sound.spectrogram(samples_N, self.model.mels, self.model.frames, where)
+        tokens = self.tokens.prompt(before, self.most_before)
+        return self._prompt(None, tokens, mel, salt, {FEATURE: encode(rules)})
+
+    def given(self, prompt: Prompt, text_tokens: list[int]) -> Prompt:
+        """The prompt of a program with one sound, of at most one window, and tokens of its own. Blocks.
+
+        Raises:
+            ValidationError: the sound cannot be used.
+        """
+        where = "multi_modal_data.audio"
+        if len(prompt.sounds) != 1:
+            raise refused(where, f"a prompt of this model has one sound, not {len(prompt.sounds)}")
+        sound = self.sound.read(as_file(prompt.sounds[0], where), where)
+        if len(sound.samples_N) > self.model.samples:
+            raise refused(
+                where,
+                f"the sound has {sound.seconds:.1f} s, and a prompt of this model {self.model.seconds:g}: cut it, or send it to"
+                " /v1/audio/transcriptions",
+            )
+        mel = self.sound.processes.spectrogram(
+            sound.samples_N, self.model.mels, self.model.frames, where
+        )
+        return self._prompt(prompt.text, text_tokens, mel, prompt.salt, {})
+
+    def _prompt(
+        self, text: str | None, tokens: list[int], mel: TensorData, salt: str, extras: dict[str, Any]
+    ) -> Prompt:  # fmt: skip
+        digest = blake2b(mel.data, digest_size=20, person=b"quire mel").hexdigest()
+        item = MediaItem(digest, SOUND, 0, 0, encode(Spectrogram(mel)))
+        return Prompt(
+            text, tokens, salt, media=[item], extras=extras, num_encoder_tokens=self.model.states
+        )

@@ -1,0 +1,1 @@
+"""Routes for sound: transcription and translation, and the socket of live sound."""
