@@ -212,8 +212,12 @@ def test_sleep_and_calls_of_all_ranks(checkpoint: str) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", [{}, {"size": 1, "pipeline": 2}], ids=["ranks", "stages"])
-@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize(("layout", "released"), [
+    pytest.param({}, True, id="ranks, released"),
+    pytest.param({}, False, id="ranks", marks=pytest.mark.slow),
+    pytest.param({"size": 1, "pipeline": 2}, True, id="stages, released", marks=pytest.mark.slow),
+    pytest.param({"size": 1, "pipeline": 2}, False, id="stages"),
+])  # fmt: skip
 def test_every_rank_reloads_weights(
     checkpoint: str, layout: dict[str, int], released: bool, tmp_path: Path
 ) -> None:

@@ -166,7 +166,8 @@ def test_a_beam_search_ends_when_its_client_disconnects(server: Served):
     ended = threading.Thread(target=lambda: found.append(server.post(TEXT, **body)))
     before = server.metric("vllm:generation_tokens_total")
     ended.start()
-    until(lambda: server.metric("vllm:generation_tokens_total") > before + 40)
+    # all 8 searches have begun by then, on a busy machine too
+    until(lambda: server.metric("vllm:generation_tokens_total") > before + 2000)
     server.post("/abort_requests")
     ended.join(PATIENCE_S)
     assert {choice["finish_reason"] for choice in found[0]["choices"]} == {"abort"}
