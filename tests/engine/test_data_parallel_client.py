@@ -165,9 +165,10 @@ def test_waiting_requests_of_a_dead_engine_go_to_the_others(pair: Pair) -> None:
     pair.client.abort(["c"])
     lost = [pair.one.requests.pop("a"), pair.one.requests.pop("c")]
     pair.one.condition = "restarting"
-    pair.one.give_back(lost)
+    last = EngineOutput("a", [5])
+    pair.one.give_back([last], lost)
     assert list(pair.two.requests) == ["b", "a"]
-    assert pair.client.outputs() == [EngineOutput("c", [], "abort")]
+    assert pair.client.outputs() == [last, EngineOutput("c", [], "abort")]
     assert pair.client.state().condition == "restarting"
     pair.client.check()  # it serves
     pair.ask("d")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import zmq
 from test_client import make
 
+from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.engine_main import FrontendLink, StopEngine, stop
 from quire.engine.engine_state import ROOM, Condition, EngineState, StateBoard
@@ -41,8 +43,10 @@ class Place:
     def publish(self, epoch: int, condition: Condition, **more: Any) -> None:
         self.board.publish(EngineState(epoch, condition, **more))
 
-    def client(self) -> ProcessClient:
-        return ProcessClient(make().resolved, self.folder, self.board)
+    def client(self, resume: str = "off") -> ProcessClient:
+        resolved = make().resolved
+        config = replace(resolved.config, scheduler=SchedulerConfig(resume=resume))
+        return ProcessClient(replace(resolved, config=config), self.folder, self.board)
 
     def heard(self, epoch: int, count: int) -> list[ToEngine]:
         """The first `count` messages sent to the engine of this epoch."""
@@ -217,7 +221,7 @@ def test_requests_running_at_two_crashes_are_not_resubmitted(place: Place) -> No
     for epoch in (2, 3):
         ask(client, "poison")
         begun(client, "poison")
-        place.publish(epoch, "restarting", recorded=True)
+        place.publish(epoch, "restarting", recorded=True, blamed=["poison"])
         assert [(one.id, one.finish) for one in client.outputs()] == [("poison", "error")]
     place.publish(3, "ready")
     with pytest.raises(ValidationError, match="died twice while this request ran"):
@@ -235,7 +239,7 @@ def test_requests_finished_between_two_crashes_are_not_suspects(place: Place) ->
         begun(client, "hi")
         known = digest_of(client._unfinished["hi"].request)
         poison = [known] if epoch == 3 else []
-        place.publish(epoch, "restarting", recorded=True, poison=poison)
+        place.publish(epoch, "restarting", recorded=True, poison=poison, blamed=["hi"])
         assert [(one.id, one.finish) for one in client.outputs()] == [("hi", "error")]
         ask(client, "again")
         client._handle([EngineOutput("again", [1], "length")])
@@ -320,6 +324,76 @@ def test_a_call_ends_when_the_engine_is_delayed(place: Place) -> None:
     client.close()
 
 
+# -- requests that go on ----------------------------------------------------------------------------
+def one_that_ran(client: ProcessClient) -> None:
+    client.submit(EngineRequest("a", [1, 2], SamplingParams(max_tokens=9, seed=5)))
+    client._handle([EngineOutput("a", [7, 8])])
+    client.outputs()
+
+
+def test_a_request_goes_on_after_the_tokens_that_it_has(place: Place) -> None:
+    client = place.client("always")
+    one_that_ran(client)
+    place.publish(2, "restarting", recorded=True, lost={"a": 5}, blamed=["a"])
+    client._receive(1)
+    [again] = place.heard(2, 1)
+    assert isinstance(again, EngineRequest)
+    assert (again.tokens, again.num_prompt, again.params.seed) == ([1, 2, 7, 8], 2, 5)
+    assert (again.trial_length, again.deaths) == (6, 1)
+    assert digest_of(again) == digest_of(EngineRequest("b", [1, 2], again.params))
+    client._handle([EngineOutput("a", [9, 10, 11])])
+    [output] = client.outputs()
+    assert output.resumed  # these bits may differ, and its user must know
+    client.batch_invariant = True
+    client._handle([EngineOutput("a", [12], "length")])
+    assert not client.outputs()[0].resumed
+    assert not client._unfinished
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("resume", "invariant", "goes_on"),
+    [("always", False, True), ("exact", True, True), ("exact", False, False), ("off", True, False)],
+)
+def test_what_resume_means(resume: str, invariant: bool, goes_on: bool, place: Place) -> None:
+    client = place.client(resume)
+    client.batch_invariant = invariant
+    one_that_ran(client)
+    place.publish(2, "restarting", recorded=True, lost={"a": 4}, blamed=["a"])
+    client._receive(1)
+    assert [one.finish for one in client._outputs] == ([] if goes_on else ["error"])
+    assert bool(client._unfinished) == goes_on
+    client.close()
+
+
+def test_a_request_blamed_for_four_deaths_ends_though_it_passed_each_trial(place: Place) -> None:
+    client = place.client("always")
+    one_that_ran(client)
+    for epoch in (2, 3, 4):
+        place.publish(epoch, "restarting", recorded=True, lost={"a": 9 * epoch}, blamed=["a"])
+        client._receive(1)
+        assert list(client._unfinished) == ["a"]
+        client._handle([EngineOutput("a", [0] * 9 * epoch)])
+        client.outputs()
+    place.publish(5, "restarting", recorded=True, lost={"a": 99}, blamed=["a"])
+    [ended] = client.outputs()
+    assert (ended.id, ended.finish) == ("a", "error")
+    client.close()
+
+
+def test_deaths_that_follow_at_once_leave_nothing_unsent(place: Place) -> None:
+    """What the board said of the first one is gone: any request may have run."""
+    client = place.client("always")
+    ask(client, "a")
+    place.publish(2, "restarting", recorded=True, lost={"a": 1}, blamed=["a"])
+    place.publish(3, "restarting", recorded=True)
+    client._receive(1)
+    [again] = place.heard(3, 1)
+    assert isinstance(again, EngineRequest)
+    assert (again.id, again.trial_length) == ("a", 2)
+    client.close()
+
+
 # -- digests ----------------------------------------------------------------------------------------
 def test_equal_requests_have_equal_digests() -> None:
     params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=1)
@@ -363,7 +437,7 @@ def test_another_process_reads_the_state() -> None:
     board = StateBoard()
     reader = StateBoard(os.dup(board.fd))
     assert reader.read() == EngineState(1, "starting")
-    state = EngineState(2, "restarting", error="x" * 1000, lost=["a"] * 1000)
+    state = EngineState(2, "restarting", error="x" * 1000, lost={str(n): n for n in range(1000)})
     board.publish(state)
     assert reader.read() == state
     assert reader.read() is reader.read()
@@ -380,9 +454,13 @@ def test_another_process_reads_the_state() -> None:
 def test_a_state_too_large_for_the_board_is_shortened() -> None:
     board = StateBoard()
     reader = StateBoard(os.dup(board.fd))
-    board.publish(EngineState(2, "dead", error="e" * ROOM, lost=["a"] * ROOM, recorded=True))
+    board.publish(
+        EngineState(
+            2, "dead", error="e" * ROOM, lost={str(n): n for n in range(ROOM)}, recorded=True
+        )
+    )
     seen = reader.read()
-    assert (seen.epoch, seen.condition, seen.lost, seen.recorded) == (2, "dead", [], False)
+    assert (seen.epoch, seen.condition, seen.lost, seen.recorded) == (2, "dead", {}, False)
     assert 0 < len(seen.error) < ROOM
     for one in (board, reader):
         one.close()

@@ -40,6 +40,7 @@ SETTINGS = {
     "max_model_len": 4096,
     "max_num_seqs": 8,
     "kv_cache_memory_bytes": 64 << 20,
+    "resume": "off",  # test_resume.py has the rest
 }
 LONG = 4000  # tokens: a request that is still running when something happens to it
 

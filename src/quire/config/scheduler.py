@@ -26,6 +26,8 @@ class SchedulerConfig:
     """True: depth 2, the host plans a step while the device runs one; False: depth 1; unset: the platform's default."""
     num_scheduler_steps: AtLeast1 = 1
     """Old name: a value above 1 means async_scheduling."""
+    resume: Literal["always", "exact", "off"] = "always"
+    """After the death of an engine's process, requests that ran in it go on in another: always; exact: only where their tokens are the same bit for bit; off: they end with an error."""
     preemption_mode: Literal["recompute", "swap"] | None = None
     """recompute; swap is accepted and also recomputes."""
     max_num_queued_reqs: AtLeast0 | None = None

@@ -123,6 +123,7 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
         ),
         max_num_seqs=info.max_num_seqs,
         state_bytes=info.state_bytes,
+        batch_invariant=info.batch_invariant,
         **parts.ready,
     )  # fmt: skip
     return core, ready

@@ -4,8 +4,8 @@
     outputs <------------------------------'
 
 Knows which engine has which request. Does not know processes or sockets (`process_client.py`), or what a request is for.
-The engines' loops know nothing of one another, also where their layers share experts (features/data_parallel_experts). So an
-engine that dies takes only the requests that it had begun; those that waited in it go to the others. If an engine is idle
+The engines' loops know nothing of one another, also where their layers share experts (features/data_parallel_experts). If
+an engine dies, its requests go on in the others, after the tokens that they have (`resume`). If an engine is idle
 while requests wait in another, some of these are taken back and sent to the idle one.
 """
 
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -68,7 +69,7 @@ class DataParallelClient:
         self._dead: EngineDeadError | None = None
         self._was_ready = False
         for number, client in enumerate(self.clients):
-            client.give_back = self._place_again
+            client.give_back = partial(self._place_again, number)
             client.on_report = self._compare
             self._start_thread(self._read, number)
         self._start_thread(self._move_requests)
@@ -252,12 +253,16 @@ class DataParallelClient:
                 if self._dead is None:
                     log.error("engine %d has stopped: %s", number, error)
                 break
-            with self._placing:
-                for output in outputs:
-                    output.engine = number
-                    if output.finish is not None:
-                        self._requests[number].pop(output.id, None)
-            self._put(outputs)
+            self._take(number, outputs)
+
+    def _take(self, number: int, outputs: list[EngineOutput]) -> None:
+        """The outputs of an engine."""
+        with self._placing:
+            for output in outputs:
+                output.engine = number
+                if output.finish is not None:
+                    self._requests[number].pop(output.id, None)
+        self._put(outputs)
 
     def _put(self, outputs: list[EngineOutput]) -> None:
         while True:
@@ -268,8 +273,12 @@ class DataParallelClient:
                 if self._dead is not None:
                     return  # the caller takes no more outputs
 
-    def _place_again(self, requests: Sequence[EngineRequest]) -> None:
-        """An engine died before these requests began: send them to others."""
+    def _place_again(
+        self, number: int, outputs: list[EngineOutput], requests: Sequence[EngineRequest]
+    ) -> None:
+        """An engine died: its last outputs come before those of the engines that get its requests."""
+        if outputs:
+            self._take(number, outputs)
         ended: list[EngineOutput] = []
         for request in requests:
             with self._placing:

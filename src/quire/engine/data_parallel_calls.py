@@ -96,8 +96,11 @@ def merged_ready(parts: Sequence[EngineReady]) -> EngineReady:
     """What every one of several engines can do; the start-up times are the slowest engine's."""
     slowest = max(parts, key=lambda part: sum(seconds for _, seconds in part.startup))
     least = ("max_model_len", "num_blocks", "num_tokens", "max_num_seqs")
+    same_bits = all(part.batch_invariant for part in parts)
     return msgspec.structs.replace(
-        slowest, **{name: min(getattr(part, name) for part in parts) for name in least}
+        slowest,
+        batch_invariant=same_bits,
+        **{name: min(getattr(part, name) for part in parts) for name in least},
     )
 
 

@@ -24,6 +24,7 @@ ALL = (
     "quire.features.pooling.feature:PoolingFeature",
     "quire.features.profiler.feature:ProfilerFeature",
     "quire.features.prompt_embeds.feature:PromptEmbedsFeature",
+    "quire.features.resumed_requests.feature:ResumedRequestsFeature",
     "quire.features.sharded_state.feature:ShardedStateFeature",
     "quire.features.speculation.feature:SpeculationFeature",
     "quire.features.state_checkpoints.feature:StateCheckpointsFeature",

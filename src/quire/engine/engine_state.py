@@ -36,8 +36,10 @@ class EngineState(Struct):
     ready: EngineReady | None = None
     error: str = ""
     traceback: str = ""
-    lost: list[str] = []
-    """Requests that had a row in the previous process: they are not sent again."""
+    lost: dict[str, int] = {}
+    """Requests that had a row in the previous process, and how many tokens each had."""
+    blamed: list[str] = []
+    """Ids of those that its death is blamed on: all that had a row at the end, or the one on trial."""
     recorded: bool = False
     """`lost` is complete: the steps of that process were recorded up to its end."""
     poison: list[str] = []
@@ -70,8 +72,8 @@ class StateBoard:
         data = msgspec.msgpack.encode(state)
         if len(data) > ROOM:
             data = msgspec.msgpack.encode(msgspec.structs.replace(
-                state, error=state.error[:MOST_TEXT], traceback=state.traceback[-MOST_TEXT:], lost=[],
-                recorded=False, poison=[],
+                state, error=state.error[:MOST_TEXT], traceback=state.traceback[-MOST_TEXT:], lost={},
+                blamed=[], recorded=False, poison=[],
             ))  # fmt: skip
         self._number += 1
         self._map[HEAD.size : HEAD.size + len(data)] = data

@@ -33,6 +33,8 @@ SEGMENT = 64
 ROOM = 1 << 18  # initial size of a file in bytes
 MOST_ROOM = 1 << 26  # largest size of a file in bytes; a recording has two files
 LENGTH = struct.Struct("<I")
+TENSORS, NONE = "tensors", msgspec.msgpack.encode([])
+"""In the extras of a recorded result: the work items that had a tensor."""
 
 
 class RowsAtStart(Struct, array_like=True, tag="rows"):
@@ -73,6 +75,26 @@ class Recording(Struct):
                     rows.pop(row, None)
                 rows |= {new.row: new for new in frame.entered}
         return list(rows.values())
+
+    def lengths(self) -> dict[str, int]:
+        """By id, the tokens of each request that had a row at any time, with those that its frontend may not have received.
+        An output without tokens counts as one."""
+        rows = {row.row: row.id for row in self.start.rows}
+        found = {row.id: len(row.tokens) for row in self.start.rows}
+        drawing: dict[int, list[str]] = {}  # by step, the request of each work item
+        for frame in self.frames:
+            if isinstance(frame, StepPlan):
+                rows |= {new.row: new.id for new in frame.entered}
+                found |= {new.id: len(new.tokens) for new in frame.entered}
+                drawing[frame.step] = [rows.get(item.row, "") for item in frame.work]
+                continue
+            ids = drawing.pop(frame.step, [])
+            others = {*frame.errors, *msgspec.msgpack.decode(frame.extras.get(TENSORS, NONE), type=list[int])}  # fmt: skip
+            for index, (id, tokens) in enumerate(zip(ids, frame.tokens, strict=False)):
+                if id in found and (tokens or index in others):
+                    added = frame.added_tokens.get(index, ())
+                    found[id] += len(tokens) + len(added) or 1
+        return found
 
     def rows(self) -> list[EnteredRow]:
         """The rows of all requests, at any time."""
@@ -168,6 +190,8 @@ class FlightRecorder:
         self._plans = self._pages = 0
         self._segments: dict[int, RecordingSegment] = {}
         self._segment: RecordingSegment | None = None
+        with suppress(OSError):  # the first plan tries again
+            self._turn_page()  # from now on the recording says that nothing has run
 
     def launched(self, plan: StepPlan) -> None:
         with self._discarded_on_failure():
@@ -191,7 +215,7 @@ class FlightRecorder:
             raise
 
     def _plan(self, plan: StepPlan) -> None:
-        if self._plans % SEGMENT == 0:
+        if self._plans % SEGMENT == 0 and (self._plans or self._segment is None):
             self._turn_page()
         entered = [_short(new) for new in plan.entered]
         self._write(msgspec.structs.replace(plan, entered=entered) if entered else plan)
@@ -214,7 +238,7 @@ class FlightRecorder:
         ]
 
     def _result(self, result: StepResult) -> None:
-        self._write(msgspec.structs.replace(result, tensors={}) if result.tensors else result)
+        self._write(_without_tensors(result) if result.tensors else result)
         work = self._work.pop(result.step)
         for request, tokens in zip(work, result.tokens, strict=True):
             if request is not None and tokens:
@@ -275,6 +299,12 @@ def _short(new: EnteredRow) -> EnteredRow:
         params=msgspec.Raw(msgspec.msgpack.encode(short_form(new.params))),
         media=[msgspec.structs.replace(item, data=b"") for item in new.media],
     )
+
+
+def _without_tensors(result: StepResult) -> StepResult:
+    """With the indices of its tensors."""
+    extras = result.extras | {TENSORS: msgspec.msgpack.encode(list(result.tensors))}
+    return msgspec.structs.replace(result, tensors={}, extras=extras)
 
 
 def frames(path: Path) -> Iterator[Frame]:

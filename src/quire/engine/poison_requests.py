@@ -1,14 +1,15 @@
 """Quarantine: which requests ran when the engine died, identified by prompt and parameters.
 
-A request that ran at two deaths, and did not finish between them, is poison: it is refused for FORGET_S. Knows digests
-and a clock. Does not know how a death is detected.
+A request that ran at two deaths, and did not finish between them, is poison: it is refused for FORGET_S. If one was on trial
+at the second death (`features/resumed_requests`), it alone ran in this sense; those that have passed their trial did not run at
+the first. Knows digests and a clock. Does not know how a death is detected.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -18,6 +19,10 @@ from quire.protocol.plan import EnteredRow
 from quire.protocol.request import EngineRequest, MediaItem, RequestParams
 from quire.protocol.sampling_params import SamplingParams
 
+POISON = (
+    "the engine died twice while this request ran, so the server does not run it again now; change the prompt or the"
+    " parameters"
+)
 DEATHS = 2  # one may be a coincidence
 # how long a request is refused at most, because it may be innocent and only have run beside a poisonous one
 FORGET_S = 3600.0
@@ -47,6 +52,16 @@ class Suspects:
                     break
                 del self._deaths[digest]
 
+    def died(self, running: Sequence[EnteredRow], lengths: Mapping[str, int]) -> list[str]:
+        """The engine died while these rows were in use; lengths: their tokens by id. Returns the ids of the requests that the
+        death is blamed on: those on trial, else all."""
+        for row in running:
+            if 0 < row.trial_length <= lengths[row.id]:
+                self.completed(digest_of_entered(row))
+        on_trial = [row for row in running if lengths[row.id] < row.trial_length]
+        self.ran(digest_of_entered(row) for row in on_trial or running)
+        return [row.id for row in on_trial or running]
+
     def completed(self, digest: str) -> bool:
         """A request finished, so its deaths are forgotten. Returns whether it had any."""
         with self._lock:
@@ -68,7 +83,8 @@ class Suspects:
 
 def digest_of(request: EngineRequest) -> str:
     """Equal for requests with the same prompt and parameters, whatever their ids and seeds."""
-    return digest(request.tokens, request.params, request.adapter, request.extras, request.media)
+    tokens = request.tokens[: request.prompt_length]
+    return digest(tokens, request.params, request.adapter, request.extras, request.media)
 
 
 def digest_of_entered(entered: EnteredRow) -> str:

@@ -2,8 +2,9 @@
 
 Knows sockets, the engine's state, and which of its requests are unfinished. Does not know how the engine is kept alive
 (`supervisor.py`), or what a request is for. To never hang, it gives every wait a limit, and after each wait it checks
-the engine's state. When the engine is replaced, requests that had begun end with an error, and those that still waited
-are sent once more. A request that ran at two deaths of the engine is refused.
+the engine's state. When the engine is replaced, its requests go on in the next process after the tokens that they have
+(`unfinished_request.py`); without `resume`, those that had begun end with an error. A request that ran at two deaths of the
+engine is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from quire.config.engine import Resolved
 from quire.engine.client import answer, encoded
 from quire.engine.engine_sockets import EngineSockets
 from quire.engine.engine_state import EngineState, StateBoard
-from quire.engine.poison_requests import MAX_DIGESTS, Suspects, digest_of
+from quire.engine.poison_requests import MAX_DIGESTS, POISON, Suspects, digest_of
 from quire.engine.supervisor import EngineSupervisor
+from quire.engine.unfinished_request import UnfinishedRequest
 from quire.errors import EngineDeadError, EngineDelayed, QuireError, StartupError, ValidationError
 from quire.logging import get_logger
 from quire.protocol.output import (
@@ -54,15 +56,6 @@ class AskedCall(NamedTuple):
     name: str
 
 
-class UnfinishedRequest:
-    """An unfinished request of this client."""
-
-    __slots__ = ("aborted", "has_started", "request", "sent")
-
-    def __init__(self, request: EngineRequest):
-        self.request, self.sent, self.has_started, self.aborted = request, 1, False, False
-
-
 class ProcessClient:
     """An EngineClient, whose engine may die and be replaced.
 
@@ -74,7 +67,9 @@ class ProcessClient:
 
     Attributes:
         on_report: called when the engine sent statistics.
-        give_back: takes requests that had not begun when the engine died; None: its next process gets them.
+        give_back: takes the last outputs of an engine that died, and the requests that another may have; None: its next
+            process gets them.
+        batch_invariant: the bits of requests that go on are those of an undisturbed run.
     """
 
     ready: EngineReady
@@ -90,7 +85,8 @@ class ProcessClient:
     ):
         self.resolved, self.client, self.supervisor = resolved, client, supervisor
         self.on_report: Callable[[], None] = lambda: None
-        self.give_back: Callable[[list[EngineRequest]], None] | None = None
+        self.give_back: Callable[[list[EngineOutput], list[EngineRequest]], None] | None = None
+        self.batch_invariant = False
         self._folder, self._board = folder, board
         self._suspects = Suspects() if suspects is None else suspects
         self._poison, self._cleared = frozenset[str](), set[str]()
@@ -133,7 +129,7 @@ class ProcessClient:
         while end is None or time.monotonic() < end:
             state = self.state()
             if state.condition == "ready" and state.ready is not None:
-                self.ready = state.ready
+                self.ready, self.batch_invariant = state.ready, state.ready.batch_invariant
                 return state.ready
             if state.condition in ("dead", "closed"):
                 self.close()
@@ -263,10 +259,14 @@ class ProcessClient:
             match message:
                 case EngineOutput():
                     if (unfinished := self._unfinished.get(message.id)) is not None:
-                        unfinished.has_started = True
+                        if unfinished.add(message):
+                            self._clear(unfinished.request)
+                        resumed = unfinished.request.num_prompt > 0
+                        message.resumed = resumed and not self.batch_invariant
                         if message.finish is not None:
                             del self._unfinished[message.id]
-                            self._clear(unfinished.request, message.finish)
+                            if message.finish not in ("abort", "error"):
+                                self._clear(unfinished.request)
                     self._outputs.append(message)
                 case Reply():
                     with self._replied:
@@ -288,13 +288,17 @@ class ProcessClient:
                 self._put(Abort(ids))
 
     def _follow_replacement(self, state: EngineState) -> None:
-        """The engine was replaced: end the requests that had begun, send the rest to the new process."""
+        """The engine was replaced: send its requests to the new process, and end those that cannot go on."""
         while self._sockets.up.poll(0):  # outputs from before the death are valid
             self._handle(self._decoder.decode(self._sockets.up.recv_multipart()))
         error = (
             "the engine was restarted while this request ran; see the server's log under"
             f" {state.incident}"
         )
+        if (
+            state.epoch > self.epoch + 1
+        ):  # what is known of the death before this one was overwritten
+            state = msgspec.structs.replace(state, recorded=False)
         with self._sending:
             self._sockets.close()
             self.epoch = state.epoch
@@ -305,45 +309,64 @@ class ProcessClient:
             self._stats = msgspec.structs.replace(
                 self._stats, running=0, waiting=0, deferred=0, kv_usage=0.0
             )
-            again = self._end_begun(state, error, "reported")
+            again = self._after_death(state, error, "reported")
             for unfinished in again if self.give_back is None else ():
                 unfinished.sent += 1
                 self._resend(unfinished.request)
         self._return(again)
 
-    def _note_deaths(self, state: EngineState) -> set[str]:
-        """Ids of this client's requests that must not be sent again: they may have run, or were sent twice."""
-        lost, not_again, suspects = set(state.lost), set(), []
-        for id, unfinished in self._unfinished.items():
-            ran = unfinished.has_started or id in lost or unfinished.sent > 1
-            if ran:
-                not_again.add(id)
-            if ran or not state.recorded:  # without a recording any of them may have run
-                suspects.append(digest_of(unfinished.request))
-        self._suspects.ran(suspects)
+    def _note_deaths(self, state: EngineState) -> None:
+        """Count the death for the requests that it is blamed on."""
+        mine = self._unfinished
+        for id, length in state.lost.items():
+            if id in mine and 0 < mine[id].request.trial_length <= length:
+                self._clear(mine[id].request)  # it passed its trial, and the output was lost
+        if state.recorded:
+            suspects = [mine[id] for id in state.blamed if id in mine]
+        else:  # any of them may have run
+            suspects = [one for one in mine.values() if one.is_on_trial] or list(mine.values())
+        self._suspects.ran(digest_of(one.request) for one in suspects)
         self._poison = frozenset(self._suspects.poison())
-        return not_again
+
+    @property
+    def _resumes(self) -> bool:
+        """Whether requests that have run go on in another process."""
+        mode = self.resolved.config.scheduler.resume
+        return mode == "always" or (mode == "exact" and self.batch_invariant)
+
+    def _ran(self, unfinished: UnfinishedRequest, state: EngineState) -> bool:
+        """Whether it ran in the process that died, or may have."""
+        if unfinished.has_started or unfinished.request.id in state.lost:
+            return True
+        return not state.recorded if self._resumes else unfinished.sent > 1
 
     def _end_all(self, state: EngineState) -> None:
         """No engine will run for a while, so end all requests instead of letting them wait."""
         error = f"the engine failed and will be restarted later (see the server's log under {state.incident})"
         with self._sending:
-            again = self._end_begun(state, error, "overloaded")
+            again = self._after_death(state, error, "overloaded")
             for unfinished in again if self.give_back is None else ():
                 self._end(unfinished.request.id, "error", error, "overloaded")
         self._return(again)
 
-    def _end_begun(
+    def _after_death(
         self, state: EngineState, error: str, kind: ErrorKind
     ) -> list[UnfinishedRequest]:
-        """End the requests that were aborted, or may have run. Returns the others."""
-        ran, again = self._note_deaths(state), []
+        """End the requests that were aborted, or cannot go on. Returns the others, as another process must get them."""
+        self._note_deaths(state)
+        again = []
         for id, unfinished in list(self._unfinished.items()):
+            ran = self._ran(unfinished, state)
             if unfinished.aborted:  # the old process may not have received the abort
                 self._end(id, "abort")
-            elif id in ran or self._is_poison(unfinished.request):
+            elif self._is_poison(unfinished.request):
+                self._end(id, "error", POISON if self._resumes else error, kind)
+            elif ran and not (self._resumes and unfinished.may_go_on):
                 self._end(id, "error", error, kind)
             else:
+                if ran:
+                    is_blamed = not state.recorded or id in state.blamed
+                    unfinished.go_on(state.lost.get(id, 0), is_blamed)
                 again.append(unfinished)
                 if self.give_back is not None:
                     del self._unfinished[id]
@@ -352,7 +375,8 @@ class ProcessClient:
     def _return(self, again: Sequence[UnfinishedRequest]) -> None:
         """Let other engines have these requests. Without `_sending`: they are sent by other clients."""
         if self.give_back is not None and again:
-            self.give_back([unfinished.request for unfinished in again])
+            outputs, self._outputs = self._outputs, []
+            self.give_back(outputs, [unfinished.request for unfinished in again])
 
     def _end(
         self, id: str, finish: FinishReason, error: str | None = None, kind: ErrorKind = "internal"
@@ -363,12 +387,9 @@ class ProcessClient:
             EngineOutput(id, [], finish, error=error, error_kind=kind, client=self.client)
         )
 
-    def _clear(self, request: EngineRequest, finish: FinishReason) -> None:
-        """A request that finished normally between two deaths is no longer suspected."""
-        if not self._suspects or finish in ("abort", "error"):
-            return
-        digest = digest_of(request)
-        if self._suspects.completed(digest):
+    def _clear(self, request: EngineRequest) -> None:
+        """A request that finished normally, or passed its trial, is no longer suspected."""
+        if self._suspects and self._suspects.completed(digest := digest_of(request)):
             if len(self._cleared) >= MAX_DIGESTS:
                 self._cleared.clear()
             self._cleared.add(digest)
@@ -376,10 +397,7 @@ class ProcessClient:
     def refuse_poison(self, request: EngineRequest) -> None:
         """Raises ValidationError: the request ran at two deaths of the engine."""
         if self._is_poison(request):
-            raise ValidationError(
-                "the engine died twice while this request ran, so the server does not run it again now; change the"
-                " prompt or the parameters"
-            )
+            raise ValidationError(POISON)
 
     def _is_poison(self, request: EngineRequest) -> bool:
         known = self.state().poison

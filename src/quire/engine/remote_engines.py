@@ -3,7 +3,7 @@
     frontends -- sockets of a local engine --> this thread <-- TCP, one port (`remote_link.py`) --> nodes (`headless.py`)
 
 It publishes the state that a node sends on a board, and passes messages on without decoding them. So frontends cannot tell
-a remote engine from a local one. A node that goes away is an engine that died: what it had begun ends with an error, and the
+a remote engine from a local one. A node that goes away is an engine that died: its requests go to the others, and the
 number of the engine's process grows when a node offers the engine again. Knows sockets and states. Does not know requests.
 """
 

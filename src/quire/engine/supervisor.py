@@ -27,7 +27,7 @@ from quire import env
 from quire.config.recording import for_recording
 from quire.engine import flight_recorder
 from quire.engine.engine_state import EngineState, StateBoard
-from quire.engine.poison_requests import Suspects, digest_of_entered
+from quire.engine.poison_requests import Suspects
 from quire.logging import get_logger
 from quire.processes.child import how_it_ended, own_stacks, start_child
 from quire.processes.restart_policy import RestartCount, RestartPolicy
@@ -192,14 +192,14 @@ class EngineSupervisor:
             self._change(condition="dead", error=died.error, traceback=died.traceback)
             return False
         recording = self._recording()
-        running = [] if recording is None else recording.running()
-        self._suspects.ran(digest_of_entered(row) for row in running)
+        lengths = {} if recording is None else recording.lengths()
+        blamed = [] if recording is None else self._suspects.died(recording.running(), lengths)
         incident, restart = secrets.token_hex(4), self._restarts.after_death()
         about = f"failure {incident} of {self.name}"
         log.error("%s: %s; %s\n%s", about, died.error, restart.text, died.traceback)
         state_after = EngineState(
             state.epoch, "dead" if restart.delay is None else "delayed", error=died.error, traceback=died.traceback,
-            lost=[] if recording is None else sorted(recording.seen()), recorded=recording is not None,
+            lost=lengths, blamed=blamed, recorded=recording is not None or state.condition == "restarting",
             poison=self._suspects.poison(), incident=incident,
         )  # fmt: skip
         if restart.delay is None:

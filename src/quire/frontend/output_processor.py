@@ -196,6 +196,7 @@ class OutputProcessor:
                 self.num_cached_tokens = output.num_cached_tokens
                 self.num_cache_creation_tokens = output.num_cache_creation_tokens
         metrics.engine = output.engine
+        metrics.resumed |= output.resumed
         if output.queued and not metrics.scheduled_ts:
             metrics.scheduled_ts = metrics.queued_ts + output.queued
         if output.preemptions > metrics.num_preemptions:

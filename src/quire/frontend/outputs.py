@@ -30,6 +30,9 @@ class RequestMetrics:
     finished_time: float | None = None
     engine: int = 0
     """The place of its engine among the client's engines."""
+    resumed: bool = False
+    """A process of the engine died, another went on with the request, and its bits may differ from those of an undisturbed
+    run (`--resume`)."""
 
     @property
     def first_token_latency(self) -> float:

@@ -130,6 +130,7 @@ COUNTS: dict[str, tuple[str, str]] = {
     "mm_cache_hits": ("vllm:mm_cache_hits", "Of these, pictures that were there."),
     "encoder_passes": ("quire:encoder_passes", "Pictures that the vision tower encoded."),
     "encoder_rows": ("quire:encoder_rows", "Tokens of these pictures."),
+    "requests_resumed": ("quire:requests_resumed", "Requests that went on in this engine after another process died while they ran."),
     "recorder_stops": ("quire:flight_recorder_stops", "1: the flight recorder has stopped after a write error."),
 }  # fmt: skip
 """Counters that the engine computes at each scrape, by their names in EngineStats.counts."""

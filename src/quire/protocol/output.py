@@ -58,6 +58,8 @@ class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="o
     details: dict[str, Any] = {}  # by gate: what it reports of the request and this step
     engine: int = 0  # its place among the engines of a frontend, which sets it
     num_cache_creation_tokens: int = 0  # prompt tokens that it wrote to the prefix cache
+    # its first tokens came from an engine that died, and the bits of this one may differ; the frontend sets it
+    resumed: bool = False
 
 
 class Reply(Struct, array_like=True, omit_defaults=True, gc=False, tag="reply"):
@@ -114,6 +116,7 @@ class EngineReady(Struct, array_like=True, omit_defaults=True, gc=False, tag="re
     embedding_size: int = (
         0  # features of an embedding, if prompts may be embeddings; 0: they may not
     )
+    batch_invariant: bool = False  # a request's bits do not depend on batches and chunks
 
 
 class StartupStatus(Struct, array_like=True, gc=False, frozen=True, tag="startup"):

@@ -29,6 +29,7 @@ class EnteredRow(Struct, array_like=True, omit_defaults=True, gc=False):
     extras: dict[str, bytes] = {}
     media: list[MediaItem] = []  # what stands in the place of tokens; all ranks get it, once
     num_encoder_tokens: int = 0  # states of the encoder that it attends to; a hook gives them
+    trial_length: int = 0  # as in EngineRequest
 
     @property
     def sampling_params(self) -> SamplingParams:

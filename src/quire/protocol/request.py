@@ -57,6 +57,15 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     extras: dict[str, bytes] = {}
     # states that the model's encoder makes of the request's other input; 0: the model has no cross attention
     num_encoder_tokens: int = 0
+    # how many of `tokens` are the prompt, if an engine that died made the rest; 0: all
+    num_prompt: int = 0
+    deaths: int = 0  # how many engines may have died because of it
+    # It ran when an engine died: with so many tokens it has passed the step in which the engine died. 0: it did not.
+    trial_length: int = 0
+
+    @property
+    def prompt_length(self) -> int:
+        return self.num_prompt or len(self.tokens)
 
 
 class Abort(Struct, array_like=True, omit_defaults=True, gc=False, tag="abort"):

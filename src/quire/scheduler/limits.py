@@ -47,7 +47,7 @@ class SchedulerLimits:
 
     def impossible(self, request: EngineRequest, kv: KVManager) -> str | None:
         """Why this request could not run even alone, or None."""
-        num_prompt, max_tokens = len(request.tokens), 0
+        num_prompt, max_tokens = request.prompt_length, 0
         sizes = f"the prompt has {num_prompt} tokens"
         if isinstance(request.params, SamplingParams):
             max_tokens = request.params.max_tokens or 0
@@ -72,7 +72,9 @@ class SchedulerLimits:
         return None
 
     def overloaded(self, request: EngineRequest, waiting: WaitingQueue) -> str | None:
-        """Why this request may not be queued now, or None."""
+        """Why this request may not be queued now, or None. One that ran in an engine that died was admitted there."""
+        if request.num_prompt:
+            return None
         if 0 < self.max_waiting <= len(waiting):
             return f"{len(waiting)} requests are already waiting (max_num_queued_reqs)"
         if 0 < self.max_waiting_tokens < waiting.num_tokens + len(request.tokens):

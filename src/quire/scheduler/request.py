@@ -46,6 +46,7 @@ class Request:
     num_encoder_tokens: int = 0  # states of the encoder that its tokens attend to
     is_subrequest: bool = False  # its end is not counted in the statistics
     extras: dict[str, bytes] = field(default_factory=dict)  # by feature name, for gates and hooks
+    trial_length: int = 0  # as in EngineRequest
 
     # progress
     row: int = NO_ROW
@@ -68,7 +69,7 @@ class Request:
     @classmethod
     def of(cls, received: EngineRequest, number: int, root: bytes, by_priority: bool) -> Request:
         """`number` counts arrivals. SamplingParams.max_tokens must be set (frontend/input_processor.py does that)."""
-        params, num_prompt = received.params, len(received.tokens)
+        params, num_prompt = received.params, received.prompt_length
         limit = min_length = num_prompt
         stops: frozenset[int] = frozenset()
         if isinstance(params, SamplingParams):
@@ -96,7 +97,13 @@ class Request:
             num_encoder_tokens=received.num_encoder_tokens,
             is_subrequest=received.is_subrequest,
             extras=received.extras,
+            trial_length=received.trial_length,
         )
+
+    @property
+    def is_on_trial(self) -> bool:
+        """An engine died while it ran, and it has not yet passed the step in which that happened."""
+        return len(self.tokens) < self.trial_length
 
     @property
     def length(self) -> int:

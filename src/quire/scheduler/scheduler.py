@@ -244,7 +244,8 @@ class Scheduler:
         self.held_blocks.enter(request)
         num_cached_tokens = request.num_computed_tokens
         if not request.preemptions:
-            request.num_cached_tokens = num_cached_tokens
+            if len(request.tokens) == request.num_prompt:  # else an engine that died told it
+                request.num_cached_tokens = num_cached_tokens
             request.queued = max(self.clock() - request.arrived, 0.0)
             self.count.prefix_queries += request.num_prompt
             self.count.prefix_hits += num_cached_tokens
@@ -255,7 +256,7 @@ class Scheduler:
             EnteredRow(
                 request.row, request.id, list(request.tokens), request.num_prompt, num_cached_tokens,
                 [list(column) for column in request.blocks], request.params, request.adapter, request.extras,
-                list(request.media), request.num_encoder_tokens,
+                list(request.media), request.num_encoder_tokens, request.trial_length,
             )
         )  # fmt: skip
         builder.add_work(request, num_tokens, [], self.limits.drafts)

@@ -45,6 +45,8 @@ class TokenCount:
     """Tokens that the request wrote to the prefix cache."""
     output_tokens: list[int] = field(default_factory=list)
     prompt_logprobs: Sequence[Position] | None = None
+    resumed: bool = False
+    """Another process of the engine went on after the death of the first, and its bits may differ."""
 
 
 @dataclass(slots=True)
@@ -94,6 +96,8 @@ class Generation(EngineRequests):
             "completion_tokens": output,
             "prompt_tokens_details": cached if details else None,
         }
+        if any(count.resumed for count in self.counts):
+            usage["resumed"] = True
         if self.reader is not None and self.reader.reading.splits_reasoning:
             details_of_output = {"reasoning_tokens": self.reader.reasoning_tokens}
             usage["completion_tokens_details"] = details_of_output
@@ -290,6 +294,7 @@ def output_deltas(
 ) -> list[OutputDelta]:
     """The deltas of an output; its prompt's data goes into `count`."""
     count.cached = output.num_cached_tokens or count.cached
+    count.resumed |= bool(getattr(getattr(output, "metrics", None), "resumed", False))
     count.created = output.num_cache_creation_tokens or count.created
     if output.prompt_logprobs is not None:
         count.prompt_logprobs = output.prompt_logprobs

@@ -270,20 +270,24 @@ def describe(
     stages: StartupStages,
     ranks: Ranks,
 ) -> WorkerInfo:
+    from quire.worker.batch_invariance import is_batch_invariant
+
     shares_prefixes = model.supports_prefix_caching and (
         plan.num_checkpoints > 0 or not plan.state_bytes
     )
     shares_prefixes &= all(layer.spec.causal for layer in model.attention_layers())
+    shares, invariant = ranks.least([int(shares_prefixes), int(is_batch_invariant(model))])
     return WorkerInfo(
         specs=[fields_of(spec) for spec in specs],
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         model_impl=model.description,
-        prefix_caching=bool(ranks.least([int(shares_prefixes)])[0]),
+        prefix_caching=bool(shares),
         state_bytes=plan.states,
         num_checkpoints=plan.num_checkpoints,
         stages=stages.done,
+        batch_invariant=bool(invariant),
     )
 
 

@@ -23,6 +23,7 @@ class WorkerInfo(msgspec.Struct):
     state_bytes: int  # recurrent states of all rows, and their checkpoints
     num_checkpoints: int
     stages: list[tuple[str, float]]
+    batch_invariant: bool = False  # a request's bits do not depend on batches and chunks
 
     def layer_specs(self) -> list[CacheSpec]:
         return [_spec_of(*spec) for spec in self.specs]

@@ -142,7 +142,8 @@ class ResponseAnswer(GenerationAnswer):
     def usage(self) -> dict[str, Any]:
         count, reader = self.source.counts[0], self.source.reader
         output = sum(count.output_tokens)
-        return {
+        resumed = {"resumed": True} if count.resumed else {}
+        return resumed | {
             "input_tokens": count.prompt_tokens,
             "input_tokens_details": {"cached_tokens": count.cached},
             "output_tokens": output,

@@ -1,0 +1,1 @@
+"""Admits requests that ran when another process died, one at a time."""
