@@ -116,6 +116,10 @@ class ServerConfig:
     """Seconds without received data after which the server drops an incomplete request; 0: never."""
     send_timeout: Amount = 60
     """Seconds after which the server disconnects a client that reads nothing of its response; 0: never."""
+    response_store_size: AtLeast0 = 64 << 20
+    """Maximum bytes of memory for responses of /v1/responses that are kept (`store`, `background`); the oldest are forgotten first; 0: none is kept."""
+    response_store_time: Amount = 3600
+    """Seconds that such a response is kept after its end."""
     max_completions: AtLeast1 = 4096
     """Maximum completions of one HTTP request: its prompts times n."""
 

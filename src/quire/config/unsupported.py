@@ -84,9 +84,7 @@ REQUEST_FIELDS: dict[str, str] = {
 """Fields of completions and chat completions -> their feature."""
 
 RESPONSES_FIELDS: dict[str, str] = {
-    "background": "leave it out, and wait for the response",
-    "previous_response_id": "responses are not stored; send the whole conversation as `input`",
-    "conversation": "responses are not stored; send the whole conversation as `input`",
+    "conversation": "name the response before this one as `previous_response_id`, or send the whole conversation as `input`",
     "prompt": "prompts are not stored; send the text as `input`",
     "kv_transfer_params": "leave it out",
     "previous_input_messages": "send the whole conversation as `input`",

@@ -44,7 +44,7 @@ from quire.server.middleware import (
 )
 from quire.server.ollama import routes as ollama
 from quire.server.ollama.answers import error_response as ollama_error
-from quire.server.openai import models, responses, tokenize
+from quire.server.openai import models, responses, stored_response_routes, tokenize
 from quire.server.openai.chat import chat
 from quire.server.openai.chat_batch import batch
 from quire.server.openai.completions import completions
@@ -128,8 +128,9 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/completions", completions),
     ("POST", "/inference/v1/generate", token_generation.generate),
     ("POST", "/v1/responses", responses.responses),
-    ("GET", "/v1/responses/{name}", responses.stored_response),
-    ("POST", "/v1/responses/{name}/cancel", responses.stored_response),
+    ("GET", "/v1/responses/{name}", stored_response_routes.stored_response),
+    ("DELETE", "/v1/responses/{name}", stored_response_routes.delete),
+    ("POST", "/v1/responses/{name}/cancel", stored_response_routes.cancel),
     ("POST", "/v1/messages", messages.messages),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
     ("POST", "/v1/embeddings", vector_routes.embeddings),

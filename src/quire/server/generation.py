@@ -24,12 +24,13 @@ from quire.frontend.outputs import RequestOutput
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.answer_size import check_answer_size
-from quire.server.engine_requests import EngineRequests, RunningRequest, Wakeup, out_of_time
+from quire.server.engine_requests import EngineRequests, RunningRequest, out_of_time
 from quire.server.openai.chat_output import ChatOutputReader
 from quire.server.openai.logprobs import Position
 from quire.server.openai.sampling_params import FINAL_ONLY
 from quire.server.output_delta import OutputDelta
 from quire.server.streaming_json import LARGE_ENTRIES
+from quire.server.wakeup import Wakeup
 
 KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
 """Prefix of an id -> endpoint, as metrics name it."""

@@ -197,9 +197,9 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     max_tool_calls: int | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-    # Known but not supported: refused.
     background: bool = False
     previous_response_id: str | None = None
+    # Known but not supported: refused.
     conversation: Any = None
     prompt: Any = None
     previous_input_messages: list[Any] | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 
 from starlette.requests import Request
@@ -29,6 +29,7 @@ from quire.server.api_keys import ApiKeys
 from quire.server.errors import ApiError, unavailable
 from quire.server.media_room import MediaRoom
 from quire.server.plugin_calls import PluginCalls
+from quire.server.response_store import ResponseStore
 from quire.server.tokenizer_pool import TokenizerPool
 from quire.version import __version__
 
@@ -46,7 +47,7 @@ class ServerPhase(Enum):
     DEAD = "dead"
 
 
-@dataclass(slots=True)
+@dataclass
 class ServerState:
     """One for each application: `app.state.quire`."""
 
@@ -88,6 +89,17 @@ class ServerState:
     fronts: int = 1
     startup: Callable[[], StartupStatus] = lambda: StartupStatus("starting")
     """How far the start is, for requests that come too early."""
+
+    @cached_property
+    def _stored(self) -> ResponseStore:
+        server = self.config.server
+        return ResponseStore(server.response_store_size, server.response_store_time)
+
+    @property
+    def responses(self) -> ResponseStore | None:
+        """Keeps responses; None: they are not kept, because another HTTP process may get the next request."""
+        kept = self.config.server.response_store_size and self.fronts == 1
+        return self._stored if kept else None
 
     @property
     def model_names(self) -> list[str]:

@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses protocol, for text.
 
-Knows that protocol's shapes. Turns a request into a chat request, and its deltas into output items. The server stores
-nothing: each request contains its whole conversation.
+Knows that protocol's shapes. Turns a request into a chat request, and its deltas into output items. A stored response has its
+conversation, which a later request continues (`previous_response_id`); `background.py` runs one that no client waits for.
 
     response.created, .in_progress, .output_item.added, .content_part.added, .output_text.delta ...,
     .output_text.done, .content_part.done, .output_item.done, response.completed (or .incomplete, .failed)
@@ -10,20 +10,22 @@ nothing: each request contains its whole conversation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
+import msgspec
 
 from quire.config.unsupported import RESPONSES_FIELDS, RESPONSES_WITHOUT_EFFECT
+from quire.frontend.media.content_parts import PicturePart
 from quire.logging import get_logger
 from quire.server.answer import GenerationAnswer
 from quire.server.endpoint import RequestContext, route
 from quire.server.errors import ApiError, as_api_error, clean, invalid
 from quire.server.generation import Generation
 from quire.server.openai import logprobs as shapes
+from quire.server.openai.background import BackgroundAnswer
 from quire.server.openai.chat import effort_of, generation_of
 from quire.server.openai.response_format import of_format
 from quire.server.openai.responses_items import (
@@ -33,9 +35,13 @@ from quire.server.openai.responses_items import (
     namespaces_of,
     tools_of,
 )
+from quire.server.openai.stored_response_routes import owner_of, why_not_stored
 from quire.server.output_delta import OutputDelta
+from quire.server.request_body import SHORT_BODY, SIZE
+from quire.server.response_store import ITEM_OVERHEAD, OVERHEAD, StoredResponse
 from quire.server.schemas import ChatRequest, GenerationFields, ResponsesRequest
 from quire.server.sse import event
+from quire.server.tokenizer_pool import run_alone
 
 log = get_logger(__name__)
 
@@ -60,6 +66,8 @@ def refuse_unsupported(body: ResponsesRequest) -> None:
     form = (body.text or {}).get("format")
     if of_format(form, "text.format") is not None and body.structured_outputs is not None:
         raise invalid("`text.format` and `structured_outputs`: an output has one constraint; give only one of them", "structured_outputs")  # fmt: skip
+    if body.background and not body.store:
+        raise invalid("`background` needs `store`: the response is fetched later", "background")
     if body.truncation not in (None, "disabled"):
         raise invalid("`truncation` must be 'disabled'", "truncation")
 
@@ -100,8 +108,11 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 # -- out ------------------------------------------------------------------------------------------
 class ResponseAnswer(GenerationAnswer):
-    def __init__(self, context: RequestContext, body: ResponsesRequest, source: Generation):
+    """The answer to a request. kept: where it is stored when it has ended; None: nowhere."""
+
+    def __init__(self, context: RequestContext, body: ResponsesRequest, source: Generation, kept: StoredResponse | None = None):  # fmt: skip
         super().__init__(context, body, source)
+        self.kept = kept
         self.items = self.new_items(self.event, self.logprobs)
         self.number = 0
         """Number of events so far."""
@@ -114,7 +125,7 @@ class ResponseAnswer(GenerationAnswer):
             "object": "response",
             "created_at": source.created,
             "status": status,
-            "background": False,
+            "background": body.background,
             "error": error,
             "incomplete_details": None if why is None else {"reason": why},
             "instructions": body.instructions,
@@ -124,18 +135,18 @@ class ResponseAnswer(GenerationAnswer):
             "model": self.context.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": body.reasoning,
             "prompt_cache_key": body.prompt_cache_key,
             "service_tier": body.service_tier or "auto",
-            "store": False,
+            "store": self.kept is not None,
             "temperature": source.params.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": source.params.top_p,
             "truncation": "disabled",
-            "usage": None if status == "in_progress" else self.usage(),
+            "usage": None if status in ("queued", "in_progress") else self.usage(),
             "user": body.user,
         }
 
@@ -177,7 +188,19 @@ class ResponseAnswer(GenerationAnswer):
         items = self.new_items(no_event, partial(self.logprobs, large=large))
         for _ in chain(items.add(delta), items.end(status_of(delta))):
             pass
-        return self.ended(delta, items.done)
+        made = self.ended(delta, items.done)
+        if not large:  # its lists are encoded while they are sent
+            self.keep(made)
+        return made
+
+    def keep(self, made: dict[str, Any]) -> None:
+        """Store the response, which has ended."""
+        store = self.context.state.responses
+        if self.kept is not None and store is not None:
+            if self.kept.task is None:
+                with suppress(ApiError):  # a background response has its id
+                    store.add(self.kept)
+            store.end(self.kept, msgspec.json.encode(made), made["output"])
 
     def event(self, kind: str, **fields: Any) -> bytes:
         number, self.number = self.number, self.number + 1
@@ -185,22 +208,34 @@ class ResponseAnswer(GenerationAnswer):
 
     def add(self, delta: OutputDelta) -> Iterator[bytes]:
         if not self.number:
-            start = self.object("in_progress", [])
-            yield self.event("created", response=start)
-            yield self.event("in_progress", response=start)
+            yield from self.start()
         yield from self.items.add(delta)
         if delta.finish_reason is not None:
             yield from self.items.end(status_of(delta))
             whole = self.ended(delta, self.items.done)
             yield self.event(whole["status"], response=whole)
+            self.keep(whole)
+
+    def start(self) -> Iterator[bytes]:
+        start = self.object("in_progress", [])
+        yield self.event("created", response=start)
+        yield self.event("in_progress", response=start)
 
     def end(self) -> Iterator[bytes]:
         return iter(())
 
+    def running_object(self) -> bytes:
+        """The object, encoded, of a response that still runs."""
+        status = "in_progress" if self.number else "queued"
+        return msgspec.json.encode(self.object(status, list(self.items.done)))
+
     def failed(self, error: BaseException) -> bytes:
         known = as_api_error(error)
         error_object = {"code": "server_error", "message": clean(known.message)}
-        return self.event("failed", response=self.object("failed", [], error_object))
+        made = self.object("failed", [], error_object)
+        if self.kept is not None and self.kept.task is not None:
+            self.keep(made)
+        return self.event("failed", response=made)
 
 
 def no_event(kind: str, **fields: Any) -> bytes:
@@ -209,16 +244,63 @@ def no_event(kind: str, **fields: Any) -> bytes:
 
 
 @route(ResponsesRequest, pictures="input")
-async def responses(context: RequestContext, body: ResponsesRequest) -> ResponseAnswer:
+async def responses(context: RequestContext, body: ResponsesRequest) -> ResponseAnswer | BackgroundAnswer:  # fmt: skip
     """Answer a conversation, in the Responses protocol."""
-    return ResponseAnswer(context, body, await generation_of(context, as_chat(body), "resp_"))
+    refuse_unsupported(body)
+    before = previous(context, body)
+    if before is None or before.size <= SHORT_BODY or context.request.scope.get(SIZE, 0) > SHORT_BODY:  # fmt: skip
+        return await answer_of(context, body, before)
+    work = partial(run_alone, answer_of, context, body, before)
+    return await context.state.texts.run_sized(before.size, work)
+
+
+def previous(context: RequestContext, body: ResponsesRequest) -> StoredResponse | None:
+    """The response that this request continues.
+
+    Raises:
+        ApiError: 404: there is none; 400: it cannot be continued.
+    """
+    if body.previous_response_id is None:
+        return None
+    store = context.state.responses
+    if store is None:
+        raise invalid(f"`previous_response_id`: {why_not_stored(context.state)}; send the whole conversation as `input`", "previous_response_id")  # fmt: skip
+    record = store.get(owner_of(context.request), body.previous_response_id)
+    if not record.ended:
+        raise invalid("`previous_response_id`: this response has not ended", "previous_response_id")
+    if record.items is None:
+        raise invalid("`previous_response_id`: its conversation is not kept, because it has pictures; send the whole conversation as `input`", "previous_response_id")  # fmt: skip
+    return record
+
+
+async def answer_of(
+    context: RequestContext, body: ResponsesRequest, before: StoredResponse | None
+) -> ResponseAnswer | BackgroundAnswer:
+    given = body.input
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if before is not None:
+        items = body.input = [*(before.items or ()), *items]
+    chat = as_chat(body)
+    chat.stream |= body.background  # its events are stored as they come
+    source = await generation_of(context, chat, "resp_")
+    answer = ResponseAnswer(context, body, source)
+    if not body.store or context.state.responses is None:
+        if body.background:
+            raise invalid(f"`background`: {why_not_stored(context.state)}", "background")
+        return answer
+    size = OVERHEAD + ITEM_OVERHEAD * len(items) + context.request.scope.get(SIZE, 0)
+    size += 0 if before is None else before.size
+    has_pictures = any(map(holds_pictures, items))
+    answer.kept = StoredResponse(
+        source.id, owner_of(context.request), answer.running_object, None if has_pictures else list(items), size=size
+    )  # fmt: skip
+    return BackgroundAnswer(answer, answer.kept) if body.background else answer
+
+
+def holds_pictures(item: dict[str, Any]) -> bool:
+    content = item.get("content", item.get("output"))
+    return isinstance(content, list) and any(isinstance(part, PicturePart) for part in content)
 
 
 def status_of(delta: OutputDelta) -> str:
     return "incomplete" if delta.finish_reason in INCOMPLETE else "completed"
-
-
-async def stored_response(request: Request) -> Response:
-    """Always 404: the server stores no responses."""
-    name = str(request.path_params["name"])
-    raise ApiError(404, f"there is no response `{name[:200]}`: responses are not stored", param="response_id")  # fmt: skip

@@ -22,8 +22,9 @@ from quire.api.async_engine import BREATH_S, LONG_TEXT
 from quire.frontend.pooling.outputs import Floats, PoolingOutput, PoolingRequestOutput
 from quire.frontend.prompts import Prompt
 from quire.protocol.pooling_params import PoolingParams
-from quire.server.engine_requests import EngineRequests, RunningRequest, Wakeup, out_of_time
+from quire.server.engine_requests import EngineRequests, RunningRequest, out_of_time
 from quire.server.errors import ApiError, invalid
+from quire.server.wakeup import Wakeup
 
 Output = PoolingRequestOutput[PoolingOutput]
 GROUP = 128  # prompts that are tokenized together
