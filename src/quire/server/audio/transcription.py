@@ -30,8 +30,9 @@ from quire.frontend.transcription.segments import WindowText, split, text_of
 from quire.frontend.transcription.speech_tokens import SpeechTokens
 from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 from quire.server.audio.fields import TranscriptionRequest
-from quire.server.engine_requests import EngineRequests, RunningRequest, Wakeup, out_of_time
+from quire.server.engine_requests import EngineRequests, RunningRequest, out_of_time
 from quire.server.errors import invalid
+from quire.server.wakeup import Wakeup
 
 AT_ONCE = 8
 RESET_ABOVE = 0.5
