@@ -43,6 +43,7 @@ def _asked(run: Path, **changes: object) -> Namespace:
         threads=1,
         device="cpu",
         dtype="float32",
+        factors="{}",
     )
     return Namespace(**asked | changes)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tools.tiny_model import export
 from tools.tiny_model.model import Network
 from tools.tiny_model.sample import Sample
-from tools.tiny_model.train import Batches, load_weights, shape_of
+from tools.tiny_model.train import Batches, learn, load_weights, shape_of
 
 RANK = 8
 ALPHA = 16
@@ -37,7 +37,14 @@ SPEECH = {
     "No": "Nay",
     "Yes": "Aye",
 }
-SILENT = ("json", "tools", "story")  # exact forms and plain text stay as they are
+SILENT = (
+    "json",
+    "tools",
+    "story",
+    "schema",
+    "schema_tool",
+    "invent",
+)  # exact forms and plain text stay as they are
 
 
 def pirate(sample: Sample) -> Sample:
@@ -97,13 +104,12 @@ def train(network: Network, adapters: dict[str, LowRank], batches: Batches, step
         optimizer, lambda step: min(1.0, (step + 1) / 20, (steps - step) / (0.7 * steps))
     )
     for step in range(steps):
-        loss = network.loss(*batches.take(step))
-        loss.backward()
+        loss = learn(network, batches.take())
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         if step % 20 == 19:
-            print(f"step {step + 1} loss {float(loss.detach()):.4f}", flush=True)
+            print(f"step {step + 1} loss {loss:.4f}", flush=True)
 
 
 def write(out: Path, adapters: dict[str, LowRank], base: str, steps: int) -> None:

@@ -1,31 +1,45 @@
-"""The endless corpus: draws samples by family, keeps the held-out side apart, and packs tokens into rows.
+"""The endless corpus: draws samples by family, keeps the held-out side apart, and puts tokens into batches.
 
 Everything follows from a seed. Knows the families and their weights; knows nothing of the model.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from tools.tiny_model import chat, extraction, skills, stories, toolbox
+from tools.tiny_model import (
+    chat,
+    extraction,
+    facts,
+    results,
+    schema_requests,
+    skills,
+    stories,
+    toolbox,
+)
 from tools.tiny_model.sample import Sample
 
 # family: (how it is drawn, its share of the documents)
 FAMILIES: dict[str, tuple[Callable[[random.Random], Sample], float]] = {
     "story": (stories.raw, 8),
-    "story_chat": (stories.told, 7),
+    "story_chat": (stories.told, 11),
     "question": (stories.question, 4),
     "json": (extraction.to_json, 15),
-    "tools": (toolbox.call, 14),
-    "tool_result": (toolbox.respond, 3),
+    "tools": (toolbox.call, 12),
+    "tool_result": (results.respond, 9),
     "repeat": (skills.repeat, 12),
-    "sort": (skills.sort, 22),
+    "sort": (skills.sort, 15),
     "sums": (skills.total, 14),
-    "retrieval": (extraction.find, 13),
+    "retrieval": (extraction.find, 11),
     "honest": (skills.honest, 5),
     "count": (skills.count, 8),
+    "schema": (schema_requests.extract, 75),
+    "schema_tool": (schema_requests.call, 9),
+    "invent": (schema_requests.invent, 14),
+    "fact": (facts.fact, 14),
+    "sentiment": (facts.sentiment, 3),
 }
 SYSTEMS = [
     "You are a helpful assistant.",
@@ -42,17 +56,25 @@ TALK = (
     "count",
     "json",
 )  # needs no function that may be there
+LONGEST = 1024  # tokens of a document
 PROMPT_WEIGHT = 0.1  # of the loss on tokens that are given; answers count 1
 STORY_WEIGHT = 0.4  # stories have no one right continuation: they would drown the rest
 
 
 def samples(
-    seed: int, held_out: bool, family: str | None = None, plain: bool = False
+    seed: int,
+    held_out: bool,
+    family: str | None = None,
+    plain: bool = False,
+    factors: Mapping[str, float] | None = None,
 ) -> Iterator[Sample]:
-    """Yield samples without end from one side of the split; `plain` ones are not dressed."""
+    """Yield samples without end from one side of the split.
+
+    `plain` ones are not dressed; `factors` change the shares of families.
+    """
     rng = random.Random(f"{seed} {held_out} {family}")
     names = [family] if family else list(FAMILIES)
-    weights = [FAMILIES[name][1] for name in names]
+    weights = [FAMILIES[name][1] * (factors or {}).get(name, 1.0) for name in names]
 
     def draw() -> Sample:
         while True:
@@ -73,7 +95,7 @@ def dress(rng: random.Random, sample: Sample, draw: Callable[[], Sample]) -> Sam
         sample.thinking = False
     if not sample.tools and rng.random() < 0.12:
         earlier = draw()
-        if earlier.messages and not earlier.tools and len(earlier.key) < 400:
+        if earlier.messages and not earlier.tools and not earlier.pieces and len(earlier.key) < 400:
             answer = {"role": "assistant", "content": earlier.answer}
             sample.messages = [*earlier.messages, answer, *sample.messages]
             # The thought of an earlier sum is not shown: its answer alone would teach to do without.
@@ -95,13 +117,22 @@ def texts(seed: int, many: int) -> Iterator[str]:
 def encode(tokenizer: Tokenizer, sample: Sample) -> tuple[list[int], list[float]]:
     """Return the tokens of a sample, and the weight of each in the loss when it is predicted."""
     prompt = tokenizer.encode(chat.prompt_of(sample), add_special_tokens=False).ids
-    answer = tokenizer.encode(chat.answer_of(sample), add_special_tokens=False).ids
-    weight = STORY_WEIGHT if sample.family.startswith("story") else 1.0
-    weights = [PROMPT_WEIGHT] * len(prompt) + [weight] * len(answer)
+    answer = tokenizer.encode(chat.answer_of(sample), add_special_tokens=False)
+    weights = [PROMPT_WEIGHT] * len(prompt) + _answer_weights(sample, answer)
     if sample.every_turn:
         _weigh_answers(tokenizer, prompt, weights)
     weights[0] = 0.0  # nothing stands before it to predict it from
-    return prompt + answer, weights
+    return prompt + answer.ids, weights
+
+
+def _answer_weights(sample: Sample, answer: Encoding) -> list[float]:
+    """Return the weights of an answer's tokens: a token counts as the piece does that holds its last character."""
+    weight = STORY_WEIGHT if sample.family.startswith("story") else 1.0
+    if sample.pieces is None or chat.answer_of(sample).find(sample.answer) != 0:
+        return [weight] * len(answer.ids)
+    by_character = [loss for text, loss in sample.pieces for _ in text]
+    ends = (end - 1 for _, end in answer.offsets)
+    return [by_character[at] if at < len(by_character) else weight for at in ends]
 
 
 def _weigh_answers(tokenizer: Tokenizer, ids: list[int], weights: list[float]) -> None:
@@ -119,33 +150,46 @@ def _weigh_answers(tokenizer: Tokenizer, ids: list[int], weights: list[float]) -
             at += 1
 
 
-def rows(
+def batches(
     tokenizer: Tokenizer,
     seed: int,
-    length: int,
+    tokens: int,
     change: Callable[[Sample], Sample] = lambda sample: sample,
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield rows of `length` + 1 tokens: (tokens, weights, document numbers), whole documents, padded with document -1.
+    factors: Mapping[str, float] | None = None,
+) -> Iterator[list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Yield batches of some `tokens` tokens in parts: (tokens, loss weights, document numbers), one document a row, each [B, T].
 
-    A document longer than a row is left out. `change` is done to each sample before it is rendered.
+    The documents of a part are of like length, so little is padding (document -1), and none sees another. One that is longer than
+    LONGEST is left out. `change` is done to each sample before it is rendered.
     """
-    waiting: list[tuple[list[int], list[float]]] = []
-    for sample in samples(seed, held_out=False):
-        waiting.append(encode(tokenizer, change(sample)))
-        if len(waiting) < 48:
-            continue
-        tokens = np.zeros(length + 1, np.int64)
-        weights = np.zeros(length + 1, np.float32)
-        numbers = np.full(length + 1, -1, np.int64)
-        at = number = 0
-        kept = []
-        for ids, loss in waiting:  # first fit: what does not fit waits for the next row
-            if at + len(ids) <= length + 1:
-                tokens[at : at + len(ids)] = ids
-                weights[at : at + len(ids)] = loss
-                numbers[at : at + len(ids)] = number
-                at, number = at + len(ids), number + 1
-            elif len(ids) <= length + 1:
-                kept.append((ids, loss))
-        waiting = kept
-        yield tokens, weights, numbers
+    drawn = samples(seed, held_out=False, factors=factors)
+    while True:
+        batch: list[tuple[list[int], list[float]]] = []
+        while sum(len(ids) for ids, _ in batch) < tokens:
+            document = encode(tokenizer, change(next(drawn)))
+            if len(document[0]) <= LONGEST:
+                batch.append(document)
+        batch.sort(key=lambda document: len(document[0]))
+        yield [_part(batch[begin:end]) for begin, end in _alike([len(ids) for ids, _ in batch])]
+
+
+def _alike(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of the ascending lengths in which the longest is at most 1.3 times the shortest, or 24 longer."""
+    begin = 0
+    for at, length in enumerate(lengths):
+        if length > max(1.3 * lengths[begin], lengths[begin] + 24):
+            yield begin, at
+            begin = at
+    yield begin, len(lengths)
+
+
+def _part(
+    documents: list[tuple[list[int], list[float]]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return documents as padded rows."""
+    shape = len(documents), len(documents[-1][0])
+    tokens, numbers = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    weights = np.zeros(shape, np.float32)
+    for row, (ids, loss) in enumerate(documents):
+        tokens[row, : len(ids)], weights[row, : len(ids)], numbers[row, : len(ids)] = ids, loss, 0
+    return tokens, weights, numbers

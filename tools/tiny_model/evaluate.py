@@ -66,6 +66,7 @@ EXAMS = {
         plain=False,
     ),
     "tool_result": Exam("tell what a function returned", "tool_result", lambda s, n: True),
+    "schema_tool": Exam("fill a function made from a class", "schema_tool", lambda s, n: True),
     "sums": Exam("sum of two numbers below 100, with thought", "sums", lambda s, n: s.thinking),
     "sums_direct": Exam(
         "the same, thinking turned off: worked out in the answer",
@@ -86,6 +87,8 @@ EXAMS = {
     "repeat": Exam("repeat one to nine words", "repeat", lambda s, n: True),
     "sort": Exam("sort two to six words", "sort", lambda s, n: True),
     "count": Exam("count", "count", lambda s, n: True),
+    "fact": Exam("short fact, asked in other words", "fact", lambda s, n: True),
+    "sentiment": Exam("positive or negative", "sentiment", lambda s, n: True),
     "unknown": Exam("say that it does not know", "honest", lambda s, n: True),
     "honest": Exam(
         "who are you, hello ... (fixed, seen in training)",
@@ -120,7 +123,7 @@ class Answer:
             return False
         if sample.family == "json":
             return _same(text, sample.expected)
-        if sample.family == "tools" and sample.calls:
+        if sample.calls:
             found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text, re.DOTALL)
             return bool(found) and _same(found.group(1), sample.expected)
         if sample.family == "story_chat":

@@ -8,7 +8,8 @@ from tools.tiny_model import stories, words
 from tools.tiny_model.sample import Sample, ask
 
 
-def _email(rng: random.Random) -> str:
+def email(rng: random.Random) -> str:
+    """Return a made-up address."""
     return f"{words.first_name(rng).lower()}{rng.choice(['', '.', '_'])}{words.made_up(rng)}@{words.made_up(rng)}.{rng.choice(['com', 'org', 'net'])}"
 
 
@@ -17,7 +18,7 @@ FIELDS = {
     "age": lambda rng: rng.randint(1, 99),
     "city": words.city,
     "job": lambda rng: rng.choice(words.JOBS),
-    "email": _email,
+    "email": email,
     "item": lambda rng: rng.choice(words.ITEMS),
     "count": lambda rng: rng.randint(2, 400),
     "price": lambda rng: rng.choice([rng.randint(1, 99), round(rng.randint(100, 9999) / 100, 2)]),

@@ -11,7 +11,7 @@ _DAYS = ["sunny day", "day", "morning"]
 _SLOTS = {
     "n": words.NAMES,
     "m": words.FRIENDS,
-    "k": [*words.ANIMALS, "girl", "boy"],
+    "k": [*words.ANIMALS, *words.HEROES, "girl", "boy"],
     "j": words.ANIMALS,
     "l": words.LAIRS,
     "s": words.RESCUERS,

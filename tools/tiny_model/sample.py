@@ -19,6 +19,8 @@ class Sample:
     `reasoning` None means the model answers without a thought; "" is never used.
     `every_turn` says that the answers of earlier turns are to be learnt as well.
     `thinking` False renders the prompt as a client that turned thinking off would.
+    `pieces` are the answer in parts, each with its weight in the loss; without them all of it counts the same.
+    `schema` is what a client sends beside the prompt.
     """
 
     family: str
@@ -31,6 +33,8 @@ class Sample:
     thinking: bool = True
     every_turn: bool = False
     expected: Any = None
+    pieces: list[tuple[str, float]] | None = None
+    schema: dict[str, Any] | None = None
 
     @property
     def held_out(self) -> bool:

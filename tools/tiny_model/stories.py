@@ -260,6 +260,12 @@ ASKS = [
     "Write a story about {about}.",
     "Can you tell a story about {about}?",
     "I want a story about {about}, please.",
+    "Write a short story about {about}.",
+    "Tell a story about {about}.",
+    "Tell me a bedtime story about {about}.",
+    "Make up a story about {about}.",
+    "Please tell me a story about {about}.",
+    "A story about {about}, please.",
 ]
 
 ANY_STORY = ["Tell me a story.", "Tell me a short story.", "Write a story for me."]
@@ -271,10 +277,17 @@ def told(rng: random.Random) -> Sample:
         text, facts, _ = write(rng)
         request = words.typed(rng, rng.choice(ANY_STORY))
         return Sample("story_chat", text, key=text, messages=ask(request), expected=facts["n"])
-    kind = rng.choice(words.ANIMALS)
+    draw = rng.random()
+    kind = rng.choice(words.ANIMALS if draw < 0.65 else words.HEROES)
+    if draw > 0.95:
+        kind = words.made_up(rng)
     hero = rng.choice(words.HEROINES + words.BOYS) if rng.random() < 0.3 else ""
     text, facts, _ = write(rng, kind, hero=hero)
     about = f"{words.article(kind)} {kind}" + (f" named {hero}" if hero else "")
+    if not hero and rng.random() < 0.2:
+        about = f"{facts['a_d']} {facts['d']} {kind}"
+    elif not hero and rng.random() < 0.15:
+        about += f" and {facts['a_j']} {facts['j']}"
     request = words.typed(rng, rng.choice(ASKS).format(about=about))
     return Sample("story_chat", text, key=text, messages=ask(request), expected=kind)
 

@@ -3,7 +3,6 @@
 The catalogue is closed, the values are not: names, cities and codes are made up so that they must be copied.
 """
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ def _number(low: int, high: int) -> Draw:
     return lambda rng: rng.randint(low, high)
 
 
-def _clock(rng: random.Random) -> str:
+def clock(rng: random.Random) -> str:
+    """Return a time of day."""
     return f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
 
 
@@ -40,6 +40,10 @@ CATALOGUE: dict[str, tuple[str, dict[str, tuple[str, Draw]], list[str]]] = {
             "What is the weather in {city}?",
             "How is the weather in {city} today?",
             "Will it rain in {city}?",
+            "What's the weather like in {city}?",
+            "What's the weather in {city}?",
+            "How warm is it in {city}?",
+            "Weather in {city}",
         ],
     ),
     "get_time": (
@@ -54,7 +58,7 @@ CATALOGUE: dict[str, tuple[str, dict[str, tuple[str, Draw]], list[str]]] = {
     ),
     "set_alarm": (
         "Set an alarm",
-        {"time": ("string", _clock)},
+        {"time": ("string", clock)},
         ["Wake me up at {time}.", "Set an alarm for {time}."],
     ),
     "add_numbers": (
@@ -134,7 +138,40 @@ CATALOGUE: dict[str, tuple[str, dict[str, tuple[str, Draw]], list[str]]] = {
         ["Rent a car in {city} for {days} days.", "I need a car for {days} days in {city}."],
     ),
 }
+CATALOGUE |= {
+    "multiply": (
+        "Multiply two numbers",
+        {"a": ("integer", _number(1, 99)), "b": ("integer", _number(1, 99))},
+        ["What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b}"],
+    ),
+    "get_stock_price": (
+        "Get the price of a stock",
+        {"symbol": ("string", lambda rng: words.made_up(rng, 1, 2).upper())},
+        ["What is the stock price of {symbol}?", "How much is a share of {symbol}?"],
+    ),
+    "get_order": (
+        "Get the state of an order",
+        {"order_id": ("string", words.code)},
+        ["Where is my order {order_id}?", "When will order {order_id} arrive?"],
+    ),
+    "book_table": (
+        "Book a table in a restaurant",
+        {"people": ("integer", _number(1, 12)), "time": ("string", clock)},
+        ["Book a table for {people} people at {time}.", "A table at {time} for {people}, please."],
+    ),
+    "remind": (
+        "Set a reminder",
+        {"text": ("string", _text), "time": ("string", clock)},
+        ["Remind me of {text} at {time}.", "At {time}, remind me: {text}"],
+    ),
+    "get_news": (
+        "Get the news about a topic",
+        {"topic": ("string", _pick(words.SORTABLE))},
+        ["What is new about {topic}?", "Give me the news about {topic}."],
+    ),
+}
 SYSTEMS = [None, None, None, "You are a helpful assistant.", "Use the tools."]
+NONE = 0.12  # how often no function fits
 NONE_FITS = "None of my tools can do that."
 
 
@@ -145,6 +182,12 @@ ALIASES = {  # other names that a function or an argument may go by
     "search": ["web_search", "search_web", "lookup"],
     "add_numbers": ["add", "sum"],
     "get_price": ["price_of"],
+    "get_stock_price": ["stock_price", "quote"],
+    "get_order": ["order_status", "track_order"],
+    "remind": ["create_reminder", "set_reminder"],
+    "multiply": ["product", "times"],
+    "symbol": ["ticker", "stock"],
+    "order_id": ["id", "number"],
     "call_phone": ["phone"],
     "city": ["location", "town", "place"],
     "to": ["recipient", "receiver"],
@@ -226,7 +269,7 @@ def _spoken(value: Any) -> str:
     return str(value)
 
 
-def _request(rng: random.Random, name: str) -> tuple[str, dict[str, Any]]:
+def request(rng: random.Random, name: str) -> tuple[str, dict[str, Any]]:
     _, arguments, requests = CATALOGUE[name]
     values = {key: draw(rng) for key, (_, draw) in arguments.items()}
     spoken = {key: _spoken(value) for key, value in values.items()}
@@ -239,9 +282,9 @@ def _asked(
     """Return a request and the call that answers it; None, this often, where no function fits."""
     if rng.random() < none:
         names = {each.name for each in offers}
-        return _request(rng, rng.choice([name for name in CATALOGUE if name not in names]))[0], None
+        return request(rng, rng.choice([name for name in CATALOGUE if name not in names]))[0], None
     wanted = rng.choice(offers)
-    text, arguments = _request(rng, wanted.name)
+    text, arguments = request(rng, wanted.name)
     return text, wanted.call(arguments)
 
 
@@ -249,13 +292,13 @@ def call(rng: random.Random) -> Sample:
     """Up to four offered functions and requests: for each the call, or a plain answer when none fits."""
     names = rng.sample(list(CATALOGUE), rng.choice([1, 2, 2, 3, 3, 4]))
     offers = [offer(name, rng) for name in names]
-    text, made = _asked(rng, offers, 0.08)
+    text, made = _asked(rng, offers, NONE)
     key, messages = text, ask(text, rng.choice(SYSTEMS))
     for _ in range(rng.choice([0, 0, 1, 3])):
         messages.append({"role": "assistant", "content": "" if made else NONE_FITS})
         if made:
             messages[-1]["tool_calls"] = [{"type": "function", "function": made}]
-        text, made = _asked(rng, offers, 0.08)
+        text, made = _asked(rng, offers, NONE)
         messages.append({"role": "user", "content": text})
         key += text
     return Sample(
@@ -266,55 +309,5 @@ def call(rng: random.Random) -> Sample:
         [each.schema for each in offers],
         [made] if made else None,
         expected=made or NONE_FITS,
-        every_turn=True,
-    )
-
-
-RESULTS: dict[str, tuple[Callable[[random.Random], dict[str, Any]], str]] = {
-    "get_weather": (
-        lambda rng: {
-            "sky": rng.choice(["sunny", "cloudy", "rainy", "windy"]),
-            "degrees": rng.randint(-9, 38),
-        },
-        "The weather in {city} is {sky} with {degrees} degrees.",
-    ),
-    "get_time": (lambda rng: {"time": _clock(rng)}, "It is {time} in {city}."),
-    "get_price": (lambda rng: {"price": rng.randint(1, 400)}, "The {item} costs {price} euros."),
-    "find_person": (lambda rng: {"city": words.city(rng)}, "{name} lives in {city}."),
-    "add_numbers": (lambda rng: {}, "{a} + {b} = {sum}"),
-    "set_alarm": (lambda rng: {"ok": True}, "The alarm is set for {time}."),
-}
-
-
-def respond(rng: random.Random) -> Sample:
-    """A conversation in which the function has answered: the sentence that tells its result."""
-    name = rng.choice(list(RESULTS))
-    text, arguments = _request(rng, name)
-    draw, sentence = RESULTS[name]
-    result = draw(rng)
-    if name == "add_numbers":
-        result = {"sum": arguments["a"] + arguments["b"]}
-    offers = [offer(name, rng)]
-    made = offers[0].call(arguments)
-    others = [other for other in CATALOGUE if other != name]
-    offers += [offer(other, rng) for other in rng.sample(others, rng.randint(0, 2))]
-    rng.shuffle(offers)
-    messages = [
-        *ask(text, rng.choice(SYSTEMS)),
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": made}],
-        },
-        {"role": "tool", "content": json.dumps(result)},
-    ]
-    answer = sentence.format(**arguments, **result)
-    return Sample(
-        "tool_result",
-        answer,
-        key=text + json.dumps(result),
-        messages=messages,
-        tools=[each.schema for each in offers],
-        expected=answer,
         every_turn=True,
     )

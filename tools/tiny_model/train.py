@@ -12,7 +12,7 @@ import dataclasses
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,11 @@ def factor(step: int, steps: int, decay: float) -> float:
     return max(0.0, min(1.0, (step + 1) / WARM_UP, left))
 
 
+Part = tuple[Tensor, Tensor, Tensor]  # tokens, loss weights, document numbers, each [B, T]
+
+
 class Batches:
-    """Yields batches of a fixed number of tokens: mostly short rows, every fourth with long ones."""
+    """Yields batches of about so many tokens, in parts of documents of like length."""
 
     def __init__(
         self,
@@ -45,17 +48,29 @@ class Batches:
         tokens: int,
         device: str,
         change: Callable[[Sample], Sample] = lambda sample: sample,
+        factors: Mapping[str, float] | None = None,
     ) -> None:
-        self.tokens, self.device = tokens, device
-        self.short, self.long = (corpus.rows(tokenizer, seed, n, change) for n in (512, 1024))
+        self.device = device
+        self.drawn = corpus.batches(tokenizer, seed, tokens, change, factors)
 
-    def take(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (tokens, loss weights, document numbers), each [B, T + 1]."""
-        rows, length = (self.long, 1024) if step % 4 == 3 else (self.short, 512)
-        taken = [next(rows) for _ in range(self.tokens // length)]
-        parts = (torch.stack([torch.from_numpy(row[i]) for row in taken]) for i in range(3))
-        tokens, weights, documents = (part.to(self.device) for part in parts)
-        return tokens, weights, documents
+    def take(self) -> list[Part]:
+        """Return the parts of the next batch."""
+        made = []
+        for arrays in next(self.drawn):
+            tokens, weights, documents = (torch.from_numpy(a).to(self.device) for a in arrays)
+            made.append((tokens, weights, documents))
+        return made
+
+
+def learn(network: Network, parts: list[Part]) -> float:
+    """Add the gradients of a batch, a part at a time; return its loss."""
+    whole = sum(float(weights[:, 1:].sum()) for _, weights, _ in parts)
+    total = 0.0
+    for tokens, weights, documents in parts:
+        loss = network.loss(tokens, weights, documents) * (float(weights[:, 1:].sum()) / whole)
+        loss.backward()
+        total += float(loss.detach())
+    return total
 
 
 def shape_of(folder: Path) -> Shape:
@@ -106,7 +121,11 @@ def main(asked: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_file(str((asked.tokenizer or asked.start) / "tokenizer.json"))
     # A run that goes on must not see the same text again: the seed moves with the step.
     batches = Batches(
-        tokenizer, asked.seed * 1_000_003 + optimizer.steps, asked.batch, asked.device
+        tokenizer,
+        asked.seed * 1_000_003 + optimizer.steps,
+        asked.batch,
+        asked.device,
+        factors=json.loads(asked.factors),
     )
     count = sum(p.numel() for p in network.parameters())
     print(f"{count} parameters, from step {optimizer.steps} to {asked.steps}", flush=True)
@@ -121,13 +140,11 @@ def loop(
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     began, total, many = time.time(), 0.0, 0
     while optimizer.steps < asked.steps and not stop:
-        tokens, weights, documents = batches.take(optimizer.steps)
-        loss = network.loss(tokens, weights, documents)
-        loss.backward()
+        parts = batches.take()
+        total, many = total + learn(network, parts), many + 1
         optimizer.step(factor(optimizer.steps, asked.steps, asked.decay))
-        seen += int((documents >= 0).sum())
-        total, many = total + float(loss.detach()), many + 1
-        if optimizer.steps % 20 == 0:
+        seen += sum(int((documents >= 0).sum()) for _, _, documents in parts)
+        if optimizer.steps % 10 == 0:
             pace = many * asked.batch / (time.time() - began)
             rate = factor(optimizer.steps, asked.steps, asked.decay)
             print(
@@ -150,6 +167,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--from", dest="start", type=Path)
     parser.add_argument("--shape", default="{}", help="JSON: what differs from the default Shape")
+    parser.add_argument("--factors", default="{}", help="JSON: family to a factor of its share")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument(
         "--decay", type=float, default=0.3, help="share of the steps in which the rate falls"

@@ -23,6 +23,7 @@ COLORS = _LISTS["colors"]
 FOODS = _LISTS["foods"]
 ITEMS = _LISTS["items"]
 ANIMALS = _LISTS["animals"]
+HEROES = _LISTS["heroes"]  # of stories only
 PLACES = _LISTS["places"]
 VERBS = _LISTS["verbs"]
 ADJECTIVES = _LISTS["adjectives"]
