@@ -169,6 +169,8 @@ def test_keys_that_only_the_schema_knows_are_not_learnt():
         at += len(text)
     assert sure[answer.index("name")] == sure[told + 1] == sure[0] == 0
     assert sure[answer.index("Mira")] == sure[answer.index("3")] == sure[answer.index("]")] == 1
+    assert sure[answer.index(",")] < 0.5  # a schema forbids the end while a key is missing
+    assert sure[len(answer) - 1] == 1
     shown = schemas.pieces(made, keys=schemas.VALUE)
     assert {weight for _, weight in shown} == {schemas.VALUE}
 

@@ -1,7 +1,8 @@
 """JSON schemas of values, and objects as text in pieces, each with the weight that the loss gives it.
 
 A server that enforces a schema writes the keys itself, and the model does not see the schema: it is to learn the values after
-keys that are given, and not to begin an answer with a brace by itself.
+keys that are given, and not to begin an answer with a brace by itself. After a value the brace that ends the object counts more than
+a comma: a server forbids it while a key is missing, and a schema may allow other keys without end.
 """
 
 import json
@@ -10,7 +11,7 @@ from typing import Any
 from tools.tiny_model.scenes import Field
 
 Piece = tuple[str, float]  # text, weight in the loss
-GIVEN, SPACE, MARK, VALUE = 0.0, 0.2, 0.5, 1.0
+GIVEN, SPACE, COMMA, VALUE = 0.0, 0.2, 0.2, 1.0
 
 
 def schema_of(value: Any) -> dict[str, Any]:
@@ -45,10 +46,10 @@ def pieces(value: Any, tight: bool = False, keys: float = GIVEN) -> list[Piece]:
     if isinstance(value, dict):
         made: list[Piece] = []
         for number, (key, one) in enumerate(value.items()):
-            mark = [(",", max(MARK, keys)), (space, max(SPACE, keys))] if number else [("{", keys)]
+            mark = [(",", max(COMMA, keys)), (space, max(SPACE, keys))] if number else [("{", keys)]
             made += [*mark, (json.dumps(key, ensure_ascii=False) + ":", keys)]
             made += [(space, max(SPACE, keys)), *pieces(one, tight, keys)]
-        return [*made, ("}", max(MARK, keys))]
+        return [*made, ("}", VALUE)]
     if isinstance(value, list):
         made = [("[", keys)]
         for number, one in enumerate(value):
