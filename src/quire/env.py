@@ -84,6 +84,7 @@ VARIABLES: dict[str, Variable] = {
         # Variables that fill a configuration field, and a few others
         Variable("API_KEY", str, None, "API key of the server.", "api_key"),
         Variable("ATTENTION_BACKEND", str, None, "Attention backend.", "attention_backend"),
+        Variable("KV_KEY_FILE", str, None, "File with the key of the names of KV blocks.", "kv_key_file"),
         Variable("CPU_KVCACHE_SPACE", float, None, "Size of the KV cache in GiB.", "kv_cache_memory_bytes"),
         Variable("LOG_STATS_INTERVAL", float, None, "Seconds between statistics lines.", "log_stats_interval"),
         Variable("USE_V1", bool, True, "vLLM's choice between two engines.", no_effect="Quire has one engine"),

@@ -42,7 +42,7 @@ ORDER = [
     {"parallel"},
     {"ops"},
     {"platforms"},
-    {"kvcache", "processes", "embedded"},
+    {"kvcache", "kvstore", "processes", "embedded"},
     {"config"},
     {"protocol"},
     {"plugins"},
@@ -94,7 +94,7 @@ GLOBALS = {
 
 # Modules that must load without torch, and whose code never imports it, not even in a function.
 NEVER_TORCH = re.compile(
-    r"quire/(protocol|config|kvcache|scheduler|server|observe|processes)/"
+    r"quire/(protocol|config|kvcache|kvstore|scheduler|server|observe|processes)/"
     r"|quire/engine/(?!build\.py)|quire/worker/(build|memory_plan)\.py|quire/executor/(__init__|base|inline|process)\.py"
     r"|quire/models/(hf_config|registry|__init__)\.py|quire/platforms/detect\.py"
     r"|quire/(env|errors|logging|plugins)\.py|quire/features/\w+/(feature|gate)\.py"

@@ -12,7 +12,7 @@ from source_rules import SOURCE, source_files
 
 # More than source_rules.NEVER_TORCH: these may import torch in a function, but not when they load.
 TORCH_FREE = re.compile(
-    r"quire/(protocol|config|kvcache|scheduler|engine|server|observe|frontend|api|cli|compat)/"
+    r"quire/(protocol|config|kvcache|kvstore|scheduler|engine|server|observe|frontend|api|cli|compat)/"
     r"|quire/executor/(__init__|base|inline|process)\.py|quire/models/(hf_config|registry|__init__)\.py"
     r"|quire/platforms/detect\.py|quire/worker/(build|memory_plan)\.py"
     r"|quire/(__init__|env|errors|logging|plugins|forward_context)\.py"

@@ -112,7 +112,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "sharing leaves a block free": (POOL, "BlockPool.share", "del self.free[ANY]", ""),
     "the hash ignores the adapter": (HASHING, "Hasher.root", "adapter is None", "True"),
     "the hash ignores the salt": (
-        HASHING, "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.element_format}:{named}"',
+        HASHING, "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.identity}:{named}"',
     ),
     "the hash ignores the parent": (HASHING, "Hasher.extend", "hashes[-1] if hashes else root", "root"),
     "a state is not cleared": (STATES, "StateHook.enter", "self.states.clear(ANY)", "pass"),

@@ -187,7 +187,7 @@ def engine(path: str, depth: int | None = None, **keywords: Any) -> Iterator[Eng
     if depth is not None:
         resolved = replace(resolved, depth=depth)
     core, ready = build.build_core(resolved)
-    client = InlineClient(core, resolved, ready, core.executor.close)
+    client = InlineClient(core, resolved, ready, core.close)
     try:
         yield Engine(client)
     finally:

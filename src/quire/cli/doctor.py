@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from quire.cli.doctor_checks import DoctorFinding, findings, remote_tensors
+from quire.cli.doctor_kept import kept_blocks
 from quire.cli.doctor_speed import memory_bandwidth, tokens_per_second
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import EngineConfig, Resolved
@@ -161,6 +162,8 @@ def text_of(report: DoctorReport) -> str:
         parts.append("What fits\n" + table(_fits(report.plan)))
     if report.resolved is not None and report.plan is not None and report.would_start:
         parts += _speed(report.resolved, report.plan)
+    if report.resolved is not None and report.plan is not None:
+        parts += kept_blocks(report.resolved, report.plan)
     for level, title in (("error", "Errors"), ("warning", "Warnings"), ("note", "Notes")):
         said = list(dict.fromkeys(f.text for f in report.findings if f.level == level))
         if said:

@@ -24,6 +24,7 @@ COMMANDS = {
         "describe this machine and installation for a bug report",
     ),
     "completion": ("quire.cli.completion", "print a completion script for bash, zsh or fish"),
+    "kv": ("quire.cli.kv", "list, verify or delete the KV blocks in a folder (--kv-disk-dir)"),
     "replay": ("quire.cli.replay", "run the last steps of a crashed engine again"),
     "version": ("", "print the version"),
 }

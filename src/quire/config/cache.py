@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.config.number_types import Amount, AtLeast0, AtLeast1, Fraction
+from quire.config.number_types import Amount, AtLeast0, AtLeast1, Fraction, Positive
 
 KV_DTYPES = {
     "float32": "float32",
@@ -49,6 +49,14 @@ class CacheConfig:
         "blake2b", "builtin", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"
     ] = "blake2b"
     """The keyed hash by which blocks are found: blake2b, or sha256 (HMAC-SHA-256). The other names of vLLM mean one of these two: sha256_cbor is sha256; builtin, xxhash and xxhash_cbor are blake2b."""
+    kv_disk_dir: str | None = None
+    """Folder for KV blocks of prompts: a restarted server, or another one, finds them there (docs: kv-cache.md). It holds what users wrote: keep it closed."""
+    kv_disk_size: Positive = 20
+    """GiB of kv_disk_dir, over all models; the least recently used blocks are deleted."""
+    kv_disk_write: Literal["auto", "second-use", "always"] = "auto"
+    """Which blocks are written to kv_disk_dir: auto (all, but in 24 hours at most kv_disk_size of blocks that only one request has used), second-use (those that a second request uses) or always (all)."""
+    kv_key_file: str | None = None
+    """File with 32 random bytes that key the names of KV blocks, so that processes agree on them (`quire kv key FILE` makes one); unset: a key in kv_disk_dir, or of the process."""
     swap_space: Amount = 0
     """GiB of host memory for preempted requests (accepted without effect: preempted requests are recomputed)."""
     cpu_offload_gb: Amount = 0

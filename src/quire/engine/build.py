@@ -28,6 +28,7 @@ from quire.engine.enabled_features import enabled_features
 from quire.engine.engine_launcher import start_engines
 from quire.engine.feature import EngineParts, Feature
 from quire.engine.flight_recorder import FlightRecorder
+from quire.engine.kv_identity import digest_of, kv_facts
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.kvcache.block_hash import Hasher
@@ -35,6 +36,7 @@ from quire.kvcache.block_metrics import ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
+from quire.kvstore.key_file import name_key
 from quire.observe.buckets import buckets, checked
 from quire.observe.inspector import Inspector
 from quire.observe.metric_table import ITERATION
@@ -85,7 +87,7 @@ def make_client(
         return client
     env.limit_spins()
     core, ready = build_core(resolved, report)
-    return InlineClient(core, resolved, ready, shut=core.executor.close)
+    return InlineClient(core, resolved, ready, shut=core.close)
 
 
 # -- the engine -----------------------------------------------------------------------------------
@@ -183,7 +185,8 @@ def build_scheduler(
         caching=resolved.prefix_caching and info.prefix_caching,
         hasher=Hasher(
             resolved.block_size,
-            element_format=resolved.kv_dtype,
+            name_key(resolved.config.cache.kv_key_file, resolved.config.cache.kv_disk_dir),
+            identity=digest_of(kv_facts(resolved, info)),
             algorithm=resolved.config.cache.hash_algorithm,
         ),
     )

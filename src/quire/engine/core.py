@@ -111,6 +111,16 @@ class EngineCore:
             return []
         return self._commit()
 
+    def close(self) -> None:
+        """End the engine and its workers. May be called twice."""
+        listeners, self.listeners = self.listeners, []
+        for listener in listeners:
+            try:
+                listener.on_close()
+            except Exception:
+                log.exception("%s failed at the end of the engine", type(listener).__name__)
+        self.executor.close()
+
     def settle(self) -> None:
         """Commit all steps in flight and launch none: for a function that needs an idle device.
 

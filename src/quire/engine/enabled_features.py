@@ -18,6 +18,7 @@ ALL = (
     "quire.features.data_parallel_experts.feature:DataParallelExpertsFeature",
     "quire.features.expert_balance.feature:ExpertBalanceFeature",
     "quire.features.fair_share.feature:FairShareFeature",
+    "quire.features.kv_tiers.feature:KVTiersFeature",
     "quire.features.lora.feature:LoraFeature",
     "quire.features.media.feature:MediaFeature",
     "quire.features.pipeline.feature:PipelineFeature",

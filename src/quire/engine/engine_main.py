@@ -191,7 +191,7 @@ def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     try:
         loop(core, sockets, watchdog)
     finally:
-        core.executor.close()
+        core.close()
         sockets.close()
 
 

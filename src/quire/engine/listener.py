@@ -28,3 +28,6 @@ class EngineListener:
 
     def on_cache_reset(self) -> None:
         """The prefix cache forgot the blocks that no request uses."""
+
+    def on_close(self) -> None:
+        """The engine ends: it runs no more requests. Its workers still run, unless they have failed."""

@@ -1,8 +1,9 @@
 """Hasher: the hash of a block's content, which covers everything that determines its KV.
 
 hash(block) = H_key(hash(parent block), tokens, media that overlap the block); the first block's parent is
-H_key(element format, salt, adapter). H is blake2b or HMAC-SHA-256, keyed with a secret that is drawn at process start,
-so that a client cannot construct a collision or guess what other clients have in the cache.
+H_key(identity, salt, adapter). H is blake2b or HMAC-SHA-256, keyed with a secret that is drawn at process start,
+so that a client cannot construct a collision or guess what other clients have in the cache; or with the key of a file
+(kvstore/key_file.py), so that a later process, or another one, gives equal content the same name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DIGEST_BYTES = 16
 class Hasher:
     """Block hashes with one secret. Two processes that must agree share the secret.
 
-    element_format: the format of the cached elements. Blocks of different formats never have equal hashes.
+    identity: of everything else that determines the content. Blocks of different identities never have equal hashes.
     algorithm: sha256 takes 2.5 times as long for a block of 16 tokens, and gives all of its 32 bytes.
     """
 
@@ -31,18 +32,18 @@ class Hasher:
         self,
         block_size: int,
         secret: bytes | None = None,
-        element_format: str = "",
+        identity: str = "",
         algorithm: Literal["blake2b", "sha256"] = "blake2b",
     ):
         self.block_size = block_size
         self.secret = secret or secrets.token_bytes(32)
-        self.element_format = element_format
+        self.identity = identity
         self.algorithm = algorithm
 
     def root(self, salt: str, adapter: str | None) -> bytes:
         """The parent hash of a first block. Requests with different salts or adapters never share blocks."""
         named = "" if adapter is None else "adapter:" + adapter
-        return self._digest(f"{self.element_format}:{len(salt)}:{salt}{named}".encode())
+        return self._digest(f"{self.identity}:{len(salt)}:{salt}{named}".encode())
 
     def extend(
         self, hashes: list[bytes], root: bytes, tokens: list[int], media: Sequence[MediaItem] = ()

@@ -49,6 +49,11 @@ def hit_rate(stats: EngineStats) -> float:
     return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
 
 
+def external_hits(stats: EngineStats) -> float:
+    """Prompt tokens whose KV was kept outside the KV cache."""
+    return stats.counts.get("external_prefix_cache_hits", 0.0)
+
+
 SNAPSHOTS: tuple[SnapshotMetric, ...] = (
     SnapshotMetric("vllm:num_requests_running", "gauge", "Running requests.", lambda s: s.running),
     SnapshotMetric("vllm:num_requests_waiting", "gauge", "Waiting requests.", lambda s: s.waiting),
@@ -65,14 +70,14 @@ SNAPSHOTS: tuple[SnapshotMetric, ...] = (
         "vllm:prompt_tokens_by_source", "counter", "Prompt tokens, by the source of their KV.",
         lambda s: {
             "local_compute": max(0, s.prompt_tokens - s.prefix_hits),
-            "local_cache_hit": s.prefix_hits,
-            "external_kv_transfer": 0,
+            "local_cache_hit": s.prefix_hits - external_hits(s),
+            "external_kv_transfer": external_hits(s),
         },
         label="source",
     ),
     SnapshotMetric("vllm:prompt_tokens_cached", "counter", "Prompt tokens that were not computed.", lambda s: s.prefix_hits),
     SnapshotMetric("vllm:prompt_tokens_cached_by_source", "counter", "Prompt tokens that were not computed, by the source of their KV.",
-             lambda s: {"device": s.prefix_hits}, label="source"),
+             lambda s: {"device": s.prefix_hits - external_hits(s), "disk": external_hits(s)}, label="source"),
     SnapshotMetric("vllm:generation_tokens", "counter", "Tokens generated.", lambda s: s.generation_tokens),
     SnapshotMetric("vllm:request_success", "counter", "Finished requests, by finish reason.", finished, label="finished_reason"),
     SnapshotMetric("vllm:engine_sleep_state", "gauge", "1 for the engine's current state.",
@@ -115,7 +120,12 @@ ENGINE_HISTOGRAMS: dict[str, ObservedMetric] = {
 """Histograms that the engine fills, by their names in EngineStats.histograms."""
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
-COUNT_LABELS: dict[str, str] = {PER_POSITION: "position"}
+COUNT_LABELS: dict[str, str] = {
+    PER_POSITION: "position",
+    "kv_load_bytes": "tier",
+    "kv_store_bytes": "tier",
+    "kv_load_failures": "reason",
+}
 COUNTS: dict[str, tuple[str, str]] = {
     "flops": ("vllm:estimated_flops_per_gpu", "Floating-point operations of all steps, estimated."),
     "read_bytes": ("vllm:estimated_read_bytes_per_gpu", "Bytes of weights and KV that steps read, estimated."),
@@ -131,6 +141,12 @@ COUNTS: dict[str, tuple[str, str]] = {
     "encoder_passes": ("quire:encoder_passes", "Pictures that the vision tower encoded."),
     "encoder_rows": ("quire:encoder_rows", "Tokens of these pictures."),
     "requests_resumed": ("quire:requests_resumed", "Requests that went on in this engine after another process died while they ran."),
+    "external_prefix_cache_queries": ("vllm:external_prefix_cache_queries", "Prompt tokens whose KV blocks a tier was asked to load."),
+    "external_prefix_cache_hits": ("vllm:external_prefix_cache_hits", "Of these, tokens whose blocks were loaded."),
+    "kv_load_bytes": ("vllm:kv_offload_load_bytes", "Bytes of KV blocks read from a tier."),
+    "kv_store_bytes": ("vllm:kv_offload_store_bytes", "Bytes of KV blocks written to a tier."),
+    "kv_stores_skipped": ("vllm:kv_offload_stores_skipped", "KV blocks that should have been written to a tier, and were dropped."),
+    "kv_load_failures": ("quire:kv_tier_load_failures", "Loads of a prompt that ended before their last block, by reason."),
     "recorder_stops": ("quire:flight_recorder_stops", "1: the flight recorder has stopped after a write error."),
 }  # fmt: skip
 """Counters that the engine computes at each scrape, by their names in EngineStats.counts."""

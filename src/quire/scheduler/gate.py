@@ -113,12 +113,21 @@ class Gate:
     def extra(self, plan: StepPlan) -> bytes | None:
         """Data for the worker's hook of the same name, as plan.extras[name].
 
-        While blocks are loaded or held back, a plan without work is sent too if a gate has data for it.
+        While blocks are loaded or held back, or a gate `wants_plan`, a plan without work is sent too if a gate has data for it.
         """
         return None
+
+    def wants_plan(self) -> bool:
+        """Has it, or will it soon have, data that should not wait for the next request? The scheduler plans at least every
+        0.2 s (`LOOK_AGAIN_S`) while it has."""
+        return False
 
     def learn(self, extra: bytes) -> None:
         """Data from the worker's hook of the same name."""
 
     def annotate(self, outputs: list[EngineOutput]) -> None:
         """The outputs of a step, after `learn` of its data: a gate may add to their `details`."""
+
+
+def any_wants_plan(gates: Sequence[Gate]) -> bool:
+    return any(gate.wants_plan() for gate in gates)

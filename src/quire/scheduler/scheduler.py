@@ -32,7 +32,7 @@ from quire.protocol.output import FINISHES, EngineOutput, ErrorKind, FinishReaso
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
 from quire.scheduler.counters import SchedulerCounters
-from quire.scheduler.gate import Gate
+from quire.scheduler.gate import Gate, any_wants_plan
 from quire.scheduler.held_blocks import HeldBlocks, Load
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.output import output_of
@@ -141,7 +141,7 @@ class Scheduler:
             self.kv.publish(request)
         if not builder.preempted:
             self._admit(builder)
-        if not (builder.work or self.held_blocks):
+        if not (builder.work or self.held_blocks or any_wants_plan(self.gates)):
             return None
         plan = builder.finish(self.steps + 1, self.freed_rows)
         for gate in self.gates:
@@ -400,8 +400,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is left, or blocks that a gate holds back."""
-        return bool(self.requests or self.held_blocks)
+        """Whether a request is left, blocks that a gate holds back, or data of a gate."""
+        return bool(self.requests or self.held_blocks or any_wants_plan(self.gates))
 
     def check(self) -> None:
         """When no request is left, every row must be free, and every block that no gate holds back.

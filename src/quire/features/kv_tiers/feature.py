@@ -1,0 +1,208 @@
+"""KVTiersFeature: KV blocks are kept outside the KV cache, by their names, and loaded for later requests.
+
+A folder keeps them (`kvstore/disk.py`). Knows the configuration and which parts there are; `gate.py` says how they work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.config.engine import Resolved
+from quire.engine.feature import EngineParts, Feature
+from quire.engine.kv_identity import digest_of, kv_facts
+from quire.errors import QuireError
+from quire.features.kv_tiers.copies import NAME, RankBlocks
+from quire.features.kv_tiers.gate import KVTierGate
+from quire.features.kv_tiers.rates import FEWEST_TOKENS, TierRates
+from quire.features.kv_tiers.transfers import Transfers
+from quire.features.kv_tiers.weights_digest import weights_digest
+from quire.kvstore.disk import REFRESH_S, DiskStore
+from quire.kvstore.record import record_size
+from quire.kvstore.staging import MOST_RANKS, Staging
+from quire.logging import get_logger
+from quire.parallel.layout import RankLayout
+from quire.worker.memory_plan import GIB, MemoryLine, size
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+    from quire.worker.build import WorkerParts
+
+log = get_logger(__name__)
+
+STAGING_BYTES = 128 << 20
+FEWEST_SLOTS = 4
+FLUSH_S = 5.0
+COUNTERS = (
+    "external_prefix_cache_queries", "external_prefix_cache_hits", "kv_stores_skipped",
+    "kv_load_bytes:disk", "kv_store_bytes:disk",
+)  # fmt: skip
+
+
+class KVTiersFeature(Feature):
+    """On if there is a folder for blocks, and blocks are shared."""
+
+    name = NAME
+    order = 80
+
+    def __init__(self, resolved: Resolved):
+        super().__init__(resolved)
+        self.gate: KVTierGate | None = None
+        self.core: EngineCore | None = None
+        self.weights = ""
+        self.rates, self.has_ended = TierRates(), threading.Event()
+
+    @classmethod
+    def enabled(cls, resolved: Resolved) -> bool:
+        return resolved.config.cache.kv_disk_dir is not None and resolved.prefix_caching
+
+    def memory(self, layout: RankLayout, stage: int) -> Sequence[MemoryLine]:
+        return (
+            MemoryLine("buffers of kept KV blocks", STAGING_BYTES // layout.size, where="host"),
+        )
+
+    # -- the worker -------------------------------------------------------------------------------
+    def plug_into_worker(self, parts: WorkerParts) -> None:
+        from quire.features.kv_tiers.hook import KVTierHook
+
+        hook = KVTierHook(parts.models)
+        parts.hooks.append(hook)
+        parts.functions |= {"kv_tier_blocks": hook.describe, "kv_tier_attach": hook.attach}
+
+    # -- the engine -------------------------------------------------------------------------------
+    def plug_into_engine(self, engine: EngineParts) -> None:
+        core = engine.core
+        ranks = msgspec.convert(core.executor.call("kv_tier_blocks"), list[RankBlocks])
+        if refusal := self._refusal(engine, ranks):
+            log.warning("kv_disk_dir has no effect: %s", refusal)
+            return
+        num_groups = len(core.scheduler.kv.groups)
+        staging, group_bytes = attach_staging(core, ranks, num_groups)
+        facts = kv_facts(self.resolved, engine.info) | {
+            "attention of layers": ",".join(
+                sorted({name for one in ranks for name in one.backends})
+            ),
+            "ranks": str([one.group_bytes for one in ranks]),
+        }
+        cache = self.resolved.config.cache
+        root = Path(str(cache.kv_disk_dir)).expanduser()
+        store = DiskStore(root, partial(self._identify, root, facts), int(cache.kv_disk_size * GIB))
+        counts = core.counts
+        transfers = Transfers(store, staging, engine.wake, counts)
+        self.gate, self.core = KVTierGate(
+            core.scheduler, transfers, group_bytes, self.rates,
+            policy=cache.kv_disk_write,
+            may_save=lambda: store.written_today < store.limit,
+            exact=engine.info.model_impl == "native" and all(one.exact for one in ranks),
+            counts=counts,
+        ), core  # fmt: skip
+        engine.gates.append(self.gate)
+        engine.counters += COUNTERS
+        core.scheduler.kv.pool.listeners.append(self.gate)
+        core.observers.add(self.rates)
+        threading.Thread(target=self._open, args=(store, transfers), name="kv-open", daemon=True).start()  # fmt: skip
+
+    def _refusal(self, engine: EngineParts, ranks: Sequence[RankBlocks]) -> str:
+        """Why blocks of this engine cannot be kept; "": they can."""
+        parallel = self.resolved.config.parallel
+        if engine.info.state_bytes:
+            return "recurrent states are not kept, and this model cannot continue without them"
+        if not (engine.info.prefix_caching and any(sum(one.group_bytes) for one in ranks)):
+            return "this model has no prefix cache"
+        if len(parallel.nodes_of_engine) > 1 or self.resolved.executor == "external_launcher":
+            return "the ranks of an engine must be processes of one machine"
+        if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+            return "ranks that divide the context keep other blocks each"
+        if len(ranks) > MOST_RANKS:
+            return f"an engine has more than {MOST_RANKS} ranks"
+        return next((one.refusal for one in ranks if one.refusal), "")
+
+    def _identify(self, root: Path, facts: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+        self.weights = self._weights_digest(root)
+        whole = {"model": self.resolved.path, **facts, "weights": self.weights}
+        return bytes.fromhex(digest_of({**whole, "model": ""})), whole
+
+    def _weights_digest(self, root: Path) -> str:
+        specs = [self.resolved.spec]
+        if (draft := self.resolved.draft_spec) is not None:
+            specs.append(draft)
+        return " ".join(weights_digest(one.path, one.load.load_format, root) for one in specs)
+
+    def _open(self, store: DiskStore, transfers: Transfers) -> None:
+        began = time.monotonic()
+        try:
+            rate = store.open()
+        except Exception as why:  # a checkpoint that is replaced now, for example
+            store.turn_off(why)
+            return
+        if not store.is_open or self.gate is None:
+            return
+        transfers.read_rate = rate
+        token_bytes = sum(self.gate.group_bytes) / self.resolved.block_size
+        log.info(
+            "kept KV blocks: %d in %s (%.1f s); reads at %s per second give %.0f tokens per second (%s per token); prompts"
+            " are loaded from %d tokens on, if that is faster than computing them, which is measured (%s)",
+            len(store.index), store.folder, time.monotonic() - began, size(int(rate)), rate / token_bytes,
+            size(int(token_bytes)), FEWEST_TOKENS, self._computing(),
+        )  # fmt: skip
+        while not self.has_ended.wait(REFRESH_S):
+            store.refresh()
+
+    def _computing(self) -> str:
+        rate = self.rates.tokens_per_second
+        return f"{rate:.0f} tokens per second so far" if rate else "no prompt so far"
+
+    # -- what happens to the engine ---------------------------------------------------------------
+    def on_cache_reset(self) -> None:
+        if self.gate is not None:
+            self.gate.forget_unsaved()
+
+    def on_sleep(self, level: int) -> None:
+        self.on_cache_reset()
+
+    def on_wake_up(self, parts: Sequence[str]) -> None:
+        """Weights that were replaced meanwhile have other keys and values."""
+        if self.gate is None or "weights" not in parts or not self.gate.store.is_open:
+            return
+        root = Path(str(self.resolved.config.cache.kv_disk_dir)).expanduser()
+        if self._weights_digest(root) != self.weights:
+            self.gate.store.turn_off(QuireError("the weights were replaced; restart the server to keep blocks of the new ones"))  # fmt: skip
+
+    def on_close(self) -> None:
+        gate, core = self.gate, self.core
+        if gate is None or core is None:
+            return
+        end = time.monotonic() + FLUSH_S
+        while gate.wants_plan() and not (core.scheduler.has_requests or core.broken):
+            if time.monotonic() > end or not gate.store.is_open:
+                break
+            core.step()
+            time.sleep(0.001)
+        self.has_ended.set()
+        gate.transfers.close()
+
+    # -- the frontend -----------------------------------------------------------------------------
+    def usage(self, answer: Any | None) -> dict[str, Any]:
+        return {"cached_tokens_by_tier": answer} if answer else {}
+
+
+def attach_staging(
+    core: EngineCore, ranks: Sequence[RankBlocks], num_groups: int
+) -> tuple[Staging, list[int]]:
+    """The memory that all ranks copy blocks to and from, and the bytes of a block, by KV group."""
+    padded = [one.group_bytes + [0] * (num_groups - len(one.group_bytes)) for one in ranks]
+    group_bytes = [sum(column) for column in zip(*padded, strict=True)]
+    slot_bytes = record_size(max(group_bytes))
+    staging = Staging(slot_bytes, max(STAGING_BYTES // slot_bytes, FEWEST_SLOTS), len(ranks))
+    places = {
+        one.id: (rank, [sum(other[g] for other in padded[:rank]) for g in range(num_groups)])
+        for rank, one in enumerate(ranks)
+    }
+    core.executor.call("kv_tier_attach", staging.path, places, slot_bytes)
+    return staging, group_bytes

@@ -1,0 +1,371 @@
+"""KVTierGate: loads kept blocks for waiting requests, and saves blocks that requests have computed.
+
+Knows requests, blocks and steps. Does not know files or tensors: `transfers.py` moves records between a store and slots of host
+memory, `hook.py` moves slots from and to blocks.
+
+    load    names after the cached prefix -> threads read records into slots, and check them -> the request owns the blocks, the
+            hook copies -> the request gets its row. A record that is missing, late or wrong ends the load there: the rest is
+            computed.
+    save    a step that wrote the block is committed -> the hook copies it to a slot, before the next step -> all ranks have
+            done so -> a thread writes the slot. A block that is taken for other content before is copied by the plan that
+            takes it; if there is no slot, it is not kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from quire.features.kv_tiers.copies import NAME, BlockCopies
+from quire.features.kv_tiers.rates import TierRates
+from quire.features.kv_tiers.transfers import BlockRead, Transfers
+from quire.kvcache.block_pool import NULL_BLOCK
+from quire.kvstore.disk import Key
+from quire.protocol.output import EngineOutput
+from quire.protocol.plan import StepPlan
+from quire.scheduler.gate import Gate
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler
+
+MOST_PENDING = 65_536
+"""Blocks that wait to be saved; more are not kept."""
+SAVE_S = 0.002
+"""How long a step may copy blocks that are saved, but for those that it overwrites ..."""
+SAVE_SHARE = 0.03
+"""... and, if it computes much of a prompt, this share of its time."""
+COPY_RATE = 2e9
+"""Bytes per second of a copy in memory, as one thread reaches at least."""
+ALL = 1 << 62
+
+Policy = Literal["auto", "second-use", "always"]
+
+
+@dataclass(eq=False)
+class TierLoad:
+    """A request's blocks that are being loaded, in the order of the read's keys."""
+
+    blocks: list[int]
+    num_tokens: int
+    deadline: float
+    read: BlockRead
+
+
+class LoadCopy(NamedTuple):
+    """One copy from a slot to a block of a request."""
+
+    slot: int
+    key: Key
+    block: int
+    request: Request
+
+
+@dataclass(slots=True)
+class SentCopies:
+    """The copies of one plan. `saves`: slot, key."""
+
+    saves: list[tuple[int, Key]] = field(default_factory=list)
+    loads: list[LoadCopy] = field(default_factory=list)
+    has_failed: bool = False
+
+
+class KVTierGate(Gate):
+    """Plug it into the scheduler, and into its block pool as a listener.
+
+    Args:
+        group_bytes: of a block, by KV group, over all ranks.
+        policy: which blocks are saved.
+        may_save: whether the store takes a block now that only one request has used.
+        exact: whether generated tokens have the same keys and values as in a prompt; if not, only prompts are kept.
+    """
+
+    name = NAME
+    order = 29
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        transfers: Transfers,
+        group_bytes: Sequence[int],
+        rates: TierRates,
+        *,
+        policy: Policy,
+        may_save: Callable[[], bool],
+        exact: bool,
+        counts: dict[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.scheduler, self.kv, self.transfers = scheduler, scheduler.kv, transfers
+        self.store, self.staging = transfers.store, transfers.staging
+        self.group_bytes, self.rates, self.clock = group_bytes, rates, clock
+        self.policy, self.may_save, self.exact, self.counts = policy, may_save, exact, counts
+        self.loads: dict[Request, TierLoad] = {}
+        self.loaded_tokens: dict[str, int] = {}  # by request id, until its first output
+        self.most_blocks: dict[Request, int] = {}  # after a load that failed
+        self.running: dict[Request, int] = {}  # how many leading blocks of each were considered
+        self.unsaved: OrderedDict[Key, tuple[int, int]] = OrderedDict()  # block, step that wrote it
+        self.leaving: list[tuple[Key, int]] = []  # taken for other content in the next plan
+        self.generated: set[Key] = (
+            set()
+        )  # blocks in the cache with tokens that a step drew, if these are not kept
+        self.to_load: list[LoadCopy] = []
+        self.sent: dict[int, SentCopies] = {}  # by step
+
+    # -- loads ------------------------------------------------------------------------------------
+    def can_load(self, request: Request, start: int) -> int:
+        size = self.kv.block_size
+        first = start // size
+        most = min(
+            (len(request.tokens) - 1) // size,
+            len(request.hashes),
+            self.most_blocks.get(request, ALL),
+        )
+        if not self.store.is_open or most <= first:
+            return 0
+        end = self._last_complete(request, first, most)
+        num_tokens = (end - first) * size
+        return num_tokens if self._is_worth_it(request, first, num_tokens) else 0
+
+    def _last_complete(self, request: Request, first: int, most: int) -> int:
+        """The end of the longest run of blocks after the first `first` that the store has whatever is needed of."""
+        end = first
+        while end < most and all(
+            (group, request.hashes[end]) in self.store for group in self.kv.unbounded
+        ):
+            end += 1
+        while end > first:
+            gaps = [self._last_gap(request, group, first, end) for group, _ in self.kv.windows]
+            if (gap := min((gap for gap in gaps if gap >= 0), default=-1)) < 0:
+                break
+            end = gap
+        return end
+
+    def _last_gap(self, request: Request, group: int, first: int, end: int) -> int:
+        """The last missing block of a group with a window that the token after `end` blocks needs; -1: none is missing."""
+        spec, size = dict(self.kv.windows)[group], self.kv.block_size
+        for index in range(end - 1, max(first, spec.first_needed(end * size) // size) - 1, -1):
+            if (group, request.hashes[index]) not in self.store:
+                return index
+        return -1
+
+    def _is_worth_it(self, request: Request, first: int, num_tokens: int) -> bool:
+        num_bytes = num_tokens // self.kv.block_size * sum(self.group_bytes)
+        return self.rates.loads_faster(num_tokens, num_bytes, self.transfers.read_rate)
+
+    def load(self, request: Request, start: int, num_tokens: int) -> None:
+        size = self.kv.block_size
+        found = [
+            (group, column[index], request.hashes[index])
+            for index in range(start // size, (start + num_tokens) // size)
+            for group, column in enumerate(request.blocks)
+            if column[index] != NULL_BLOCK
+        ]
+        keys = [((group, hash), self.group_bytes[group]) for group, _, hash in found]
+        self._count("external_prefix_cache_queries", num_tokens)
+        seconds = self.rates.most_seconds(sum(n for _, n in keys), self.transfers.read_rate)
+        read = self.transfers.read(keys)
+        blocks = [block for _, block, _ in found]
+        self.loads[request] = TierLoad(blocks, num_tokens, self.clock() + seconds, read)
+
+    def loaded(self, request: Request) -> bool | None:
+        load = self.loads[request]
+        if load.read.is_complete:
+            return True
+        if (bad := load.read.first_bad) < len(load.read.keys):
+            self._count("kv_load_failures:" + load.read.reason, 1)
+            hash = load.read.keys[bad][0][1]
+            self.most_blocks[request] = request.hashes.index(hash)
+            return False
+        if self.clock() > load.deadline:
+            self._count("kv_load_failures:late", 1)
+            self.most_blocks[request] = 0
+            return False
+        return None
+
+    def enter(self, request: Request) -> None:
+        self.running[request] = 0
+        if (load := self.loads.pop(request, None)) is not None:
+            self.to_load += self._arrived(request, load)
+            if not request.preemptions:
+                self.loaded_tokens[request.id] = load.num_tokens
+            self._count("external_prefix_cache_hits", load.num_tokens)
+        num_found = request.num_computed_tokens // self.kv.block_size
+        self._consider(request, num_found, self.scheduler.steps + 1, is_reused=True)
+
+    def release(self, request: Request) -> bool:
+        if (load := self.loads.pop(request, None)) is not None:
+            self.transfers.cancel(load.read)
+        return True
+
+    def revoke(self, request: Request) -> None:
+        self.release(request)
+
+    def gave_up(self, request: Request) -> None:
+        self.most_blocks.pop(request, None)
+
+    def leave(self, request: Request) -> None:
+        self._consider_published(request, self.scheduler.steps)
+        self.running.pop(request, None)
+        self.most_blocks.pop(request, None)
+        if request.finish in ("abort", "error"):
+            self.loaded_tokens.pop(request.id, None)
+
+    def _arrived(self, request: Request, load: TierLoad) -> list[LoadCopy]:
+        """What can be copied now."""
+        found = []
+        while load.read.arrived:
+            place, slot = load.read.arrived.popleft()
+            found.append(LoadCopy(slot, load.read.keys[place][0], load.blocks[place], request))
+        return found
+
+    # -- saves ------------------------------------------------------------------------------------
+    def _consider_published(self, request: Request, step: int) -> None:
+        """Save what the request has published, which the steps up to this one write."""
+        num_blocks, of_prompt = (
+            request.num_published_blocks,
+            request.num_prompt // self.kv.block_size,
+        )
+        if not self.exact and num_blocks > of_prompt:
+            for index in range(of_prompt, num_blocks):
+                self.generated.update(
+                    (g, request.hashes[index]) for g in range(len(request.blocks))
+                )
+        if num_blocks > self.running.get(request, ALL):
+            self._consider(request, num_blocks, step, is_reused=False)
+
+    def _consider(self, request: Request, num_blocks: int, step: int, *, is_reused: bool) -> None:
+        """Save the request's blocks up to this one, as far as the policy keeps them and the store lacks them."""
+        start, self.running[request] = self.running[request], num_blocks
+        if not is_reused and not self._keeps_first_use():
+            return
+        for index in range(start, num_blocks):
+            for group, column in enumerate(request.blocks):
+                block, key = column[index], (group, request.hashes[index])
+                if block == NULL_BLOCK or key in self.unsaved or key in self.store:
+                    continue
+                if key not in self.generated:
+                    self.unsaved[key] = block, step
+        while len(self.unsaved) > MOST_PENDING:
+            self.unsaved.popitem(last=False)
+            self._count("kv_stores_skipped", 1)
+
+    def _keeps_first_use(self) -> bool:
+        return self.policy == "always" or (self.policy == "auto" and self.may_save())
+
+    def on_publish(self, group: int, block: int, hash: bytes) -> None:
+        """Nothing: requests are asked what they have published (`_consider_published`)."""
+
+    def on_forget(self, group: int, block: int, hash: bytes) -> None:
+        """A block that is taken for other content is copied by the plan that takes it, at the latest."""
+        key, pool = (group, hash), self.kv.pool
+        self.generated.discard(key)
+        if self.unsaved.get(key, (NULL_BLOCK, 0))[0] != block:
+            return
+        _, step = self.unsaved.pop(key)
+        is_taken = pool.refs[block] == 0 and block not in pool.free
+        if is_taken and self._is_committed(step):
+            self.leaving.append((key, block))
+        else:
+            self._count("kv_stores_skipped", 1)
+
+    def _is_committed(self, step: int) -> bool:
+        scheduler = self.scheduler
+        return step <= scheduler.steps and step < min(scheduler.in_flight, default=ALL)
+
+    def _choose_saves(self, num_tokens: int) -> list[tuple[Key, int]]:
+        """Which blocks this plan copies to slots: those that it overwrites first, then the oldest."""
+        chosen, self.leaving = self.leaving, []
+        limit = len(chosen) + self._num_saves(num_tokens)
+        for key, (block, step) in list(itertools.islice(self.unsaved.items(), limit)):
+            if len(chosen) >= limit or not self._is_committed(step):
+                break
+            del self.unsaved[key]
+            if self.kv.pool.hash_of.get(block) == key:
+                chosen.append((key, block))
+        return chosen
+
+    def _num_saves(self, num_tokens: int) -> int:
+        """How many blocks a step with this many tokens may copy. Half of the slots are for loads."""
+        room = self.staging.num_free - self.staging.num_slots // 2
+        if num_tokens:
+            seconds = max(SAVE_S, SAVE_SHARE * self.rates.step_seconds(num_tokens))
+            room = min(room, max(1, int(seconds * COPY_RATE / max(self.group_bytes))))
+        return max(room, 0)
+
+    # -- plans ------------------------------------------------------------------------------------
+    def begin(self, running: Sequence[Request]) -> None:
+        self._finish_copies()
+
+    def wants_plan(self) -> bool:
+        return bool(self.unsaved or self.leaving or self.sent)
+
+    def extra(self, plan: StepPlan) -> bytes | None:
+        for request, num_considered in self.running.items():
+            if request.num_published_blocks > num_considered:
+                self._consider_published(request, plan.step)
+        if self.store.why_off:
+            self.forget_unsaved()
+        sent = SentCopies(loads=self.to_load)
+        self.to_load = []
+        for request, load in self.loads.items():
+            sent.loads += self._arrived(request, load)
+        copies = BlockCopies(loads=[(one.slot, one.key[0], one.block) for one in sent.loads])
+        num_tokens = sum(item.num_tokens for item in plan.work)
+        for key, block in self._choose_saves(num_tokens) if self.store.is_open else ():
+            if (slot := self.staging.take()) is None:
+                self._count("kv_stores_skipped", 1)
+                continue
+            sent.saves.append((slot, key))
+            copies.saves.append((slot, key[0], block))
+        if not (sent.saves or sent.loads):
+            return None
+        self.sent[plan.step] = sent
+        return msgspec.msgpack.encode(copies)
+
+    def _finish_copies(self) -> None:
+        """Take back the slots of copies that all ranks have run, and write those that were filled."""
+        acknowledged = self.staging.acknowledged
+        for step in [step for step in self.sent if step <= acknowledged]:
+            if not self._is_committed(step):
+                break
+            sent = self.sent.pop(step)
+            for one in sent.loads:
+                self.staging.give_back(one.slot)
+            for slot, key in sent.saves:
+                if sent.has_failed:
+                    self.staging.give_back(slot)
+                else:
+                    self.transfers.write(key, self.group_bytes[key[0]], slot)
+
+    def failed(self, step: int) -> set[int]:
+        """What the step wrote is wrong: it is not saved, and blocks that it should have filled are named."""
+        for key in [key for key, (_, written) in self.unsaved.items() if written >= step]:
+            del self.unsaved[key]
+        if (sent := self.sent.get(step)) is None:
+            return set()
+        sent.has_failed = True
+        hash_of = self.kv.pool.hash_of
+        return {
+            one.block
+            for one in sent.loads
+            if hash_of.get(one.block) == one.key or one.block in one.request.blocks[one.key[0]]
+        }
+
+    def forget_unsaved(self) -> None:
+        """The cache loses its content, or the store is off: nothing of it is saved any more."""
+        self.unsaved.clear()
+        self.leaving.clear()
+        self.generated.clear()
+
+    def annotate(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs if self.loaded_tokens else ():
+            if num_tokens := self.loaded_tokens.pop(output.id, 0):
+                output.details[NAME] = {self.store.kind: num_tokens}
+
+    def _count(self, name: str, number: float) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + number

@@ -1,0 +1,205 @@
+"""Transfers: threads that move records between a store and the slots of the staging memory.
+
+Knows keys, slots and a store. Does not know requests, blocks or steps. The engine's thread starts reads and writes, and looks
+what has arrived; the threads wake it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+from quire.kvstore.disk import Key
+from quire.kvstore.record import BadRecord
+from quire.kvstore.staging import Staging
+from quire.logging import get_logger
+
+log = get_logger(__name__)
+
+NUM_READERS = 4
+NICENESS = 5
+FLUSH_S = 5.0
+"""How long the end of an engine waits for records that are being written."""
+
+
+class BlockStore(Protocol):
+    """What has kept blocks. `kind` names it in metrics."""
+
+    kind: str
+    why_off: str
+    """Why it is off for good; "": it is not."""
+
+    @property
+    def is_open(self) -> bool:
+        """It can be read and written now."""
+        ...
+
+    def __contains__(self, key: Key) -> bool: ...
+    def read(self, key: Key, length: int, record: memoryview) -> None:
+        """Raises BadRecord."""
+
+    def write(self, key: Key, length: int, record: memoryview) -> bool: ...
+    def turn_off(self, why: Exception) -> None:
+        """It is not used any more."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class BlockRead:
+    """Some records that are being read, in the order of `keys`.
+
+    Attributes:
+        arrived: (place in `keys`, slot) of those that are there and right, until somebody takes them.
+        num_arrived: how many were ever there.
+        first_bad: the first place whose record is missing or wrong; len(keys): none.
+        reason: why it is.
+    """
+
+    keys: Sequence[tuple[Key, int]]
+    first_bad: int
+    began: float
+    arrived: deque[tuple[int, int]] = field(default_factory=deque)
+    num_arrived: int = 0
+    reason: str = ""
+    is_cancelled: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_arrived == len(self.keys)
+
+
+class Transfers:
+    """See above.
+
+    Args:
+        wake: called by the threads when something has arrived.
+        counts: bytes that were read and written; each is changed by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        staging: Staging,
+        wake: Callable[[], None],
+        counts: dict[str, float],
+    ):
+        self.store, self.staging, self._wake, self._counts = store, staging, wake, counts
+        self.read_rate = 0.0
+        """Bytes per second of complete reads; 0: not measured."""
+        self._begun_writes = self._ended_writes = 0  # each is changed by one thread
+        self._reads: SimpleQueue[tuple[BlockRead, int] | None] = SimpleQueue()
+        self._writes: SimpleQueue[tuple[Key, int, int] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = [
+            *(self._start(self._read_all, f"kv-read-{n}") for n in range(NUM_READERS)),
+            self._start(self._write_all, "kv-write"),
+        ]
+
+    def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=_with_low_priority, args=(work,), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    # -- reads ------------------------------------------------------------------------------------
+    def read(self, keys: Sequence[tuple[Key, int]]) -> BlockRead:
+        """Begin to read these records: of each the key and the bytes of the block."""
+        read = BlockRead(keys, len(keys), time.monotonic())
+        for place in range(len(keys)):
+            self._reads.put((read, place))
+        return read
+
+    def cancel(self, read: BlockRead) -> None:
+        """Give back what has arrived and nobody took; the rest is given back when it arrives."""
+        with self._lock:
+            read.is_cancelled = True
+            slots = [slot for _, slot in read.arrived]
+            read.arrived.clear()
+        for slot in slots:
+            self.staging.give_back(slot)
+
+    def _read_all(self) -> None:
+        while (job := self._reads.get()) is not None:
+            read, place = job
+            if read.is_cancelled or place > read.first_bad:
+                continue
+            if (slot := self.staging.wait()) is None:
+                return
+            self._read_one(read, place, slot)
+            self._wake()
+
+    def _read_one(self, read: BlockRead, place: int, slot: int) -> None:
+        key, length = read.keys[place]
+        reason = "" if not read.is_cancelled else "cancelled"
+        if not reason:
+            try:
+                self.store.read(key, length, self.staging.slot(slot))
+            except BadRecord as why:
+                reason = str(why)
+            except Exception:  # this thread must go on
+                log.exception("a read of %s failed", self.store.kind)
+                reason = "error"
+        with self._lock:
+            if keeps := not (reason or read.is_cancelled):
+                read.arrived.append((place, slot))
+                read.num_arrived += 1
+            elif reason and place < read.first_bad:
+                read.first_bad, read.reason = place, reason
+        if not keeps:
+            self.staging.give_back(slot)
+        elif read.is_complete:
+            self._measure(sum(length for _, length in read.keys), time.monotonic() - read.began)
+
+    def _measure(self, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._counts[f"kv_load_bytes:{self.store.kind}"] += num_bytes
+        rate = num_bytes / max(seconds, 1e-4)
+        self.read_rate = 0.7 * self.read_rate + 0.3 * rate if self.read_rate else rate
+
+    # -- writes -----------------------------------------------------------------------------------
+    @property
+    def num_writing(self) -> int:
+        return self._begun_writes - self._ended_writes
+
+    def write(self, key: Key, length: int, slot: int) -> None:
+        """Write the block in this slot, and give the slot back."""
+        self._begun_writes += 1
+        self._writes.put((key, length, slot))
+
+    def _write_all(self) -> None:
+        while (job := self._writes.get()) is not None:
+            key, length, slot = job
+            try:
+                is_written = self.store.write(key, length, self.staging.slot(slot))
+            except Exception as why:
+                log.exception("a write to %s failed", self.store.kind)
+                self.store.turn_off(why)
+                is_written = False
+            if is_written:
+                self._counts[f"kv_store_bytes:{self.store.kind}"] += length
+            self.staging.give_back(slot)
+            self._ended_writes += 1
+            self._wake()
+
+    # -- the end ----------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End the threads, after what is being written has been written or FLUSH_S have passed."""
+        self._writes.put(None)
+        self._threads[-1].join(FLUSH_S)
+        for _ in range(NUM_READERS):
+            self._reads.put(None)
+        self.staging.close()
+        self.store.close()
+
+
+def _with_low_priority(work: Callable[[], None]) -> None:
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    work()

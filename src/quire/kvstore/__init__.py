@@ -1,0 +1,1 @@
+"""Stores of KV blocks outside the KV cache: files, their format, and the key that names blocks."""
