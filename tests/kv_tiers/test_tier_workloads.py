@@ -1,0 +1,12 @@
+"""Random workloads with a tier are equal to a step-by-step reference, and nothing leaks."""
+
+from __future__ import annotations
+
+import pytest
+from kv_tiers import tier_workload
+
+
+@pytest.mark.parametrize("first", [0, 150])
+def test_outputs_equal_the_reference_and_nothing_leaks(first: int) -> None:
+    counts = tier_workload.main(150, first)
+    assert counts["external_prefix_cache_hits"] > 20

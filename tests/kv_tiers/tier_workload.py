@@ -1,0 +1,224 @@
+"""The random workloads of tests/engine with a tier: a store that is slow, empty in places, late and short of slots.
+
+Workloads without faults of the device share one store for each block size, as restarted engines do: each block that one finds was
+computed by another. `python tests/kv_tiers/tier_workload.py 3000` runs many by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ENGINE = Path(__file__).parents[1] / "engine"
+sys.path[:0] = [str(ENGINE), str(ENGINE.parents[1])] * (str(ENGINE) not in sys.path)
+
+import workload  # noqa: E402
+
+from quire.engine.listener import EngineListener  # noqa: E402
+from quire.features.kv_tiers.copies import BlockCopies  # noqa: E402
+from quire.features.kv_tiers.gate import KVTierGate  # noqa: E402
+from quire.features.kv_tiers.transfers import BlockRead  # noqa: E402
+from quire.protocol.plan import StepPlan  # noqa: E402
+
+Content = list[Any]
+
+
+class ToyStore(dict[Any, Content]):
+    kind, why_off, is_open = "disk", "", True
+
+
+class ToyStaging:
+    """Slots, and ranks that say late what they have run."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.num_slots = rng.choice([2, 3, 5, 40])
+        self.free = deque(range(self.num_slots))
+        self.content: dict[int, Content] = {}
+        self.ran = self.said = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    @property
+    def acknowledged(self) -> int:
+        if self.rng.random() < 0.6:
+            self.said = self.ran
+        return self.said
+
+    def take(self) -> int | None:
+        return self.free.popleft() if self.free else None
+
+    def give_back(self, slot: int) -> None:
+        assert slot not in self.free, "a slot is given back twice"
+        self.content[slot] = ["garbage"]
+        self.free.append(slot)
+
+
+class ToyTransfers:
+    """Threads that move some records in each turn, in any order."""
+
+    def __init__(self, store: ToyStore, staging: ToyStaging, rng: random.Random):
+        self.store, self.staging, self.rng = store, staging, rng
+        self.read_rate = 0.0
+        self.speed, self.misses = rng.choice([0.05, 0.5, 1.0]), rng.choice([0.0, 0.0, 0.1])
+        self.reads: list[tuple[BlockRead, int]] = []
+        self.writes: list[tuple[Any, int]] = []
+
+    def read(self, keys: Any) -> BlockRead:
+        read = BlockRead(keys, len(keys), 0.0)
+        self.reads += [(read, place) for place in range(len(keys))]
+        return read
+
+    def cancel(self, read: BlockRead) -> None:
+        read.is_cancelled = True
+        for _, slot in read.arrived:
+            self.staging.give_back(slot)
+        read.arrived.clear()
+
+    def write(self, key: Any, length: int, slot: int) -> None:
+        self.writes.append((key, slot))
+
+    def tick(self) -> None:
+        for job in [job for job in self.writes if self.rng.random() < self.speed]:
+            self.writes.remove(job)
+            content = self.staging.content[job[1]]
+            assert self.store.setdefault(job[0], content) == content, "two contents of one name"
+            self.staging.give_back(job[1])
+        for job in [job for job in self.reads if self.rng.random() < self.speed]:
+            read, place = job
+            if read.is_cancelled or place > read.first_bad:
+                self.reads.remove(job)
+            elif self.rng.random() < self.misses:
+                read.first_bad, read.reason = place, "checksum"
+                self.reads.remove(job)
+            elif (slot := self.staging.take()) is not None:
+                self.reads.remove(job)
+                self.staging.content[slot] = list(self.store[read.keys[place][0]])
+                read.arrived.append((place, slot))
+                read.num_arrived += 1
+
+
+class ToyRates:
+    def __init__(self, rng: random.Random):
+        self.rng, self.patience = rng, rng.choice([3, 40, 10_000])
+
+    def loads_faster(self, num_tokens: int, num_bytes: int, read_rate: float) -> bool:
+        return True
+
+    def most_seconds(self, num_bytes: int, read_rate: float) -> float:
+        return self.patience
+
+    def step_seconds(self, num_tokens: int) -> float:
+        return self.rng.choice([0.0, 1.0])
+
+
+class TickingGate(KVTierGate):
+    def begin(self, running: Any) -> None:
+        self.transfers.tick()  # type: ignore[attr-defined]
+        super().begin(running)
+
+
+class Forgets(EngineListener):
+    def __init__(self, gate: KVTierGate):
+        self.gate = gate
+
+    def on_cache_reset(self) -> None:
+        self.gate.forget_unsaved()
+
+    def on_sleep(self, level: int) -> None:
+        self.gate.forget_unsaved()
+
+
+def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVTierGate | None:
+    kv, device, rng = s.scheduler.kv, s.device, random.Random(~seed ^ 77)
+    if not kv.caching or device.states is not None:
+        return None
+    store = ToyStore() if s.faulty else stores.setdefault(kv.block_size, ToyStore())
+    staging = ToyStaging(rng)
+    transfers: Any = ToyTransfers(store, staging, rng)
+    size, counts = kv.block_size, dict[str, float]()
+    rates: Any = ToyRates(rng)
+    gate = TickingGate(
+        s.scheduler, transfers, [1] * len(kv.groups), rates,
+        policy=rng.choice(["auto", "second-use", "always", "always"]), may_save=lambda: rng.random() < 0.5,
+        exact=True, counts=counts, clock=lambda: float(s.late.now),
+    )  # fmt: skip
+    s.scheduler.gates.append(gate)
+    kv.pool.listeners.append(gate)
+    s.core.listeners.append(Forgets(gate))
+    run, share = device._run, device.failing_steps
+
+    def copy_and_run(plan: StepPlan) -> None:
+        fails = rng.random() < share
+        device.failing_steps = float(fails)
+        if (extra := plan.extras.get(gate.name)) is not None:
+            copies = msgspec.msgpack.decode(extra, type=BlockCopies)
+            for slot, _, block in copies.saves:
+                assert slot not in staging.free
+                staging.content[slot] = device.memory[block * size : (block + 1) * size]
+            for slot, _, block in copies.loads:
+                assert block, "the null block is loaded"
+                content = ["poison"] * size if fails else staging.content[slot]
+                device.memory[block * size : (block + 1) * size] = content
+        staging.ran = plan.step
+        run(plan)
+        device.failing_steps = share
+
+    device._run = copy_and_run  # type: ignore[method-assign]
+    return gate
+
+
+def trial(seed: int, stores: dict[Any, ToyStore]) -> dict[str, float]:
+    """The counts of the gate after one random workload, checked."""
+    original, found = workload.draw_setting, []
+
+    def drawn(seed: int) -> workload.Setting:
+        s = original(seed)
+        found.append(add_tier(s, seed, stores))
+        return s
+
+    workload.draw_setting = drawn
+    try:
+        workload.trial_of(seed)
+    finally:
+        workload.draw_setting = original
+    gate = found[0]
+    if gate is None:
+        return {}
+    for _ in range(5000):  # what is being written now
+        if gate.staging.num_free == gate.staging.num_slots:
+            break
+        gate.begin(())
+    assert gate.staging.num_free == gate.staging.num_slots, "slots leaked"
+    assert not any([gate.loads, gate.running, gate.sent, gate.unsaved, gate.leaving])
+    assert not gate.most_blocks
+    return gate.counts
+
+
+def main(trials: int, first: int = 0) -> dict[str, float]:
+    logging.disable(logging.CRITICAL)  # these workloads preempt, and fail steps, on purpose
+    stores: dict[Any, ToyStore] = {}
+    total: dict[str, float] = {}
+    try:
+        for seed in range(first, first + trials):
+            try:
+                for name, number in trial(seed, stores).items():
+                    total[name] = total.get(name, 0) + number
+            except BaseException:
+                print(f"seed {seed}", file=sys.stderr)
+                raise
+    finally:
+        logging.disable(logging.NOTSET)
+    return total
+
+
+if __name__ == "__main__":
+    print(main(*map(int, sys.argv[1:])))
