@@ -1,7 +1,7 @@
 """`python -m benchmarks lora`: the speed of LoRA adapters, beside the same engine without them.
 
 It compares decode steps of 32 rows of an engine that takes adapters (none used, one, 8 and 32 different ones) and a prefill with
-one adapter with those of an engine that takes none. Goals: 0.99, 0.95, 0.80 and 0.60 of its speed.
+one adapter, both with an engine that takes none. Goals: 0.99, 0.95, 0.80 and 0.60 of its speed.
 
 The engines are in this process and take turns within each round, whose order alternates, so that other load on the machine slows
 all. A second engine without adapters is the control: what its speed differs from 1 is noise. Medians of the

@@ -2,8 +2,8 @@
 
 The exchange, in two processes with one thread each, beside gloo of torch:
 
-    gather        each rank has a part of so many bytes, and gets all of them: what a layer of Quire does
-    all-reduce    each rank has so many bytes, and gets their sum: what a layer does where sums cross ranks. Quire's: each rank
+    gather        each rank has a part of N bytes, and gets all N: what a layer of Quire does
+    all-reduce    each rank has N bytes, and gets the sum over ranks: what a layer does where sums cross ranks. Quire's: each rank
                   gathers all and adds them in the order of the ranks
 
 The step: medians of decode steps of a whole engine, with one process and with two ranks. "host" is the CPU time of the engine's
@@ -107,7 +107,7 @@ def added(ranks: Any, own: Any) -> Any:
 
 
 def steps(path: Path, rows: int, count: int, size: int) -> tuple[float, float]:
-    """Milliseconds of a decode step of an engine with so many ranks: all of it, and the host's CPU time."""
+    """Milliseconds of a decode step of an engine with `size` ranks: the whole step, and the host's CPU time."""
     from benchmarks.offline.runners import Quire
     from quire.protocol.request import EngineRequest
     from quire.protocol.sampling_params import SamplingParams

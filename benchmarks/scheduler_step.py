@@ -1,7 +1,7 @@
 """`python -m benchmarks steps`: host cost of the scheduler's plan and commit, by number of decoding requests.
 
 Knows the scheduler and the KV cache manager. Does not know torch or a model: results have made-up tokens.
-The goals are those of the design: 256 rows under 1.0 ms, 1,024 under 4 ms, and linear in rows.
+The design's goals: 256 rows under 1.0 ms, 1,024 under 4 ms, and linear in rows.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ async def _load(
 def costs(short: Loaded, long: Loaded) -> dict[str, float]:
     """The figures for one number of clients.
 
-    The cost of a request is that of a request with one output token; the other tokens share the rest.
+    The cost of a request is measured with one output token; the other tokens share the rest.
     """
     found = metrics.figures(long.done, long.seconds, TOLD)
     requests, tokens = len(long.done), int(found["total_output_tokens"])

@@ -1,7 +1,7 @@
 """Models and workloads of the benchmarks, and random checkpoints of the models.
 
-Knows sizes. Does not know engines. The weights are random, so no download is needed: the work is that of a real model
-of this shape, and the output is meaningless.
+Knows sizes. Does not know engines. The weights are random, so no download is needed: the work equals a real
+model's of this shape, and the output is meaningless.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class _Circuit:
             self._look_back(name.endswith("q_proj"), weight)
 
     def _look_back(self, query: bool, weight: Any) -> None:
-        """Turned back by so many positions, a query is the key there."""
+        """Rotate the query back by SOURCE - 1 positions, where it equals the key."""
         half, pairs = self.size // 2, self.torch.arange(len(self.fast))
         turn = self.fast * (SOURCE - 1) if query else self.torch.zeros_like(self.fast)
         weight[pairs, 0] = turn.cos().to(weight.dtype)

@@ -1,7 +1,7 @@
 """The transcribing model answers in Quire and in another engine, each with and without its look-up of n-grams.
 
-Each is a process (`peers/run.py`) that is stopped while another has its turn. The time of decoding is that of an answer
-less that of its first token.
+Each is a process (`peers/run.py`) that is stopped while another has its turn. The time of decoding is the time of an
+answer less the time of its first token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prompts of the benchmark of speculation: texts that are quoted, edited, or have a form that repeats.
 
-`texts` are for a model that writes the answer which its prompt names (`speculation_models.transcribing`). Their tokens are about those of a
-trained tokenizer: words with the space before them, digits, signs. `tasks` are conversations for quire-tiny, in the words of
+`texts` are for a model that writes the answer which its prompt names (`speculation_models.transcribing`). They split into about the
+tokens of a trained tokenizer: words with the space before them, digits, signs. `tasks` are conversations for quire-tiny, in the words of
 its own corpus (`tools/tiny_model`, so only in the repository).
 """
 

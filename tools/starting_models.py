@@ -1,6 +1,6 @@
 """Models to start with, and models with short names: how much memory each takes, by the arithmetic of `quire doctor`.
 
-The shapes are those of the published config.json files. Nothing is downloaded, and no weights are made.
+The shapes come from the published config.json files. Nothing is downloaded, and no weights are made.
 """
 
 from __future__ import annotations

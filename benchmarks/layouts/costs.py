@@ -72,7 +72,7 @@ class PartCosts:
 
     Attributes:
         weights: bytes, embedding and LM head included; of one weight: `item`.
-        ends: of these bytes, the embedding's and the head's; `end`: those of the larger one.
+        ends: the embedding's and the head's bytes, which `weights` includes; `end`: the larger one's bytes.
         dense, head: weights that multiply each token, and each drawn token.
         experts: weights of all experts; a token uses the fraction `chosen` of them.
         kv: bytes of a token in the KV cache.

@@ -24,7 +24,7 @@ from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.memory_forecast import construct_part, forecast_weights
 
 UNBOUNDED = 1 << 62  # bytes
-"""What `forecast_weights` may plan with: the devices of the plan are not those of this machine."""
+"""What `forecast_weights` may plan with: the devices of the plan are other ones than this machine has."""
 MANY_TOKENS = 1 << 12
 """For averages of a token: which rank computes an expert depends on the tokens."""
 BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}

@@ -124,7 +124,7 @@ def link_of(flag: str, value: str) -> LinkSpeed:
 
 
 def _costs_or_reason(resolved: Resolved, ranks: int) -> PartCosts | str:
-    """The part of one of so many ranks, or why there is none."""
+    """The part of one of `ranks` ranks, or why there is none."""
     from benchmarks.layouts.part_costs import part_costs
     from quire.config.model_sizes import model_size
 

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--host-rows", nargs="*", type=int, default=[1, 32, 256], metavar="N",
-        help="what a step of so many rows costs the host; none: not measured",
+        help="what a step of N rows costs the host; none: not measured",
     )  # fmt: skip
     parser.add_argument("--no-peer", action="store_true", help="do not run Transformers beside it")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """`python -m benchmarks peers` and `make bench-peers`: the five offline workloads on Quire and other engines.
 
-Every engine is a process with its own environment (`benchmarks/peers/install.py` makes those of the peers) and answers
+Every engine is a process with its own environment (`benchmarks/peers/install.py` makes the peers' environments) and answers
 the same prompts, greedily. Within each round the engines alternate; SIGSTOP stops all but one, so that idle engines
 take no CPU. Before and after each turn it probes memory bandwidth and matrix speed, because the speed of a shared
 machine changes by the minute: the floor of a turn comes from these two probes. Engines with 16-bit weights form one

@@ -1,6 +1,6 @@
 """llama.cpp by llama-cpp-python, greedy, one request at a time, with or without its look-up of the prompt: see lines.py.
 
-Its environment's Python runs it. Options: those of `LlamaPromptLookupDecoding`; none: no look-up.
+Its environment's Python runs it. Options: the arguments of `LlamaPromptLookupDecoding`; none: no look-up.
 """
 
 from __future__ import annotations

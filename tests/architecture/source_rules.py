@@ -111,7 +111,7 @@ BUILDERS = re.compile(
     r"|quire/frontend/output_processor\.py"
 )
 NICKNAMES = r"lora(?!_request)|adapter|grammar|speculat|drafter|eagle|eplb|tenant|fair.?share|thinking|budget"
-"""Of features. The names of their folders are forbidden, too, but for those of SHARED_NAMES."""
+"""Of features. The names of their folders are forbidden, too, except SHARED_NAMES."""
 SHARED_NAMES = {"pipeline": "the stages of ranks", "lora": "above, but for the field of vLLM"}
 GENERAL_MODULES = {"encoder"}
 """Modules of families whose names are general words."""

@@ -107,7 +107,7 @@ def test_a_node_joins_and_messages_pass_both_ways(remote: RemoteEngines, node: N
     node.socket.send_multipart(link.data(link.DataHead(2, 1), [b"out", b"put"]))
     assert front.up.poll(60_000)
     assert front.up.recv_multipart() == [b"out", b"put"]
-    # A stranger's bytes, and those of an engine of another node, change nothing.
+    # Bytes from a stranger, or from an engine of another node, change nothing.
     node.socket.send_multipart([b"", b"\xc1"])
     node.socket.send_multipart([b"nonsense"])
     node.socket.send_multipart(link.data(link.DataHead(2, 1), []))

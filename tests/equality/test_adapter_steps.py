@@ -1,5 +1,5 @@
-"""Rows with adapters draw the same tokens in one call, by fused layers and by modules; rows without draw those of a server
-that takes no adapters."""
+"""Rows with adapters draw the same tokens in one call, by fused layers and by modules; rows without draw the tokens of a
+server that takes no adapters."""
 
 from __future__ import annotations
 

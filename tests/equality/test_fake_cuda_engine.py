@@ -1,5 +1,5 @@
 """The engine as built for CUDA, on a stand-in for a GPU (`fake_cuda_device.py`): no operation mixes host and device tensors,
-no step waits for the device, and the tokens equal those of the reference functions on the host.
+no step waits for the device, and the tokens equal the reference functions' on the host.
 """
 
 from __future__ import annotations

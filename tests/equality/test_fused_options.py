@@ -187,10 +187,10 @@ class OtherNorm(RMSNorm):
 
 
 class OtherLayer(DecoderLayer):
-    """A layer with an MLP half of its own."""
+    """A layer with an MLP of its own."""
 
-    def mlp_half(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mlp_half(-x_TD, residual_TD)
+    def mlp_sublayer(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mlp_sublayer(-x_TD, residual_TD)
 
 
 def test_what_the_kernels_do_not_know_stays_a_module() -> None:

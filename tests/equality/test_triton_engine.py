@@ -1,6 +1,6 @@
 """The engine as built for CUDA, on the CPU: kernels in Triton's interpreter, staged rows, captured graphs.
 
-The tokens equal those of Transformers, in any batch.
+The tokens equal Transformers', in any batch.
 """
 
 from __future__ import annotations

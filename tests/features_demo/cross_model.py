@@ -21,7 +21,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.base import CausalLM
 from quire.models.hf_config import TextConfig
-from quire.parallel.ranks import shared_heads
+from quire.parallel.ranks import head_slices
 
 ARCHITECTURE = "CrossDemoForCausalLM"
 MAX_ENCODER_LEN = 300  # longer than max_model_len in the tests
@@ -33,7 +33,7 @@ class CrossLayer(DecoderLayer):
     def __init__(self, cfg: TextConfig, attention: nn.Module, mlp: nn.Module, number: int):
         super().__init__(cfg, attention, mlp)
         heads, size = (cfg.num_attention_heads, cfg.num_key_value_heads), cfg.head_dim
-        shares = shared_heads(*heads)
+        shares = head_slices(*heads)
         q, kv = (shares[0].length, shares[1].length) if shares else heads
         own = [share.times(size) for share in shares]
         self.counts = q, kv
@@ -49,11 +49,11 @@ class CrossLayer(DecoderLayer):
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.attention_half(x_TD, residual_TD, angles)
+        x_TD, residual_TD = self.attention_sublayer(x_TD, residual_TD, angles)
         x_TD, residual_TD = normed_sum(self.cross_norm, x_TD, residual_TD)
-        return self.mlp_half(self.cross_half(x_TD), residual_TD)
+        return self.mlp_sublayer(self.cross_sublayer(x_TD), residual_TD)
 
-    def cross_half(self, x_TD: Tensor) -> Tensor:
+    def cross_sublayer(self, x_TD: Tensor) -> Tensor:
         q_THD = self.cross_q(x_TD).unflatten(-1, (self.counts[0], -1))
         k_SKD = v_SKD = None
         if (states_SD := self.cross.new_states()) is not None:

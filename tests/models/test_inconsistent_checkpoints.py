@@ -106,7 +106,9 @@ def test_a_lying_header_is_one_sentence(folder: Path, entry, says: str, capsys):
 def test_tensors_that_share_bytes_are_refused(folder: Path, offsets: list[int]):
     shape = [(offsets[1] - offsets[0]) // 4]
     entries = {"x": GOOD, "y": GOOD | {"data_offsets": offsets, "shape": shape}}
-    with pytest.raises(ConfigError, match=r"the data of [xy] at offset \d+ overlaps that of [xy]"):
+    with pytest.raises(
+        ConfigError, match=r"the data of [xy] at offset \d+ overlaps the data of [xy]"
+    ):
         header(safetensors(folder, json.dumps(entries)))
 
 

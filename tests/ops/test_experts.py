@@ -19,7 +19,7 @@ from quire.ops.cpu import bindings, build, isa
 from quire.ops.cpu import experts as cpu_experts
 from quire.ops.cpu.structs import ACTIVATIONS, CExperts, CWeight
 from quire.ops.experts import HeadWeights, Routing
-from quire.parallel.ranks import Share
+from quire.parallel.ranks import OutputSlice
 from quire.quantization.apply import pack_weights, quantize_weights
 from quire.quantization.bf16_packed import PackedBf16Weight
 from quire.quantization.gguf_blocks import BlockRows, BlocksWeight
@@ -292,7 +292,7 @@ def test_each_head_is_multiplied_by_its_own_weight(
     monkeypatch.setattr("quire.quantization.apply.kernels_for", lambda dtype: kernels)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        layer = LatentProjections(heads=Share(0, 5, 5), latent=128, nope=64, value=96)
+        layer = LatentProjections(heads=OutputSlice(0, 5, 5), latent=128, nope=64, value=96)
     finally:
         torch.set_default_dtype(torch.float32)
     rng = torch.Generator().manual_seed(tokens)

@@ -1,7 +1,7 @@
 """FlashAttention and FlashInfer as backends: the arguments of the packages, checked by stand-ins that compute the documented result.
 
-The stand-ins read their arguments as the packages' own documentation says, one query at a time; the answers must be
-those of the reference.
+The stand-ins read their arguments as the packages' own documentation says, one query at a time; the answers must equal
+the reference's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Two machines as network namespaces, and the cable between them: this process passes each packet on, late or not at all.
 
-It needs root and /dev/net/tun. The packets are those of the kernel's TCP, which resends what was lost.
+It needs root and /dev/net/tun. The kernel's TCP makes the packets, and resends what was lost.
 """
 
 from __future__ import annotations

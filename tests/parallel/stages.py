@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.parallel.layout import RankLayout
 from quire.parallel.rank_address import RankAddress, addresses
-from quire.parallel.ranks import Ranks, split_among
+from quire.parallel.ranks import RankGroups, split_among
 from quire.parallel.regions import StageSocketFds
 from quire.parallel.stage_sockets import StageSockets
 from quire.parallel.stages import within_stage
@@ -23,7 +23,7 @@ def own_sockets(address: RankAddress) -> StageSocketFds:
     return StageSocketFds(previous, following, [os.dup(fd) for fd in fds.others])
 
 
-def on_layout(layout: RankLayout, run: Callable[[Ranks], Any]) -> list[Any]:
+def on_layout(layout: RankLayout, run: Callable[[RankGroups], Any]) -> list[Any]:
     """What each rank's call gives; all run at once, and models are constructed as their parts."""
 
     def one(address: RankAddress) -> Any:

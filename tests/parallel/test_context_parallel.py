@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quire.forward_context import current_batch
 from quire.parallel.prefill_context_parallel import LEAST, SplitTokens, should_split, split_rows
-from quire.parallel.ranks import LoneRank
+from quire.parallel.ranks import SingleRank
 from quire.worker.context_parallel import ContextModelInput
 from tests.models.cases import CASES, VOCAB, Case, write
 from tests.models.harness import Runner
@@ -77,7 +77,7 @@ def test_gathered_rows_are_in_the_order_of_the_step():
 
 
 def test_small_steps_exchange_nothing():
-    given = ContextModelInput(nn.Module(), LoneRank(0, 2))  # type: ignore[arg-type]
+    given = ContextModelInput(nn.Module(), SingleRank(0, 2))  # type: ignore[arg-type]
     assert given.accepts_fast_step(plan_of(2 * LEAST - 1))
     assert not given.accepts_fast_step(plan_of(2 * LEAST))
 

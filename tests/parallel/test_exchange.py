@@ -17,7 +17,7 @@ from quire.errors import RankLost
 from quire.parallel.layout import RankLayout
 from quire.parallel.rank_address import RankAddress, addresses, memory_bytes
 from quire.parallel.regions import HEADER, SLOT, num_bytes
-from quire.parallel.shared_memory import SharedMemoryRanks
+from quire.parallel.shared_memory import SharedMemoryGroup
 
 SHAPES = [(1, 1), (3, 40), (1, SLOT), (5, SLOT // 3), (700, 4096), (0, 8), *[(1, 7)] * 200]
 
@@ -26,9 +26,9 @@ def part(rank: int, turn: int, rows: int, width: int) -> torch.Tensor:
     return (torch.arange(rows * width).view(rows, width) * (rank + 3) + turn).to(torch.uint8)
 
 
-def joined(address: RankAddress, timeout_s: float = 60.0) -> SharedMemoryRanks:
+def joined(address: RankAddress, timeout_s: float = 60.0) -> SharedMemoryGroup:
     memory = mmap.mmap(address.fd, memory_bytes(address.layout))
-    return SharedMemoryRanks(memory, 0, address.rank, address.layout.tensor, timeout_s)
+    return SharedMemoryGroup(memory, 0, address.rank, address.layout.tensor, timeout_s)
 
 
 def exchange(address: RankAddress) -> list[int]:
@@ -53,7 +53,7 @@ def test_every_rank_gets_all_parts(size: int) -> None:
 
 def waiting(
     found: list[RankAddress], process: int = 0, timeout_s: float = 60.0
-) -> SharedMemoryRanks:
+) -> SharedMemoryGroup:
     """Rank 0 of two; rank 1 is said to be in this process, and never comes."""
     ranks = joined(found[0], timeout_s)
     with mmap.mmap(found[0].fd, num_bytes(2)) as memory:

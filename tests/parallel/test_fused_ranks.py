@@ -21,7 +21,7 @@ from quire.ops.cpu.bindings import best
 from quire.parallel.layout import RankLayout
 from quire.parallel.rank_address import addresses
 from quire.parallel.ranks import split_among
-from quire.parallel.shared_memory import SharedMemoryRanks
+from quire.parallel.shared_memory import SharedMemoryGroup
 from quire.protocol.sampling_params import SamplingParams
 from quire.quantization.apply import pack_weights, quantize_weights
 from tests.equality.test_fused_options import CENTERED, Family, logits
@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def construct(case: str, ranks: SharedMemoryRanks | None = None) -> Family:
+def construct(case: str, ranks: SharedMemoryGroup | None = None) -> Family:
     options = CASES[case]
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 
 from quire.errors import RankLost
 from quire.executor.control_port import ControlPort
-from quire.parallel.gloo import GlooRanks
+from quire.parallel.gloo import GlooGroup
 from quire.parallel.multi_node import Machines
 
 SHAPES = [(1, 1), (3, 40), (700, 129), (0, 8), *[(1, 7)] * 20]
@@ -22,7 +22,7 @@ def part(rank: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(rows * width).view(rows, width) + 1000 * rank).to(dtype)
 
 
-def on_machines(size: int, run: Callable[[GlooRanks], Any]) -> list[Any]:
+def on_machines(size: int, run: Callable[[GlooGroup], Any]) -> list[Any]:
     """What each rank's call gives. Each has an address of its own, as on a machine of its own."""
     port = ControlPort("127.0.0.1", 0, b"", {}, {})
 
@@ -40,7 +40,7 @@ def on_machines(size: int, run: Callable[[GlooRanks], Any]) -> list[Any]:
         port.close(ended=True)
 
 
-def exchange(ranks: GlooRanks) -> list[Any]:
+def exchange(ranks: GlooGroup) -> list[Any]:
     wrong = []
     for rows, width in SHAPES:
         for dtype in (torch.bfloat16, torch.float32, torch.uint8):
@@ -58,7 +58,7 @@ def test_every_rank_gets_all_parts(size: int) -> None:
 
 
 def test_a_rank_that_does_not_come_ends_the_exchange() -> None:
-    def run(ranks: GlooRanks) -> str:
+    def run(ranks: GlooGroup) -> str:
         if ranks.rank == 1:
             return ""
         ranks.limit(0.3)
@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_come_ends_the_exchange() -> None:
 
 
 def test_a_rank_may_load_for_longer_than_an_exchange() -> None:
-    def run(ranks: GlooRanks) -> list[int]:
+    def run(ranks: GlooGroup) -> list[int]:
         ranks.limit(0.3)
         if ranks.rank == 1:
             time.sleep(1.0)
@@ -92,7 +92,7 @@ def test_an_exchange_that_ends_at_the_end_of_a_look_is_no_fault() -> None:
         def is_completed(self) -> bool:
             return True
 
-    GlooRanks.__new__(GlooRanks)._wait(Exchange())
+    GlooGroup.__new__(GlooGroup)._wait(Exchange())
 
 
 def test_an_address_of_no_interface_is_named() -> None:

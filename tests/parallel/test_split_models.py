@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.layers import weight_slots
 from quire.layers.weight_slots import WeightSlot, slots_of
-from quire.parallel.ranks import Share, split_among
+from quire.parallel.ranks import OutputSlice, split_among
 from tests.models.cases import CASES, Case, write
 from tests.models.harness import Runner
 from tests.models.test_native import build, texts
@@ -103,7 +103,7 @@ def test_the_parts_of_ranks_are_the_file_and_no_more_of_it_is_read(
     write(replace(case, config={**sizes, **case.config}), tmp_path)
     copied: list[int] = []
 
-    def own_part(tensor: Tensor, shares: Sequence[Share], dim: int = 0) -> Tensor:
+    def own_part(tensor: Tensor, shares: Sequence[OutputSlice], dim: int = 0) -> Tensor:
         found = original(tensor, shares, dim)
         if found.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             copied.append(len(shares))  # the others are views of the mapped file
@@ -120,7 +120,7 @@ def test_the_parts_of_ranks_are_the_file_and_no_more_of_it_is_read(
             slot, part = parts[called]
             read += part.numel()
             width = part.shape[slot.cut]
-            shares, begin, at = slot.shares or [Share(0, width, width)], 0, 0
+            shares, begin, at = slot.shares or [OutputSlice(0, width, width)], 0, 0
             for share in shares:
                 into = joined.narrow(slot.cut, begin + share.start, share.length)
                 into.copy_(part.narrow(slot.cut, at, share.length))

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.errors import PlanMismatch, RankLost, Unsupported
 from quire.parallel.layout import RankLayout
 from quire.parallel.rank_address import addresses
-from quire.parallel.ranks import Ranks
+from quire.parallel.ranks import RankGroups
 from quire.parallel.stage_sockets import StageSockets
 from tests.models.cases import CASES, Case, write
 from tests.models.harness import Runner
@@ -23,12 +23,12 @@ from tests.parallel.stages import on_layout, own_sockets
 from tests.parallel.test_split_models import size_of
 
 
-def link_of(ranks: Ranks) -> StageSockets:
+def link_of(ranks: RankGroups) -> StageSockets:
     assert isinstance(ranks.stages, StageSockets)
     return ranks.stages
 
 
-def hand_over(ranks: Ranks) -> list[object]:
+def hand_over(ranks: RankGroups) -> list[object]:
     """Hidden states from stage to stage, each adding 1; then what the last stage announces."""
     link, found = link_of(ranks), []
     for step, dtype in enumerate([torch.float32, torch.bfloat16, torch.bfloat16]):
@@ -120,7 +120,7 @@ def test_logits_have_the_same_bits(case: Case, tmp_path: Path) -> None:
     whole = build(tmp_path, **asked)
     wanted = [Runner(whole).prefill(0, text, 16) for text in texts()]
 
-    def run(ranks: Ranks) -> tuple[list[Tensor], int]:
+    def run(ranks: RankGroups) -> tuple[list[Tensor], int]:
         model = build(tmp_path, **asked)
         if not ranks.stage.is_last:
             model.logits = lambda hidden_TD: hidden_TD  # type: ignore[method-assign]

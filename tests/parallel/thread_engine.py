@@ -24,7 +24,7 @@ from quire.features.lora import memory
 from quire.ops.cpu.bindings import best
 from quire.parallel.layout import RankLayout
 from quire.parallel.rank_address import RankAddress, addresses
-from quire.parallel.ranks import Ranks
+from quire.parallel.ranks import RankGroups
 from quire.parallel.stage_sockets import StageSockets
 from quire.protocol.plan import StepPlan
 from quire.worker import build as worker_build
@@ -38,11 +38,11 @@ LOCK = threading.RLock()
 class ThreadAddress:
     """See `RankAddress` (parallel/rank_address.py)."""
 
-    def __init__(self, rank: int, layout: RankLayout, ranks: Ranks):
+    def __init__(self, rank: int, layout: RankLayout, ranks: RankGroups):
         self.rank, self.layout, self.place, self.ranks = rank, layout, ranks.place, ranks
         self.local = rank, layout.size
 
-    def join(self) -> Ranks:
+    def join(self) -> RankGroups:
         return self.ranks
 
 

@@ -15,7 +15,7 @@ from quire.parallel.ranks import split_among
 
 
 class ThreadRanks:
-    """See `TensorRanks` (parallel/ranks.py)."""
+    """See `RankGroup` (parallel/ranks.py)."""
 
     link: int | None = None  # the kernels cannot exchange
 

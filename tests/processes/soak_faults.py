@@ -2,7 +2,7 @@
 
 Clients stream, ask and hang up while engines and ranks are killed, stopped, killed again while the model loads, and paused for
 a moment. Every answer that is whole has the tokens that were given alone, and one that breaks off a beginning of them. Requests
-fail only during a kill or a stop, and then those of one engine only; the other engine's are answered. A pause fails none. Each
+fail only during a kill or a stop, and then only on one engine; the other engine answers its requests. A pause fails none. Each
 process is replaced within its time. At the end nothing runs; processes, files, threads and memory are as before, and nothing is
 left in /dev/shm or among temporary files. Prints what it did; exit status 1 if anything is not so.
 """

@@ -25,7 +25,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def quantized(plain: Path, folder: Path, form: Form) -> tuple[Path, Path, dict[str, Tensor]]:
-    """(checkpoint of the form, one of the floats it stands for, those of its quantized layers by layer name)"""
+    """(checkpoint of the form, checkpoint of the floats it stands for, the floats of each quantized layer by name)"""
     stored, dense, means = {}, {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         layer, _, last = name.rpartition(".")

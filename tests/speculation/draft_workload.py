@@ -1,4 +1,4 @@
-"""Random workloads of a worker whose rows have draft tokens: every answer is that of a worker without them.
+"""Random workloads of a worker whose rows have draft tokens: every answer equals a worker's without them.
 
 The model is a toy whose next token depends on the tokens before it, which it reads from a KV cache of its own, and on a
 recurrent state. A draft token that stays after it was refused, is taken twice, or is read too early changes what follows.
@@ -55,7 +55,7 @@ MUTATIONS = {
     "a draft token stays after it was refused": (SAMPLER, "Sampler._verify", "not right_S[at]", "False"),
     "a place is off by one": (SAMPLER, "Sampler._verify", "lengths_S[ends] + 1", "lengths_S[ends]"),
     "a fault ends the tokens before it": (SAMPLER, "Sampler._verify", "at + 1 in faulty", "False"),
-    "the noise is that of the row's first place": (
+    "every place has the noise of the row's first": (
         SAMPLER, "Sampler._draw", 'keys(params_S["seed"], lengths_S)',
         'keys(params_S["seed"], self.rows.length[rows_S] - np.maximum(self.rows.num_drafts[rows_S], 1))',
     ),
@@ -65,7 +65,7 @@ MUTATIONS = {
         BUILTIN, "Penalties.apply", "_put(selected.lengths, logits_SV)",
         "_put(selected.lengths - state.num_drafts[selected.rows], logits_SV)",
     ),
-    "bad words are those of the known tokens": (
+    "bad words see only the known tokens": (
         BUILTIN, "BadWords.apply", "selected.lengths.tolist()",
         "(selected.lengths - selected.state.num_drafts[selected.rows]).tolist()",
     ),
@@ -88,7 +88,7 @@ MUTATIONS = {
         ROLLBACK, "StateRollback._take_back", "self.states.take_back(item.row, accepted)",
         "self.states.take_back(item.row, max(accepted - 1, 0))",
     ),
-    "the state behind another token is kept": (
+    "the state after another token is kept": (
         ROLLBACK, "StateRollback.before", "range(first, first + drafts)", "range(first + drafts - 1, first - 1, -1)",
     ),
     "KV is published too early": (

@@ -91,8 +91,8 @@ def three_keys(*values: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("one", [LookupDrafter(1, 4), drafter(factor=8)])
-def test_a_record_goes_on_as_the_last_one_behind_its_commas(one: Drafter) -> None:
-    # The first value is copied from behind these tokens, which is a run of its own.
+def test_a_record_goes_on_after_its_commas_as_the_last_one(one: Drafter) -> None:
+    # The first value is copied from the place after these tokens, which is a run of its own.
     others = range(100, 116)
     question = [*others, 60, 61, 62, 63, 50]
     one.enter(7, [*three_keys([31, 32], [33], [34, 35]), *question], A)
@@ -110,7 +110,7 @@ def test_a_record_goes_on_as_the_last_one_behind_its_commas(one: Drafter) -> Non
 
 def test_a_run_counts_only_near_and_of_two_tokens_or_more() -> None:
     def place_behind(copied: int, between: int) -> int:
-        """Of token 9, behind a run of so many tokens and others, where it also occurs later."""
+        """The place of token 9 after a run of `copied` tokens and `between` others; token 9 also occurs later."""
         index, runs = TokenIndex(), CopySource()
         index.extend([1, 2, 3, *range(100, 100 + between), 9, 4, *range(200, 230), 9, 5, 6])
         runs.follow(index.tokens, 0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from test_memory_plan import FULL, resolved
 
-from quire.parallel.ranks import Ranks
+from quire.parallel.ranks import RankGroups
 from quire.worker.memory_forecast import agreed_plan, agreed_sizes
 from quire.worker.memory_plan import make_plan
 from tests.parallel.thread_ranks import ThreadRanks, on_ranks
@@ -20,7 +20,7 @@ def test_ranks_plan_with_the_most_weights_and_the_least_memory() -> None:
     def run(ranks: ThreadRanks) -> list[tuple[int, int, int]]:
         at = ranks.rank
         forecast = replace(PLAN, total=total[at], available=available[at])
-        groups = Ranks(tensor=ranks), Ranks(context=ranks)
+        groups = RankGroups(tensor=ranks), RankGroups(context=ranks)
         return [agreed_sizes(group, weights[at], forecast) for group in groups]
 
     assert on_ranks(3, run) == [[(900, 70, 40)] * 2] * 3
@@ -37,7 +37,7 @@ def test_stages_have_the_limits_of_the_one_with_the_least_room() -> None:
             PLAN, num_blocks=blocks[at], max_model_len=lengths[at], max_num_seqs=rows[at],
             state_bytes=state_bytes[at], num_checkpoints=checkpoints[at],
         )  # fmt: skip
-        found = agreed_plan(Ranks(stages=ranks), own)  # type: ignore[arg-type]
+        found = agreed_plan(RankGroups(stages=ranks), own)  # type: ignore[arg-type]
         assert found.layout is own.layout
         return found.num_blocks, found.max_model_len, found.max_num_seqs, found.num_checkpoints
 

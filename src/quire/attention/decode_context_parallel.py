@@ -25,7 +25,7 @@ from quire.attention.base import AttentionBackend, AttentionSpec
 from quire.attention.kv_quantization import Part, as_bytes
 from quire.forward_context import ForwardBatch
 from quire.kvcache.specs import CacheSpec
-from quire.parallel.ranks import TensorRanks
+from quire.parallel.ranks import RankGroup
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class DecodeContextParallelAttention(AttentionBackend):
         block_size: tokens of a block.
     """
 
-    def __init__(self, backend: AttentionBackend, ranks: TensorRanks, block_size: int):
+    def __init__(self, backend: AttentionBackend, ranks: RankGroup, block_size: int):
         self.backend, self.ranks, self.block_size = backend, ranks, block_size
         self.can = backend.can
 

@@ -13,7 +13,7 @@ from quire.config import unsupported
 from quire.config.unsupported import Feature, refuse
 
 FEATURES: dict[str, Feature] = {
-    "ANSWERS": ("vLLM's classes of answers", "use those of openai-python, such as openai.types.chat.ChatCompletion"),
+    "ANSWERS": ("vLLM's classes of answers", "use openai-python's, such as openai.types.chat.ChatCompletion"),
     "CONFIG_OBJECTS": ("a configuration object of vLLM", "use EngineArgs(...).create_engine_config()"),
     "INTERNALS": ("a part of vLLM's model code", "use ModelRegistry, or the options load_format and quantization"),
     "GROUPS": ("vLLM's groups of devices", "use torch.distributed"),

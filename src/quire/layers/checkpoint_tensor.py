@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from quire.errors import ConfigError
-from quire.parallel.ranks import Share
+from quire.parallel.ranks import OutputSlice
 
 
 class CheckpointTensor(NamedTuple):
@@ -38,7 +38,7 @@ class CheckpointTensor(NamedTuple):
             return [outs * width for outs, width in zip(outputs, self.widths, strict=True)]
         return [1 if self.per_part else -(-part // self.pack_factor) for part in outputs]
 
-    def shares(self, outputs: Sequence[Share], part: int = 0) -> tuple[Share, ...]:
+    def shares(self, outputs: Sequence[OutputSlice], part: int = 0) -> tuple[OutputSlice, ...]:
         """What a rank has of the tensor of a part along `dim`, where `outputs` are its pieces of the part's outputs.
 
         Raises:
@@ -59,7 +59,7 @@ class CheckpointTensor(NamedTuple):
                 )
         own = self._replace(widths=self.widths[part : part + 1] * len(outputs))
         starts, lengths, totals = (own.lengths(counts) for counts in zip(*outputs, strict=True))
-        return tuple(map(Share, starts, lengths, totals))
+        return tuple(map(OutputSlice, starts, lengths, totals))
 
     def shape_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
         """Shape of the parameter that holds all parts."""

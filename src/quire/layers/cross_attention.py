@@ -39,7 +39,7 @@ class CrossAttention(Attention):
         self.spec = replace(self.spec, max_encoder_len=max_encoder_len)
 
     def new_states(self) -> Tensor | None:
-        """states_SD whose keys and values this step has to write, one row after the other; None: those of all rows are written.
+        """states_SD whose keys and values this step has to write, one row after the other; None: all rows have theirs.
 
         Raises:
             RuntimeError: no hook has put them into the batch, or another number of them.

@@ -19,7 +19,7 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 from quire.layers.rotary import LayerRotaries
-from quire.parallel.ranks import TensorRanks, current_ranks
+from quire.parallel.ranks import RankGroup, current_ranks
 from quire.parallel.stages import ONE_STAGE, PipelineStage, StageLink, current_stage
 
 
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
     """
 
     checkpoint_names: Mapping[str, str] = {}
-    ranks: TensorRanks | None = None
+    ranks: RankGroup | None = None
     """They split the layers."""
     stage: PipelineStage = ONE_STAGE
 

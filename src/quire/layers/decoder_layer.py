@@ -23,7 +23,7 @@ from quire.layers.native_parts import AttentionParts, LayerParts, replaces
 from quire.layers.norm import Norm, NormFactory, RMSNorm
 from quire.layers.rotary import Angles
 from quire.ops.reference import multiply_sigmoid, rotate
-from quire.parallel.ranks import current_ranks, shared_heads, shared_outputs
+from quire.parallel.ranks import current_ranks, head_slices, output_slices
 
 
 class QueryScale(NamedTuple):
@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
         self.checkpoint_names = {**self.checkpoint_names, "o_proj": names[4]}
         self.size = head_dim or cfg.head_dim
         heads: tuple[int, int] = cfg.num_attention_heads, kv_heads or cfg.num_key_value_heads
-        self.shares = shares = shared_heads(*heads) if causal is not False else ()  # of heads
+        self.shares = shares = head_slices(*heads) if causal is not False else ()  # of heads
         self.ranks = current_ranks() if shares else None
         self.heads, self.kv_heads = (shares[0].length, shares[1].length) if shares else heads
         sizes = self.size * (2 if output_gate else 1), self.size, self.size
@@ -227,7 +227,7 @@ class GatedMLP(nn.Module):
         gate, up, packed, down = names
         self.checkpoint_names = {"down_proj": down}
         inner = width or cfg.intermediate_size
-        shares = shared_outputs(inner)
+        shares = output_slices(inner)
         own = shares[0].length if shares else inner
         parts = {gate: own, up: own}
         act = act or cfg.hidden_act
@@ -300,30 +300,30 @@ class DecoderLayer(nn.Module):
         other = partial(replaces, self, DecoderLayer)
         if other("forward", "_output"):
             return None
-        attention = None if other("attention_half") else self.self_attn
-        mlp = None if other("mlp_half") else self.mlp
+        attention = None if other("attention_sublayer") else self.self_attn
+        mlp = None if other("mlp_sublayer") else self.mlp
         finish = self.finish if other("finish") else None
         return LayerParts(self.norms, attention, mlp, self.residual_scale, finish=finish)
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        return self.finish(*self.mlp_half(*self.attention_half(x_TD, residual_TD, angles)))
+        return self.finish(*self.mlp_sublayer(*self.attention_sublayer(x_TD, residual_TD, angles)))
 
-    def attention_half(
+    def attention_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
         """Attention and its norms."""
         x_TD, residual_TD = normed_sum(self.norms.attention_in, x_TD, residual_TD)
         return self._output(self.norms.attention_out, self.self_attn(x_TD, angles)), residual_TD
 
-    def mlp_half(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def mlp_sublayer(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The MLP and its norms."""
         x_TD, residual_TD = normed_sum(self.norms.mlp_in, x_TD, residual_TD)
         return self._output(self.norms.mlp_out, self.mlp(x_TD)), residual_TD
 
     def finish(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """What a family adds after both halves."""
+        """What a family adds after both sublayers."""
         return x_TD, residual_TD
 
     def _output(self, norm: Norm | None, y_TD: Tensor) -> Tensor:
@@ -366,16 +366,16 @@ class ParallelLayer(nn.Module):
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        return self.mlp_half(*self.attention_half(x_TD, residual_TD, angles))
+        return self.mlp_sublayer(*self.attention_sublayer(x_TD, residual_TD, angles))
 
-    def attention_half(
+    def attention_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
         """The MLP's input, and the sum with attention."""
         x_TD, residual_TD = normed_sum(self.input_layernorm, x_TD, residual_TD)
         return x_TD, residual_TD + self.self_attn(x_TD, angles)
 
-    def mlp_half(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def mlp_sublayer(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The MLP alone."""
         return self.mlp(x_TD), residual_TD
 

@@ -16,7 +16,7 @@ from quire.layers.weight_slots import Layer
 from quire.layers.weights import CheckpointFormat, WeightRef
 from quire.ops.lora import LoraTable, lora_lookup
 from quire.ops.reference import embedding, scale_logits
-from quire.parallel.ranks import Share, current_ranks, shared_outputs
+from quire.parallel.ranks import OutputSlice, current_ranks, output_slices
 
 
 class Embedding(Layer):
@@ -40,9 +40,9 @@ class Embedding(Layer):
             None  # replaces `weight` if the LM head packed the table
         )
         self.table: WeightRef | None = None  # for a table that no head shares, in blocks of a file
-        self.shares = shared_outputs(num_words) if splits else ()
+        self.shares = output_slices(num_words) if splits else ()
         self.ranks = current_ranks() if self.shares else None
-        own = self.shares[0] if self.shares else Share(0, num_words, num_words)
+        own = self.shares[0] if self.shares else OutputSlice(0, num_words, num_words)
         self.first, self.words = own.start, own.length
         self.own_shares["weight"] = self.shares
         self.new("weight", self.words, size)
@@ -90,7 +90,7 @@ class Head(Layer):
     ):
         super().__init__()
         self.scale, self.softcap = scale, softcap
-        shares = shared_outputs(num_words) if tied is None else tied.shares
+        shares = output_slices(num_words) if tied is None else tied.shares
         num_words = shares[0].length if shares else num_words
         layer = self if tied is None else tied
         self.ref = TableRef(layer, size, num_words, bias=bias, shares=shares)

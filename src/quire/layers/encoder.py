@@ -90,7 +90,7 @@ class EncoderLayer(nn.Module):
             x_TD = x_TD + self.self_attn(y_TD, angles)
             return x_TD + self.mlp(self.mlp_norm(x_TD))
         if self.attention_norm is None:
-            raise RuntimeError("a layer with norms after its halves has both")
+            raise RuntimeError("a layer with norms after its sublayers has both")
         x_TD = self.attention_norm.add(self.self_attn(x_TD, angles), x_TD)[0]
         return self.mlp_norm.add(self.mlp(x_TD), x_TD)[0]
 

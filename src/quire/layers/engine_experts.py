@@ -19,7 +19,7 @@ from quire.errors import ExpertsLost
 from quire.layers.pair_outputs import gathered_pairs, outputs_of_seats
 from quire.ops.experts import ExpertWeights, weighted_sum
 from quire.parallel.expert_placement import Placement
-from quire.parallel.ranks import TensorRanks
+from quire.parallel.ranks import RankGroup
 
 LOST = "an engine that has experts of this model does not answer; the log of this engine says which"
 
@@ -52,7 +52,7 @@ class EngineExperts:
         others: set before the first step.
     """
 
-    def __init__(self, ranks: TensorRanks | None, where: Placement, engine: int):
+    def __init__(self, ranks: RankGroup | None, where: Placement, engine: int):
         self.ranks, self.engine, self.layer = ranks, engine, 0
         self.others: OtherEngines | None = None
         self.rank, self.size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
@@ -100,7 +100,7 @@ class EngineExperts:
         return y_ND
 
     def _of_all_ranks(
-        self, x_ND: Tensor, seat_N: Tensor, engine_N: Tensor, of: ExpertWeights, rank_P: Tensor, ranks: TensorRanks
+        self, x_ND: Tensor, seat_N: Tensor, engine_N: Tensor, of: ExpertWeights, rank_P: Tensor, ranks: RankGroup
     ) -> Tensor:  # fmt: skip
         """y_PD of the pairs of all ranks. If one rank lost another engine, all raise the same error, and their engine goes on."""
         lost: ExpertsLost | None = None

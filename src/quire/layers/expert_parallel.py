@@ -20,7 +20,7 @@ from quire.layers.pair_outputs import gathered_pairs, outputs_of_seats
 from quire.layers.weights import WeightRef
 from quire.ops.experts import ExpertWeights, expert_products, weighted_sum
 from quire.parallel.expert_placement import Placement, expert_options, placement
-from quire.parallel.ranks import Share, TensorRanks, current_ranks, shared_outputs
+from quire.parallel.ranks import OutputSlice, RankGroup, current_ranks, output_slices
 
 CHUNK = 1 << 16
 """Bytes of an expert's weights that ranks exchange as one row."""
@@ -29,7 +29,7 @@ CHUNK = 1 << 16
 class CutExperts:
     """Each rank has the same part of every expert's outputs, as of any other weight."""
 
-    def __init__(self, ranks: TensorRanks, inner: Share, out: Share):
+    def __init__(self, ranks: RankGroup, inner: OutputSlice, out: OutputSlice):
         self.ranks, self.inner, self.out = ranks, inner, out
 
     def __call__(
@@ -57,7 +57,7 @@ class PlacedExperts:
         loads_E: the pairs of each expert up to now. Kernels keep the addresses of these three (kernels/mixture.cpp).
     """
 
-    def __init__(self, ranks: TensorRanks, where: Placement):
+    def __init__(self, ranks: RankGroup, where: Placement):
         self.ranks = ranks
         self.num_experts, seats = 1 + max(map(max, where)), sum(map(len, where))
         with torch.device("cpu"):  # layers are constructed on "meta"
@@ -158,7 +158,7 @@ def split_experts(num_in: int, inner: int, num_experts: int) -> Split | None:
         return EngineExperts(ranks, placement(num_experts, size, options), options.engine)
     if ranks is None:
         return None
-    cuts = *shared_outputs(inner), *shared_outputs(num_in)
+    cuts = *output_slices(inner), *output_slices(num_in)
     if len(cuts) == 2 and not options.whole:
         return CutExperts(ranks, *cuts)
     if num_experts < ranks.size and not options.whole:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.layers.weight_slots import Layer
 from quire.layers.weights import WeightRef
-from quire.parallel.ranks import Share, current_ranks, shared_outputs
+from quire.parallel.ranks import OutputSlice, current_ranks, output_slices
 
 
 class Linear(Layer):
@@ -45,11 +45,11 @@ class Linear(Layer):
         act: str | None = None,
         after: str | None = None,
         exact: bool = False,
-        shares: Sequence[Share] = (),
+        shares: Sequence[OutputSlice] = (),
         gathers: bool = False,
     ):
         super().__init__()
-        if isinstance(num_out, int) and gathers and (shares := shared_outputs(num_out)):
+        if isinstance(num_out, int) and gathers and (shares := output_slices(num_out)):
             num_out = shares[0].length
         self.ref = WeightRef(
             self,

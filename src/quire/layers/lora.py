@@ -24,7 +24,7 @@ from quire.layers.moe import Router
 from quire.layers.weight_slots import named_layers, own_part
 from quire.layers.weights import WeightRef, layer_weights
 from quire.ops.lora import LANES, LoraFactors, LoraTable, NewPart
-from quire.parallel.ranks import Share
+from quire.parallel.ranks import OutputSlice
 
 if TYPE_CHECKING:
     from quire.protocol.plan import StepPlan
@@ -73,7 +73,7 @@ class Place(NamedTuple):
     start: int
     outs: int
     rows: Callable[[int, int], Tensor] | None
-    shares: tuple[Share, ...] = ()
+    shares: tuple[OutputSlice, ...] = ()
 
     @property
     def all_outs(self) -> int:

@@ -28,7 +28,7 @@ from quire.layers.weight_slots import Layer, Slot, StackedSlot, WeightSlot
 from quire.layers.weights import WeightRef
 from quire.ops.experts import HeadWeights, per_head
 from quire.ops.reference import rotate
-from quire.parallel.ranks import Share, shared_heads
+from quire.parallel.ranks import OutputSlice, head_slices
 
 NORM_EPS = 1e-6
 """Of the norms inside the layer, whatever `rms_norm_eps` says."""
@@ -38,7 +38,9 @@ class HeadsSlot(StackedSlot):
     """The destination of `kv_b_proj`, [H * (N + E), R]: of each head, the key matrix, transposed, and the value matrix; this rank has
     some of the heads."""
 
-    def __init__(self, keys: Sequence[WeightSlot], values: Sequence[WeightSlot], heads: Share):
+    def __init__(
+        self, keys: Sequence[WeightSlot], values: Sequence[WeightSlot], heads: OutputSlice
+    ):
         super().__init__([*keys, *values])
         self.keys, self.values, self.heads = keys, values, heads
 
@@ -65,7 +67,7 @@ class LatentProjections(Layer):
 
     may_defer = True
 
-    def __init__(self, heads: Share, latent: int, nope: int, value: int):
+    def __init__(self, heads: OutputSlice, latent: int, nope: int, value: int):
         super().__init__()
         self.heads, numbers = heads, range(heads.length)
         self.keys = [WeightRef(self, nope, latent, prefix=f"key_{h}_") for h in numbers]
@@ -105,8 +107,8 @@ class LatentAttention(nn.Module):
     def __init__(self, cfg: Any, layer: int, *, interleaved: bool = True):
         super().__init__()
         count: int = cfg.num_attention_heads
-        shares = shared_heads(count, count)[:1]
-        share = shares[0] if shares else Share(0, count, count)
+        shares = head_slices(count, count)[:1]
+        share = shares[0] if shares else OutputSlice(0, count, count)
         self.heads, self.latent = share.length, cfg.kv_lora_rank
         self.nope, self.turning = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
         bias, hidden, size = cfg.attention_bias, cfg.hidden_size, self.nope + self.turning

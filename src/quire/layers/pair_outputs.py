@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.experts import ExpertWeights, expert_products
-from quire.parallel.ranks import TensorRanks
+from quire.parallel.ranks import RankGroup
 
 
 def outputs_of_seats(x_ND: Tensor, seat_N: Tensor, of: ExpertWeights) -> Tensor:
@@ -21,7 +21,7 @@ def outputs_of_seats(x_ND: Tensor, seat_N: Tensor, of: ExpertWeights) -> Tensor:
     return expert_products(expert_products(x_ND, seat_N, of, False), seat_N, of, True)
 
 
-def gathered_pairs(y_ND: Tensor, rank_P: Tensor, ranks: TensorRanks) -> Tensor:
+def gathered_pairs(y_ND: Tensor, rank_P: Tensor, ranks: RankGroup) -> Tensor:
     """y_PD: the outputs of all pairs, from those that each rank has computed; `rank_P` says which."""
     most = int(rank_P.bincount(minlength=ranks.size).max())
     y_MD = y_ND.new_zeros(most, y_ND.shape[1])

@@ -37,7 +37,7 @@ from quire.ops.recurrent import (
     softplus,
 )
 from quire.ops.reference import rms_norm
-from quire.parallel.ranks import Share, current_ranks, shared_heads, shared_outputs
+from quire.parallel.ranks import OutputSlice, current_ranks, head_slices, output_slices
 
 
 def step_rows() -> StateRows:
@@ -58,7 +58,7 @@ class CausalConv(Layer):
         *,
         bias: bool = False,
         activate: bool = True,
-        shares: Sequence[Share] = (),
+        shares: Sequence[OutputSlice] = (),
     ):
         super().__init__()
         self.channels, self.taps, self.activate = channels, taps, activate
@@ -90,7 +90,7 @@ class GatedNorm(Layer):
         *,
         group: int | None = None,
         gate_first: bool = False,
-        shares: Sequence[Share] = (),
+        shares: Sequence[OutputSlice] = (),
     ):
         super().__init__()
         self.eps, self.group, self.gate_first = eps, group or features, gate_first
@@ -115,22 +115,24 @@ class RecurrentLayer(StateLayer):
             (self.recurrence_shape, self.conv1d.state_shape), ("float32", self.conv1d.dtype)
         )
 
-    def new_float(self, name: str, *shape: int, shares: Sequence[Share] = ()) -> None:
+    def new_float(self, name: str, *shape: int, shares: Sequence[OutputSlice] = ()) -> None:
         """Register an empty parameter of float32."""
         set_parameter(self, name, torch.empty(*shape, dtype=torch.float32))
         self.own_shares[name] = shares
 
 
-def own_heads(value_heads: int, key_heads: int, *sizes: int) -> tuple[Share, Share, bool]:
+def own_heads(
+    value_heads: int, key_heads: int, *sizes: int
+) -> tuple[OutputSlice, OutputSlice, bool]:
     """This rank's value heads and key heads, and whether other ranks have others; all, if they cannot be divided.
 
     Where there are fewer key heads than ranks, neighbours have the same one. `sizes`: of a value and of a key. Heads of a size that
     is no multiple of 16 are not divided: torch computes the ends of rows with other bits.
     """
-    found = () if any(size % TILE for size in sizes) else shared_heads(value_heads, key_heads)
+    found = () if any(size % TILE for size in sizes) else head_slices(value_heads, key_heads)
     if found:
         return found[0], found[1], True
-    return Share(0, value_heads, value_heads), Share(0, key_heads, key_heads), False
+    return OutputSlice(0, value_heads, value_heads), OutputSlice(0, key_heads, key_heads), False
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -248,7 +250,7 @@ class Mamba2Mixer(RecurrentLayer):
         )
         self.sizes = sizes._replace(heads=self.own.length, groups=groups.length)
         value, key = self.own.times(sizes.head_size), groups.times(sizes.states)
-        steps = Share(0, sizes.heads, sizes.heads)
+        steps = OutputSlice(0, sizes.heads, sizes.heads)
         self.parts = (value.length, value.length, key.length, key.length, sizes.heads)
         self.channels = value.length + 2 * key.length
         shares = (value, value, key, key, steps) if split else ()
@@ -317,7 +319,7 @@ class MambaMixer(RecurrentLayer):
         norm_names: Sequence[str] | None = None,
     ):
         super().__init__()
-        self.parts, self.norm_eps, shares = (rank, states, states), norm_eps, shared_outputs(inner)
+        self.parts, self.norm_eps, shares = (rank, states, states), norm_eps, output_slices(inner)
         own, split = shares[0].length if shares else inner, bool(shares)
         self.inner = own
         self.in_proj = Linear(hidden, 2 * own, bias=bias, shares=(*shares, *shares))
@@ -356,7 +358,7 @@ class ShortConv(StateLayer):
 
     def __init__(self, hidden: int, taps: int, *, bias: bool = False):
         super().__init__()
-        shares = shared_outputs(hidden)
+        shares = output_slices(hidden)
         own, split = shares[0].length if shares else hidden, bool(shares)
         self.in_proj = Linear(hidden, 3 * own, bias=bias, shares=(*shares, *shares, *shares))
         self.conv = CausalConv(own, taps, bias=bias, activate=False, shares=shares)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
-from quire.parallel.ranks import Share
+from quire.parallel.ranks import OutputSlice
 
 EXPONENT = torch.float8_e8m0fnu
 """Powers of two, the scales of some fp8 checkpoints."""
@@ -48,7 +48,7 @@ class WeightSlot(NamedTuple):
     per_part: bool = False
     optional: bool = False
     ref: LayerWeight | None = None
-    shares: tuple[Share, ...] = ()
+    shares: tuple[OutputSlice, ...] = ()
     cut: int = 0
 
     @property
@@ -129,7 +129,7 @@ class WeightSlot(NamedTuple):
         )
 
 
-def own_part(tensor: Tensor, shares: Sequence[Share], dim: int = 0) -> Tensor:
+def own_part(tensor: Tensor, shares: Sequence[OutputSlice], dim: int = 0) -> Tensor:
     """What this rank has of a checkpoint tensor: these parts of dimension `dim`, one after the other; none: all. A view, if it is
     one piece: then nothing else of the file is read."""
     if not shares:
@@ -265,7 +265,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.deferred: dict[str, list[tuple[WeightSlot, Tensor]]] = {}  # what `join` will store
-        self.own_shares: dict[str, Sequence[Share]] = {}
+        self.own_shares: dict[str, Sequence[OutputSlice]] = {}
         """Of parameters that no weight has: what this rank has of them; others: all."""
 
     def weights(self) -> Iterable[LayerWeight]:

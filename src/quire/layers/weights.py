@@ -21,7 +21,7 @@ from quire.layers.weight_slots import Layer, WeightSlot, set_parameter
 from quire.ops.cpu.structs import CWeight
 from quire.ops.lora import LoraTable, lora
 from quire.ops.reference import act_and_mul, activate, linear
-from quire.parallel.ranks import Share, TensorRanks
+from quire.parallel.ranks import OutputSlice, RankGroup
 
 
 class CheckpointFormat:
@@ -92,9 +92,9 @@ class WeightRef:
     """Whether it computes logits: that allows less error than other weights."""
     lora: LoraTable | None = None
     """The factors of the loaded adapters."""
-    input_ranks: TensorRanks | None = None
+    input_ranks: RankGroup | None = None
     """The ranks that have a part of x each; None: x is whole."""
-    output_ranks: TensorRanks | None = None
+    output_ranks: RankGroup | None = None
     """The ranks that compute a part of y each, of which all is the product; None: the outputs are all that is wanted."""
 
     def __init__(
@@ -111,7 +111,7 @@ class WeightRef:
         prefix: str = "",
         exact: bool = False,
         dtype: torch.dtype | None = None,
-        shares: Sequence[Share] = (),
+        shares: Sequence[OutputSlice] = (),
     ):
         self.exact, self.shares = exact, tuple(shares)
         self.layer, self.num_in, self.prefix = layer, num_in, prefix
@@ -171,11 +171,11 @@ class WeightRef:
                 start += lengths[number]
         return found
 
-    def _shares_of_parts(self) -> list[list[Share]]:
+    def _shares_of_parts(self) -> list[list[OutputSlice]]:
         """The shares of each part: those that together have its outputs."""
         found, left = [], list(self.shares)
         for outs in self.outputs:
-            cut: list[Share] = []
+            cut: list[OutputSlice] = []
             while left and sum(share.length for share in cut) < outs:
                 cut.append(left.pop(0))
             found.append(cut)

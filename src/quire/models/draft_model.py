@@ -107,7 +107,7 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
     _check_cache(resolved.spec, f"{KEY}: {resolved.architecture}")
     ranks = resolved.config.parallel.tensor_parallel_size
     if (own_ranks := options.draft_tensor_parallel_size) not in (None, 1, ranks):
-        fits = "1" if ranks == 1 else f"1 or {ranks}, that of the model"
+        fits = "1" if ranks == 1 else f"1 or {ranks}, which the model has"
         raise ConfigError(f"{KEY}.draft_tensor_parallel_size={own_ranks}: must be {fits}")
     if options.drafts_with_model is None:
         return replace(resolved, speculation=options), _nothing
@@ -254,7 +254,7 @@ def _check_vocabulary(resolved: Resolved, options: SpeculativeOptions, draft: Dr
         return
     own, target = (model_size(each.hf_config, "vocab_size") for each in (draft, resolved))
     raise ConfigError(
-        f"{KEY}.model={options.model or draft.path}: its vocabulary ({own} tokens) is not that of the model ({target}"
+        f"{KEY}.model={options.model or draft.path}: its vocabulary ({own} tokens) is not the model's ({target}"
         " tokens); use a draft model with the same tokenizer, or join them by their texts with use_heterogeneous_vocab"
     )
 

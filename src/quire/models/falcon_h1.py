@@ -15,7 +15,7 @@ from quire.models.base import CausalLM
 from quire.models.hf_config import TextConfig
 from quire.models.mamba_hybrids import NORMS, mamba2, named
 from quire.ops.recurrent import silu
-from quire.parallel.ranks import shared_outputs
+from quire.parallel.ranks import output_slices
 
 
 class BothMixers(nn.Module):
@@ -52,7 +52,7 @@ class ScaledMLP(nn.Module):
     def __init__(self, cfg: TextConfig, factors: Sequence[float]):
         super().__init__()
         self.factors, inner = factors, cfg.intermediate_size
-        shares = shared_outputs(inner)
+        shares = output_slices(inner)
         own = shares[0].length if shares else inner
         parts = {"gate_proj": own, "up_proj": own}
         self.gate_up = Linear(cfg.hidden_size, parts, bias=cfg.mlp_bias, shares=(*shares, *shares))

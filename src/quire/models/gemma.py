@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3: scaled embeddings, norms that multiply by 1 + weight, and from 2 on a norm after each half of a layer.
+"""Gemma 1, 2 and 3: scaled embeddings, norms that multiply by 1 + weight, and from 2 on a norm after each sublayer.
 
 The text models inside Gemma 3's wrappers have the same names and layers.
 """

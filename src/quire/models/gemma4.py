@@ -123,7 +123,7 @@ class Gemma4MoeLayer(Gemma4Layer):
         self.pre_feedforward_layernorm_2 = RMSNorm(size, eps)
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
 
-    def mlp_half(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def mlp_sublayer(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = normed_sum(self.norms.mlp_in, x_TD, residual_TD)
         y_TD = self.post_feedforward_layernorm_1(self.mlp(x_TD))
         x_TD = self.experts(

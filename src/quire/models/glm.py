@@ -22,7 +22,7 @@ class Glm(CausalLM):
 
 
 class Glm4(Glm):
-    """GLM-4-0414: norms after the halves of a layer as well."""
+    """GLM-4-0414: norms after the sublayers as well."""
 
     norms = (
         *("input_layernorm", "post_self_attn_layernorm"),

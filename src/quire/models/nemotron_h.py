@@ -15,7 +15,7 @@ from quire.models.hf_config import TextConfig
 from quire.models.mamba import BACKBONE
 from quire.models.mamba_hybrids import mamba2
 from quire.ops.experts import Routing
-from quire.parallel.ranks import shared_outputs
+from quire.parallel.ranks import output_slices
 
 
 class SquaredMLP(nn.Module):
@@ -23,7 +23,7 @@ class SquaredMLP(nn.Module):
 
     def __init__(self, hidden: int, inner: int, bias: bool):
         super().__init__()
-        shares = shared_outputs(inner)
+        shares = output_slices(inner)
         own = shares[0].length if shares else inner
         self.up_proj = Linear(hidden, own, bias=bias, shares=shares)
         self.down_proj = Linear(inner, hidden, bias=bias, gathers=bool(shares))

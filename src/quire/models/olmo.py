@@ -1,4 +1,4 @@
-"""Families whose only norms in a layer are after its halves: OLMo 2 and 3, EXAONE 4."""
+"""Families whose only norms in a layer are after its sublayers: OLMo 2 and 3, EXAONE 4."""
 
 from __future__ import annotations
 

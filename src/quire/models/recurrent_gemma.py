@@ -24,7 +24,7 @@ from quire.models.hf_config import TextConfig
 from quire.models.mamba_hybrids import named
 from quire.ops.recurrent import decaying_sum, softplus
 from quire.ops.reference import sigmoid
-from quire.parallel.ranks import Share
+from quire.parallel.ranks import OutputSlice
 
 GATES = ("input_gate", "recurrent_gate")
 
@@ -37,7 +37,7 @@ class Recurrence(Layer):
 
     recurrent_param: Tensor
 
-    def __init__(self, heads: Share, size: int):
+    def __init__(self, heads: OutputSlice, size: int):
         super().__init__()
         self.heads, self.size = heads, size
         self.new("recurrent_param", heads.length * size)

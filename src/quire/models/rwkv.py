@@ -23,11 +23,11 @@ from quire.layers.state import StateLayer
 from quire.models.base import CausalLM
 from quire.ops.recurrent import StateRows, causal_conv, wkv
 from quire.ops.reference import sigmoid
-from quire.parallel.ranks import shared_outputs
+from quire.parallel.ranks import output_slices
 
 
 class TokenShift(StateLayer):
-    """The base of both halves of a layer: mixes a token with the one before it, in parts that a weight says."""
+    """The base of both sublayers: mixes a token with the one before it, in parts that a weight says."""
 
     mixes: tuple[str, ...]
 
@@ -50,7 +50,7 @@ class TokenShift(StateLayer):
 
 
 class TimeMix(TokenShift):
-    """The half in place of attention. Ranks split the channels of its means."""
+    """The sublayer in place of attention. Ranks split the channels of its means."""
 
     mixes = ("key", "value", "receptance")
     time_decay: Tensor
@@ -58,7 +58,7 @@ class TimeMix(TokenShift):
 
     def __init__(self, hidden: int, inner: int):
         super().__init__(hidden)
-        shares = shared_outputs(inner)
+        shares = output_slices(inner)
         self.inner = own = shares[0].length if shares else inner
         self.new("time_decay", own)
         self.new("time_first", own)
@@ -82,13 +82,13 @@ class TimeMix(TokenShift):
 
 
 class ChannelMix(TokenShift):
-    """The half in place of an MLP. Each rank has the whole weight of its gate."""
+    """The sublayer in place of an MLP. Each rank has the whole weight of its gate."""
 
     mixes = ("key", "receptance")
 
     def __init__(self, hidden: int, inner: int):
         super().__init__(hidden)
-        shares = shared_outputs(inner)
+        shares = output_slices(inner)
         self.key = Linear(hidden, shares[0].length if shares else inner, shares=shares)
         self.value = Linear(inner, hidden, gathers=bool(shares))
         self.receptance = Linear(hidden, hidden)
@@ -104,10 +104,10 @@ class FirstLayer(DecoderLayer):
 
     pre_ln: Norm
 
-    def attention_half(
+    def attention_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        return super().attention_half(self.pre_ln(x_TD), residual_TD, angles)
+        return super().attention_sublayer(self.pre_ln(x_TD), residual_TD, angles)
 
 
 class Rwkv(CausalLM):

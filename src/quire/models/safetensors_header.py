@@ -100,6 +100,6 @@ def _check_overlaps(found: dict[str, dict[str, Any]]) -> None:
     for name, tensor in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = tensor["data_offsets"]
         if start < end and stop > start:
-            raise ValueError(f"the data of {name} at offset {start} overlaps that of {before}")
+            raise ValueError(f"the data of {name} at offset {start} overlaps the data of {before}")
         if stop > start:
             end, before = stop, name

@@ -1,7 +1,7 @@
-"""Fused decoder layers on the CPU: consecutive halves of layers, and the norm after them, in one kernel call.
+"""Fused decoder layers on the CPU: consecutive sublayers, and the norm after them, in one kernel call.
 
-Knows which halves of layers the kernels support (`fused_layers.py`). The others run as modules between the calls,
-so a layer with another MLP keeps its fused attention, and one with another attention keeps its fused MLP. A fused half
+Knows which sublayers (attention, MLP) the kernels support (`fused_layers.py`). The others run as modules between the calls,
+so a layer with another MLP keeps its fused attention, and one with another attention keeps its fused MLP. A fused sublayer
 gives the same bits as its modules.
 
 Shape suffixes: T tokens, D features, P pairs of features.
@@ -28,7 +28,7 @@ from quire.native.fused_encoder import fuse_encoder
 from quire.native.fused_layers import has_attention, has_mlp, native_layer, native_norm
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CLayer, CNorm, CStep
-from quire.parallel.ranks import TensorRanks
+from quire.parallel.ranks import RankGroup
 
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 
@@ -125,14 +125,14 @@ Part = Callable[[ForwardPass, Tensor, Tensor | None], tuple[Tensor, Tensor | Non
 
 
 class NativeRun:
-    """Consecutive halves of layers in one call, and the last norm if it is given. It overwrites x and the residual."""
+    """Consecutive sublayers in one call, and the last norm if it is given. It overwrites x and the residual."""
 
     def __init__(
         self,
         kernels: Kernels,
         layers: Sequence[tuple[CLayer, int]],
         norm: CNorm | None,
-        ranks: TensorRanks | None,
+        ranks: RankGroup | None,
     ):
         self.kernels, self.norm, self.count, self.ranks = kernels, norm, len(layers), ranks
         self.structs = [layer for layer, _ in layers]
@@ -216,12 +216,14 @@ class FusedDecoder:
                 call(partial(self._record, number))
             declared = layer_parts(layer) if has_attention(native) or has_mlp(native) else None
             if not has_attention(native):
-                call(partial(_call, layer if declared is None else layer.attention_half, number))
+                call(
+                    partial(_call, layer if declared is None else layer.attention_sublayer, number)
+                )
             if declared is None:
                 continue
             run.append((native, self.group_of_layer[number]))
             if not has_mlp(native):
-                call(partial(_call, layer.mlp_half, None))
+                call(partial(_call, layer.mlp_sublayer, None))
             if declared.finish is not None:
                 call(partial(_call, declared.finish, None))
         if len(self.layers) in recorded:
@@ -250,7 +252,7 @@ def _call(
     module: Callable[..., tuple[Tensor, Tensor]], number: int | None,
     forward: ForwardPass, x_TD: Tensor, residual_TD: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Call a layer, or half of one; `number`: of the layer whose angles it takes."""
+    """Call a layer, or a sublayer; `number`: of the layer whose angles it takes."""
     angles = () if number is None else (forward.angles[number],)
     x_TD, residual_TD = module(x_TD, residual_TD, *angles)
     return _checked(x_TD), _checked(residual_TD)

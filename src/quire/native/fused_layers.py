@@ -1,11 +1,11 @@
-"""What the CPU kernels support of a decoder layer: its attention half, its MLP half, or both.
+"""What the CPU kernels support of a decoder layer: its attention, its MLP, or both.
 
 Knows the parts that a layer with a bound KV cache declares (`layers/native_parts.py`), and fills in the C struct `Layer`
-(kernels/layer.h). A half that the kernels do not support has no weights there; it runs as modules.
+(kernels/layer.h). A sublayer that the kernels do not support has no weights there; it runs as modules.
 
-    attention half    norm, QKV, QK-norm, scale of queries, RoPE, KV write, attention, gate, output projection, norm, scale; or
-                      norm, a gated delta net (`fused_delta_net.py`), norm, scale
-    MLP half          norm, gate and up, activation, down, norm, scale; or norm, a mixture (`fused_moe.py`), norm, scale
+    attention    norm, QKV, QK-norm, scale of queries, RoPE, KV write, attention, gate, output projection, norm, scale; or
+                 norm, a gated delta net (`fused_delta_net.py`), norm, scale
+    MLP          norm, gate and up, activation, down, norm, scale; or norm, a mixture (`fused_moe.py`), norm, scale
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def fill_attention(module: nn.Module, pairs: int, native: CLayer) -> None:
         sinks_H = spec.sinks.float().contiguous()
         native.references, native.sinks = sinks_H, sinks_H.data_ptr()
     native.heads, native.kv_heads, native.D = attention.heads, attention.kv_heads, attention.size
-    native.turns, native.interleaved = attention.rope, attention.interleaved
+    native.rope, native.interleaved = attention.rope, attention.interleaved
     native.window, native.scale, native.softcap = spec.window or 0, spec.scale, spec.softcap or 0.0
 
 

@@ -25,7 +25,7 @@ from quire.native.model import native_model, record_states
 from quire.native.speculator import native_speculator
 from quire.ops.cpu.bindings import Kernels, best
 from quire.ops.cpu.structs import CModel, CRows, CSpeculator
-from quire.parallel.ranks import TensorRanks
+from quire.parallel.ranks import RankGroup
 from quire.protocol.plan import StepPlan, StepResult, WorkItem
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class NativeStep:
     ):
         self.kernels, self.rows = kernels, rows
         self.model: CModel | None = None
-        self.ranks: TensorRanks | None = None  # that split the model
+        self.ranks: RankGroup | None = None  # that split the model
         # The kernels keep these addresses: none of these arrays may move.
         tokens_RL = rows.token_ids_RL
         self._tables = (ctypes.c_void_p * len(rows.blocks))(

@@ -1,4 +1,4 @@
-"""GlooRanks: the ranks of a group on several machines exchange tensors by gloo, torch's TCP collectives.
+"""GlooGroup: the ranks of a group on several machines exchange tensors by gloo, torch's TCP collectives.
 
 Knows torch's process group of gloo, and that its ranks find each other through a store. Does not know layers or machines.
 
@@ -63,8 +63,8 @@ def prefixed(name: str, store: Any) -> Any:
     return dist.PrefixStore(name, store)
 
 
-class GlooRanks:
-    """See `TensorRanks` (parallel/ranks.py).
+class GlooGroup:
+    """See `RankGroup` (parallel/ranks.py).
 
     Args:
         store: where the ranks of the group, and of no other, find each other.
@@ -138,7 +138,7 @@ class GlooRanks:
         """Kernels do not exchange by gloo."""
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """See `TensorRanks`."""
+        """See `RankGroup`."""
         numbers_N, before = torch.tensor([numbers], dtype=torch.int64), self._timeout_s
         self.limit(START_S)
         try:

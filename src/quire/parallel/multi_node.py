@@ -19,7 +19,7 @@ from quire.processes.keyed_listener import KeyedListener
 from quire.processes.keyed_socket import connect, listen
 
 if TYPE_CHECKING:
-    from quire.parallel.gloo import GlooRanks
+    from quire.parallel.gloo import GlooGroup
 
 MEET_S = 40.0
 """How long ranks wait for each other at the start, so that a wrong address ends it within a minute."""
@@ -67,7 +67,7 @@ class Machines(Struct, array_like=True):
     def look(self) -> None:
         """Called each second of a wait for other ranks. The executor looks at them, so here nothing is to do."""
 
-    def group(self, store: Any, name: str, ranks: Sequence[int], rank: int) -> GlooRanks:
+    def group(self, store: Any, name: str, ranks: Sequence[int], rank: int) -> GlooGroup:
         """The exchange of a group.
 
         Args:
@@ -77,10 +77,10 @@ class Machines(Struct, array_like=True):
         Raises:
             RankLost: the others did not come in time.
         """
-        from quire.parallel.gloo import GlooRanks, prefixed
+        from quire.parallel.gloo import GlooGroup, prefixed
 
         own = prefixed(name, store)
-        found = GlooRanks(own, ranks.index(rank), len(ranks), self.host, MEET_S, self.look)
+        found = GlooGroup(own, ranks.index(rank), len(ranks), self.host, MEET_S, self.look)
         found.limit(self.exchange_s)
         return found
 

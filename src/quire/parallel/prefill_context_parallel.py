@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.parallel.ranks import TensorRanks
+from quire.parallel.ranks import RankGroup
 
 LEAST = 16
 """Tokens for each part: with fewer in a step, the weights take its time, and every part computes all of them."""
@@ -69,7 +69,7 @@ class SplitTokens:
         own_T: which of the step's tokens this part computes.
     """
 
-    def __init__(self, ranks: TensorRanks, counts: Sequence[int]):
+    def __init__(self, ranks: RankGroup, counts: Sequence[int]):
         self.ranks = ranks
         parts = split_rows(counts, ranks.size)
         self.pieces = parts[ranks.rank]

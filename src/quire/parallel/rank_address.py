@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from quire.errors import Unsupported
 from quire.parallel.layout import ONE_RANK, RankLayout, RankPlace
 from quire.parallel.multi_node import Machines
-from quire.parallel.ranks import Ranks, TensorRanks
+from quire.parallel.ranks import RankGroup, RankGroups
 from quire.parallel.regions import StageSocketFds, num_bytes
 from quire.parallel.stages import StageLink
 
@@ -58,7 +58,7 @@ class RankAddress(Struct, array_like=True):
             return self.rank, self.layout.size
         return self.machines.place(self.rank)
 
-    def join(self) -> Ranks:
+    def join(self) -> RankGroups:
         """The exchanges with the others. It takes over the descriptors.
 
         Raises:
@@ -70,21 +70,21 @@ class RankAddress(Struct, array_like=True):
             os.close(self.fd)
         store = None if self.machines is None else self.machines.meet()
         tensor, context, blocks = (self._exchange(kind, memory, store) for kind in GROUPS)
-        return Ranks(self.place, self.layout, tensor, context, self._stages(store), blocks)
+        return RankGroups(self.place, self.layout, tensor, context, self._stages(store), blocks)
 
-    def _exchange(self, kind: str, memory: mmap.mmap | None, store: Any) -> TensorRanks | None:
+    def _exchange(self, kind: str, memory: mmap.mmap | None, store: Any) -> RankGroup | None:
         """With a group of ranks: through memory on one machine, by gloo between machines."""
         group = GROUPS[kind](self.layout, self.rank)
         if len(group) == 1:
             return None
         if self.machines is not None and (memory is None or self.machines.spans(group)):
             return self.machines.group(store, f"{kind} {group}", group, self.rank)
-        from quire.parallel.shared_memory import SharedMemoryRanks
+        from quire.parallel.shared_memory import SharedMemoryGroup
 
         if memory is None:
             raise ValueError("ranks without memory that they share")
         begin = _regions(self.layout)[0][kind, tuple(group)]
-        return SharedMemoryRanks(memory, begin, group.index(self.rank), len(group))
+        return SharedMemoryGroup(memory, begin, group.index(self.rank), len(group))
 
     def _stages(self, store: Any) -> StageLink | None:
         if self.layout.pipeline == 1:

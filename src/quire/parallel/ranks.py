@@ -29,23 +29,23 @@ PANEL = 32
 """Outputs that the CPU kernels compute at once. Torch computes the ends of rows that are no multiple of 16 with other bits."""
 
 
-class Share(NamedTuple):
+class OutputSlice(NamedTuple):
     """A rank's part of `total` outputs: `length` of them, from `start`."""
 
     start: int
     length: int
     total: int
 
-    def times(self, factor: int) -> Share:
+    def times(self, factor: int) -> OutputSlice:
         """Of heads with `factor` outputs each."""
-        return Share(self.start * factor, self.length * factor, self.total * factor)
+        return OutputSlice(self.start * factor, self.length * factor, self.total * factor)
 
     def of(self, x_TX: Tensor) -> Tensor:
         """This rank's part of outputs that it has all of."""
         return x_TX[..., self.start : self.start + self.length]
 
 
-class TensorRanks(Protocol):
+class RankGroup(Protocol):
     """This rank, and its exchange with the others. All ranks call the same methods in the same order.
 
     Attributes:
@@ -75,7 +75,7 @@ class TensorRanks(Protocol):
         ...
 
 
-class LoneRank:
+class SingleRank:
     """The description of a rank for a plan of its memory: it exchanges nothing."""
 
     link: int | None = None
@@ -94,7 +94,7 @@ class LoneRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankGroups:
     """One rank: its place in the layout, and its exchanges with the others; None: it shares this with no other.
 
     tensor: with the ranks that split each layer. context: with those that compute other parts of a context. stages: with the
@@ -103,10 +103,10 @@ class Ranks:
 
     place: RankPlace = FIRST
     layout: RankLayout = ONE_RANK
-    tensor: TensorRanks | None = None
-    context: TensorRanks | None = None
+    tensor: RankGroup | None = None
+    context: RankGroup | None = None
     stages: StageLink | None = None
-    blocks: TensorRanks | None = None
+    blocks: RankGroup | None = None
 
     @property
     def stage(self) -> PipelineStage:
@@ -121,11 +121,11 @@ class Ranks:
         return least
 
 
-_current: ContextVar[TensorRanks | None] = ContextVar("tensor_ranks", default=None)
+_current: ContextVar[RankGroup | None] = ContextVar("tensor_ranks", default=None)
 
 
 @contextmanager
-def split_among(ranks: TensorRanks | None) -> Iterator[None]:
+def split_among(ranks: RankGroup | None) -> Iterator[None]:
     """Inside, layers are constructed as the parts of this rank; None: as whole layers."""
     token = _current.set(ranks)
     try:
@@ -134,28 +134,28 @@ def split_among(ranks: TensorRanks | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def current_ranks() -> TensorRanks | None:
+def current_ranks() -> RankGroup | None:
     """The ranks that split the layers under construction."""
     return _current.get()
 
 
-def share_of(ranks: TensorRanks, total: int, copies: int = 1) -> Share:
+def output_slice(ranks: RankGroup, total: int, copies: int = 1) -> OutputSlice:
     """This rank's part of `total` outputs, where `copies` neighbouring ranks have the same part."""
     length = total * copies // ranks.size
-    return Share(ranks.rank // copies * length, length, total)
+    return OutputSlice(ranks.rank // copies * length, length, total)
 
 
-def shared_outputs(total: int) -> Sequence[Share]:
+def output_slices(total: int) -> Sequence[OutputSlice]:
     """This rank's part of a weight's outputs; none: each rank computes all, for there are no ranks, or parts of whole panels
     cannot be made."""
     ranks = current_ranks()
     if ranks is None or total % (ranks.size * PANEL):
         return ()
-    return (share_of(ranks, total),)
+    return (output_slice(ranks, total),)
 
 
-def shared_heads(num_heads: int, num_kv_heads: int) -> Sequence[Share]:
-    """This rank's query heads, key heads and value heads; none: as `shared_outputs`, where heads cannot be divided.
+def head_slices(num_heads: int, num_kv_heads: int) -> Sequence[OutputSlice]:
+    """This rank's query heads, key heads and value heads; none: as `output_slices`, where heads cannot be divided.
 
     Where there are fewer key heads than ranks, neighbours have the same one.
     """
@@ -165,11 +165,11 @@ def shared_heads(num_heads: int, num_kv_heads: int) -> Sequence[Share]:
     copies = max(1, ranks.size // num_kv_heads)
     if num_kv_heads * copies % ranks.size:
         return ()
-    kv = share_of(ranks, num_kv_heads, copies)
-    return share_of(ranks, num_heads), kv, kv
+    kv = output_slice(ranks, num_kv_heads, copies)
+    return output_slice(ranks, num_heads), kv, kv
 
 
-def use_same_threads(ranks: Ranks) -> None:
+def use_same_threads(ranks: RankGroups) -> None:
     """Take the least number of threads among the ranks: the rank with the fewest sets the pace, and others would wait."""
     import torch
 

@@ -1,4 +1,4 @@
-"""SharedMemoryRanks: the ranks of one machine exchange tensors through memory that they share.
+"""SharedMemoryGroup: the ranks of one machine exchange tensors through memory that they share.
 
 Knows one block of memory (`rank_address.py`). Does not know layers. The kernels copy and wait
 (ops/cpu/kernels/exchange.cpp).
@@ -22,8 +22,8 @@ from quire.parallel.ranks import START_S
 from quire.parallel.regions import SLOT
 
 
-class SharedMemoryRanks:
-    """See `TensorRanks` (parallel/ranks.py).
+class SharedMemoryGroup:
+    """See `RankGroup` (parallel/ranks.py).
 
     Args:
         memory: of all groups; this group has a region from byte `begin` on.
@@ -83,7 +83,7 @@ class SharedMemoryRanks:
         )
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """See `TensorRanks`."""
+        """See `RankGroup`."""
         numbers_N = torch.tensor([numbers], dtype=torch.int64)
         self._link.timeout_ms = int(START_S * 1000)
         try:

@@ -141,8 +141,8 @@ class SamplingParams(Struct, omit_defaults=True, kw_only=True, tag="sampling"):
     thoughts: ThinkingMarkers | None = None
     """thinking_token_budget, resolved for this model and prompt."""
     num_searched_tokens: int | None = None
-    """Of the prompt's last tokens, how many a beam search has found in its steps so far: the constraint continues after them, and
-    `logprobs` are those of the likeliest tokens that it allows. None: the request is no step of a search with a constraint."""
+    """How many of the prompt's last tokens a beam search has found so far: the constraint continues after them, and `logprobs`
+    counts only tokens that it allows. None: the request is no step of a search with a constraint."""
     checked: bool = False
     """The values were validated, and the engine must not do it again: `frontend/parallel_sampling.py` sets values that
     break rules for user input."""

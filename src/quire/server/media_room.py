@@ -24,7 +24,7 @@ class MediaRoom:
         """Count `size` bytes for as long as the request runs.
 
         Raises:
-            ApiError: 400: it may never have so many; 503: other requests have them now.
+            ApiError: 400: more than the limit; 503: other requests have them now.
         """
         if size > self.most:
             raise invalid(

@@ -86,7 +86,7 @@ class EncodedEmbeddings(str):
 
 
 def given_prompts(request: CompletionRequest) -> list[Any]:
-    """The prompts of the request, not tokenized yet: those of embeddings first.
+    """The prompts of the request, not tokenized yet: embeddings first.
 
     Raises:
         ApiError: 400: none or too many.

@@ -19,7 +19,7 @@ from quire.kvcache.specs import CacheSpec, CrossAttentionSpec
 from quire.logging import get_logger
 from quire.parallel.layout import RankLayout
 from quire.parallel.rank_address import RankAddress
-from quire.parallel.ranks import Ranks, split_among
+from quire.parallel.ranks import RankGroups, split_among
 from quire.parallel.stages import within_stage
 from quire.platforms.cpu_affinity import bind_to_cores
 from quire.plugins import load_plugins
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from quire.worker.worker import Worker
 
 log = get_logger(__name__)
-ALONE, ALL = RankAddress(), Ranks()
+ALONE, ALL = RankAddress(), RankGroups()
 
 
 @dataclass
@@ -74,7 +74,7 @@ class WorkerParts:
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     model_output: ModelOutput | None = None
     places: dict[str, slice] = field(default_factory=dict)
-    ranks: Ranks = ALL
+    ranks: RankGroups = ALL
     runners: list[ModelRunner] = field(default_factory=list)
     has_user_processors: bool = False
 
@@ -202,7 +202,7 @@ def further_models(
     return specs, places
 
 
-def worker_class(resolved: Resolved, ranks: Ranks) -> Callable[..., Worker]:
+def worker_class(resolved: Resolved, ranks: RankGroups) -> Callable[..., Worker]:
     """What makes the worker: of a stage, if there are several."""
     from quire.worker.stage_worker import StageWorker
     from quire.worker.worker import Worker
@@ -219,7 +219,7 @@ def build_parts(
     plan: MemoryPlan,
     models: list[LanguageModel],
     rows: RequestRows,
-    ranks: Ranks,
+    ranks: RankGroups,
     places: dict[str, slice],
 ) -> WorkerParts:
     """The parts of a worker before features add theirs."""
@@ -268,7 +268,7 @@ def describe(
     specs: Sequence[CacheSpec],
     plan: MemoryPlan,
     stages: StartupStages,
-    ranks: Ranks,
+    ranks: RankGroups,
 ) -> WorkerInfo:
     from quire.worker.batch_invariance import is_batch_invariant
 
@@ -296,7 +296,7 @@ def build_models(
     platform: Platform,
     others: Sequence[ModelSpec],
     report: Report = no_report,
-    ranks: Ranks = ALL,
+    ranks: RankGroups = ALL,
 ) -> list[LanguageModel]:
     """The main model and the others, with their weights: this rank's parts."""
     from quire.models.load import add_whole_heads, build_model
@@ -378,7 +378,7 @@ def build_sampler_ops(platform: Platform) -> SamplerOps:
 
 
 def build_model_input(
-    resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any, ranks: Ranks = ALL
+    resolved: Resolved, platform: Platform, plan: MemoryPlan, model: Any, ranks: RankGroups = ALL
 ) -> ModelInput:
     """The model input; steps of single tokens replay graphs if device, backend and model allow it."""
     if ranks.context is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.forward_context import ForwardBatch, replace_current_batch
 from quire.parallel.prefill_context_parallel import SplitTokens, should_split
-from quire.parallel.ranks import TensorRanks
+from quire.parallel.ranks import RankGroup
 from quire.worker.model_input import TokenModelInput
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ContextModelInput(TokenModelInput):
         ranks: the parts that exchange keys and values with this one.
     """
 
-    def __init__(self, model: LanguageModel, ranks: TensorRanks):
+    def __init__(self, model: LanguageModel, ranks: RankGroup):
         super().__init__(model)
         self.ranks = ranks
 

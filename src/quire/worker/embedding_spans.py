@@ -1,4 +1,4 @@
-"""The hook that puts embeddings in the place of those of some tokens of a prompt.
+"""The hook that replaces the embeddings of some tokens of a prompt.
 
 Knows which tokens of each row have embeddings of their own, and which of them a step computes. Does not know where the
 embeddings come from: a feature's subclass calls `put` in `enter`.

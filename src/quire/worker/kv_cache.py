@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.config.engine import ModelSpec, Resolved
     from quire.layers.attention import Attention
     from quire.models.base import LanguageModel
-    from quire.parallel.ranks import TensorRanks
+    from quire.parallel.ranks import RankGroup
     from quire.platforms.base import Platform
     from quire.worker.memory_plan import MemoryPlan
     from quire.worker.row_states import RowStates
@@ -99,7 +99,7 @@ def allocate_kv_cache(
     specs: Sequence[ModelSpec],
     plan: MemoryPlan,
     states: RowStates,
-    keepers: TensorRanks | None = None,
+    keepers: RankGroup | None = None,
 ) -> list[tuple[Tensor, ...]]:
     """Choose a backend for each model, and give each layer its part of the cache, or of the states.
 

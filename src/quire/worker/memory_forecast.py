@@ -21,7 +21,7 @@ from quire.models.checkpoint_files import TensorHeader, as_loaded, in_memory, st
 from quire.models.registry import choose_impl, has_states
 from quire.models.transformers.modes import check_own_cache
 from quire.parallel.layout import ONE_RANK, RankLayout
-from quire.parallel.ranks import LoneRank, Ranks, split_among
+from quire.parallel.ranks import RankGroups, SingleRank, split_among
 from quire.parallel.stages import PipelineStage, within_stage
 from quire.platforms.detect import facts
 from quire.protocol.tensor_data import ITEMSIZE
@@ -36,7 +36,7 @@ MANY = 1 << 62
 class ForecastSpecs(NamedTuple):
     """What the layers of all models keep for requests, and the part of each model's weights that a rank has.
 
-    specs: the cache spec of each layer, of all stages. own: those of this rank's stage. states: bytes of one request's
+    specs: the cache spec of each layer, of all stages. own: the specs of this rank's stage. states: bytes of one request's
     recurrent states in this stage.
     """
 
@@ -212,7 +212,7 @@ def construct_part(spec: ModelSpec, layout: RankLayout = ONE_RANK, stage: int = 
             f"pipeline_parallel_size={layout.pipeline} for {spec.architecture}, which is an encoder"
         )
         raise Unsupported(what, "use 1")
-    ranks = LoneRank(0, layout.tensor) if layout.tensor > 1 else None
+    ranks = SingleRank(0, layout.tensor) if layout.tensor > 1 else None
     with split_among(ranks), within_stage(PipelineStage(stage, layout)):
         model = construct(spec)
     if layout.prefill > 1 and (why := _why_not_split(spec, model)):
@@ -243,7 +243,7 @@ def plan_loaded(
     others: Sequence[ModelSpec],
     forecast: MemoryPlan,
     found: ForecastSpecs,
-    ranks: Ranks,
+    ranks: RankGroups,
 ) -> tuple[list[CacheSpec], MemoryPlan]:
     """The cache specs of all layers, of other stages too; and the plan.
 
@@ -263,7 +263,7 @@ def plan_loaded(
     return specs, agreed_plan(ranks, plan)
 
 
-def agreed_sizes(ranks: Ranks, weights: int, forecast: MemoryPlan) -> tuple[int, int, int]:
+def agreed_sizes(ranks: RankGroups, weights: int, forecast: MemoryPlan) -> tuple[int, int, int]:
     """Bytes of the weights, and of the machine's memory, in all and available: the least favourable among the ranks of a
     stage, so that all make the same plan."""
     numbers = [-weights, forecast.total, forecast.available]
@@ -273,7 +273,7 @@ def agreed_sizes(ranks: Ranks, weights: int, forecast: MemoryPlan) -> tuple[int,
     return -numbers[0], numbers[1], numbers[2]
 
 
-def agreed_plan(ranks: Ranks, plan: MemoryPlan) -> MemoryPlan:
+def agreed_plan(ranks: RankGroups, plan: MemoryPlan) -> MemoryPlan:
     """The plan with the limits of the stage that has the least room."""
     if ranks.stages is None:
         return plan

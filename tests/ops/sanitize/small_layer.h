@@ -21,7 +21,7 @@ struct SmallLayer {
     l.o.x_ranks = l.o.y_ranks = l.down.x_ranks = l.down.y_ranks = link;
     l.attention_in = norm(hidden), l.mlp_in = norm(hidden), l.q_norm = norm(D), l.k_norm = norm(D);
     l.keys = keys.data, l.values = values.data;
-    l.hidden = hidden, l.heads = heads / size(), l.kv_heads = kv / size(), l.kv_parts = 2, l.D = D, l.turns = 1, l.block_size = block;
+    l.hidden = hidden, l.heads = heads / size(), l.kv_heads = kv / size(), l.kv_parts = 2, l.D = D, l.rope = 1, l.block_size = block;
     l.act = quire::SILU, l.scale = 0.2f, l.residual_scale = 1;
   }
 

@@ -1,4 +1,4 @@
-"""The package `vllm`, provided by Quire: every name and module comes from one table, that of `quire.compat.vllm_shim`."""
+"""The package `vllm`, provided by Quire: every name and module comes from the table of `quire.compat.vllm_shim`."""
 
 from quire.compat.vllm_shim import stand_in
 

@@ -43,7 +43,7 @@ class PromptEmbedsHook(EmbeddingSpans):
 
 
 def runs_of(media: Sequence[MediaItem]) -> list[list[MediaItem]]:
-    """The items that are embeddings; in one list those of one kind whose tokens follow each other."""
+    """The items that are embeddings, in lists: each has items of one kind whose tokens follow each other."""
     runs: list[list[MediaItem]] = []
     for item in media:
         if not item.kind.startswith(EMBEDDINGS):

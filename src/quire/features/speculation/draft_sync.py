@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from quire.parallel.ranks import TensorRanks
+    from quire.parallel.ranks import RankGroup
 
 Proposals = dict[int, list[int]]
 """By row: its draft tokens."""
@@ -29,7 +29,7 @@ class DraftSync:
         most: draft tokens of a row.
     """
 
-    def __init__(self, ranks: TensorRanks, most: int):
+    def __init__(self, ranks: RankGroup, most: int):
         self.ranks, self.most = ranks, most
 
     def __call__(

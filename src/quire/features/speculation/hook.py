@@ -23,7 +23,7 @@ from quire.worker.hooks import Hook
 if TYPE_CHECKING:
     from quire.forward_context import ForwardBatch
     from quire.models.base import LanguageModel
-    from quire.parallel.ranks import TensorRanks
+    from quire.parallel.ranks import RankGroup
     from quire.protocol.plan import EnteredRow, WorkItem
     from quire.worker.request_rows import RequestRows
     from quire.worker.sampling.logits_processors import Processor
@@ -58,7 +58,7 @@ class SpeculationHook(Hook):
         max_drafts_at: Callable[[int], int],
         names_requests: bool = False,
         processors: Sequence[Processor] = (),
-        ranks: TensorRanks | None = None,
+        ranks: RankGroup | None = None,
         waits: bool = False,
         models: slice = slice(1, None),
     ):

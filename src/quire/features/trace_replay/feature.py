@@ -30,8 +30,8 @@ class TraceReplayFeature(Feature):
             scored = params.logprobs is not None or params.logprob_token_ids is not None
             if scored and not mode.startswith("raw"):
                 raise ValidationError(
-                    f"trace_decode_token_ids with logprobs needs logprobs_mode=raw_logprobs; the engine has {mode}, whose"
-                    " scores would be those of the trace",
+                    f"trace_decode_token_ids with logprobs needs logprobs_mode=raw_logprobs; the engine has {mode}, which"
+                    " would score the trace's tokens",
                     parameter="logprobs",
                 )
         return None

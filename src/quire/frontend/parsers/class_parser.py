@@ -44,7 +44,7 @@ def request_fields(value: Any) -> Any:
 
 
 def made(kind: type, tokenizer: Any, *more: Any, **keywords: Any) -> Any:
-    """An object of a class; further arguments only if the class takes them, as those of other versions of vLLM do not."""
+    """An object of a class; further arguments only if the class takes them: classes for other versions of vLLM do not."""
     try:
         inspect.signature(kind).bind(tokenizer, *more, **keywords)
     except TypeError:

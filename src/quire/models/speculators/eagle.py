@@ -79,7 +79,7 @@ class Eagle3Layer(DecoderLayer):
         parts = super().native()
         return None if parts is None else parts._replace(joined_attention=self.self_attn)
 
-    def attention_half(
+    def attention_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
         """As of a `DecoderLayer`, from cat(embeddings, states), [T, 2D]."""

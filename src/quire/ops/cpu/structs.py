@@ -131,7 +131,7 @@ class CLayer(ctypes.Structure):
         *_all(CWeight, "qkv o gate_up down"),
         *_all(CNorm, "attention_in attention_out mlp_in mlp_out q_norm k_norm v_norm"),
         *_all(c_void_p, "keys values key_scales value_scales sinks delta_net mixture flat_ranks"),
-        *_all(c_int64, "kind hidden heads kv_heads D turns interleaved block_size window act kv_parts flat_norms gated parallel kv_copies joined"),
+        *_all(c_int64, "kind hidden heads kv_heads D rope interleaved block_size window act kv_parts flat_norms gated parallel kv_copies joined"),
         *_all(c_float, "scale softcap residual_scale"),
     ]  # fmt: skip
 

@@ -21,9 +21,9 @@ namespace quire {
 // Between qkv and attention: QK-norm and RoPE of queries and keys; keys and values go to the cache, quantized from the result in qkv.
 template <int N>  // heads from h on, all of queries, keys or values
 inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, bf16* q, long t, long h) {
-  const long D = l.D, turning = l.heads + l.kv_heads, source = l.kv_parts == 1 && h >= turning ? h - l.kv_heads : h;
-  const Norm& norm = h < l.heads ? l.q_norm : h < turning ? l.k_norm : l.v_norm;
-  const bool turns = l.turns && h < turning, norms_heads = norm.kind && !(l.flat_norms && h < turning);
+  const long D = l.D, rotary_heads = l.heads + l.kv_heads, source = l.kv_parts == 1 && h >= rotary_heads ? h - l.kv_heads : h;
+  const Norm& norm = h < l.heads ? l.q_norm : h < rotary_heads ? l.k_norm : l.v_norm;
+  const bool rotates = l.rope && h < rotary_heads, norms_heads = norm.kind && !(l.flat_norms && h < rotary_heads);
   const long gates = l.gated ? l.heads : 0, step = h < l.heads && l.gated ? 2 * D : D;
   bf16* x = qkv + (t * (l.heads + gates + l.kv_parts * l.kv_heads) + (h < l.heads ? 0 : gates + source)) * D + (h < l.heads ? h * step : 0);
   alignas(64) bf16 between[N * MAX_D];
@@ -31,13 +31,13 @@ inline void prepare_heads(const Layer& l, const Step& s, bf16* qkv, bf16* q, lon
   for (int i = 0; i < N; i++, h++, x += step) {
     bf16* to = h < l.heads && l.gated ? q + (t * l.heads + h) * D : x;
     if (h >= l.heads && l.kind == KV_BF16) {
-      const long head = h < turning ? h - l.heads : h - turning, block = s.slots[t] / l.block_size;
+      const long head = h < rotary_heads ? h - l.heads : h - rotary_heads, block = s.slots[t] / l.block_size;
       const long at = (block * l.kv_heads + head) * l.block_size + s.slots[t] % l.block_size;
-      to = (bf16*)(h < turning ? l.keys : l.values) + at * D;
+      to = (bf16*)(h < rotary_heads ? l.keys : l.values) + at * D;
     }
     const bf16* from = norms_heads ? between + i * D : x;
     const long line = (s.positions ? s.positions[t] : t) * s.pairs;
-    if (turns)
+    if (rotates)
       rotate(from, s.cos + line, s.sin + line, to, D, s.pairs, l.interleaved);
     else if (from != to)
       memcpy(to, from, D * sizeof(bf16));
@@ -74,7 +74,7 @@ static void norm_among_ranks(const Layer& l, bf16* qkv, long width, long T) {
 }
 
 static void prepare(const Layer& l, const Step& s, bf16* qkv, bf16* q) {
-  const long turning = l.heads + l.kv_heads, queries = l.gated ? 2 * l.heads : l.heads, all = queries + l.kv_parts * l.kv_heads;
+  const long rotary_heads = l.heads + l.kv_heads, queries = l.gated ? 2 * l.heads : l.heads, all = queries + l.kv_parts * l.kv_heads;
   const Cached keys{l.keys, l.key_scales, l.kv_heads, l.D, l.block_size, l.kind, true};
   const Cached values{l.values, l.value_scales, l.kv_heads, l.D, l.block_size, l.kind, false};
   each_of(s.tokens, s.tokens > 1, [&](long t) {
@@ -84,7 +84,7 @@ static void prepare(const Layer& l, const Step& s, bf16* qkv, bf16* q) {
     };
     some(0, l.heads);
     if (!l.kv_parts) return;
-    some(l.heads, l.kv_heads), some(turning, l.kv_heads);
+    some(l.heads, l.kv_heads), some(rotary_heads, l.kv_heads);
     if (l.kind == KV_BF16) return;
     keys.write(s.slots[t], qkv + (t * all + queries) * l.D);
     values.write(s.slots[t], qkv + (t * all + queries + l.kv_heads) * l.D);
@@ -112,7 +112,7 @@ static void attend(const Layer& l, const Step& s, const bf16* x, bf16* y) {
 }
 
 // The first half of a layer. `first`: the residual holds nothing yet.
-static void attention_half(const Layer& l, const Step& s, bf16* x, bf16* residual, bool first) {
+static void attention_sublayer(const Layer& l, const Step& s, bf16* x, bf16* residual, bool first) {
   static thread_local Scratch<bf16> keep_y;  // of the calling thread
   const long T = s.tokens;
   if (first && !l.joined) {
@@ -138,7 +138,7 @@ static void mlp(const Layer& l, long T, bf16* x) {
   l.down.multiply(gated, inner, x, l.hidden, T);
 }
 
-static void mlp_half(const Layer& l, long T, bf16* x, bf16* residual) {
+static void mlp_sublayer(const Layer& l, long T, bf16* x, bf16* residual) {
   if (!l.parallel) l.mlp_in.add(x, residual, T, l.hidden);
   mlp(l, T, x);
   if (!l.parallel) output(l, l.mlp_out, x, T);
@@ -155,8 +155,8 @@ EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long
   const AdapterScope scope(adapters, tokens);
   for (long i = 0; i < count; i++) {
     const Layer& l = *layers[i];
-    if (l.qkv.data || l.delta_net) attention_half(l, *steps[groups[i]], x, residual, first && i == 0);
-    if (l.gate_up.data || l.mixture) mlp_half(l, tokens, x, residual);
+    if (l.qkv.data || l.delta_net) attention_sublayer(l, *steps[groups[i]], x, residual, first && i == 0);
+    if (l.gate_up.data || l.mixture) mlp_sublayer(l, tokens, x, residual);
   }
   if (norm) norm->add(x, residual, tokens, layers[0]->hidden);
 }

@@ -84,7 +84,7 @@ struct Layer {  // fixed once the model is loaded; a half without weights (qkv o
   const DeltaNet* delta_net;  // in place of attention; may be null
   const Mixture* mixture;     // the MLP, in place of gate_up and down; may be null
   RankLink* flat_ranks;       // that split the heads of flat norms; may be null
-  int64_t kind, hidden, heads, kv_heads, D, turns, interleaved, block_size, window, act;
+  int64_t kind, hidden, heads, kv_heads, D, rope, interleaved, block_size, window, act;
   int64_t kv_parts;    // 2: keys and values; 1: keys, which are values before norm and rotation; 0: another layer has them
   int64_t flat_norms;  // q_norm and k_norm are over all heads at once
   int64_t gated;       // after a head's query comes the gate of its output

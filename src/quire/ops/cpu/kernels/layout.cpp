@@ -49,7 +49,7 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(Layer, attention_out), FIELD(Layer, mlp_in), FIELD(Layer, mlp_out), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
     FIELD(Layer, v_norm), FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales), FIELD(Layer, value_scales),
     FIELD(Layer, sinks), FIELD(Layer, delta_net), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
-    FIELD(Layer, turns), FIELD(Layer, interleaved), FIELD(Layer, block_size), FIELD(Layer, window), FIELD(Layer, act),
+    FIELD(Layer, rope), FIELD(Layer, interleaved), FIELD(Layer, block_size), FIELD(Layer, window), FIELD(Layer, act),
     FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, gated), FIELD(Layer, parallel), FIELD(Layer, flat_ranks), FIELD(Layer, kv_copies), FIELD(Layer, joined), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
 
     WHOLE(EncoderLayer), FIELD(EncoderLayer, qkv), FIELD(EncoderLayer, o), FIELD(EncoderLayer, up), FIELD(EncoderLayer, down),
