@@ -14,7 +14,7 @@ Groups of cross attention come last. Their lists are as long as the encoder's st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.kvcache.block_hash import Hasher
@@ -257,6 +257,21 @@ class KVManager:
         }
         self.retract_blocks(blocks)
         return blocks - {NULL_BLOCK}
+
+    def published_by(self, request: CachedRequest) -> dict[int, tuple[int, bytes]]:
+        """What this request published: (group, hash) by block."""
+        hash_of = self.pool.hash_of
+        columns = (
+            column[request.num_cached_blocks : request.num_published_blocks]
+            for column in request.blocks
+        )
+        return {b: hash_of[b] for column in columns for b in column if b in hash_of}
+
+    def retract_content(self, content: Mapping[int, tuple[int, bytes]]) -> set[int]:
+        """Unpublish blocks that still have this content, (group, hash) by block. Returns those blocks."""
+        blocks = {b for b, key in content.items() if self.pool.hash_of.get(b) == key}
+        self.retract_blocks(blocks)
+        return blocks
 
     # -- content that no request computes ---------------------------------------------------------
     def reserve(self, count: int) -> list[int] | None:

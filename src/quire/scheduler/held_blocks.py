@@ -6,11 +6,15 @@ Knows which gate needs the blocks of which request. Does not know why. The block
     loaded    a waiting request, which gets a row next. Its blocks are taken back before a running request is preempted.
     kept      the request has lost its row, or its load is not needed any more. The blocks are freed when every gate is done
               with them (`Gate.release`); until then a preempted request is skipped.
+
+A request may lose its row while steps in flight compute blocks that it has published. What it published is noted: if one of
+these steps fails, the content is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from quire.kvcache.block_pool import NULL_BLOCK
 from quire.kvcache.manager import KVManager
@@ -21,6 +25,16 @@ Load = tuple[Gate | None, int]
 """The gate that has the keys and values of a request's next tokens, and how many tokens; None, 0: no gate has."""
 
 
+class LeftBlocks(NamedTuple):
+    """The blocks of a request when it lost its row, and the content that it had published in them."""
+
+    last_step: int
+    """In flight at that time."""
+    request: Request
+    blocks: set[int]
+    published: dict[int, tuple[int, bytes]]
+
+
 class HeldBlocks:
     """Gives a request blocks before its row, and frees them after it, when no gate needs them."""
 
@@ -29,6 +43,7 @@ class HeldBlocks:
         self._loading: dict[Request, Gate] = {}
         self._loaded: dict[Request, Gate] = {}
         self._kept: dict[Request, list[Gate]] = {}
+        self._left: list[LeftBlocks] = []
 
     def __len__(self) -> int:
         """How many requests have blocks that a gate needs."""
@@ -100,13 +115,35 @@ class HeldBlocks:
         self.take_back(max(requests, key=lambda request: request.order))
         return True
 
-    def take_back_sharing(self, wrong_blocks: set[int]) -> None:
-        """Do so for all that own some of these blocks, whose content is wrong."""
+    # -- after the row ----------------------------------------------------------------------------
+    def leave(
+        self, request: Request, gates: Sequence[Gate], steps_in_flight: Collection[int]
+    ) -> None:
+        """The request has lost its row: release its blocks."""
+        self._left = [left for left in self._left if left.last_step in steps_in_flight]
+        if steps_in_flight and (published := self.kv.published_by(request)):
+            blocks = {block for column in request.blocks for block in column} - {NULL_BLOCK}
+            self._left.append(LeftBlocks(max(steps_in_flight), request, blocks, published))
+        self.release(request, gates)
+
+    def retract_left(
+        self, step: int, requests: Collection[Request], wrong_blocks: set[int]
+    ) -> set[int]:
+        """Step `step` failed for these requests, and `wrong_blocks` have wrong content.
+
+        Unpublishes what these requests, and requests that shared such blocks, had published when they lost their rows. Takes
+        wrong blocks back from waiting requests. Returns all wrong blocks.
+        """
+        wrong_blocks = set(wrong_blocks)
+        in_time = [left for left in self._left if left.last_step >= step]
+        for left in sorted(in_time, key=lambda left: left.request not in requests):
+            if left.request in requests or wrong_blocks & left.blocks:
+                wrong_blocks |= self.kv.retract_content(left.published)
         for request in [*self._loading, *self._loaded]:
             if any(wrong_blocks.intersection(column) for column in request.blocks):
                 self.take_back(request)
+        return wrong_blocks
 
-    # -- after the row ----------------------------------------------------------------------------
     def release(self, request: Request, gates: Sequence[Gate]) -> None:
         """Free the blocks of a request, unless some of these gates hold them back."""
         if holding_gates := [gate for gate in gates if not gate.release(request)]:

@@ -306,7 +306,7 @@ class Scheduler:
         request.row = NO_ROW
         for gate in self.gates:
             gate.leave(request)
-        self.held_blocks.release(request, self.gates)
+        self.held_blocks.leave(request, self.gates, self.in_flight)
 
     def _end(self, request: Request, finish: FinishReason) -> None:
         request.finish = finish
@@ -373,7 +373,8 @@ class Scheduler:
         return tokens
 
     def _fail(self, request: Request, error: str, kind: ErrorKind = "internal") -> EngineOutput:
-        self.held_blocks.take_back_sharing(self.kv.retract(request))
+        wrong_blocks, step = self.kv.retract(request), self.steps - len(self.in_flight)
+        self.held_blocks.retract_left(step, [request], wrong_blocks)
         self._end(request, "error")
         return EngineOutput(request.id, [], "error", None, error, kind, client=request.client)
 
@@ -381,13 +382,12 @@ class Scheduler:
         """A step failed: its requests end with `error`, and so do the running requests that share its KV."""
         wrong_blocks = set[int]().union(*(gate.failed(step) for gate in self.gates))
         self.kv.retract_blocks(wrong_blocks)
-        self.held_blocks.take_back_sharing(wrong_blocks)
-        failed: list[Request] = []
-        for request, num_pending in self.in_flight.pop(step):
+        requests = dict(self.in_flight.pop(step))
+        failed = [request for request in requests if request.finish is None]
+        for request, num_pending in requests.items():
             request.num_pending_tokens -= num_pending
-            if request.finish is None:
-                wrong_blocks |= self.kv.retract(request)
-                failed.append(request)
+            wrong_blocks |= self.kv.retract(request)
+        wrong_blocks = self.held_blocks.retract_left(step, requests, wrong_blocks)
         if wrong_blocks:
             others = (r for r in self.running if r not in failed)
             failed += [r for r in others if any(wrong_blocks & set(column) for column in r.blocks)]

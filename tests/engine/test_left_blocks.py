@@ -1,0 +1,83 @@
+"""What a request published before it lost its row is unpublished when a step that was in flight fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.manager import KVManager
+from quire.kvcache.specs import CacheGroup, CacheSpec
+from quire.protocol.plan import StepResult
+from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
+
+PROMPT = list(range(10))  # two blocks of 4, and a part
+
+
+def request(name: str, tokens: list[int], priority: int = 0) -> EngineRequest:
+    return EngineRequest(name, tokens, SamplingParams(max_tokens=40), priority=priority)
+
+
+def scheduler_with(num_blocks: int) -> Scheduler:
+    kv = KVManager(BlockPool(num_blocks), [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))], 4)
+    return Scheduler(kv, SchedulerLimits(max_rows=3, max_step_tokens=40, max_length=60, depth=2))
+
+
+def in_flight_and_published() -> Scheduler:
+    """Step 1 computes the prompt of `a`; its two blocks are published when step 2 is planned, which `b` shares."""
+    scheduler = scheduler_with(20)
+    scheduler.add(request("a", PROMPT))
+    assert scheduler.plan() is not None
+    scheduler.add(request("b", [*PROMPT, 50, 51, 52]))
+    assert scheduler.plan() is not None
+    assert scheduler.requests["b"].num_cached_tokens == 8
+    return scheduler
+
+
+@pytest.mark.parametrize("ended", [["a", "b"], ["b"]], ids=["preempted", "aborted"])
+def test_a_failed_step_leaves_no_block_of_a_request_without_a_row(ended: list[str]) -> None:
+    scheduler = in_flight_and_published()
+    if "a" in ended:
+        scheduler._preempt(scheduler.requests["a"])
+    else:
+        scheduler.abort("a")
+    assert scheduler.kv.pool.hash_of  # until the step fails
+    outputs = scheduler.fail_step(1, "wrong")
+    assert sorted(output.id for output in outputs) == ended  # `b` shares what was never written
+    assert not scheduler.kv.pool.hash_of
+    assert len(scheduler.kv.pool.free) == scheduler.kv.pool.usable
+
+
+def test_a_failed_row_leaves_no_block_of_a_preempted_request() -> None:
+    scheduler = in_flight_and_published()
+    wrong_blocks = set(scheduler.requests["a"].blocks[0])
+    scheduler._preempt(scheduler.requests["a"])
+    scheduler.commit(StepResult(1, [[]], errors={0: "wrong"}))
+    assert not wrong_blocks & scheduler.kv.pool.hash_of.keys()
+
+
+def test_a_step_that_was_committed_leaves_all_blocks() -> None:
+    scheduler = in_flight_and_published()
+    scheduler.commit(StepResult(1, [[7]]))
+    kept = scheduler.kv.published_by(scheduler.requests["a"])
+    scheduler._preempt(scheduler.requests["a"])
+    scheduler.commit(StepResult(2, [[7], [7]]))
+    scheduler.add(request("c", [*PROMPT, 60]))
+    assert scheduler.plan() is not None
+    scheduler.fail_step(3, "wrong")
+    assert kept
+    assert kept.items() <= scheduler.kv.pool.hash_of.items()
+
+
+def test_blocks_with_other_content_stay() -> None:
+    scheduler = in_flight_and_published()
+    victim = scheduler.requests["a"]
+    first = victim.blocks[0][0]
+    scheduler._preempt(victim)
+    pool = scheduler.kv.pool
+    pool.forget(first)
+    pool.publish(0, first, b"other")
+    scheduler.fail_step(1, "wrong")
+    assert pool.hash_of[first] == (0, b"other")
