@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.protocol.plan import EnteredRow
+from quire.protocol.request import EMBEDDINGS
 from quire.worker.sampling.logits_processors import Processor, ProcessorRows, mask_of
 
 NEG_INF = -torch.inf
@@ -192,13 +193,26 @@ class Penalties(Processor):
     repetition    in prompt or output: divides a positive logit, multiplies a negative one
     frequency     in output: subtracted once for each time the token occurs
     presence      in output: subtracted once
+
+    Parts of a prompt that are embeddings have no tokens, only placeholders, which do not count.
     """
 
     accepts_drafts = True
 
+    def __init__(self) -> None:
+        self.embeddings: dict[int, list[tuple[int, int]]] = {}
+        """By row: [start, end) of the prompt's parts that are embeddings."""
+
     def enter(self, new: EnteredRow) -> bool:
         p = new.sampling_params
-        return bool(p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty)
+        uses = bool(p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty)
+        parts = [i for i in new.media if uses and i.kind.startswith(EMBEDDINGS)]
+        if parts:
+            self.embeddings[new.row] = [(i.start, i.start + i.length) for i in parts]
+        return uses
+
+    def leave(self, row: int) -> None:
+        self.embeddings.pop(row, None)
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
         state, device = selected.state, logits_SV.device
@@ -209,10 +223,15 @@ class Penalties(Processor):
         prompts_P1 = _put(state.num_prompt[selected.rows], logits_SV)[:, None]
         place_L = torch.arange(longest, device=device)
         ids_PL = state.token_ids_RL[rows_P, :longest].long()
-        # Positions beyond a row's end repeat its first token, which is harmless: a token's new logit
+        is_token_PL = place_L < lengths_P1
+        for at, row in enumerate(selected.rows.tolist() if self.embeddings else ()):
+            for start, end in self.embeddings.get(row, ()):
+                is_token_PL[at, start:end] = False
+        # Other positions repeat a row's first token, which is harmless: a token's new logit
         # depends only on its count in the output, so every write of it writes the same value.
-        ids_PL = torch.where(place_L < lengths_P1, ids_PL, ids_PL[:, :1])
-        is_output_PL = ((place_L >= prompts_P1) & (place_L < lengths_P1)).float()
+        first_P1 = is_token_PL.byte().argmax(dim=1, keepdim=True)
+        ids_PL = torch.where(is_token_PL, ids_PL, ids_PL.gather(1, first_P1))
+        is_output_PL = ((place_L >= prompts_P1) & is_token_PL).float()
         counts_PV = torch.zeros((len(params), vocab), device=device)
         count_PL = counts_PV.scatter_add_(1, ids_PL, is_output_PL).gather(1, ids_PL)
 
@@ -225,7 +244,8 @@ class Penalties(Processor):
         new_PL = torch.where(old_PL > 0, old_PL / repetition_P1, old_PL * repetition_P1)
         new_PL = new_PL - column("frequency_penalty") * count_PL
         new_PL = new_PL - column("presence_penalty") * (count_PL > 0)
-        logits_SV[at_P1, ids_PL] = new_PL
+        has_token_P1 = is_token_PL.any(dim=1, keepdim=True)
+        logits_SV[at_P1, ids_PL] = torch.where(has_token_P1, new_PL, old_PL)
         return logits_SV
 
 

@@ -53,6 +53,8 @@ class TritonPenalties(Penalties):
     """Counts tokens and changes logits in two kernel launches."""
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
+        if any(row in self.embeddings for row in selected.rows.tolist()):
+            return super().apply(logits_SV, selected)
         state = selected.state
         params = [state.params[row] for row in selected.rows.tolist()]
         names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
