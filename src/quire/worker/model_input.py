@@ -5,7 +5,7 @@ Knows the two tensors that every model takes. Does not know rows, caches or how 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -38,7 +38,8 @@ class ModelInput(Protocol):
 class TokenModelInput:
     """Gives the model the embeddings of the tokens and their positions, or what hooks put into the batch instead."""
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: Any = None):
+        """`model`: None if it is set later."""
         self.model = model
 
     def set_fused(self, fused: bool) -> None:

@@ -65,9 +65,16 @@ class ModelRunner:
         batcher: InputBatchBuilder | None = None,
         fast_step: NativeStep | None = None,
     ):
-        self.model: Any = None
         self.model_input, self.model_output, self.rows = model_input, model_output, rows
         self.batcher, self.fast_step = batcher or InputBatchBuilder(rows), fast_step
+
+    @property
+    def model(self) -> Any:
+        return self.model_input.model
+
+    def use_model(self, model: LanguageModel) -> None:
+        """Run this model from now on. Its layers are not fused yet."""
+        self.model_input.model = self.model_output.model = model
 
     def set_fused(self, fused: bool) -> None:
         """The worker has fused the layers of all models, or has undone that: the fast path has the model, or no model."""

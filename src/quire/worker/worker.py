@@ -93,7 +93,7 @@ class Worker(ModelRunner):
     def set_models(self, models: Sequence[LanguageModel]) -> None:
         """Run these models from now on, the main one first. No row may be in use."""
         self.models[:] = models
-        self.model = self.model_input.model = self.model_output.model = model = models[0]
+        self.use_model(model := models[0])
         # Some models keep a cache for each row. They must drop it when the row gets another request.
         self.forget: Callable[[list[int]], None] | None = (
             getattr(model, "forget", None) if getattr(model, "per_request", False) else None

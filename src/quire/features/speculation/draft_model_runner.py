@@ -36,12 +36,13 @@ class TargetLogits:
         target_ids_W: the target's token of each of the draft model's, or -1; None: the same ids.
 
     Attributes:
-        model: the draft model.
+        model_input: has the draft model.
         step: what else its `logits` takes.
     """
 
+    model_input: TokenModelInput
+
     def __init__(self, vocab_size: int, target_ids_W: Tensor | None = None):
-        self.model: Any = None
         self.step: tuple[int, ...] = ()
         self.vocab_size, self.joined = vocab_size, target_ids_W is not None
         if target_ids_W is not None:
@@ -50,7 +51,8 @@ class TargetLogits:
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """logits_SV; of tokens that the draft model lacks: -inf."""
-        logits_SW: Tensor = self.model.logits(hidden_SD, *self.step)
+        model: Any = self.model_input.model
+        logits_SW: Tensor = model.logits(hidden_SD, *self.step)
         if not self.joined:
             return logits_SW[:, : self.vocab_size]
         logits_SV = logits_SW.new_full((len(logits_SW), self.vocab_size), -torch.inf)
@@ -112,13 +114,13 @@ class DraftModelRunner(ModelRunner):
         self.logits, sampler = logits, Sampler(logits, rows, ops=ops)  # type: ignore[arg-type]
         step = make_native_step(rows, sampler, rows.shift) if native else None
         self.speculator_input = SpeculatorInput(logits) if is_speculator else None
-        model_input = self.speculator_input or TokenModelInput(logits.model)
-        super().__init__(model_input, sampler, rows, fast_step=step)
+        logits.model_input = self.speculator_input or TokenModelInput()
+        super().__init__(logits.model_input, sampler, rows, fast_step=step)
         self._entered: dict[int, EnteredRow] = {}  # rows that no pass has computed
 
     def use_model(self, model: LanguageModel) -> None:
-        """Run this model from now on. The worker has not fused it yet."""
-        self.model = self.logits.model = self.model_input.model = model
+        """See `ModelRunner`. The sampler asks `TargetLogits`, which reads the model's input."""
+        self.model_input.model = model
 
     def set_fused(self, fused: bool) -> None:
         """See `ModelRunner`."""
