@@ -145,7 +145,7 @@ class LoadingGate(Gate):
             self.to_send.remove(load)
         self.revoked += 1
 
-    def extra(self, plan):
+    def data_for_hook(self, plan):
         if not self.to_send:
             return None
         for load in self.to_send:
@@ -153,7 +153,7 @@ class LoadingGate(Gate):
         self.sent[plan.step], self.to_send = self.to_send, []
         return msgspec.msgpack.encode([w for load in self.sent[plan.step] for w in load.writes])
 
-    def learn(self, extra):
+    def data_from_hook(self, extra):
         for load in self.sent.pop(msgspec.msgpack.decode(extra)):
             load.state = "written"
 
@@ -165,7 +165,7 @@ class LoadingGate(Gate):
         waiting = [load for load in lost if load in self.loads.values()]
         return {block for load in waiting for block, _ in load.writes}
 
-    def gave_up(self, request):
+    def on_waiting_ended(self, request):
         self.hopeless.discard(request)
 
 
@@ -208,7 +208,7 @@ class PrefetchGate(Gate):
         for blocks in self.sent.values():
             blocks.pop(block, None)
 
-    def extra(self, plan):
+    def data_for_hook(self, plan):
         if not self.pending:
             return None
         writes, self.pending = self.pending, {}

@@ -72,7 +72,7 @@ def test_the_checkpoints_of_a_request_that_failed_are_forgotten() -> None:
         request.row = 0
         gate.enter(request)
         request.num_computed_tokens = 8
-        assert gate.extra(StepPlan(1, [], [WorkItem(0, 8)], [])) is not None
+        assert gate.data_for_hook(StepPlan(1, [], [WorkItem(0, 8)], [])) is not None
         assert len(gate.pool) == 1
         request.row, request.finish = NO_ROW, finish
         gate.leave(request)

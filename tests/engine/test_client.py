@@ -314,7 +314,7 @@ def test_statistics_do_not_change_the_state_of_gates() -> None:
             asked.append(request.id)
             return False
 
-        def holds(self, request: Request) -> bool:
+        def is_blocking(self, request: Request) -> bool:
             return request.id in asked
 
     asked: list[str] = []

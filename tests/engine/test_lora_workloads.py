@@ -114,7 +114,7 @@ class LateLoraGate(workload.LateGate):
         self.ready_at = late.ready_at
 
     def ready(self, request: Request) -> bool:
-        return super().ready(request) and not self.lora.holds(request)
+        return super().ready(request) and not self.lora.is_blocking(request)
 
 
 class Trial:

@@ -85,7 +85,7 @@ class PieceGate(Gate):
             return min(num_tokens, self.size - start % self.size)
         return num_tokens
 
-    def extra(self, plan):
+    def data_for_hook(self, plan):
         rows = {request.row: request for request in self.scheduler.running}
         for item in plan.work:
             end = rows[item.row].num_computed_tokens
@@ -127,7 +127,7 @@ class HoldingGate(Gate):
     def enter(self, request):
         assert request not in self.left, f"{request.id} enters while its blocks are held back"
 
-    def extra(self, plan):
+    def data_for_hook(self, plan):
         held = {b for columns in self.blocks.values() for column in columns for b in column}
         taken = [b for item in plan.work for column in item.new_blocks for b in column]
         size = self.scheduler.kv.block_size
@@ -157,7 +157,7 @@ class LateGate(Gate):
             self.entered_early.append(request.id)
         self.prepared.discard(request.id)
 
-    def gave_up(self, request):
+    def on_waiting_ended(self, request):
         self.prepared.discard(request.id)
 
 

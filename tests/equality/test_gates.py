@@ -58,11 +58,11 @@ class SavingGate(Gate):
         self.saving = {n: r for n, r in self.saving.items() if r is not request}
         self.to_send = [(n, blocks) for n, blocks in self.to_send if n in self.saving]
 
-    def extra(self, plan: StepPlan) -> bytes | None:
+    def data_for_hook(self, plan: StepPlan) -> bytes | None:
         sent, self.to_send = self.to_send, []
         return msgspec.msgpack.encode(sent) if sent else None
 
-    def learn(self, extra: bytes) -> None:
+    def data_from_hook(self, extra: bytes) -> None:
         for number in msgspec.msgpack.decode(extra):
             if (request := self.saving.pop(number, None)) is not None:
                 self.done.add(request)

@@ -66,15 +66,15 @@ class DemoGate(Gate):
         if NAME in request.extras:
             self.entered.append(request.number)
 
-    def extra(self, plan: StepPlan) -> bytes | None:
+    def data_for_hook(self, plan: StepPlan) -> bytes | None:
         entered, self.entered = self.entered, []
         return msgspec.msgpack.encode(entered) if entered else None
 
-    def learn(self, extra: bytes) -> None:
+    def data_from_hook(self, extra: bytes) -> None:
         self.ids = msgspec.msgpack.decode(extra, type=list[str])
         self.counts["demo_steps"] += 1
 
-    def annotate(self, outputs: list[EngineOutput]) -> None:
+    def add_output_details(self, outputs: list[EngineOutput]) -> None:
         ids, self.ids = self.ids, []
         for output in outputs:
             if output.id in ids:

@@ -111,12 +111,12 @@ class HostCopyGate(Gate):
         ]
 
     # -- with the hook
-    def extra(self, plan: StepPlan) -> bytes | None:
+    def data_for_hook(self, plan: StepPlan) -> bytes | None:
         copies, self.next = self.next, Copies()
         self.sent[plan.step] = [number for number, _ in [*copies.saves, *copies.loads]]
         return msgspec.msgpack.encode(copies) if copies.saves or copies.loads else None
 
-    def learn(self, extra: bytes) -> None:
+    def data_from_hook(self, extra: bytes) -> None:
         self.done.update(msgspec.msgpack.decode(extra))
 
     def failed(self, step: int) -> set[int]:

@@ -217,14 +217,14 @@ def test_a_remote_worker_receives_the_grammars_to_compile(reader: Reader):
     gate = GrammarGate(reader.compiler, elsewhere=True)
     plan = StepPlan(1, [], [], [])
     assert gate.ready(asked(None))
-    assert gate.extra(plan) is None
+    assert gate.data_for_hook(plan) is None
     forms = [Form(regex=f"[a-z]{{{n},900}}-{n}") for n in range(1, 9)]
     with held_up(reader.compiler):
         assert not any(gate.ready(asked(form)) for form in forms)
-        told = gate.extra(plan)
+        told = gate.data_for_hook(plan)
     assert told is not None
     assert msgspec.msgpack.decode(told, type=CompileRequests).to_compile == forms
-    assert gate.extra(plan) is None
+    assert gate.data_for_hook(plan) is None
     for form in forms:
         reader.compiler.submit(form).result()
         assert gate.ready(asked(form))
@@ -275,7 +275,7 @@ def compiled(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[Form]:
 
 
 def pass_on(gate: GrammarGate, compiler: GrammarCompiler) -> None:
-    if (extra := gate.extra(StepPlan(1, [], [], []))) is not None:
+    if (extra := gate.data_for_hook(StepPlan(1, [], [], []))) is not None:
         apply_compile_requests(compiler, extra)
 
 
@@ -293,7 +293,7 @@ def test_aborted_requests_compile_nothing(
         assert not any(gate.ready(request) for request in waiting)
         pass_on(gate, other)
         for request in waiting[1:-1]:  # two more wait for the first, and one more for the second
-            gate.gave_up(request)
+            gate.on_waiting_ended(request)
         anew = asked(forms[5])
         assert not gate.ready(anew)
         pass_on(gate, other)
@@ -311,7 +311,7 @@ def test_a_compilation_of_an_aborted_request_serves_the_next(reader: Reader):
     gate.ready(request)
     begun = reader.compiler.submit(form)
     begun.result(60)
-    gate.gave_up(request)
+    gate.on_waiting_ended(request)
     assert reader.compiler.submit(form) is begun
 
 
@@ -319,16 +319,16 @@ def test_statistics_begin_no_compilation(reader: Reader):
     """(Every `stats()` asked `ready`, which asks the compiler.)"""
     gate, request = GrammarGate(reader.compiler), asked(Form(regex="[a-z]{3,905}"))
     with held_up(reader.compiler):
-        assert not gate.holds(request)  # nothing is asked for yet: it waits for room
+        assert not gate.is_blocking(request)  # nothing is asked for yet: it waits for room
         assert not reader.compiler.quick.waiting
         assert not gate.ready(request)
-        assert gate.holds(request)
+        assert gate.is_blocking(request)
     made = reader.compiler.submit(request.params.structured_outputs)
     called = threading.Event()
     made.add_done_callback(lambda _: called.set())  # after the gate's own callback
     assert called.wait(60)
     assert gate.ready(request)
-    assert not gate.holds(request)
+    assert not gate.is_blocking(request)
 
 
 def test_a_step_does_not_wait_for_other_compilations(reader: Reader):

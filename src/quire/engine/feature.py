@@ -141,7 +141,7 @@ class Feature(EngineListener):
 
     def answer(self, details: Sequence[Any]) -> Any:
         """What `CompletionOutput.details` says of a finished output. `details`: what the gate added to the outputs of its steps
-        (`Gate.annotate`), at least one."""
+        (`Gate.add_output_details`), at least one."""
         return details[-1]
 
     def usage(self, answer: Any | None) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Gate:
         """May the scheduler consider this waiting request? False: skip it. May start work that the request needs."""
         return True
 
-    def holds(self, request: Request) -> bool:
+    def is_blocking(self, request: Request) -> bool:
         """Does this gate block the waiting request? For statistics, so it must change nothing.
 
         Override it if `ready` has a side effect.
@@ -81,7 +81,7 @@ class Gate:
 
     def load(self, request: Request, start: int, num_tokens: int) -> None:
         """The request owns blocks for tokens [start, start + num_tokens), which are full blocks, and more; and no row. Null blocks
-        (outside a window) need nothing. What is sent with a plan (`extra`) must be written before its step reads."""
+        (outside a window) need nothing. What is sent with a plan (`data_for_hook`) must be written before its step reads."""
 
     def loaded(self, request: Request) -> bool | None:
         """Will the tokens be in the blocks before the next step reads them? Asked at once after `load`, then before each plan.
@@ -107,10 +107,10 @@ class Gate:
         share them end with an error."""
         return set()
 
-    def gave_up(self, request: Request) -> None:
+    def on_waiting_ended(self, request: Request) -> None:
         """The request ended while it waited."""
 
-    def extra(self, plan: StepPlan) -> bytes | None:
+    def data_for_hook(self, plan: StepPlan) -> bytes | None:
         """Data for the worker's hook of the same name, as plan.extras[name].
 
         While blocks are loaded or held back, or a gate `wants_plan`, a plan without work is sent too if a gate has data for it.
@@ -122,11 +122,11 @@ class Gate:
         0.2 s (`LOOK_AGAIN_S`) while it has."""
         return False
 
-    def learn(self, extra: bytes) -> None:
+    def data_from_hook(self, extra: bytes) -> None:
         """Data from the worker's hook of the same name."""
 
-    def annotate(self, outputs: list[EngineOutput]) -> None:
-        """The outputs of a step, after `learn` of its data: a gate may add to their `details`."""
+    def add_output_details(self, outputs: list[EngineOutput]) -> None:
+        """The outputs of a step, after `data_from_hook`: a gate may add to their `details`."""
 
 
 def any_wants_plan(gates: Sequence[Gate]) -> bool:

@@ -145,7 +145,7 @@ class Scheduler:
             return None
         plan = builder.finish(self.steps + 1, self.freed_rows)
         for gate in self.gates:
-            if (extra := gate.extra(plan)) is not None:
+            if (extra := gate.data_for_hook(plan)) is not None:
                 plan.extras[gate.name] = extra
         if not (plan.work or plan.extras):
             return None
@@ -185,7 +185,7 @@ class Scheduler:
         """How many of the first MAX_COUNTED_WAITING waiting requests a gate blocks. Changes nothing."""
         first = itertools.islice(self.waiting, MAX_COUNTED_WAITING)
         held_blocks, gates = self.held_blocks, self.gates
-        return sum(r in held_blocks or any(gate.holds(r) for gate in gates) for r in first)
+        return sum(r in held_blocks or any(gate.is_blocking(r) for gate in gates) for r in first)
 
     def _waiting_and_ready(self) -> Iterator[Request]:
         for request in self.waiting:
@@ -317,7 +317,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
             for gate in self.gates:
-                gate.gave_up(request)
+                gate.on_waiting_ended(request)
             self.held_blocks.take_back(request)
         self.waiting.on_finished(request)
 
@@ -352,8 +352,8 @@ class Scheduler:
                 self.kv.publish(request)
         for gate in self.gates:
             if (extra := result.extras.get(gate.name)) is not None:
-                gate.learn(extra)
-            gate.annotate(outputs)
+                gate.data_from_hook(extra)
+            gate.add_output_details(outputs)
         return outputs
 
     def _extend(self, request: Request, tokens: list[int]) -> list[int]:

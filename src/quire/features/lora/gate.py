@@ -57,7 +57,7 @@ class LoraGate(Gate):
             return False
         return not self._waits_for_drain(request, version)
 
-    def holds(self, request: Request) -> bool:
+    def is_blocking(self, request: Request) -> bool:
         if (version := self._version(request)) is None:
             return False
         full = version not in self.active and len(self.active) >= self.max_loras
@@ -114,7 +114,7 @@ class LoraGate(Gate):
         else:
             self.registry.forget_unused(version.key)
 
-    def gave_up(self, request: Request) -> None:
+    def on_waiting_ended(self, request: Request) -> None:
         if (version := self._version(request)) is not None:
             self._forget_waiting(request, version)
             self.registry.forget_unused(version.key)

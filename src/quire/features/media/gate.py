@@ -65,7 +65,7 @@ class MediaGate(Gate):
             self.left = max(self.left - item.length, 0)
         return num_tokens
 
-    def learn(self, extra: bytes) -> None:
+    def data_from_hook(self, extra: bytes) -> None:
         counts = msgspec.msgpack.decode(extra, type=EncoderCounts)
         self.counts["mm_cache_queries"] += counts.lookups
         self.counts["mm_cache_hits"] += counts.hits

@@ -52,7 +52,7 @@ class PipelineGate(Gate):
     def leave(self, request: Request) -> None:
         self.chunk_of.pop(request, None)
 
-    def gave_up(self, request: Request) -> None:
+    def on_waiting_ended(self, request: Request) -> None:
         self.chunk_of.pop(request, None)
 
     def _share(self, total: int) -> int:

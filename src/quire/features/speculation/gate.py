@@ -69,14 +69,14 @@ class SpeculationGate(Gate):
         if self.shares_texts:
             self._scopes[request.row] = request.root + request.tenant.encode()
 
-    def extra(self, plan: StepPlan) -> bytes | None:
+    def data_for_hook(self, plan: StepPlan) -> bytes | None:
         """The scopes of the rows that enter: a drafter may use the text of one for another only if they are equal."""
         if not self._scopes:
             return None
         scopes, self._scopes = self._scopes, {}
         return msgspec.msgpack.encode(scopes)
 
-    def learn(self, extra: bytes) -> None:
+    def data_from_hook(self, extra: bytes) -> None:
         report = msgspec.msgpack.decode(extra, type=DraftReport)
         self._num_drafts.update(report.num_drafts)
         self._verified = dict(zip(report.ids, report.verified, strict=False))
@@ -87,7 +87,7 @@ class SpeculationGate(Gate):
             for at in range(accepted):
                 self.counts[self._per_position[at]] += 1
 
-    def annotate(self, outputs: list[EngineOutput]) -> None:
+    def add_output_details(self, outputs: list[EngineOutput]) -> None:
         """What was verified in this step, and num_speculative_tokens."""
         if not self._verified:
             return

@@ -103,13 +103,13 @@ class CheckpointGate(Gate):
         for hash in self._saved.pop(request, ()):
             if request.finish == "error":
                 self.pool.forget(hash)
-        self.gave_up(request)
+        self.on_waiting_ended(request)
 
-    def gave_up(self, request: Request) -> None:
+    def on_waiting_ended(self, request: Request) -> None:
         self._ends.pop(request, None)
         self._found.pop(request, None)
 
-    def extra(self, plan: StepPlan) -> bytes | None:
+    def data_for_hook(self, plan: StepPlan) -> bytes | None:
         """Which checkpoints rows start from, and which the plan's step makes. They can be found from now on."""
         moves = StateMoves()
         for new in plan.entered:

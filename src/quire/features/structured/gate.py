@@ -77,10 +77,10 @@ class GrammarGate(Gate):
             compiled.add_done_callback(partial(self._done, ref(request)))
         return request in self._ready
 
-    def holds(self, request: Request) -> bool:
+    def is_blocking(self, request: Request) -> bool:
         return request in self._compiles and request not in self._ready
 
-    def gave_up(self, request: Request) -> None:
+    def on_waiting_ended(self, request: Request) -> None:
         """Drop the compile, even a running one, if no other request waits for it."""
         constraint, future = constraint_of(request), self._compiles.pop(request, None)
         compiled = None if future is None else future()
@@ -103,7 +103,7 @@ class GrammarGate(Gate):
         if self.wake is not None:
             self.wake()
 
-    def extra(self, plan: StepPlan) -> bytes | None:
+    def data_for_hook(self, plan: StepPlan) -> bytes | None:
         if not (self._to_compile or self._to_cancel):
             return None
         requests = CompileRequests(list(self._to_compile.values()), list(self._to_cancel.values()))
@@ -124,7 +124,7 @@ class CompileRequests(Struct, array_like=True):
 
 
 def apply_compile_requests(compiler: GrammarCompiler, extra: bytes) -> None:
-    """Apply the requests of `GrammarGate.extra`."""
+    """Apply the requests of `GrammarGate.data_for_hook`."""
     requests = msgspec.msgpack.decode(extra, type=CompileRequests)
     for constraint in requests.to_cancel:
         compiler.cancel(constraint)
