@@ -135,8 +135,8 @@ class PoolingMethods:
         )
         shared = len(outputs) - len(documents)  # the queries' outputs come first
         return [
-            ScoringRequestOutput(one.request_id, ScoringOutput(score), _read(outputs, shared, at), one.num_cached_tokens)
-            for at, (one, score) in enumerate(zip(outputs[shared:], pairs.scores(outputs), strict=True))
+            ScoringRequestOutput(one.request_id, ScoringOutput(score), _read(outputs, shared, index), one.num_cached_tokens)
+            for index, (one, score) in enumerate(zip(outputs[shared:], pairs.scores(outputs), strict=True))
         ]  # fmt: skip
 
     def _check_task(self, method: str, task: str) -> None:

@@ -69,8 +69,8 @@ def sweep(results: Sequence[Mapping[str, Any]], path: Path) -> None:
             points = _points([one for one in results if _words(one["serve"]) == server], name)
             x, y, loads = [list(column) for column in zip(*points, strict=True)] or ([], [], [])
             panel.plot(x, y, color=COLOURS[place % len(COLOURS)], marker=MARKS[place % len(MARKS)], label=server or "server")  # fmt: skip
-            for at, load in enumerate(loads):
-                panel.annotate(load, (x[at], y[at]), xytext=(6, -11), textcoords="offset points", fontsize=8, color=INK)  # fmt: skip
+            for index, load in enumerate(loads):
+                panel.annotate(load, (x[index], y[index]), xytext=(6, -11), textcoords="offset points", fontsize=8, color=INK)  # fmt: skip
         panel.set(xlabel=label, ylabel="Output tokens per second, all clients", ylim=(0, None))
         _milliseconds(panel)
     if len(servers) > 1:

@@ -103,11 +103,11 @@ def read_keys(path: str) -> list[TenantKey]:
         keys = msgspec.convert(entries, list[TenantKey])
     except msgspec.ValidationError as why:
         raise ConfigError(f"--api-key-file {path}: {in_words(why)}") from None
-    for at, one in enumerate(keys):
-        check_key(f"--api-key-file {path}, $[{at}].key", one.key)
+    for index, one in enumerate(keys):
+        check_key(f"--api-key-file {path}, $[{index}].key", one.key)
         if one.name.startswith(KEY_FLAG):
             raise ConfigError(
-                f"--api-key-file {path}, $[{at}].name: must not begin with {KEY_FLAG}"
+                f"--api-key-file {path}, $[{index}].name: must not begin with {KEY_FLAG}"
             )
     for what in ("name", "key"):
         if len({getattr(key, what) for key in keys}) < len(keys):

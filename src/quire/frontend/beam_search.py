@@ -293,10 +293,10 @@ class BeamStream:
         """Each beam's next token with its alternatives; None: a step was aborted."""
         streams: list[StepStream] = []
         try:
-            for at, beam in enumerate(search.beams):
+            for index, beam in enumerate(search.beams):
                 prompt = Prompt(None, beam.tokens, self.prompt.salt, media=self.prompt.media)
                 streams.append(
-                    await self.open_step(prompt, step, f"{id}.{at}", self._step_output.set)
+                    await self.open_step(prompt, step, f"{id}.{index}", self._step_output.set)
                 )
                 await asyncio.sleep(0)  # let other tasks run: a step of a wide beam takes long
             return await self._entries(streams)

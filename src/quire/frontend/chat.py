@@ -147,8 +147,8 @@ def read_message(
         parts = [
             part
             if picture and part == PICTURE
-            else {"type": "text", "text": _text(part, f"messages[{number}].content[{at}]")}
-            for at, part in enumerate(content)
+            else {"type": "text", "text": _text(part, f"messages[{number}].content[{index}]")}
+            for index, part in enumerate(content)
         ]
         fields["content"] = _joined(parts, picture) if form == "string" else parts
     elif isinstance(content, str) and wrap:

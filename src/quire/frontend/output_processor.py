@@ -85,12 +85,12 @@ class OutputState:
         detokenizer, repetition = self.detokenizer, self.repetition
         # A stop token is not part of the text.
         silent = output.finish == "stop" and (detokenizer is None or not detokenizer.include_stop)
-        for at, token_id in enumerate(output.tokens[:-1] if silent else output.tokens, 1):
+        for index, token_id in enumerate(output.tokens[:-1] if silent else output.tokens, 1):
             if detokenizer is not None and detokenizer.add(token_id):
-                return at, "stop"
+                return index, "stop"
             if repetition is not None and repetition.add(token_id):
                 stopped = detokenizer is not None and detokenizer.end()
-                return at, "stop" if stopped else "repetition"
+                return index, "stop" if stopped else "repetition"
         if output.finish is not None and detokenizer is not None and detokenizer.end():
             return len(output.tokens), "stop"
         return len(output.tokens), None

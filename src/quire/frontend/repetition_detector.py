@@ -25,10 +25,10 @@ class RepetitionDetector:
         """Add a token; True if the output must end with it."""
         tokens, repeated, is_repetitive = self._tokens, self._repeated, False
         count = len(tokens)
-        for at, length in enumerate(self.lengths):
+        for index, length in enumerate(self.lengths):
             if length > count:
                 break
-            repeated[at] = repeated[at] + 1 if tokens[count - length] == token else 0
-            is_repetitive |= repeated[at] >= length * (self.times - 1)
+            repeated[index] = repeated[index] + 1 if tokens[count - length] == token else 0
+            is_repetitive |= repeated[index] >= length * (self.times - 1)
         tokens.append(token)
         return is_repetitive and count + 1 >= self.min_tokens

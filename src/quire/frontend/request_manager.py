@@ -251,8 +251,8 @@ class RequestManager:
         """
         reader = self.need_pictures("multi_modal_data")
         given = [
-            GivenPicture(f"multi_modal_data.image[{at}]", picture)
-            for at, picture in enumerate(prompt.pictures)
+            GivenPicture(f"multi_modal_data.image[{index}]", picture)
+            for index, picture in enumerate(prompt.pictures)
         ]
         pictures = reader.load_now(given)
         options = TokenizeOptions.read(tokenization)

@@ -225,11 +225,11 @@ class Inspector:
     def _verified(self, record: StepRecord, result: StepResult) -> None:
         """Note how many draft tokens each work item accepted."""
         pairs = zip(record.work, record.drafts, result.tokens, strict=False)
-        for at, ((number, count, is_prompt, _), drafts, drawn) in enumerate(pairs):
+        for index, ((number, count, is_prompt, _), drafts, drawn) in enumerate(pairs):
             if not (drafts and drawn):
                 continue
             accepted = min(len(drawn) - 1, drafts)
-            record.work[at] = number, count, is_prompt, drafts - accepted
+            record.work[index] = number, count, is_prompt, drafts - accepted
             if (life := self.lives.get(number)) is not None:
                 life.drafted += drafts
                 life.accepted += accepted

@@ -187,7 +187,8 @@ class ApiKeys:
         self.path, self.clock, self.ledger = server.api_key_file, clock, ledger
         plain, self._needed = plain_keys(server.api_key), server.needs_key
         self._plain = [
-            Tenant(TenantKey(name="", key=key), clock, plain=at) for at, key in enumerate(plain, 1)
+            Tenant(TenantKey(name="", key=key), clock, plain=index)
+            for index, key in enumerate(plain, 1)
         ]
         self._named: dict[str, Tenant] = {}
         self._digests: list[tuple[bytes, Tenant]] = []

@@ -140,8 +140,8 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
             f"`messages` has {len(messages)} messages; the limit is {MOST_MESSAGES}: drop or merge old ones",
             "messages",
         )
-    for at, message in enumerate(messages):
-        where = f"messages[{at}]"
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
         if not isinstance(message.get("role"), str):
             raise invalid(f"`{where}.role` is missing", f"{where}.role")
         content = message.get("content")

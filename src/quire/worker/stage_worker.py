@@ -142,7 +142,7 @@ class DrawnStep:
     def result(self) -> StepResult:
         result = self._step.result()
         rows = (self._rows.drafts_of(item.row) for item in self._plan.work)
-        drafts = {at: found for at, found in enumerate(rows) if found}
+        drafts = {index: found for index, found in enumerate(rows) if found}
         tokens = StepResult(result.step, result.tokens)
         announced = AnnouncedStep(result if self._whole else tokens, drafts)
         self._link.announce(_encoder.encode(announced))

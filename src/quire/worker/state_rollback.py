@@ -56,11 +56,11 @@ class StateRollback(Hook):
 
     def _take_back(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         """Let each row continue after the draft tokens that the previous step accepted. Only now does every stage know them."""
-        for at, item in enumerate(plan.work):
+        for index, item in enumerate(plan.work):
             known, drafts = self.verified.pop(item.row, (0, 0))
             start = int(self.rows.num_computed_tokens[item.row])
             if batch is not None:  # it has advanced the rows
-                start = batch.lengths[at] - batch.query_lens[at]
+                start = batch.lengths[index] - batch.query_lens[index]
             accepted = start - known
             if accepted < drafts:
                 self.states.take_back(item.row, accepted)

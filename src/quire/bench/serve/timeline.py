@@ -23,8 +23,8 @@ def page(done: Sequence[RequestRecord], title: str, gaps_ms: tuple[float, float]
     begin = rows[0].start if rows else 0.0
     whole = max((one.start + one.latency for one in rows), default=0.0) - begin or 1.0
     parts = [ticks(whole, len(rows))]
-    for at, one in enumerate(rows):
-        parts += bars(one, TOP + at * ROW, begin, WIDTH / whole, gaps_ms)
+    for index, one in enumerate(rows):
+        parts += bars(one, TOP + index * ROW, begin, WIDTH / whole, gaps_ms)
     fine, slow = gaps_ms
     words = {
         "first": "to the first token", "fine": f"gaps up to {fine:g} ms", "slow": f"up to {slow:g} ms",

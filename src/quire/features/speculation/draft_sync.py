@@ -41,9 +41,9 @@ class DraftSync:
         """
         own_NM = np.full((1 + len(rows), max(self.most, len(numbers))), NONE, np.int64)
         own_NM[0, : len(numbers)] = [int(each * NS) for each in numbers]
-        for at, row in enumerate(rows, 1):
+        for index, row in enumerate(rows, 1):
             drafts = proposals.get(row, [])
-            own_NM[at, : len(drafts)] = drafts
+            own_NM[index, : len(drafts)] = drafts
         all_NX = self.ranks.gather(torch.from_numpy(own_NM)).numpy()
         all_NRM = all_NX.reshape(len(own_NM), self.ranks.size, -1)
         least = all_NRM[0].min(0)[: len(numbers)] / NS

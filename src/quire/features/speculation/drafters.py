@@ -96,7 +96,9 @@ class Drafters(Drafter):
                 continue
             tokens = list(map(int, drafts[: limits[row]]))
             if tokens and not (min(tokens) >= 0 and max(tokens) < size):
-                del tokens[next(at for at, token in enumerate(tokens) if not 0 <= token < size) :]
+                del tokens[
+                    next(index for index, token in enumerate(tokens) if not 0 <= token < size) :
+                ]
             valid[row] = tokens
         return valid
 

@@ -296,8 +296,8 @@ class GrammarMasks(Processor):
                 continue
             finally:
                 process.lock.release()
-            for at, grammar in enumerate(rows):
-                grammar.update(reply, masks_NW, at)
+            for index, grammar in enumerate(rows):
+                grammar.update(reply, masks_NW, index)
 
     def _send(
         self, grammars: list[RowGrammar], tokens: list[int], lengths: list[int]

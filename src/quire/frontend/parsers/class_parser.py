@@ -131,8 +131,8 @@ class ClassCalls:
         if not found.tools_called:
             return ParsedDelta(content=self.seen.text if found.content is None else found.content)
         calls = [
-            CallDelta(at, call.function.arguments, call.id or new_id(""), call.function.name)
-            for at, call in enumerate(found.tool_calls)
+            CallDelta(index, call.function.arguments, call.id or new_id(""), call.function.name)
+            for index, call in enumerate(found.tool_calls)
         ]
         return ParsedDelta(content=found.content or "", calls=calls)
 

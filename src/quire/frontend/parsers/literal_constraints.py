@@ -159,14 +159,14 @@ class _Writer:
 
     def _separated(self, parts: list[tuple[JSON, bool]]) -> list[JSON] | None:
         """All required parts and any optional ones. One alternative per possible first part, which has no comma."""
-        leading = next((at for at, (_, must) in enumerate(parts) if must), len(parts))
+        leading = next((index for index, (_, must) in enumerate(parts) if must), len(parts))
         if leading > MAX_OPTIONAL:
             return None
         comma, firsts = _text(self.dialect.comma), []
         more = [_sequence([comma, part]) for part, _ in parts]
         rest = [one if must else _optional(one) for one, (_, must) in zip(more, parts, strict=True)]
-        for at, (part, _) in enumerate(parts[: leading + 1]):
-            firsts.append(_sequence([part, *rest[at + 1 :]]))
+        for index, (part, _) in enumerate(parts[: leading + 1]):
+            firsts.append(_sequence([part, *rest[index + 1 :]]))
         if not firsts:
             return []
         whole = firsts[0] if len(firsts) == 1 else {"type": "or", "elements": firsts}

@@ -325,6 +325,6 @@ class PoolingInputs:
             return [request]
         starts = range(0, len(tokens), piece_size)
         return [
-            msgspec.structs.replace(request, id=child_id(request.id, at, len(starts)), tokens=tokens[start : start + piece_size])
-            for at, start in enumerate(starts)
+            msgspec.structs.replace(request, id=child_id(request.id, index, len(starts)), tokens=tokens[start : start + piece_size])
+            for index, start in enumerate(starts)
         ]  # fmt: skip

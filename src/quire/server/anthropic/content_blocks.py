@@ -41,7 +41,7 @@ def blocks_of(content: Any, where: str, kinds: tuple[str, ...]) -> list[JSON]:
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise invalid(f"`{where}` must be a string or a list of blocks", where)
-    for at, block in enumerate(content):
+    for index, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(block, PicturePart) and PICTURES in kinds:
             continue
@@ -52,8 +52,8 @@ def blocks_of(content: Any, where: str, kinds: tuple[str, ...]) -> list[JSON]:
             or (need is not None and not isinstance(block.get(need), str))
         ):
             raise invalid(
-                f"`{where}[{at}]`: blocks of type {kind!r} are not supported by this model",
-                f"{where}[{at}]",
+                f"`{where}[{index}]`: blocks of type {kind!r} are not supported by this model",
+                f"{where}[{index}]",
             )
     return content
 
@@ -65,11 +65,13 @@ def messages_of(role: str, content: Any, where: str) -> list[JSON]:
     if role != "user":
         return [{"role": role, "content": text_of(content, where)}]
     messages, parts = list[JSON](), list[JSON]()
-    for at, block in enumerate(blocks_of(content, where, ("text", "tool_result", PICTURES))):
+    for index, block in enumerate(blocks_of(content, where, ("text", "tool_result", PICTURES))):
         if block["type"] in ("text", "image"):
             parts.append(block)
             continue
-        inner = blocks_of(block.get("content") or "", f"{where}[{at}].content", ("text", PICTURES))
+        inner = blocks_of(
+            block.get("content") or "", f"{where}[{index}].content", ("text", PICTURES)
+        )
         result = {
             "role": "tool",
             "tool_call_id": block.get("tool_use_id"),
@@ -102,13 +104,14 @@ def _of_assistant(content: Any, where: str) -> JSON:
     texts = [block["text"] for block in blocks if block["type"] == "text"]
     thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
     calls = []
-    for at, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if block["type"] != "tool_use":
             continue
         name, given = block.get("name"), block.get("input")
         if not isinstance(name, str) or not isinstance(given, dict):
             raise invalid(
-                f"`{where}[{at}]` must have a `name`, and an object as `input`", f"{where}[{at}]"
+                f"`{where}[{index}]` must have a `name`, and an object as `input`",
+                f"{where}[{index}]",
             )
         function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
         calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -123,10 +126,10 @@ def _of_assistant(content: Any, where: str) -> JSON:
 def tools_of(tools: list[JSON]) -> list[JSON]:
     """Tools in chat's form."""
     functions = []
-    for at, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         if tool.get("type", "custom") != "custom":
             raise invalid(
-                f"`tools[{at}].type` is {tool.get('type')!r}; this server has no built-in tools: send tools with a name and an input_schema", "tools"
+                f"`tools[{index}].type` is {tool.get('type')!r}; this server has no built-in tools: send tools with a name and an input_schema", "tools"
             )  # fmt: skip
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         for name in ("description", "strict"):

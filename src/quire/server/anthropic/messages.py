@@ -72,11 +72,11 @@ def as_chat(body: MessagesRequest, counted: bool = False) -> ChatRequest:
     output = body.output_config or {}
     of_format(output.get("format"), "output_config.format")
     messages = [] if body.system is None else [{"role": "system", "content": text_of(body.system, "system")}]  # fmt: skip
-    for at, message in enumerate(body.messages):
+    for index, message in enumerate(body.messages):
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
-            raise invalid(f"`messages[{at}].role` must be user or assistant", f"messages[{at}].role")  # fmt: skip
-        messages += messages_of(role, message.get("content"), f"messages[{at}].content")
+            raise invalid(f"`messages[{index}].role` must be user or assistant", f"messages[{index}].role")  # fmt: skip
+        messages += messages_of(role, message.get("content"), f"messages[{index}].content")
     goes_on = bool(body.messages) and messages[-1]["role"] == "assistant"  # it begins the answer
     template_kwargs = {} if thinking is None else {"enable_thinking": THINKS[thinking]}
     one_call = (body.tool_choice or {}).get("disable_parallel_tool_use") is True

@@ -58,10 +58,10 @@ class InfillAnswer(GenerationAnswer):
 def prefix_of(body: InfillRequest) -> str:
     """Other files, then the text before the gap. Raises ApiError 400."""
     files = []
-    for at, file in enumerate(body.input_extra):
+    for index, file in enumerate(body.input_extra):
         name, text = file.get("filename", ""), file.get("text")
         if not isinstance(name, str) or not isinstance(text, str):
-            raise invalid(f"`input_extra[{at}]` must have the strings `filename` and `text`", "input_extra")  # fmt: skip
+            raise invalid(f"`input_extra[{index}]` must have the strings `filename` and `text`", "input_extra")  # fmt: skip
         files.append(f"{name}\n{text}\n")
     return "".join([*files, body.input_prefix, body.prompt])
 

@@ -52,8 +52,8 @@ def chat_request(body: OllamaChatRequest) -> ChatRequest:
     """Raises ApiError 400 that names the field."""
     messages: list[dict[str, Any]] = []
     ids: dict[str, str] = {}
-    for at, message in enumerate(body.messages):
-        messages.append(message_of(message, f"messages[{at}]", ids))
+    for index, message in enumerate(body.messages):
+        messages.append(message_of(message, f"messages[{index}]", ids))
     return ChatRequest(messages=messages, tools=body.tools or None, **sampling_fields(body), **thinking_fields(body.think))  # fmt: skip
 
 

@@ -187,10 +187,10 @@ class ChatAnswer(ChunkAnswer):
     def frames(self, delta: OutputDelta) -> Iterator[bytes]:
         body, prompt = self.body, self.source.prompts[0]
         usage = self.usage() if self.running_usage else None
-        for at, opening in enumerate(self.opening(delta)):
-            if at == 0 and body.return_token_ids:
+        for index, opening in enumerate(self.opening(delta)):
+            if index == 0 and body.return_token_ids:
                 opening["prompt_token_ids"] = prompt.tokens
-            if at == 0 and body.return_prompt_text:
+            if index == 0 and body.return_prompt_text:
                 opening["prompt_text"] = prompt.text
             start = usage and usage | {
                 "completion_tokens": 0,

@@ -29,12 +29,12 @@ def text_of(content: Any, where: str) -> str:
     if not isinstance(content, list):
         raise invalid(f"`{where}` must be a string or a list of parts", where)
     texts = []
-    for at, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
             raise invalid(
-                f"`{where}[{at}]`: parts of type {kind!r} are not supported by this model",
-                f"{where}[{at}]",
+                f"`{where}[{index}]`: parts of type {kind!r} are not supported by this model",
+                f"{where}[{index}]",
             )
         texts.append(part["text"])
     return "".join(texts)
@@ -45,11 +45,11 @@ def content_of(content: Any, where: str) -> Any:
     if not isinstance(content, list) or not any(isinstance(part, PicturePart) for part in content):
         return text_of(content, where)
     parts: list[JSON] = []
-    for at, part in enumerate(content):
+    for index, part in enumerate(content):
         if isinstance(part, PicturePart):
             parts.append(part)
             continue
-        text = text_of([part], f"{where}[{at}]")
+        text = text_of([part], f"{where}[{index}]")
         if parts and "text" in parts[-1]:
             parts[-1]["text"] += text
         else:
@@ -64,8 +64,8 @@ def messages_of(items: list[JSON]) -> list[JSON]:
         ApiError: 400 that names the place.
     """
     messages: list[JSON] = []
-    for at, item in enumerate(items):
-        where = f"input[{at}]"
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
         kind = item.get("type", "message")
         if kind == "message" and isinstance(item.get("role"), str):
             role = "system" if item["role"] == "developer" else item["role"]
@@ -125,7 +125,9 @@ def tools_of(tools: list[JSON] | None) -> list[JSON] | None:
     if tools is None:
         return None
     return [
-        function for at, tool in enumerate(tools) for function in _functions(tool, f"tools[{at}]")
+        function
+        for index, tool in enumerate(tools)
+        for function in _functions(tool, f"tools[{index}]")
     ]
 
 
@@ -137,8 +139,8 @@ def _functions(tool: JSON, where: str) -> list[JSON]:
                 f"`{where}` must have a `name`, and a list of functions in `tools`", "tools"
             )
         return [
-            _function(one, f"{where}.tools[{at}]", namespace + SEPARATOR)
-            for at, one in enumerate(inner)
+            _function(one, f"{where}.tools[{index}]", namespace + SEPARATOR)
+            for index, one in enumerate(inner)
         ]
     return [_function(tool, where, "")]
 

@@ -75,8 +75,8 @@ def checked(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     if len(tools) > (limit := env.get("MAX_TOOLS")):
         raise invalid(f"`tools` has {len(tools)} entries; the limit is {limit}", "tools")
     seen = set()
-    for at, tool in enumerate(tools):
-        where = f"tools[{at}]"
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
         if tool.get("type", "function") != "function":
             raise invalid(
                 f"`{where}.type` is {tool.get('type')!r}; only tools of type function are supported",
@@ -105,10 +105,10 @@ def with_calls_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not any(message.get("tool_calls") for message in messages):
         return messages
     return [
-        {**message, "tool_calls": _calls(message["tool_calls"], f"messages[{at}].tool_calls")}
+        {**message, "tool_calls": _calls(message["tool_calls"], f"messages[{index}].tool_calls")}
         if message.get("tool_calls")
         else message
-        for at, message in enumerate(messages)
+        for index, message in enumerate(messages)
     ]
 
 
@@ -116,17 +116,17 @@ def _calls(calls: Any, where: str) -> list[Any]:
     if not isinstance(calls, list):
         raise invalid(f"`{where}` must be a list", where)
     found = []
-    for at, call in enumerate(calls):
+    for index, call in enumerate(calls):
         inner = call.get("function") if isinstance(call, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-            raise invalid(f"`{where}[{at}].function.name` is missing", where)
+            raise invalid(f"`{where}[{index}].function.name` is missing", where)
         arguments = inner.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
             except (msgspec.DecodeError, RecursionError) as error:
-                raise invalid(f"`{where}[{at}].function.arguments` is not JSON: {error}", where) from error  # fmt: skip
+                raise invalid(f"`{where}[{index}].function.arguments` is not JSON: {error}", where) from error  # fmt: skip
         if not isinstance(arguments, dict | None):
-            raise invalid(f"`{where}[{at}].function.arguments` must be a JSON object", where)
+            raise invalid(f"`{where}[{index}].function.arguments` must be a JSON object", where)
         found.append({**call, "function": {**inner, "arguments": arguments or {}}})
     return found

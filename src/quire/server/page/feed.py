@@ -61,9 +61,9 @@ def viewer_state(seen: dict[str, Any], since: int, tenant: str) -> dict[str, Any
     # A new engine process counts its steps from the beginning.
     steps = [step for step in seen["steps"] if step["step"] > since or since > latest]
     visible = {one["n"] for one in seen["lives"] if one["tenant"] == tenant}
-    for at, step in enumerate(steps):
+    for index, step in enumerate(steps):
         work = [item if item[0] in visible else [*item[:3], 0] for item in step["work"]]
-        steps[at] = step | {"work": work}
+        steps[index] = step | {"work": work}
     return seen | {"lives": lives, "steps": steps}
 
 

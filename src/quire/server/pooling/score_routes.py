@@ -105,7 +105,9 @@ async def score(context: RequestContext, body: ScoreRequest) -> ScoreAnswer:
     batch = pair_batch(context, body, pairs, "score-")
 
     def respond(scores: list[float]) -> Response:
-        data = [{"index": at, "object": "score", "score": one} for at, one in enumerate(scores)]
+        data = [
+            {"index": index, "object": "score", "score": one} for index, one in enumerate(scores)
+        ]
         return json_response(batch.head() | {"data": data, "usage": batch.usage})
 
     return ScoreAnswer(batch, pairs, respond)

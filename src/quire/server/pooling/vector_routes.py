@@ -118,7 +118,7 @@ def cohere_texts(body: CohereEmbedRequest) -> list[str]:
         check_count(len(body.texts), "texts")
         return body.texts
     check_count(len(body.inputs or ()), "inputs")
-    return [_cohere_text(one, at) for at, one in enumerate(body.inputs or ())]
+    return [_cohere_text(one, index) for index, one in enumerate(body.inputs or ())]
 
 
 def _cohere_text(one: dict[str, Any], at: int) -> str:

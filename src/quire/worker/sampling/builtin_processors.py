@@ -224,9 +224,9 @@ class Penalties(Processor):
         place_L = torch.arange(longest, device=device)
         ids_PL = state.token_ids_RL[rows_P, :longest].long()
         is_token_PL = place_L < lengths_P1
-        for at, row in enumerate(selected.rows.tolist() if self.embeddings else ()):
+        for index, row in enumerate(selected.rows.tolist() if self.embeddings else ()):
             for start, end in self.embeddings.get(row, ()):
-                is_token_PL[at, start:end] = False
+                is_token_PL[index, start:end] = False
         # Other positions repeat a row's first token, which is harmless: a token's new logit
         # depends only on its count in the output, so every write of it writes the same value.
         first_P1 = is_token_PL.byte().argmax(dim=1, keepdim=True)

@@ -133,4 +133,4 @@ def _not_finite(highest_S: Tensor | None) -> list[int]:
     """Rows of S whose highest logit is not finite."""
     if highest_S is None:
         return []
-    return [at for at, value in enumerate(highest_S.tolist()) if not math.isfinite(value)]
+    return [index for index, value in enumerate(highest_S.tolist()) if not math.isfinite(value)]

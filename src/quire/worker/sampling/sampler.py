@@ -286,12 +286,12 @@ class Sampler:
         Rows are scored with others of equal numbers only, since how topk breaks ties may depend on its k.
         """
         groups: dict[tuple[int, int], list[int]] = {}
-        for at, row in enumerate(rows_S.tolist()):
+        for index, row in enumerate(rows_S.tolist()):
             if (request := self.logprobs.get(row)) is not None:
                 best, token_ids = request
                 kind = BEST_ALLOWED if row in self.allowed_only else BEST
                 given = kind if token_ids is None else len(token_ids)
-                groups.setdefault((best, given), []).append(at)
+                groups.setdefault((best, given), []).append(index)
         return groups
 
     def _score(
