@@ -165,13 +165,14 @@ def test_a_response_template_counts_too(tmp_path):
 
 
 def test_prompts_open_and_close_thoughts():
-    formats = ModelFormats("hermes", "qwen3", "")
-    assert formats.reasoning_open("<|im_start|>assistant\n<think>\n") is True
-    assert formats.reasoning_open("<|im_start|>assistant\n<think>\n\n</think>\n\n") is False
-    assert formats.reasoning_open("user: <think> now<|im_end|>\nassistant\n") is None
-    assert formats.reasoning_open("... <think>\nHm", last="<think>\nHm") is True
-    assert formats.reasoning_open("... </think>Yes", last="<think>Hm</think>Yes") is False
-    assert formats.reasoning_open("... Yes", last="Yes") is None
+    reasoning = ModelFormats("hermes", "qwen3", "").reasoning
+    assert reasoning is not None
+    assert reasoning.is_open("<|im_start|>assistant\n<think>\n") is True
+    assert reasoning.is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n") is False
+    assert reasoning.is_open("user: <think> now<|im_end|>\nassistant\n") is None
+    assert reasoning.is_open("... <think>\nHm", last="<think>\nHm") is True
+    assert reasoning.is_open("... </think>Yes", last="<think>Hm</think>Yes") is False
+    assert reasoning.is_open("... Yes", last="Yes") is None
 
 
 def test_special_tokens_are_kept_if_the_format_uses_them():

@@ -2,7 +2,7 @@
 
     caller   open() -------------------- take() --> RequestOutput
                  |                          ^
-    loop     RequestManager.send     RequestManager.process_outputs
+    loop     client.submit           RequestManager.process_outputs
                  |                          ^
     thread       `---> client ----- outputs()
 
@@ -158,7 +158,11 @@ class AsyncEngine:
                 if self.front.live.get(collector.id) is not collector:
                     return  # it was aborted
                 until = time.monotonic() + BREATH_S
-            self.front.send(collector, child)
+            try:
+                self.client.submit(child)
+            except BaseException:
+                self.front.forget(collector)
+                raise
 
     def closed(self, stream: OutputStream) -> None:
         """Remove a closed stream; abort its request if it still runs."""

@@ -244,7 +244,8 @@ class LocalClient:
         text = self.front.render(messages)
         tokens = self.front.tokenizer.encode(text, False) if self.front.tokenizer else []
         formats = self.front.formats
-        reading = formats.output_format((), reasoning_open=formats.reasoning_open(text))
+        reasoning_open = formats.reasoning and formats.reasoning.is_open(text)
+        reading = formats.output_format((), reasoning_open=reasoning_open)
         return self._generate({"prompt_token_ids": tokens}, None, reading)
 
     def complete(self, prompt: str) -> Iterator[AnswerDelta]:

@@ -365,7 +365,7 @@ class InputProcessor:
             eos_token_ids=self.eos_token_ids,
             bad_word_ids=self._bad_word_ids(params.bad_words),
             structured_outputs=self._constraint(params),
-            num_searched_tokens=None if limited else params.num_searched_tokens,
+            num_searched_tokens=None if limited else params.num_searched_tokens, checked=True,
             stop=[], bad_words=[], truncate_prompt_tokens=None, stream_interval=None,
         )  # fmt: skip
 

@@ -43,7 +43,8 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
     params = request.params
     if not isinstance(params, SamplingParams):
         return [request]
-    count = num_children(params)
+    if (count := num_children(params)) == 1:
+        return [request]
     logprobs = params.logprobs
     if count > params.n and logprobs is None and params.logprob_token_ids is None:
         logprobs = 0  # ranking needs the sampled tokens' logprobs (logprob_token_ids has them)

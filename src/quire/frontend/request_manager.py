@@ -50,7 +50,7 @@ from quire.models.sound import transcriber
 from quire.models.vision import vision_model, why_no_pictures
 from quire.protocol.output import EngineOutput, FinishReason
 from quire.protocol.pooling_params import PoolingParams
-from quire.protocol.request import EngineRequest, RequestParams
+from quire.protocol.request import RequestParams
 from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
@@ -308,26 +308,23 @@ class RequestManager:
         return chat.render(self.inputs.need_tokenizer("messages"), messages, options)
 
     def submit(self, accepted: Accepted) -> Collector:
-        """Register the request and send it to the engine. Raises: as `register` and `send`."""
-        collector = self.register(accepted)
-        for child in accepted.children:
-            self.send(collector, child)
-        return collector
-
-    def send(self, collector: Collector, child: EngineRequest) -> None:
-        """Send one child of a registered request to the engine.
+        """Register the request and send it to the engine.
 
         Raises:
+            ValidationError: as `register`.
             EngineDeadError: the engine has stopped.
         """
+        collector = self.register(accepted)
         try:
-            self.client.submit(child)
+            for child in accepted.children:
+                self.client.submit(child)
         except BaseException:
-            self._forget(collector)
+            self.forget(collector)
             raise
+        return collector
 
     def register(self, accepted: Accepted) -> Collector:
-        """Create the collector of a request's outputs; `send` each of its children next.
+        """Create the collector of a request's outputs, before its children are sent; `forget` it if one cannot be sent.
 
         Raises:
             ValidationError: a request with this id is still running.
@@ -376,7 +373,7 @@ class RequestManager:
             if stopped or output.finish is not None:
                 del self._children[output.id]
                 if collector.finished:
-                    self._forget(collector)
+                    self.forget(collector)
             changed[collector.id] = collector
         for reason, ids in finished.items():
             self.client.abort(ids, reason)
@@ -388,7 +385,7 @@ class RequestManager:
         finished = [child for collector in collectors for child in collector.end("abort")]
         self._echoes.update(finished)
         for collector in collectors:
-            self._forget(collector)
+            self.forget(collector)
         if finished:
             self.client.abort(finished)
         return collectors
@@ -401,7 +398,7 @@ class RequestManager:
             accepted.id, text, accepted.tokens[:max_length], accepted.params,
         )  # fmt: skip
 
-    def _forget(self, collector: Collector) -> None:
+    def forget(self, collector: Collector) -> None:
         self.live.pop(collector.id, None)
         for child in collector.children:
             self._children.pop(child.id, None)

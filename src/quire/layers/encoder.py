@@ -20,7 +20,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 from quire.layers.rotary import Angles, LayerRotaries
 from quire.ops.reference import UNGATED
-from quire.parallel.ranks import shared_outputs
+from quire.parallel.ranks import output_slices
 
 ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 """Other names in config.json."""
@@ -50,7 +50,7 @@ class UngatedMLP(nn.Module):
                 f"hidden_act={act!r} is not supported; choose from {', '.join(UNGATED)}"
             )
         inner = cfg.intermediate_size
-        shares = shared_outputs(inner) if splits else ()
+        shares = output_slices(inner) if splits else ()
         own = shares[0].length if shares else inner
         self.up_proj = Linear(cfg.hidden_size, own, bias=bias, after=act, shares=shares)
         self.down_proj = Linear(inner, cfg.hidden_size, bias=bias, gathers=bool(shares))

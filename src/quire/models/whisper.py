@@ -31,7 +31,7 @@ from quire.layers.weight_slots import Layer
 from quire.models.base import CausalLM
 from quire.models.hf_config import TextConfig
 from quire.ops.reference import activate
-from quire.parallel.ranks import shared_heads
+from quire.parallel.ranks import head_slices
 
 NAMES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "out_proj")
 MLP_NAMES = ("fc1", "fc2")
@@ -109,7 +109,7 @@ class EncoderAttention(nn.Module):
         super().__init__()
         self.checkpoint_names = {"o_proj": "out_proj"}
         heads, size = cfg.num_attention_heads, cfg.head_dim
-        shares = shared_heads(heads, heads)
+        shares = head_slices(heads, heads)
         self.heads = shares[0].length if shares else heads
         own = [share.times(size) for share in shares]
         width = self.heads * size
@@ -146,9 +146,9 @@ class WhisperLayer(DecoderLayer):
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.attention_half(x_TD, residual_TD, angles)
+        x_TD, residual_TD = self.attention_sublayer(x_TD, residual_TD, angles)
         x_TD, residual_TD = normed_sum(self.encoder_attn_layer_norm, x_TD, residual_TD)
-        return self.mlp_half(self.encoder_attn(x_TD), residual_TD)
+        return self.mlp_sublayer(self.encoder_attn(x_TD), residual_TD)
 
 
 class WhisperDecoder(Decoder):

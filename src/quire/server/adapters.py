@@ -42,19 +42,19 @@ def wrong_input(message: str, param: str) -> ApiError:
 
 async def load_adapter(request: Request) -> Response:
     """Load a LoRA adapter; requests name it as their model."""
-    body = await read(request, LoadAdapterRequest)
+    body = await read(state_of(request), request, LoadAdapterRequest)
     return await loaded(request, body)
 
 
 async def unload_adapter(request: Request) -> Response:
     """Unload a LoRA adapter; requests that run with it go on."""
-    body = await read(request, UnloadAdapterRequest)
+    body = await read(state_of(request), request, UnloadAdapterRequest)
     return await unloaded(request, body.lora_name)
 
 
 async def add_sagemaker_adapter(request: Request) -> Response:
     """Load a LoRA adapter, as SageMaker sends it."""
-    body = await read(request, SageMakerAdapterRequest)
+    body = await read(state_of(request), request, SageMakerAdapterRequest)
     return await loaded(request, LoadAdapterRequest(lora_name=body.name, lora_path=body.src))
 
 
@@ -164,20 +164,18 @@ async def listed(state: ServerState) -> list[Adapter]:
     return adapters
 
 
-async def model_of(request: Request, name: str | None) -> tuple[str, str | None]:
+async def model_of(
+    state: ServerState, request: Request, name: str | None
+) -> tuple[str, str | None]:
     """The model's name for the answer to a request with this `model`, and the adapter if it names one.
 
     Raises:
         ApiError: 404 for a name that is not served; 400 if a resolver has an adapter that cannot be loaded.
     """
-    state = state_of(request)
+    if name is None or name in state.model_names:
+        return name or state.model_names[0], None
     engine = state.engine
-    if (
-        name is None
-        or name in state.model_names
-        or not state.config.lora.enable_lora
-        or engine is None
-    ):
+    if engine is None or not state.config.lora.enable_lora:
         return state.check_model(name), None
     adapters = engine.front.adapters
     if await engine.run(adapters.find(name)) is not None or await resolved(request, name):

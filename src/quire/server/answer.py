@@ -11,25 +11,31 @@ from typing import Any
 
 from starlette.responses import Response
 
+from quire.frontend.logprobs import Logprob
 from quire.server.endpoint import RequestContext
 from quire.server.generation import Generation
-from quire.server.openai import logprobs as shapes
 from quire.server.output_delta import OutputDelta
 from quire.server.sse import EventEncoder
 from quire.server.streaming_json import json_answer
 
 
 class GenerationAnswer(EventEncoder[OutputDelta]):
-    """The answer to a generation, streamed or in one piece. `name` names a token in log-probabilities."""
+    """The answer to a generation, streamed or in one piece."""
 
     def __init__(self, context: RequestContext, body: Any, source: Generation):
         self.context, self.body, self.source = context, body, source
         server = context.state.config.server
         as_ids = getattr(body, "return_tokens_as_token_ids", None)
-        as_ids = server.return_tokens_as_token_ids if as_ids is None else as_ids
-        self.name = shapes.naming(as_ids, context.engine.token_text)
+        self.as_ids = server.return_tokens_as_token_ids if as_ids is None else as_ids
         self.details = server.enable_prompt_tokens_details
         """Whether to count the tokens of a prompt that were cached."""
+
+    def name(self, token: int, entry: Logprob) -> str:
+        """The name of a token in log-probabilities; `token_id:N` if the request asks for printable names."""
+        if self.as_ids:
+            return f"token_id:{token}"
+        named = entry.decoded_token
+        return self.context.engine.token_text(token) if named is None else named
 
     def usage(self) -> dict[str, Any]:
         return self.source.usage(self.details)

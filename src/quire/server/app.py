@@ -86,8 +86,9 @@ async def pooling_invocation(
 
 async def invocations(request: Request) -> Response | EventStream:
     """One path for all requests, as SageMaker calls it. The fields of the body select the endpoint."""
-    body = await read(request, InvocationBody, is_last=False)
-    pooling = state_of(request).serving().front.pooling
+    state = state_of(request)
+    body = await read(state, request, InvocationBody, is_last=False)
+    pooling = state.serving().front.pooling
     if pooling is not None:
         return await pooling_invocation(request, body, pooling.info.tasks[0])
     if body.messages is not None:

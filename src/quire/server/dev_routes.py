@@ -83,8 +83,9 @@ async def reset_encoder_cache(request: Request) -> Response:
 
 async def collective_rpc(request: Request) -> Response:
     """Call a named function of every worker."""
-    engine = state_of(request).serving()
-    body = await read(request, RpcRequest)
+    state = state_of(request)
+    engine = state.serving()
+    body = await read(state, request, RpcRequest)
     patience = RPC_TIMEOUT_S if body.timeout is None else body.timeout
     if not 0 < patience <= RPC_TIMEOUT_S:
         raise invalid(f"`timeout` must be above 0 and at most {RPC_TIMEOUT_S:g} s", "timeout")
@@ -109,7 +110,7 @@ async def abort_requests(request: Request) -> Response:
     # A body without a length (Transfer-Encoding: chunked) is one, too: it must not abort all requests.
     chunked = "transfer-encoding" in request.headers
     empty = request.headers.get("content-length", "0") == "0" and not chunked
-    wanted = set(() if empty else (await read(request, AbortRequest)).request_ids)
+    wanted = set(() if empty else (await read(state, request, AbortRequest)).request_ids)
     if state.fronts == 1:
         ids = [name for name in state.active if not wanted or name in wanted]
         for name in ids:

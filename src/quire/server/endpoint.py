@@ -25,9 +25,10 @@ from quire.server.api_keys import Tenant
 from quire.server.errors import invalid
 from quire.server.media import read_pictures
 from quire.server.middleware import NEW_ID, TENANT, VALID_ID
-from quire.server.request_body import prepared, read
+from quire.server.request_body import SHORT_BODY, SIZE, read
 from quire.server.sse import EventStream, until_disconnect
 from quire.server.state import ServerState, state_of
+from quire.server.tokenizer_pool import run_alone
 
 Endpoint = Callable[[Request], Awaitable[Response | EventStream]]
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -57,16 +58,20 @@ class RequestContext:
         tenant: Tenant | None = self.request.scope.get(TENANT)
         return tenant
 
-    @property
-    def data_parallel_rank(self) -> int | None:
-        """The header X-data-parallel-rank: the engine that must serve the request; None, or another text: any."""
-        header = self.request.headers.get("x-data-parallel-rank", "")
-        return int(header) if re.fullmatch(r"\d{1,9}", header) else None
+    def engine_options(self, body: NamedBody) -> dict[str, Any]:
+        """Keywords of `AsyncEngine.open`.
 
-    def priority(self, body: NamedBody) -> int:
-        """The header X-Vllm-Priority, else the body's priority; lower runs first."""
-        header = self.request.headers.get("x-vllm-priority", "")
-        return int(header) if re.fullmatch(r"-?\d{1,9}", header) else body.priority
+        The header X-Vllm-Priority takes precedence over the body's priority; lower runs first. The header
+        X-data-parallel-rank names the engine that must serve the request; without it, or with another text: any.
+        """
+        priority = self.request.headers.get("x-vllm-priority", "")
+        rank = self.request.headers.get("x-data-parallel-rank", "")
+        return {
+            "priority": int(priority) if re.fullmatch(r"-?\d{1,9}", priority) else body.priority,
+            "tenant": "" if self.tenant is None else self.tenant.id,
+            "adapter": self.adapter,
+            "data_parallel_rank": int(rank) if re.fullmatch(r"\d{1,9}", rank) else None,
+        }
 
     def new_id(self, kind: str, body: NamedBody) -> str:
         """`{kind}X`: X is the header X-Request-Id, else the body's request_id, else the id of the answer's header, else
@@ -104,7 +109,7 @@ def route(
 ) -> Callable[[Builder[Body]], Endpoint]:
     """Makes an endpoint of a function that builds the Answer to a body, or the response if nothing must run.
 
-    The function runs in a thread if the body is long, so it must not wait for anything of the server's loop.
+    The function runs in an event loop of a thread if the body is long, so it must not wait for anything of the server's loop.
 
     Args:
         kind: the body.
@@ -120,14 +125,18 @@ def route(
             if pooling is not None:
                 front = engine.front
                 (front.need_pooling if pooling else front.need_generation)(request.url.path)
-            body: Any = await read(request, kind)
-            model, adapter = await model_of(request, body.model)
+            body: Any = await read(state, request, kind)
+            model, adapter = await model_of(state, request, body.model)
             context = RequestContext(request, state, engine, model, adapter)
             if pictures:
                 scope = f"{context.tenant and context.tenant.id}:{body.cache_salt or ''}"
                 given = getattr(body, pictures)
                 await read_pictures(given, pictures, engine, scope, request.receive)
-            answer: Any = await prepared(request, build, context, body)
+            answer: Any
+            if (size := request.scope[SIZE]) <= SHORT_BODY:
+                answer = await build(context, body)
+            else:
+                answer = await state.texts.run_sized(size, run_alone, build, context, body)
             if isinstance(answer, Response):
                 return answer
             if getattr(body, "stream", False):

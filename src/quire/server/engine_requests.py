@@ -58,18 +58,7 @@ class EngineRequests:
     context: RequestContext
     id: str
     body: TimedBody
-    options: dict[str, Any] = field(init=False)
-    """Keywords of AsyncEngine.open."""
     created: int = field(init=False, default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        context, tenant = self.context, self.context.tenant
-        self.options = {
-            "priority": context.priority(self.body),
-            "tenant": "" if tenant is None else tenant.id,
-            "adapter": context.adapter,
-            "data_parallel_rank": context.data_parallel_rank,
-        }
 
     def begin(self, which: int, count: int, prompt: Prompt, params: RequestParams) -> RunningRequest:  # fmt: skip
         """Register the request of a prompt, one of `count`: its name is one that no other request in the engine has."""

@@ -78,11 +78,11 @@ class Generation(EngineRequests):
     """Deltas that a plug-in's code reads."""
 
     def __post_init__(self) -> None:
-        EngineRequests.__post_init__(self)
-        engine, n = self.context.engine, self.params.n
-        limit = self.context.state.config.server.max_answer_entries
-        check_answer_size(self.prompts, self.params, self.beams, engine, limit, self.copies)
-        self.counts = [TokenCount(len(p.tokens), output_tokens=[0] * n) for p in self.prompts]
+        output_tokens = [0] * self.params.n
+        self.counts = [
+            TokenCount(len(prompt.tokens), output_tokens=output_tokens[:])
+            for prompt in self.prompts
+        ]
 
     def usage(self, details: bool) -> dict[str, Any]:
         prompt = sum(count.prompt_tokens for count in self.counts)
@@ -131,8 +131,13 @@ class Generation(EngineRequests):
         """Send the prompts to the engine.
 
         Raises:
+            ApiError: 400: the answer could be too large.
             ValidationError: the engine cannot serve a prompt.
         """
+        limit = self.context.state.config.server.max_answer_entries
+        check_answer_size(
+            self.prompts, self.params, self.beams, self.context.engine, limit, self.copies
+        )
         if self.body.timeout is not None:
             self._until = asyncio.get_running_loop().time() + self.body.timeout
         if (tenant := self.context.tenant) is not None and tenant.name:
@@ -256,13 +261,14 @@ class Generation(EngineRequests):
         running = self.begin(which, len(self.prompts), prompt, self.params)
         self._running.append(running)
         name, wake = running.name, self._wakeup.set
+        options = self.context.engine_options(self.body)
         if self.beams is None:
             try:
-                running.stream = await engine.open(prompt, self.params, name, wake, **self.options)
+                running.stream = await engine.open(prompt, self.params, name, wake, **options)
             except Unsupported as error:
                 raise ValidationError(str(error)) from error
             return
-        open_step = partial(engine.open, is_subrequest=True, arrived=time.time(), **self.options)
+        open_step = partial(engine.open, is_subrequest=True, arrived=time.time(), **options)
         running.stream = state.searches[name] = BeamStream(
             engine.inputs, prompt, self.beams, name, open_step, partial(engine.call, "count_ended"), wake,
             logprobs=self.params.logprobs is not None,

@@ -17,10 +17,11 @@ from quire.server.state import state_of
 
 async def start_profile(request: Request) -> Response:
     """Record the next steps of the workers."""
-    engine = state_of(request).serving()
+    state = state_of(request)
+    engine = state.serving()
     chunked = "transfer-encoding" in request.headers
     empty = request.headers.get("content-length", "0") == "0" and not chunked
-    body = StartProfileRequest() if empty else await read(request, StartProfileRequest)
+    body = StartProfileRequest() if empty else await read(state, request, StartProfileRequest)
     values = body.profile_prefix, body.delay_iterations, body.max_iterations
     check_recording(*values)
     started = await engine.call("collective_rpc", "start_profile", list(values), {})

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Callable, Coroutine, Set
-from functools import partial
+from collections.abc import Set
 from itertools import islice
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -20,13 +19,10 @@ from starlette.responses import Response
 from quire.logging import get_logger
 from quire.server.errors import ApiError, invalid
 from quire.server.json_body_parser import not_an_object, not_json, not_valid, read_long
-from quire.server.state import state_of
-from quire.server.tokenizer_pool import run_alone
+from quire.server.state import ServerState
 
 log = get_logger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 SIZE = "quire.body_size"  # in the scope of a request whose body was read
@@ -128,7 +124,9 @@ def warn_of(unknown: Set[str], known: Set[str]) -> None:
     log.debug("ignored fields: %s (%d in all)", ", ".join(sorted(looked_at)), len(unknown))
 
 
-async def read(request: Request, kind: type[Body], *, is_last: bool = True) -> Body:
+async def read(
+    state: ServerState, request: Request, kind: type[Body], *, is_last: bool = True
+) -> Body:
     """The body of a request with Content-Type JSON as a Struct; a thread decodes a long one.
 
     `is_last`: it is not read again. Only then unknown fields of a short one are logged.
@@ -143,7 +141,6 @@ async def read(request: Request, kind: type[Body], *, is_last: bool = True) -> B
             "Unsupported Media Type: Only 'application/json' is allowed; send the header Content-Type: application/json"
             " (curl: -H 'Content-Type: application/json')"
         )
-    state = state_of(request)
     raw: bytes | None = request.scope.pop(RAW, None)
     if raw is None:
         server = state.config.server
@@ -156,21 +153,6 @@ async def read(request: Request, kind: type[Body], *, is_last: bool = True) -> B
     return await state.texts.run_sized(len(raw), read_long, raw, kind)
 
 
-async def prepared(
-    request: Request, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **keywords: P.kwargs
-) -> T:
-    """The result of `work`, which processes a request; if its body is long, in an event loop of a thread.
-
-    `work` must not wait for anything that belongs to the server's loop.
-    """
-    size = request.scope.get(SIZE, 0)
-    if size <= SHORT_BODY:
-        return await work(*args, **keywords)
-    return await state_of(request).texts.run_sized(
-        size, partial(run_alone, work, *args, **keywords)
-    )
-
-
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(
         msgspec.json.encode(body),
@@ -180,4 +162,4 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     )
 
 
-__all__ = ["ClientDisconnect", "json_response", "prepared", "read", "read_body"]
+__all__ = ["ClientDisconnect", "json_response", "read", "read_body"]

@@ -89,6 +89,10 @@ class ServerState:
     fronts: int = 1
     startup: Callable[[], StartupStatus] = lambda: StartupStatus("starting")
     """How far the start is, for requests that come too early."""
+    model_names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model_names = self.config.model.served_names
 
     @cached_property
     def _stored(self) -> ResponseStore:
@@ -100,10 +104,6 @@ class ServerState:
         """Keeps responses; None: they are not kept, because another HTTP process may get the next request."""
         kept = self.config.server.response_store_size and self.fronts == 1
         return self._stored if kept else None
-
-    @property
-    def model_names(self) -> list[str]:
-        return self.config.model.served_names
 
     @property
     def model_name(self) -> str:
@@ -188,7 +188,7 @@ class ServerState:
             ApiError: 404 for a name that is not served.
         """
         if name is None or name in self.model_names:
-            return name or self.model_name
+            return name or self.model_names[0]
         if env.get("SKIP_MODEL_NAME_VALIDATION"):
             return name
         known = ", ".join(f"`{one}`" for one in [*self.model_names, *adapters][:SHOWN_NAMES])

@@ -41,7 +41,7 @@ class ResumedRequestsGate(Gate):
             self._holds_rest = True
         return not self._holds_rest
 
-    def holds(self, request: Request) -> bool:
+    def is_blocking(self, request: Request) -> bool:
         return self.on_trial is not None and request.is_on_trial
 
     def enter(self, request: Request) -> None:

@@ -45,7 +45,7 @@ class SoundGate(Gate):
         self.left -= 1
         return num_tokens
 
-    def learn(self, extra: bytes) -> None:
+    def data_from_hook(self, extra: bytes) -> None:
         counts = msgspec.msgpack.decode(extra, type=EncoderCounts)
         self.counts["mm_cache_queries"] += counts.lookups
         self.counts["mm_cache_hits"] += counts.hits

@@ -219,6 +219,24 @@ class ReasoningFormat:
         """Texts with which a prompt opens reasoning."""
         return (*self.starts, *(start + self.label for start in self.starts))
 
+    def is_open(self, prompt: str, last: str = "") -> bool | None:
+        """Whether a prompt ends inside reasoning (True) or after it (False); None: it does not show.
+
+        `last`: the message that the output continues, if any.
+        """
+        if self.tool_format:
+            return None
+        markers = self.openings, self.ends
+        if last:
+            starts, ends = (
+                max((last.rfind(mark) for mark in marks), default=-1) for marks in markers
+            )
+            return None if starts == ends else starts > ends
+        prompt = prompt.rstrip()
+        if markers[0] and prompt.endswith(markers[0]):
+            return True
+        return False if markers[1] and prompt.endswith(markers[1]) else None
+
 
 @dataclass(frozen=True)
 class ParserTable:

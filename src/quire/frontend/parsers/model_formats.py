@@ -75,23 +75,6 @@ class ModelFormats:
         for what, choice in (("tool calls", self.tool_choice), ("thoughts", self.reasoning_choice)):
             log.info("format of %s: %s (%s)", what, choice.name or "none", choice.why)
 
-    def reasoning_open(self, prompt: str, last: str = "") -> bool | None:
-        """Whether a prompt ends inside reasoning (True) or after it (False); None: it does not show.
-
-        `last`: the message that the output continues, if any.
-        """
-        if self.reasoning is None or self.reasoning.tool_format:
-            return None
-        end, markers = prompt.rstrip(), (self.reasoning.openings, self.reasoning.ends)
-        if last:
-            starts, ends = (
-                max((last.rfind(mark) for mark in marks), default=-1) for marks in markers
-            )
-            return None if starts == ends else starts > ends
-        if markers[0] and end.endswith(markers[0]):
-            return True
-        return False if markers[1] and end.endswith(markers[1]) else None
-
     def output_format(
         self, tools: Sequence[Mapping[str, Any]], must: bool = False, reasoning_open: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,

@@ -6,7 +6,6 @@ Knows this endpoint's request and answer shapes. Turns a request into a `Generat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from quire.frontend.chat import ChatOptions
@@ -19,7 +18,7 @@ from quire.server.generation import Generation
 from quire.server.limits import completions_of, take_from_key
 from quire.server.openai import logprobs as shapes
 from quire.server.openai.chat_output import output_reader
-from quire.server.openai.chunks import ChunkAnswer, interval
+from quire.server.openai.chunks import MARK, ChunkAnswer, interval
 from quire.server.openai.sampling_params import beam_search_params, chat_params
 from quire.server.openai.tools import tool_choice_of, with_calls_read
 from quire.server.output_delta import OutputDelta
@@ -201,7 +200,7 @@ class ChatAnswer(ChunkAnswer):
             ended = chunk["finish_reason"] is not None
             yield self.frame([chunk], usage, ended and not self.final_usage)
         if not (body.logprobs or body.return_token_ids or self.running_usage):
-            self.only_text_follows(delta.index, partial(content, delta.index))
+            self.only_text_follows(part(delta.index, {"content": MARK}) | {"token_ids": None})
 
     def whole(self, deltas: Sequence[OutputDelta], large: bool) -> dict[str, Any]:
         body, source, prompt = self.body, self.source, self.source.prompts[0]
@@ -229,10 +228,6 @@ def call_delta(call: CallDelta) -> dict[str, Any]:
     if call.id is not None:
         return {"index": call.index, **call_of(call)}
     return {"index": call.index, "function": {"arguments": call.arguments}}
-
-
-def content(index: int, text: str) -> dict[str, Any]:
-    return part(index, {"content": text}) | {"token_ids": None}
 
 
 def part(index: int, delta: dict[str, Any]) -> dict[str, Any]:

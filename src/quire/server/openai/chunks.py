@@ -6,7 +6,7 @@ Knows OpenAI's outer shapes. Does not know choices.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,12 +100,13 @@ class ChunkAnswer(GenerationAnswer):
         return (before + self.encode(delta.text) + after,) if delta.text else ()
 
     def frames(self, delta: OutputDelta) -> Iterable[bytes]:
-        """Frames encoded in full. Calls `only_text_follows` if the choice's next frames differ only in their text."""
+        """Frames encoded in full."""
         raise NotImplementedError
 
-    def only_text_follows(self, index: int, choice: Callable[[str], dict[str, Any]]) -> None:
-        before, _, after = self.frame([choice(MARK)]).partition(self.encode(MARK))
-        self.around[index] = before, after
+    def only_text_follows(self, choice: dict[str, Any]) -> None:
+        """The next frames of this choice differ from this one, whose text is MARK, only in their text."""
+        before, _, after = self.frame([choice]).partition(self.encode(MARK))
+        self.around[choice["index"]] = before, after
 
     def end(self) -> Iterable[bytes]:
         return (self.frame([], self.usage(), True), DONE) if self.final_usage else (DONE,)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from quire.frontend.prompt_embeddings import check_has_tokens
@@ -17,7 +16,7 @@ from quire.server.errors import invalid
 from quire.server.generation import Generation
 from quire.server.limits import completions_of, take_from_key
 from quire.server.openai import logprobs as shapes
-from quire.server.openai.chunks import ChunkAnswer, interval
+from quire.server.openai.chunks import MARK, ChunkAnswer, interval
 from quire.server.openai.sampling_params import beam_search_params, completion_params
 from quire.server.output_delta import OutputDelta
 from quire.server.prompts import given_prompts, one_prompt
@@ -48,10 +47,6 @@ class CompletionAnswer(ChunkAnswer):
         """Whether the chunks of a choice have nothing but new text between its first and its last."""
         body = self.body
         return body.logprobs is None and not body.return_token_ids and body.max_tokens != 0
-
-    def later(self, index: int, text: str) -> dict[str, Any]:
-        """The choice of a chunk with nothing but new text."""
-        return self.choice(OutputDelta(0, index, text, [], None, None, None), whole=False)
 
     def choice(
         self, delta: OutputDelta, large: bool = False, *, whole: bool = True
@@ -112,7 +107,8 @@ class CompletionAnswer(ChunkAnswer):
         if not (choice["text"] or ended or choice["logprobs"] or choice["token_ids"]):
             return  # an incomplete character, or a possible stop string
         if self.is_text and not self.running_usage:
-            self.only_text_follows(delta.index, partial(self.later, delta.index))
+            only_text = OutputDelta(0, delta.index, MARK, [], None, None, None)
+            self.only_text_follows(self.choice(only_text, whole=False))
         usage = self.usage() if self.running_usage else None
         yield self.frame([choice], usage, ended and not self.final_usage)
 

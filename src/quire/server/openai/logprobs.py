@@ -24,17 +24,6 @@ def floored(value: float) -> float:
     return max(value, FLOOR)
 
 
-def naming(as_ids: bool, token_text: Callable[[int], str]) -> Name:
-    """Names tokens; with `as_ids` as `token_id:N`, so that every name is printable."""
-
-    def name(token: int, entry: Logprob) -> str:
-        if as_ids:
-            return f"token_id:{token}"
-        return token_text(token) if entry.decoded_token is None else entry.decoded_token
-
-    return name
-
-
 def chosen(position: Mapping[int, Logprob], token: int) -> Logprob:
     return position[token] if token in position else next(iter(position.values()))
 

@@ -117,8 +117,9 @@ class PoolingBatch(EngineRequests):
         self._running[which] = running
         self._count(running.num_tokens)
         on_output = partial(self._on_output, running)
+        options = self.context.engine_options(self.body)
         running.stream = await self.context.engine.open(
-            prompt, self.params, running.name, on_output, **self.options
+            prompt, self.params, running.name, on_output, **options
         )
 
     def _count(self, num_tokens: int) -> None:
