@@ -90,9 +90,9 @@ class CountedSteps:
 
     def __init__(self, worker: Worker):
         self.fast = self.by_parts = 0
-        fast, by_parts = worker._fast, worker._by_parts
+        fast, by_parts = worker._run_fast, worker._by_parts
 
-        def counted_fast(plan: StepPlan) -> QueuedStep:
+        def counted_fast(plan: StepPlan) -> StepResult:
             self.fast += bool(plan.work)
             return fast(plan)
 
@@ -100,7 +100,7 @@ class CountedSteps:
             self.by_parts += 1
             return by_parts(plan)
 
-        worker._fast, worker._by_parts = counted_fast, counted_by_parts  # type: ignore[method-assign]
+        worker._run_fast, worker._by_parts = counted_fast, counted_by_parts  # type: ignore[method-assign]
 
 
 def plugged(one: Engine, fused: bool) -> CountedSteps:

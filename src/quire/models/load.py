@@ -183,7 +183,10 @@ def _with_weights(
     quantized = spec.stored
     others = OtherStages(model)
     found = (each for each in found if own_name(each[0], ()) not in others)
-    found = decoded(without_heads(found, spec.pooling), quantized, getattr(torch, spec.dtype))
+    if spec.pooling is not None:
+        found = without_heads(found, spec.pooling)
+    if quantized is not None:
+        found = decoded(found, quantized, getattr(torch, spec.dtype))
     # Quantize each weight as it is loaded where its floats would take memory: the 16-bit model need not fit.
     decodes = quantized is not None and quantized.is_decoded
     on_loaded: Callable[[WeightRef], object] | None = WeightRef.convert if decodes else None

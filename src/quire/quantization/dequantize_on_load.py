@@ -78,7 +78,7 @@ READERS: dict[str, Reader] = {
 
 
 def decoded(
-    found: Iterable[tuple[str, Tensor]], stored: CheckpointQuantization | None, dtype: torch.dtype
+    found: Iterable[tuple[str, Tensor]], stored: CheckpointQuantization, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """The (name, tensor) pairs of a checkpoint, with floats of `dtype` in place of the weights that readers decode.
 
@@ -87,11 +87,11 @@ def decoded(
     Raises:
         ConfigError: tensors of a weight are missing, or do not fit together; the message names the weight.
     """
-    names = {scheme.reader for scheme in stored.schemes()} - {""} if stored is not None else set()
+    names = {scheme.reader for scheme in stored.schemes()} - {""}
     waiting: dict[str, dict[str, Tensor]] = {}
     count, before, after = 0, 0, 0
     for name, tensor in found:
-        belongs = _weight_of(name, tensor, stored) if stored is not None and names else None
+        belongs = _weight_of(name, tensor, stored) if names else None
         if belongs is None:
             yield name, tensor
             continue

@@ -135,8 +135,13 @@ class Worker(ModelRunner):
             self._update_rows(plan)
             self._update_hooks(plan)
         self.acting = [hook for hook in self.hooks if plan.step >= hook.idle_until]
-        is_fast = not plan.work or self.accepts_fast_step(plan, self.acting)
-        step = self._fast(plan) if is_fast else self._by_parts(plan)
+        queued: QueuedStep
+        if not plan.work or self.accepts_fast_step(plan, self.acting):
+            self._call_before(plan, None)
+            queued = FinishedStep(self._run_fast(plan))
+        else:
+            queued = self._by_parts(plan)
+        step = _Step(queued, self.acting, self.rows, plan)
         self._call_after(plan)
         return step
 
@@ -151,18 +156,11 @@ class Worker(ModelRunner):
     accepts_fast_step = _recoverable(ModelRunner.accepts_fast_step)
     forward = _recoverable(ModelRunner.forward)
 
-    def _fast(self, plan: StepPlan) -> QueuedStep:
-        self._call_before(plan, None)
-        return self._make_step(plan, FinishedStep(self._run_fast(plan)))
-
     @torch.inference_mode()
     def _by_parts(self, plan: StepPlan) -> QueuedStep:
         batch = self.batcher.build(plan)
         self._call_before(plan, batch)
-        return self._make_step(plan, self.forward(plan, batch))
-
-    def _make_step(self, plan: StepPlan, queued: QueuedStep) -> _Step:
-        return _Step(queued, self.acting, self.rows, plan, self.rows.faults_of(plan.work))
+        return self.forward(plan, batch)
 
     @_recoverable
     def _run_fast(self, plan: StepPlan) -> StepResult:
@@ -207,11 +205,10 @@ class _Step:
     """A queued step, with what hooks add to its result."""
 
     def __init__(
-        self, queued: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, plan: StepPlan,
-        faults: dict[int, str],
-    ):  # fmt: skip
+        self, queued: QueuedStep, hooks: Sequence[Hook], rows: RequestRows, plan: StepPlan
+    ):
         self.queued, self.hooks, self.rows, self.plan = queued, hooks, rows, plan
-        self.faults = faults
+        self.faults = rows.faults_of(plan.work)
 
     def result(self) -> StepResult:
         result = self.queued.result()

@@ -51,12 +51,9 @@ def build_pooler(spec: ModelSpec, device: torch.device) -> Pooler | None:
 
 
 def without_heads(
-    found: Iterable[tuple[str, Tensor]], model: PoolingModel | None
+    found: Iterable[tuple[str, Tensor]], model: PoolingModel
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model itself: of a pooling model without an LM head and the heads that `build_pooler` reads."""
-    if model is None:
-        yield from found
-        return
+    """The tensors of a pooling model, without the LM head and the heads that `build_pooler` reads."""
     logits = [] if model.splade is None else model.splade.stages
     stages = (*model.head, *model.token_head, *logits)
     own = {name for stage in stages if not stage.folder for name in stage.names}
