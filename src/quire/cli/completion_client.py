@@ -244,7 +244,7 @@ class LocalClient:
         text = self.front.render(messages)
         tokens = self.front.tokenizer.encode(text, False) if self.front.tokenizer else []
         formats = self.front.formats
-        reasoning_open = formats.reasoning and formats.reasoning.is_open(text)
+        reasoning_open = None if formats.reasoning is None else formats.reasoning.is_open(text)
         reading = formats.output_format((), reasoning_open=reasoning_open)
         return self._generate({"prompt_token_ids": tokens}, None, reading)
 

@@ -72,7 +72,9 @@ def make_output_reader(
     formats = engine.front.formats
     last = body.messages[-1].get("content") if body.continue_final_message else None
     last = last if isinstance(last, str) else ""
-    reasoning_open = formats.reasoning and formats.reasoning.is_open(prompt.text or "", last)
+    reasoning_open = None
+    if formats.reasoning is not None:
+        reasoning_open = formats.reasoning.is_open(prompt.text or "", last)
     if choice.kind == "auto" and formats.tools is None and formats.tool_class is None:
         hint = "the server was started with --tool-call-parser none" if state.config.server.tool_call_parser in OFF else "start the server with --tool-call-parser NAME"  # fmt: skip
         raise invalid(
