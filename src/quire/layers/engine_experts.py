@@ -65,7 +65,7 @@ class EngineExperts:
                 self.worker_E[expert], self.seat_E[expert] = worker, seat
 
     def __call__(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: ExpertWeights
     ) -> Tensor:
         """y_TD, as `experts` (ops/experts.py). Raises ExpertsLost: another engine does not answer in time."""
         if not len(x_TD):
@@ -77,12 +77,14 @@ class EngineExperts:
         x_ND, seat_N = x_TD[own_N // ids_TK.shape[1]], self.seat_E[ids_P[own_N]]
         engine_N = worker_P[own_N] // self.size
         if self.ranks is None:
-            y_PD = self._outputs(x_ND, seat_N, engine_N, of)
+            y_PD = self._outputs(x_ND, seat_N, engine_N, expert_weights)
         else:
-            y_PD = self._of_all_ranks(x_ND, seat_N, engine_N, of, rank_P, self.ranks)
+            y_PD = self._of_all_ranks(x_ND, seat_N, engine_N, expert_weights, rank_P, self.ranks)
         return weighted_sum(y_PD.view(*ids_TK.shape, -1), weights_TK)
 
-    def _outputs(self, x_ND: Tensor, seat_N: Tensor, engine_N: Tensor, of: ExpertWeights) -> Tensor:
+    def _outputs(
+        self, x_ND: Tensor, seat_N: Tensor, engine_N: Tensor, expert_weights: ExpertWeights
+    ) -> Tensor:
         """y_ND of this rank's pairs. Other engines compute theirs meanwhile."""
         y_ND = torch.empty_like(x_ND)
         asked: list[tuple[Tensor, Asked]] = []
@@ -94,18 +96,18 @@ class EngineExperts:
                 ask = self.others.ask(engine, self.layer, seat_N[theirs], x_ND[theirs])
                 asked.append((theirs, ask))
         (here,) = (engine_N == self.engine).nonzero(as_tuple=True)
-        y_ND[here] = outputs_of_seats(x_ND[here], seat_N[here], of)
+        y_ND[here] = outputs_of_seats(x_ND[here], seat_N[here], expert_weights)
         for theirs, ask in asked:
             y_ND[theirs] = ask.answer()
         return y_ND
 
     def _of_all_ranks(
-        self, x_ND: Tensor, seat_N: Tensor, engine_N: Tensor, of: ExpertWeights, rank_P: Tensor, ranks: RankGroup
+        self, x_ND: Tensor, seat_N: Tensor, engine_N: Tensor, expert_weights: ExpertWeights, rank_P: Tensor, ranks: RankGroup
     ) -> Tensor:  # fmt: skip
         """y_PD of the pairs of all ranks. If one rank lost another engine, all raise the same error, and their engine goes on."""
         lost: ExpertsLost | None = None
         try:
-            y_ND = self._outputs(x_ND, seat_N, engine_N, of)
+            y_ND = self._outputs(x_ND, seat_N, engine_N, expert_weights)
         except ExpertsLost as error:
             lost, y_ND = error, torch.zeros_like(x_ND)
         if ranks.gather(torch.tensor([[float(lost is not None)]])).any():

@@ -33,14 +33,14 @@ class CutExperts:
         self.ranks, self.inner, self.out = ranks, inner, out
 
     def __call__(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: ExpertWeights
     ) -> Tensor:
         """y_TD, as `experts` (ops/experts.py)."""
         if not len(x_TD):
             return torch.zeros_like(x_TD)
         ids_P = ids_TK.flatten()
-        inner_PI = self.ranks.gather(expert_products(x_TD, ids_P, of, False))
-        y_PD = expert_products(inner_PI, ids_P, of, True)
+        inner_PI = self.ranks.gather(expert_products(x_TD, ids_P, expert_weights, False))
+        y_PD = expert_products(inner_PI, ids_P, expert_weights, True)
         return self.ranks.gather(weighted_sum(y_PD.view(*ids_TK.shape, -1), weights_TK))
 
     def exchanges(self, tokens: int, chosen: int, features: int) -> list[tuple[int, int]]:
@@ -87,7 +87,7 @@ class PlacedExperts:
         return rank_P, seat_P
 
     def __call__(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: ExpertWeights
     ) -> Tensor:
         """y_TD, as `experts` (ops/experts.py)."""
         if not len(x_TD):
@@ -96,7 +96,7 @@ class PlacedExperts:
         self.loads_E += ids_P.bincount(minlength=self.num_experts)
         rank_P, seat_P = self.seats_of(ids_P, ids_TK.shape[1])
         (own_N,) = (rank_P == self.ranks.rank).nonzero(as_tuple=True)
-        y_ND = outputs_of_seats(x_TD[own_N // ids_TK.shape[1]], seat_P[own_N], of)
+        y_ND = outputs_of_seats(x_TD[own_N // ids_TK.shape[1]], seat_P[own_N], expert_weights)
         y_PD = gathered_pairs(y_ND, rank_P, self.ranks)
         return weighted_sum(y_PD.view(*ids_TK.shape, -1), weights_TK)
 
@@ -104,7 +104,7 @@ class PlacedExperts:
         """As of `CutExperts`, if every rank has about as many pairs."""
         return [(-(-tokens * chosen // self.ranks.size), features)]
 
-    def move(self, where: Placement, of: Sequence[Sequence[WeightRef]]) -> int:
+    def move(self, where: Placement, refs: Sequence[Sequence[WeightRef]]) -> int:
         """Give the seats these experts, whose weights come from ranks that have them; the number of seats that changed.
 
         Args:
@@ -118,11 +118,11 @@ class PlacedExperts:
         for e in dict.fromkeys(e for each in missing for e in each):
             sent[source[e]].append(e)
         seat_of = {e: seat for seat, e in enumerate(self.experts)}
-        num_bytes = sum(t.nbytes for t in _tensors(of[0]))
+        num_bytes = sum(t.nbytes for t in _tensors(refs[0]))
         arrived: dict[int, Tensor] = {}
         for turn in range(max(map(len, sent))):
             own = sent[self.ranks.rank][turn : turn + 1]
-            packed_B = _packed(of[seat_of[own[0]]] if own else (), num_bytes)
+            packed_B = _packed(refs[seat_of[own[0]]] if own else (), num_bytes)
             all_BRC = self.ranks.gather(packed_B.view(-1, CHUNK)).view(-1, self.ranks.size, CHUNK)
             for rank, experts in enumerate(sent):
                 if turn < len(experts) and experts[turn] in missing[self.ranks.rank]:
@@ -134,9 +134,9 @@ class PlacedExperts:
         ]
         for _, e in changed:  # from another seat of this rank
             if e not in arrived:
-                arrived[e] = _packed(of[seat_of[e]], num_bytes)[:num_bytes]
+                arrived[e] = _packed(refs[seat_of[e]], num_bytes)[:num_bytes]
         for seat, e in changed:
-            _unpack(arrived[e], of[seat])
+            _unpack(arrived[e], refs[seat])
         self.place(where)
         return len(changed)
 

@@ -14,11 +14,13 @@ from quire.ops.experts import ExpertWeights, expert_products
 from quire.parallel.ranks import RankGroup
 
 
-def outputs_of_seats(x_ND: Tensor, seat_N: Tensor, of: ExpertWeights) -> Tensor:
+def outputs_of_seats(x_ND: Tensor, seat_N: Tensor, expert_weights: ExpertWeights) -> Tensor:
     """y_ND: of each row, the output of the expert in its seat."""
     if not len(seat_N):
         return torch.zeros_like(x_ND)
-    return expert_products(expert_products(x_ND, seat_N, of, False), seat_N, of, True)
+    return expert_products(
+        expert_products(x_ND, seat_N, expert_weights, False), seat_N, expert_weights, True
+    )
 
 
 def gathered_pairs(y_ND: Tensor, rank_P: Tensor, ranks: RankGroup) -> Tensor:

@@ -148,18 +148,20 @@ class ExpertWeights:
 
 
 @op
-def expert_products(x_ND: Tensor, ids_P: Tensor, of: ExpertWeights, down: bool) -> Tensor:
+def expert_products(
+    x_ND: Tensor, ids_P: Tensor, expert_weights: ExpertWeights, down: bool
+) -> Tensor:
     """y_PD: of each pair of a token and an expert, the product of the token with the expert's gate and up, and the activation;
     with `down`, the product with its down.
 
     Pair p has row p * N // P of x. Rows of ids outside of the experts are zeros.
     """
     each, y_PD = len(ids_P) // max(len(x_ND), 1), None
-    for expert, weight in enumerate(of.down if down else of.gate_up):
+    for expert, weight in enumerate(expert_weights.down if down else expert_weights.gate_up):
         (pairs,) = (ids_P == expert).nonzero(as_tuple=True)
         if len(pairs):
             some = weight.multiply(x_ND[pairs // each])
-            some = F.relu(some).square() if of.act == "relu2" and not down else some
+            some = F.relu(some).square() if expert_weights.act == "relu2" and not down else some
             y_PD = some.new_zeros(len(ids_P), some.shape[1]) if y_PD is None else y_PD
             y_PD[pairs] = some
     return x_ND.new_zeros(len(ids_P), x_ND.shape[1]) if y_PD is None else y_PD
@@ -175,14 +177,16 @@ def weighted_sum(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 @op
-def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights) -> Tensor:
+def experts(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: ExpertWeights
+) -> Tensor:
     """y_TD: the sum of each token's experts times their weights, in float32, in the router's order.
 
     Each expert's output is rounded to x's dtype before it is weighed. ids outside of the experts add nothing.
     """
     ids_P = ids_TK.flatten()
-    inner_PI = expert_products.reference(x_TD, ids_P, of, False)
-    y_PD = expert_products.reference(inner_PI, ids_P, of, True)
+    inner_PI = expert_products.reference(x_TD, ids_P, expert_weights, False)
+    y_PD = expert_products.reference(inner_PI, ids_P, expert_weights, True)
     return weighted_sum.reference(y_PD.view(*ids_TK.shape, y_PD.shape[1]), weights_TK)
 
 
@@ -195,9 +199,9 @@ class HeadWeights:
 
 
 @op
-def per_head(x_THI: Tensor, of: HeadWeights) -> Tensor:
+def per_head(x_THI: Tensor, head_weights: HeadWeights) -> Tensor:
     """y_THO: each head's features times the head's own weight transposed."""
-    return torch.stack([ref.multiply(x_THI[:, h]) for h, ref in enumerate(of.weights)], 1)
+    return torch.stack([ref.multiply(x_THI[:, h]) for h, ref in enumerate(head_weights.weights)], 1)
 
 
 @op

@@ -163,9 +163,9 @@ def forecast_specs(
 
 
 def layer_specs(
-    resolved: Resolved, models: Sequence[Any], of: Sequence[ModelSpec]
+    resolved: Resolved, models: Sequence[Any], model_specs: Sequence[ModelSpec]
 ) -> list[CacheSpec]:
-    """The cache spec of each layer of the models `of`; if the main model keeps its own cache, its forecast remains.
+    """The cache spec of each layer of the models; if the main model keeps its own cache, its forecast remains.
 
     Raises:
         Unsupported: such a model is configured with another cache format.
@@ -175,7 +175,7 @@ def layer_specs(
         check_own_cache(resolved.dtype, dtype, resolved.architecture)
     specs = [
         layer.spec.cache_spec(resolved.kv_dtype_for(spec.dtype))
-        for model, spec in zip(models, of, strict=True)
+        for model, spec in zip(models, model_specs, strict=True)
         for layer in model.attention_layers()
     ]
     if specs or not models[0].per_request:

@@ -71,40 +71,44 @@ def takes_router(weight_ED: Tensor, bias_E: Tensor | None) -> bool:
     return whole and weight_ED.shape[1] % 16 == 0 and weight_ED.is_contiguous()
 
 
-def native_experts(of: ExpertWeights, chosen: int) -> CExperts | None:
+def native_experts(expert_weights: ExpertWeights, chosen: int) -> CExperts | None:
     """The struct of a layer's experts, kept in `of.prepared`; None: the kernels do not multiply some weight.
 
     Args:
         chosen: experts of a token.
     """
-    first: Any = of.gate_up[0]
+    first: Any = expert_weights.gate_up[0]
     prepared = getattr(first, "prepared", None)
     if prepared is None:
         return None
-    if of.prepared is not None and of.prepared.references[0] is prepared:
-        found: CExperts = of.prepared
+    if expert_weights.prepared is not None and expert_weights.prepared.references[0] is prepared:
+        found: CExperts = expert_weights.prepared
         found.chosen = chosen
         return found
-    refs: list[Any] = [*of.gate_up, *of.down]
+    refs: list[Any] = [*expert_weights.gate_up, *expert_weights.down]
     weights = [ref.kernel_weight() for ref in refs]
     if any(weight is None for weight in weights):
         return None
-    count = len(of.down)
+    count = len(expert_weights.down)
     gate_up, down = (CWeight * count)(*weights[:count]), (CWeight * count)(*weights[count:])
     found = CExperts(
-        ctypes.addressof(gate_up), ctypes.addressof(down), count, chosen, weights[0].ins, ACTIVATIONS[of.act]
+        ctypes.addressof(gate_up), ctypes.addressof(down), count, chosen, weights[0].ins, ACTIVATIONS[expert_weights.act]
     )  # fmt: skip
     found.references = prepared, gate_up, down
-    of.prepared = found
+    expert_weights.prepared = found
     return found
 
 
 @definitions.experts.on("native")
-def _experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights) -> Tensor:
+def _experts(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: ExpertWeights
+) -> Tensor:
     kernels, fits = best(), x_TD.dtype == torch.bfloat16 and x_TD.stride(-1) == 1
-    native = native_experts(of, ids_TK.shape[1]) if kernels is not None and fits else None
+    native = (
+        native_experts(expert_weights, ids_TK.shape[1]) if kernels is not None and fits else None
+    )
     if kernels is None or native is None or not len(x_TD):
-        return definitions.experts.reference(x_TD, ids_TK, weights_TK, of)
+        return definitions.experts.reference(x_TD, ids_TK, weights_TK, expert_weights)
     y_TD = torch.empty(x_TD.shape, dtype=torch.bfloat16)
     ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
     kernels.experts(
@@ -115,13 +119,15 @@ def _experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights
 
 
 @definitions.expert_products.on("native")
-def _expert_products(x_ND: Tensor, ids_P: Tensor, of: ExpertWeights, down: bool) -> Tensor:
+def _expert_products(
+    x_ND: Tensor, ids_P: Tensor, expert_weights: ExpertWeights, down: bool
+) -> Tensor:
     kernels, fits = best(), x_ND.dtype == torch.bfloat16 and x_ND.stride(-1) == 1
-    native = native_experts(of, 1) if kernels is not None and fits else None
+    native = native_experts(expert_weights, 1) if kernels is not None and fits else None
     if kernels is None or native is None or not len(ids_P):
-        return definitions.expert_products.reference(x_ND, ids_P, of, down)
+        return definitions.expert_products.reference(x_ND, ids_P, expert_weights, down)
     _, gate_up, downs = native.references
-    outs = downs[0].outs if down else gate_up[0].outs // (1 if of.act == "relu2" else 2)
+    outs = downs[0].outs if down else gate_up[0].outs // (1 if expert_weights.act == "relu2" else 2)
     y_PD = torch.empty(len(ids_P), outs, dtype=torch.bfloat16)
     ids_P = ids_P.contiguous()
     kernels.expert_products(
@@ -145,10 +151,10 @@ def _weighted_sum(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 @definitions.per_head.on("native")
-def _per_head(x_THI: Tensor, of: HeadWeights) -> Tensor:
-    kernels, weights = best(), native_heads(of)
+def _per_head(x_THI: Tensor, head_weights: HeadWeights) -> Tensor:
+    kernels, weights = best(), native_heads(head_weights)
     if kernels is None or weights is None or x_THI.dtype != torch.bfloat16 or x_THI.stride(2) != 1:
-        return definitions.per_head.reference(x_THI, of)
+        return definitions.per_head.reference(x_THI, head_weights)
     tokens, heads, _ = x_THI.shape
     y_THO = torch.empty((tokens, heads, weights[0].outs), dtype=torch.bfloat16)
     kernels.per_head(
@@ -158,19 +164,19 @@ def _per_head(x_THI: Tensor, of: HeadWeights) -> Tensor:
     return y_THO
 
 
-def native_heads(of: HeadWeights) -> Any:
+def native_heads(head_weights: HeadWeights) -> Any:
     """The structs of all heads, kept in `of.prepared`; None: the kernels do not multiply some weight."""
-    first: Any = of.weights[0]
+    first: Any = head_weights.weights[0]
     prepared = getattr(first, "prepared", None)
     if prepared is None:
         return None
-    if of.prepared is None or of.prepared[0] is not prepared:
-        refs: list[Any] = [*of.weights]
+    if head_weights.prepared is None or head_weights.prepared[0] is not prepared:
+        refs: list[Any] = [*head_weights.weights]
         weights = [ref.kernel_weight() for ref in refs]
         if any(weight is None for weight in weights):
             return None
-        of.prepared = prepared, (CWeight * len(weights))(*weights)
-    return of.prepared[1]
+        head_weights.prepared = prepared, (CWeight * len(weights))(*weights)
+    return head_weights.prepared[1]
 
 
 @definitions.add_shared.on("native")

@@ -116,19 +116,19 @@ class FloatExperts:
 Grouped = FloatExperts | CodedExperts
 
 
-def grouped(of: ExpertWeights) -> tuple[Grouped, Grouped] | None:
+def grouped(expert_weights: ExpertWeights) -> tuple[Grouped, Grouped] | None:
     """The weights before and after the activation, kept in `of.prepared`; None: no kernel takes them."""
-    refs: Sequence[Any] = of.gate_up
+    refs: Sequence[Any] = expert_weights.gate_up
     if not hasattr(refs[0], "prepared"):
         return None
     coded = None if refs[0].prepared is None else refs[0].prepared.coded()
     first = refs[0].weight if coded is None else coded.data
-    if of.prepared is None or of.prepared[0].first != first.data_ptr():
-        both = _grouped(of.gate_up), _grouped(of.down)
+    if expert_weights.prepared is None or expert_weights.prepared[0].first != first.data_ptr():
+        both = _grouped(expert_weights.gate_up), _grouped(expert_weights.down)
         if None in both:
             return None
-        of.prepared = both
-    found: tuple[Grouped, Grouped] = of.prepared
+        expert_weights.prepared = both
+    found: tuple[Grouped, Grouped] = expert_weights.prepared
     return found
 
 
@@ -153,13 +153,17 @@ def block_for(pairs: int, experts: int) -> int:
 
 
 @definitions.experts.on("triton")
-def experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, of: ExpertWeights) -> Tensor:
-    both = grouped(of) if runs_on(x_TD) and x_TD.dtype in DTYPES and x_TD.numel() else None
+def experts(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: ExpertWeights
+) -> Tensor:
+    both = (
+        grouped(expert_weights) if runs_on(x_TD) and x_TD.dtype in DTYPES and x_TD.numel() else None
+    )
     if both is None:
-        return definitions.experts.reference(x_TD, ids_TK, weights_TK, of)
-    (tokens, size), (pairs, count) = x_TD.shape, (ids_TK.numel(), len(of.down))
+        return definitions.experts.reference(x_TD, ids_TK, weights_TK, expert_weights)
+    (tokens, size), (pairs, count) = x_TD.shape, (ids_TK.numel(), len(expert_weights.down))
     aligned = align(ids_TK, count, block_for(pairs, count))
-    inner = both[0].product(x_TD, ids_TK.shape[1], aligned, pairs, of.act)
+    inner = both[0].product(x_TD, ids_TK.shape[1], aligned, pairs, expert_weights.act)
     y = both[1].product(inner, 1, aligned, pairs, "")
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     combine_kernel[(tokens, triton.cdiv(size, 1024))](
