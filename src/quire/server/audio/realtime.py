@@ -163,7 +163,7 @@ class RealtimeSession:
         request: Any = self.socket
         state = state_of(request)
         try:
-            model, adapter = await model_of(request, name)
+            model, adapter = await model_of(state, request, name)
         except QuireError as error:
             raise EventRefused("model_not_found", str(error)) from None
         try:

@@ -63,7 +63,7 @@ async def _answer(request: Request, task: str) -> Response | EventStream:
     if file is None:
         kind = "is a text, not a file: send it with a file name (curl: -F file=@speech.wav)"
         raise invalid("`file` " + (kind if "file" in form.fields else "is missing"), "file")
-    model, adapter = await model_of(request, body.model)
+    model, adapter = await model_of(state, request, body.model)
     context = RequestContext(request, state, engine, model, adapter)
     language = _language(body, inputs)
     window = inputs.model.samples

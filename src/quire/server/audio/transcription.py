@@ -321,9 +321,9 @@ class Transcription(EngineRequests):
         running, wakeup = self.begin(self._number, 2, prompt, params), Wakeup()
         count = 0
         try:
-            open_one = self.context.engine.open
-            running.stream = await open_one(
-                prompt, params, running.name, wakeup.set, **self.options
+            options = self.context.engine_options(self.body)
+            running.stream = await self.context.engine.open(
+                prompt, params, running.name, wakeup.set, **options
             )
             self.num_prompt += running.num_tokens
             while not running.stream.ended:
