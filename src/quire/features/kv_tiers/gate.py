@@ -205,7 +205,7 @@ class KVTierGate(Gate):
     def revoke(self, request: Request) -> None:
         self.release(request)
 
-    def gave_up(self, request: Request) -> None:
+    def on_waiting_ended(self, request: Request) -> None:
         self.most_blocks.pop(request, None)
 
     def leave(self, request: Request) -> None:
@@ -304,7 +304,7 @@ class KVTierGate(Gate):
     def wants_plan(self) -> bool:
         return bool(self.unsaved or self.leaving or self.sent)
 
-    def extra(self, plan: StepPlan) -> bytes | None:
+    def data_for_hook(self, plan: StepPlan) -> bytes | None:
         for request, num_considered in self.running.items():
             if request.num_published_blocks > num_considered:
                 self._consider_published(request, plan.step)
@@ -362,7 +362,7 @@ class KVTierGate(Gate):
         self.leaving.clear()
         self.generated.clear()
 
-    def annotate(self, outputs: list[EngineOutput]) -> None:
+    def add_output_details(self, outputs: list[EngineOutput]) -> None:
         for output in outputs if self.loaded_tokens else ():
             if num_tokens := self.loaded_tokens.pop(output.id, 0):
                 output.details[NAME] = {self.store.kind: num_tokens}
