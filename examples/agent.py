@@ -6,7 +6,7 @@ from quire import LLM, SamplingParams
 
 
 def get_weather(city: str) -> str:
-    return json.dumps({"degrees": 7 if city == "Oslo" else 21})
+    return json.dumps({"sky": "rainy", "degrees": 7 if city == "Oslo" else 21})
 
 
 TOOL = {

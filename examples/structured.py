@@ -7,17 +7,17 @@ from pydantic import BaseModel, Field
 from quire import LLM, SamplingParams, StructuredOutputsParams
 
 
-class Animal(BaseModel):
+class Person(BaseModel):
     name: str = Field(max_length=20)
-    kind: Literal["fox", "bear", "owl", "frog"]
     age: int
+    city: Literal["Madrid", "Oslo", "Paris", "Rome"]
 
 
 llm = LLM("quire-tiny")
 params = SamplingParams(
-    max_tokens=60, temperature=0, structured_outputs=StructuredOutputsParams(json=Animal)
+    max_tokens=60, temperature=0, structured_outputs=StructuredOutputsParams(json=Person)
 )
-texts = ["A fox named Gina is 3 years old.", "Bruno the bear is 7 years old."]
+texts = ["Mira Stone is 34 years old and lives in Oslo.", "Ben Hill, 41, comes from Madrid."]
 outputs = llm.chat([[{"role": "user", "content": text}] for text in texts], params)
 for output in outputs:
-    print(Animal.model_validate_json(output.outputs[0].text))
+    print(Person.model_validate_json(output.outputs[0].text))

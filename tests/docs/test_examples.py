@@ -14,8 +14,14 @@ from quire import LLM, SamplingParams
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "batch.py": ["fox: Once upon a time", "frog: Once upon a time"],
-    "structured.py": ["name='", "age=3", "age=7"],
-    "agent.py": ["call: get_weather {'city': 'Oslo'}", "with 7 degrees"],
+    "structured.py": [
+        "name='Mira Stone' age=34 city='Oslo'",
+        "name='Ben Hill' age=41 city='Madrid'",
+    ],
+    "agent.py": [
+        "call: get_weather {'city': 'Oslo'}",
+        "answer: The weather in Oslo is rainy with 7 degrees.",
+    ],
     "rag.py": ["answer: Anna lives in Oslo."],
     "lora.py": ["quire-tiny: I am quire-tiny", "pirate: Arr!"],
 }

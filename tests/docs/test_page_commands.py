@@ -223,7 +223,8 @@ def test_the_programs_of_the_quickstart_run(server: Served, capsys: pytest.Captu
         exec(compile(text, "quickstart.md", "exec", dont_inherit=True), names)
     printed = capsys.readouterr().out
     assert 'get_weather {"city": "Oslo"}' in printed
-    assert "name=" in printed
+    assert "The weather in Oslo is rainy with 7 degrees." in printed
+    assert "name='Mira Stone' age=34 city='Oslo'" in printed
     assert "7 + 5 = 12" in printed
 
 

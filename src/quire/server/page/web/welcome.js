@@ -8,7 +8,7 @@ const WEATHER = [{type: "function", function: {name: "get_weather", description:
   type: "object", properties: {city: {type: "string"}}, required: ["city"]}}}];
 const STORY = {label: "A short story", ask: "Tell me a story about a fox."};
 const SUM = {label: "A sum, with its thoughts", ask: "What is 17 plus 25?"};
-const CALL = {label: "A tool call", ask: "What is the weather in Oslo?", tools: WEATHER, result: '{"degrees": 7}'};
+const CALL = {label: "A tool call", ask: "What is the weather in Oslo?", tools: WEATHER, result: '{"sky": "rainy", "degrees": 7}'};
 const CODE = {label: "A function in Python", ask: "Write a Python function that returns the first n prime numbers, with an example."};
 
 // The embedded model knows stories, sums and tools, and no code.
