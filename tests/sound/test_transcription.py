@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 import whisper_checkpoint as whisper
 from sound_server import TRANSCRIPTIONS, TRANSLATIONS, SoundServer, wav
+from transformers.models.whisper import generation_whisper as generation
 from whisper_checkpoint import END, FIRST_TIME, ID, LETTERS
 
 from quire.frontend.media.log_mel import quiet_cuts
 from quire.frontend.transcription.segments import WindowText, joined, split
 from quire.frontend.transcription.speech_tokens import SpeechTokens
+from quire.frontend.transcription.words import smoothed, warped, words_of
 from quire.server.audio.answers import clock, cue_text
 from quire.server.audio.multipart import MOST_PARTS
 
@@ -227,6 +230,80 @@ def test_timestamps_split_a_window(
     assert window.advance == advance
 
 
+# -- words ------------------------------------------------------------------------------------------
+def test_words(server: SoundServer, whisper_path: str) -> None:
+    """Their times are of Transformers' attention, by its filter and its path."""
+    asked = {"language": "en", "response_format": "verbose_json", **GREEDY}
+    found = server.json(wav(LONG), **asked, **{"timestamp_granularities[]": "word"})
+    assert "segments" not in found
+    prompt, words, start = whisper.prefix("en"), [], 0
+    for part, tokens in zip(windows(LONG), expected(whisper_path, LONG, timed=True), strict=True):
+        weights = attention(whisper_path, part, [*prompt, *tokens], len(prompt))
+        seconds = len(part) / RATE
+        states = int(seconds / 0.02)
+        cut = weights[:, :, :states]
+        normed = (cut - cut.mean(1, keepdim=True)) / cut.std(1, keepdim=True, unbiased=False)
+        matrix = generation._median_filter(normed[None], 7)[0].mean(0).numpy()
+        text, time = generation._dynamic_time_warping(-matrix)
+        jumps = np.pad(np.diff(text), (1, 0), constant_values=1).astype(bool)
+        times = (time[jumps].clip(0) * 0.02).tolist()  # (-1 at the edge of its table)
+        of_part = words_of(tokens, times, seconds, "en", specials(), server.engine.tokenizer)  # type: ignore[arg-type]
+        offset = start / RATE
+        words += [[one.word, one.start + offset, one.end + offset] for one in of_part]
+        start += len(part)
+    assert [one["word"] for one in found["words"]] == [word for word, *_ in words]
+    assert len(words) > 5
+    for one, (_, begin, end) in zip(found["words"], words, strict=True):
+        assert abs(one["start"] - begin) < 0.011
+        assert abs(one["end"] - end) < 0.011
+        assert one["start"] <= one["end"] <= 5.3
+    both = server.json(wav(LONG), **asked, **{"timestamp_granularities[]": ["word", "segment"]})
+    assert both["words"] == found["words"]
+    assert both["segments"]
+
+
+@torch.inference_mode()
+def attention(path: str, samples: np.ndarray, tokens: list[int], begin: int) -> torch.Tensor:
+    """Of the heads of the upper layers when each token after `begin` is drawn: [heads, tokens, states], as halves."""
+    net = transformers.WhisperForConditionalGeneration.from_pretrained(path, attn_implementation="eager").eval()  # fmt: skip
+    states = net.get_encoder()(whisper.features(path, samples))
+    found = net(
+        encoder_outputs=states, decoder_input_ids=torch.tensor([tokens]), output_attentions=True
+    )
+    layers = found.cross_attentions[net.config.decoder_layers // 2 :]
+    return torch.cat([layer[0] for layer in layers])[:, begin - 1 : -1].half().float()
+
+
+def test_paths_are_those_of_transformers() -> None:
+    draw = np.random.default_rng(0)
+    for rows, columns in ((1, 1), (1, 9), (5, 3), (7, 40), (30, 100)):
+        cost = draw.standard_normal((rows, columns)).astype(np.float32)
+        text, time = generation._dynamic_time_warping(cost)
+        jumps = np.pad(np.diff(text), (1, 0), constant_values=1).astype(bool)
+        assert warped(cost) == time[jumps].tolist()
+    given = draw.standard_normal((2, 3, 20)).astype(np.float32)
+    assert (
+        smoothed(given) == generation._median_filter(torch.from_numpy(given)[None], 7)[0].numpy()
+    ).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "words"),
+    [
+        (" a bc. d", "en", ["a", "bc.", "d"]), ("a bc", "en", ["a", "bc"]), (" .a", "en", [".a"]), ("abc", "zh", ["a", "b", "c"]),
+        (" ", "en", []), ("", "en", []),
+    ],
+)  # fmt: skip
+def test_tokens_become_words(
+    server: SoundServer, text: str, language: str, words: list[str]
+) -> None:
+    tokens = [FIRST_TIME, *(LETTERS.index(letter.replace(" ", "Ġ")) for letter in text)]
+    times = [at / 10 for at in range(len(tokens))]
+    found = words_of(tokens, times, 2.0, language, specials(), server.engine.tokenizer)  # type: ignore[arg-type]
+    assert [one.word for one in found] == words
+    assert all(one.start <= one.end for one in found)
+
+
 # -- attempts ---------------------------------------------------------------------------------------
 def test_a_text_that_cannot_be_trusted_is_drawn_again(server: SoundServer) -> None:
     """The same request has the same text, at whichever temperature it ends."""
@@ -344,7 +421,6 @@ class _Request:
         ({"vllm_xargs": "{"}, "vllm_xargs", "JSON"),
         ({"top_p": "7"}, "top_p", "top_p"),
         ({"max_completion_tokens": "0"}, "max_completion_tokens", "at least 1"),
-        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, None, "times of words"),
     ],
 )  # fmt: skip
 def test_wrong_fields(
@@ -392,11 +468,15 @@ def test_wrong_forms(server: SoundServer, kind: str, body: bytes, says: str) -> 
 
 def test_other_routes_refuse_text_alone(server: SoundServer) -> None:
     async def post(http: Any) -> Any:
-        return await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        return (
+            await http.post("/v1/completions", json={"prompt": "a"}),
+            await http.post("/v1/chat/completions", json=body),
+        )
 
-    found = server.run(post)
-    assert found.status_code == 400
-    assert "send a sound file to /v1/audio/transcriptions" in found.json()["error"]["message"]
+    for found in server.run(post):
+        assert found.status_code == 400
+        assert "send a sound file to /v1/audio/transcriptions" in found.json()["error"]["message"]
 
 
 # -- Python -----------------------------------------------------------------------------------------

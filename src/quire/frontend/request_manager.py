@@ -299,6 +299,8 @@ class RequestManager:
         """Raises ValidationError: `what` needs a model that generates; the message names what this model does."""
         if self.pooling is not None:
             raise pooling.not_generating(self.pooling.info, what)
+        if self.transcription is not None and what.startswith("/"):
+            raise ValidationError(NO_SOUND)
 
     def render(self, messages: Sequence[Any], options: chat.ChatOptions | None = None) -> str:
         """Render a conversation as prompt text; see `chat.render` for errors."""

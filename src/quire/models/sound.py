@@ -67,3 +67,9 @@ def transcriber(resolved: Resolved) -> Transcriber | None:
         int(config["num_mel_bins"]), int(config["max_source_positions"]), width, 8 * width + 3 * inner,
         file, says if isinstance(says, bool) else None,
     )  # fmt: skip
+
+
+def has_parts(resolved: Resolved) -> bool:
+    """Whether ranks have some heads or layers each, so that none records the attention that times of words need."""
+    parallel = resolved.config.parallel
+    return max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size) > 1

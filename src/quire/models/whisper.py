@@ -117,6 +117,7 @@ class EncoderAttention(nn.Module):
         parts = {"k_proj": width, "v_proj": width}
         self.kv = Linear(cfg.hidden_size, parts, bias=True, shares=[*own[1:], *own[1:]])
         self.o_proj = Linear(heads * size, cfg.hidden_size, bias=True, gathers=bool(shares))
+        self.recorder: Any = None  # of attention (`features/transcription/alignment.py`)
         self.attn = CrossAttention(
             self.heads, self.heads, size, max_encoder_len=cfg.max_source_positions, layer_index=layer
         )  # fmt: skip
@@ -127,6 +128,8 @@ class EncoderAttention(nn.Module):
         if (states_SD := self.attn.new_states()) is not None:
             both = self.kv(states_SD).unflatten(-1, (2, self.heads, -1))
             k_SKD, v_SKD = both.unbind(1)
+        if self.recorder is not None:
+            self.recorder.record(q_THD, k_SKD)
         return self.o_proj(self.attn(q_THD, k_SKD, v_SKD).flatten(-2))
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.config.engine import Resolved
 from quire.engine.feature import EngineParts, Feature
 from quire.features.transcription.gate import SoundGate
-from quire.models.sound import transcriber
+from quire.models.sound import has_parts, transcriber
 from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.memory_plan import MemoryLine
 
 if TYPE_CHECKING:
     from quire.parallel.layout import RankLayout
     from quire.worker.build import WorkerParts
+
 
 MOST_KEPT = 16
 """Windows whose states are kept for another attempt: of large-v3, 61 MiB in bfloat16."""
@@ -62,8 +63,13 @@ class TranscriptionFeature(Feature):
         from quire.features.transcription.rules import RulesProcessor
 
         states = 1 if self.model is None else self.model.states
-        hook = SoundHook(parts.rows, MOST_KEPT * states)
+        generation = {} if self.model is None else self.model.generation
+        hook = SoundHook(parts.rows, MOST_KEPT * states, generation, has_parts(self.resolved))
         parts.hooks.append(hook)
         parts.functions["reset_encoder_cache"] = hook.clear_cache
         if parts.draws:
             parts.processors.append(RulesProcessor(parts.models[0].vocab_size))
+
+    def answer(self, details: Sequence[Any]) -> Any:
+        """The attention of all steps: (place of the token, weights)."""
+        return [record for records in details for record in records]

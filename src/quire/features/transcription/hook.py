@@ -8,7 +8,7 @@ Shape suffixes: S encoder states, M mel bins, F frames, D features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,10 +17,16 @@ from torch import Tensor, nn
 
 from quire.features.media.encoder_cache import EncoderCache
 from quire.features.media.gate import EncoderCounts
+from quire.features.transcription.alignment import (
+    AttentionRecorder,
+    LayerRecorder,
+    heads_by_layer,
+)
+from quire.features.transcription.gate import TranscriptionReport
 from quire.forward_context import ForwardBatch
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.protocol.request import MediaItem
-from quire.protocol.sound import decode_spectrogram
+from quire.protocol.sound import decode_rules, decode_spectrogram
 from quire.protocol.tensor_data import TensorData
 from quire.worker.hooks import Hook
 
@@ -30,11 +36,17 @@ if TYPE_CHECKING:
 
 
 class SoundHook(Hook):
+    """`generation`: generation_config.json. `is_part`: this rank has some heads or layers, so it records no attention."""
+
     name = "transcription"
     order = 20
 
-    def __init__(self, rows: RequestRows, most_states: int):
-        self.rows = rows
+    def __init__(
+        self, rows: RequestRows, most_states: int, generation: Mapping[str, Any], is_part: bool
+    ):
+        self.rows, self.generation, self.is_part = rows, generation, is_part
+        self.recorder = AttentionRecorder()
+        self.layers: list[LayerRecorder] = []
         self.encoder: Any = None
         self.cache = EncoderCache(most_states)
         self.of_row: dict[int, MediaItem] = {}
@@ -44,6 +56,18 @@ class SoundHook(Hook):
         model: Any = models[0]
         self.encoder = model.encoder if isinstance(model, nn.Module) else None
         self.cache.clear()
+        self.layers = []
+        if isinstance(model, nn.Module) and not self.is_part:
+            self._record(model)
+
+    def _record(self, model: Any) -> None:
+        cfg = model.cfg
+        heads = heads_by_layer(self.generation, cfg.num_hidden_layers, cfg.num_attention_heads)
+        for number, own in heads.items():
+            attention = model.model.layers[number].encoder_attn
+            recorder = LayerRecorder(self.recorder, own, attention.attn.spec.scale)
+            attention.recorder = recorder
+            self.layers.append(recorder)
 
     def clear_cache(self) -> bool:
         self.cache.clear()
@@ -51,9 +75,15 @@ class SoundHook(Hook):
 
     def enter(self, new: EnteredRow) -> None:
         self.of_row[new.row] = new.media[0]
+        data = new.extras.get(self.name)
+        if data is not None and self.layers and decode_rules(data).aligned:
+            self.recorder.wanted[new.row] = new.id
 
     def leave(self, row: int) -> None:
         self.of_row.pop(row, None)
+        self.recorder.wanted.pop(row, None)
+        for layer in self.layers:
+            layer.forget(row)
 
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         if batch is None or batch.encoder is None or not batch.encoder.new_rows:
@@ -66,11 +96,11 @@ class SoundHook(Hook):
         encoder.states_SD = states[0] if len(states) == 1 else torch.cat(states)
 
     def report(self) -> bytes | None:
-        counts = self._counts
-        if not counts.lookups:
+        counts, records = self._counts, self.recorder.taken()
+        if not counts.lookups and not records:
             return None
         self._counts = EncoderCounts(0, 0, 0)
-        return msgspec.msgpack.encode(counts)
+        return msgspec.msgpack.encode(TranscriptionReport(counts, records))
 
     def _states_of(self, row: int, length: int, device: torch.device) -> Tensor:
         """Those of a row; of one whose sound cannot be encoded, which then fails alone: zeros."""

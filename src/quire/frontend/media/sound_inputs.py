@@ -63,7 +63,7 @@ class SoundInputs:
         Raises:
             ValidationError: it cannot be used. QueueFull: too much waits.
         """
-        found: Sound = await self._in_thread(self.read, data, where, window)
+        found: Sound = await self.in_thread(self.read, data, where, window)
         return found
 
     async def spectrogram(
@@ -71,7 +71,7 @@ class SoundInputs:
     ) -> TensorData:
         """As `SoundProcesses.spectrogram`. Raises QueueFull: too much waits."""
         make = self.processes.spectrogram
-        mel: TensorData = await self._in_thread(make, samples_N, mels, frames, where)
+        mel: TensorData = await self.in_thread(make, samples_N, mels, frames, where)
         return mel
 
     def read(self, data: bytes, where: str, window: int = 0) -> Sound:
@@ -84,7 +84,8 @@ class SoundInputs:
         digest = blake2b(data, digest_size=20, person=b"quire sound").hexdigest()
         return Sound(digest, samples_N, decoded.cuts)
 
-    async def _in_thread(self, call: Any, *args: Any) -> Any:
+    async def in_thread(self, call: Any, *args: Any) -> Any:
+        """The result of a call. Raises QueueFull: too much waits."""
         if self._waiting >= MOST_WAITING:
             raise QueueFull(f"{self._waiting} pieces of sound wait to be decoded; try again later")
         self._waiting += 1

@@ -14,6 +14,15 @@ from quire.frontend.transcription.speech_tokens import STEP, SpeechTokens
 
 
 @dataclass(slots=True)
+class Word:
+    """Seconds from the begin of the sound."""
+
+    word: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
 class Segment:
     """Seconds from the begin of the sound. `tokens`: with timestamps."""
 
@@ -46,6 +55,7 @@ class WindowText:
     no_speech: float | None = None
     logprobs: list[tuple[int, float]] = field(default_factory=list)
     """(token, log-probability) of the text."""
+    words: list[Word] = field(default_factory=list)
 
     @property
     def compression(self) -> float:

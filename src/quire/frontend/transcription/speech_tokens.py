@@ -52,8 +52,10 @@ class SpeechTokens:
         """Forced output tokens before the text, without <|notimestamps|>."""
         return 2 if self.languages else 0
 
-    def rules(self, language: str | None, task: str, timestamps: bool) -> DecodingRules:
-        """`language`: a code; None: it is detected. `task`: transcribe or translate."""
+    def rules(
+        self, language: str | None, task: str, timestamps: bool, aligned: bool = False
+    ) -> DecodingRules:
+        """`language`: a code; None: it is detected. `task`: transcribe or translate. `aligned`: see `DecodingRules`."""
         prefix: list[list[int]] = []
         if self.languages:
             known = self.languages.values() if language is None else [self.languages[language]]
@@ -62,7 +64,7 @@ class SpeechTokens:
             prefix.append([self.no_timestamps])
         return DecodingRules(
             prefix, list(self.suppressed), list(self.first_suppressed), self.first_time if timestamps else 0, self.no_timestamps,
-            self.end, self.max_first,
+            self.end, self.max_first, aligned,
         )  # fmt: skip
 
     def prompt(self, before: Sequence[int], most: int) -> list[int]:

@@ -68,6 +68,12 @@ class TranscriptionAnswer(EventEncoder[TextDelta | WindowText]):
         if "segment" in wanted:
             found = enumerate(segments_of(windows))
             answer["segments"] = [verbose_segment(id, *pair) for id, pair in found]
+        if "word" in wanted:
+            answer["words"] = [
+                {"word": one.word, "start": round(one.start, 2), "end": round(one.end, 2)}
+                for window in windows
+                for one in window.words
+            ]
         return {**answer, "usage": self._usage()}
 
     def _logprobs(self, window: WindowText) -> list[dict[str, Any]]:

@@ -116,8 +116,6 @@ def check(body: TranscriptionRequest) -> None:
             "`timestamp_granularities`: needs response_format=verbose_json",
             "timestamp_granularities",
         )
-    if "word" in body.timestamp_granularities:
-        raise Unsupported("times of words (timestamp_granularities word)", "ask for segment")
     strategy = body.chunking_strategy
     if strategy not in (None, "auto") and not isinstance(strategy, dict):
         raise invalid("`chunking_strategy`: must be auto, or an object", "chunking_strategy")

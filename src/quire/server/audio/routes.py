@@ -12,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import env
+from quire.errors import Unsupported
 from quire.frontend.transcription.inputs import TranscriptionInputs
 from quire.frontend.transcription.speech_tokens import chosen_language
+from quire.models.sound import has_parts
 from quire.server.adapters import model_of
 from quire.server.audio.answers import TranscriptionAnswer
 from quire.server.audio.fields import TranscriptionRequest, read_fields
@@ -66,6 +68,8 @@ async def _answer(request: Request, task: str) -> Response | EventStream:
     model, adapter = await model_of(state, request, body.model)
     context = RequestContext(request, state, engine, model, adapter)
     language = _language(body, inputs)
+    if "word" in body.timestamp_granularities and has_parts(engine.client.resolved):
+        raise Unsupported("times of words with several ranks", "ask for segment, or serve with one")
     window = inputs.model.samples
     loading = inputs.sound.load(file.data, "file", window)
     del form, file

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from quire.frontend.media.sound_inputs import RATE, Sound
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.prompts import Prompt
 from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.transcription.inputs import TranscriptionInputs
+from quire.frontend.transcription.inputs import FEATURE, TranscriptionInputs
 from quire.frontend.transcription.segments import WindowText, split, text_of
 from quire.frontend.transcription.speech_tokens import SpeechTokens
 from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
@@ -59,8 +59,11 @@ class Attempt:
     tokens: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     no_speech: float | None = None
+    records: Sequence[tuple[int, bytes]] = ()
+    """See `TranscriptionInputs.words`."""
 
     def add(self, one: CompletionOutput) -> None:
+        self.records = one.details.get(FEATURE, ())
         for token, position in zip(one.token_ids, one.logprobs or (), strict=False):
             place = position or {}
             if not self.tokens and self.special.no_speech in place:
@@ -242,10 +245,12 @@ class Transcription(EngineRequests):
             if self._can_be_trusted(window):
                 break
         if self._is_silence(window):
-            window.tokens, window.text, window.segments = [], "", []
+            window.tokens, window.text, window.segments, window.words = [], "", [], []
         window.offset = start / RATE
         for segment in window.segments:
             segment.start, segment.end = segment.start + window.offset, segment.end + window.offset
+        for word in window.words:
+            word.start, word.end = word.start + window.offset, word.end + window.offset
         return window
 
     def _temperatures(self) -> Iterator[float]:
@@ -277,7 +282,8 @@ class Transcription(EngineRequests):
     ) -> WindowText:  # fmt: skip
         """One engine request."""
         inputs, special = self.inputs, self.inputs.tokens
-        rules = special.rules(self.language, self.task, self.timed)
+        aligned = "word" in self.body.timestamp_granularities
+        rules = special.rules(self.language, self.task, self.timed, aligned)
         prompt = await inputs.window(samples_N, before, rules, self.body.cache_salt or "", "file")
         attempt = Attempt(len(rules.prefix), special, inputs.tokenizer)
         found = self._completions(prompt, self._params(temperature, attempt.skipped))
@@ -293,6 +299,9 @@ class Transcription(EngineRequests):
                         await sender.send(attempt.tokens[attempt.skipped :])
         window = attempt.window(len(samples_N) / RATE, self.timed)
         window.language, window.temperature = self.language, temperature
+        if aligned:
+            first = len(prompt.tokens) + attempt.skipped
+            window.words = await inputs.words(attempt.records, window, first)
         if sender is not None:
             await sender.send(window.tokens, whole=True)
         return window
