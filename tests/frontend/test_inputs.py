@@ -94,7 +94,7 @@ def test_prompts_that_cannot_be_served(inputs: InputProcessor, prompt: Any, word
     assert caught.value.parameter
 
 
-@pytest.mark.parametrize("name", ["multi_modal_uuids", "encoder_prompt", "data"])
+@pytest.mark.parametrize("name", ["multi_modal_uuids", "media_io_kwargs", "data"])
 def test_later_prompts_are_refused_by_name(inputs: InputProcessor, name: str):
     with pytest.raises(Unsupported, match=name):
         accept(inputs, {"prompt": "x", name: {"image": 1}})
@@ -104,7 +104,9 @@ def test_pictures_for_a_model_of_texts_are_refused(inputs: InputProcessor):
     for prompt in ({"prompt": "x"}, {"prompt_token_ids": [1]}):
         with pytest.raises(ValidationError, match="reads text only"):
             accept(inputs, {**prompt, "multi_modal_data": {"image": b"..."}})
-    for other in ({"audio": b"..."}, {"image": {"embeds": 1}}):
+        with pytest.raises(ValidationError, match="takes no sound"):
+            accept(inputs, {**prompt, "multi_modal_data": {"audio": b"..."}})
+    for other in ({"video": b"..."}, {"image": {"embeds": 1}}):
         with pytest.raises(Unsupported, match="pictures"):
             accept(inputs, {"prompt": "x", "multi_modal_data": other})
 

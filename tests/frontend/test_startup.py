@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[QuireError], str]] = [
     (arch("NewForCausalLM", "brand_new", auto_map={"AutoModel": "x.Y"}), {}, ConfigError, "review it, then pass --trust-remote-code"),
     (arch("T5ForConditionalGeneration", "t5"), {}, Unsupported, "it is an encoder-decoder"),
     (arch("T5ForConditionalGeneration", "t5", is_encoder_decoder=True), {}, Unsupported, "it is an encoder-decoder"),
-    (arch("WhisperForConditionalGeneration", "whisper"), {}, Unsupported, "it is an encoder-decoder"),
+    (arch("BartForConditionalGeneration", "bart"), {}, Unsupported, "it is an encoder-decoder"),
     (arch("FunnelModel", "funnel"), {}, Unsupported, "FunnelModel as a pooling model"),
     (arch("BltForCausalLM", "blt"), {}, Unsupported, "reads bytes through its own encoder"),
     (GPT2, {"quantization": "int8"}, Unsupported, "quantized weights of GPT2LMHeadModel, which runs through Transformers"),

@@ -26,7 +26,7 @@ from quire.frontend.media.engine_items import salted
 from quire.frontend.parallel_sampling import child_id, derive_seed, fan_out
 from quire.frontend.parsers.format_table import ReasoningFormat
 from quire.frontend.prompt_embeddings import check_has_tokens, fitting
-from quire.frontend.prompts import Prompt, read_prompt, tenant_salt
+from quire.frontend.prompts import TAKES_NO_SOUND, Prompt, read_prompt, tenant_salt
 from quire.frontend.thinking_markers import thinking_markers
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol import validators as read
@@ -218,8 +218,8 @@ class InputProcessor:
         """
         if prompt.is_checked:
             return prompt
-        if prompt.pictures:
-            raise ValidationError(self.no_pictures, parameter="multi_modal_data")
+        if prompt.pictures or prompt.sounds:
+            raise ValidationError(self.no_pictures if prompt.pictures else TAKES_NO_SOUND, parameter="multi_modal_data")  # fmt: skip
         options = options or TokenizeOptions()
         text, tokens, limit = prompt.text, prompt.tokens, options.truncate
         if limit == -1:

@@ -57,6 +57,7 @@ KNOWN = (
     "multi_modal_data",
 )
 MAX_SALT = 128
+TAKES_NO_SOUND = "this model takes no sound: send text, or serve a model that writes down speech"
 
 
 @dataclass(slots=True)
