@@ -30,7 +30,7 @@ class DecodingRules(Struct, array_like=True, gc=False):
         no_timestamps: id of the token that says so.
         end: id of the token that ends the text; ids below are text.
         max_first: the first timestamp is at most this many steps; None: any.
-        aligned: whether the output says where in the sound each token is.
+        aligned: where in this number of states, those of the sound without padding, each token is: the output says it; 0: it does not.
     """
 
     prefix: list[list[int]] = []
@@ -40,7 +40,7 @@ class DecodingRules(Struct, array_like=True, gc=False):
     no_timestamps: int = 0
     end: int = 0
     max_first: int | None = None
-    aligned: bool = False
+    aligned: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_tensor)

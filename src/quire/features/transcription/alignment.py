@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,14 @@ from torch import Tensor
 from quire.forward_context import current_batch
 
 Record = tuple[str, int, bytes]
-"""(request, index of the drawn token in it, float16 [A, S])."""
+"""(request, index of the drawn token in it, float32 [A, S])."""
+
+
+class Recorded(NamedTuple):
+    """A request that is recorded. `states`: those of its sound, without padding."""
+
+    id: str
+    states: int
 
 
 def heads_by_layer(
@@ -37,19 +44,19 @@ def heads_by_layer(
 
 @dataclass(slots=True)
 class AttentionRecorder:
-    """Of all layers. `wanted`: the rows that are recorded, and their requests."""
+    """Of all layers. `wanted`: by row."""
 
-    wanted: dict[int, str] = field(default_factory=dict)
+    wanted: dict[int, Recorded] = field(default_factory=dict)
     _new: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
     def add(self, row: int, position: int, weights_AS: Tensor) -> None:
-        self._new.setdefault((self.wanted[row], position), []).append(weights_AS)
+        self._new.setdefault((self.wanted[row].id, position), []).append(weights_AS)
 
     def taken(self) -> list[Record]:
         """What was recorded since the last call."""
         new, self._new = self._new, {}
         return [
-            (id, position, torch.cat(parts).half().cpu().numpy().tobytes())
+            (id, position, torch.cat(parts).cpu().numpy().tobytes())
             for (id, position), parts in new.items()
         ]
 
@@ -77,7 +84,8 @@ class LayerRecorder:
             if row in wanted and row in self.keys:
                 q_AD = q_THD[place, self.heads]
                 scores_AS = torch.einsum("ad,asd->as", q_AD.float(), self.keys[row].float())
-                self.recorder.add(row, position, (scores_AS * self.scale).softmax(-1))
+                weights_AS = (scores_AS * self.scale).softmax(-1)[:, : wanted[row].states]
+                self.recorder.add(row, position, weights_AS)
 
     def forget(self, row: int) -> None:
         self.keys.pop(row, None)

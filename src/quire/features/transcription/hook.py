@@ -9,6 +9,7 @@ Shape suffixes: S encoder states, M mel bins, F frames, D features.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +21,7 @@ from quire.features.media.gate import EncoderCounts
 from quire.features.transcription.alignment import (
     AttentionRecorder,
     LayerRecorder,
+    Recorded,
     heads_by_layer,
 )
 from quire.features.transcription.gate import TranscriptionReport
@@ -76,8 +78,10 @@ class SoundHook(Hook):
     def enter(self, new: EnteredRow) -> None:
         self.of_row[new.row] = new.media[0]
         data = new.extras.get(self.name)
-        if data is not None and self.layers and decode_rules(data).aligned:
-            self.recorder.wanted[new.row] = new.id
+        if data is not None and self.layers:
+            with suppress(msgspec.MsgspecError):  # the processor refuses such rules
+                if states := decode_rules(data).aligned:
+                    self.recorder.wanted[new.row] = Recorded(new.id, states)
 
     def leave(self, row: int) -> None:
         self.of_row.pop(row, None)

@@ -19,9 +19,9 @@ from quire.frontend.media.sound_inputs import SoundInputs, as_file
 from quire.frontend.prompts import Prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.transcription.segments import WindowText, Word
-from quire.frontend.transcription.speech_tokens import STEP, speech_tokens
+from quire.frontend.transcription.speech_tokens import speech_tokens
 from quire.frontend.transcription.words import token_times, words_of
-from quire.models.sound import Transcriber
+from quire.models.sound import HOP, Transcriber
 from quire.protocol.request import MediaItem
 from quire.protocol.sound import SOUND, DecodingRules, Spectrogram, encode
 from quire.protocol.tensor_data import TensorData
@@ -68,26 +68,30 @@ class TranscriptionInputs:
         tokens = self.tokens.prompt(before, self.most_before)
         return self._prompt(None, tokens, mel, salt, {FEATURE: encode(rules)})
 
+    def states_of(self, num_samples: int) -> int:
+        """How many of a window's states have sound."""
+        return min(max(num_samples // (2 * HOP), 1), self.model.states)
+
     async def words(
-        self, records: Sequence[tuple[int, bytes]], window: WindowText, first: int
+        self, records: Sequence[tuple[int, bytes]], window: WindowText, first: int, states: int
     ) -> list[Word]:
         """The words of a window, with times from its begin.
 
-        `records`: (place in the request, attention as float16 [heads, states]) of drawn tokens. `first`: the place of the window's first
+        `records`: (place in the request, attention as float32 [heads, states]) of drawn tokens. `first`: the place of the window's first
         token.
         """
-        found: list[Word] = await self.sound.in_thread(self._words, records, window, first)
+        found: list[Word] = await self.sound.in_thread(self._words, records, window, first, states)
         return found
 
     def _words(
-        self, records: Sequence[tuple[int, bytes]], window: WindowText, first: int
+        self, records: Sequence[tuple[int, bytes]], window: WindowText, first: int, states: int
     ) -> list[Word]:
         by_place = dict(records)
         found = [by_place.get(first + at) for at in range(len(window.tokens))]
         if not found or None in found:
             return []
-        weights = [np.frombuffer(one or b"", np.float16).reshape(-1, self.model.states) for one in found]  # fmt: skip
-        times = token_times(np.stack(weights, 1), int(window.seconds / STEP))
+        weights = [np.frombuffer(one or b"", np.float32).reshape(-1, states) for one in found]  # fmt: skip
+        times = token_times(np.stack(weights, 1))
         return words_of(window.tokens, times, window.seconds, window.language, self.tokens, self.tokenizer)  # fmt: skip
 
     def given(self, prompt: Prompt, text_tokens: list[int]) -> Prompt:

@@ -53,7 +53,7 @@ class SpeechTokens:
         return 2 if self.languages else 0
 
     def rules(
-        self, language: str | None, task: str, timestamps: bool, aligned: bool = False
+        self, language: str | None, task: str, timestamps: bool, aligned: int = 0
     ) -> DecodingRules:
         """`language`: a code; None: it is detected. `task`: transcribe or translate. `aligned`: see `DecodingRules`."""
         prefix: list[list[int]] = []

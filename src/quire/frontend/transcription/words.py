@@ -21,9 +21,8 @@ AFTER = "\"'.。,,!!??::”)]}、"
 """Punctuation that belongs to the word before."""
 
 
-def token_times(weights_ANS: np.ndarray, num_states: int) -> list[float]:
-    """The seconds at which each token begins. `num_states`: of the sound, without padding."""
-    weights_ANS = weights_ANS[:, :, : max(num_states, 1)].astype(np.float32)
+def token_times(weights_ANS: np.ndarray) -> list[float]:
+    """The seconds at which each token begins."""
     if not weights_ANS.shape[1]:
         return []
     mean, std = weights_ANS.mean(1, keepdims=True), weights_ANS.std(1, keepdims=True)

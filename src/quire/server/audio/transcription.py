@@ -282,7 +282,8 @@ class Transcription(EngineRequests):
     ) -> WindowText:  # fmt: skip
         """One engine request."""
         inputs, special = self.inputs, self.inputs.tokens
-        aligned = "word" in self.body.timestamp_granularities
+        wants_words = "word" in self.body.timestamp_granularities
+        aligned = inputs.states_of(len(samples_N)) if wants_words else 0
         rules = special.rules(self.language, self.task, self.timed, aligned)
         prompt = await inputs.window(samples_N, before, rules, self.body.cache_salt or "", "file")
         attempt = Attempt(len(rules.prefix), special, inputs.tokenizer)
@@ -301,7 +302,7 @@ class Transcription(EngineRequests):
         window.language, window.temperature = self.language, temperature
         if aligned:
             first = len(prompt.tokens) + attempt.skipped
-            window.words = await inputs.words(attempt.records, window, first)
+            window.words = await inputs.words(attempt.records, window, first, aligned)
         if sender is not None:
             await sender.send(window.tokens, whole=True)
         return window
