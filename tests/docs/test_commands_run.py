@@ -151,6 +151,12 @@ def configured_doctor(folder: Path, words: list[str]) -> None:
     in_terminal(r"This configuration would start\.")(folder, words)
 
 
+def kept_blocks(folder: Path, words: list[str]) -> None:
+    """A command on a folder of KV blocks, which is empty here."""
+    (folder / "kv").mkdir()
+    run(folder, [word.replace("/var/lib/quire/kv", str(folder / "kv")) for word in words])
+
+
 PLACEHOLDERS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": "quire-tiny",
     "Qwen/Qwen3-8B": "quire-tiny",
@@ -173,6 +179,8 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "quire doctor Qwen/Qwen3-0.6B": in_terminal(r"This configuration would start\."),
     "quire doctor qwen3:4b": in_terminal(r"This configuration would start\."),
     "quire doctor --config quire.yaml": configured_doctor,
+    "quire kv": kept_blocks,
+    "kill": "ends an engine while it answers: tests/processes and tests/engine do that",
     "quire collect-env": prints(r"[Qq]uire"),
     "quire doctor MODEL": in_terminal(r"This configuration would start\."),
     "python examples/batch.py": "runs as it is: tests/docs/test_examples.py",
