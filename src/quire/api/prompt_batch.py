@@ -127,6 +127,7 @@ def spread(name: str, value: Any, count: int) -> Sequence[Any]:
     if len(value) != count:
         raise ValidationError(
             f"{name} has {len(value)} entries for {count} prompts; pass one for all prompts, or one for each",
-            parameter=name, value=len(value),
-        )  # fmt: skip
+            parameter=name,
+            value=len(value),
+        )
     return value

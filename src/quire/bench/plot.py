@@ -109,7 +109,7 @@ def load(spans: Sequence[RequestSpan], path: Path, title: str) -> None:
             label = f"{name}: median {middle:.3g} ms, p99 {late:.3g} ms"
             shares = numpy.arange(1, len(values) + 1) / len(values) * 100
             panels[0].step(sorted(values), shares, where="post", color=COLOURS[place], label=label)
-    panels[0].set(xlabel="Milliseconds", ylabel="Requests within this time (%)", ylim=(0, 101))  # fmt: skip
+    panels[0].set(xlabel="Milliseconds", ylabel="Requests within this time (%)", ylim=(0, 101))
     _milliseconds(panels[0])
     panels[0].legend(frameon=False, loc="lower right", fontsize=9)
     _rate(panels[1], spans)

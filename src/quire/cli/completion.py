@@ -16,10 +16,10 @@ WITH_SERVER_FLAGS = ("serve", "doctor")
 WITH_ENGINE_FLAGS = ("chat", "complete", "run-batch")
 EMBEDDED = ("quire-tiny", "quire-tiny-embed")
 INSTALL = {
-    "bash": 'quire completion bash > ~/.local/share/bash-completion/completions/quire',
+    "bash": "quire completion bash > ~/.local/share/bash-completion/completions/quire",
     "zsh": 'quire completion zsh > "${fpath[1]}/_quire"',
     "fish": "quire completion fish > ~/.config/fish/completions/quire.fish",
-}  # fmt: skip
+}
 """Shell -> the command that installs its script."""
 
 

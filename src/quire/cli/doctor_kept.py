@@ -37,7 +37,7 @@ def kept_blocks(resolved: Resolved, plan: MemoryPlan) -> list[str]:
         "always": f"{_days(WRITES / (each * DAY_S))} at {PER_SECOND} new tokens per second",
         "auto": f"{_days(WRITES / (cache.kv_disk_size * GIB))} at least, as it writes {cache.kv_disk_size:g} GiB a day at most of blocks that only one request has used",
         "second-use": f"{_days(WRITES / (each * DAY_S))} if {PER_SECOND} tokens per second are used a second time",
-    }  # fmt: skip
+    }
     rows = [
         ("one token", f"{size(num_bytes)}; {cache.kv_disk_size:g} GiB keep {int(cache.kv_disk_size * GIB / num_bytes):,} tokens"),
         ("break-even", f"a disk that reads {size(each)} per second is as fast as computing {PER_SECOND} prompt tokens per second"),

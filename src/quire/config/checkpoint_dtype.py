@@ -35,9 +35,7 @@ def header_dtype(path: str) -> str | None:
         kinds = Counter(
             NAMES.get(t["dtype"]) for name, t in header.items() if name != "__metadata__"
         )
-    except (
-        OSError, ValueError, struct.error, TypeError, KeyError, AttributeError, RecursionError
-    ):  # fmt: skip
+    except (OSError, ValueError, struct.error, TypeError, KeyError, AttributeError, RecursionError):
         return None  # the loader reports a broken file
     kinds.pop(None, None)
     return kinds.most_common(1)[0][0] if kinds else None

@@ -64,7 +64,7 @@ def options() -> dict[str, Option]:
             choices = next((get_args(one) for one in members if get_origin(one) is Literal), ())
             named[name] = Option(
                 name, section.name, _kind(members), getattr(defaults, name), hints[name], choices
-            )  # fmt: skip
+            )
     return named
 
 

@@ -219,8 +219,9 @@ def checked_method(name: str) -> str:
         log.warning("%s.method=%s means %s here", KEY, name, method)
     if method in REFUSED:
         raise Unsupported(
-            f"{KEY} with method {name!r}", f"use one of {', '.join(METHODS)}, or leave it out; the text is the same"
-        )  # fmt: skip
+            f"{KEY} with method {name!r}",
+            f"use one of {', '.join(METHODS)}, or leave it out; the text is the same",
+        )
     if method and method not in METHODS:
         raise ConfigError(f"{KEY}.method={name!r}: {choose_from(name, METHODS)}")
     return method

@@ -109,8 +109,9 @@ PROMPT_KEYS: dict[str, str] = {
 
 PARSERS: dict[str, str] = {
     "hf": "auto uses the checkpoint's response_template",
-    "kimi_k3": "", "muse_glimmer": "",
-}  # fmt: skip
+    "kimi_k3": "",
+    "muse_glimmer": "",
+}
 """Names of tool and reasoning parsers -> what to use instead, if anything."""
 
 LOAD_FORMATS: dict[str, str] = {

@@ -220,9 +220,9 @@ class EngineSupervisor:
                 self.board.publish(msgspec.structs.replace(state, condition="delayed"))
                 wait = self.policy.retry
                 continue
-            self.board.publish(msgspec.structs.replace(
-                state, epoch=state.epoch + 1, condition="restarting"
-            ))  # fmt: skip
+            self.board.publish(
+                msgspec.structs.replace(state, epoch=state.epoch + 1, condition="restarting")
+            )
             return True
         self._change(condition="closed")
         return False
@@ -247,8 +247,9 @@ class EngineSupervisor:
             try:
                 log.error(
                     "the last steps of %s are recorded in %s: see quire replay",
-                    self.name, keep_recording(folder),
-                )  # fmt: skip
+                    self.name,
+                    keep_recording(folder),
+                )
             except OSError as why:
                 log.warning("could not keep the flight recording: %s", why)
         return recording

@@ -86,8 +86,9 @@ class NodeSupervisor:
                 raise StartupError(f"{self.where} is gone, so this node ends")
             log.warning(
                 "%s is gone: waiting %.0f s for the next process of its engine",
-                self.where, self._seconds,
-            )  # fmt: skip
+                self.where,
+                self._seconds,
+            )
             try:
                 link = connect(*self.head, self._key, self._seconds)
             except StartupError as why:

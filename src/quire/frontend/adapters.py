@@ -100,8 +100,9 @@ class AdapterNames:
         if (yield from self.find(lora_request)) is None:
             raise ValidationError(
                 f"lora_request: no adapter is called {lora_request[:200]!r}; {self._names()}",
-                parameter="lora_request", value=lora_request,
-            )  # fmt: skip
+                parameter="lora_request",
+                value=lora_request,
+            )
         return lora_request
 
     def _loaded(self, request: LoRARequest) -> Steps[str]:

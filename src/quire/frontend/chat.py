@@ -91,7 +91,7 @@ def render(
         raise ValidationError(
             "this model has no chat template: start it with --chat-template (Python: chat_template=...), or send a text (prompt, input)",
             parameter="chat_template",
-        )  # fmt: skip
+        )
     return rendered(template, messages, options, tokenizer.special_tokens_map)
 
 
@@ -194,5 +194,6 @@ def conversations(messages: Any) -> list[list[Any]]:
             return [list(messages)]
     raise ValidationError(
         "messages must be a list of messages ({role, content}), or a list of such lists",
-        parameter="messages", value=messages,
-    )  # fmt: skip
+        parameter="messages",
+        value=messages,
+    )

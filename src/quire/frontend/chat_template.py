@@ -129,8 +129,9 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             raise ValidationError(
                 "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
-                parameter="continue_final_message", value=True,
-            )  # fmt: skip
+                parameter="continue_final_message",
+                value=True,
+            )
         chat = [_message(message) for message in messages]
         if continue_final_message:
             _mark_last(chat)
@@ -238,6 +239,7 @@ def _cut_at_mark(text: str) -> str:
     if end < 0:
         raise ValidationError(
             "continue_final_message cannot be used here: the chat template changes or drops the final message",
-            parameter="continue_final_message", value=True,
-        )  # fmt: skip
+            parameter="continue_final_message",
+            value=True,
+        )
     return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()

@@ -108,8 +108,9 @@ def read_prompt(prompt: Any) -> Prompt:
     raise ValidationError(
         "a prompt must be a string, a list of token ids, or a dict with prompt or prompt_token_ids,"
         f" not {type(prompt).__name__}",
-        parameter="prompt", value=prompt,
-    )  # fmt: skip
+        parameter="prompt",
+        value=prompt,
+    )
 
 
 def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
@@ -121,15 +122,17 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
     if unknown := [str(key) for key in prompt if key not in KNOWN and key not in PROMPT_KEYS]:
         raise ValidationError(
             f"prompt: unknown key {', '.join(sorted(unknown))}; the keys are {', '.join(KNOWN)}",
-            parameter="prompt", value=unknown,
-        )  # fmt: skip
+            parameter="prompt",
+            value=unknown,
+        )
     text, tokens, salt, types, embeddings, media = (prompt.get(name) for name in KNOWN)
     sounds, pictures = _sounds(media), _pictures(media)
     if text is not None and not isinstance(text, str):
         raise ValidationError(
             f"prompt must be a string, not {type(text).__name__}; token ids go in prompt_token_ids",
-            parameter="prompt", value=text,
-        )  # fmt: skip
+            parameter="prompt",
+            value=text,
+        )
     if embeddings is not None:
         if tokens is not None or pictures or sounds:
             raise ValidationError(
@@ -217,8 +220,9 @@ def _second_text(types: list[int], num_tokens: int) -> int:
         raise ValidationError(
             f"token_type_ids must have a type for each of the {num_tokens} prompt_token_ids: 0 for the first text, then 1"
             " for the second",
-            parameter="token_type_ids", value=types,
-        )  # fmt: skip
+            parameter="token_type_ids",
+            value=types,
+        )
     return start if ones else 0
 
 

@@ -203,8 +203,9 @@ class RequestManager:
             )
             raise ValidationError(
                 f"data_parallel_rank={rank}: requests reach {known} here",
-                parameter="data_parallel_rank", value=rank,
-            )  # fmt: skip
+                parameter="data_parallel_rank",
+                value=rank,
+            )
 
     def accept_generation(
         self, prompt: Any, params: SamplingParams | None = None, **options: Any
@@ -334,8 +335,9 @@ class RequestManager:
         if accepted.id in self.live:
             raise ValidationError(
                 f"request_id {accepted.id!r} belongs to a running request; choose another",
-                parameter="request_id", value=accepted.id,
-            )  # fmt: skip
+                parameter="request_id",
+                value=accepted.id,
+            )
         # If the engine still knows a child's id, or another request's child has it, the engine gets a different one.
         for number in itertools.count(1):
             if not any(c.id in self._echoes or c.id in self._children for c in accepted.children):

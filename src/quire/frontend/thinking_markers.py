@@ -42,8 +42,9 @@ def thinking_markers(
     if reasoning is None or tokenizer is None or not reasoning.ends:
         raise ValidationError(
             f"{FIELD} needs a model whose reasoning markers are known; start the engine with reasoning_parser=NAME",
-            parameter=FIELD, value=budget,
-        )  # fmt: skip
+            parameter=FIELD,
+            value=budget,
+        )
     starts = [_tokens(mark, tokenizer, budget) for mark in reasoning.starts]
     ends = [_tokens(mark, tokenizer, budget) for mark in reasoning.ends]
     if reasoning.forced_end:  # token by token, so it may be plain text
@@ -51,8 +52,9 @@ def thinking_markers(
             raise ValidationError(
                 f"{FIELD}: reasoning_config.reasoning_end_str of this server must end with {' or '.join(reasoning.ends)};"
                 " leave the field out",
-                parameter=FIELD, value=budget,
-            )  # fmt: skip
+                parameter=FIELD,
+                value=budget,
+            )
         ends.insert(0, tokenizer.encode(reasoning.forced_end, add_special_tokens=False))
     tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False).rstrip()
     opened = tail.endswith(reasoning.openings)
@@ -70,6 +72,7 @@ def _tokens(mark: str, tokenizer: Tokenizer, budget: int) -> list[int]:
         raise ValidationError(
             f"{FIELD}: the reasoning marker {mark!r} of this model is not a single token; limit the whole output with"
             " max_tokens",
-            parameter=FIELD, value=budget,
-        )  # fmt: skip
+            parameter=FIELD,
+            value=budget,
+        )
     return ids

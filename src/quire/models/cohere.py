@@ -21,7 +21,7 @@ class Cohere(CausalLM):
         own_norms = bool(cfg.get("use_qk_norm"))
         attention = SelfAttention(
             cfg, i, qkv_bias=bias, o_bias=bias, window=window, rope=rope, interleaved=True
-        )  # fmt: skip
+        )
         if own_norms:
             attention.q_norm = LayerNorm(attention.heads, attention.size, eps=cfg.layer_norm_eps)
             attention.k_norm = LayerNorm(attention.kv_heads, attention.size, eps=cfg.layer_norm_eps)

@@ -57,7 +57,7 @@ class HttpMetrics:
         )
         self.under_way = Gauge(
             UNDER_WAY, "HTTP requests in progress.", registry=registry, multiprocess_mode="livesum"
-        )  # fmt: skip
+        )
 
     def answered(
         self, handler: str, method: str, status: int, seconds: float, read: int = 0, sent: int = 0

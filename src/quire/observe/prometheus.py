@@ -173,7 +173,7 @@ class ServerMetrics:
             self.restarts.labels(self.model_name, process)
         self.adapter_requests = counter(
             "quire:adapter_requests", "Requests by LoRA adapter.", "adapter"
-        )  # fmt: skip
+        )
         self.adapter_tokens = counter(
             "quire:adapter_tokens", "Prompt and output tokens by LoRA adapter.", "adapter", "kind"
         )
@@ -183,7 +183,7 @@ class ServerMetrics:
         )
         self.key_rejections = counter(
             "quire:key_rejections", "Requests refused because of a limit of their key.", "key"
-        )  # fmt: skip
+        )
 
     def _make_gauges(self) -> None:
         def gauge(name: str, help: str, *labels: str, mode: str = "max") -> Gauge:
@@ -207,7 +207,7 @@ class ServerMetrics:
             "vllm:sleep_mode_operation_duration_seconds", "Seconds of sleep and wake-up operations.",
             ["model_name", "engine", "operation"], buckets=buckets("request_latency", 0, self.custom), registry=self.registry,
         )  # fmt: skip
-        self.startup = gauge("quire:startup_seconds", "Seconds of each stage of start-up.", "stage")  # fmt: skip
+        self.startup = gauge("quire:startup_seconds", "Seconds of each stage of start-up.", "stage")
         gauge("quire:build_info", "1, with the version as a label.", "version").labels(__version__).set(1)  # fmt: skip
 
     def attach(

@@ -61,7 +61,8 @@ class RepetitionDetectionParams(Struct, omit_defaults=True):
         names = cls.__struct_fields__
         if unknown := [name for name in value if name not in names]:
             raise ValidationError(
-                f"{NAME} has no field {unknown[0]!r}; the fields are {', '.join(names)}", parameter=NAME,
+                f"{NAME} has no field {unknown[0]!r}; the fields are {', '.join(names)}",
+                parameter=NAME,
                 value=unknown[0],
-            )  # fmt: skip
+            )
         return cls(**value)

@@ -67,8 +67,9 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
             what = "has none" if not kinds else f"has {' and '.join(kinds)}"
             raise ValidationError(
                 f"{FIELD} must have exactly one of {', '.join(KINDS)}; it {what}",
-                parameter=FIELD, value=kinds,
-            )  # fmt: skip
+                parameter=FIELD,
+                value=kinds,
+            )
 
     def _read_schema(self) -> None:
         if (schema := getattr(self.json, "model_json_schema", None)) is not None:
@@ -92,8 +93,9 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
         if not self.choice or not all(self.choice):
             raise ValidationError(
                 f"{FIELD}.choice must have at least one string, and no empty string",
-                parameter=FIELD, value=self.choice,
-            )  # fmt: skip
+                parameter=FIELD,
+                value=self.choice,
+            )
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams | None:
@@ -125,8 +127,9 @@ class StructuredOutputsParams(Struct, omit_defaults=True, kw_only=True):
         if unknown := sorted(set(fields) - set(names)):
             raise ValidationError(
                 f"{FIELD} has no field {', '.join(unknown)}; the fields are {', '.join(names)}",
-                parameter=FIELD, value=unknown,
-            )  # fmt: skip
+                parameter=FIELD,
+                value=unknown,
+            )
         return cls(**fields)
 
     @property

@@ -132,8 +132,9 @@ def check_right(request: Request) -> None:
     """Raises ApiError 403: the request's key, of a key file, may not change adapters, which all keys share."""
     if not has_right(request):
         raise ApiError(
-            403, "this key may not load or unload adapters; set may_load_adapters: true for it in the key file"
-        )  # fmt: skip
+            403,
+            "this key may not load or unload adapters; set may_load_adapters: true for it in the key file",
+        )
 
 
 def allowed_path(path: str, config: LoraConfig) -> str:
@@ -152,8 +153,9 @@ def allowed_path(path: str, config: LoraConfig) -> str:
         if folder.is_relative_to(os.path.realpath(os.path.expanduser(allowed))):
             return str(folder)
     raise wrong_input(
-        "`lora_path` is outside the directories from which this server loads adapters (--allowed-lora-paths)", "lora_path"
-    )  # fmt: skip
+        "`lora_path` is outside the directories from which this server loads adapters (--allowed-lora-paths)",
+        "lora_path",
+    )
 
 
 async def listed(state: ServerState) -> list[Adapter]:

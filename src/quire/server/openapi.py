@@ -156,7 +156,7 @@ def page(document: dict[str, Any]) -> str:
             parts.append(
                 f"<details><summary>fields</summary><table>{''.join(rows)}</table></details>"
             )
-    return "\n".join(parts)  # fmt: skip
+    return "\n".join(parts)
 
 
 def kind_of(field: dict[str, Any]) -> str:

@@ -36,10 +36,11 @@ TAKEN |= {"max_tokens", "logprobs", "extra_args"}
 WITHOUT_EFFECT = {"detokenize", "output_kind", "skip_clone", "flat_logprobs"}
 """The form of the answer does not depend on them: `output_mode` and `stream` choose it."""
 REFUSED = {
-    "features": "media input is not supported", "content_parts": "media input is not supported",
+    "features": "media input is not supported",
+    "content_parts": "media input is not supported",
     "kv_transfer_params": "KV transfer is not supported",
     "ec_transfer_params": "encoder-cache transfer is not supported",
-}  # fmt: skip
+}
 
 
 def as_completion(body: GenerateRequest) -> CompletionRequest:

@@ -37,8 +37,9 @@ def call_method(
         names = ", ".join(sorted({*worker.functions, *methods}))
         raise ValidationError(
             f"the worker has no function or method {method!r}; it has {names}",
-            parameter="method", value=method,
-        )  # fmt: skip
+            parameter="method",
+            value=method,
+        )
     kwargs = kwargs or {}
     try:
         inspect.signature(function).bind(*args, **kwargs)

@@ -145,10 +145,11 @@ def _check_init(value: Any) -> None:
     name = value.lower() if isinstance(value, str) else value
     if isinstance(name, str) and name.startswith(CHANGE_BASE):
         raise _refusal(
-            "init_lora_weights", value,
+            "init_lora_weights",
+            value,
             "this start changes the weights of the base model; convert the adapter while saving it"
             " (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
-        )  # fmt: skip
+        )
     if not (isinstance(name, bool | str | None) and name in KEEP_BASE):
         raise _refusal("init_lora_weights", value, "it is unknown whether it changes the base")
 

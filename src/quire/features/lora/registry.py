@@ -146,8 +146,9 @@ class LoraRegistry:
                 raise ValidationError(
                     f"The lora adapter '{name}' has already been loaded, from {known.path}. To replace it, set"
                     " 'load_inplace' to True.",
-                    parameter="lora_name", value=name,
-                )  # fmt: skip
+                    parameter="lora_name",
+                    value=name,
+                )
             if len(self.names) >= MAX_NAMES and known is None:
                 raise ValidationError(f"{MAX_NAMES} adapters are registered; unload some first")
             load = self._calls[call] = _Load(name, path, base_model_name, resolved_for)

@@ -189,8 +189,9 @@ class GrammarServer:
         try:
             self.states = GrammarStates(
                 lambda: make_matcher(message.constraint, vocabulary),
-                vocabulary.accepts, words,
-            )  # fmt: skip
+                vocabulary.accepts,
+                words,
+            )
         except (UnsupportedConstraint, ConfigError) as error:
             return CompileReply(error=str(error), cause=repr(error.__cause__ or ""))
         except BaseException as error:

@@ -106,7 +106,7 @@ def answer_or_calls(
 
 def call_parts(
     format: ToolFormat | None, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
-) -> list[JSON]:  # fmt: skip
+) -> list[JSON]:
     """Calls only, as parts of a tag; []: a grammar cannot express them."""
     return [] if format is None else _calls(format, tools, parallel, level) or []
 
@@ -118,7 +118,7 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 # -- calls ----------------------------------------------------------------------------------------
 def _calls(
     format: ToolFormat, tools: Sequence[Mapping[str, Any]], parallel: bool, level: str
-) -> list[JSON] | None:  # fmt: skip
+) -> list[JSON] | None:
     template = format.call
     if template is None:
         return None

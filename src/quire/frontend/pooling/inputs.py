@@ -110,8 +110,9 @@ class PoolingInputs:
             raise ValidationError("task plugin needs an IO processor plugin, and none is installed", parameter="task", value=name)  # fmt: skip
         raise ValidationError(
             f"task must be one that this model supports, not {str(name)[:80]!r} ({ways(self.info.tasks)})",
-            parameter="task", value=name,
-        )  # fmt: skip
+            parameter="task",
+            value=name,
+        )
 
     def params(
         self, requested: PoolingParams | None = None, task: str | None = None
@@ -127,8 +128,9 @@ class PoolingInputs:
         if task is not None and requested.task not in (None, task):
             raise ValidationError(
                 f"pooling_params.task is {requested.task!r}, but the call asks for {task!r}: leave one of them out",
-                parameter="task", value=requested.task,
-            )  # fmt: skip
+                parameter="task",
+                value=requested.task,
+            )
         task = self.task(task or requested.task)
         if requested.dimensions is not None:
             self._check_dimensions(requested.dimensions, task)
@@ -159,8 +161,9 @@ class PoolingInputs:
             names = ", ".join(map(repr, known)) or "none"
             raise ValidationError(
                 f"{parameter} must name a prompt of the model; it has {names}, not {name[:80]!r}",
-                parameter=parameter, value=name,
-            )  # fmt: skip
+                parameter=parameter,
+                value=name,
+            )
         return known[name]
 
     def with_prompt(self, name: str | None, texts: Sequence[str]) -> list[Prompt]:
@@ -205,8 +208,9 @@ class PoolingInputs:
         if limit is not None and limit > self.max_tokens:
             raise ValidationError(
                 f"truncate_prompt_tokens must be at most {self.max_tokens} (max_model_len), or -1 for that; it is {limit}",
-                parameter="truncate_prompt_tokens", value=limit,
-            )  # fmt: skip
+                parameter="truncate_prompt_tokens",
+                value=limit,
+            )
         return replace(requested, truncate=self.max_tokens) if limit == -1 else requested
 
     def tokenize(
@@ -270,8 +274,9 @@ class PoolingInputs:
             raise ValidationError(
                 f"This model's maximum context length is {limit} tokens: an input has {num_tokens}. Shorten it, or set"
                 " truncate_prompt_tokens (-1: as many as fit).",
-                parameter="input_tokens", value=num_tokens,
-            )  # fmt: skip
+                parameter="input_tokens",
+                value=num_tokens,
+            )
 
     def _check_given_ids(self, name: str, tokens: list[int]) -> None:
         try:
@@ -280,8 +285,9 @@ class PoolingInputs:
             raise ValidationError(
                 f"{error}. Clients that send ids of another tokenizer (LangChain's OpenAIEmbeddings) send texts with"
                 " check_embedding_ctx_length=False",
-                parameter=error.parameter, value=error.value,
-            ) from None  # fmt: skip
+                parameter=error.parameter,
+                value=error.value,
+            ) from None
 
     # -- requests -------------------------------------------------------------------------------
     def accept(

@@ -97,8 +97,9 @@ def check_shapes(queries: Sequence[Any], documents: Sequence[Any], names: tuple[
     if len(queries) not in (1, len(documents)):
         raise ValidationError(
             f"{names[0]} has {len(queries)} texts and {names[1]} {len(documents)}: send one for all, or as many",
-            parameter=names[0], value=len(queries),
-        )  # fmt: skip
+            parameter=names[0],
+            value=len(queries),
+        )
 
 
 @dataclass(slots=True)
@@ -128,7 +129,7 @@ class Pairs:
                 "instruction needs a chat template with the roles query and document: start the server with"
                 " --chat-template, or leave it out",
                 parameter="instruction",
-            )  # fmt: skip
+            )
         if self.task == "classify" and not info.use_sep_token:
             log.warning_every("template", 3600, "pairs are concatenated: this reranker needs a template of its own; set --chat-template")  # fmt: skip
 

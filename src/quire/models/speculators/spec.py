@@ -50,8 +50,9 @@ def speculator_spec(
     if method == "mtp":
         if (name := MTP.get(target.architecture, "")) == "":
             raise Unsupported(
-                f"MTP of {target.architecture}", f"use a model of {', '.join(sorted(MTP))}, or another method"
-            )  # fmt: skip
+                f"MTP of {target.architecture}",
+                f"use a model of {', '.join(sorted(MTP))}, or another method",
+            )
         config = _mtp(spec, target, num_tokens)
     else:
         name, read = READERS[method]

@@ -29,7 +29,7 @@ C_TYPES: dict[str, Any] = {
     "int": ctypes.c_int,
     "long": ctypes.c_long,
     "float": ctypes.c_float,
-}  # fmt: skip
+}
 DECLARATION = re.compile(r"EXPORT (\w+) quire_(\w+)\(([^)]*)\);")
 
 

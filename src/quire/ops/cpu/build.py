@@ -106,8 +106,9 @@ def library(isa: Isa) -> Path:
         library = make(isa, root)
     except Unsafe as why:
         log.warning(
-            "%s: the CPU kernels are compiled again at each start; set QUIRE_CACHE_ROOT to a folder of this user", why,
-        )  # fmt: skip
+            "%s: the CPU kernels are compiled again at each start; set QUIRE_CACHE_ROOT to a folder of this user",
+            why,
+        )
         return make(isa, Path(tempfile.mkdtemp(prefix=PRIVATE)))
     except OSError as why:
         raise CannotBuild(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None

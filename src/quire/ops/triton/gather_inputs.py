@@ -84,7 +84,7 @@ def slots(
     slots_T = torch.empty(num_tokens, dtype=torch.int64, device=rows_B.device)
     slots_kernel[(len(rows_B), triton.cdiv(most, CHUNK))](
         blocks_RM, rows_B, starts_B1, firsts_B, slots_T, blocks_RM.stride(0), block_size, COLS=CHUNK
-    )  # fmt: skip
+    )
     return slots_T
 
 

@@ -46,12 +46,14 @@ def shrink_kernel(
                 inside = start + k < ins
                 x = tl.load(
                     x_ptr + t.to(tl.int64)[:, None] * x_row + (start + k)[None, :],
-                    mask=here[:, None] & inside[None, :], other=0.0,
-                )  # fmt: skip
+                    mask=here[:, None] & inside[None, :],
+                    other=0.0,
+                )
                 part = tl.load(
                     a + (first + n)[None, :] * padded + (start + k)[:, None],
-                    mask=there[None, :] & inside[:, None], other=0.0,
-                )  # fmt: skip
+                    mask=there[None, :] & inside[:, None],
+                    other=0.0,
+                )
                 sums = tl.dot(x, part, sums, input_precision="ieee")
             scale = tl.load(scales + first + n, mask=there, other=0.0)
             at = h_ptr + t.to(tl.int64)[:, None] * h_row + (first + n)[None, :]
@@ -85,8 +87,9 @@ def expand_kernel(
                 there = r + k < rank
                 h = tl.load(
                     h_ptr + t.to(tl.int64)[:, None] * h_row + (first + r + k)[None, :],
-                    mask=here[:, None] & there[None, :], other=0.0,
-                )  # fmt: skip
+                    mask=here[:, None] & there[None, :],
+                    other=0.0,
+                )
                 w_at = at + (o // 16 * rank * 16 + o % 16)[None, :] + (r + k)[:, None] * 16
                 w = tl.load(b + w_at, mask=there[:, None] & inside[None, :], other=0.0)
                 sums = tl.dot(h, w.to(tl.float32), sums, input_precision="ieee")

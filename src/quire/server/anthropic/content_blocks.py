@@ -129,8 +129,9 @@ def tools_of(tools: list[JSON]) -> list[JSON]:
     for index, tool in enumerate(tools):
         if tool.get("type", "custom") != "custom":
             raise invalid(
-                f"`tools[{index}].type` is {tool.get('type')!r}; this server has no built-in tools: send tools with a name and an input_schema", "tools"
-            )  # fmt: skip
+                f"`tools[{index}].type` is {tool.get('type')!r}; this server has no built-in tools: send tools with a name and an input_schema",
+                "tools",
+            )
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         for name in ("description", "strict"):
             if tool.get(name) is not None:

@@ -89,8 +89,9 @@ def messages_of(items: list[JSON]) -> list[JSON]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         else:
             raise invalid(
-                f"`{where}`: only messages, reasoning, function_call and function_call_output are supported", where
-            )  # fmt: skip
+                f"`{where}`: only messages, reasoning, function_call and function_call_output are supported",
+                where,
+            )
     return messages
 
 
@@ -110,9 +111,10 @@ def _add_call(found: list[JSON], item: JSON, where: str) -> None:
     if isinstance(namespace := item.get("namespace"), str):
         name = namespace + SEPARATOR + name
     call = {
-        "id": item.get("call_id"), "type": "function",
+        "id": item.get("call_id"),
+        "type": "function",
         "function": {"name": name, "arguments": arguments},
-    }  # fmt: skip
+    }
     last.setdefault("tool_calls", []).append(call)
 
 

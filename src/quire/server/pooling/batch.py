@@ -134,7 +134,7 @@ class PoolingBatch(EngineRequests):
                 f"the response would have more than {limit} numbers ({self.numbers_per_token} for each token); send fewer"
                 " or shorter inputs in one request (--max-answer-entries)",
                 "input",
-            )  # fmt: skip
+            )
 
     def _on_output(self, running: RunningRequest) -> None:
         self._changed.append(running)

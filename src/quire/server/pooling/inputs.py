@@ -95,7 +95,7 @@ def wrong_form() -> Exception:
         "`input` must be a string, a list of strings, a list of token ids, a list of such lists, a conversation, or a"
         " list of conversations; all entries of one kind",
         "input",
-    )  # fmt: skip
+    )
 
 
 async def input_source(context: RequestContext, body: InputBody, task: str) -> PromptSource:

@@ -61,7 +61,7 @@ class VectorEncoding:
                 f"`encoding_format` bytes describes each of {count} vectors in a header, which would be too long; use"
                 " bytes_only, or send fewer inputs",
                 "encoding_format",
-            )  # fmt: skip
+            )
 
     def encoded(self, array: Floats) -> bytes:
         """The numbers as bytes, rounded to the nearest of the dtype."""

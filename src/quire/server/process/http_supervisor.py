@@ -200,8 +200,9 @@ class HttpSupervisor:
         elif child.is_open and process.is_silent(self.policy.heartbeat):
             log.error(
                 "HTTP process %d sent no heartbeat for %g s; its stacks follow",
-                child.number, self.policy.heartbeat,
-            )  # fmt: skip
+                child.number,
+                self.policy.heartbeat,
+            )
             process.kill_hanging()
 
     # -- start and restart ----------------------------------------------------------------------
