@@ -15,7 +15,7 @@ GO = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 4}
 DOUBLED = (
     "{% set ns=namespace(a=[1,1]) %}{% for i in range(30) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
     "{{ ns.a|string|length }}"
-)  # fmt: skip
+)
 PADDED = "{{ 'x'.ljust(2000000000)|length }}"
 
 

@@ -167,7 +167,7 @@ def fails(call, times: int) -> float:
     raise RuntimeError("it cannot be recorded")
 
 
-def test_a_hanging_section_is_stopped_and_its_results_are_kept(tmp_path: Path, monkeypatch) -> None:  # fmt: skip
+def test_a_hanging_section_is_stopped_and_its_results_are_kept(tmp_path: Path, monkeypatch) -> None:
     """In a process of its own, which here is one that notes a figure and sleeps."""
     script = tmp_path / "child.py"
     script.write_text(

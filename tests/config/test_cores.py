@@ -72,7 +72,7 @@ def test_threads_stay_on_one_numa_node(tmp_path: Path) -> None:
     assert one_node([0, 1, 2, 4, 5], root) == [0, 1, 2]
     assert one_node([2, 3], tmp_path / "says nothing") == [2, 3]
     assert chosen_cores("auto", 0, everything, one_node(everything, root)) == [4, 5, 6, 7, 12, 13, 14, 15]  # fmt: skip
-    assert chosen_cores("auto", 2, everything, one_node(everything, root)) == [6, 7, 12, 13, 14, 15]  # fmt: skip
+    assert chosen_cores("auto", 2, everything, one_node(everything, root)) == [6, 7, 12, 13, 14, 15]
     assert chosen_cores("auto", 0, [0, 1], one_node([0, 1], root)) == []
     assert chosen_cores("3,4", 0, everything, one_node(everything, root)) == [3, 4]
 

@@ -256,7 +256,7 @@ def test_models_with_a_cache_of_their_own_are_refused_before_weights_are_read(
         ConfigError,
         match=r"draft\d runs on Transformers with a cache of its own \(.*take tokens back",
     ):
-        drafter(LLAMA | own)  # fmt: skip
+        drafter(LLAMA | own)
     target = folder(tmp_path / "own", LLAMA | own)
     made = engine_config(
         {"model": target, "speculative_config": NGRAM, "skip_tokenizer_init": True}

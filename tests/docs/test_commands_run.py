@@ -221,7 +221,7 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "python -m benchmarks": "measures for minutes: tests/bench runs it with small numbers",
     "python -c from vllm": "needs `pip install ./compat/vllm`: tests/config/test_as_vllm.py installs it into a folder and imports it",
     "vllm serve quire-tiny": "needs `pip install ./compat/vllm`: tests/config/test_as_vllm.py installs it into a folder",
-}  # fmt: skip
+}
 PAGES = [ROOT / "README.md", ROOT / "compat/vllm/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -69,7 +69,7 @@ class AdapterDevice:
         return {
             ticket: {"error": error} if error else {"version": version, "rank": 1, "bytes": 1}
             for ticket, (_, version, error) in done.items()
-        }  # fmt: skip
+        }
 
     def add_adapter(self, ticket: int, slot: int, version: str) -> bool:
         _, found, error = self.tickets.pop(ticket)

@@ -76,7 +76,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "mamba": {"state_size": 8, "expand": 2},
-}  # fmt: skip
+}
 SPREAD = {"gemma3_text": 0.03, "gemma4_text": 0.03}  # of the embedding, which it multiplies
 
 

@@ -126,5 +126,5 @@ def test_offloading_is_refused_for_the_transformers_backend(apart: Apart, path: 
 
 
 def test_a_negative_size_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match="cpu_offload_gb=-1"), engine(path, cpu_offload_gb=-1):  # fmt: skip
+    with pytest.raises(ConfigError, match="cpu_offload_gb=-1"), engine(path, cpu_offload_gb=-1):
         pass

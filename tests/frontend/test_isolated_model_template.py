@@ -19,9 +19,7 @@ from quire.frontend.untrusted_templates import UntrustedTemplateRenderer
 from quire.models.checkpoint_locator import EMBEDDED
 
 CHAT = [{"role": "user", "content": "go é ⁂"}, {"role": "assistant", "content": "yes"}]
-DOUBLED = (
-    "{% set ns=namespace(a=[1,1]) %}{% for i in range(30) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
-)  # fmt: skip
+DOUBLED = "{% set ns=namespace(a=[1,1]) %}{% for i in range(30) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
 HOSTILE = {
     "a doubled list": DOUBLED + "{{ ns.a|string|length }}",
     "compared": DOUBLED + "{{ ns.a == [ns.a] }}{{ ns.a|tojson|length }}",

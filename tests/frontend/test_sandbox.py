@@ -39,7 +39,7 @@ SLOW = {
     "a tree of macros": (
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
     ),
-}  # fmt: skip
+}
 LARGE = {
     "times": "{{ 'x' * 10**9 }}",
     "times, lists": "{{ [1] * 10**9 }}",
@@ -51,7 +51,7 @@ LARGE = {
     "text": "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
     "a macro without end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "a long range": "{% for i in range(10**9) %}{% endfor %}",
-}  # fmt: skip
+}
 WITHIN_PYTHON = {
     "replace": again("ns.x | replace('x', ns.x)"),
     "join": "{{ range(99999) | join('x' * 99999) }}",
@@ -163,7 +163,7 @@ def test_the_sandbox_does_not_change_the_result():
         "{% else %}none{% endfor %}{% for x in [] %}{% else %}empty{% endfor %}{{ 2 ** 10 * 3 + 1 }}{{ [1] + [2] }}"
         "{% set x %}{{ 'y' * 3 }}{% endset %}{{ x }}{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}"
         "{% for a in [[1], []] recursive %}<{{ loop(a) if a is iterable else a }}>{% endfor %}"
-    )  # fmt: skip
+    )
     plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(source).render()
     assert jinja_sandbox.render_template(source, {}) == plain
 

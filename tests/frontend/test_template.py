@@ -40,7 +40,7 @@ TEMPLATES = {
         "{% for m in messages %}\n    {% if not loop.first %}\n ---\n    {% endif %}\n{{ m.content }}\n{% endfor %}\n"
         "{% macro close() %}end{% endmacro %}{{ close() }}{{ documents }}{{ enable_thinking }}"
     ),
-}  # fmt: skip
+}
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hi"}],
     [

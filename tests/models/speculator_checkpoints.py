@@ -183,7 +183,7 @@ def right_speculators() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
         }  # fmt: skip
     eagle = _still(drawn.layer("layers.0")) | {"fc.weight": takes_embedding}
     ones = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight", "layernorm.weight")
-    mtp = {key: t / t if key.endswith(ones) else t for key, t in _still(mtp_tensors(drawn)).items()}  # fmt: skip
+    mtp = {key: t / t if key.endswith(ones) else t for key, t in _still(mtp_tensors(drawn)).items()}
     mtp["mtp.fc.weight"] = takes_embedding
     return {
         "eagle": (SHAPE, eagle),

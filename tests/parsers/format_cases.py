@@ -30,7 +30,7 @@ DSML_V4 = (
 )
 DSML_V32 = DSML_V4.replace("tool_calls", "function_calls")
 DSML_V41 = DSML_V4.replace("｜tool_calls", "｜ calls").replace("｜invoke", "｜ invoke").replace("｜parameter", "｜ parameter")  # fmt: skip
-DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"count\": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"  # fmt: skip
+DEEPSEEK = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"count": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 DEEPSEEK_31 = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"count": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 MINIMAX = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="count">1</parameter>\n</invoke>\n</minimax:tool_call>'
 GLM = "<tool_call>f\n<arg_key>count</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"

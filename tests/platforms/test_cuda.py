@@ -44,7 +44,7 @@ def test_cuda_is_used_on_request(card, monkeypatch, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         assert detect.facts().device == detect.facts().device == "cpu"
     (said,) = caplog.messages
-    assert said == "not using A card: CUDA support is experimental; set QUIRE_DEVICE=cuda to use it"  # fmt: skip
+    assert said == "not using A card: CUDA support is experimental; set QUIRE_DEVICE=cuda to use it"
     monkeypatch.setenv("QUIRE_DEVICE", "cuda")
     found = detect.facts()
     assert (found.device, found.depth, found.block_size, found.dtypes[0]) == (

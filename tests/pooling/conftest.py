@@ -21,7 +21,7 @@ from quire.protocol.pooling_info import PoolingInfo
 from quire.server.app import build_app
 from quire.server.state import ServerState
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"  # fmt: skip
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
 
 
 @pytest.fixture(scope="session")

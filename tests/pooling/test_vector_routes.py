@@ -119,7 +119,7 @@ def test_messages(serving):
         ({"input": "a", "cache_salt": ""}, "cache_salt"),
         ({"input": "a", "model": "x"}, "does not exist"),
     ],
-)  # fmt: skip
+)
 def test_wrong_requests(serving, body, message):
     server = serving()
     assert message in server.error("/v1/embeddings", body, 404 if "model" in body else 400)

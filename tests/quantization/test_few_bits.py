@@ -26,7 +26,7 @@ from quire.quantization.int8 import Int8Codes, quantize
 from quire.quantization.wna16 import FewBitsWeight
 from tests.models.test_native import build, texts
 from tests.quantization.cpu_as_accelerator import answer, pretend
-from tests.quantization.test_quantized_formats import (  # fmt: skip
+from tests.quantization.test_quantized_formats import (
     floats_of,
     linears,
     quantized,

@@ -119,7 +119,7 @@ def test_results_of_tools_find_their_calls():
         ("/infill", {}, "input_prefix"),
         ("/infill", {"input_prefix": "a", "input_extra": [{"text": 7}]}, "input_extra[0]"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_is_named(path: str, body: dict[str, Any], says: str):
     answer = ask(PlainModel(), "POST", path, body)
     assert answer.status_code == 400

@@ -63,7 +63,7 @@ def all_logprobs(llm: LLM, sequences: list[tuple[int, ...]]) -> list[dict[int, f
 
 def by_hand(
     llm: LLM, prompt: list[int], width: int, steps: int, language: list[str], penalty: float
-) -> list[tuple[list[int], float, str]]:  # fmt: skip
+) -> list[tuple[list[int], float, str]]:
     """Tokens, sum of log-probabilities and reason of the best `width` sequences, best first."""
     texts = {token: llm.get_tokenizer().decode([token]) for token in range(1536)}
     ends = llm.front.inputs.eos_token_ids

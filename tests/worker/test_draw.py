@@ -93,6 +93,4 @@ def test_the_order_of_candidates_does_not_matter() -> None:
     logits = torch.randn(50, 300, generator=generator)
     keys_2S = made_keys([9] * 50, list(range(50)))
     order = torch.stack([torch.randperm(300, generator=generator) for _ in range(50)])
-    assert torch.equal(
-        draw(logits, keys_2S), draw_among(logits.gather(1, order), order, keys_2S)
-    )  # fmt: skip
+    assert torch.equal(draw(logits, keys_2S), draw_among(logits.gather(1, order), order, keys_2S))

@@ -128,7 +128,7 @@ def test_penalties_equal_the_reference() -> None:
         None,
         SamplingParams(frequency_penalty=1.1),
         SamplingParams(repetition_penalty=0.7),
-    ]  # fmt: skip
+    ]
     selected = ProcessorRows(np.array([2, 0, 3]), np.array([0, 2, 3]), np.array([33, 58, 9]), rows)
     x = logits(4)
     got = triton_ops.TritonPenalties().apply(x.clone(), selected)
