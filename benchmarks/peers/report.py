@@ -27,7 +27,7 @@ class Turn:
     seconds: float
     floor: float  # seconds, at the speeds probed before and after it
     bytes_per_s: float  # mean of both probes
-    equal: float  # share of tokens equal to those of the first engine of its group
+    equal: float  # share of tokens that equal the tokens of its group's first engine
 
     def line(self) -> str:
         return (
@@ -126,7 +126,7 @@ def page(result: dict[str, Any]) -> str:
         f"{result['rounds']} rounds, the engines in turn within each; medians. Random weights, greedy, no end of text, prefix caches"
         " off; tokens/s counts the generated ones. Read: memory bandwidth between the turns. The floor is the time at the better of"
         " the speeds probed before and after a turn, with the weights and keys and values of that engine's formats and nothing else"
-        " to do. Equal tokens: to where an answer first parts from that of the first engine of its group; random weights part soon."
+        " to do. Equal tokens: to where an answer first differs from the answer of its group's first engine; with random weights that is soon."
         " First turn: its tokens/s, with memory that is written for the first time.",
         "",
         table(result),

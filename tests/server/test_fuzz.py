@@ -1,6 +1,6 @@
 """Thousands of random and mutated requests: no answer is a 5xx, none hangs, nothing stays behind.
 
-The real frontend is behind the routes; the engine has a fixed text. Good requests run between the odd ones
+The routes use the real frontend; the engine has a fixed text. Good requests run between the odd ones
 and get their answers as if they were alone.
 """
 

@@ -123,7 +123,9 @@ def test_unknown_fields_are_logged_once_each(
             request_body.warn_of({f"field_{number}_x"}, {"messages"})
     lines = [r.getMessage() for r in caplog.records if "ignored field" in r.getMessage()]
     assert sum("'foo_bar'" in line for line in lines) == sum("'store'" in line for line in lines) == 1  # fmt: skip
-    assert not any("max_tokens" in line for line in lines), "known to the route behind /invocations"
+    assert not any("max_tokens" in line for line in lines), (
+        "known to the route that /invocations selects"
+    )
     assert len(lines) == request_body.MOST_LOGGED
 
 

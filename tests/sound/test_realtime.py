@@ -35,7 +35,7 @@ def server(whisper_path: str) -> Iterator[SoundServer]:
 
 @pytest.fixture(scope="module")
 def address(server: SoundServer) -> Iterator[str]:
-    """Of the application behind a real socket, in a thread."""
+    """The URL of the application, which a thread serves on a real socket."""
     config = ServerConfig(host="127.0.0.1", port=0)
     listener = sockets.bind(config)
     http = sockets.http_server(server.app, config)

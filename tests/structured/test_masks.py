@@ -334,7 +334,7 @@ def test_statistics_begin_no_compilation(reader: Reader):
 def test_a_step_does_not_wait_for_other_compilations(reader: Reader):
     form = Form(regex="abc-now")
     with held_up(reader.compiler):
-        behind = reader.compiler.submit(form)
+        later = reader.compiler.submit(form)
         assert reader.compiler.submit(form, now=True).result(60).alive
-        assert behind.done()  # a request that waited for it has it too
+        assert later.done()  # a request that waited for it has it too
         assert not reader.compiler.quick.waiting

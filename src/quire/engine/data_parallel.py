@@ -276,7 +276,7 @@ class DataParallelClient:
     def _place_again(
         self, number: int, outputs: list[EngineOutput], requests: Sequence[EngineRequest]
     ) -> None:
-        """An engine died: its last outputs come before those of the engines that get its requests."""
+        """An engine died: its last outputs come before the outputs of the engines that get its requests."""
         if outputs:
             self._take(number, outputs)
         ended: list[EngineOutput] = []

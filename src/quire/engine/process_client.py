@@ -69,7 +69,7 @@ class ProcessClient:
         on_report: called when the engine sent statistics.
         give_back: takes the last outputs of an engine that died, and the requests that another may have; None: its next
             process gets them.
-        batch_invariant: the bits of requests that go on are those of an undisturbed run.
+        batch_invariant: requests that go on have the bits of an undisturbed run.
     """
 
     ready: EngineReady

@@ -31,8 +31,8 @@ class RequestMetrics:
     engine: int = 0
     """The place of its engine among the client's engines."""
     resumed: bool = False
-    """A process of the engine died, another went on with the request, and its bits may differ from those of an undisturbed
-    run (`--resume`)."""
+    """A process of the engine died, another went on with the request, and its bits may differ from an undisturbed run's
+    (`--resume`)."""
 
     @property
     def first_token_latency(self) -> float:

@@ -60,7 +60,7 @@ class EngineRequest(Struct, array_like=True, omit_defaults=True, gc=False, tag="
     # how many of `tokens` are the prompt, if an engine that died made the rest; 0: all
     num_prompt: int = 0
     deaths: int = 0  # how many engines may have died because of it
-    # It ran when an engine died: with so many tokens it has passed the step in which the engine died. 0: it did not.
+    # Its length after the step in which an engine died; 0: it did not run then.
     trial_length: int = 0
 
     @property

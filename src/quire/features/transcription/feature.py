@@ -41,7 +41,7 @@ class TranscriptionFeature(Feature):
         return max(1, self.resolved.max_num_batched_tokens // states)
 
     def memory(self, layout: RankLayout, stage: int) -> Sequence[MemoryLine]:
-        """The kept states, and those of a step. The encoder's weights are counted with the checkpoint."""
+        """The kept states, and a step's states. The encoder's weights are counted with the checkpoint."""
         if self.model is None:
             return ()
         states, size = self.model.states, ITEMSIZE[self.resolved.dtype]

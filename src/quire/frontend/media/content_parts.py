@@ -6,7 +6,7 @@
     Python     {"type": "image_pil", "image_pil": IMAGE}
 
 `find_parts` finds them in the messages of any of these, with their JSON paths; each is then replaced by a `PicturePart`, which
-the protocols hand on as a part of type image. Knows parts. Does not know what is behind a URL.
+the protocols hand on as a part of type image. Knows parts. Does not know what a URL names.
 """
 
 from __future__ import annotations
