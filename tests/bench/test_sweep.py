@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.bench.__main__ import main
-from quire.bench.sweep import flags, read_params
+from quire.bench.sweep import flags, patient, read_params
 
 SERVER = "import pathlib, sys, time; pathlib.Path('started').open('a').write(' '.join(sys.argv[1:]) + '\\n'); time.sleep(60)"
 LOAD = """
@@ -62,3 +62,12 @@ def test_flags_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
             main(words)
         assert ended.value.code == 2
     assert "list of objects" in capsys.readouterr().err
+
+
+def test_a_load_waits_for_its_server():
+    """`bench serve` gives up after 5 s if nothing listens; a server that the sweep has just started may take longer."""
+    load = ["quire", "bench", "serve", "--num-prompts", "8"]
+    assert patient(load) == [*load, "--ready-check-timeout-sec", "600"]
+    given = [*load, "--ready_check_timeout_sec=9"]
+    assert patient(given) == given
+    assert patient(["load.py", "serve"]) == ["load.py", "serve"]

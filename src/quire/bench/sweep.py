@@ -24,6 +24,7 @@ from quire.processes.child import wait_or_kill
 
 STOP_S = 60  # for a server to end after SIGTERM
 NAME = "_benchmark_name"
+READY, READY_S = "--ready-check-timeout-sec", "600"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         with running(shlex.split(given.serve_cmd) + flags(server), given.dry_run):
             for (at, load), run in product(enumerate(loads), range(given.num_runs)):
                 path = folder / f"serve{number}-bench{at}" / f"run={run}.json"
-                command = shlex.split(given.bench_cmd) + flags(load)
+                command = patient(shlex.split(given.bench_cmd) + flags(load))
                 command += ["--save-result", "--result-dir", str(path.parent), "--result-filename", path.name]  # fmt: skip
                 execute(command, given.dry_run)
                 if path.is_file():
@@ -125,6 +126,12 @@ def flags(params: Mapping[str, Any]) -> list[str]:
         else:
             words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return words
+
+
+def patient(command: list[str]) -> list[str]:
+    """The server was started a moment ago: `quire bench serve` waits for it, also while nothing listens."""
+    waits = any(word.replace("_", "-").startswith(READY) for word in command)
+    return command if waits or command[1:3] != ["bench", "serve"] else [*command, READY, READY_S]
 
 
 def execute(command: Sequence[str], dry: bool) -> None:
