@@ -7,11 +7,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server_process import ENGINE, PATIENCE_S, Served, running, until
+from server_process import ENGINE, PATIENCE_S, SOURCE, Served, running, until
 
 MODEL = "quire-tiny"
 FLAGS = ("--max-model-len", "512", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "16M")
@@ -124,3 +125,33 @@ def test_streams_go_on_as_if_nothing_had_happened(
         assert usage["completion_tokens"] == used["completion_tokens"]
     assert server.metric("quire:process_restarts_total", 'process="engine"') == before + 1
     until(lambda: server.metric("quire:requests_resumed_total") >= 1)
+
+
+def test_a_request_that_kills_ends_alone() -> None:
+    """Twice the engine dies because of it; then it ends with an error, and all others have the text of an undisturbed run."""
+    path = {"PYTHONPATH": f"{SOURCE}:{Path(__file__).parent}"}
+    kinds = {name: body for name, body in BODIES.items() if name not in ("adapter", "schema")}
+    found: dict[str, Any] = {}
+    with Served(MODEL, *FLAGS, "--logits-processors", "killing_processor:Killer", env=path) as server:  # fmt: skip
+        wanted = {name: stream(server, body)[0] for name, body in kinds.items()}
+        killer = TEXT | {"seed": 99, "model": MODEL, "vllm_xargs": {"kill_at": 20}, "stream": False}
+
+        def kill() -> None:
+            answer = httpx.post(server.url + "/v1/completions", json=killer, timeout=2 * PATIENCE_S)
+            found["killer"] = answer.status_code, answer.text
+
+        def follow(name: str) -> None:
+            found[name] = stream(server, kinds[name])[0]
+
+        threads = [threading.Thread(target=follow, args=(name,)) for name in kinds]
+        threads.append(threading.Thread(target=kill))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+        assert found.pop("killer")[0] == 500
+        assert found == wanted
+        assert server.metric("quire:process_restarts_total", 'process="engine"') == 2
+        refused = httpx.post(server.url + "/v1/completions", json=killer, timeout=PATIENCE_S)
+        assert refused.status_code == 400
+        assert "died twice while this request ran" in refused.text
