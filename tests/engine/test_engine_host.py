@@ -167,7 +167,7 @@ def test_an_unwritable_recording_is_skipped(
     monkeypatch.setattr(module.flight_recorder, "read_recording", fails)
     host = make("dies", "lives")
     until(is_ready(host, 2))
-    assert (host.state.recorded, host.state.lost) == (False, [])
+    assert (host.state.recorded, host.state.lost) == (False, {})
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -22,7 +22,8 @@ def is_batch_invariant(model: LanguageModel) -> bool:
     layers = (layer for layer in model.modules() if isinstance(layer, Layer))
     refs = [ref for layer in layers for ref in layer.weights() if isinstance(ref, WeightRef)]
     backends = {type(layer.backend) for layer in model.attention_layers()}
-    if any(tensor.device.type != "cpu" for tensor in model.parameters()):
+    # packed weights leave a parameter on the meta device
+    if any(tensor.device.type not in ("cpu", "meta") for tensor in model.parameters()):
         return False
     if backends <= {ReferenceAttention} and all(_is_float32(ref) for ref in refs):
         return True
