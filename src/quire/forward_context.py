@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,25 @@ class EncoderStates:
     lengths: list[int]  # by row of the batch
     new_rows: list[int]  # indices in B of the rows whose keys and values this step writes
     states_SD: Tensor | None = None  # of these, one row after the other; a hook sets it
+
+
+class SeenSpan(NamedTuple):
+    """Tokens of a row that see each other, in both directions, and all tokens before them; all are in this step.
+
+    Attributes:
+        at, length: the first of them in T, and how many.
+        row: in B.
+        start, end: positions of the first, and of the last + 1. The first tokens of a span may have been computed before this
+            step; then `start` is the first that this step computes.
+        windows_only: they do so only in layers with a window.
+    """
+
+    at: int
+    length: int
+    row: int
+    start: int
+    end: int
+    windows_only: bool = False
 
 
 @dataclass(slots=True)
@@ -74,12 +93,22 @@ class ForwardBatch:
     extras: dict[str, Tensor] = field(default_factory=dict)
     # embeddings that hooks put in the place of some tokens': (which of the T tokens [N], [N, D]), applied in order
     embeddings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # states that hooks add to some tokens' after a number of layers: (which of the T tokens [N], [N, D])
+    added_states: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    spans: list[SeenSpan] = field(default_factory=list)  # tokens that see later tokens of their row
+    span_meta: dict[Any, Any] = field(default_factory=dict)  # of these: attention/spans.py
     encoder: EncoderStates | None = None  # of a model with cross attention
     # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
     # if ranks compute the other tokens of the step (prefill context parallelism): `slots` has the slots of all tokens, by place
     split_tokens: SplitTokens | None = None
     whole: ForwardBatch | None = None  # then the batch of all tokens of the step
+
+    @property
+    def needs_modules(self) -> bool:
+        """Whether the step needs what only the model's modules do, and not the CPU's larger calls: keys that ranks gather, states
+        that are added between layers, and tokens that see later ones."""
+        return self.split_tokens is not None or bool(self.added_states or self.spans)
 
     def first_draws(self) -> list[tuple[int, int, int]]:
         """Of each row that draws: its index in B, the worker's row, and the position of its first draw."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from quire import LLM
-from quire.frontend.media.picture_processes import PictureProcesses
+from quire.frontend.media.errors import refused
+from quire.frontend.media.picture_messages import Process, Processed, Refused
+from quire.frontend.media.picture_processes import PictureProcesses, why
 
 if find_spec("PIL") is None:  # the extra "vision" is not installed
     collect_ignore_glob = ["test_*.py"]
@@ -22,6 +25,9 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+MAX_PIXELS, MOST_ENGINES = 1 << 26, 3
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Path of the tiny checkpoint of a kind, made once."""
@@ -32,6 +38,38 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
             folder = tmp_path_factory.mktemp(kind)
             made[kind] = vision_checkpoints.make_checkpoint(kind, folder)
         return made[kind]
+
+    return get
+
+
+class SameProcess:
+    """Answers as a picture process does, in this process: the start of one takes seconds."""
+
+    def __init__(self, path: str):
+        from quire.frontend.media.picture_process import load_processor
+
+        self.processor, self.replaced, self.count = load_processor(path), 0, 1
+
+    def process(self, data: bytes, where: str) -> Processed:
+        from quire.frontend.media.picture_process import answer_to
+
+        answer = answer_to(Process(MAX_PIXELS, 10.0), data, self.processor)
+        if isinstance(answer, Refused):
+            raise refused(where, why(answer))
+        return answer
+
+    def prepare(self) -> None:
+        """It is ready."""
+
+
+@pytest.fixture(scope="session")
+def same_process() -> Callable[[str], Any]:
+    made: dict[str, SameProcess] = {}
+
+    def get(path: str) -> SameProcess:
+        if path not in made:
+            made[path] = SameProcess(path)
+        return made[path]
 
     return get
 
@@ -51,20 +89,45 @@ def processes() -> Iterator[Callable[[str], PictureProcesses]]:
         one.close()
 
 
+@pytest.fixture(scope="session")
+def engines(checkpoint: Callable[[str], str], same_process: Any) -> Iterator[Callable[..., LLM]]:
+    """Engines of this process by kind and options, with empty caches. A few are kept."""
+    kept: OrderedDict[str, LLM] = OrderedDict()
+
+    def get(kind: str, **options: Any) -> LLM:
+        key = f"{kind} {sorted(options.items())}"
+        if (llm := kept.get(key)) is None:
+            while len(kept) >= MOST_ENGINES:
+                kept.popitem(last=False)[1].shutdown()
+            llm = kept[key] = LLM(
+                model=checkpoint(kind),
+                **{**SMALL, **vision_checkpoints.CHECKPOINTS[kind].get("engine", {}), **options},
+            )
+            if llm.front.pictures is not None:
+                llm.front.pictures.processes = same_process(checkpoint(kind))
+        kept.move_to_end(key)
+        llm.reset_prefix_cache()
+        llm.reset_mm_cache()
+        llm.reset_encoder_cache()
+        vars(llm)["passes_before"] = vision_checkpoints.encoder_passes(llm)
+        return llm
+
+    yield get
+    for llm in kept.values():
+        llm.shutdown()
+
+
 @pytest.fixture
-def engine(checkpoint: Callable[[str], str], processes: Any) -> Callable[..., Any]:
+def engine(engines: Callable[..., LLM]) -> Callable[..., Any]:
     """`with engine(kind, option=...) as llm`: an LLM in this process, on one thread."""
 
     @contextmanager
     def started(kind: str, **options: Any) -> Iterator[LLM]:
-        path, threads = checkpoint(kind), torch.get_num_threads()
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        with LLM(model=path, **{**SMALL, **options}) as llm:
-            if llm.front.pictures is not None:
-                llm.front.pictures.processes = processes(path)
-            try:
-                yield llm
-            finally:
-                torch.set_num_threads(threads)
+        try:
+            yield engines(kind, **options)
+        finally:
+            torch.set_num_threads(threads)
 
     return started

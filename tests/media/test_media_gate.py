@@ -28,7 +28,7 @@ def request(*places: tuple[int, int]) -> Request:
     return Request.of(received(*places), 1, b"", by_priority=False)
 
 
-def gate(budget: int = 20, whole: bool = False) -> MediaGate:
+def gate(budget: int = 20, whole: int = 0) -> MediaGate:
     made = MediaGate(budget, whole, defaultdict(float))
     made.begin([])
     return made
@@ -58,7 +58,7 @@ def test_the_largest_picture_is_encoded_alone():
 
 
 def test_whole_pictures():
-    limit = gate(whole=True)
+    limit = gate(whole=20)
     assert limit.allow(request((10, 20)), 0, 15) == 10
     assert limit.allow(request((10, 20)), 10, 15) == 0
     assert limit.allow(request((10, 20)), 10, 20) == 20
@@ -78,7 +78,7 @@ def test_other_media_have_no_limit_here():
 # -- the hook's arithmetic ------------------------------------------------------------------------
 def test_which_tokens_take_which_rows():
     """Tokens 12, 13 and 16 of the row, at every cut of a chunk."""
-    placed = PlacedPicture("a", 10, 18, Picture([(2, 2), (6, 1)], (0, 0, 0), {}))
+    placed = PlacedPicture("a", 10, 18, Picture([(2, 2), (6, 1)], [], {}))
     expected = {12: 0, 13: 1, 16: 2}
     for start in range(8, 20):
         for end in range(start, 21):
@@ -89,7 +89,7 @@ def test_which_tokens_take_which_rows():
 
 def test_positions_of_a_grid():
     """Two text tokens, 2 x 3 rows, one text token, 1 x 2 rows: the positions of Qwen2-VL."""
-    first, second = Picture([(0, 6)], (1, 2, 3), {}), Picture([(0, 2)], (1, 1, 2), {})
+    first, second = Picture([(0, 6)], [(1, 2, 3)], {}), Picture([(0, 2)], [(1, 1, 2)], {})
     positions_LC, offset = picture_positions([(2, first), (9, second)])
     time, height, width = positions_LC.T.tolist()
     assert time == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6]

@@ -16,13 +16,19 @@ import torch
 import vision_checkpoints
 from vision_checkpoints import CHECKPOINTS, picture
 
-from quire import SamplingParams
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
 from quire.frontend.media.picture_process import load_processor
 
 COUNT = 10
+SLOW = pytest.mark.slow
 KINDS = tuple(CHECKPOINTS)
 CORE = ("llava", "qwen2_vl", "idefics3")
 """One row of tiles, positions of a grid, several runs of rows with text between them."""
+JOINTS = ("qwen3_vl", "gemma3", "gemma4_both_ways")
+"""States of the tower that inner layers take, tokens that see later ones in all layers, and in layers with windows."""
+WHOLE = {"gemma3": 20, "gemma4_both_ways": 71}
+"""Steps of fewer tokens are refused: they must have all of a picture."""
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 WIDE = {"width": 150, "height": 90}
 
@@ -63,8 +69,8 @@ def tokens(llm: Any, *prompts: Any, params: SamplingParams = GREEDY) -> list[lis
 
 
 def passes(llm: Any) -> int:
-    """How many pictures the tower has encoded."""
-    return int(sum(m.value for m in llm.get_metrics() if m.name == "quire:encoder_passes"))
+    """How many pictures the tower has encoded in this test."""
+    return vision_checkpoints.encoder_passes(llm) - int(llm.passes_before)
 
 
 @pytest.mark.parametrize(("kind", "impl"), [*((kind, "auto") for kind in KINDS), *((kind, "transformers") for kind in CORE)])  # fmt: skip
@@ -94,10 +100,15 @@ def test_pictures_at_every_place(kind, text, engine, checkpoint):
         )
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [*((kind, 5) for kind in KINDS), *((kind, n) for kind in CORE for n in (1, 16))])  # fmt: skip
+def quick_or_slow(*more: Any) -> list[Any]:
+    """A case for each kind; those that no joint of the engine needs are slow."""
+    return [pytest.param(kind, *more, marks=() if kind in (*CORE, *JOINTS) else SLOW) for kind in KINDS]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "chunk"), [*quick_or_slow(5), *((kind, n) for kind in CORE for n in (1, 16))])  # fmt: skip
 def test_a_step_may_end_inside_a_picture(kind, chunk, engine, checkpoint):
     text, pictures = "see @ and also @ now", [picture(1, **WIDE), picture(2)]
-    with engine(kind, long_prefill_token_threshold=chunk) as llm:
+    with engine(kind, long_prefill_token_threshold=max(chunk, WHOLE.get(kind, 0))) as llm:
         assert (
             tokens(llm, given(kind, text, pictures))[0]
             == peer(checkpoint(kind), kind, text, pictures)[1]
@@ -120,7 +131,7 @@ def test_beside_texts_and_other_pictures(kind, engine, checkpoint):
     assert found[1] == alone[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_or_slow())
 def test_a_second_question_about_a_picture_needs_no_tower(kind, engine, checkpoint):
     pictures = [picture(4, **WIDE)]
     first, second = "a picture: @ which colour?", "a picture: @ which shape, please?"
@@ -173,13 +184,32 @@ def test_another_salt_shares_neither_blocks_nor_encoded_pictures(engine):
         assert list(out.outputs[0].token_ids) == first[0]
 
 
-@pytest.mark.parametrize("kind", CORE)
+def test_a_step_that_cannot_have_a_whole_picture_is_an_error_at_the_start(checkpoint):
+    with pytest.raises(ConfigError, match="16 tokens, and long_prefill_token_threshold=5: raise it to 16"):  # fmt: skip
+        LLM(
+            checkpoint("gemma3"), dtype="float32", max_model_len=512, long_prefill_token_threshold=5
+        )
+
+
+def test_a_prefix_hit_that_ends_inside_a_picture_that_sees_itself(engine, checkpoint):
+    """Blocks of 16 end inside the picture of 16 tokens; only the rest of it is computed again."""
+    text = "a@b"
+    with engine("gemma3") as llm:
+        first = tokens(llm, given("gemma3", text, [picture(5)]))
+        (out,) = llm.generate([given("gemma3", text, [picture(5)])], GREEDY, use_tqdm=False)
+        assert out.num_cached_tokens == 16
+        assert list(out.outputs[0].token_ids) == first[0]
+        assert first[0] == peer(checkpoint("gemma3"), "gemma3", text, [picture(5)])[1]
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", *(pytest.param(kind, marks=SLOW) for kind in ("qwen2_vl", "idefics3", "qwen3_vl", "gemma4_both_ways"))])  # fmt: skip
 def test_preempted_requests_continue_with_the_same_tokens(kind, engine, checkpoint):
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = [given(kind, f"{n} of @ follows", [picture(n, **WIDE)]) for n in range(4)]
     with engine(kind) as llm:
         expected = [tokens(llm, one, params=params)[0] for one in prompts]
-    with engine(kind, num_gpu_blocks_override=12, enable_prefix_caching=False) as llm:
+    blocks = {"gemma4_both_ways": 26, "gemma3": 14}.get(kind, 12)
+    with engine(kind, num_gpu_blocks_override=blocks, enable_prefix_caching=False) as llm:
         assert tokens(llm, *prompts, params=params) == expected
         assert sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
     assert (
@@ -236,10 +266,8 @@ def test_several_completions_of_a_picture(engine):
         assert passes(llm) == 1
 
 
-def test_a_published_config_without_text_config(tmp_path, processes, checkpoint):
+def test_a_published_config_without_text_config(tmp_path, same_process, checkpoint):
     """The values of the language model are beside vision_config, as in Qwen2-VL's and Qwen2.5-VL's repositories."""
-    from quire import LLM
-
     path = checkpoint("qwen2_vl")
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -247,7 +275,7 @@ def test_a_published_config_without_text_config(tmp_path, processes, checkpoint)
     (tmp_path / "config.json").write_text(json.dumps({**inner, **config}))
     text, pictures = "see @ here", [picture(1, **WIDE)]
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, block_size=16) as llm:
-        llm.front.pictures.processes = processes(path)
+        llm.front.pictures.processes = same_process(path)
         assert (
             tokens(llm, given("qwen2_vl", text, pictures))[0]
             == peer(path, "qwen2_vl", text, pictures)[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vision_server import moved, ok, web_server
+from vision_server import data_url, moved, ok, web_server
 
 from quire.config.media import MediaConfig
 from quire.errors import NotFetched, ValidationError
@@ -193,3 +193,33 @@ def test_files_of_other_places_and_hosts_are_refused(folder):
         f"file://{folder.parent}/secret.png",
     ):
         assert "no such file" in refused(url, allowed_local_media_path=str(folder))
+
+
+# -- data: URLs -----------------------------------------------------------------------------------
+def test_data_urls_at_the_borders_of_a_piece(monkeypatch):
+    """Every length of a file near a piece's end, with and without padding."""
+    monkeypatch.setattr("quire.frontend.media.fetch.PIECE", 16)
+    for size in range(40):
+        file = os.urandom(size)
+        assert fetch(data_url(file)) == [file]
+
+
+@pytest.mark.parametrize("text", ["abc", "abcde", "ab=c", "abc=abcd" * 4, "@@@@", "ab c", "abcd\n", "====", "=", "a==="])  # fmt: skip
+def test_what_is_no_base64_is_refused(text, monkeypatch):
+    monkeypatch.setattr("quire.frontend.media.fetch.PIECE", 16)
+    assert "not valid base64" in refused(f"data:image/png;base64,{text}")
+
+
+def test_a_long_data_url_does_not_hold_the_event_loop():
+    url = data_url(os.urandom(48 << 20))
+
+    async def go() -> float:
+        task, longest = asyncio.create_task(Fetcher(MediaConfig()).fetch([GivenPicture("at", url)])), 0.0  # fmt: skip
+        while not task.done():
+            began = time.monotonic()
+            await asyncio.sleep(0)
+            longest = max(longest, time.monotonic() - began)
+        assert len((await task)[0]) == 48 << 20
+        return longest
+
+    assert min(asyncio.run(go()) for _ in range(3)) < 0.1  # once of three: the machine may be busy

@@ -33,7 +33,7 @@ def pixels(made: Processed) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "qwen2_5_vl"])
 @pytest.mark.parametrize("size", [(70, 50), (50, 70), (224, 224), (31, 400), (1, 1), (3, 90)])
-def test_pixels_are_those_of_transformers_bit_for_bit(kind, size, checkpoint, processes):
+def test_pixels_are_those_of_transformers_bit_for_bit(kind, size, checkpoint, same_process):
     image, path = picture(3, *size), checkpoint(kind)
     try:
         expected = load_processor(path).image_processor(
@@ -44,7 +44,7 @@ def test_pixels_are_those_of_transformers_bit_for_bit(kind, size, checkpoint, pr
     if expected is None or min(size) < 4:
         array_HWC = np.asarray(image)
         expected = load_processor(path).image_processor(array_HWC, return_tensors="np", input_data_format="channels_last")  # fmt: skip
-    made = processes(path).process(as_file(image), "at")
+    made = same_process(path).process(as_file(image), "at")
     assert np.array_equal(pixels(made), expected["pixel_values"])
 
 
@@ -118,9 +118,9 @@ def test_a_side_of_no_pixels_is_damaged(llava):
         llava.process(png(0, 10), "at")
 
 
-def test_a_shape_that_the_model_refuses(checkpoint, processes):
+def test_a_shape_that_the_model_refuses(checkpoint, same_process):
     with pytest.raises(ValidationError, match="other proportions"):
-        processes(checkpoint("qwen2_vl")).process(as_file(picture(1, 2, 900)), "at")
+        same_process(checkpoint("qwen2_vl")).process(as_file(picture(1, 2, 900)), "at")
 
 
 @pytest.fixture
@@ -138,6 +138,7 @@ def test_a_process_at_its_limit_of_memory_refuses_and_goes_on(narrow):
     assert isinstance(narrow.process(as_file(picture(1)), "at"), Processed)
 
 
+@pytest.mark.slow  # it starts two processes
 def test_a_process_at_its_limit_of_time_is_replaced(narrow, monkeypatch):
     monkeypatch.setattr("quire.frontend.media.picture_processes.CPU_S", 0.01)
     with pytest.raises(ValidationError, match="to decode: send a smaller one"):

@@ -29,10 +29,10 @@ def server(checkpoint: Any, processes: Any) -> Iterator[VisionServer]:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Any, processes: Any) -> list[int]:
+def expected(checkpoint: Any, same_process: Any) -> list[int]:
     """The tokens that the Python API generates for this conversation."""
     with LLM(model=checkpoint("llava"), dtype="float32", max_model_len=512, block_size=16) as llm:
-        llm.front.pictures.processes = processes(checkpoint("llava"))
+        llm.front.pictures.processes = same_process(checkpoint("llava"))
         content = [{"type": "image_pil", "image_pil": picture(1)}, TEXT]
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         (out,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
@@ -190,11 +190,11 @@ def test_a_model_without_pictures_says_so(checkpoint):
         made.close()
 
 
-def test_a_template_of_strings_gets_placeholders_before_the_text(tmp_path, processes):
+def test_a_template_of_strings_gets_placeholders_before_the_text(tmp_path, same_process):
     from vision_checkpoints import make_checkpoint
 
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    made = VisionServer(make_checkpoint("llava", tmp_path, template), processes(str(tmp_path)))
+    made = VisionServer(make_checkpoint("llava", tmp_path, template), same_process(str(tmp_path)))
     try:
         body = asking(TEXT, image_part(URL), TEXT, return_prompt_text=True)
         found = made.ask("/v1/chat/completions", body).json()
@@ -295,7 +295,7 @@ def test_a_client_that_leaves_ends_the_fetch(server, monkeypatch):
         assert len(seen) == 1
 
 
-def test_async_llm_takes_pictures(checkpoint, processes, monkeypatch):
+def test_async_llm_takes_pictures(checkpoint, same_process, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     options = {"dtype": "float32", "max_model_len": 512, "block_size": 16}
     prompt = {"prompt": "<s>see <image> here", "multi_modal_data": {"image": picture(1)}}
@@ -303,7 +303,7 @@ def test_async_llm_takes_pictures(checkpoint, processes, monkeypatch):
 
     async def go() -> list[int]:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(checkpoint("llava"), **options))
-        engine.front.pictures.processes = processes(checkpoint("llava"))
+        engine.front.pictures.processes = same_process(checkpoint("llava"))
         try:
             outputs = [out async for out in engine.generate(prompt, params, "one")]
             await engine.reset_mm_cache()
@@ -313,7 +313,7 @@ def test_async_llm_takes_pictures(checkpoint, processes, monkeypatch):
             engine.shutdown()
 
     with LLM(checkpoint("llava"), **options) as llm:
-        llm.front.pictures.processes = processes(checkpoint("llava"))
+        llm.front.pictures.processes = same_process(checkpoint("llava"))
         (out,) = llm.generate([prompt], params, use_tqdm=False)
         llm.reset_mm_cache()
         llm.reset_encoder_cache()

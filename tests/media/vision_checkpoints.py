@@ -20,7 +20,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
 VOCAB = 340
-SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<img>", "</img>", "<video>", *[f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)]]  # fmt: skip
+SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<img>", "</img>", "<video>", *[f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)], "<start_of_image>", "<end_of_image>", "<image_soft_token>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|audio|>"]  # fmt: skip
+AT = {token: number for number, token in enumerate(SPECIAL)}
+NEW_LINES = ["ĊĊ", "ĊĊĊ"]
+"""Tokens of several new lines: what replaces a placeholder joins its neighbours."""
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -39,12 +42,42 @@ SIGLIP = {
     "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 2, "image_size": 28, "patch_size": 7, "vision_use_head": False,
 }  # fmt: skip
+PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "head_dim": 16, "image_size": 56, "patch_size": 7,
+}  # fmt: skip
 QWEN = {
     "image_token_id": 5, "video_token_id": 7, "vision_start_token_id": 4, "vision_end_token_id": 6,
     "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 QWEN_PIXELS = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 40}}  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "config": {
+        "text_config": {
+            "model_type": "gemma4_text", **TEXT, "head_dim": 16, "global_head_dim": 32, "sliding_window": 24,
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "use_double_wide_mlp": True,
+        },
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+            "position_embedding_size": 256,
+        },
+        "audio_config": None, "image_token_id": AT["<|image|>"], "boi_token_id": AT["<start_of_image>"],
+        "eoi_token_id": AT["<end_of_image>"], "audio_token_id": AT["<|audio|>"], "video_token_id": AT["<video>"],
+    },
+    "processor": {"processor_class": "Gemma4Processor"},
+    "tokens": {
+        "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<|image|>",
+        "audio_token": "<|audio|>", "boa_token": "<|image_start|>", "eoa_token": "<|image_end|>",
+    },
+    "preprocessor": {
+        "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70,
+    },
+    "placeholder": "<|image|>",
+    "engine": {"max_num_batched_tokens": 128},
+}  # fmt: skip
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llava": {
         "config": {
@@ -181,6 +214,69 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         },
         "placeholder": "<|vision_start|><|image_pad|><|vision_end|>",
     },
+    "qwen3_vl": {
+        "config": {
+            **QWEN,
+            "text_config": {
+                "model_type": "qwen3_vl_text", **TEXT, "head_dim": 16,
+                "rope_parameters": {**QWEN_ROPE, "mrope_interleaved": True},
+            },
+            "vision_config": {
+                "depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48,
+                "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+            },
+        },
+        "processor": {"processor_class": "Qwen3VLProcessor"},
+        "preprocessor": {
+            "image_processor_type": "Qwen2VLImageProcessor", **QWEN_PIXELS, "patch_size": 16,
+            "size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 40},
+        },
+        "placeholder": "<|vision_start|><|image_pad|><|vision_end|>",
+    },
+    "gemma3": {
+        "config": {
+            "text_config": {
+                "model_type": "gemma3_text", **TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "vision_config": {**SIGLIP, "image_size": 56, "patch_size": 7, "vision_use_head": False},
+            "mm_tokens_per_image": 16, "image_token_index": AT["<image_soft_token>"], "boi_token_index": AT["<start_of_image>"],
+            "eoi_token_index": AT["<end_of_image>"],
+        },
+        "processor": {"processor_class": "Gemma3Processor", "image_seq_length": 16},
+        "tokens": {
+            "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>",
+        },
+        "preprocessor": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}},
+        "placeholder": "<start_of_image>",
+    },
+    "gemma4": {"model_type": "gemma4", **GEMMA4},
+    "gemma4_both_ways": {
+        "model_type": "gemma4", **GEMMA4, "config": {**GEMMA4["config"], "text_config": {
+            **GEMMA4["config"]["text_config"], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": "vision",
+        }},
+    },
+    "mistral3": {
+        "config": {
+            "text_config": {"model_type": "mistral", **TEXT, "head_dim": 16}, "image_token_index": AT["[IMG]"],
+            "spatial_merge_size": 2, "vision_feature_layer": -1,
+            "vision_config": {**PIXTRAL},
+        },
+        "processor": {"processor_class": "PixtralProcessor", "patch_size": 7, "spatial_merge_size": 2},
+        "preprocessor": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 56}, "patch_size": {"height": 7, "width": 7}},
+        "placeholder": "[IMG]",
+    },
+    "pixtral": {
+        "model_type": "llava",
+        "config": {
+            "text_config": {"model_type": "mistral", **TEXT, "head_dim": 16}, "image_token_index": AT["[IMG]"],
+            "vision_feature_layer": -1, "vision_feature_select_strategy": "full", "vision_config": {**PIXTRAL},
+        },
+        "processor": {"processor_class": "PixtralProcessor", "patch_size": 7},
+        "preprocessor": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 56}, "patch_size": {"height": 7, "width": 7}},
+        "placeholder": "[IMG]",
+    },
     "glm4v": {
         "config": {
             "image_token_id": 3, "video_token_id": 7, "image_start_token_id": 4, "image_end_token_id": 6,
@@ -224,8 +320,9 @@ TEMPLATE = (
 def tokenizer(named: dict[str, str]) -> transformers.PreTrainedTokenizerFast:
     """Bytes, after the special tokens. `named`: attributes of the tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None))
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet, *NEW_LINES])}
+    merges = [("Ċ", "Ċ"), ("ĊĊ", "Ċ")]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=None))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevel()
     backend.add_special_tokens(SPECIAL)
@@ -239,7 +336,7 @@ def make_checkpoint(kind: str, folder: Path, template: str = TEMPLATE) -> str:
     """A model that does not repeat itself, and whose answers depend on the picture."""
     made = CHECKPOINTS[kind]
     torch.manual_seed(len(kind))
-    config = transformers.AutoConfig.for_model(kind, **made["config"])
+    config = transformers.AutoConfig.for_model(made.get("model_type", kind), **made["config"])
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
@@ -264,6 +361,11 @@ def make_checkpoint(kind: str, folder: Path, template: str = TEMPLATE) -> str:
 def transformers_model(path: str) -> Any:
     found = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     return found.eval()
+
+
+def encoder_passes(llm: Any) -> int:
+    """How many pictures the tower of an engine has encoded."""
+    return int(sum(m.value for m in llm.get_metrics() if m.name == "quire:encoder_passes"))
 
 
 def picture(number: int = 0, width: int = 70, height: int = 50) -> Image.Image:

@@ -12,7 +12,7 @@ from models.harness import make_batch, spoiled
 
 from quire.attention import torch_sdpa
 from quire.attention.reference import ReferenceAttention
-from quire.forward_context import ForwardBatch, forward_context
+from quire.forward_context import ForwardBatch, SeenSpan, forward_context
 from quire.layers.attention import Attention
 
 torch.set_num_threads(1)
@@ -109,6 +109,7 @@ class Rows:
             [self.tables[row] for row, _ in work],
             self.block_size,
         )
+        batch.spans += self.seen_spans(spans)
         q, k, v = (
             torch.cat([t[row][a:b] for row, a, b in spans]) for t in (self.q, self.k, self.v)
         )
@@ -117,6 +118,10 @@ class Rows:
         for row, _, b in spans:
             self.done[row] = b
         return list(out.split([n for _, n in work]))
+
+    def seen_spans(self, parts: list[tuple[int, int, int]]) -> list[SeenSpan]:
+        """Of (row, first token, last + 1): tokens that see later ones."""
+        return []
 
     def forget_behind_window(self, row: int) -> None:
         """Blocks that the next token cannot see any more go back: the table has 0 there."""

@@ -24,7 +24,7 @@ class MediaConfig:
     """Directory from which every client may read pictures, as `file://` URLs; unset: none."""
     allowed_media_domains: list[str] = field(default_factory=list)
     """Hosts from which pictures may be fetched, also if their addresses are private; unset: every host with public addresses."""
-    mm_processor_cache_gb: Amount = 1
+    mm_processor_cache_gb: Amount = 4
     """GiB of processed pictures that all HTTP processes together keep for later requests; 0: none."""
     disable_chunked_mm_input: bool = False
     """Compute all tokens of a picture in one step."""

@@ -34,7 +34,7 @@ from quire.frontend.media.content_parts import (
 )
 from quire.frontend.media.errors import refused
 from quire.frontend.media.inputs import PictureInputs
-from quire.frontend.media.placeholders import marked, new_mark, pictures_in, unmarked
+from quire.frontend.media.placeholders import new_mark, pictures_in
 from quire.frontend.media.sound_inputs import SoundInputs
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
@@ -260,8 +260,13 @@ class RequestManager:
         options.fits_model = False
         if options.truncate is not None:
             raise Unsupported("truncation of a prompt with pictures", "shorten its text")
-        text = self.inputs.tokenize(Prompt(prompt.text, prompt.tokens, prompt.salt), options)
-        return self.inputs.checked(reader.placed(text, pictures))
+        if prompt.tokens or prompt.text is None:
+            tokens = self.inputs.tokenize(Prompt(prompt.text, prompt.tokens, prompt.salt), options)
+            return self.inputs.checked(reader.placed(tokens, pictures))
+        written = reader.placeholders.written(prompt.text, pictures)
+        tokens = self.inputs.tokenize(Prompt(written.text, salt=prompt.salt), options)
+        tokens.text = prompt.text
+        return self.inputs.checked(reader.placed(tokens, pictures, written))
 
     def chat_prompt(self, messages: Sequence[Any], options: chat.ChatOptions) -> Prompt:
         """The prompt of a conversation of a program: its text, or its tokens if it has pictures. Blocks.
@@ -278,9 +283,12 @@ class RequestManager:
             place.parts[place.index] = PicturePart(picture)
         mark = new_mark()
         options = dataclasses.replace(options, picture=reader.placeholder)
-        text, spelled = unmarked(self.render(marked(copied, reader.token, mark), options), reader.token, mark)  # fmt: skip
-        tokens = self.inputs.tokenize(Prompt(text), TokenizeOptions(False, fits_model=False))
-        return self.inputs.checked(reader.placed(tokens, pictures_in(copied), spelled))
+        placeholders, pictures = reader.placeholders, pictures_in(copied)
+        text = self.render(placeholders.marked(copied, mark), options)
+        written = placeholders.written(text, pictures, mark)
+        prompt = self.inputs.tokenize(Prompt(written.text), TokenizeOptions(False, fits_model=False))  # fmt: skip
+        prompt.text = placeholders.unmarked(text, mark)
+        return self.inputs.checked(reader.placed(prompt, pictures, written))
 
     def _add_extras(self, accepted: Accepted) -> None:
         """Add the features' extras to the request. Raises ValidationError: a feature cannot serve the request."""

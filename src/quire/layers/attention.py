@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend, AttentionSpec, QKNormRope
+from quire.attention.spans import attend_spans
 from quire.forward_context import current_batch
 from quire.layers.weight_slots import Layer
 from quire.ops.packed_attention import packed_attention
@@ -96,7 +97,11 @@ class Attention(Layer):
         meta = self.step_metadata()
         if k_TKD is not None and v_TKE is not None and current_batch().split_tokens is not None:
             k_TKD, v_TKE = self._of_all_parts(k_TKD, v_TKE)
-        return self.backend.attend(self.spec, q_THD, k_TKD, v_TKE, meta)  # type: ignore[union-attr]
+        backend: Any = self.backend
+        o_THE: Tensor = backend.attend(self.spec, q_THD, k_TKD, v_TKE, meta)
+        if (batch := current_batch()).spans:
+            attend_spans(backend, self.spec, self.kv_group, batch, q_THD, o_THE)
+        return o_THE
 
     def _of_all_parts(self, k_TKD: Tensor, v_TKE: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens of a step that is split, in the order of `ForwardBatch.slots`."""
@@ -126,7 +131,7 @@ class Attention(Layer):
         None: the backend cannot; nothing was written.
         """
         attend = getattr(self.backend, "attend_fused_rope", None)
-        if attend is None or current_batch().split_tokens is not None:
+        if attend is None or current_batch().needs_modules:
             return None
         o_THE: Tensor | None = attend(
             self.spec, q_THD, k_TKD, v_TKE, how, angles, self.step_metadata()

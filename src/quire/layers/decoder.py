@@ -35,6 +35,7 @@ class Layers(nn.ModuleList):
     fused: Any = (
         None  # what computes `advance` and the last norm in few kernel calls, with the same results
     )
+    is_target = False  # of the model that the step computes, not of a speculator
     recorded: frozenset[int] = frozenset()  # see `LanguageModel.record_hidden_states`
 
     def __init__(self, layers: Iterable[nn.Module], first: int = 0, total: int = 0):
@@ -65,20 +66,27 @@ class Layers(nn.ModuleList):
         for number, (layer, angles) in enumerate(zip(self, rotary(positions), strict=True)):
             self.record(number, x_TD, residual_TD)
             x_TD, residual_TD = layer(x_TD, residual_TD, angles)
+            if self.is_target:
+                residual_TD = with_added(self.first + number + 1, residual_TD)
         self.record(len(self), x_TD, residual_TD)
         return x_TD, residual_TD
 
     def _running(self) -> Any:
         """What runs in place of the modules in this step."""
-        if self.fused is None or current_batch().split_tokens is not None:  # kernels gather no keys
-            return None
-        return self.fused
+        return None if self.fused is None or current_batch().needs_modules else self.fused
 
     def record(self, number: int, x_TD: Tensor, residual_TD: Tensor | None) -> None:
         """Copy the output of `number` layers to the batch, if it is wanted."""
         if number in self.recorded:
             copied = x_TD.clone() if residual_TD is None else x_TD + residual_TD
             current_batch().hidden_states[number] = copied
+
+
+def with_added(number: int, states_TD: Tensor) -> Tensor:
+    """States after `number` layers of the model, with those that hooks add there."""
+    for at_N, more_ND in current_batch().added_states.get(number, ()):
+        states_TD = states_TD.index_add(0, at_N, more_ND.to(states_TD.dtype))
+    return states_TD
 
 
 class Decoder(nn.Module):
@@ -114,6 +122,7 @@ class Decoder(nn.Module):
                 cfg.vocab_size, cfg.hidden_size, scale=embedding_scale, splits=True
             )
         self.layers = Layers((layer(i) for i in own), own.start, cfg.num_hidden_layers)
+        self.layers.is_target = True
         self.norm: Norm = norm if self.stage.is_last else None  # type: ignore[assignment]
         ropes = [cfg.rope(i) for i in own]
         sizes = [head_dim[i] for i in own] if head_dim else cfg.head_dim

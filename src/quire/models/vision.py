@@ -22,8 +22,6 @@ from quire.protocol.tensor_data import ITEMSIZE
 FAMILY: dict[str, dict[str, Any]] = FAMILIES["vision"]
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOWERS = ("vision_config", "vision_tower_config", "vit_config")
-OTHER_TOWERS = frozenset({"pixtral"})
-"""Their processor needs torchvision."""
 DEFAULT_PIXELS = 28 * 28 * 1280  # of a picture, where the files of a Qwen checkpoint do not say
 
 
@@ -34,8 +32,12 @@ class VisionModel:
     Attributes:
         architecture: of the wrapper, in Transformers.
         image_token_id: the token of the prompt that stands for one row of the tower.
+        token: the token that stands for a picture in a prompt; empty: image_token_id.
         placeholder: what stands for a picture in a prompt's text, for chat templates that do not write it; empty: this token.
         has_grid: rotary positions of its tokens have three components, time, height and width.
+        both_ways: its tokens attend to each other in both directions: in "all" layers, or only in those with "windows"; empty: they do not.
+        inner_layers: of the tower, whose states the first layers of the language model take (DeepStack).
+        read_as: the token that its tokens are where layers look them up; None: they are what they are.
         merge: rows and columns of patches that become one row of the tower.
         max_rows: rows of the largest picture, as far as the files say.
         max_patches: what the tower computes for it.
@@ -46,8 +48,12 @@ class VisionModel:
     model_type: str
     architecture: str
     image_token_id: int
+    token: str
     placeholder: str
     has_grid: bool
+    both_ways: str
+    inner_layers: int
+    read_as: int | None
     merge: int
     max_rows: int
     max_patches: int
@@ -73,8 +79,6 @@ def why_no_pictures(resolved: Resolved) -> str:
         return "this model reads text only: send text, or serve a model with a vision tower"
     if kind not in FAMILY:
         return f"pictures for {kind} are not supported yet (they are for {', '.join(FAMILY)}): send text"
-    if tower.get("model_type") in OTHER_TOWERS:
-        return f"pictures for {kind} with a tower of {tower['model_type']} are not supported yet: send text"
     if not resolved.config.media.max_pictures:
         return "this server takes no pictures (--limit-mm-per-prompt or --language-model-only): send text"
     if resolved.pooling is not None:
@@ -113,9 +117,12 @@ def _read(resolved: Resolved) -> VisionModel:
     rows, patches = _sizes(family, config, tower, merge, resolved.path)
     hidden = int(tower.get("hidden_size") or tower.get("embed_dim") or 1024)
     inner = int(tower.get("intermediate_size") or 4 * hidden)
+    both_ways = str(family.get("both_ways", ""))
+    if text.get("use_bidirectional_attention") != family.get("both_ways_if", text.get("use_bidirectional_attention")):  # fmt: skip
+        both_ways = ""
     return VisionModel(
-        kind, str(names[0]), int(token), str(family.get("placeholder", "")), bool(family.get("grid")), merge, rows, patches, width,
-        8 * hidden + 3 * inner,
+        kind, str(names[0]), int(token), str(family.get("token", "")), str(family.get("placeholder", "")), bool(family.get("grid")),
+        both_ways, len(tower.get("deepstack_visual_indexes") or ()), int(text.get("pad_token_id") or 0) if family.get("pads") else None, merge, rows, patches, width, 8 * hidden + 3 * inner,
     )  # fmt: skip
 
 
@@ -132,7 +139,14 @@ def _sizes(
         rows = _most_pixels(path) // (patch * merge) ** 2
         return rows, rows * merge**2
     side = _side(tower.get("image_size", 336)) // patch
+    if fixed := config.get("mm_tokens_per_image"):
+        return int(fixed), side**2
+    if most := family.get("tokens"):
+        rows = int(config.get("vision_soft_tokens_per_image") or most)
+        rows = int(_image_settings(path).get("max_soft_tokens") or rows)
+        return rows, rows * int(tower.get("pooling_kernel_size") or 1) ** 2
     shrink = int(config.get("scale_factor") or round(1 / (config.get("downsample_ratio") or 1)))
+    shrink = int(config.get("spatial_merge_size") or shrink)
     tiles = int(family.get("tiles", 1))
     line_ends = (
         side + 1 if tiles > 1 else 1
@@ -142,9 +156,13 @@ def _sizes(
     )
 
 
-def _most_pixels(path: str) -> int:
+def _image_settings(path: str) -> Mapping[str, Any]:
     says = read_object(Path(path) / PROCESSOR_FILES[0])
-    says = says or read_object(Path(path) / PROCESSOR_FILES[1]).get("image_processor") or {}
+    return says or read_object(Path(path) / PROCESSOR_FILES[1]).get("image_processor") or {}
+
+
+def _most_pixels(path: str) -> int:
+    says = _image_settings(path)
     size = says.get("size")
     largest = (
         size.get("longest_edge", size.get("max_pixels")) if isinstance(size, Mapping) else None

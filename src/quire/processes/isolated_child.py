@@ -40,7 +40,9 @@ class IsolatedChild:
             self.pipe.close()
             raise
 
-    def ask(self, message: bytes, until: float, most: int = MAX_MESSAGE_BYTES) -> bytearray:
+    def ask(
+        self, message: bytes | bytearray, until: float, most: int = MAX_MESSAGE_BYTES
+    ) -> bytearray:
         """Send a message and return the answer. Arguments as for `receive`. Raises ProcessEnded."""
         send(self.pipe, message, until)
         return receive(self.pipe, until, most)
@@ -51,7 +53,9 @@ class IsolatedChild:
         wait_or_kill(self.process, seconds)
 
 
-def send(pipe: socket.socket, data: bytes | memoryview, until: float | None = None) -> None:
+def send(
+    pipe: socket.socket, data: bytes | bytearray | memoryview, until: float | None = None
+) -> None:
     """Raises ProcessEnded. `until`: a time of `time.monotonic`."""
     try:
         _limit(pipe, until)

@@ -19,12 +19,12 @@ class Picture(Struct, array_like=True, gc=False):
 
     Attributes:
         runs: (offset from the item's first token, length) of the tokens that take rows of the vision tower, in order.
-        grid: (time, height, width) in rows, for models whose rotary positions follow the picture; else zeros.
+        grids: (time, height, width) of each run in rows, for models whose rotary positions follow the picture; else none.
         tensors: what the tower takes, by name.
     """
 
     runs: list[tuple[int, int]]
-    grid: tuple[int, int, int]
+    grids: list[tuple[int, int, int]]
     tensors: dict[str, TensorData]
 
     @property

@@ -16,7 +16,6 @@ from quire.frontend.chat import ChatOptions
 from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.jinja_sandbox import SECONDS, TemplateTooSlow
 from quire.frontend.media.content_parts import PicturePart
-from quire.frontend.media.placeholders import unmarked
 from quire.frontend.media.processed_cache import ReadPicture
 from quire.frontend.prompt_embeddings import decode_embeddings
 from quire.frontend.prompts import Prompt
@@ -75,9 +74,10 @@ async def picture_prompt(
     options = tokenize_options(request, request.add_special_tokens, fits_model=False)
     if options.truncate is not None:
         raise Unsupported("truncate_prompt_tokens of a prompt with pictures", "shorten its text")
-    text, spelled = unmarked(text, reader.token, mark)
-    tokens = await engine.tokenize(Prompt(text, salt=request.cache_salt or ""), options)
-    prompt = reader.placed(tokens, pictures, spelled)
+    written = reader.placeholders.written(text, pictures, mark)
+    prompt = await engine.tokenize(Prompt(written.text, salt=request.cache_salt or ""), options)
+    prompt.text = reader.placeholders.unmarked(text, mark)
+    prompt = reader.placed(prompt, pictures, written)
     return engine.inputs.checked(prompt) if check else prompt
 
 

@@ -18,14 +18,14 @@ class EncoderCache:
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
     def get(self, digest: str) -> Tensor | None:
-        """rows_ND, or None."""
-        if (rows_ND := self._kept.get(digest)) is not None:
+        """rows_NF, or None."""
+        if (rows_NF := self._kept.get(digest)) is not None:
             self._kept.move_to_end(digest)
-        return rows_ND
+        return rows_NF
 
-    def put(self, digest: str, rows_ND: Tensor) -> None:
-        self._kept[digest] = rows_ND
-        self.num_rows += len(rows_ND)
+    def put(self, digest: str, rows_NF: Tensor) -> None:
+        self._kept[digest] = rows_NF
+        self.num_rows += len(rows_NF)
         while self.num_rows > self.most_rows and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             self.num_rows -= len(dropped)

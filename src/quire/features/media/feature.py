@@ -40,7 +40,9 @@ class MediaFeature(Feature):
         if self.model is None:
             return ()
         rows = 2 * self.most_rows
-        size = rows * self.model.width * ITEMSIZE[self.resolved.dtype]
+        size = (
+            rows * self.model.width * (1 + self.model.inner_layers) * ITEMSIZE[self.resolved.dtype]
+        )
         lower = "max_num_batched_tokens"
         return (
             MemoryLine("encoded pictures", size, f"for {rows} tokens of pictures", lower),
@@ -48,16 +50,37 @@ class MediaFeature(Feature):
         )  # fmt: skip
 
     def plug_into_engine(self, engine: EngineParts) -> None:
-        whole = self.resolved.config.media.disable_chunked_mm_input
-        if whole and self.most_rows > self.resolved.max_num_batched_tokens:
-            raise ConfigError(
-                f"disable_chunked_mm_input: the largest picture has {self.most_rows} tokens, and a step has"
-                f" max_num_batched_tokens={self.resolved.max_num_batched_tokens}: raise it to {self.most_rows}, or leave the option out"
-            )
         core = engine.core
+        whole = self._longest_whole()
         engine.gates.append(MediaGate(self.most_rows, whole, core.counts))
         engine.counters += ["mm_cache_queries", "mm_cache_hits", "encoder_passes", "encoder_rows"]
         engine.calls["reset_encoder_cache"] = lambda: all(core.executor.call("reset_encoder_cache"))
+
+    def _longest_whole(self) -> int:
+        """The most tokens of a picture, if a step computes all of them or none; 0: it may compute a part.
+
+        Raises:
+            ConfigError: a step may have fewer tokens than a picture.
+        """
+        resolved = self.resolved
+        both_ways = self.model is not None and bool(self.model.both_ways)
+        if not (both_ways or resolved.config.media.disable_chunked_mm_input):
+            return 0
+        why = (
+            "the tokens of a picture attend to each other, so a step computes all of them"
+            if both_ways
+            else "disable_chunked_mm_input"
+        )
+        limits = {"max_num_batched_tokens": resolved.max_num_batched_tokens}
+        if chunk := resolved.config.scheduler.long_prefill_token_threshold:
+            limits["long_prefill_token_threshold"] = chunk
+        most = 0 if self.model is None else self.model.max_rows
+        for name, limit in limits.items():
+            if most > limit:
+                raise ConfigError(
+                    f"{why}; the largest picture has {most} tokens, and {name}={limit}: raise it to {most}"
+                )
+        return min(limits.values())
 
     def plug_into_worker(self, parts: WorkerParts) -> None:
         from functools import partial
@@ -68,6 +91,6 @@ class MediaFeature(Feature):
         if self.model is None:
             return
         load = partial(TransformersTower, self.resolved.spec, self.model.architecture, parts.platform.device)  # fmt: skip
-        hook = MediaHook(parts.rows, load, self.most_rows, self.model.has_grid)
+        hook = MediaHook(parts.rows, load, self.most_rows, self.model)
         parts.hooks.append(hook)
         parts.functions["reset_encoder_cache"] = hook.clear_cache

@@ -28,10 +28,11 @@ class EncoderCounts(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class MediaGate(Gate):
-    """`budget`: rows of a step, and of the largest picture. `whole`: a step computes all tokens of a picture, or none."""
+    """`budget`: rows of a step, and of the largest picture. `whole`: the most tokens of a picture, if a step computes all of them or
+    none; 0: it may compute a part."""
 
     budget: int
-    whole: bool
+    whole: int
     counts: dict[str, float]
     left: int = 0
 
@@ -43,7 +44,8 @@ class MediaGate(Gate):
         for item in received.media:
             if item.kind != IMAGE:
                 continue
-            if item.length > self.budget or item.start < end or item.length < 1:
+            most = min(self.budget, self.whole or self.budget)
+            if item.length > most or item.start < end or item.length < 1:
                 raise ValidationError("a picture has too many tokens, or another picture's place")
             end = item.start + item.length
         if end > len(received.tokens):
@@ -59,7 +61,7 @@ class MediaGate(Gate):
             first, last = item.start, item.start + item.length
             if item.kind != IMAGE or first >= end or last <= start:
                 continue
-            cut = self.whole and last > end
+            cut = self.whole > 0 and last > end
             if cut or (item.length > self.left and self.left < self.budget):
                 return max(first - start, 0)
             self.left = max(self.left - item.length, 0)

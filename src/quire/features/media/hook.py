@@ -4,12 +4,13 @@ A picture is encoded when a step computes the first of its tokens, alone, so tha
 later steps find the rows in the cache, or encode it again. Knows rows, and where pictures are in them. Does not know the
 tower's inside.
 
-Shape suffixes: T tokens of this step, N tokens of a picture in this step, D features, L tokens of a prompt, C components.
+Shape suffixes: T tokens of this step, N tokens of a picture in this step, D features, F features of all layers of the tower that the
+language model takes, L tokens of a prompt, C components.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from quire.features.media.encoder_cache import EncoderCache
 from quire.features.media.gate import EncoderCounts
 from quire.features.media.positions import picture_positions
-from quire.forward_context import ForwardBatch
+from quire.forward_context import ForwardBatch, SeenSpan
 from quire.protocol.media import IMAGE, Picture, decode_picture
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.hooks import Hook
@@ -29,12 +30,13 @@ from quire.worker.model_input import ROPE_POSITIONS
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
+    from quire.models.vision import VisionModel
     from quire.worker.request_rows import RequestRows
 
 
 class Tower(Protocol):
     def encode(self, picture: Picture) -> Tensor:
-        """rows_ND of a picture."""
+        """rows_NF of a picture."""
         ...
 
 
@@ -63,9 +65,9 @@ class MediaHook(Hook):
     order = 20
 
     def __init__(
-        self, rows: RequestRows, load: Callable[[], Tower], most_rows: int, has_grid: bool
+        self, rows: RequestRows, load: Callable[[], Tower], most_rows: int, model: VisionModel
     ):
-        self.rows, self.load, self.has_grid = rows, load, has_grid
+        self.rows, self.load, self.model = rows, load, model
         self.tower: Tower | None = load()
         self.cache = EncoderCache(most_rows)
         self.of_row: dict[int, RowPictures] = {}
@@ -94,7 +96,7 @@ class MediaHook(Hook):
         if not pictures:
             return
         found = RowPictures(pictures, pictures[-1].end)
-        if self.has_grid:
+        if self.model.has_grid:
             places = [(one.start, one.picture) for one in pictures]
             found.positions_LC, offset = picture_positions(places)
             self.rows.rope_offset[new.row] = offset
@@ -117,10 +119,15 @@ class MediaHook(Hook):
         if batch is None or not self.of_row:
             return
         at, moved = 0, []
-        for item, count, end in zip(plan.work, batch.query_lens, batch.lengths, strict=True):
+        for index, (item, count, end) in enumerate(
+            zip(plan.work, batch.query_lens, batch.lengths, strict=True)
+        ):
             own, start = self.of_row.get(item.row), end - count
             if own is not None and start < own.end:
                 self._replace_embeddings(batch, item.row, own, at - start, start, end)
+                if self.model.both_ways:
+                    only = self.model.both_ways == "windows"
+                    batch.spans += seen_spans(own.pictures, index, at, start, end, only)
                 if own.positions_LC is not None:
                     moved.append((at, start, end, own))
             at += count
@@ -146,27 +153,32 @@ class MediaHook(Hook):
             if not len(place_N):
                 continue
             try:
-                rows_ND = self._rows_of(picture)
+                rows_NF = self._rows_of(picture)
             except (ValueError, RuntimeError, TypeError, IndexError, KeyError) as error:
                 self.rows.faults[row] = f"the vision tower cannot encode a picture ({type(error).__name__})"  # fmt: skip
                 return
             device = batch.token_ids_T.device
             at_N = torch.from_numpy(place_N + shift).to(device)
-            batch.embeddings.append((at_N, rows_ND[torch.from_numpy(which_N).to(device)]))
+            first_ND, *inner = rows_NF[torch.from_numpy(which_N).to(device)].chunk(1 + self.model.inner_layers, -1)  # fmt: skip
+            batch.embeddings.append((at_N, first_ND))
+            if self.model.read_as is not None:
+                batch.token_ids_T[at_N] = self.model.read_as
+            for number, state_ND in enumerate(inner, 1):
+                batch.added_states.setdefault(number, []).append((at_N, state_ND))
 
     def _rows_of(self, placed: PlacedPicture) -> Tensor:
         self._counts.lookups += 1
-        if (rows_ND := self.cache.get(placed.key)) is not None:
+        if (rows_NF := self.cache.get(placed.key)) is not None:
             self._counts.hits += 1
-            return rows_ND
+            return rows_NF
         if self.tower is None:
             self.tower = self.load()
-        rows_ND, count = self.tower.encode(placed.picture), placed.picture.num_rows
-        if len(rows_ND) != count:
-            raise ValueError(f"{len(rows_ND)} rows of a picture with {count} tokens")
-        self._counts.rows += len(rows_ND)
-        self.cache.put(placed.key, rows_ND)
-        return rows_ND
+        rows_NF, count = self.tower.encode(placed.picture), placed.picture.num_rows
+        if len(rows_NF) != count:
+            raise ValueError(f"{len(rows_NF)} rows of a picture with {count} tokens")
+        self._counts.rows += len(rows_NF)
+        self.cache.put(placed.key, rows_NF)
+        return rows_NF
 
     # -- positions --------------------------------------------------------------------------------
     def _set_positions(
@@ -182,6 +194,21 @@ class MediaHook(Hook):
             new_NC = torch.from_numpy(known_NC).to(positions_TC.device)
             positions_TC[at : at + len(new_NC)] = new_NC
         batch.extras[ROPE_POSITIONS] = positions_TC
+
+
+def seen_spans(
+    pictures: Sequence[PlacedPicture], row: int, at: int, start: int, end: int, windows_only: bool
+) -> Iterator[SeenSpan]:
+    """The runs of rows in the tokens [start, end) of a row, whose first is token `at` of the step; each sees itself whole.
+
+    A step has all later tokens of a run: the gate cuts no picture. `row`: of the batch.
+    """
+    for picture in pictures:
+        for offset, length in picture.picture.runs:
+            first, last = picture.start + offset, picture.start + offset + length
+            if first < end and last > start:
+                seen = max(first, start)
+                yield SeenSpan(at + seen - start, last - seen, row, seen, last, windows_only)
 
 
 def tokens_in(placed: PlacedPicture, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,16 +20,14 @@ def picture_positions(pictures: Sequence[tuple[int, Picture]]) -> tuple[np.ndarr
     parts: list[np.ndarray] = []
     index = position = 0
     for first, picture in pictures:
-        for run, (offset, length) in enumerate(picture.runs):
+        for (offset, length), grid in zip(picture.runs, picture.grids, strict=True):
             start = first + offset
             text = np.arange(start - index) + position
             parts.append(np.stack([text] * 3, 1))
             position += start - index
             index = start + length
-            if run:
-                raise ValueError("a picture with a grid has its tokens in one run")
-            parts.append(grid_positions(picture.grid) + position)
-            position += max(picture.grid[1:])
+            parts.append(grid_positions(grid) + position)
+            position += max(grid)
     return np.concatenate(parts), position - index
 
 

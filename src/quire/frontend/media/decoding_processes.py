@@ -16,7 +16,7 @@ import msgspec
 
 from quire.errors import ValidationError
 from quire.logging import get_logger
-from quire.processes.isolated_child import IsolatedChild, ProcessEnded
+from quire.processes.isolated_child import IsolatedChild, ProcessEnded, send
 
 log = get_logger(__name__)
 
@@ -52,8 +52,10 @@ class DecodingProcesses:
         """A message of a process. Raises msgspec.MsgspecError: it is none."""
         raise NotImplementedError
 
-    def ask(self, message: bytes) -> Any:
-        """The answer of a process.
+    def ask(
+        self, message: bytes, file: bytes | bytearray | None = None, wall_s: float = WALL_S
+    ) -> Any:
+        """The answer of a process. `file`: a second message, whose bytes are not copied.
 
         Raises:
             ProcessEnded: a limit has ended it. ValidationError: none can be started.
@@ -61,7 +63,10 @@ class DecodingProcesses:
         with self._slots:
             child = self._child()
             try:
-                answer = self.decode(child.ask(message, time.monotonic() + WALL_S))
+                until = time.monotonic() + wall_s
+                if file is not None:
+                    send(child.pipe, message, until)
+                answer = self.decode(child.ask(message if file is None else file, until))
             except (ProcessEnded, msgspec.MsgspecError) as error:
                 child.end()
                 self.replaced += 1

@@ -7,7 +7,6 @@ the first URL. Knows URLs and bytes. Does not know pictures.
 from __future__ import annotations
 
 import asyncio
-import base64
 import binascii
 import os
 import stat
@@ -25,8 +24,14 @@ from quire.frontend.media.errors import not_fetched, refused
 from quire.frontend.media.http_get import BadAnswer, get
 
 MIB = 1 << 20
+MOST_DATA_HEAD = 256  # characters of a data: URL before the base64
+SHORT = 1 << 16  # characters of a data: URL that the event loop decodes itself
+PIECE = 1 << 20  # characters that are decoded at once: meanwhile no other thread runs
 MOST_REDIRECTS = 3
 REDIRECTS = (301, 302, 303, 307, 308)
+
+
+File = bytes | bytearray
 
 
 @dataclass(slots=True)
@@ -50,7 +55,7 @@ class Fetcher:
         self.config = config
         self._slots: asyncio.Semaphore | None = None
 
-    async def fetch(self, given: Sequence[GivenPicture]) -> list[bytes]:
+    async def fetch(self, given: Sequence[GivenPicture]) -> list[File]:
         """The bytes of all pictures of a request, in order.
 
         Raises:
@@ -74,13 +79,15 @@ class Fetcher:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, given: GivenPicture, room: Room, slots: asyncio.Semaphore) -> bytes:
+    async def _one(self, given: GivenPicture, room: Room, slots: asyncio.Semaphore) -> File:
         url, where = given.source, given.where
         if isinstance(url, bytes):
             room.take(len(url), where)
             return url
         if url.startswith("data:"):
-            return _data(url, where, room)
+            if len(url) <= SHORT:
+                return decode_data_url(url, where, room)
+            return await asyncio.to_thread(decode_data_url, url, where, room)
         if url.startswith("file:"):
             async with slots:
                 return await asyncio.to_thread(self._file, url, where, room)
@@ -144,17 +151,32 @@ class Fetcher:
                 os.close(folder)
 
 
-def _is_there(task: asyncio.Task[bytes]) -> bool:
+def _is_there(task: asyncio.Task[File]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _data(url: str, where: str, room: Room) -> bytes:
-    head, comma, text = url.partition(",")
-    if not comma or not head.endswith(";base64"):
+def decode_data_url(url: str, where: str, room: Room) -> File:
+    """The file in a data: URL. Decodes piece by piece, so that it holds no other thread up.
+
+    Raises:
+        ValidationError: it is no data: URL with base64, or has too many bytes.
+    """
+    comma = url.find(",", 0, MOST_DATA_HEAD)
+    if comma < 0 or not url[:comma].endswith(";base64"):
         raise refused(
             where, "a data: URL must be data:image/png;base64,... with the file in base64"
         )
-    room.take(len(text) * 3 // 4, where)
+    count = len(url) - comma - 1
+    size = count // 4 * 3 - (url.endswith("=") + url.endswith("=="))
+    room.take(max(size, 0), where)
+    file = bytearray(max(size, 0))
     with suppress(binascii.Error, ValueError):
-        return base64.b64decode(text, validate=True)
+        if count % 4:
+            raise ValueError
+        for at in range(0, count, PIECE):
+            piece = binascii.a2b_base64(url[comma + 1 + at : comma + 1 + at + PIECE], strict_mode=True)  # fmt: skip
+            if len(piece) != min(PIECE // 4 * 3, size - at // 4 * 3):  # "=" before the end
+                raise ValueError
+            file[at // 4 * 3 : at // 4 * 3 + len(piece)] = piece
+        return file
     raise refused(where, "the data: URL is not valid base64")

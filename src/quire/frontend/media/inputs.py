@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,14 +25,15 @@ from quire.config.engine import Resolved
 from quire.errors import QueueFull, Unsupported
 from quire.frontend.media.content_parts import GivenPicture
 from quire.frontend.media.errors import refused
-from quire.frontend.media.fetch import Fetcher
+from quire.frontend.media.fetch import Fetcher, File
 from quire.frontend.media.picture_messages import Processed
 from quire.frontend.media.picture_processes import PictureProcesses
-from quire.frontend.media.placeholders import expanded, runs_of
+from quire.frontend.media.placeholders import Placeholder, Placeholders, WrittenText, runs_of
 from quire.frontend.media.processed_cache import ProcessedCache, ReadPicture
 from quire.frontend.prompts import Prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.models.vision import VisionModel, most_rows
+from quire.protocol.media import IMAGE
 
 GIB = 1 << 30
 MOST_WAITING = 256  # pictures of all requests that wait for a process
@@ -47,22 +50,28 @@ class PictureInputs:
         media = resolved.config.media
         self.model, self.tokenizer, self.limit = model, tokenizer, media.max_pictures
         self.most_rows = most_rows(resolved, model)
-        token = tokenizer.token(model.image_token_id)
-        if token is None or tokenizer.encode(token, False) != [model.image_token_id]:
-            raise Unsupported(
-                f"pictures with a tokenizer that has no token {model.image_token_id}", "send text"
-            )
-        self.token = token
-        self.placeholder = model.placeholder or token
+        image = self._placeholder(tokenizer)
+        self.placeholders = Placeholders([image], tokenizer)
+        self.placeholder = model.placeholder or image.token
         """What stands for a picture in a text."""
-        self.letters = tokenizer.encode(token[:1], False) + tokenizer.encode(token[1:], False)
-        """The tokens of a text that spells the token."""
         self.fetcher = Fetcher(media)
         self.processes = PictureProcesses(resolved.path)
         fronts = max(1, resolved.config.server.api_server_count or 1)
         self.cache = ProcessedCache(int(media.mm_processor_cache_gb * GIB) // fronts)
         self._threads = ThreadPoolExecutor(self.processes.count, "pictures")
         self._waiting = 0
+
+    def _placeholder(self, tokenizer: Tokenizer) -> Placeholder:
+        """Raises Unsupported: as the class."""
+        row_id = self.model.image_token_id
+        row = tokenizer.token(row_id)
+        if row is None:
+            raise Unsupported(f"pictures with a tokenizer that has no token {row_id}", "send text")
+        token = self.model.token or row
+        ids = tokenizer.encode(token, False)
+        if len(ids) != 1:
+            raise Unsupported(f"pictures with a tokenizer that has no token {token!r}", "send text")
+        return Placeholder(IMAGE, token, ids[0], row, row_id)
 
     def prepare(self) -> None:
         """Start a process before the first picture comes; does not wait for it."""
@@ -107,7 +116,7 @@ class PictureInputs:
             files = thread.submit(asyncio.run, fetch).result()
         return [self.read(data, one.where) for data, one in zip(files, given, strict=True)]
 
-    def read(self, data: bytes, where: str, scope: str = "", uuid: str = "") -> ReadPicture:
+    def read(self, data: File, where: str, scope: str = "", uuid: str = "") -> ReadPicture:
         """Decode and process a file, unless the cache has it, and remember its name. Blocks.
 
         Raises:
@@ -150,12 +159,14 @@ class PictureInputs:
                 where,
                 f"the picture takes {rows} tokens; the limit is {self.most_rows} (--max-num-batched-tokens): send a smaller one",
             )
-        grid = self._grid(made) if self.model.has_grid else (0, 0, 0)
-        if not rows or (self.model.has_grid and grid[0] * grid[1] * grid[2] != rows):
+        grids = [self._grid(made)] if self.model.has_grid else []
+        if not rows or (grids and [prod(grid) for grid in grids] != [n for _, n in runs]):
             raise refused(
                 where, "the model's processor gives no tokens for this picture: send another size"
             )
-        return ReadPicture(digest, ids, runs, grid, made.tensors)
+        row = re.escape(self.placeholders.kinds[0].row)
+        text = re.sub(f"(?:{row})+", lambda found: self.placeholders.kinds[0].row, made.replacement)
+        return ReadPicture(IMAGE, digest, text, ids, runs, grids, made.tensors)
 
     def _grid(self, made: Processed) -> tuple[int, int, int]:
         t, h, w = np.frombuffer(made.tensors["image_grid_thw"].data, np.int64).tolist()
@@ -163,15 +174,17 @@ class PictureInputs:
 
     # -- placing ----------------------------------------------------------------------------------
     def placed(
-        self, prompt: Prompt, pictures: Sequence[ReadPicture], spelled: Sequence[bool] = ()
+        self, prompt: Prompt, pictures: Sequence[ReadPicture], written: WrittenText | None = None
     ) -> Prompt:
-        """The prompt, whose tokens have one placeholder for each picture, with the pictures' own tokens in these places.
+        """The prompt with the pictures' own tokens. `written`: the text of its tokens; None: they have one placeholder for each picture.
 
         Raises:
             ValidationError: it has another number of placeholders.
         """
-        ids = self.model.image_token_id, pictures, spelled, self.letters
-        tokens, media = expanded(prompt.tokens, *ids)
+        if written is None:
+            tokens, media = self.placeholders.expanded_ids(prompt.tokens, pictures)
+        else:
+            tokens, media = self.placeholders.expanded(prompt.tokens, written.named, pictures)
         return Prompt(prompt.text, tokens, prompt.salt, media=media)
 
 

@@ -1,6 +1,6 @@
 """Messages between the frontend and a picture process: msgpack frames on its socket.
 
-down   LoadProcessor, once; then the bytes of a file in a Process
+down   LoadProcessor, once; then a Process, and the bytes of a file in a frame of their own, which nothing copies
 up     Ready; then Processed or Refused for each
 """
 
@@ -30,9 +30,8 @@ class Ready(Struct, array_like=True, tag="ready"):
 
 
 class Process(Struct, array_like=True, tag="process"):
-    """Decode and process a file. `cpu_s`: processor time that it may take."""
+    """Decode and process the file in the next frame. `cpu_s`: processor time that it may take."""
 
-    data: bytes
     max_pixels: int
     cpu_s: float
 

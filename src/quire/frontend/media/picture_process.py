@@ -14,6 +14,9 @@ import resource
 import signal
 import socket
 import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,7 @@ from quire.frontend.media.picture_messages import (
     encode,
 )
 from quire.frontend.media.process_limits import limit_memory
+from quire.models.json_files import read_object
 from quire.processes.child import leave_signals_to_parent
 from quire.processes.isolated_child import ProcessEnded, receive, send
 from quire.protocol.tensor_data import ITEMSIZE, TensorData
@@ -52,24 +56,25 @@ def serve(pipe: socket.socket) -> None:
         send(pipe, encode(Ready()))
         while True:
             job: Process = decode(receive(pipe))
+            file = receive(pipe)
             signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
-            send(pipe, encode(answer_to(job, processor)))
+            send(pipe, encode(answer_to(job, file, processor)))
             signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def load_processor(folder: str) -> Any:
     """The checkpoint's processor in Transformers, without its parts for video and sound, which need further libraries."""
-    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers import AutoImageProcessor, AutoTokenizer
 
-    kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder, local_files_only=True))]
+    use_pillow_for_pixtral()
+    kind = processor_class(folder)
     parts = {
         "image_processor": lambda: AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True),
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True),
     }  # fmt: skip
 
     # SmolVLM's processor refuses to be made without a library that only the texts of videos need.
-    vars(sys.modules[kind.__module__]).update(num2words=NOT_FOR_VIDEOS)
+    vars(import_module(kind.__module__)).update(num2words=NOT_FOR_VIDEOS)
 
     def arguments(cls: Any, *_: Any, **__: Any) -> list[Any]:
         return [parts[name]() if name in parts else None for name in cls.get_attributes()]
@@ -82,11 +87,45 @@ def load_processor(folder: str) -> Any:
     return made.from_pretrained(folder, local_files_only=True)
 
 
+def use_pillow_for_pixtral() -> None:
+    """Transformers' processor of Pixtral takes one function from a module that needs torchvision; another module has the same."""
+    models = "transformers.models.pixtral"
+    twin = import_module(f"{models}.image_processing_pil_pixtral")
+    sys.modules.setdefault(f"{models}.image_processing_pixtral", twin)
+
+
+def processor_class(folder: str) -> Any:
+    """The class of Transformers that the checkpoint's files name, or that belongs to its config.
+
+    Raises:
+        LookupError: Transformers has none.
+    """
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    files = [read_object(Path(folder) / f"{name}.json") for name in ("processor_config", "preprocessor_config", "config")]  # fmt: skip
+    names = [str(file.get("processor_class")) for file in files[:2]]
+    names.append(str(PROCESSOR_MAPPING_NAMES.get(files[2].get("model_type"))))
+    for name in names:
+        for kind, processor in PROCESSOR_MAPPING_NAMES.items():
+            if processor == name and (found := _class_in_module_of(kind, name)) is not None:
+                return found
+    raise LookupError(f"no processor of {', '.join(names)}")
+
+
+def _class_in_module_of(kind: str, name: str) -> Any:
+    """Not from the package, which gives a placeholder for a class whose module names torchvision."""
+    module = f"transformers.models.{kind}.processing_{kind}"
+    try:
+        return getattr(import_module(module), name, None) if find_spec(module) else None
+    except ModuleNotFoundError:  # there is no such package
+        return None
+
+
 # -- one picture ----------------------------------------------------------------------------------
-def answer_to(job: Process, processor: Any) -> Processed | Refused:
+def answer_to(job: Process, file: bytes | bytearray, processor: Any) -> Processed | Refused:
     width = height = 0
     try:
-        image = opened(job.data)
+        image = opened(file)
         if image is None:
             return Refused("format")
         width, height = image.size
@@ -105,7 +144,7 @@ def answer_to(job: Process, processor: Any) -> Processed | Refused:
         return Refused("shape", width, height)
 
 
-def opened(data: bytes) -> Any:
+def opened(data: bytes | bytearray) -> Any:
     """The picture, of which only the header is read; None: none of the formats."""
     from PIL import Image, UnidentifiedImageError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire import env
-from quire.frontend.media.decoding_processes import MEMORY, DecodingProcesses
+from quire.frontend.media.decoding_processes import DecodingProcesses
 from quire.frontend.media.errors import refused
 from quire.frontend.media.picture_messages import (  # fmt: skip
     LoadProcessor,
@@ -18,6 +18,7 @@ from quire.frontend.media.picture_messages import (  # fmt: skip
 from quire.processes.isolated_child import ProcessEnded
 
 CPU_S = 10.0  # processor time of a picture
+MEMORY = 4 << 30  # of a process, above what it needs to begin
 TOO_MUCH = (
     f"the picture takes more than {CPU_S:g} s or {MEMORY >> 20} MiB to decode: send a smaller one"
 )
@@ -34,19 +35,19 @@ class PictureProcesses(DecodingProcesses):
         super().__init__(count, memory)
         self.folder = folder
 
-    def process(self, data: bytes, where: str) -> Processed:
+    def process(self, data: bytes | bytearray, where: str) -> Processed:
         """The picture of a file, as the model takes it.
 
         Raises:
             ValidationError: the file is no picture that this server reads, or takes too much.
         """
-        message = encode(Process(data, int(env.get("MAX_IMAGE_PIXELS")), CPU_S))
+        message = encode(Process(int(env.get("MAX_IMAGE_PIXELS")), CPU_S))
         try:
-            answer = self.ask(message)
+            answer = self.ask(message, data)
         except ProcessEnded:
             raise refused(where, TOO_MUCH) from None
         if isinstance(answer, Refused):
-            raise refused(where, _why(answer))
+            raise refused(where, why(answer))
         if not isinstance(answer, Processed):
             raise refused(where, "the picture could not be processed")
         return answer
@@ -60,7 +61,8 @@ class PictureProcesses(DecodingProcesses):
         return decode(answer)
 
 
-def _why(answer: Refused) -> str:
+def why(answer: Refused) -> str:
+    """Why a file is refused, for the client."""
     size = f"{answer.width}x{answer.height}"
     match answer.why:
         case "format":

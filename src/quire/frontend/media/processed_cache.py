@@ -17,17 +17,21 @@ class ReadPicture:
     """A picture that is processed, and not in a prompt yet.
 
     Attributes:
+        kind: of its MediaItem.
         digest: of the file.
+        text: what replaces its placeholder, with one token for each run of rows.
         ids: the tokens that replace its placeholder.
         runs: (offset, length) of those that take rows of the tower.
-        grid: (time, height, width) in rows; zeros: the model does not need it.
+        grids: (time, height, width) of each run in rows; empty: the model does not need it.
         tensors: what the tower takes.
     """
 
+    kind: str
     digest: str
+    text: str
     ids: list[int]
     runs: Runs
-    grid: tuple[int, int, int]
+    grids: list[tuple[int, int, int]]
     tensors: dict[str, TensorData]
 
     @property

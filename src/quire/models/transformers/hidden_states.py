@@ -1,4 +1,4 @@
-"""Records the residual stream of a Transformers model, by hooks on its decoder layers while a step runs.
+"""Records and changes the residual stream of a Transformers model, by hooks on its decoder layers while a step runs.
 
 Knows decoder layers. Does not know caches, or what the states are for. No hook stays after the step, so the search for
 users' hooks finds none of these (`worker/module_hooks.py`).
@@ -8,7 +8,7 @@ Shape suffixes: T tokens of this step, N tokens of one pass, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quire.errors import Unsupported
 from quire.forward_context import ForwardBatch
+from quire.layers.decoder import with_added
 
 
 def decoder_layers(runner: nn.Module, count: int) -> nn.ModuleList:
@@ -79,6 +80,27 @@ class HiddenStateRecorder:
             layer: nn.Module = self.layers[number]
             return layer.register_forward_pre_hook(partial(_input, states), with_kwargs=True)
         return self.layers[-1].register_forward_hook(partial(_output, states))
+
+
+@contextmanager
+def adding_states(layers: Callable[[], nn.ModuleList], batch: ForwardBatch) -> Iterator[None]:
+    """Inside, the model adds the batch's `added_states`. All tokens of the step must be in one pass."""
+    if not batch.added_states:
+        yield
+        return
+    own = layers()
+    hooks = [own[number - 1].register_forward_hook(partial(_add, number)) for number in batch.added_states]  # fmt: skip
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _add(number: int, layer: nn.Module, args: Any, output: Any) -> Any:
+    state_1ND = output[0] if isinstance(output, tuple) else output
+    more_1ND = with_added(number, state_1ND[0])[None]
+    return (more_1ND, *output[1:]) if isinstance(output, tuple) else more_1ND
 
 
 def _input(states: list[Tensor], layer: nn.Module, args: Any, options: dict[str, Any]) -> None:

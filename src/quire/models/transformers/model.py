@@ -38,7 +38,11 @@ from quire.models.transformers import load as loading
 from quire.models.transformers import paged
 from quire.models.transformers import self_check as check
 from quire.models.transformers.adapters import places_of
-from quire.models.transformers.hidden_states import HiddenStateRecorder, decoder_layers
+from quire.models.transformers.hidden_states import (
+    HiddenStateRecorder,
+    adding_states,
+    decoder_layers,
+)
 from quire.models.transformers.modes import PAGED, PER_REQUEST, Mode, check_supported, choose_mode
 from quire.models.transformers.parts import (
     drop_towers,
@@ -159,6 +163,7 @@ class TransformersModel(LanguageModel):
         recorder = self._recorder
         with (
             self._lookup_gives(embeddings_TD),
+            adding_states(self._decoder_layers, batch),
             nullcontext() if recorder is None else recorder.recording(batch),
         ):
             hidden_TD = self._forward(batch, batch.token_ids_T, positions)
@@ -168,9 +173,13 @@ class TransformersModel(LanguageModel):
 
     def record_hidden_states(self, after: Sequence[int]) -> None:
         """See `LanguageModel`. The model's decoder layers must be in one list."""
-        layers = decoder_layers(self._runner, int(self.config.num_hidden_layers))
+        layers = self._decoder_layers()
         numbers = checked_numbers(after, len(layers))
         self._recorder = HiddenStateRecorder(layers, numbers) if numbers else None
+
+    def _decoder_layers(self) -> nn.ModuleList:
+        """Raises Unsupported: they are not in one list."""
+        return decoder_layers(self._runner, int(self.config.num_hidden_layers))
 
     def _forward(self, batch: ForwardBatch, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._caches is None:

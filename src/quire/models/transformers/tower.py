@@ -3,7 +3,7 @@
 Transformers builds the wrapper with no decoder layers, reads the weights of all else, and its `get_image_features` encodes.
 Knows wrappers of Transformers. Does not know prompts, caches, or any family by name.
 
-Shape suffixes: N rows of a picture, D features of the language model.
+Shape suffixes: N rows of a picture, D features of the language model, F = D for each layer of the tower that it takes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TransformersTower:
 
     @torch.inference_mode()
     def encode(self, picture: Picture) -> Tensor:
-        """rows_ND of a picture, in the order of its tokens.
+        """rows_NF of a picture, in the order of its tokens: of the last layer, then of the inner ones that the language model takes.
 
         Raises:
             ValueError, RuntimeError, TypeError: the tower cannot take its tensors.
@@ -59,7 +59,8 @@ class TransformersTower:
             if name in self._takes
         }
         output = self.model.get_image_features(**given, return_dict=True)
-        return rows_of(output)
+        inner = getattr(output, "deepstack_features", None) or ()
+        return torch.cat([rows_of(output.pooler_output), *map(rows_of, inner)], -1)
 
     def _tensor(self, data: TensorData) -> Tensor:
         copied = bytearray(data.data)  # torch wants memory that may be written
@@ -91,9 +92,8 @@ class TransformersTower:
         return model
 
 
-def rows_of(output: Any) -> Tensor:
+def rows_of(features: Any) -> Tensor:
     """[N, D], from what `get_image_features` gives: tensors of tiles or pictures, or a list of them."""
-    features = output.pooler_output
     parts = features if isinstance(features, list | tuple) else [features]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
@@ -103,6 +103,9 @@ def _without_layers(config: PreTrainedConfig) -> None:
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = []
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):  # Gemma 4
+        if getattr(text, name, None):
+            setattr(text, name, 0)
 
 
 def _check(info: Mapping[str, Any], model: PreTrainedModel, spec: ModelSpec) -> None:

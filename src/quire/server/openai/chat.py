@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.frontend.chat import ChatOptions
-from quire.frontend.media.placeholders import marked, new_mark, pictures_in
+from quire.frontend.media.placeholders import new_mark, pictures_in
 from quire.frontend.parsers.call_writer import CallDelta
 from quire.frontend.prompts import Prompt
 from quire.server.endpoint import RequestContext, route
@@ -84,8 +84,8 @@ async def chat_prompt(context: RequestContext, body: ChatRequest, *, check: bool
     """The conversation as tokens. `check`: refuse it if it is too long for the model."""
     if pictures := pictures_in(body.messages):
         mark = new_mark()
-        token = context.engine.front.need_pictures("messages").token
-        text = await chat_text(context, body, marked(body.messages, token, mark))
+        placeholders = context.engine.front.need_pictures("messages").placeholders
+        text = await chat_text(context, body, placeholders.marked(body.messages, mark))
         return await picture_prompt(context, body, text, mark, pictures, check)
     text = await chat_text(context, body, body.messages)
     options = tokenize_options(body, body.add_special_tokens, fits_model=check)
