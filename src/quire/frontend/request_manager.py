@@ -260,13 +260,8 @@ class RequestManager:
         options.fits_model = False
         if options.truncate is not None:
             raise Unsupported("truncation of a prompt with pictures", "shorten its text")
-        if prompt.tokens or prompt.text is None:
-            tokens = self.inputs.tokenize(Prompt(prompt.text, prompt.tokens, prompt.salt), options)
-            return self.inputs.checked(reader.placed(tokens, pictures))
-        written = reader.placeholders.written(prompt.text, pictures)
-        tokens = self.inputs.tokenize(Prompt(written.text, salt=prompt.salt), options)
-        tokens.text = prompt.text
-        return self.inputs.checked(reader.placed(tokens, pictures, written))
+        tokenize = functools.partial(self.inputs.tokenize, options=options)
+        return self.inputs.checked(reader.tokenized(prompt, pictures, tokenize))
 
     def chat_prompt(self, messages: Sequence[Any], options: chat.ChatOptions) -> Prompt:
         """The prompt of a conversation of a program: its text, or its tokens if it has pictures. Blocks.
@@ -285,10 +280,9 @@ class RequestManager:
         options = dataclasses.replace(options, picture=reader.placeholder)
         placeholders, pictures = reader.placeholders, pictures_in(copied)
         text = self.render(placeholders.marked(copied, mark), options)
-        written = placeholders.written(text, pictures, mark)
-        prompt = self.inputs.tokenize(Prompt(written.text), TokenizeOptions(False, fits_model=False))  # fmt: skip
-        prompt.text = placeholders.unmarked(text, mark)
-        return self.inputs.checked(reader.placed(prompt, pictures, written))
+        options_of_text = TokenizeOptions(False, fits_model=False)
+        tokenize = functools.partial(self.inputs.tokenize, options=options_of_text)
+        return self.inputs.checked(reader.tokenized(Prompt(text), pictures, tokenize, mark))
 
     def _add_extras(self, accepted: Accepted) -> None:
         """Add the features' extras to the request. Raises ValidationError: a feature cannot serve the request."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from math import prod
@@ -173,6 +173,26 @@ class PictureInputs:
         return t, h // self.model.merge, w // self.model.merge
 
     # -- placing ----------------------------------------------------------------------------------
+    def tokenized(
+        self,
+        prompt: Prompt,
+        pictures: Sequence[ReadPicture],
+        tokenize: Callable[[Prompt], Prompt],
+        mark: str = "",
+    ) -> Prompt:
+        """The prompt, of text or tokens, with the pictures' own tokens. `mark`: of tokens that users spelled.
+
+        Raises:
+            ValidationError: as `placed`; and what `tokenize` raises.
+        """
+        if prompt.tokens or prompt.text is None:
+            tokens = Prompt(prompt.text, prompt.tokens, prompt.salt)
+            return self.placed(tokenize(tokens), pictures)
+        written = self.placeholders.written(prompt.text, pictures, mark)
+        found = tokenize(Prompt(written.text, salt=prompt.salt))
+        found.text = self.placeholders.unmarked(prompt.text, mark) if mark else prompt.text
+        return self.placed(found, pictures, written)
+
     def placed(
         self, prompt: Prompt, pictures: Sequence[ReadPicture], written: WrittenText | None = None
     ) -> Prompt:
