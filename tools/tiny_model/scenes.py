@@ -149,7 +149,7 @@ SLOTS: dict[str, tuple[str, Draw]] = {
     "year": ("year founded birth_year date", _number(1900, 2039)),
     "animal": ("kind animal species type", _pick(words.ANIMALS)),
     "place": ("place location where", _pick(words.PLACES)),
-    "people": ("participants people attendees guests names", _listed(words.first_name, 1, 4)),
+    "people": ("participants people attendees guests names", _listed(words.first_name, 2, 4)),
     "event": ("name title event event_name summary", _pick(EVENTS)),
     "day": ("day date when weekday", _pick(words.DAYS)),
     "date": ("date day when", _date),
