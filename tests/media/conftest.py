@@ -50,10 +50,10 @@ class SameProcess:
 
         self.processor, self.replaced, self.count = load_processor(path), 0, 1
 
-    def process(self, data: bytes, where: str) -> Processed:
+    def process(self, data: bytes, where: str, num_frames: int = 0, max_rows: int = 0) -> Processed:
         from quire.frontend.media.picture_process import answer_to
 
-        answer = answer_to(Process(MAX_PIXELS, 10.0), data, self.processor)
+        answer = answer_to(Process(MAX_PIXELS, 10.0, num_frames, max_rows), data, self.processor)
         if isinstance(answer, Refused):
             raise refused(where, why(answer))
         return answer

@@ -312,7 +312,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in"
-    " m.content %}{% if p.type == 'image' %}PLACEHOLDER{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    " m.content %}{% if p.type == 'image' %}PLACEHOLDER{% elif p.type == 'video' %}VIDEO{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
@@ -346,7 +346,8 @@ def make_checkpoint(kind: str, folder: Path, template: str = TEMPLATE) -> str:
                 weight.normal_(std=0.2)
     model.save_pretrained(folder)
     own = tokenizer(made.get("tokens", {}))
-    own.chat_template = template.replace("PLACEHOLDER", made["placeholder"])
+    video = made["placeholder"].replace("image", "video")
+    own.chat_template = template.replace("PLACEHOLDER", made["placeholder"]).replace("VIDEO", video)
     own.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(
         json.dumps(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.cli.doctor_checks import DoctorFinding, findings, remote_tensors
 from quire.cli.doctor_kept import kept_blocks
+from quire.cli.doctor_pictures import picture_rows
 from quire.cli.doctor_speed import memory_bandwidth, tokens_per_second
 from quire.config.checkpoint_dtype import stored_dtype
 from quire.config.engine import EngineConfig, Resolved
@@ -57,6 +58,8 @@ class DoctorReport:
     """Bytes, as in the files."""
     remote: bool = False
     """The weights have not been fetched yet."""
+    pictures: list[tuple[str, str]] = field(default_factory=list)
+    """What pictures cost."""
     plan: MemoryPlan | None = None
     findings: list[DoctorFinding] = field(default_factory=list)
 
@@ -105,6 +108,7 @@ def examine(config: EngineConfig) -> DoctorReport:
         report.resolved, _ = resolve_without_weights(config)
         found = _weights(report, report.resolved)
         report.weights = on_disk(found)
+        report.pictures = picture_rows(report.resolved, found)
         report.plan = _plan(report, report.resolved, found)
     except QuireError as why:
         report.findings.append(DoctorFinding("error", str(why)))
@@ -206,7 +210,7 @@ def _model(report: DoctorReport, resolved: Resolved) -> list[tuple[str, str]]:
     if report.weights:
         where = "not downloaded yet" if report.remote else _files(report, resolved)
         rows.insert(2, ("weights", f"{size(report.weights)}, {where}"))
-    return rows
+    return rows + report.pictures
 
 
 def _files(report: DoctorReport, resolved: Resolved) -> str:

@@ -10,6 +10,7 @@ from quire.config.number_types import Amount
 
 KINDS = ("image", "video", "audio", "vision_chunk")
 MOST = 999
+NUM_FRAMES, MOST_FRAMES = 32, 768
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,13 +27,39 @@ class MediaConfig:
     """Hosts from which pictures may be fetched, also if their addresses are private; unset: every host with public addresses."""
     mm_processor_cache_gb: Amount = 4
     """GiB of processed pictures that all HTTP processes together keep for later requests; 0: none."""
+    media_io_kwargs: dict[str, Any] = field(default_factory=dict)
+    """How files are read: {"video": {"num_frames": 32}} takes at most 32 frames of a video, at even distances."""
     disable_chunked_mm_input: bool = False
     """Compute all tokens of a picture in one step."""
+
+    @property
+    def num_frames(self) -> int:
+        """The most frames that are taken of a video."""
+        return int(self.media_io_kwargs.get("video", {}).get("num_frames", NUM_FRAMES))
 
     @property
     def max_pictures(self) -> int:
         """The most pictures of a request."""
         return 0 if self.language_model_only else self.limit_mm_per_prompt.get("image", MOST)
+
+
+def media_reading(value: Any) -> dict[str, Any]:
+    """{"video": {"num_frames": N}}.
+
+    Raises:
+        ValueError: another form.
+    """
+    value = json.loads(value) if isinstance(value, str) else value
+    must = f'must be {{"video": {{"num_frames": N}}}} with N from 1 to {MOST_FRAMES}; files are read in one way otherwise'
+    if not isinstance(value, dict) or value.keys() - {"video"}:
+        raise ValueError(must)
+    video = value.get("video", {})
+    if not isinstance(video, dict) or video.keys() - {"num_frames"}:
+        raise ValueError(must)
+    count = video.get("num_frames", NUM_FRAMES)
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= MOST_FRAMES:
+        raise ValueError(must)
+    return value
 
 
 def media_limits(value: Any) -> dict[str, int]:

@@ -21,7 +21,7 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.config.lora import lora_modules
-from quire.config.media import media_limits
+from quire.config.media import media_limits, media_reading
 from quire.config.nearest_name import choose_from
 from quire.config.number_types import AtLeast1, in_words
 from quire.errors import ConfigError
@@ -173,6 +173,8 @@ def _coerce(option: Option, value: Any) -> Any:
                 return value
         case "json" if option.name == "limit_mm_per_prompt":
             return media_limits(value)
+        case "json" if option.name == "media_io_kwargs":
+            return media_reading(value)
         case "json":
             return json_object(value)
         case "maybe" if isinstance(value, bool):

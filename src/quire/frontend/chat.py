@@ -29,8 +29,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "tools": (Sequence, "a list"), "documents": (Sequence, "a list"),
 }  # fmt: skip
 FORMATS = ("auto", "string", "openai")
-PICTURE = {"type": "image"}
-"""A part whose picture has been read (`frontend/media`)."""
+NO_MEDIA: Mapping[str, str] = {}
 MEDIA_PARTS = ("image", "video", "audio", "file")  # substrings of image_url, input_audio, ...
 
 
@@ -51,8 +50,8 @@ class ChatOptions:
     """string: join the parts into one text; openai: pass the parts on; auto: what the template reads."""
     seconds: float = SECONDS
     """Time limit of the template."""
-    picture: str = ""
-    """What stands for a picture in a text; empty: parts of type image are refused."""
+    media: dict[str, str] = field(default_factory=dict)
+    """By type of part, image or video: what stands for one in a text; the other types are refused."""
 
     @classmethod
     def of_keywords(cls, keywords: dict[str, Any]) -> Self:
@@ -106,7 +105,7 @@ def rendered(
         wrap = form == "openai" and not template.takes_strings
     return template.render(
         [
-            read_message(message, number, form, wrap, options.picture)
+            read_message(message, number, form, wrap, options.media)
             for number, message in enumerate(messages)
         ],
         tools=options.tools or None,
@@ -128,12 +127,12 @@ def _own(text: str, may_be_path: bool) -> ChatTemplate:
 
 
 def read_message(
-    message: Any, number: int, form: str, wrap: bool, picture: str = ""
+    message: Any, number: int, form: str, wrap: bool, media: Mapping[str, str] = NO_MEDIA
 ) -> dict[str, Any]:
     """Convert one message to JSON types.
 
     A list of parts becomes one text with `form` string and stays a list with openai; `wrap` makes a text a list.
-    `picture`: what stands for a picture in a text, before the texts of its message.
+    `media`: see `ChatOptions`; in a text they are before the texts of their message.
     """
     fields = plain(message)
     if not isinstance(fields, dict) or not isinstance(fields.get("role"), str):
@@ -144,13 +143,13 @@ def read_message(
     if content is None and fields["role"] != "assistant":
         content = fields["content"] = ""  # templates would write None
     if isinstance(content, list):
-        parts = [
-            part
-            if picture and part == PICTURE
+        parts: list[dict[str, Any]] = [
+            dict(part)
+            if isinstance(part, Mapping) and len(part) == 1 and part.get("type") in media
             else {"type": "text", "text": _text(part, f"messages[{number}].content[{index}]")}
             for index, part in enumerate(content)
         ]
-        fields["content"] = _joined(parts, picture) if form == "string" else parts
+        fields["content"] = _joined(parts, media) if form == "string" else parts
     elif isinstance(content, str) and wrap:
         fields["content"] = [{"type": "text", "text": content}]
     elif content is not None and not isinstance(content, str):
@@ -160,10 +159,10 @@ def read_message(
     return fields
 
 
-def _joined(parts: list[dict[str, Any]], picture: str) -> str:
-    """The texts of parts as one, after the placeholders of its pictures."""
+def _joined(parts: list[dict[str, Any]], media: Mapping[str, str]) -> str:
+    """The texts of parts as one, after the placeholders of its pictures and videos."""
     texts = [part["text"] for part in parts if "text" in part]
-    return "\n".join([picture] * (len(parts) - len(texts)) + texts)
+    return "\n".join([media[part["type"]] for part in parts if "text" not in part] + texts)
 
 
 def _text(part: Any, where: str) -> str:

@@ -81,7 +81,7 @@ class Prompt:
     media: list[MediaItem] = field(default_factory=list)
     """What stands in the place of some of the tokens."""
     pictures: list[Any] = field(default_factory=list)
-    """Pictures as a program gives them, whose placeholders are in the text or the tokens."""
+    """(kind, object) of pictures and videos as a program gives them, whose placeholders are in the text or the tokens."""
     sounds: list[Any] = field(default_factory=list)
     """Sound as a program gives it."""
     extras: dict[str, bytes] = field(default_factory=dict)
@@ -186,7 +186,7 @@ def _sounds(media: Any) -> list[Any]:
 
 
 def _pictures(media: Any) -> list[Any]:
-    """The pictures of `multi_modal_data`: one or a list of them, under "image".
+    """(kind, item) of all pictures and videos of `multi_modal_data`: one or a list of them under "image" and "video".
 
     Raises:
         ValidationError, Unsupported: another kind of media.
@@ -198,14 +198,28 @@ def _pictures(media: Any) -> list[Any]:
             'multi_modal_data must be a dict such as {"image": picture}',
             parameter="multi_modal_data",
         )
+    found: list[Any] = []
     for kind, value in media.items():
-        if kind not in ("image", "audio") and value not in (None, []):
-            raise Unsupported(f"multi_modal_data of the kind {kind}", "pictures are: pass image")
-    given = media.get("image")
-    pictures = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    if any(isinstance(one, Mapping) or getattr(one, "ndim", 3) == 2 for one in pictures):
-        raise Unsupported("embeddings of pictures", "pass the pictures themselves")
-    return pictures
+        if value is None or (isinstance(value, list) and not value) or kind == "audio":
+            continue
+        if kind not in ("image", "video"):
+            raise Unsupported(f"multi_modal_data of the kind {kind}", "pass image, video or audio")
+        items = list(value) if _is_list(kind, value) else [value]
+        if any(isinstance(one, Mapping) or getattr(one, "ndim", 3) == 2 for one in items):
+            raise Unsupported("embeddings of pictures", "pass the pictures themselves")
+        found += [(kind, one) for one in items]
+    return found
+
+
+def _is_list(kind: str, value: Any) -> bool:
+    """Whether it is several items. A video may itself be a list of pictures, or (frames, metadata)."""
+    if kind == "image":
+        return isinstance(value, list | tuple)
+    return (
+        isinstance(value, list)
+        and not hasattr(value[0], "convert")
+        and getattr(value[0], "ndim", 4) != 3
+    )
 
 
 def _second_text(types: list[int], num_tokens: int) -> int:

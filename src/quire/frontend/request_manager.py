@@ -252,8 +252,8 @@ class RequestManager:
         """
         reader = self.need_pictures("multi_modal_data")
         given = [
-            GivenPicture(f"multi_modal_data.image[{index}]", picture)
-            for index, picture in enumerate(prompt.pictures)
+            GivenPicture(f"multi_modal_data.{kind}[{index}]", item, kind=kind)
+            for index, (kind, item) in enumerate(prompt.pictures)
         ]
         pictures = reader.load_now(given)
         options = TokenizeOptions.read(tokenization)
@@ -277,7 +277,7 @@ class RequestManager:
         for place, picture in zip(places, reader.load_now([p.given for p in places]), strict=True):
             place.parts[place.index] = PicturePart(picture)
         mark = new_mark()
-        options = dataclasses.replace(options, picture=reader.placeholder)
+        options = dataclasses.replace(options, media=reader.texts)
         placeholders, pictures = reader.placeholders, pictures_in(copied)
         text = self.render(placeholders.marked(copied, mark), options)
         options_of_text = TokenizeOptions(False, fits_model=False)

@@ -20,6 +20,7 @@ from quire.models.registry import FAMILIES
 from quire.protocol.tensor_data import ITEMSIZE
 
 FAMILY: dict[str, dict[str, Any]] = FAMILIES["vision"]
+REFUSED: dict[str, str] = FAMILIES["vision_refused"]
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOWERS = ("vision_config", "vision_tower_config", "vit_config")
 DEFAULT_PIXELS = 28 * 28 * 1280  # of a picture, where the files of a Qwen checkpoint do not say
@@ -41,6 +42,9 @@ class VisionModel:
         merge: rows and columns of patches that become one row of the tower.
         max_rows: rows of the largest picture, as far as the files say.
         max_patches: what the tower computes for it.
+        video_token_id: what stands for a video in a prompt; None: the model takes none.
+        video_placeholder: as `placeholder`.
+        tokens_per_second: positions of a second of a video; 0: one position from each group of frames to the next.
         width: features of a row.
         tower_width: of the tower's widest layer and its hidden states together, for one patch.
     """
@@ -57,6 +61,9 @@ class VisionModel:
     merge: int
     max_rows: int
     max_patches: int
+    video_token_id: int | None
+    video_placeholder: str
+    tokens_per_second: float
     width: int
     tower_width: int
 
@@ -78,7 +85,9 @@ def why_no_pictures(resolved: Resolved) -> str:
     if tower is None:
         return "this model reads text only: send text, or serve a model with a vision tower"
     if kind not in FAMILY:
-        return f"pictures for {kind} are not supported yet (they are for {', '.join(FAMILY)}): send text"
+        why = REFUSED.get(kind)
+        reason = f": {why}" if why else " yet"
+        return f"pictures for {kind} are not supported{reason} (they are for {', '.join(FAMILY)}); send text"
     if not resolved.config.media.max_pictures:
         return "this server takes no pictures (--limit-mm-per-prompt or --language-model-only): send text"
     if resolved.pooling is not None:
@@ -120,10 +129,28 @@ def _read(resolved: Resolved) -> VisionModel:
     both_ways = str(family.get("both_ways", ""))
     if text.get("use_bidirectional_attention") != family.get("both_ways_if", text.get("use_bidirectional_attention")):  # fmt: skip
         both_ways = ""
+    video = config.get("video_token_id") if family.get("video") else None
+    if video is not None:  # frames are made so small that a video fits into a step
+        patches = max(patches, resolved.max_num_batched_tokens * merge**2)
     return VisionModel(
-        kind, str(names[0]), int(token), str(family.get("token", "")), str(family.get("placeholder", "")), bool(family.get("grid")),
-        both_ways, len(tower.get("deepstack_visual_indexes") or ()), int(text.get("pad_token_id") or 0) if family.get("pads") else None, merge, rows, patches, width, 8 * hidden + 3 * inner,
-    )  # fmt: skip
+        model_type=kind,
+        architecture=str(names[0]),
+        image_token_id=int(token),
+        token=str(family.get("token", "")),
+        placeholder=str(family.get("placeholder", "")),
+        has_grid=bool(family.get("grid")),
+        both_ways=both_ways,
+        inner_layers=len(tower.get("deepstack_visual_indexes") or ()),
+        read_as=int(text.get("pad_token_id") or 0) if family.get("pads") else None,
+        merge=merge,
+        max_rows=rows,
+        max_patches=patches,
+        video_token_id=None if video is None else int(video),
+        video_placeholder=str(family.get("video", "")),
+        tokens_per_second=float(tower.get("tokens_per_second", 4)) if family.get("timed") else 0.0,
+        width=width,
+        tower_width=8 * hidden + 3 * inner,
+    )
 
 
 def _sizes(

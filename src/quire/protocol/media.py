@@ -1,4 +1,4 @@
-"""Pictures on their way from the frontend to the workers: the bytes of a MediaItem of the kind IMAGE.
+"""Pictures and videos on their way from the frontend to the workers: the bytes of a MediaItem of these kinds.
 
 Knows numbers and bytes. Does not know files, models or tensors of torch.
 """
@@ -10,8 +10,9 @@ from msgspec import Struct
 
 from quire.protocol.tensor_data import TensorData, decode_tensor, encode_tensor
 
-IMAGE = "image"
-"""`MediaItem.kind` of a picture."""
+IMAGE, VIDEO = "image", "video"
+"""`MediaItem.kind` of a picture, and of a video."""
+KINDS = (IMAGE, VIDEO)
 
 
 class Picture(Struct, array_like=True, gc=False):
@@ -21,11 +22,13 @@ class Picture(Struct, array_like=True, gc=False):
         runs: (offset from the item's first token, length) of the tokens that take rows of the vision tower, in order.
         grids: (time, height, width) of each run in rows, for models whose rotary positions follow the picture; else none.
         tensors: what the tower takes, by name.
+        interval: positions from one time of a grid to the next.
     """
 
     runs: list[tuple[int, int]]
     grids: list[tuple[int, int, int]]
     tensors: dict[str, TensorData]
+    interval: float = 1.0
 
     @property
     def num_rows(self) -> int:

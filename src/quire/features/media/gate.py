@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.errors import ValidationError
-from quire.protocol.media import IMAGE
+from quire.protocol.media import KINDS
 from quire.protocol.request import EngineRequest
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
@@ -42,7 +42,7 @@ class MediaGate(Gate):
     def receive(self, received: EngineRequest, number: int) -> EngineRequest:
         end = 0
         for item in received.media:
-            if item.kind != IMAGE:
+            if item.kind not in KINDS:
                 continue
             most = min(self.budget, self.whole or self.budget)
             if item.length > most or item.start < end or item.length < 1:
@@ -59,7 +59,7 @@ class MediaGate(Gate):
         end = start + num_tokens
         for item in request.media:
             first, last = item.start, item.start + item.length
-            if item.kind != IMAGE or first >= end or last <= start:
+            if item.kind not in KINDS or first >= end or last <= start:
                 continue
             cut = self.whole > 0 and last > end
             if cut or (item.length > self.left and self.left < self.budget):

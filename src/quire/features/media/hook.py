@@ -23,7 +23,7 @@ from quire.features.media.encoder_cache import EncoderCache
 from quire.features.media.gate import EncoderCounts
 from quire.features.media.positions import picture_positions
 from quire.forward_context import ForwardBatch, SeenSpan
-from quire.protocol.media import IMAGE, Picture, decode_picture
+from quire.protocol.media import KINDS, Picture, decode_picture
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.hooks import Hook
 from quire.worker.model_input import ROPE_POSITIONS
@@ -91,7 +91,7 @@ class MediaHook(Hook):
                 item.hash, item.start, item.start + item.length, decode_picture(item.data)
             )
             for item in new.media
-            if item.kind == IMAGE
+            if item.kind in KINDS
         ]
         if not pictures:
             return

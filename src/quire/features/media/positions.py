@@ -1,6 +1,8 @@
 """Rotary positions of a prompt with pictures, for models whose positions have time, height and width (M-RoPE).
 
-A pure function of the places and grids of the pictures, so a cached prefix or a preemption shifts nothing.
+A pure function of the places and grids of the pictures, so a cached prefix or a preemption shifts nothing. What follows a grid begins
+after its largest position, also if that is a time: so the models were trained. (Transformers 5.24 begins after the largest of height
+and width, where times of a longer video would be used twice.)
 Source: Qwen2-VL (arXiv 2409.12191).
 
 Shape suffixes: L tokens of the prompt, C components (3), N tokens of a picture.
@@ -26,12 +28,14 @@ def picture_positions(pictures: Sequence[tuple[int, Picture]]) -> tuple[np.ndarr
             parts.append(np.stack([text] * 3, 1))
             position += start - index
             index = start + length
-            parts.append(grid_positions(grid) + position)
-            position += max(grid)
+            own_NC = grid_positions(grid, picture.interval)
+            parts.append(own_NC + position)
+            position += int(own_NC.max()) + 1
     return np.concatenate(parts), position - index
 
 
-def grid_positions(grid: tuple[int, int, int]) -> np.ndarray:
-    """[N, C] of the rows of a grid, from 0: time, height, width."""
+def grid_positions(grid: tuple[int, int, int], interval: float = 1.0) -> np.ndarray:
+    """[N, C] of the rows of a grid, from 0: time, height, width. `interval`: of time."""
     counts_CTHW = np.indices(grid)
+    counts_CTHW[0] = (counts_CTHW[0].astype(np.float32) * np.float32(interval)).astype(np.int64)
     return counts_CTHW.reshape(3, -1).T

@@ -4,6 +4,7 @@
     Responses  {"type": "input_image", "image_url": U}
     Anthropic  {"type": "image", "source": {"type": "url", "url": U}} or {"type": "base64", "data": D}
     Python     {"type": "image_pil", "image_pil": IMAGE}
+    videos     {"type": "video_url", "video_url": {"url": U}}, or U itself
 
 `find_parts` finds them in the messages of any of these, with their JSON paths; each is then replaced by a `PicturePart`, which
 the protocols hand on as a part of type image. Knows parts. Does not know what a URL names.
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.frontend.media.errors import refused
+from quire.protocol.media import IMAGE, VIDEO
 
-KINDS = ("image_url", "input_image", "image", "image_pil")
-OTHER_MEDIA = ("video_url", "input_video", "audio_url", "input_audio", "image_embeds", "video_embeds", "input_file", "file")  # fmt: skip
+KINDS = ("image_url", "input_image", "image", "image_pil", "video_url")
+OTHER_MEDIA = ("input_video", "audio_url", "input_audio", "image_embeds", "video_embeds", "input_file", "file")  # fmt: skip
 INSIDE = ("content", "output")
 """Keys of a part or message whose value is a list of parts."""
 MOST_DEEP = 4
@@ -34,18 +36,20 @@ class GivenPicture:
         where: its JSON path.
         source: a URL, or the object of a Python program; None: the picture that had this uuid before.
         uuid: a name of the client for the picture; empty: none.
+        kind: IMAGE or VIDEO.
     """
 
     where: str
     source: Any
     uuid: str = ""
+    kind: str = IMAGE
 
 
 class PicturePart(dict[str, Any]):
-    """A content part of type image whose picture has been read. Clients cannot send one: JSON has no such class."""
+    """A content part of type image or video whose picture has been read. Clients cannot send one: JSON has no such class."""
 
     def __init__(self, picture: Any):
-        super().__init__(type="image")
+        super().__init__(type=getattr(picture, "kind", IMAGE))
         self.picture = picture
 
 
@@ -103,6 +107,8 @@ def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenPic
         return GivenPicture(f"{where}.image_pil", part.get("image_pil"), uuid)
     if kind == "image":
         return _of_anthropic(part, where) if "source" in part else None
+    if kind == "video_url":
+        return _of_video(part, where, uuid)
     url = part.get("image_url")
     if uuid and (url is None or url == {"url": None}):
         return GivenPicture(where, None, uuid)
@@ -114,6 +120,15 @@ def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenPic
     if detail not in DETAILS:
         raise refused(where, "`detail` must be auto, low or high (it has no effect)")
     return GivenPicture(where, _text(url, where), uuid)
+
+
+def _of_video(part: dict[str, Any], where: str, uuid: str) -> GivenPicture:
+    url, where_url = part.get("video_url"), f"{where}.video_url"
+    if uuid and (url is None or url == {"url": None}):
+        return GivenPicture(where, None, uuid, VIDEO)
+    if isinstance(url, dict):
+        url, where_url = url.get("url"), f"{where_url}.url"
+    return GivenPicture(where_url, _text(url, where_url), uuid, VIDEO)
 
 
 def _of_anthropic(part: dict[str, Any], where: str) -> GivenPicture:

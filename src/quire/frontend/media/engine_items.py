@@ -10,11 +10,11 @@ from hashlib import blake2b
 
 import msgspec
 
-from quire.protocol.media import IMAGE
+from quire.protocol.media import KINDS
 from quire.protocol.request import MediaItem
 from quire.protocol.sound import SOUND
 
-KEPT_BY_WORKERS = (IMAGE, SOUND)
+KEPT_BY_WORKERS = (*KINDS, SOUND)
 
 
 def salted(media: Sequence[MediaItem], salt: str) -> list[MediaItem]:

@@ -22,6 +22,7 @@ from quire.frontend.media.addresses import check_domain, read_url, resolve
 from quire.frontend.media.content_parts import GivenPicture
 from quire.frontend.media.errors import not_fetched, refused
 from quire.frontend.media.http_get import BadAnswer, get
+from quire.protocol.media import VIDEO
 
 MIB = 1 << 20
 MOST_DATA_HEAD = 256  # characters of a data: URL before the base64
@@ -64,7 +65,9 @@ class Fetcher:
         """
         if self._slots is None:
             self._slots = asyncio.Semaphore(int(env.get("MEDIA_LOADING_THREAD_COUNT")))
-        room, seconds = Room(int(env.get("MAX_MEDIA_DOWNLOAD_SIZE_MB")) * MIB), float(env.get("IMAGE_FETCH_TIMEOUT"))  # fmt: skip
+        room = Room(int(env.get("MAX_MEDIA_DOWNLOAD_SIZE_MB")) * MIB)
+        name = "VIDEO_FETCH_TIMEOUT" if any(one.kind == VIDEO for one in given) else "IMAGE_FETCH_TIMEOUT"  # fmt: skip
+        seconds = float(env.get(name))
         tasks = [asyncio.create_task(self._one(one, room, self._slots)) for one in given]
         try:
             async with asyncio.timeout(seconds):
@@ -72,7 +75,7 @@ class Fetcher:
         except TimeoutError:
             late = next(one for one, task in zip(given, tasks, strict=True) if not _is_there(task))
             raise not_fetched(
-                late.where, f"not fetched within {seconds:g} s (QUIRE_IMAGE_FETCH_TIMEOUT)"
+                late.where, f"not fetched within {seconds:g} s (QUIRE_{name})"
             ) from None
         finally:
             for task in tasks:

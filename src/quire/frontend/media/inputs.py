@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from quire.config.engine import Resolved
+from quire.config.media import MOST
 from quire.errors import QueueFull, Unsupported
 from quire.frontend.media.content_parts import GivenPicture
 from quire.frontend.media.errors import refused
@@ -30,10 +31,11 @@ from quire.frontend.media.picture_messages import Processed
 from quire.frontend.media.picture_processes import PictureProcesses
 from quire.frontend.media.placeholders import Placeholder, Placeholders, WrittenText, runs_of
 from quire.frontend.media.processed_cache import ProcessedCache, ReadPicture
+from quire.frontend.media.video_frames import DEFAULT_FPS, packed_frames
 from quire.frontend.prompts import Prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.models.vision import VisionModel, most_rows
-from quire.protocol.media import IMAGE
+from quire.protocol.media import IMAGE, VIDEO
 
 GIB = 1 << 30
 MOST_WAITING = 256  # pictures of all requests that wait for a process
@@ -48,12 +50,19 @@ class PictureInputs:
 
     def __init__(self, model: VisionModel, resolved: Resolved, tokenizer: Tokenizer):
         media = resolved.config.media
-        self.model, self.tokenizer, self.limit = model, tokenizer, media.max_pictures
+        self.model, self.tokenizer, self.num_frames = model, tokenizer, media.num_frames
         self.most_rows = most_rows(resolved, model)
         image = self._placeholder(tokenizer)
-        self.placeholders = Placeholders([image], tokenizer)
-        self.placeholder = model.placeholder or image.token
-        """What stands for a picture in a text."""
+        kinds = [image, *self._of_videos(tokenizer)]
+        self.placeholders = Placeholders(kinds, tokenizer)
+        self.takes_videos = len(kinds) > 1
+        texts = {IMAGE: model.placeholder, VIDEO: model.video_placeholder}
+        self.texts = {one.kind: texts[one.kind] or one.token for one in kinds}
+        """What stands for an item in a text, by kind."""
+        self.limits = {
+            IMAGE: media.max_pictures,
+            VIDEO: media.limit_mm_per_prompt.get("video", MOST),
+        }
         self.fetcher = Fetcher(media)
         self.processes = PictureProcesses(resolved.path)
         fronts = max(1, resolved.config.server.api_server_count or 1)
@@ -72,6 +81,12 @@ class PictureInputs:
         if len(ids) != 1:
             raise Unsupported(f"pictures with a tokenizer that has no token {token!r}", "send text")
         return Placeholder(IMAGE, token, ids[0], row, row_id)
+
+    def _of_videos(self, tokenizer: Tokenizer) -> list[Placeholder]:
+        """Empty: the model takes none."""
+        id = self.model.video_token_id
+        token = None if id is None else tokenizer.token(id)
+        return [] if id is None or token is None else [Placeholder(VIDEO, token, id, token, id)]
 
     def prepare(self) -> None:
         """Start a process before the first picture comes; does not wait for it."""
@@ -95,7 +110,9 @@ class PictureInputs:
         self._waiting += len(files)
         try:
             work = [
-                loop.run_in_executor(self._threads, self.read, data, one.where, scope, one.uuid)
+                loop.run_in_executor(
+                    self._threads, self.read, data, one.where, scope, one.uuid, one.kind
+                )
                 for data, one in zip(files, given, strict=True)
             ]
             known |= zip(given, await asyncio.gather(*work), strict=True)
@@ -114,17 +131,25 @@ class PictureInputs:
         fetch = self.fetcher.fetch([self._as_file(one) for one in given])
         with ThreadPoolExecutor(1) as thread:  # this thread may have a loop that runs
             files = thread.submit(asyncio.run, fetch).result()
-        return [self.read(data, one.where) for data, one in zip(files, given, strict=True)]
+        return [
+            self.read(data, one.where, kind=one.kind)
+            for data, one in zip(files, given, strict=True)
+        ]
 
-    def read(self, data: File, where: str, scope: str = "", uuid: str = "") -> ReadPicture:
+    def read(
+        self, data: File, where: str, scope: str = "", uuid: str = "", kind: str = IMAGE
+    ) -> ReadPicture:
         """Decode and process a file, unless the cache has it, and remember its name. Blocks.
 
         Raises:
             ValidationError: it cannot be used.
         """
-        digest = blake2b(data, digest_size=20, person=b"quire image").hexdigest()
+        digest = blake2b(data, digest_size=20, person=f"quire {kind}".encode()).hexdigest()
         if (picture := self.cache.get(scope, digest)) is None:
-            picture = self._picture(digest, self.processes.process(data, where), where)
+            sizes = (self.num_frames, self.most_rows) if kind == VIDEO else ()
+            picture = self._picture(
+                digest, kind, self.processes.process(data, where, *sizes), where
+            )
             self.cache.put(scope, picture)
         if uuid:
             self.cache.name(scope, uuid, digest)
@@ -139,38 +164,57 @@ class PictureInputs:
         return picture
 
     def _check_number(self, given: Sequence[GivenPicture]) -> None:
-        if len(given) > self.limit:
-            raise refused(
-                given[self.limit].where,
-                f"the request has {len(given)} pictures; the limit is {self.limit} (--limit-mm-per-prompt)",
-            )
+        for kind, limit in self.limits.items():
+            own = [one for one in given if one.kind == kind]
+            if own and kind == VIDEO and not self.takes_videos:
+                raise refused(own[0].where, "this model takes pictures, and no videos")
+            if len(own) > limit:
+                name = "pictures" if kind == IMAGE else "videos"
+                raise refused(
+                    own[limit].where,
+                    f"the request has {len(own)} {name}; the limit is {limit} (--limit-mm-per-prompt)",
+                )
 
     def _as_file(self, given: GivenPicture) -> GivenPicture:
         if isinstance(given.source, str | bytes):
             return given
-        return GivenPicture(given.where, as_file(given.source, given.where), given.uuid)
+        if given.kind == VIDEO:
+            return GivenPicture(
+                given.where, frames_as_file(given.source, given.where), given.uuid, VIDEO
+            )
+        return GivenPicture(given.where, as_file(given.source, given.where), given.uuid, given.kind)
 
-    def _picture(self, digest: str, made: Processed, where: str) -> ReadPicture:
+    def _picture(self, digest: str, kind: str, made: Processed, where: str) -> ReadPicture:
         ids = self.tokenizer.encode(made.replacement, False)
-        runs = runs_of(ids, self.model.image_token_id)
+        placeholder = next(one for one in self.placeholders.kinds if one.kind == kind)
+        runs = runs_of(ids, placeholder.row_id)
         rows = sum(length for _, length in runs)
         if rows > self.most_rows:
             raise refused(
                 where,
                 f"the picture takes {rows} tokens; the limit is {self.most_rows} (--max-num-batched-tokens): send a smaller one",
             )
-        grids = [self._grid(made)] if self.model.has_grid else []
+        grids = self._grids(made, len(runs)) if self.model.has_grid else []
         if not rows or (grids and [prod(grid) for grid in grids] != [n for _, n in runs]):
             raise refused(
                 where, "the model's processor gives no tokens for this picture: send another size"
             )
-        row = re.escape(self.placeholders.kinds[0].row)
-        text = re.sub(f"(?:{row})+", lambda found: self.placeholders.kinds[0].row, made.replacement)
-        return ReadPicture(IMAGE, digest, text, ids, runs, grids, made.tensors)
+        text = re.sub(
+            f"(?:{re.escape(placeholder.row)})+", lambda _: placeholder.row, made.replacement
+        )
+        interval = (
+            made.seconds * self.model.tokens_per_second
+            if made.seconds and self.model.tokens_per_second
+            else 1.0
+        )
+        return ReadPicture(kind, digest, text, ids, runs, grids, made.tensors, interval)
 
-    def _grid(self, made: Processed) -> tuple[int, int, int]:
-        t, h, w = np.frombuffer(made.tensors["image_grid_thw"].data, np.int64).tolist()
-        return t, h // self.model.merge, w // self.model.merge
+    def _grids(self, made: Processed, runs: int) -> list[tuple[int, int, int]]:
+        """Of each run of rows: some models have text between the times of a video."""
+        name = next(name for name in made.tensors if name.endswith("_grid_thw"))
+        t, h, w = np.frombuffer(made.tensors[name].data, np.int64).tolist()
+        h, w = h // self.model.merge, w // self.model.merge
+        return [(1, h, w)] * t if t == runs else [(t, h, w)]
 
     # -- placing ----------------------------------------------------------------------------------
     def tokenized(
@@ -206,6 +250,34 @@ class PictureInputs:
         else:
             tokens, media = self.placeholders.expanded(prompt.tokens, written.named, pictures)
         return Prompt(prompt.text, tokens, prompt.salt, media=media)
+
+
+def frames_as_file(source: Any, where: str) -> bytes:
+    """Frames, as an array [N, H, W, 3] of uint8 or a list of such pictures; or (frames, metadata) with `fps` in the metadata: as a file of
+    their own form (`video_frames.py`). Raises ValidationError: another object."""
+    frames, metadata = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
+    if (
+        isinstance(frames, list | tuple)
+        and frames
+        and all(hasattr(one, "convert") for one in frames)
+    ):
+        frames = [np.asarray(one.convert("RGB")) for one in frames]
+    try:
+        frames_NHWC = np.ascontiguousarray(frames)
+    except ValueError:
+        frames_NHWC = np.zeros(0)
+    fps = metadata.get("fps") if isinstance(metadata, dict) else None
+    if (
+        frames_NHWC.dtype != np.uint8
+        or frames_NHWC.ndim != 4
+        or frames_NHWC.shape[3] != 3
+        or not len(frames_NHWC)
+    ):
+        raise refused(
+            where,
+            "a video must be an array [frames, height, width, 3] of uint8, or a list of pictures of one size",
+        )
+    return packed_frames(frames_NHWC, float(fps or DEFAULT_FPS))
 
 
 def as_file(source: Any, where: str) -> bytes:

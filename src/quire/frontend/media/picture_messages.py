@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from quire.protocol.tensor_data import TensorData, decode_tensor, encode_tensor
 
-Why = Literal["format", "pixels", "broken", "shape", "memory"]
+Why = Literal["format", "pixels", "broken", "shape", "memory", "frames", "library"]
 
 
 class LoadProcessor(Struct, array_like=True, tag="load"):
@@ -30,19 +30,29 @@ class Ready(Struct, array_like=True, tag="ready"):
 
 
 class Process(Struct, array_like=True, tag="process"):
-    """Decode and process the file in the next frame. `cpu_s`: processor time that it may take."""
+    """Decode and process the file in the next frame.
+
+    Attributes:
+        max_pixels: of a picture, or of each frame of a video.
+        cpu_s: processor time that it may take.
+        num_frames: the most that are taken of a video; 0: the file is a picture.
+        max_rows: the most rows of the tower for a video.
+    """
 
     max_pixels: int
     cpu_s: float
+    num_frames: int = 0
+    max_rows: int = 0
 
 
 class Processed(Struct, array_like=True, tag="processed"):
-    """What the tower takes, and the text that replaces the placeholder in the prompt."""
+    """What the tower takes, and the text that replaces the placeholder in the prompt. `seconds`: between groups of a video's frames."""
 
     width: int
     height: int
     replacement: str
     tensors: dict[str, TensorData]
+    seconds: float = 0.0
 
 
 class Refused(Struct, array_like=True, tag="refused"):

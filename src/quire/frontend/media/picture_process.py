@@ -123,6 +123,8 @@ def _class_in_module_of(kind: str, name: str) -> Any:
 
 # -- one picture ----------------------------------------------------------------------------------
 def answer_to(job: Process, file: bytes | bytearray, processor: Any) -> Processed | Refused:
+    if job.num_frames:
+        return answer_to_video(job, file, processor)
     width = height = 0
     try:
         image = opened(file)
@@ -142,6 +144,31 @@ def answer_to(job: Process, file: bytes | bytearray, processor: Any) -> Processe
         return Refused("memory", width, height)
     except Exception:  # a processor refuses some shapes, each in its own way
         return Refused("shape", width, height)
+
+
+def answer_to_video(job: Process, file: bytes | bytearray, processor: Any) -> Processed | Refused:
+    from quire.frontend.media.video_frames import UnreadVideo, read_video
+    from quire.frontend.media.video_patches import video_tensors
+
+    if find_spec("av") is None:
+        return Refused("library")
+    try:
+        video = read_video(file, job.num_frames, job.max_pixels)
+    except UnreadVideo as why:
+        return Refused(str(why))  # type: ignore[arg-type]
+    except MemoryError:
+        return Refused("memory")
+    except Exception:  # as of pictures
+        return Refused("broken")
+    height, width, _ = video.frames[0].shape
+    try:
+        found, text, seconds = video_tensors(video, processor, job.max_rows)
+        tensors = {name: tensor_of(value) for name, value in found.items()}
+    except MemoryError:
+        return Refused("memory", width, height)
+    except Exception:  # a processor refuses some shapes, each in its own way
+        return Refused("shape", width, height)
+    return Processed(width, height, text, tensors, seconds)
 
 
 def opened(data: bytes | bytearray) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire import env
-from quire.frontend.media.decoding_processes import DecodingProcesses
+from quire.frontend.media.decoding_processes import WALL_S, DecodingProcesses
 from quire.frontend.media.errors import refused
 from quire.frontend.media.picture_messages import (  # fmt: skip
     LoadProcessor,
@@ -35,15 +35,19 @@ class PictureProcesses(DecodingProcesses):
         super().__init__(count, memory)
         self.folder = folder
 
-    def process(self, data: bytes | bytearray, where: str) -> Processed:
-        """The picture of a file, as the model takes it.
+    def process(
+        self, data: bytes | bytearray, where: str, num_frames: int = 0, max_rows: int = 0
+    ) -> Processed:
+        """The picture of a file, as the model takes it; with `num_frames` a video. Arguments as of `Process`.
 
         Raises:
             ValidationError: the file is no picture that this server reads, or takes too much.
         """
-        message = encode(Process(int(env.get("MAX_IMAGE_PIXELS")), CPU_S))
+        factor = 3 if num_frames else 1
+        most = int(env.get("MAX_IMAGE_PIXELS"))
+        message = encode(Process(most, factor * CPU_S, num_frames, max_rows))
         try:
-            answer = self.ask(message, data)
+            answer = self.ask(message, data, factor * WALL_S)
         except ProcessEnded:
             raise refused(where, TOO_MUCH) from None
         if isinstance(answer, Refused):
@@ -66,7 +70,14 @@ def why(answer: Refused) -> str:
     size = f"{answer.width}x{answer.height}"
     match answer.why:
         case "format":
-            return "this is no picture that this server reads: send PNG, JPEG, WebP, BMP or GIF"
+            return (
+                "this is no picture that this server reads: send PNG, JPEG, WebP, BMP or GIF (as a video_url part: MP4, WebM or"
+                " Matroska with H.264, HEVC, VP8, VP9, AV1 or MPEG-4)"
+            )
+        case "library":
+            return "videos need PyAV on the server: pip install quire[video]"
+        case "frames":
+            return "the video has too many frames: send a shorter one"
         case "pixels":
             return f"the picture has {size} pixels; the limit is {env.get('MAX_IMAGE_PIXELS')} in all (QUIRE_MAX_IMAGE_PIXELS): send a smaller one"
         case "shape":

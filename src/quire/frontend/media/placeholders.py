@@ -194,7 +194,7 @@ def _placed(item: ReadPicture, runs: list[tuple[int, int]]) -> MediaItem:
     """`runs`: (index in the prompt, length)."""
     start, end = runs[0][0], sum(runs[-1])
     own = [(at - start, length) for at, length in runs]
-    data = encode_picture(Picture(own, item.grids, item.tensors))
+    data = encode_picture(Picture(own, item.grids, item.tensors, item.interval))
     return MediaItem(item.digest, item.kind, start, end - start, data)
 
 

@@ -24,6 +24,7 @@ class ReadPicture:
         runs: (offset, length) of those that take rows of the tower.
         grids: (time, height, width) of each run in rows; empty: the model does not need it.
         tensors: what the tower takes.
+        interval: see `Picture`.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class ReadPicture:
     runs: Runs
     grids: list[tuple[int, int, int]]
     tensors: dict[str, TensorData]
+    interval: float = 1.0
 
     @property
     def num_bytes(self) -> int:

@@ -27,6 +27,8 @@ from quire.protocol.tensor_data import TensorData
 
 log = get_logger(__name__)
 
+VIDEO_PIXELS = "pixel_values_videos"
+
 
 class TransformersTower:
     """`architecture`: of the wrapper.
@@ -41,8 +43,7 @@ class TransformersTower:
             raise Unsupported(f"pictures for {architecture}", "send text")
         self.device, self.dtype = device, getattr(torch, spec.dtype)
         self.model = self._load(kind, spec).to(device).eval()
-        names = set(inspect.signature(self._features_of().get_image_features).parameters)
-        self._takes = names - {"self", "kwargs"}
+        self._takes = self._arguments("get_image_features") | self._arguments("get_video_features")
         size = sum(parameter.nbytes for parameter in self.model.parameters())
         log.info("the vision tower of %s takes %.2f GiB", architecture, size / 2**30)
 
@@ -58,7 +59,8 @@ class TransformersTower:
             for name, tensor in picture.tensors.items()
             if name in self._takes
         }
-        output = self.model.get_image_features(**given, return_dict=True)
+        features: Any = self.model.get_video_features if VIDEO_PIXELS in given else self.model.get_image_features  # fmt: skip
+        output = features(**given, return_dict=True)
         inner = getattr(output, "deepstack_features", None) or ()
         return torch.cat([rows_of(output.pooler_output), *map(rows_of, inner)], -1)
 
@@ -67,10 +69,15 @@ class TransformersTower:
         tensor = torch.frombuffer(copied, dtype=getattr(torch, data.dtype)).view(data.shape)
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
-    def _features_of(self) -> Any:
-        """What has `get_image_features` with all names of its arguments: the wrapper's inner model, if there is one."""
+    def _arguments(self, method: str) -> set[str]:
+        """Of a method of the wrapper's inner model, if there is one: the wrapper's own has not all names."""
         inner = getattr(self.model, "model", None)
-        return inner if hasattr(inner, "get_image_features") else self.model
+        found = getattr(inner, method, None) or getattr(self.model, method, None)
+        return (
+            set()
+            if found is None
+            else set(inspect.signature(found).parameters) - {"self", "kwargs"}
+        )
 
     def _load(self, kind: Any, spec: ModelSpec) -> PreTrainedModel:
         config = read_config(spec)

@@ -76,7 +76,7 @@ async def chat_text(
     check_messages(messages)
     options = chat_options(body, context.state)
     if (reader := context.engine.front.pictures) is not None:
-        options.picture = reader.placeholder
+        options.media = reader.texts
     return await render(with_calls_read(messages), options, context)
 
 

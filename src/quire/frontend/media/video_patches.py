@@ -1,0 +1,67 @@
+"""Videos for towers of the Qwen form: each frame is resized and normalized as a picture, and groups of frames share patches.
+
+Runs in a picture process. Transformers' processors of videos need torchvision; those of pictures do not, and give the same patches for
+a frame that is repeated. Knows frames, and image processors that give patches with a time dimension.
+
+Shape suffixes: N patches of a frame, C colours, T frames that share a patch, P pixels of a patch in one colour.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from quire.frontend.media.video_frames import Video
+
+
+def video_tensors(
+    video: Video, processor: Any, max_rows: int
+) -> tuple[dict[str, np.ndarray], str, float]:
+    """(what the tower takes, the text that replaces the placeholder, seconds from one group of frames to the next).
+
+    `max_rows`: of the tower, for the whole video; its frames are made small enough.
+
+    Raises:
+        Exception: the processor refuses frames of this shape, in its own way.
+    """
+    own = processor.image_processor
+    group, merge = int(own.temporal_patch_size), int(own.merge_size)
+    frames = list(video.frames)
+    frames += [frames[-1]] * (-len(frames) % group)
+    num_groups = len(frames) // group
+    side = int(own.patch_size) * merge
+    most = max(max_rows // num_groups, 1) * side**2
+    low, high = own.size["shortest_edge"], own.size["longest_edge"]
+    size = {"shortest_edge": min(low, most), "longest_edge": min(high, most)}
+    parts, grid = [], np.zeros(3, np.int64)
+    for frame_HWC in frames:
+        made = own([frame_HWC], size=size, return_tensors="np", input_data_format="channels_last")
+        grid = made["image_grid_thw"][0]
+        values = made["pixel_values"]
+        parts.append(values.reshape(len(values), frame_HWC.shape[2], group, -1))
+    groups = [
+        np.stack([parts[first + i][:, :, i] for i in range(group)], 2).reshape(len(parts[0]), -1)
+        for first in range(0, len(parts), group)
+    ]
+    grid_13 = np.array([[num_groups, grid[1], grid[2]]], np.int64)
+    tensors = {"pixel_values_videos": np.concatenate(groups), "video_grid_thw": grid_13}
+    return tensors, _text(video, processor, grid_13, group, merge), group * _seconds(video)
+
+
+def _seconds(video: Video) -> float:
+    """From a sampled frame to the next."""
+    steps = max(len(video.indices) - 1, 1)
+    return (video.indices[-1] - video.indices[0]) / steps / video.fps
+
+
+def _text(video: Video, processor: Any, grid_13: np.ndarray, group: int, merge: int) -> str:
+    processor.video_processor = SimpleNamespace(merge_size=merge, temporal_patch_size=group)
+    indices, fps = list(video.indices), video.fps
+    metadata = SimpleNamespace(
+        fps=fps, frames_indices=indices, timestamps=[i / fps for i in indices]
+    )
+    given = {"video_grid_thw": grid_13, "video_metadata": [metadata]}
+    text: str = processor.replace_video_token(given, 0)
+    return text
