@@ -37,7 +37,7 @@ def test_public_names_exist(name):
 
 
 def test_an_unsupported_feature_can_be_imported_and_raises_when_used():
-    name = "KVTransferConfig"
+    name = "KVEventsConfig"
     later = getattr(importlib.import_module("quire.compat.vllm_unsupported"), name)
     assert isinstance(later, type)
     assert not isinstance("x", later)

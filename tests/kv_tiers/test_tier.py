@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,33 @@ def test_an_answer_says_where_its_prompt_came_from(
         assert [out.details for out in outputs if out.details] == [{"kv_tiers": {"disk": 64}}]
         again = one.run([PROMPTS[0]], greedy(2))[0]
         assert not any(out.details for out in again)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_step_that_fails_while_it_loads(
+    depth: int, filled: Path, expected: list[list[int]], checkpoint: Callable[..., str]
+) -> None:
+    """Its requests end with an error, and no block of it is found by others."""
+    with kept(checkpoint("qwen3"), filled, depth) as one:
+        worker: Any = one.client.core.executor.worker  # type: ignore[attr-defined]
+        hook: Any = next(hook for hook in worker.hooks if hook.name == "kv_tiers")
+        before, failures = hook.before, []
+
+        def fail_first(plan: Any, batch: Any) -> None:
+            if "kv_tiers" in plan.extras and not failures:
+                failures.append(plan.step)
+                raise RuntimeError("a fault of the device")
+            before(plan, batch)
+
+        hook.before = fail_first
+        with suppress(
+            RuntimeError
+        ):  # the step had work, or only copies: then they are loaded again
+            assert one.tokens(PROMPTS, greedy(COUNT)) == expected
+        core = one.client.core
+        while core.in_flight or core.scheduler.requests:
+            core.step()
+        assert failures
+        assert one.tokens(PROMPTS, greedy(COUNT)) == expected
+        save_all(one)
+        core.scheduler.check()

@@ -19,6 +19,7 @@ ENGINE = Path(__file__).parents[1] / "engine"
 sys.path[:0] = [str(ENGINE), str(ENGINE.parents[1])] * (str(ENGINE) not in sys.path)
 
 import workload  # noqa: E402
+from toy_device import POISON  # noqa: E402
 
 from quire.engine.listener import EngineListener  # noqa: E402
 from quire.features.kv_tiers.copies import BlockCopies  # noqa: E402
@@ -42,6 +43,8 @@ class ToyStaging:
         self.free = deque(range(self.num_slots))
         self.content: dict[int, Content] = {}
         self.ran = self.said = 0
+        self.late: list[tuple[int, int, Content, bool]] = []
+        """What a second rank has not copied yet: step, slot, content, whether the slot is filled."""
 
     @property
     def num_free(self) -> int:
@@ -51,6 +54,13 @@ class ToyStaging:
     def acknowledged(self) -> int:
         if self.rng.random() < 0.6:
             self.said = self.ran
+            for _, slot, content, fills in self.late:
+                assert slot not in self.free, "a slot is free before all ranks have copied"
+                if fills:
+                    self.content[slot] = content
+                else:
+                    assert self.content[slot] == content, "a slot is reused while a rank reads it"
+            self.late.clear()
         return self.said
 
     def take(self) -> int | None:
@@ -90,6 +100,7 @@ class ToyTransfers:
         for job in [job for job in self.writes if self.rng.random() < self.speed]:
             self.writes.remove(job)
             content = self.staging.content[job[1]]
+            assert POISON not in content, "what a failed step wrote is kept"
             assert self.store.setdefault(job[0], content) == content, "two contents of one name"
             self.staging.give_back(job[1])
         for job in [job for job in self.reads if self.rng.random() < self.speed]:
@@ -124,6 +135,10 @@ class TickingGate(KVTierGate):
     def begin(self, running: Any) -> None:
         self.transfers.tick()  # type: ignore[attr-defined]
         super().begin(running)
+
+    def loaded(self, request: Any) -> bool | None:
+        self.transfers.tick()  # type: ignore[attr-defined]
+        return super().loaded(request)
 
 
 class Forgets(EngineListener):
@@ -163,11 +178,17 @@ def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVT
             copies = msgspec.msgpack.decode(extra, type=BlockCopies)
             for slot, _, block in copies.saves:
                 assert slot not in staging.free
-                staging.content[slot] = device.memory[block * size : (block + 1) * size]
+                content = device.memory[block * size : (block + 1) * size]
+                staging.content[slot] = ["half"]
+                if not fails:
+                    staging.late.append((plan.step, slot, content, True))
             for slot, _, block in copies.loads:
                 assert block, "the null block is loaded"
-                content = ["poison"] * size if fails else staging.content[slot]
-                device.memory[block * size : (block + 1) * size] = content
+                content = staging.content[slot]
+                staging.late.append((plan.step, slot, content, False))
+                device.memory[block * size : (block + 1) * size] = (
+                    [POISON] * size if fails else content
+                )
         staging.ran = plan.step
         run(plan)
         device.failing_steps = share

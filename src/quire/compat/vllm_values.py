@@ -26,6 +26,10 @@ class CompilationConfig(Settings):
     """Quire ignores it, with a warning."""
 
 
+class KVTransferConfig(Settings):
+    """The option kv_transfer_config."""
+
+
 class ProfilerConfig(Settings):
     """Profiling is not supported yet."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from quire.config.number_types import Amount, AtLeast0, AtLeast1, Fraction, Positive
 
@@ -57,6 +57,8 @@ class CacheConfig:
     """Which blocks are written to kv_disk_dir: auto (all, but in 24 hours at most kv_disk_size of blocks that only one request has used), second-use (those that a second request uses) or always (all)."""
     kv_key_file: str | None = None
     """File with 32 random bytes that key the names of KV blocks, so that processes agree on them (`quire kv key FILE` makes one); unset: a key in kv_disk_dir, or of the process."""
+    kv_transfer_config: dict[str, Any] = field(default_factory=dict)
+    """vLLM's JSON that names a connector: those that keep blocks on a disk set kv_disk_dir and kv_disk_size (LMCacheConnectorV1, SharedStorageConnector, tiers with a root_dir or disk_path); others are refused by name."""
     swap_space: Amount = 0
     """GiB of host memory for preempted requests (accepted without effect: preempted requests are recomputed)."""
     cpu_offload_gb: Amount = 0

@@ -15,6 +15,8 @@ from typing import Any
 from quire import env
 from quire.config.api_key_file import plain_keys
 from quire.config.engine import EngineConfig
+from quire.config.kv_transfer import FIELD as KV_TRANSFER
+from quire.config.kv_transfer import tier_fields
 from quire.config.model import EMBEDDER
 from quire.config.options import coerce, options
 from quire.config.parallel.data_parallel import from_environment
@@ -116,6 +118,8 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
                     f"speculative_config.{key}={own[key]} and the other option for {key}={older[key]} differ: leave one out"
                 )
         fields["speculative_config"] = older | own
+    if own := fields.get(KV_TRANSFER):
+        filled |= tier_fields(coerce(known[KV_TRANSFER], own), spelt(KV_TRANSFER, source))
     overrides = filled.pop("hf_overrides", None)
     if overrides is not None:
         own = fields.get("hf_overrides") or {}

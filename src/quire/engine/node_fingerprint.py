@@ -28,6 +28,7 @@ LOCAL = {
         "kv_disk_size",
         "kv_disk_write",
         "kv_key_file",
+        "kv_transfer_config",
         "download_dir",
         "use_tqdm_on_load",
         "node_rank",

@@ -56,9 +56,11 @@ def make_folder(folder: Path) -> None:
     """Make a folder of mode 0700, if there is none.
 
     Raises:
-        OSError: it cannot be made, or other users may write to it.
+        OSError: it cannot be made, belongs to another user, or others may write to it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user, who can read what is kept; name a folder in it, or another one")  # fmt: skip
     if folder.stat().st_mode & 0o022:
         raise PermissionError(
             f"other users may write to {folder}, and so choose what the model remembers; run `chmod 700 {folder}`"

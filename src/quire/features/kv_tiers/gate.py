@@ -343,7 +343,7 @@ class KVTierGate(Gate):
                     self.transfers.write(key, self.group_bytes[key[0]], slot)
 
     def failed(self, step: int) -> set[int]:
-        """What the step wrote is wrong: it is not saved, and blocks that it should have filled are named."""
+        """What the step wrote is wrong, and so are its copies."""
         for key in [key for key, (_, written) in self.unsaved.items() if written >= step]:
             del self.unsaved[key]
         if (sent := self.sent.get(step)) is None:

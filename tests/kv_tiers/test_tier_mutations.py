@@ -1,0 +1,76 @@
+"""The workloads with a tier, the equality of tokens and the store's own tests detect every broken rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from equality.engines import engine, greedy
+from kv_tiers import tier_workload
+from kv_tiers.kept import COMMON, hits, kept, save_all, spoil
+
+from tests.broken_rule import broken
+
+GATE, HOOK = "quire.features.kv_tiers.gate", "quire.features.kv_tiers.hook"
+TRIALS = 400
+MUTATIONS: dict[str, tuple[str, str, str, str]] = {
+    "a row before the records are there": (GATE, "KVTierGate.loaded", "load.read.is_complete", "True"),
+    "copies of a request that enters are forgotten": (GATE, "KVTierGate.enter", "self.to_load += ANY", "pass"),
+    "saved before the step is committed": (GATE, "KVTierGate._is_committed", "step < ANY", "True"),
+    "what is wrong is saved when it is forgotten": (GATE, "KVTierGate.on_forget", "is_taken and ANY", "True"),
+    "a block is saved under its old name": (GATE, "KVTierGate._choose_saves", "self.kv.pool.hash_of.get(block) == key", "True"),
+    "copies of a failed step are written": (GATE, "KVTierGate._finish_copies", "sent.has_failed", "False"),
+    "slots are reused before all ranks have copied": (GATE, "KVTierGate._finish_copies", "step <= acknowledged", "True"),
+    "a load that is not needed keeps its slots": (GATE, "KVTierGate.release", "self.transfers.cancel(ANY)", "pass"),
+    "a window may have gaps": (GATE, "KVTierGate._last_complete", "(gap := ANY) < 0", "(gap := -1) < 0"),
+    "a group is not asked": (GATE, "KVTierGate._last_complete", "self.kv.unbounded", "self.kv.unbounded[:1] if end else []"),
+    "the hash ignores the salt": (
+        "quire.kvcache.block_hash", "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.identity}:{named}"',
+    ),
+}  # fmt: skip
+
+
+def noticed(name: str) -> bool:
+    with broken(*MUTATIONS[name]):
+        try:
+            tier_workload.main(TRIALS)
+        except Exception:
+            return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_workloads_notice_a_broken_rule(name: str) -> None:
+    assert noticed(name)
+
+
+PROMPTS = [[9, 8, 7] * 15 + [20 + n] * 30 for n in range(4)]
+OF_COPIES = {
+    "a save after the step that overwrites": (HOOK, "KVTierHook.before", "place.copy_(part)", "self.late = [*getattr(self, 'late', []), (place, part)]; [a.copy_(b) for a, b in self.late[:-6]]"),
+    "a load is not copied": (HOOK, "KVTierHook.before", "part.copy_(place)", "pass"),
+    "parts of a block are exchanged": (HOOK, "KVTierHook._places", "start = end", "pass"),
+    "a rank says it has copied before it has": (HOOK, "KVTierHook.before", "place.copy_(part)", "pass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_COPIES)
+def test_the_tokens_notice_a_broken_copy(
+    name: str, checkpoint: Callable[..., str], tmp_path: Path
+) -> None:
+    path = checkpoint("qwen3")
+    with engine(path, 2, **COMMON) as one:
+        expected = one.tokens(PROMPTS, greedy(8))
+    with broken(*OF_COPIES[name]), kept(path, tmp_path / "kv") as one:
+        found: list[Any] = []
+        for _ in range(2):
+            try:
+                found.append(one.tokens(PROMPTS, greedy(8)))
+            except RuntimeError as why:  # the pattern is not a number
+                found.append(str(why))
+            save_all(one)
+            spoil(one)
+        assert hits(one) > 0
+        assert found != [expected] * 2
