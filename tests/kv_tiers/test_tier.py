@@ -229,6 +229,15 @@ def test_an_answer_says_where_its_prompt_came_from(
         assert not any(out.details for out in again)
 
 
+def test_the_rate_of_computing_is_known_after_a_restart(
+    checkpoint: Callable[..., str], tmp_path: Path
+) -> None:
+    for number in range(2):
+        with kept(checkpoint("qwen3"), tmp_path / "kv") as one:
+            assert gate_of(one).rates.tokens_per_second == number * 123.5
+            gate_of(one).rates.tokens_per_second = 123.5
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_step_that_fails_while_it_loads(
     depth: int, filled: Path, expected: list[list[int]], checkpoint: Callable[..., str]

@@ -150,8 +150,9 @@ def drop(options: argparse.Namespace) -> int:
             else:
                 in_use += 1
         if not segments_in(one.folder):
-            (one.folder / DESCRIPTION).unlink()
             with suppress(OSError):  # an engine may have begun to use it
+                for path in one.folder.iterdir():
+                    path.unlink()
                 one.folder.rmdir()
     print(f"deleted {size(deleted)}")
     if in_use:

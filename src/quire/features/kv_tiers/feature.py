@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ log = get_logger(__name__)
 
 STAGING_BYTES = 128 << 20
 FEWEST_SLOTS = 4
+RATE = "prompt-tokens-per-second"
+"""A file beside the blocks, with what the last process measured."""
 FLUSH_S = 5.0
 COUNTERS = (
     "external_prefix_cache_queries", "external_prefix_cache_hits", "kv_stores_skipped",
@@ -144,6 +147,8 @@ class KVTiersFeature(Feature):
         if not store.is_open or self.gate is None:
             return
         transfers.read_rate = rate
+        with suppress(OSError, ValueError):  # of an earlier process
+            self.rates.tokens_per_second = max(0.0, float((store.folder / RATE).read_text()))
         token_bytes = sum(self.gate.group_bytes) / self.resolved.block_size
         log.info(
             "kept KV blocks: %d in %s (%.1f s); reads at %s per second give %.0f tokens per second (%s per token); prompts"
@@ -156,7 +161,7 @@ class KVTiersFeature(Feature):
 
     def _computing(self) -> str:
         rate = self.rates.tokens_per_second
-        return f"{rate:.0f} tokens per second so far" if rate else "no prompt so far"
+        return f"{rate:.0f} tokens per second so far" if rate else "no prompt yet"
 
     # -- what happens to the engine ---------------------------------------------------------------
     def on_cache_reset(self) -> None:
@@ -185,6 +190,13 @@ class KVTiersFeature(Feature):
             core.step()
             time.sleep(0.001)
         self.has_ended.set()
+        if (
+            isinstance(gate.store, DiskStore)
+            and gate.store.is_open
+            and self.rates.tokens_per_second
+        ):
+            with suppress(OSError):
+                (gate.store.folder / RATE).write_text(f"{self.rates.tokens_per_second:.1f}")
         gate.transfers.close()
 
     # -- the frontend -----------------------------------------------------------------------------
