@@ -43,7 +43,7 @@ OBJECTS = (
 # Features of later work: a value that asks for one is refused, naming it
 REFUSED = """
 enable_prompt_adapter default_mm_loras={"audio":"d"} enable_tower_connector_lora enable_moe_shared_loras enable_mixed_moe_lora_format
-mm_processor_kwargs={"a":1} media_io_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
+mm_processor_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4
 io_processor_plugin=x
 grpc enable_elastic_ep scheduler_cls=a.b worker_cls=a.b

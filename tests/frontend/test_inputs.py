@@ -106,8 +106,10 @@ def test_pictures_for_a_model_of_texts_are_refused(inputs: InputProcessor):
             accept(inputs, {**prompt, "multi_modal_data": {"image": b"..."}})
         with pytest.raises(ValidationError, match="takes no sound"):
             accept(inputs, {**prompt, "multi_modal_data": {"audio": b"..."}})
-    for other in ({"video": b"..."}, {"image": {"embeds": 1}}):
-        with pytest.raises(Unsupported, match="pictures"):
+        with pytest.raises(ValidationError, match="reads text only"):
+            accept(inputs, {**prompt, "multi_modal_data": {"video": b"..."}})
+    for other in ({"hologram": b"..."}, {"image": {"embeds": 1}}):
+        with pytest.raises(Unsupported, match=r"picture|hologram"):
             accept(inputs, {"prompt": "x", "multi_modal_data": other})
 
 

@@ -137,7 +137,7 @@ WRONG = [
     ({"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}, "messages[0].content[1].image_url.url", "detail"),
     ({"type": "image"}, "messages[0].content[1]", "image"),
     ({"type": "image_pil", "image_pil": "x"}, "messages[0].content[1]", "image_pil"),
-    ({"type": "video_url", "video_url": {"url": "http://x"}}, "messages[0].content[1]", "video_url"),
+    ({"type": "video_url", "video_url": {"url": "http://x"}}, "messages[0].content[1].video_url.url", "no videos"),
     ({"type": "input_audio", "input_audio": {}}, "messages[0].content[1]", "input_audio"),
     ({"type": "image_embeds", "image_embeds": "x"}, "messages[0].content[1]", "image_embeds"),
     (image_part("file:///etc/passwd"), "messages[0].content[1].image_url.url", "--allowed-local-media-path"),

@@ -16,6 +16,7 @@ from vision_checkpoints import CHECKPOINTS, as_file, damaged, picture
 from vision_server import VisionServer, asking, data_url
 
 from quire import SamplingParams
+from quire.config.media import MediaConfig, media_reading
 from quire.errors import ValidationError
 from quire.frontend.media.video_frames import UnreadVideo, packed_frames, read_video, sampled
 
@@ -107,6 +108,15 @@ def test_frames_are_made_small_enough_for_a_step(checkpoint, same_process):
     t, h, w = np.frombuffer(made.tensors["video_grid_thw"].data, np.int64)
     assert t == 4
     assert t * h * w // 4 <= 40
+
+
+def test_the_number_of_frames_is_an_option():
+    assert media_reading('{"video": {"num_frames": 4}}') == {"video": {"num_frames": 4}}
+    assert MediaConfig(media_io_kwargs={"video": {"num_frames": 4}}).num_frames == 4
+    assert MediaConfig().num_frames == 32
+    for wrong in ({"video": {"num_frames": 0}}, {"video": {"fps": 2}}, {"image": {}}, {"video": {"num_frames": 1 << 20}}, []):  # fmt: skip
+        with pytest.raises(ValueError, match="num_frames"):
+            media_reading(wrong)
 
 
 # -- files ----------------------------------------------------------------------------------------
