@@ -50,10 +50,14 @@ def test_a_failed_step_leaves_no_block_of_a_request_without_a_row(ended: list[st
     assert len(scheduler.kv.pool.free) == scheduler.kv.pool.usable
 
 
-def test_a_failed_row_leaves_no_block_of_a_preempted_request() -> None:
+@pytest.mark.parametrize("ended", ["preempted", "aborted"])
+def test_a_failed_row_leaves_no_block_of_a_request_without_a_row(ended: str) -> None:
     scheduler = in_flight_and_published()
     wrong_blocks = set(scheduler.requests["a"].blocks[0])
-    scheduler._preempt(scheduler.requests["a"])
+    if ended == "preempted":
+        scheduler._preempt(scheduler.requests["a"])
+    else:
+        scheduler.abort("a")
     scheduler.commit(StepResult(1, [[]], errors={0: "wrong"}))
     assert not wrong_blocks & scheduler.kv.pool.hash_of.keys()
 

@@ -329,9 +329,12 @@ class Scheduler:
         pairs = zip(pending_outputs, result.tokens, strict=True)
         for index, ((request, num_pending), tokens) in enumerate(pairs):
             request.num_pending_tokens -= num_pending
+            error = result.errors.get(index) if result.errors else None
             if request.finish is not None:
+                if error is not None:
+                    self.held_blocks.retract_left(result.step, [request], set())
                 continue
-            if result.errors and (error := result.errors.get(index)) is not None:
+            if error is not None:
                 outputs.append(self._fail(request, error, result.kinds.get(index, "internal")))
                 continue
             if num_pending and not request.generates:
