@@ -304,6 +304,7 @@ def test_options_that_work_on_this_machine_are_not_reported(settle, warnings, tm
 UNREAD = {
     "enable_auto_tool_choice": "calls are read wherever their format is known; the help says so",
     "enable_server_load_tracking": "/load always counts",
+    "kv_transfer_config": "it becomes kv_disk_dir, before there is a configuration",
     "fail_on_environ_validation": "read from the keywords, before there is a configuration",
 }
 

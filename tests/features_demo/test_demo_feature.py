@@ -118,7 +118,7 @@ def test_every_part_is_used(path: str, plain: list[list[int]], depth: int, insta
         scheduler = core.scheduler
         assert scheduler.limits.max_waiting == 20
         assert scheduler.waiting.added == 2 * len(ASKED)
-        assert [gate.name for gate in scheduler.gates] == ["structured", "demo"]
+        assert [gate.name for gate in scheduler.gates] == ["structured", "demo", "resumed_requests"]
         assert scheduler.gates[1].usable_asked > 0
         hooks = core.executor.worker.hooks
         assert [hook.name for hook in hooks] == ["structured", "demo", "pages"]
