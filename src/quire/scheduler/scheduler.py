@@ -407,11 +407,7 @@ class Scheduler:
         return bool(self.requests or self.held_blocks or any_wants_plan(self.gates))
 
     def check(self) -> None:
-        """When no request is left, every row must be free, and every block that no gate holds back.
-
-        Raises:
-            RuntimeError: a row or block leaked.
-        """
+        """Raises RuntimeError if no request is left and a row is not free, or a block that no gate holds back."""
         self.kv.pool.check()
         if self.requests or self.in_flight:
             return
