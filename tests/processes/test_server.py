@@ -252,8 +252,8 @@ def test_the_cli_completion_equals_the_servers(server: Served, checkpoint: str):
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_or_hanging_engine_restarts(server: Served, blow: signal.Signals):
-    """While 32 streams run: each ends in full or with an error, soon; and the server serves again by itself."""
-    body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    """While 32 streams run: each goes on in the next process and ends in full."""
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     begun, ends = threading.Barrier(33), dict[int, str]()
     before = server.metric("quire:process_restarts_total")
 
@@ -276,10 +276,9 @@ def test_a_killed_or_hanging_engine_restarts(server: Served, blow: signal.Signal
     for thread in threads:
         thread.join(PATIENCE_S)
     assert len(ends) == 32
-    errors = [end for end in ends.values() if '"error":{"message":"' in end]
-    assert errors  # some were in the middle
-    assert all('"code":500' in error for error in errors)
-    assert server.client.get("/health").status_code == 200  # it heals itself
+    assert all('"finish_reason":"length"' in end for end in ends.values())
+    assert server.metric("quire:requests_resumed_total")  # of the new process: some were in the middle
+    assert server.client.get("/health").status_code == 200
     until(lambda: server.client.get("/health/ready").status_code == 200)
     assert server.post(TEXT, **GREEDY)["choices"][0]["text"]
     until(lambda: server.metric("vllm:num_requests_running") == 0)
