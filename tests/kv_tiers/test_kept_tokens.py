@@ -75,7 +75,7 @@ def test_every_family_has_the_same_tokens_after_a_restart(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_every_schedule_has_the_same_tokens(
     family: str, schedule: str, checkpoint: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -93,7 +93,7 @@ def test_every_schedule_has_the_same_tokens(
             one.client.core.scheduler.check()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_the_kept_part_may_end_anywhere(
     family: str, checkpoint: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -106,7 +106,10 @@ def undisturbed(server: Served) -> dict[str, tuple[Answer, Any]]:
     return together(server)
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("blow", [
+    pytest.param(signal.SIGKILL, id="killed"),
+    pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_streams_go_on_as_if_nothing_had_happened(
     server: Served, undisturbed: dict[str, tuple[Answer, Any]], blow: signal.Signals
 ) -> None:
