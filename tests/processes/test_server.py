@@ -277,7 +277,9 @@ def test_a_killed_or_hanging_engine_restarts(server: Served, blow: signal.Signal
         thread.join(PATIENCE_S)
     assert len(ends) == 32
     assert all('"finish_reason":"length"' in end for end in ends.values())
-    assert server.metric("quire:requests_resumed_total")  # of the new process: some were in the middle
+    assert server.metric(
+        "quire:requests_resumed_total"
+    )  # of the new process: some were in the middle
     assert server.client.get("/health").status_code == 200
     until(lambda: server.client.get("/health/ready").status_code == 200)
     assert server.post(TEXT, **GREEDY)["choices"][0]["text"]

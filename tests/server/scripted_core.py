@@ -29,7 +29,7 @@ class ToldClient:
         config = EngineConfig.from_keywords(model=str(folder), served_model_name="toy")
         self.resolved: Any = SimpleNamespace(
             config=config, path=str(folder), tokenizer_folder=str(folder), hf_config={}, kv_dtype="float32", prefix_caching=True,
-            pooling=None, speculation=None, experts_folder="",
+            architecture="Told", pooling=None, speculation=None, experts_folder="",
         )  # fmt: skip
         self.ready = EngineReady(
             max_model_len=4096, num_blocks=64, block_size=64, vocab_size=len(self.tokenizer),
