@@ -19,6 +19,8 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As in Quire's own processes. Else torch's threads of two tests keep the cores from each other.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Each HTTP client would read the certificates of all authorities, in 50 ms. Tests connect only to this machine.
 os.environ.pop("SSL_CERT_FILE", None)

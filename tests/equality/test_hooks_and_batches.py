@@ -108,7 +108,7 @@ def test_a_part_without_fast_path_support_is_not_skipped(part: str, path: str) -
         def __init__(self, inner: Any) -> None:
             self.inner, self.calls = inner, 0
             self.set_fused = self.enter = self.leave = lambda *_: None
-            for name in ("set_fused", "enter", "leave"):
+            for name in ("set_fused", "enter", "leave", "model"):
                 setattr(self, name, getattr(inner, name, None))
 
         def forward(self, *args: Any) -> Any:

@@ -6,6 +6,7 @@ import gc
 import shutil
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
@@ -49,6 +50,10 @@ def alone(folder: Path) -> dict[tuple[int, str | None], Answer]:
 def load(one: Engine, folder: Path, names: list[str] = NAMES) -> None:
     for name in names:
         one.client.call("load_lora", name, str(folder / name))
+
+
+def registry_of(one: Engine) -> Any:
+    return next(gate.registry for gate in one.client.core.scheduler.gates if gate.name == "lora")
 
 
 def states(one: Engine) -> dict[str, str]:
@@ -113,7 +118,7 @@ def test_a_reload_in_place_never_answers_from_old_kv(
         one.client.call("load_lora", "y", str(folder / "b"))
         cards = one.client.call("list_loras")
         assert cards[0]["version"] == cards[1]["version"]  # equal files
-        assert len(one.client.core.scheduler.gates[-1].registry.versions) == 1
+        assert len(registry_of(one).versions) == 1
 
 
 def test_requests_end_after_their_adapter_is_unloaded(folder: Path, alone: dict) -> None:
@@ -131,7 +136,7 @@ def test_requests_end_after_their_adapter_is_unloaded(folder: Path, alone: dict)
         for number, id in enumerate(ids):
             assert [t for out in got[id] for t in out.tokens] == alone[number, "a"][0]
         assert table.loaded == [None] * len(table.loaded)
-        assert one.client.core.scheduler.gates[-1].registry.versions == {}
+        assert registry_of(one).versions == {}
         assert one.client.call("list_loras") == []
 
 
@@ -147,7 +152,7 @@ def test_the_least_recently_used_is_evicted_and_loaded_again(folder: Path, alone
         assert one.client.call("pin_lora", "z") is False
         run(one, GIVEN[:1], ["a"], PARAMS)
         assert states(one) == {"a": "ready", "b": "evicted", "c": "ready"}
-        registry = one.client.core.scheduler.gates[-1].registry
+        registry = registry_of(one)
         registry.fetch(registry.versions[registry.names["b"].version], 99)
         assert states(one)["b"] in ("evicted", "ready")  # requests may name it meanwhile
 
@@ -249,14 +254,14 @@ def test_a_new_process_of_the_engine_knows_the_adapters(
 ) -> None:
     file = tmp_path / "adapters"
     with lora_engine(str(folder / "model")) as one:
-        registry = one.client.core.scheduler.gates[-1].registry
+        registry = registry_of(one)
         registry.persist(file)
         load(one, folder)
         one.client.call("unload_lora", "c")
         versions = {card["name"]: card["version"] for card in one.client.call("list_loras")}
     modules = [{"name": "c", "path": str(folder / "c"), "base_model_name": None}]
     with lora_engine(str(folder / "model"), lora_modules=modules) as one:
-        one.client.core.scheduler.gates[-1].registry.persist(file)
+        registry_of(one).persist(file)
         assert one.client.core.executor.worker.model.adapters.loaded == [None, None]
         cards = {card["name"]: card for card in one.client.call("list_loras")}
         assert {name: card["version"] for name, card in cards.items()} == versions

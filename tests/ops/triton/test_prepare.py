@@ -66,7 +66,7 @@ def test_an_attention_layer_uses_its_backends_fused_pass(monkeypatch: pytest.Mon
     monkeypatch.setattr(TritonAttention, "attend_fused_rope", lambda *_: answer)
     monkeypatch.setattr(layer, "step_metadata", lambda: None)
     monkeypatch.setattr(
-        "quire.layers.attention.current_batch", lambda: SimpleNamespace(split_tokens=None)
+        "quire.layers.attention.current_batch", lambda: SimpleNamespace(needs_modules=False)
     )
     q, k = torch.zeros(3, 2, 8), torch.zeros(3, 1, 8)
     assert layer.fused_rope(q, k, k, QKNormRope(False), (q, q)) is answer
