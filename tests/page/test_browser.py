@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from chromium import PROGRAM, Chromium
@@ -183,6 +184,12 @@ CALLS = [
 ]  # fmt: skip
 
 
+def reload_saved(browser: Chromium, server: Served) -> None:
+    """IndexedDB saves a conversation some milliseconds after its answer has ended; a reload before that would end the transaction."""
+    time.sleep(0.5)
+    browser.open(server.url + "/")
+
+
 def test_tool_calls_are_shown_as_text(browser: Chromium, server: Served):
     shown = [
         ["Tool call: <b>look</b>", '{"place": "<img src=x onerror=hit()>\u202e"}'],
@@ -201,7 +208,7 @@ def test_tool_calls_are_shown_as_text(browser: Chromium, server: Served):
         ask(browser, "And now?")  # calls without results are not sent again
         assert len(browser.js("bodies[1].messages")) == 1
     assert browser.js("document.querySelectorAll('#turns img, #turns b, #turns a').length") == 0
-    browser.open(server.url + "/")  # they outlive a reload
+    reload_saved(browser, server)
     browser.until(f"document.querySelectorAll('.call').length === 4 && {calls}[0][0].includes('look')")  # fmt: skip
     assert browser.js("document.title") == "Quire"
 
@@ -259,7 +266,7 @@ def test_the_conversation_and_the_options_outlive_a_reload(browser: Chromium, se
             system.value = "be brief";
             system.dispatchEvent(new Event("change"))
         """)
-    browser.open(server.url + "/")
+    reload_saved(browser, server)
     browser.until("document.querySelector('.assistant strong')?.textContent === 'bold'")
     assert browser.js("document.querySelector('.user .text').textContent") == "remember"
     assert browser.js("document.getElementById('option-system').value") == "be brief"
