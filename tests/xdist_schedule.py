@@ -16,6 +16,7 @@ from xdist.scheduler.each import EachScheduling
 TESTS = Path(__file__).parent
 FIRST = (
     "equality",
+    "parallel",
     "processes",
     "server",
     "speculation",
