@@ -66,7 +66,7 @@ class MemorySockets:
 
 
 class Mortal:
-    """One engine: its processes one after the other, its supervisor, and its client."""
+    """An engine of the test: each process that follows a death, the supervisor that starts the processes, and the client."""
 
     def __init__(self, world: World, number: int):
         self.world, self.number = world, number

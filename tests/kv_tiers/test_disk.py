@@ -1,4 +1,4 @@
-"""DiskStore: what it returns is what was written, or nothing."""
+"""DiskStore returns a block exactly as it was written, or no block."""
 
 from __future__ import annotations
 

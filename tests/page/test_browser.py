@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 from chromium import PROGRAM, Chromium
@@ -184,9 +183,25 @@ CALLS = [
 ]  # fmt: skip
 
 
+SAVED = """
+    new Promise(done => {
+      const opening = indexedDB.open("quire", 1);
+      opening.onsuccess = () => {
+        const reading = opening.result.transaction("conversations").objectStore("conversations").getAll();
+        reading.onsuccess = () => {
+          opening.result.close();
+          const [newest] = reading.result.sort((a, b) => b.changed - a.changed);
+          const last = newest?.turns.at(-1);
+          done(newest?.turns.length === document.querySelectorAll(".assistant").length && Boolean(last.answer || last.calls.length));
+        };
+      };
+    })
+"""
+
+
 def reload_saved(browser: Chromium, server: Served) -> None:
-    """IndexedDB saves a conversation some milliseconds after its answer has ended; a reload before that would end the transaction."""
-    time.sleep(0.5)
+    """Reload the page after the browser has stored the last answer: the page stores it a few milliseconds after the answer has ended."""
+    browser.until(SAVED)
     browser.open(server.url + "/")
 
 

@@ -221,8 +221,8 @@ def test_timestamps_split_a_window(
     server: SoundServer, times: list[Any], segments: list[tuple[float, float]], advance: float
 ) -> None:
     tokens = [
-        LETTERS.index(one) if isinstance(one, str) else FIRST_TIME + round(one * 50)
-        for one in times
+        LETTERS.index(time) if isinstance(time, str) else FIRST_TIME + round(time * 50)
+        for time in times
     ]
     window = WindowText(0.0, 2.0, tokens, "")
     split(window, True, specials(), server.engine.tokenizer)  # type: ignore[arg-type]

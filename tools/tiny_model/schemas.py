@@ -31,7 +31,7 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return the value without what its fields say about it."""
+    """Return a copy of `value` in which each Field is replaced by the value of the Field."""
     if isinstance(value, Field):
         return plain(value.value)
     if isinstance(value, dict):

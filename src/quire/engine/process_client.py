@@ -295,9 +295,8 @@ class ProcessClient:
             "the engine was restarted while this request ran; see the server's log under"
             f" {state.incident}"
         )
-        if (
-            state.epoch > self.epoch + 1
-        ):  # what is known of the death before this one was overwritten
+        if state.epoch > self.epoch + 1:
+            # two deaths since the last look: the second has overwritten what was known of the first
             state = msgspec.structs.replace(state, recorded=False)
         with self._sending:
             self._sockets.close()

@@ -37,7 +37,7 @@ class UnfinishedRequest:
         self.tokens: list[int] = []
 
     def add(self, output: EngineOutput) -> bool:
-        """Note an output. Returns whether it passed its trial with it."""
+        """Add the tokens of an output to this request. Returns whether the request has passed its trial with these tokens."""
         self.has_started = True
         self.tokens += output.tokens
         trial_length, length = self.request.trial_length, len(self.request.tokens)

@@ -149,7 +149,7 @@ class ResponseStore:
         self.size -= record.size
 
     def delete(self, owner: str, id: str) -> StoredResponse:
-        """Forget it, and end it if it runs. Raises: as `get`."""
+        """Remove a stored response; if its generation still runs, cancel that. Raises: as `get`."""
         record = self.get(owner, id)
         self._forget(record)
         record.events = None

@@ -202,5 +202,6 @@ def dataset_options(args: argparse.Namespace) -> datasets.DatasetOptions:
         suffix_len=args.prefix_repetition_suffix_len,
         fixed_output=args.sharegpt_output_len if args.dataset_name == "sharegpt" else None,
         shuffle=not args.disable_shuffle,
+        # programs that only want prompts have a parser without --backend
         sound_s=args.random_audio_len if getattr(args, "backend", None) == AUDIO else 0.0,
     )  # fmt: skip

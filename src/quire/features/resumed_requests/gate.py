@@ -18,12 +18,10 @@ COUNTER = "requests_resumed"
 
 
 class ResumedRequestsGate(Gate):
-    """Runs for waiting requests only: it costs a step without any nothing."""
+    """Only waiting requests are asked about: a step in which no request waits costs nothing."""
 
     name = "resumed_requests"
-    order = (
-        90  # after gates whose `ready` begins work of other threads: that may go on for all of them
-    )
+    order = 90  # after the gates whose `ready` begins work in other threads, which may go on during a trial
 
     def __init__(self, counts: dict[str, float]):
         self.counts = counts

@@ -1,6 +1,6 @@
 """GET, DELETE and cancel of stored responses.
 
-Knows whose they are: a key finds only its own. Does not know what is in them.
+Knows which key stored a response: another key gets 404. Does not know what a response contains.
 """
 
 from __future__ import annotations
