@@ -97,9 +97,11 @@ test: install-dev
 	$(BIN)/python -m pytest -q -m "not slow and not attack and not clients" -n 2 -p tests.xdist_schedule --max-worker-restart=0 $(ARGS)
 
 # The folders whose tests are quick and catch the most: the rules of the tree, configuration, engine, frontend, speculation's controller.
-FAST := tests/architecture tests/config tests/engine tests/speculation/test_controller.py
+# Left out are files that test the tests, or start many processes.
+FAST := tests/architecture tests/config tests/engine tests/speculation/test_controller.py \
+  $(addprefix --ignore=tests/,engine/test_mutations.py config/test_as_vllm.py config/test_plugins.py)
 test-fast: install-dev
-	$(BIN)/python -m pytest -q -m "not slow and not attack and not clients" -n 2 -p tests.xdist_schedule --max-worker-restart=0 $(FAST) $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not attack and not clients" -n 2 --dist worksteal --max-worker-restart=0 $(FAST) $(ARGS)
 
 test-long: install-dev
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3600 $(ARGS)
