@@ -76,7 +76,7 @@ IMPORTS_BY_NAME = {  # file: source of the names
     "quire/engine/enabled_features.py": "a table of ours",
     "quire/models/construction.py": "a table of ours, and plug-ins that are installed",
     "quire/config/serialize.py": "functions and classes that the user gave (hf_overrides, logits_processors)",
-    "quire/frontend/media/picture_process.py": "Transformers' table of processors",
+    "quire/frontend/media/media_process.py": "Transformers' table of processors",
     "quire/worker/sampling/load_processors.py": "the user's --logits-processors",
     "quire/worker/module_hooks.py": "the user's --worker-extension-cls",
     "quire/frontend/parsers/plugins.py": "a constant: what makes `import vllm` mean Quire, for a plug-in's file",

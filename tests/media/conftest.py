@@ -11,8 +11,8 @@ import torch
 
 from quire import LLM
 from quire.frontend.media.errors import refused
-from quire.frontend.media.picture_messages import Process, Processed, Refused
-from quire.frontend.media.picture_processes import PictureProcesses, why
+from quire.frontend.media.media_messages import Process, Processed, Refused
+from quire.frontend.media.media_processes import MediaProcesses, why
 
 if find_spec("PIL") is None:  # the extra "vision" is not installed
     collect_ignore_glob = ["test_*.py"]
@@ -46,12 +46,12 @@ class SameProcess:
     """Answers as a picture process does, in this process: the start of one takes seconds."""
 
     def __init__(self, path: str):
-        from quire.frontend.media.picture_process import load_processor
+        from quire.frontend.media.media_process import load_processor
 
         self.processor, self.replaced, self.count = load_processor(path), 0, 1
 
     def process(self, data: bytes, where: str, num_frames: int = 0, max_rows: int = 0) -> Processed:
-        from quire.frontend.media.picture_process import answer_to
+        from quire.frontend.media.media_process import answer_to
 
         answer = answer_to(Process(MAX_PIXELS, 10.0, num_frames, max_rows), data, self.processor)
         if isinstance(answer, Refused):
@@ -75,13 +75,13 @@ def same_process() -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Callable[[str], PictureProcesses]]:
+def processes() -> Iterator[Callable[[str], MediaProcesses]]:
     """The picture processes of a checkpoint: their start takes seconds."""
-    made: dict[str, PictureProcesses] = {}
+    made: dict[str, MediaProcesses] = {}
 
-    def get(path: str) -> PictureProcesses:
+    def get(path: str) -> MediaProcesses:
         if path not in made:
-            made[path] = PictureProcesses(path)
+            made[path] = MediaProcesses(path)
         return made[path]
 
     yield get
@@ -103,8 +103,8 @@ def engines(checkpoint: Callable[[str], str], same_process: Any) -> Iterator[Cal
                 model=checkpoint(kind),
                 **{**SMALL, **vision_checkpoints.CHECKPOINTS[kind].get("engine", {}), **options},
             )
-            if llm.front.pictures is not None:
-                llm.front.pictures.processes = same_process(checkpoint(kind))
+            if llm.front.media is not None:
+                llm.front.media.processes = same_process(checkpoint(kind))
         kept.move_to_end(key)
         llm.reset_prefix_cache()
         llm.reset_mm_cache()

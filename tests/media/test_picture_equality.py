@@ -18,7 +18,7 @@ from vision_checkpoints import CHECKPOINTS, picture
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
-from quire.frontend.media.picture_process import load_processor
+from quire.frontend.media.media_process import load_processor
 
 COUNT = 10
 SLOW = pytest.mark.slow
@@ -275,7 +275,7 @@ def test_a_published_config_without_text_config(tmp_path, same_process, checkpoi
     (tmp_path / "config.json").write_text(json.dumps({**inner, **config}))
     text, pictures = "see @ here", [picture(1, **WIDE)]
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, block_size=16) as llm:
-        llm.front.pictures.processes = same_process(path)
+        llm.front.media.processes = same_process(path)
         assert (
             tokens(llm, given("qwen2_vl", text, pictures))[0]
             == peer(path, "qwen2_vl", text, pictures)[1]

@@ -14,14 +14,14 @@ from vision_server import data_url, moved, ok, web_server
 from quire.config.media import MediaConfig
 from quire.errors import NotFetched, ValidationError
 from quire.frontend.media.addresses import is_public, read_url
-from quire.frontend.media.content_parts import GivenPicture
+from quire.frontend.media.content_parts import GivenMedia
 from quire.frontend.media.fetch import Fetcher
 
 BODY = bytes(range(256)) * 40
 
 
 def fetch(*urls: str, **config: Any) -> list[bytes]:
-    given = [GivenPicture(f"at[{n}]", url) for n, url in enumerate(urls)]
+    given = [GivenMedia(f"at[{n}]", url) for n, url in enumerate(urls)]
     return asyncio.run(Fetcher(MediaConfig(**config)).fetch(given))
 
 
@@ -214,7 +214,7 @@ def test_a_long_data_url_does_not_hold_the_event_loop():
     url = data_url(os.urandom(48 << 20))
 
     async def go() -> float:
-        task, longest = asyncio.create_task(Fetcher(MediaConfig()).fetch([GivenPicture("at", url)])), 0.0  # fmt: skip
+        task, longest = asyncio.create_task(Fetcher(MediaConfig()).fetch([GivenMedia("at", url)])), 0.0  # fmt: skip
         while not task.done():
             began = time.monotonic()
             await asyncio.sleep(0)

@@ -16,13 +16,13 @@ from PIL import Image
 from vision_checkpoints import as_file, damaged, picture
 
 from quire.errors import ValidationError
-from quire.frontend.media.picture_messages import Processed
-from quire.frontend.media.picture_process import as_rgb, load_processor, opened
-from quire.frontend.media.picture_processes import PictureProcesses
+from quire.frontend.media.media_messages import Processed
+from quire.frontend.media.media_process import as_rgb, load_processor, opened
+from quire.frontend.media.media_processes import MediaProcesses
 
 
 @pytest.fixture(scope="module")
-def llava(checkpoint: Any, processes: Any) -> PictureProcesses:
+def llava(checkpoint: Any, processes: Any) -> MediaProcesses:
     return processes(checkpoint("llava"))
 
 
@@ -124,9 +124,9 @@ def test_a_shape_that_the_model_refuses(checkpoint, same_process):
 
 
 @pytest.fixture
-def narrow(checkpoint: Any) -> Iterator[PictureProcesses]:
+def narrow(checkpoint: Any) -> Iterator[MediaProcesses]:
     """Processes with 40 MiB."""
-    made = PictureProcesses(checkpoint("llava"), 1, 40 << 20)
+    made = MediaProcesses(checkpoint("llava"), 1, 40 << 20)
     yield made
     made.close()
 
@@ -140,7 +140,7 @@ def test_a_process_at_its_limit_of_memory_refuses_and_goes_on(narrow):
 
 @pytest.mark.slow  # it starts two processes
 def test_a_process_at_its_limit_of_time_is_replaced(narrow, monkeypatch):
-    monkeypatch.setattr("quire.frontend.media.picture_processes.CPU_S", 0.01)
+    monkeypatch.setattr("quire.frontend.media.media_processes.CPU_S", 0.01)
     with pytest.raises(ValidationError, match="to decode: send a smaller one"):
         narrow.process(as_file(picture(1, 3000, 3000)), "at")
     assert narrow.replaced == 1
@@ -149,7 +149,7 @@ def test_a_process_at_its_limit_of_time_is_replaced(narrow, monkeypatch):
 
 
 def test_a_processor_that_cannot_be_loaded_is_named_in_the_log_only(tmp_path, caplog):
-    made = PictureProcesses(str(tmp_path), 1)
+    made = MediaProcesses(str(tmp_path), 1)
     with pytest.raises(ValidationError, match="the server's log says why") as caught:
         made.process(as_file(picture(1)), "at")
     assert str(tmp_path) not in str(caught.value)
@@ -158,7 +158,7 @@ def test_a_processor_that_cannot_be_loaded_is_named_in_the_log_only(tmp_path, ca
 
 
 # -- damaged files --------------------------------------------------------------------------------
-def check_damaged(processes: PictureProcesses, count: int, seed: int) -> tuple[int, int]:
+def check_damaged(processes: MediaProcesses, count: int, seed: int) -> tuple[int, int]:
     """(read, refused) of damaged files, each of which has one of the two ends."""
     draw, read, errors = random.Random(seed), 0, list[str]()
     files = [as_file(picture(n, 40 + n, 30), kind) for n, kind in enumerate(("PNG", "JPEG", "GIF", "WEBP", "BMP"))]  # fmt: skip

@@ -32,7 +32,7 @@ def server(checkpoint: Any, processes: Any) -> Iterator[VisionServer]:
 def expected(checkpoint: Any, same_process: Any) -> list[int]:
     """The tokens that the Python API generates for this conversation."""
     with LLM(model=checkpoint("llava"), dtype="float32", max_model_len=512, block_size=16) as llm:
-        llm.front.pictures.processes = same_process(checkpoint("llava"))
+        llm.front.media.processes = same_process(checkpoint("llava"))
         content = [{"type": "image_pil", "image_pil": picture(1)}, TEXT]
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         (out,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
@@ -114,13 +114,13 @@ def test_a_text_that_spells_a_placeholder_stays_text(server):
 
 def test_a_second_question_uses_the_prefix_cache(server):
     server.ask("/v1/chat/completions", asking(image_part(data_url(as_file(picture(9)))), TEXT))
-    before = server.engine.front.pictures.cache.hits
+    before = server.engine.front.media.cache.hits
     counts = dict(server.client.core.counts)
     found = server.ask(
         "/v1/chat/completions", asking(image_part(data_url(as_file(picture(9)))), TEXT)
     )
     assert found.status_code == 200
-    assert server.engine.front.pictures.cache.hits == before + 1
+    assert server.engine.front.media.cache.hits == before + 1
     assert server.client.core.counts["encoder_passes"] == counts["encoder_passes"]
 
 
@@ -244,7 +244,7 @@ def test_a_picture_is_asked_for_again_by_its_uuid(server, expected):
     )
     assert pair.json()["choices"][0]["token_ids"] == other.json()["choices"][0]["token_ids"]
     assert "uuid" in server.refused(again, TEXT, cache_salt="another")[0]
-    server.engine.front.pictures.cache.clear()
+    server.engine.front.media.cache.clear()
     assert "uuid" in server.refused(again, TEXT)[0]
 
 
@@ -252,7 +252,7 @@ def test_what_cannot_be_fetched_is_a_422(server, monkeypatch):
     message, where = server.refused(image_part("http://169.254.169.254/latest/meta-data"))
     assert ("public internet" in message, where) == (True, "messages[0].content[0].image_url.url")
     monkeypatch.setattr(
-        server.engine.front.pictures.fetcher,
+        server.engine.front.media.fetcher,
         "config",
         MediaConfig(allowed_media_domains=["127.0.0.1"]),
     )
@@ -268,7 +268,7 @@ def test_what_cannot_be_fetched_is_a_422(server, monkeypatch):
 
 def test_a_client_that_leaves_ends_the_fetch(server, monkeypatch):
     listed = MediaConfig(allowed_media_domains=["127.0.0.1"])
-    monkeypatch.setattr(server.engine.front.pictures.fetcher, "config", listed)
+    monkeypatch.setattr(server.engine.front.media.fetcher, "config", listed)
     monkeypatch.setenv("QUIRE_IMAGE_FETCH_TIMEOUT", "60")
 
     async def leave(port: int) -> float:
@@ -303,7 +303,7 @@ def test_async_llm_takes_pictures(checkpoint, same_process, monkeypatch):
 
     async def go() -> list[int]:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(checkpoint("llava"), **options))
-        engine.front.pictures.processes = same_process(checkpoint("llava"))
+        engine.front.media.processes = same_process(checkpoint("llava"))
         try:
             outputs = [out async for out in engine.generate(prompt, params, "one")]
             await engine.reset_mm_cache()
@@ -313,7 +313,7 @@ def test_async_llm_takes_pictures(checkpoint, same_process, monkeypatch):
             engine.shutdown()
 
     with LLM(checkpoint("llava"), **options) as llm:
-        llm.front.pictures.processes = same_process(checkpoint("llava"))
+        llm.front.media.processes = same_process(checkpoint("llava"))
         (out,) = llm.generate([prompt], params, use_tqdm=False)
         llm.reset_mm_cache()
         llm.reset_encoder_cache()

@@ -13,7 +13,7 @@ import httpx
 
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
-from quire.frontend.media.picture_processes import PictureProcesses
+from quire.frontend.media.media_processes import MediaProcesses
 from quire.frontend.startup import start_engine
 from quire.observe.prometheus import ServerMetrics
 from quire.server.app import build_app
@@ -43,7 +43,7 @@ def asking(*parts: Any, **more: Any) -> dict[str, Any]:
 class VisionServer:
     """`processes`: those that decode its pictures; None: its own."""
 
-    def __init__(self, path: str, processes: PictureProcesses | None = None, **options: Any):
+    def __init__(self, path: str, processes: MediaProcesses | None = None, **options: Any):
         fixed = {
             "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16,
         }  # fmt: skip
@@ -51,7 +51,7 @@ class VisionServer:
         self.client, tokenizer = start_engine(self.config)
         self.state = ServerState(self.config, ServerMetrics("toy", process=False))
         self.engine = AsyncEngine(self.client, tokenizer=tokenizer)
-        if (reader := self.engine.front.pictures) is not None and processes is not None:
+        if (reader := self.engine.front.media) is not None and processes is not None:
             reader.processes = processes
         self.state.attach(self.engine)
         self.app = build_app(self.state)

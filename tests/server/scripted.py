@@ -81,7 +81,7 @@ class ScriptedEngine(AsyncEngine):
     template_is_isolated = False
     pooling = None
     pictures = None
-    need_pictures = RequestManager.need_pictures
+    need_media = RequestManager.need_media
     need_transcription = RequestManager.need_transcription
     transcription = None
 

@@ -18,12 +18,12 @@ class MediaCalls:
 
     def reset_mm_cache(self) -> None:
         """Forget the processed pictures."""
-        if self.front.pictures is not None:
-            self.front.pictures.cache.clear()
+        if self.front.media is not None:
+            self.front.media.cache.clear()
 
     def reset_encoder_cache(self) -> None:
         """Forget the pictures that the vision tower has encoded."""
-        if self.front.pictures is not None:
+        if self.front.media is not None:
             self.client.call(RESET)
 
 
@@ -39,5 +39,5 @@ class AsyncMediaCalls:
 
     async def reset_encoder_cache(self) -> None:
         """As `MediaCalls.reset_encoder_cache`."""
-        if self.front.pictures is not None:
+        if self.front.media is not None:
             await self.call(RESET)

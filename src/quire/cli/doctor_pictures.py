@@ -39,7 +39,7 @@ def picture_rows(
 
 def _tokens(folder: str) -> int | None:
     """Of a picture of SIDE x SIDE, without pixels; None: the processor cannot say."""
-    from quire.frontend.media.picture_process import load_processor
+    from quire.frontend.media.media_process import load_processor
 
     try:
         processor: Any = load_processor(folder)

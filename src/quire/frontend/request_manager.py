@@ -27,14 +27,14 @@ from quire.frontend.adapters import AdapterNames
 from quire.frontend.generation_config import generation_defaults
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor, TokenizeOptions
 from quire.frontend.media.content_parts import (
-    GivenPicture,
-    PicturePart,
+    GivenMedia,
+    MediaPart,
     copied_parts,
     find_parts,
 )
 from quire.frontend.media.errors import refused
-from quire.frontend.media.inputs import PictureInputs
-from quire.frontend.media.placeholders import new_mark, pictures_in
+from quire.frontend.media.inputs import MediaInputs
+from quire.frontend.media.placeholders import media_in, new_mark
 from quire.frontend.media.sound_inputs import SoundInputs
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
@@ -90,7 +90,7 @@ class RequestManager:
         if ready.pooling is not None:
             name = options.default_prompt_name
             self.pooling = pooling.PoolingInputs(self.inputs, ready.pooling, name)
-        self.pictures: PictureInputs | None = None
+        self.media: MediaInputs | None = None
         """Reads pictures; None: `inputs.no_pictures` says why there are none."""
         self._take_pictures(resolved)
         self.transcription: TranscriptionInputs | None = self._take_sound(resolved)
@@ -112,7 +112,7 @@ class RequestManager:
         if model is None or self.tokenizer is None:
             return
         try:
-            self.pictures = PictureInputs(model, resolved, self.tokenizer)
+            self.media = MediaInputs(model, resolved, self.tokenizer)
         except Unsupported as why:
             self.inputs.no_pictures = str(why)
 
@@ -155,7 +155,7 @@ class RequestManager:
 
     def prepare(self) -> None:
         """Start the processes that the first request would wait for: of the checkpoint's template, of pictures and of sound."""
-        for reader in (self.pictures, self.transcription):
+        for reader in (self.media, self.transcription):
             if reader is not None:
                 reader.prepare()
         template = None if self.tokenizer is None else self.tokenizer.template
@@ -238,21 +238,21 @@ class RequestManager:
         return self.inputs.checked(reader.given(prompt, tokens))
 
     # -- pictures -------------------------------------------------------------------------------
-    def need_pictures(self, where: str) -> PictureInputs:
+    def need_media(self, where: str) -> MediaInputs:
         """Raises ValidationError: this server takes none; the message says why."""
-        if self.pictures is None:
+        if self.media is None:
             raise refused(where, self.inputs.no_pictures)
-        return self.pictures
+        return self.media
 
     def _with_pictures(self, prompt: Prompt, tokenization: Mapping[str, Any] | None) -> Prompt:
         """A prompt whose pictures are read, and whose tokens are complete. Blocks.
 
         Raises:
-            ValidationError: as `PictureInputs.load_now` and `placed`.
+            ValidationError: as `MediaInputs.load_now` and `placed`.
         """
-        reader = self.need_pictures("multi_modal_data")
+        reader = self.need_media("multi_modal_data")
         given = [
-            GivenPicture(f"multi_modal_data.{kind}[{index}]", item, kind=kind)
+            GivenMedia(f"multi_modal_data.{kind}[{index}]", item, kind=kind)
             for index, (kind, item) in enumerate(prompt.pictures)
         ]
         pictures = reader.load_now(given)
@@ -273,12 +273,12 @@ class RequestManager:
         places = find_parts(copied, "messages", local=True)
         if not places:
             return Prompt(self.render(messages, options))
-        reader = self.need_pictures(places[0].given.where)
+        reader = self.need_media(places[0].given.where)
         for place, picture in zip(places, reader.load_now([p.given for p in places]), strict=True):
-            place.parts[place.index] = PicturePart(picture)
+            place.parts[place.index] = MediaPart(picture)
         mark = new_mark()
         options = dataclasses.replace(options, media=reader.texts)
-        placeholders, pictures = reader.placeholders, pictures_in(copied)
+        placeholders, pictures = reader.placeholders, media_in(copied)
         text = self.render(placeholders.marked(copied, mark), options)
         options_of_text = TokenizeOptions(False, fits_model=False)
         tokenize = functools.partial(self.inputs.tokenize, options=options_of_text)

@@ -68,7 +68,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def reset_mm_cache(request: Request) -> Response:
     """Forget the processed pictures of this HTTP process."""
-    if (pictures := state_of(request).serving().front.pictures) is not None:
+    if (pictures := state_of(request).serving().front.media) is not None:
         pictures.cache.clear()
     return json_response({"success": True})
 
@@ -76,7 +76,7 @@ async def reset_mm_cache(request: Request) -> Response:
 async def reset_encoder_cache(request: Request) -> Response:
     """Forget the pictures that the vision towers of all engines have encoded."""
     engine = state_of(request).serving()
-    if engine.front.pictures is not None:
+    if engine.front.media is not None:
         await engine.call(RESET)
     return json_response({"success": True})
 

@@ -23,7 +23,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.server.adapters import model_of
 from quire.server.api_keys import Tenant
 from quire.server.errors import invalid
-from quire.server.media import read_pictures
+from quire.server.media import read_media
 from quire.server.middleware import NEW_ID, TENANT, VALID_ID
 from quire.server.request_body import SHORT_BODY, SIZE, read
 from quire.server.sse import EventStream, until_disconnect
@@ -105,7 +105,7 @@ Builder = Callable[[RequestContext, Body], Coroutine[Any, Any, Answer | Response
 
 
 def route(
-    kind: type[Body], *, pooling: bool | None = False, pictures: str = ""
+    kind: type[Body], *, pooling: bool | None = False, media: str = ""
 ) -> Callable[[Builder[Body]], Endpoint]:
     """Makes an endpoint of a function that builds the Answer to a body, or the response if nothing must run.
 
@@ -114,7 +114,7 @@ def route(
     Args:
         kind: the body.
         pooling: whether the route needs a pooling model or one that generates; None: it takes both.
-        pictures: the field whose messages may have pictures, which are read before; empty: none.
+        media: the field whose messages may have pictures, videos and sound, which are read before; empty: none.
     """
 
     def endpoint_of(build: Builder[Body]) -> Endpoint:
@@ -128,10 +128,10 @@ def route(
             body: Any = await read(state, request, kind)
             model, adapter = await model_of(state, request, body.model)
             context = RequestContext(request, state, engine, model, adapter)
-            if pictures:
+            if media:
                 scope = f"{context.tenant and context.tenant.id}:{body.cache_salt or ''}"
-                given = getattr(body, pictures)
-                await read_pictures(given, pictures, engine, scope, request.receive)
+                given = getattr(body, media)
+                await read_media(given, media, engine, scope, request.receive)
             answer: Any
             if (size := request.scope[SIZE]) <= SHORT_BODY:
                 answer = await build(context, body)

@@ -10,11 +10,11 @@ from typing import Any
 from starlette.types import Receive
 
 from quire.api.async_engine import AsyncEngine
-from quire.frontend.media.content_parts import PicturePart, find_parts
+from quire.frontend.media.content_parts import MediaPart, find_parts
 from quire.server.sse import until_disconnect
 
 
-async def read_pictures(
+async def read_media(
     messages: Any, name: str, engine: AsyncEngine, scope: str, receive: Receive
 ) -> None:
     """Replace the pictures in messages, or in lists of messages, by parts of type image that carry them.
@@ -27,13 +27,13 @@ async def read_pictures(
     """
     if isinstance(messages, list) and messages and isinstance(messages[0], list):
         for index, conversation in enumerate(messages):
-            await read_pictures(conversation, f"{name}[{index}]", engine, scope, receive)
+            await read_media(conversation, f"{name}[{index}]", engine, scope, receive)
         return
     places = find_parts(messages, name)
     if not places:
         return
-    reader = engine.front.need_pictures(places[0].given.where)
+    reader = engine.front.need_media(places[0].given.where)
     loading = reader.load([place.given for place in places], scope)
     pictures = await until_disconnect(receive, loading)
     for place, picture in zip(places, pictures, strict=True):
-        place.parts[place.index] = PicturePart(picture)
+        place.parts[place.index] = MediaPart(picture)

@@ -15,8 +15,8 @@ from quire.errors import Unsupported
 from quire.frontend.chat import ChatOptions
 from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.jinja_sandbox import SECONDS, TemplateTooSlow
-from quire.frontend.media.content_parts import PicturePart
-from quire.frontend.media.processed_cache import ReadPicture
+from quire.frontend.media.content_parts import MediaPart
+from quire.frontend.media.processed_cache import ReadMedia
 from quire.frontend.prompt_embeddings import decode_embeddings
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import truncation
@@ -59,9 +59,9 @@ def tokenize_options(request: Sampling, special: bool, *, fits_model: bool = Tru
     )
 
 
-async def picture_prompt(
+async def media_prompt(
     context: RequestContext, request: ChatRequest, text: str, mark: str,
-    pictures: list[ReadPicture], check: bool,
+    pictures: list[ReadMedia], check: bool,
 ) -> Prompt:  # fmt: skip
     """The tokens of a conversation with pictures. `text`: as the template wrote it, with `mark` in the place of placeholders
     that users spelt. `check`: refuse it if it is too long for the model.
@@ -70,7 +70,7 @@ async def picture_prompt(
         ValidationError: the template writes another number of placeholders. Unsupported: the prompt must be truncated.
     """
     engine = context.engine
-    reader = engine.front.need_pictures("messages")
+    reader = engine.front.need_media("messages")
     options = tokenize_options(request, request.add_special_tokens, fits_model=False)
     if options.truncate is not None:
         raise Unsupported("truncate_prompt_tokens of a prompt with pictures", "shorten its text")
@@ -157,7 +157,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 
 
 def check_part(part: Any, where: str) -> None:
-    if isinstance(part, str | PicturePart):
+    if isinstance(part, str | MediaPart):
         return
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if kind in ("text", "refusal", "thinking"):

@@ -6,7 +6,7 @@
     Python     {"type": "image_pil", "image_pil": IMAGE}
     videos     {"type": "video_url", "video_url": {"url": U}}, or U itself
 
-`find_parts` finds them in the messages of any of these, with their JSON paths; each is then replaced by a `PicturePart`, which
+`find_parts` finds them in the messages of any of these, with their JSON paths; each is then replaced by a `MediaPart`, which
 the protocols hand on as a part of type image. Knows parts. Does not know what a URL names.
 """
 
@@ -29,7 +29,7 @@ DETAILS = (None, "auto", "low", "high", "original")
 
 
 @dataclass(frozen=True, slots=True)
-class GivenPicture:
+class GivenMedia:
     """A picture as a request gives it.
 
     Attributes:
@@ -45,7 +45,7 @@ class GivenPicture:
     kind: str = IMAGE
 
 
-class PicturePart(dict[str, Any]):
+class MediaPart(dict[str, Any]):
     """A content part of type image or video whose picture has been read. Clients cannot send one: JSON has no such class."""
 
     def __init__(self, picture: Any):
@@ -59,7 +59,7 @@ class PartPlace:
 
     parts: list[Any]
     index: int
-    given: GivenPicture
+    given: GivenMedia
 
 
 def find_parts(messages: Any, name: str, *, local: bool = False) -> list[PartPlace]:
@@ -80,7 +80,7 @@ def copied_parts(value: Any) -> Any:
 
 def _in_list(items: list[Any], where: str, local: bool, depth: int) -> Iterator[PartPlace]:
     for index, item in enumerate(items):
-        if not isinstance(item, dict) or isinstance(item, PicturePart):
+        if not isinstance(item, dict) or isinstance(item, MediaPart):
             continue
         place = f"{where}[{index}]"
         if depth and (given := read_part(item, place, local)) is not None:
@@ -91,7 +91,7 @@ def _in_list(items: list[Any], where: str, local: bool, depth: int) -> Iterator[
                 yield from _in_list(inner, f"{place}.{key}", local, depth + 1)
 
 
-def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenPicture | None:
+def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenMedia | None:
     """The picture of a part; None: it is no picture. Raises ValidationError: as `find_parts`."""
     kind = part.get("type")
     if kind in OTHER_MEDIA:
@@ -104,14 +104,14 @@ def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenPic
         return None
     uuid = _uuid(part, where)
     if kind == "image_pil":
-        return GivenPicture(f"{where}.image_pil", part.get("image_pil"), uuid)
+        return GivenMedia(f"{where}.image_pil", part.get("image_pil"), uuid)
     if kind == "image":
         return _of_anthropic(part, where) if "source" in part else None
     if kind == "video_url":
         return _of_video(part, where, uuid)
     url = part.get("image_url")
     if uuid and (url is None or url == {"url": None}):
-        return GivenPicture(where, None, uuid)
+        return GivenMedia(where, None, uuid)
     detail = part.get("detail")
     if isinstance(url, dict):
         detail, url, where = url.get("detail", detail), url.get("url"), f"{where}.image_url.url"
@@ -119,27 +119,27 @@ def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenPic
         where = f"{where}.image_url"
     if detail not in DETAILS:
         raise refused(where, "`detail` must be auto, low or high (it has no effect)")
-    return GivenPicture(where, _text(url, where), uuid)
+    return GivenMedia(where, _text(url, where), uuid)
 
 
-def _of_video(part: dict[str, Any], where: str, uuid: str) -> GivenPicture:
+def _of_video(part: dict[str, Any], where: str, uuid: str) -> GivenMedia:
     url, where_url = part.get("video_url"), f"{where}.video_url"
     if uuid and (url is None or url == {"url": None}):
-        return GivenPicture(where, None, uuid, VIDEO)
+        return GivenMedia(where, None, uuid, VIDEO)
     if isinstance(url, dict):
         url, where_url = url.get("url"), f"{where_url}.url"
-    return GivenPicture(where_url, _text(url, where_url), uuid, VIDEO)
+    return GivenMedia(where_url, _text(url, where_url), uuid, VIDEO)
 
 
-def _of_anthropic(part: dict[str, Any], where: str) -> GivenPicture:
+def _of_anthropic(part: dict[str, Any], where: str) -> GivenMedia:
     source, where = part.get("source"), f"{where}.source"
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(source, dict) or kind not in ("url", "base64"):
         raise refused(where, "must be an object of type url or base64; files are not stored here")
     if kind == "url":
-        return GivenPicture(f"{where}.url", _text(source.get("url"), f"{where}.url"))
+        return GivenMedia(f"{where}.url", _text(source.get("url"), f"{where}.url"))
     data = _text(source.get("data"), f"{where}.data")
-    return GivenPicture(f"{where}.data", f"data:;base64,{data}")
+    return GivenMedia(f"{where}.data", f"data:;base64,{data}")
 
 
 def _uuid(part: dict[str, Any], where: str) -> str:

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from quire import env
 from quire.config.media import MediaConfig
 from quire.frontend.media.addresses import check_domain, read_url, resolve
-from quire.frontend.media.content_parts import GivenPicture
+from quire.frontend.media.content_parts import GivenMedia
 from quire.frontend.media.errors import not_fetched, refused
 from quire.frontend.media.http_get import BadAnswer, get
 from quire.protocol.media import VIDEO
@@ -56,7 +56,7 @@ class Fetcher:
         self.config = config
         self._slots: asyncio.Semaphore | None = None
 
-    async def fetch(self, given: Sequence[GivenPicture]) -> list[File]:
+    async def fetch(self, given: Sequence[GivenMedia]) -> list[File]:
         """The bytes of all pictures of a request, in order.
 
         Raises:
@@ -82,7 +82,7 @@ class Fetcher:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, given: GivenPicture, room: Room, slots: asyncio.Semaphore) -> File:
+    async def _one(self, given: GivenMedia, room: Room, slots: asyncio.Semaphore) -> File:
         url, where = given.source, given.where
         if isinstance(url, bytes):
             room.take(len(url), where)

@@ -1,8 +1,8 @@
 """Pictures of requests, from what a request gives to what the engine takes.
 
-    given     GivenPicture   a URL, bytes, or an object of Pillow or numpy
+    given     GivenMedia   a URL, bytes, or an object of Pillow or numpy
     fetched   bytes          `fetch.py`, in the event loop
-    read      ReadPicture    decoded and processed in another process, or found in the cache
+    read      ReadMedia    decoded and processed in another process, or found in the cache
     placed    Picture        its tokens are in the prompt
 
 Knows these steps and their limits. Does not know HTTP routes, or the engine.
@@ -24,13 +24,13 @@ import numpy as np
 from quire.config.engine import Resolved
 from quire.config.media import MOST
 from quire.errors import QueueFull, Unsupported
-from quire.frontend.media.content_parts import GivenPicture
+from quire.frontend.media.content_parts import GivenMedia
 from quire.frontend.media.errors import refused
 from quire.frontend.media.fetch import Fetcher, File
-from quire.frontend.media.picture_messages import Processed
-from quire.frontend.media.picture_processes import PictureProcesses
+from quire.frontend.media.media_messages import Processed
+from quire.frontend.media.media_processes import MediaProcesses
 from quire.frontend.media.placeholders import Placeholder, Placeholders, WrittenText, runs_of
-from quire.frontend.media.processed_cache import ProcessedCache, ReadPicture
+from quire.frontend.media.processed_cache import ProcessedCache, ReadMedia
 from quire.frontend.media.video_frames import DEFAULT_FPS, packed_frames
 from quire.frontend.prompts import Prompt
 from quire.frontend.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ GIB = 1 << 30
 MOST_WAITING = 256  # pictures of all requests that wait for a process
 
 
-class PictureInputs:
+class MediaInputs:
     """One for each frontend. `load` is for its event loop; all else may be called from any thread.
 
     Raises:
@@ -64,7 +64,7 @@ class PictureInputs:
             VIDEO: media.limit_mm_per_prompt.get("video", MOST),
         }
         self.fetcher = Fetcher(media)
-        self.processes = PictureProcesses(resolved.path)
+        self.processes = MediaProcesses(resolved.path)
         fronts = max(1, resolved.config.server.api_server_count or 1)
         self.cache = ProcessedCache(int(media.mm_processor_cache_gb * GIB) // fronts)
         self._threads = ThreadPoolExecutor(self.processes.count, "pictures")
@@ -93,7 +93,7 @@ class PictureInputs:
         self._threads.submit(self.processes.prepare)
 
     # -- reading ----------------------------------------------------------------------------------
-    async def load(self, given: Sequence[GivenPicture], scope: str = "") -> list[ReadPicture]:
+    async def load(self, given: Sequence[GivenMedia], scope: str = "") -> list[ReadMedia]:
         """Fetch and process the pictures of a request. `scope`: see `ProcessedCache.get`.
 
         Raises:
@@ -120,7 +120,7 @@ class PictureInputs:
             self._waiting -= len(files)
         return [known[one] for one in all_given]
 
-    def load_now(self, given: Sequence[GivenPicture]) -> list[ReadPicture]:
+    def load_now(self, given: Sequence[GivenMedia]) -> list[ReadMedia]:
         """As `load`, for a program without an event loop of its own in this thread. Blocks."""
         self._check_number(given)
         for one in given:
@@ -138,7 +138,7 @@ class PictureInputs:
 
     def read(
         self, data: File, where: str, scope: str = "", uuid: str = "", kind: str = IMAGE
-    ) -> ReadPicture:
+    ) -> ReadMedia:
         """Decode and process a file, unless the cache has it, and remember its name. Blocks.
 
         Raises:
@@ -155,7 +155,7 @@ class PictureInputs:
             self.cache.name(scope, uuid, digest)
         return picture
 
-    def _named(self, given: GivenPicture, scope: str) -> ReadPicture:
+    def _named(self, given: GivenMedia, scope: str) -> ReadMedia:
         """Raises ValidationError: no picture of this name is in the cache."""
         if (picture := self.cache.named(scope, given.uuid)) is None:
             raise refused(
@@ -163,7 +163,7 @@ class PictureInputs:
             )
         return picture
 
-    def _check_number(self, given: Sequence[GivenPicture]) -> None:
+    def _check_number(self, given: Sequence[GivenMedia]) -> None:
         for kind, limit in self.limits.items():
             own = [one for one in given if one.kind == kind]
             if own and kind == VIDEO and not self.takes_videos:
@@ -175,16 +175,16 @@ class PictureInputs:
                     f"the request has {len(own)} {name}; the limit is {limit} (--limit-mm-per-prompt)",
                 )
 
-    def _as_file(self, given: GivenPicture) -> GivenPicture:
+    def _as_file(self, given: GivenMedia) -> GivenMedia:
         if isinstance(given.source, str | bytes):
             return given
         if given.kind == VIDEO:
-            return GivenPicture(
+            return GivenMedia(
                 given.where, frames_as_file(given.source, given.where), given.uuid, VIDEO
             )
-        return GivenPicture(given.where, as_file(given.source, given.where), given.uuid, given.kind)
+        return GivenMedia(given.where, as_file(given.source, given.where), given.uuid, given.kind)
 
-    def _picture(self, digest: str, kind: str, made: Processed, where: str) -> ReadPicture:
+    def _picture(self, digest: str, kind: str, made: Processed, where: str) -> ReadMedia:
         ids = self.tokenizer.encode(made.replacement, False)
         placeholder = next(one for one in self.placeholders.kinds if one.kind == kind)
         runs = runs_of(ids, placeholder.row_id)
@@ -207,7 +207,7 @@ class PictureInputs:
             if made.seconds and self.model.tokens_per_second
             else 1.0
         )
-        return ReadPicture(kind, digest, text, ids, runs, grids, made.tensors, interval)
+        return ReadMedia(kind, digest, text, ids, runs, grids, made.tensors, interval)
 
     def _grids(self, made: Processed, runs: int) -> list[tuple[int, int, int]]:
         """Of each run of rows: some models have text between the times of a video."""
@@ -220,7 +220,7 @@ class PictureInputs:
     def tokenized(
         self,
         prompt: Prompt,
-        pictures: Sequence[ReadPicture],
+        pictures: Sequence[ReadMedia],
         tokenize: Callable[[Prompt], Prompt],
         mark: str = "",
     ) -> Prompt:
@@ -238,7 +238,7 @@ class PictureInputs:
         return self.placed(found, pictures, written)
 
     def placed(
-        self, prompt: Prompt, pictures: Sequence[ReadPicture], written: WrittenText | None = None
+        self, prompt: Prompt, pictures: Sequence[ReadMedia], written: WrittenText | None = None
     ) -> Prompt:
         """The prompt with the pictures' own tokens. `written`: the text of its tokens; None: they have one placeholder for each picture.
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import Unsupported, ValidationError
-from quire.frontend.media.content_parts import PicturePart
-from quire.frontend.media.processed_cache import ReadPicture
+from quire.frontend.media.content_parts import MediaPart
+from quire.frontend.media.processed_cache import ReadMedia
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.media import Picture, encode_picture
 from quire.protocol.request import MediaItem
@@ -73,7 +73,7 @@ class Placeholders:
         """A copy of JSON values with marks in the place of tokens in every text; picture parts stay what they are."""
         if isinstance(value, str):
             return self.pattern.sub(lambda found: self._mark(found[0], mark), value)
-        if isinstance(value, PicturePart):
+        if isinstance(value, MediaPart):
             return value
         if isinstance(value, dict):
             return {key: self.marked(item, mark) for key, item in value.items()}
@@ -88,7 +88,7 @@ class Placeholders:
         """The text as its reader expects it."""
         return re.sub(f"{mark}([0-9]+)m", lambda found: self.tokens[int(found[1])], text)
 
-    def written(self, text: str, items: Sequence[ReadPicture], mark: str = "") -> WrittenText:
+    def written(self, text: str, items: Sequence[ReadMedia], mark: str = "") -> WrittenText:
         """The text with what replaces each placeholder. `mark`: of tokens that users spelled; empty: there are none.
 
         Raises:
@@ -118,10 +118,10 @@ class Placeholders:
         return WrittenText("".join([*parts, text[start:]]), named)
 
     @staticmethod
-    def _numbers(kind: str, items: Sequence[ReadPicture]) -> Iterator[int]:
+    def _numbers(kind: str, items: Sequence[ReadMedia]) -> Iterator[int]:
         return (number for number, item in enumerate(items) if item.kind == kind)
 
-    def _check(self, kinds: Iterable[str], items: Sequence[ReadPicture]) -> None:
+    def _check(self, kinds: Iterable[str], items: Sequence[ReadMedia]) -> None:
         """Raises ValidationError: as `written`."""
         written, given = Counter(kinds), Counter(item.kind for item in items)
         for kind in self._rows:
@@ -135,7 +135,7 @@ class Placeholders:
 
     # -- in tokens --------------------------------------------------------------------------------
     def expanded(
-        self, tokens: Sequence[int], named: Sequence[int | str | None], items: Sequence[ReadPicture]
+        self, tokens: Sequence[int], named: Sequence[int | str | None], items: Sequence[ReadMedia]
     ) -> tuple[list[int], list[MediaItem]]:
         """The tokens of a written text with all rows, and where the items are.
 
@@ -163,7 +163,7 @@ class Placeholders:
         return out + list(tokens[start:]), [_placed(items[name], own) for name, own in runs.items()]
 
     def expanded_ids(
-        self, tokens: Sequence[int], items: Sequence[ReadPicture]
+        self, tokens: Sequence[int], items: Sequence[ReadMedia]
     ) -> tuple[list[int], list[MediaItem]]:
         """As `expanded`, of a prompt whose tokens have one placeholder for each item.
 
@@ -190,7 +190,7 @@ class Placeholders:
         return encode(token[:1], False) + encode(token[1:], False)
 
 
-def _placed(item: ReadPicture, runs: list[tuple[int, int]]) -> MediaItem:
+def _placed(item: ReadMedia, runs: list[tuple[int, int]]) -> MediaItem:
     """`runs`: (index in the prompt, length)."""
     start, end = runs[0][0], sum(runs[-1])
     own = [(at - start, length) for at, length in runs]
@@ -203,17 +203,17 @@ def new_mark() -> str:
     return f"m{secrets.token_hex(12)}m"
 
 
-def pictures_in(messages: Any) -> list[ReadPicture]:
+def media_in(messages: Any) -> list[ReadMedia]:
     """The pictures of messages, in the order in which a template writes their placeholders."""
-    found: list[ReadPicture] = []
-    if isinstance(messages, PicturePart):
+    found: list[ReadMedia] = []
+    if isinstance(messages, MediaPart):
         found.append(messages.picture)
     elif isinstance(messages, dict):
         for item in messages.values():
-            found += pictures_in(item)
+            found += media_in(item)
     elif isinstance(messages, list):
         for item in messages:
-            found += pictures_in(item)
+            found += media_in(item)
     return found
 
 

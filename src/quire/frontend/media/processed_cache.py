@@ -13,7 +13,7 @@ MOST_NAMES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class ReadPicture:
+class ReadMedia:
     """A picture that is processed, and not in a prompt yet.
 
     Attributes:
@@ -47,10 +47,10 @@ class ProcessedCache:
     def __init__(self, most: int):
         self._names: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.most, self.bytes, self.queries, self.hits = most, 0, 0, 0
-        self._kept: OrderedDict[tuple[str, str], ReadPicture] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], ReadMedia] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, scope: str, digest: str) -> ReadPicture | None:
+    def get(self, scope: str, digest: str) -> ReadMedia | None:
         """`scope`: whose pictures: how long an answer takes must not show others' pictures."""
         with self._lock:
             self.queries += 1
@@ -59,7 +59,7 @@ class ProcessedCache:
                 self._kept.move_to_end((scope, digest))
             return picture
 
-    def put(self, scope: str, picture: ReadPicture) -> None:
+    def put(self, scope: str, picture: ReadMedia) -> None:
         with self._lock:
             if picture.num_bytes > self.most or (scope, picture.digest) in self._kept:
                 return
@@ -77,7 +77,7 @@ class ProcessedCache:
             if len(self._names) > MOST_NAMES:
                 self._names.popitem(last=False)
 
-    def named(self, scope: str, uuid: str) -> ReadPicture | None:
+    def named(self, scope: str, uuid: str) -> ReadMedia | None:
         """The picture of a name, if it is still here."""
         digest = self._names.get((scope, uuid))
         return None if digest is None else self.get(scope, digest)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire.frontend.media.content_parts import PicturePart
+from quire.frontend.media.content_parts import MediaPart
 from quire.server.errors import invalid
 from quire.server.openai.chat_output import OutputPiece, pieces
 from quire.server.output_delta import OutputDelta
@@ -20,7 +20,7 @@ from quire.server.sse import event
 
 JSON = dict[str, Any]
 PICTURES = "image"
-"""The kind of blocks that have been replaced by PictureParts where pictures are allowed."""
+"""The kind of blocks that have been replaced by MediaParts where pictures are allowed."""
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def blocks_of(content: Any, where: str, kinds: tuple[str, ...]) -> list[JSON]:
         raise invalid(f"`{where}` must be a string or a list of blocks", where)
     for index, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(block, PicturePart) and PICTURES in kinds:
+        if isinstance(block, MediaPart) and PICTURES in kinds:
             continue
         need = {"text": "text", "thinking": "thinking"}.get(str(kind))
         if (
@@ -85,11 +85,11 @@ def messages_of(role: str, content: Any, where: str) -> list[JSON]:
 
 def joined(blocks: list[JSON]) -> Any:
     """Blocks as the content of a chat message: one text; with pictures a list of parts, whose neighbouring texts are joined."""
-    if not any(isinstance(block, PicturePart) for block in blocks):
+    if not any(isinstance(block, MediaPart) for block in blocks):
         return "".join(block["text"] for block in blocks)
     parts: list[JSON] = []
     for block in blocks:
-        if isinstance(block, PicturePart):
+        if isinstance(block, MediaPart):
             parts.append(block)
         elif parts and "text" in parts[-1]:
             parts[-1]["text"] += block["text"]

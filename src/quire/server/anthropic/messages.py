@@ -154,7 +154,7 @@ class MessageAnswer(GenerationAnswer):
         return event(error_body(as_api_error(error)))
 
 
-@route(MessagesRequest, pictures="messages")
+@route(MessagesRequest, media="messages")
 async def messages(context: RequestContext, body: MessagesRequest) -> MessageAnswer:
     """Answer a conversation, in Anthropic's protocol."""
     chat = as_chat(body)
@@ -164,7 +164,7 @@ async def messages(context: RequestContext, body: MessagesRequest) -> MessageAns
     return MessageAnswer(context, body, await generation_of(context, chat, "msg_"))
 
 
-@route(MessagesRequest, pooling=None, pictures="messages")
+@route(MessagesRequest, pooling=None, media="messages")
 async def count_tokens(context: RequestContext, body: MessagesRequest) -> Response:
     """Count the tokens of a conversation."""
     take_from_key(context.request)

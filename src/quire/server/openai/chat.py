@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.frontend.chat import ChatOptions
-from quire.frontend.media.placeholders import new_mark, pictures_in
+from quire.frontend.media.placeholders import media_in, new_mark
 from quire.frontend.parsers.call_writer import CallDelta
 from quire.frontend.prompts import Prompt
 from quire.server.endpoint import RequestContext, route
@@ -23,7 +23,7 @@ from quire.server.openai.sampling_params import beam_search_params, chat_params
 from quire.server.openai.tools import tool_choice_of, with_calls_read
 from quire.server.output_delta import OutputDelta
 from quire.server.pooling.schemas import InputBody
-from quire.server.prompts import check_messages, picture_prompt, render, tokenize_options
+from quire.server.prompts import check_messages, media_prompt, render, tokenize_options
 from quire.server.schemas import ChatRequest, TokenizeRequest
 from quire.server.state import ServerState
 
@@ -75,18 +75,18 @@ async def chat_text(
     """Render messages to text; every protocol uses this function."""
     check_messages(messages)
     options = chat_options(body, context.state)
-    if (reader := context.engine.front.pictures) is not None:
+    if (reader := context.engine.front.media) is not None:
         options.media = reader.texts
     return await render(with_calls_read(messages), options, context)
 
 
 async def chat_prompt(context: RequestContext, body: ChatRequest, *, check: bool = True) -> Prompt:
     """The conversation as tokens. `check`: refuse it if it is too long for the model."""
-    if pictures := pictures_in(body.messages):
+    if pictures := media_in(body.messages):
         mark = new_mark()
-        placeholders = context.engine.front.need_pictures("messages").placeholders
+        placeholders = context.engine.front.need_media("messages").placeholders
         text = await chat_text(context, body, placeholders.marked(body.messages, mark))
-        return await picture_prompt(context, body, text, mark, pictures, check)
+        return await media_prompt(context, body, text, mark, pictures, check)
     text = await chat_text(context, body, body.messages)
     options = tokenize_options(body, body.add_special_tokens, fits_model=check)
     prompt = await context.engine.tokenize(Prompt(text, salt=body.cache_salt or ""), options)
@@ -252,7 +252,7 @@ async def generation_of(context: RequestContext, body: ChatRequest, kind: str) -
     )  # fmt: skip
 
 
-@route(ChatRequest, pictures="messages")
+@route(ChatRequest, media="messages")
 async def chat(context: RequestContext, body: ChatRequest) -> ChatAnswer:
     """Answer a conversation."""
     return ChatAnswer(context, body, await generation_of(context, body, "chatcmpl-"))

@@ -106,7 +106,7 @@ def add(total: dict[str, Any], more: dict[str, Any]) -> None:
             total[name] = value if value is None else total.get(name, 0) + value
 
 
-@route(BatchChatRequest, pictures="messages")
+@route(BatchChatRequest, media="messages")
 async def batch(context: RequestContext, body: BatchChatRequest) -> BatchAnswer:
     """Answer several conversations, one choice each."""
     state, engine, bodies = context.state, context.engine, conversations_of(body)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from quire.config.unsupported import RESPONSES_FIELDS, RESPONSES_WITHOUT_EFFECT
-from quire.frontend.media.content_parts import PicturePart
+from quire.frontend.media.content_parts import MediaPart
 from quire.logging import get_logger
 from quire.server.answer import GenerationAnswer
 from quire.server.endpoint import RequestContext, route
@@ -243,7 +243,7 @@ def no_event(kind: str, **fields: Any) -> bytes:
     return b""
 
 
-@route(ResponsesRequest, pictures="input")
+@route(ResponsesRequest, media="input")
 async def responses(context: RequestContext, body: ResponsesRequest) -> ResponseAnswer | BackgroundAnswer:  # fmt: skip
     """Answer a conversation, in the Responses protocol."""
     refuse_unsupported(body)
@@ -299,7 +299,7 @@ async def answer_of(
 
 def holds_pictures(item: dict[str, Any]) -> bool:
     content = item.get("content", item.get("output"))
-    return isinstance(content, list) and any(isinstance(part, PicturePart) for part in content)
+    return isinstance(content, list) and any(isinstance(part, MediaPart) for part in content)
 
 
 def status_of(delta: OutputDelta) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.frontend.media.content_parts import PicturePart
+from quire.frontend.media.content_parts import MediaPart
 from quire.server.errors import invalid
 from quire.server.openai.chat_output import OutputPiece, pieces
 from quire.server.output_delta import OutputDelta
@@ -42,11 +42,11 @@ def text_of(content: Any, where: str) -> str:
 
 def content_of(content: Any, where: str) -> Any:
     """As `text_of`; with pictures a list of parts, whose neighbouring texts are joined. Raises: as `text_of`."""
-    if not isinstance(content, list) or not any(isinstance(part, PicturePart) for part in content):
+    if not isinstance(content, list) or not any(isinstance(part, MediaPart) for part in content):
         return text_of(content, where)
     parts: list[JSON] = []
     for index, part in enumerate(content):
-        if isinstance(part, PicturePart):
+        if isinstance(part, MediaPart):
             parts.append(part)
             continue
         text = text_of([part], f"{where}[{index}]")

@@ -1,6 +1,6 @@
 """A program that decodes pictures of strangers and processes them for the model; it may be killed at any time.
 
-Runs `python -m quire.frontend.media.picture_process FD`. The kernel ends it when it exceeds its processor time for a picture
+Runs `python -m quire.frontend.media.media_process FD`. The kernel ends it when it exceeds its processor time for a picture
 (ITIMER_PROF) or its memory (RLIMIT_AS). A header is read before any pixel. Pillow reads few formats here. The processor of
 Transformers gets arrays only, never URLs, and code of the checkpoint is not run.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.frontend.media.picture_messages import (
+from quire.frontend.media.media_messages import (
     LoadProcessor,
     Process,
     Processed,

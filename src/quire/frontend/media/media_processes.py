@@ -1,4 +1,4 @@
-"""The processes that decode and process pictures (`picture_process.py`). Blocks: call `process` in a thread."""
+"""The processes that decode and process pictures (`media_process.py`). Blocks: call `process` in a thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from quire import env
 from quire.frontend.media.decoding_processes import WALL_S, DecodingProcesses
 from quire.frontend.media.errors import refused
-from quire.frontend.media.picture_messages import (  # fmt: skip
+from quire.frontend.media.media_messages import (  # fmt: skip
     LoadProcessor,
     Process,
     Processed,
@@ -24,10 +24,10 @@ TOO_MUCH = (
 )
 
 
-class PictureProcesses(DecodingProcesses):
+class MediaProcesses(DecodingProcesses):
     """`folder`: of the checkpoint."""
 
-    module = "quire.frontend.media.picture_process"
+    module = "quire.frontend.media.media_process"
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # fmt: skip # noqa: RUF012
     what = "pictures"
 
