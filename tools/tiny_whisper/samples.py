@@ -1,0 +1,58 @@
+"""Writes the sample file of the package, and the phrases of the tests: held-out voices, speeds, phrases and noises.
+
+    python -m tools.tiny_whisper.samples OUT.wav FOLDER
+
+OUT.wav: one sentence without noise. FOLDER/held_out.ogg: phrases one after the other; FOLDER/held_out.json: `[first sample, end, text]` of each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import soundfile
+
+from quire.frontend.media.wav import write_wav
+from tools.tiny_whisper.espeak import RATE, Manner, espeak
+from tools.tiny_whisper.synthesize import spoken
+from tools.tiny_whisper.tokenizer import train
+from tools.tiny_whisper.windows import Windows
+
+SAMPLE = "please bring seven yellow birds"
+VOICE = Manner("en-us+f3", speed=150)
+PHRASES, SEED = 40, 11
+
+
+def sample() -> np.ndarray:
+    """The sentence with half a second of silence around it."""
+    samples_N, _ = espeak().say(SAMPLE, VOICE)
+    return np.pad(0.5 * samples_N / np.abs(samples_N).max(), RATE // 2)
+
+
+def held_out() -> tuple[np.ndarray, list[tuple[int, int, str]]]:
+    """(samples_N, spans): half of the phrases with hum and clicks."""
+    windows = Windows([], train(), SEED, held_out=True)
+    pieces, spans, at = [], [], 0
+    for number, one in enumerate(islice(spoken(SEED, held_out=True), PHRASES)):
+        clean = np.pad((one.samples_N / 32768).astype(np.float32), RATE // 10)
+        samples_N = windows.window([one]).samples_N if number % 2 else clean
+        pieces.append(samples_N)
+        spans.append((at, at + len(samples_N), one.text))
+        at += len(samples_N)
+    return np.concatenate(pieces), spans
+
+
+def main() -> None:
+    out, folder = map(Path, sys.argv[1:])
+    out.write_bytes(write_wav(sample().astype(np.float32), RATE))
+    samples_N, spans = held_out()
+    soundfile.write(folder / "held_out.ogg", samples_N, RATE, format="OGG", subtype="VORBIS")
+    lines = ",\n".join(json.dumps(span) for span in spans)
+    (folder / "held_out.json").write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
