@@ -77,7 +77,6 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "blocks taken back count as computed": (HELD, "HeldBlocks.take_back", "request.num_computed_tokens = 0", ""),
     "sleep leaves a load": (HELD, "HeldBlocks.revoke", "[*self._loading.items(), *self._loaded.items()]", "[*self._loaded.items()]"),
     "gates are not told of a failed step": (SCHEDULER, "Scheduler.fail_step", "gate.failed(step)", "set()"),
-    "what a failed step should have filled stays published": (SCHEDULER, "Scheduler.fail_step", "self.kv.retract_blocks(ANY)", "pass"),
     "blocks outside a window are filled": (MANAGER, "KVManager.admit", "group.spec.first_needed(start) // self.block_size", "0"),
     "a listener does not hear what is published": (POOL, "BlockPool.publish", "listener.on_publish(ANY, ANY, ANY)", "pass"),
     "a listener does not hear what is forgotten": (POOL, "BlockPool.forget", "listener.on_forget(ANY, ANY, ANY)", "pass"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.manager import KVManager
-from quire.kvcache.specs import CacheGroup, CacheSpec
+from quire.kvcache.specs import CacheGroup, CacheSpec, WindowSpec
 from quire.protocol.plan import StepResult
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
@@ -23,6 +23,21 @@ def request(name: str, tokens: list[int], priority: int = 0) -> EngineRequest:
 def scheduler_with(num_blocks: int) -> Scheduler:
     kv = KVManager(BlockPool(num_blocks), [CacheGroup(CacheSpec(1, 1, 1, "int8"), (0,))], 4)
     return Scheduler(kv, SchedulerLimits(max_rows=3, max_step_tokens=40, max_length=60, depth=2))
+
+
+def scheduler_with_window(*others: list[int]) -> Scheduler:
+    """Steps 1 to 3 compute 4 tokens of `a` each, and are in flight; its first block has left the window. Others came later."""
+    kv = KVManager(BlockPool(30), [CacheGroup(WindowSpec(1, 1, 1, "int8", window=4), (0,))], 4)
+    limits = SchedulerLimits(max_rows=3, max_step_tokens=12, max_chunk=4, max_length=60, depth=3)
+    scheduler = Scheduler(kv, limits)
+    scheduler.add(request("a", list(range(20))))
+    assert scheduler.plan() is not None
+    for number, tokens in enumerate(others):
+        scheduler.add(request(f"other {number}", tokens))
+    for _ in range(2):
+        assert scheduler.plan() is not None
+    assert scheduler.requests["a"].blocks[0][0] == NULL_BLOCK
+    return scheduler
 
 
 def in_flight_and_published() -> Scheduler:
@@ -85,3 +100,27 @@ def test_blocks_with_other_content_stay() -> None:
     pool.publish(0, first, b"other")
     scheduler.fail_step(1, "wrong")
     assert pool.hash_of[first] == (0, b"other")
+
+
+@pytest.mark.parametrize("ended", ["preempted", "aborted", "runs"])
+@pytest.mark.parametrize("fails", ["row", "step"])
+def test_a_block_that_left_a_window_is_unpublished(ended: str, fails: str) -> None:
+    scheduler = scheduler_with_window()
+    assert scheduler.kv.pool.hash_of
+    if ended == "preempted":
+        scheduler._preempt(scheduler.requests["a"])
+    elif ended == "aborted":
+        scheduler.abort("a")
+    if fails == "row":
+        scheduler.commit(StepResult(1, [[]], errors={0: "wrong"}))
+    else:
+        scheduler.fail_step(1, "wrong")
+    assert not scheduler.kv.pool.hash_of
+
+
+def test_a_request_ends_that_shared_a_wrong_block_which_left_its_window() -> None:
+    scheduler = scheduler_with_window([*range(4), *range(40, 56)], list(range(30, 50)))
+    sharing = scheduler.requests["other 0"]
+    assert (sharing.num_cached_tokens, sharing.blocks[0][0]) == (4, NULL_BLOCK)
+    outputs = scheduler.fail_step(1, "wrong")
+    assert [output.id for output in outputs] == ["a", "other 0"]

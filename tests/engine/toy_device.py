@@ -177,8 +177,8 @@ class ToyDevice:
         fails = self.rng.random() < self.failing_steps
         if self.hook is not None:
             fails |= not self._prepare_states(plan)
-        for name in {"loading", "prefetch"} & set(plan.extras):
-            self._load(msgspec.msgpack.decode(plan.extras[name]), fails)
+        if "loading" in plan.extras:
+            self._load(msgspec.msgpack.decode(plan.extras["loading"]), fails)
         work = []
         for item in plan.work:
             row = self.rows[item.row]

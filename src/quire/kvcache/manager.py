@@ -14,7 +14,7 @@ Groups of cross attention come last. Their lists are as long as the encoder's st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.kvcache.block_hash import Hasher
@@ -38,6 +38,7 @@ class CachedRequest(Protocol):
     num_published_blocks: int
     num_cached_blocks: int
     num_shared_tokens: int
+    left_windows: dict[int, tuple[int, bytes]]
 
 
 class PrefixLimit(Protocol):
@@ -228,9 +229,11 @@ class KVManager:
         for g, spec in self.windows:
             column = request.blocks[g]
             for index in range(spec.first_needed(position) // self.block_size - 1, -1, -1):
-                if column[index] == NULL_BLOCK:
+                if (block := column[index]) == NULL_BLOCK:
                     break
-                self.pool.release((column[index],))
+                if (key := self.pool.hash_of.get(block)) is not None:
+                    request.left_windows[block] = key  # its step may be in flight, and fail
+                self.pool.release((block,))
                 column[index] = NULL_BLOCK
 
     # -- sharing --------------------------------------------------------------------------------
@@ -249,45 +252,36 @@ class KVManager:
         request.num_shared_tokens = full * self.block_size
 
     def retract(self, request: CachedRequest) -> set[int]:
-        """Unpublish what this request published, because its KV is wrong. Returns those blocks."""
-        blocks = {
-            b
-            for column in request.blocks
-            for b in column[request.num_cached_blocks : request.num_published_blocks]
-        }
-        self.retract_blocks(blocks)
-        return blocks - {NULL_BLOCK}
+        """Unpublish what this request published, because its KV is wrong. Returns those blocks, and its unpublished ones."""
+        start, end = request.num_cached_blocks, request.num_published_blocks
+        blocks = {b for column in request.blocks for b in column[start:end]}
+        wrong_blocks = self.retract_content(self.published_by(request))
+        return (blocks | wrong_blocks) - {NULL_BLOCK}
 
     def published_by(self, request: CachedRequest) -> dict[int, tuple[int, bytes]]:
         """What this request published: (group, hash) by block."""
         hash_of = self.pool.hash_of
-        columns = (
-            column[request.num_cached_blocks : request.num_published_blocks]
-            for column in request.blocks
-        )
-        return {b: hash_of[b] for column in columns for b in column if b in hash_of}
+        start, end = request.num_cached_blocks, request.num_published_blocks
+        columns = (column[start:end] for column in request.blocks)
+        found = {b: hash_of[b] for column in columns for b in column if b in hash_of}
+        if request.left_windows:
+            own = set(request.hashes[start:end])
+            left = request.left_windows.items()
+            found |= {b: key for b, key in left if key[1] in own and hash_of.get(b) == key}
+        return found
+
+    def used_by(self, request: CachedRequest) -> set[int]:
+        """The blocks that the tokens of this request attended to, and that still have this content."""
+        hash_of = self.pool.hash_of
+        left = (b for b, key in request.left_windows.items() if hash_of.get(b) == key)
+        return {b for column in request.blocks for b in column}.union(left) - {NULL_BLOCK}
 
     def retract_content(self, content: Mapping[int, tuple[int, bytes]]) -> set[int]:
         """Unpublish blocks that still have this content, (group, hash) by block. Returns those blocks."""
         blocks = {b for b, key in content.items() if self.pool.hash_of.get(b) == key}
-        self.retract_blocks(blocks)
-        return blocks
-
-    # -- content that no request computes ---------------------------------------------------------
-    def reserve(self, count: int) -> list[int] | None:
-        """Take free blocks that no request owns, or None if there are too few. Give them back with `pool.release` when they
-        are published: they can be found until they are taken. Kept longer, they are missing where a request needs blocks."""
-        return self._allocate(count) if count <= len(self.pool.free) else None
-
-    def publish_loaded(self, group: int, block: int, hash: bytes) -> bool:
-        """Publish a reserved block, which has the content of this hash before the next step reads it. False: it is not
-        needed, since another block has it, or blocks are not shared."""
-        return self.caching and self.pool.publish(group, block, hash)
-
-    def retract_blocks(self, blocks: Iterable[int]) -> None:
-        """Unpublish these blocks, because their content is wrong."""
         for block in blocks:
             self.pool.forget(block)
+        return blocks
 
     def release(self, request: CachedRequest) -> None:
         """Release all blocks, the last ones first, since the first ones are more likely to be shared."""
@@ -295,6 +289,7 @@ class KVManager:
             self.pool.release(reversed(column))
         request.blocks = [[] for _ in self.groups]
         request.capacity = request.num_published_blocks = request.num_cached_blocks = 0
+        request.left_windows.clear()
 
     def reset(self) -> bool:
         """Forget all content that no request uses now. False if some is in use (and stays)."""

@@ -103,8 +103,8 @@ class Gate:
         """The blocks that this gate holds back are freed now, because all are: it must not use them any more."""
 
     def failed(self, step: int) -> set[int]:
-        """A step failed. Returns the blocks that this gate's data would have filled: they are unpublished, and requests that
-        share them end with an error."""
+        """A step failed. Returns the blocks of requests that this gate's data would have filled: they are unpublished, and
+        running requests that use them end with an error."""
         return set()
 
     def on_waiting_ended(self, request: Request) -> None:

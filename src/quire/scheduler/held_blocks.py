@@ -122,8 +122,8 @@ class HeldBlocks:
         """The request has lost its row: release its blocks."""
         self._left = [left for left in self._left if left.last_step in steps_in_flight]
         if steps_in_flight and (published := self.kv.published_by(request)):
-            blocks = {block for column in request.blocks for block in column} - {NULL_BLOCK}
-            self._left.append(LeftBlocks(max(steps_in_flight), request, blocks, published))
+            used = self.kv.used_by(request)
+            self._left.append(LeftBlocks(max(steps_in_flight), request, used, published))
         self.release(request, gates)
 
     def retract_left(

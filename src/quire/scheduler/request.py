@@ -58,6 +58,8 @@ class Request:
     hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0  # leading blocks that other requests may share
     num_cached_blocks: int = 0  # leading blocks that came from the prefix cache
+    # (group, hash) by block: what others could find in blocks that left a window
+    left_windows: dict[int, tuple[int, bytes]] = field(default_factory=dict)
 
     # the end, and what is reported
     finish: FinishReason | None = None

@@ -383,17 +383,15 @@ class Scheduler:
 
     def fail_step(self, step: int, error: str) -> list[EngineOutput]:
         """A step failed: its requests end with `error`, and so do the running requests that share its KV."""
+        used = {request: self.kv.used_by(request) for request in self.running}
         wrong_blocks = set[int]().union(*(gate.failed(step) for gate in self.gates))
-        self.kv.retract_blocks(wrong_blocks)
         requests = dict(self.in_flight.pop(step))
         failed = [request for request in requests if request.finish is None]
         for request, num_pending in requests.items():
             request.num_pending_tokens -= num_pending
             wrong_blocks |= self.kv.retract(request)
         wrong_blocks = self.held_blocks.retract_left(step, requests, wrong_blocks)
-        if wrong_blocks:
-            others = (r for r in self.running if r not in failed)
-            failed += [r for r in others if any(wrong_blocks & set(column) for column in r.blocks)]
+        failed += [r for r, blocks in used.items() if wrong_blocks & blocks and r not in failed]
         return [self._fail(request, error) for request in failed]
 
     # -- state ----------------------------------------------------------------------------------
