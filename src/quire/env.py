@@ -85,6 +85,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("API_KEY", str, None, "API key of the server.", "api_key"),
         Variable("ATTENTION_BACKEND", str, None, "Attention backend.", "attention_backend"),
         Variable("KV_KEY_FILE", str, None, "File with the key of the names of KV blocks.", "kv_key_file"),
+        Variable("KV_REMOTE_URL", str, None, "Server that keeps KV blocks; may have a password.", "kv_remote_url"),
         Variable("CPU_KVCACHE_SPACE", float, None, "Size of the KV cache in GiB.", "kv_cache_memory_bytes"),
         Variable("LOG_STATS_INTERVAL", float, None, "Seconds between statistics lines.", "log_stats_interval"),
         Variable("USE_V1", bool, True, "vLLM's choice between two engines.", no_effect="Quire has one engine"),
@@ -167,6 +168,11 @@ def outer(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def outer_names(prefix: str) -> list[str]:
+    """The names of all variables that begin so."""
+    return sorted(name for name in os.environ if name.startswith(prefix))
+
+
 def set_outer(name: str, value: str) -> None:
     """Set a variable that a library reads when it is imported, such as PROMETHEUS_MULTIPROC_DIR."""
     os.environ[name] = value
@@ -244,7 +250,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
 
 def own_variables() -> dict[str, str]:
     """All variables with Quire's prefixes, for the bug report; secret values are masked."""
-    secret = ("KEY", "TOKEN", "PASSWORD")
+    secret = ("KEY", "TOKEN", "PASSWORD", "KV_REMOTE_URL")
     return {
         name: "***" if any(word in name for word in secret) else value
         for name, value in sorted(os.environ.items())

@@ -62,12 +62,20 @@ def test_lmcache(
 ) -> None:
     given = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_producer"}
     assert tier_fields(given) == {}
-    assert "names no disk" in caplog.text
+    assert "names no disk, and no redis server" in caplog.text
     file = tmp_path / "lmcache.yaml"
     file.write_text("chunk_size: 256\nlocal_disk: file:///a\nmax_local_disk_size: 7\n")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
     assert tier_fields(given) == {"kv_disk_dir": "/a", "kv_disk_size": 7.0}
     assert "chunk_size has no effect" in caplog.text
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "lm://host:65432")
+    monkeypatch.setenv("LMCACHE_LOCAL_CPU", "True")
+    assert tier_fields(given) == {"kv_disk_dir": "/a", "kv_disk_size": 7.0}
+    assert "remote_url (lm) has no effect" in caplog.text
+    assert "LMCACHE_LOCAL_CPU has no effect" in caplog.text
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "redis://:secret@host:6379")
+    assert tier_fields(given)["kv_remote_url"] == "redis://:secret@host:6379"
+    assert "secret" not in caplog.text
     monkeypatch.setenv("LMCACHE_LOCAL_DISK", "/b")
     assert tier_fields(given)["kv_disk_dir"] == "/b"
     file.write_text("[")
@@ -75,8 +83,12 @@ def test_lmcache(
         tier_fields(given)
 
 
-def test_several_connectors() -> None:
+def test_several_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "redis://host")
+    three = [nixl, MAPPED[0][0], {"kv_connector": "LMCacheConnectorV1"}]
+    all_of = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": three}}
+    assert tier_fields(all_of) == {"kv_disk_dir": "/kv", "kv_remote_url": "redis://host"}
     both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [nixl, MAPPED[0][0]]}}  # fmt: skip
     assert tier_fields(both) == {"kv_disk_dir": "/kv"}
     alone = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [nixl]}}

@@ -12,6 +12,7 @@ import torch
 from equality.engines import Engine, engine
 
 from quire.features.kv_tiers.gate import KVTierGate
+from quire.kvstore.disk import DiskStore
 
 SIZE = 16  # tokens of a block
 COMMON: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": SIZE}
@@ -20,6 +21,10 @@ PATIENCE_S = 60.0
 
 def gate_of(one: Engine) -> KVTierGate:
     return next(g for g in one.client.core.scheduler.gates if isinstance(g, KVTierGate))
+
+
+def disk_of(one: Engine) -> DiskStore:
+    return next(s for s in gate_of(one).store.stores if isinstance(s, DiskStore))
 
 
 def spoil(one: Engine) -> None:
@@ -49,7 +54,7 @@ def kept(path: str, folder: Path, depth: int | None = 2, **more: Any) -> Iterato
     """When its store has read the folder. The blocks that it computes are on disk when it ends."""
     settings = {**COMMON, "kv_disk_dir": str(folder), "kv_disk_write": "always", **more}
     with engine(path, depth, **settings) as one:
-        store = gate_of(one).store
+        store = disk_of(one)
         until(lambda: store.num_refreshes or store.why_off, "the store opens")
         spoil(one)
         yield one

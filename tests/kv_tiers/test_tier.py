@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from equality.engines import engine, greedy
-from kv_tiers.kept import COMMON, SIZE, count, gate_of, hits, kept, save_all, spoil
+from kv_tiers.kept import COMMON, SIZE, count, disk_of, gate_of, hits, kept, save_all, spoil
 from lora.adapters import run as run_adapters
 from lora.adapters import write as write_adapter
 from parallel.thread_engine import split_engine
@@ -64,7 +64,7 @@ def test_a_store_with_faults(
     fault: str, depth: int, filled: Path, expected: list[list[int]], checkpoint: Callable[..., str]
 ) -> None:
     with kept(checkpoint("qwen3"), filled, depth) as one:
-        store: Any = gate_of(one).store
+        store: Any = disk_of(one)
         read = store.read
         store.read = lambda *args: FAULTS[fault](read, *args)
         for _ in range(2):
@@ -84,7 +84,7 @@ def test_a_store_that_is_late(
     monkeypatch.setattr(rates, "GRACE_S", 0.05)
     monkeypatch.setattr(rates, "PATIENCE", 0.0)
     with kept(checkpoint("qwen3"), filled) as one:
-        store: Any = gate_of(one).store
+        store: Any = disk_of(one)
         read = store.read
         store.read = lambda *args: (time.sleep(0.4), read(*args))
         assert one.tokens(PROMPTS, greedy(COUNT)) == expected
@@ -100,7 +100,7 @@ def test_requests_that_end_while_they_load(
     filled: Path, expected: list[list[int]], checkpoint: Callable[..., str]
 ) -> None:
     with kept(checkpoint("qwen3"), filled) as one:
-        store: Any = gate_of(one).store
+        store: Any = disk_of(one)
         read = store.read
         store.read = lambda *args: (time.sleep(0.02), read(*args))
         from quire.protocol.request import EngineRequest
@@ -139,7 +139,7 @@ def test_second_use_writes_what_a_second_request_uses(
     with kept(checkpoint("qwen3"), tmp_path / "kv", kv_disk_write="second-use") as one:
         one.tokens(PROMPTS[:1], greedy(COUNT))
         save_all(one)
-        store: Any = gate_of(one).store
+        store: Any = disk_of(one)
         assert not store.index
         one.tokens([[*PROMPTS[0][:45], 1, 2]], greedy(COUNT))
         save_all(one)
@@ -151,7 +151,7 @@ def test_auto_writes_no_more_than_the_size_of_the_folder_a_day(
 ) -> None:
     settings = {"kv_disk_write": "auto", "kv_disk_size": 2 / 1024}  # 2 MiB: 80 blocks
     with kept(checkpoint("qwen3"), tmp_path / "kv", **settings) as one:
-        store: Any = gate_of(one).store
+        store: Any = disk_of(one)
         for start in range(40):
             one.tokens([[3 + start] * 100], greedy(2))
             save_all(one)
@@ -199,7 +199,7 @@ def test_ranks_keep_their_parts(
     settings |= {"kv_disk_dir": str(tmp_path / "kv"), "kv_disk_write": "always"}
     for number in range(2):
         with split_engine(path, tensor, pipeline, **settings) as one:
-            store: Any = gate_of(one).store
+            store: Any = disk_of(one)
             while not store.num_refreshes:
                 time.sleep(0.01)
             assert one.tokens(PROMPTS, greedy(COUNT)) == plain

@@ -31,7 +31,10 @@ Content = list[Any]
 
 
 class ToyStore(dict[Any, Content]):
-    kind, why_off, is_open = "disk", "", True
+    why_off, is_open = "", True
+
+    def is_everywhere(self, key: Any) -> bool:
+        return key in self
 
 
 class ToyStaging:
@@ -115,6 +118,7 @@ class ToyTransfers:
                 self.staging.content[slot] = list(self.store[read.keys[place][0]])
                 read.arrived.append((place, slot))
                 read.num_arrived += 1
+                read.kinds[place] = "disk"
 
 
 class ToyRates:

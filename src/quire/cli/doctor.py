@@ -40,7 +40,14 @@ from quire.startup_timer import table
 from quire.worker.memory_forecast import forecast_specs, forecast_weights, loaded_tensors
 from quire.worker.memory_plan import MemoryPlan, make_plan, size
 
-SECRETS = ("--api-key", "--api_key", "--hf-token", "--hf_token")
+SECRETS = (
+    "--api-key",
+    "--api_key",
+    "--hf-token",
+    "--hf_token",
+    "--kv-remote-url",
+    "--kv_remote_url",
+)
 """Flags whose values are not printed."""
 
 LENGTHS = (256, 1024, 4096, 16384, 65536, 262144, 1048576)

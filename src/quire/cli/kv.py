@@ -14,8 +14,8 @@ from pathlib import Path
 
 from quire.errors import QuireError
 from quire.kvstore.disk import DAY_S
-from quire.kvstore.key_file import make_key
-from quire.kvstore.record import BadRecord, check_record
+from quire.kvstore.key_file import make_key, read_key
+from quire.kvstore.record import BadRecord, check_record, mac_key
 from quire.kvstore.segments import DESCRIPTION, SegmentFile, heads, identities, remove, segments_in
 from quire.startup_timer import table
 from quire.worker.memory_plan import size
@@ -61,6 +61,13 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument("folder", type=Path, help="the folder of --kv-disk-dir")
         command.set_defaults(run=run)
+        if name == "verify":
+            command.add_argument(
+                "--kv-key-file",
+                type=Path,
+                metavar="FILE",
+                help="also compare MACs, with the key that the server has",
+            )
         if name == "drop":
             command.add_argument(
                 "--identity", help="only of this model: the first digits of its identity in `ls`"
@@ -107,9 +114,10 @@ def ls(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     right = damaged = 0
+    key = mac_key(read_key(options.kv_key_file)) if options.kv_key_file else None
     for one in kept_models(options.folder):
         for segment in one.segments:
-            good, end = _verify(segment.path, one.identity)
+            good, end = _verify(segment.path, one.identity, key)
             right += good[0]
             damaged += good[1]
             if end < segment.path.stat().st_size:
@@ -120,15 +128,15 @@ def verify(options: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _verify(path: Path, identity: bytes) -> tuple[tuple[int, int], int]:
+def _verify(path: Path, identity: bytes, key: bytes | None) -> tuple[tuple[int, int], int]:
     """(right, damaged) records of a segment, and where the last one ends."""
     right = damaged = end = 0
     with path.open("rb", buffering=0) as file:
         for offset, head in heads(path, identity):
-            record = memoryview(os.pread(file.fileno(), head.size, offset))
+            record = memoryview(bytearray(os.pread(file.fileno(), head.size, offset)))
             end = offset + head.size
             try:
-                check_record(record, identity, head.name, head.group, head.length)
+                check_record(record, identity, head.name, head.group, head.length, key)
                 right += 1
             except BadRecord as why:
                 damaged += 1

@@ -55,10 +55,14 @@ class CacheConfig:
     """GiB of kv_disk_dir, over all models; the least recently used blocks are deleted."""
     kv_disk_write: Literal["auto", "second-use", "always"] = "auto"
     """Which blocks are written to kv_disk_dir: auto (all, but in 24 hours at most kv_disk_size of blocks that only one request has used), second-use (those that a second request uses) or always (all)."""
+    kv_remote_url: str | None = None
+    """Server that keeps KV blocks for several engines: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH; needs kv_key_file, the same for all engines (docs: kv-cache.md)."""
+    kv_remote_ttl: AtLeast1 = 86_400
+    """Seconds after its last use until the server of kv_remote_url forgets a block."""
     kv_key_file: str | None = None
     """File with 32 random bytes that key the names of KV blocks, so that processes agree on them (`quire kv key FILE` makes one); unset: a key in kv_disk_dir, or of the process."""
     kv_transfer_config: dict[str, Any] = field(default_factory=dict)
-    """vLLM's JSON that names a connector: those that keep blocks on a disk set kv_disk_dir and kv_disk_size (LMCacheConnectorV1, SharedStorageConnector, tiers with a root_dir or disk_path); others are refused by name."""
+    """vLLM's JSON that names a connector: those that keep blocks on a disk or in redis set kv_disk_dir, kv_disk_size and kv_remote_url (LMCacheConnectorV1, SharedStorageConnector, tiers with a root_dir or disk_path); others are refused by name."""
     swap_space: Amount = 0
     """GiB of host memory for preempted requests (accepted without effect: preempted requests are recomputed)."""
     cpu_offload_gb: Amount = 0

@@ -1,7 +1,7 @@
-"""`kv_transfer_config` of vLLM: which of its connectors mean a folder of kept blocks here, and what to use in place of the others.
+"""`kv_transfer_config` of vLLM: which of its connectors mean kept blocks here, and what to use in place of the others.
 
-Knows names and their settings. A connector that keeps blocks on a disk becomes the options `kv_disk_dir` and `kv_disk_size`;
-LMCache's settings also come from its environment variables and its file.
+Knows names and their settings. A connector that keeps blocks on a disk becomes the options `kv_disk_dir` and `kv_disk_size`, and
+one that keeps them in redis becomes `kv_remote_url`; LMCache's settings come from its environment variables and its file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ log = get_logger(__name__)
 
 FIELD = "kv_transfer_config"
 FOLDER = "--kv-disk-dir FOLDER keeps blocks on a disk, also for other engines of this machine"
+SERVER = "--kv-remote-url redis://HOST:PORT keeps blocks for engines of several machines"
 ALONE = "let each server prefill its own requests"
 MEMORY = f"the KV cache is in this memory already, so raise --kv-cache-memory-bytes; or {FOLDER}"
 REFUSED: dict[str, tuple[str, str]] = {
@@ -27,7 +28,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(
         ("MooncakeStoreConnector", "LMCacheMPConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "HiSparseConnector"),
-        ("a store of KV blocks on other machines", FOLDER),
+        ("a store of KV blocks on other machines", SERVER),
     ),
     **dict.fromkeys(
         ("ExampleHiddenStatesConnector", "DecodeBenchConnector"),
@@ -40,7 +41,10 @@ FIELDS = (
     "kv_connector", "kv_role", "engine_id", "kv_buffer_device", "kv_port", "kv_connector_extra_config",
     "kv_load_failure_policy", "enable_permute_local_kv", "kv_connector_module_path", *OLD_FIELDS,
 )  # fmt: skip
-LMCACHE = {"local_disk": "LMCACHE_LOCAL_DISK", "max_local_disk_size": "LMCACHE_MAX_LOCAL_DISK_SIZE"}
+LMCACHE = ("local_disk", "max_local_disk_size", "remote_url")
+"""Its settings that mean something here; LMCACHE_REMOTE_URL sets `remote_url`, and so on."""
+OF_LMCACHE, ITS_FILE = "LMCACHE_", "LMCACHE_CONFIG_FILE"
+REMOTE = ("redis://", "rediss://", "unix://")
 
 
 def tier_fields(config: Mapping[str, Any], name: str = FIELD) -> dict[str, Any]:
@@ -91,12 +95,12 @@ def _fields_of(connector: str, extra: Mapping[str, Any], name: str) -> dict[str,
 
 
 def _first_of(connectors: Sequence[Any], name: str) -> dict[str, Any]:
-    """Of a MultiConnector: the first that Quire has something for; the others are named."""
+    """Of a MultiConnector: all that Quire has something for, the first of each kind; the others are named."""
     found: dict[str, Any] = {}
     why: Unsupported | None = None
     for one in connectors:
         try:
-            found = found or tier_fields(one if isinstance(one, Mapping) else {}, name)
+            found = tier_fields(one if isinstance(one, Mapping) else {}, name) | found
         except Unsupported as error:
             why = why or error
     if not found and why is not None:
@@ -107,24 +111,41 @@ def _first_of(connectors: Sequence[Any], name: str) -> dict[str, Any]:
 
 
 def _lmcache(name: str) -> dict[str, Any]:
-    """LMCache's disk. Without one, nothing is kept outside the KV cache."""
+    """LMCache's disk and server. Without one of them, nothing is kept outside the KV cache."""
+    settings = _lmcache_settings()
+    found: dict[str, Any] = {}
+    folder = str(settings.get("local_disk") or "").removeprefix("file://")
+    if folder and folder.lower() not in ("true", "false", "none"):
+        try:
+            size = float(settings.get("max_local_disk_size") or 0)
+        except (TypeError, ValueError):
+            raise ConfigError("max_local_disk_size of LMCache must be a number of GiB") from None
+        found = {"kv_disk_dir": folder, **({"kv_disk_size": size} if size > 0 else {})}
+    if url := str(settings.get("remote_url") or ""):
+        if url.startswith(REMOTE):
+            found["kv_remote_url"] = url
+        else:
+            kind = url.partition("://")[0][:20]
+            log.warning("%s: LMCache's remote_url (%s) has no effect: Quire's shared store is redis; %s", name, kind, SERVER)  # fmt: skip
+    if not found:
+        log.warning("%s (LMCacheConnectorV1) has no effect: it names no disk, and no redis server; %s; %s", name, FOLDER, SERVER)  # fmt: skip
+    return found
+
+
+def _lmcache_settings() -> dict[str, Any]:
+    """Of its file and its variables, which come first; what has no meaning here is named in a warning."""
     settings: dict[str, Any] = {}
-    if file := env.outer("LMCACHE_CONFIG_FILE"):
+    if file := env.outer(ITS_FILE):
         import yaml
 
         try:
             settings = dict(yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {})
         except (OSError, ValueError, TypeError, yaml.YAMLError) as why:
-            raise ConfigError(f"LMCACHE_CONFIG_FILE {file}: {why}") from None
-    settings |= {key: value for key, own in LMCACHE.items() if (value := env.outer(own))}
-    if others := sorted(settings.keys() - set(LMCACHE)):
-        log.warning("LMCACHE_CONFIG_FILE: %s has no effect", ", ".join(others))
-    folder = str(settings.get("local_disk") or "").removeprefix("file://")
-    if not folder or folder.lower() in ("true", "false", "none"):
-        log.warning("%s (LMCacheConnectorV1) has no effect: it names no disk; %s", name, FOLDER)
-        return {}
-    try:
-        size = float(settings.get("max_local_disk_size") or 0)
-    except (TypeError, ValueError):
-        raise ConfigError("max_local_disk_size of LMCache must be a number of GiB") from None
-    return {"kv_disk_dir": folder, **({"kv_disk_size": size} if size > 0 else {})}
+            raise ConfigError(f"{ITS_FILE} {file}: {why}") from None
+    if others := sorted(map(str, settings.keys() - set(LMCACHE))):
+        log.warning("%s: %s has no effect", ITS_FILE, ", ".join(others))
+    given = {name.removeprefix(OF_LMCACHE).lower(): name for name in env.outer_names(OF_LMCACHE)}
+    given.pop("config_file", None)
+    if others := [name for key, name in given.items() if key not in LMCACHE]:
+        log.warning("%s has no effect", ", ".join(others))
+    return settings | {key: env.outer(name) for key, name in given.items() if key in LMCACHE}

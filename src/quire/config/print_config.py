@@ -8,7 +8,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.config.options import options
 
-SECRETS = frozenset({"api_key", "hf_token"})
+SECRETS = frozenset({"api_key", "hf_token", "kv_remote_url"})
 
 
 def as_yaml(config: EngineConfig) -> str:

@@ -78,6 +78,11 @@ def _check_structured(options: Mapping[str, Any]) -> None:
 def _check_supported(config: EngineConfig) -> None:
     if (name := config.load.load_format) in unsupported.LOAD_FORMATS:
         raise Unsupported(f"load_format={name}", unsupported.LOAD_FORMATS[name])
+    if config.cache.kv_remote_url and not config.cache.kv_key_file:
+        raise ConfigError(
+            "kv_remote_url: blocks that engines share need a key that they share, and the server must not have:"
+            " run `quire kv key FILE`, copy FILE to each machine, and add --kv-key-file FILE"
+        )
     if (name := config.cache.kv_cache_dtype) not in ("auto", *KV_DTYPES):
         raise Unsupported(f"kv_cache_dtype={name}", f"choose from auto, {', '.join(KV_DTYPES)}")
 

@@ -27,6 +27,8 @@ LOCAL = {
         "kv_disk_dir",
         "kv_disk_size",
         "kv_disk_write",
+        "kv_remote_url",
+        "kv_remote_ttl",
         "kv_key_file",
         "kv_transfer_config",
         "download_dir",

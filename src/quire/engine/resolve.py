@@ -12,6 +12,7 @@ from quire.config.engine import EngineConfig, Resolved
 from quire.config.resolve import resolve
 from quire.config.speculation import speculative_options
 from quire.config.validate import check_options
+from quire.kvstore.redis_link import check_url
 from quire.models.checkpoint_files import stored_tensors
 from quire.models.checkpoint_locator import Fetch, find, locate_tokenizer
 from quire.models.draft_model import with_drafter, with_verifier
@@ -39,6 +40,8 @@ def resolve_config(
 def resolve_without_weights(config: EngineConfig) -> tuple[Resolved, Fetch]:
     """As `resolve_config`; the second value fetches the weights."""
     check_options(config)
+    if config.cache.kv_remote_url:
+        check_url(config.cache.kv_remote_url)
     options = speculative_options(config.speculation.speculative_config)
     load_plugins()
     path, fetch = find(config.model, config.load)

@@ -37,6 +37,8 @@ log = get_logger(__name__)
 
 Key = tuple[int, bytes]
 """KV group, name."""
+Identify = Callable[[], tuple[bytes, dict[str, str]]]
+"""Returns an identity, and what it stands for. May read all weights."""
 DAY_S = 86_400.0
 TOUCH_S = 60.0
 REFRESH_S = 5.0
@@ -59,14 +61,13 @@ class DiskStore:
         root: the folder of all identities.
         identify: returns the identity that the records must belong to, and what it stands for. `open` calls it.
         limit: bytes of all segments, over all identities.
+        key: of the MACs of records; empty: they have none, because the key of names is in the folder, too.
     """
 
     kind = "disk"
 
-    def __init__(
-        self, root: Path, identify: Callable[[], tuple[bytes, dict[str, str]]], limit: int
-    ):
-        self.root, self.limit, self._identify = root, limit, identify
+    def __init__(self, root: Path, identify: Identify, limit: int, key: bytes = b""):
+        self.root, self.limit, self._identify, self._key = root, limit, identify, key
         self.identity, self.folder = b"", root
         self.segment_bytes = min(SEGMENT_BYTES, limit // FEWEST_SEGMENTS)
         self.index: dict[Key, RecordPlace] = {}
@@ -133,6 +134,9 @@ class DiskStore:
                 self.index.setdefault((head.group, head.name), place)
                 self._ends[path] = offset + head.size
 
+    def describe(self) -> str:
+        return f"{len(self.index)} in {self.folder}"
+
     @property
     def written_today(self) -> int:
         """Bytes of all segments that were begun within the last 24 hours."""
@@ -169,7 +173,7 @@ class DiskStore:
                 raise BadRecord("missing")
             part = record[: record_size(length)]
             self._read_into(part, place)
-            check_record(part, self.identity, key[1], key[0], length)
+            check_record(part, self.identity, key[1], key[0], length, self._key)
             self.bytes_read += len(part)
             self._touch(place.path)
         except BadRecord:
@@ -204,7 +208,7 @@ class DiskStore:
         if self.why_off or key in self.index:
             return False
         part = record[: record_size(length)]
-        write_head(part, self.identity, key[1], key[0], length)
+        write_head(part, self.identity, key[1], key[0], length, self._key)
         try:
             if (writer := self._segment(len(part))) is None:
                 return False

@@ -54,6 +54,20 @@ def external_hits(stats: EngineStats) -> float:
     return stats.counts.get("external_prefix_cache_hits", 0.0)
 
 
+KEPT_TOKENS = "kv_cached_tokens"
+"""EngineStats.counts: prompt tokens that were loaded, by kind of store."""
+
+
+def cached_by_source(stats: EngineStats) -> dict[str, float]:
+    """`device`: the KV cache; then the kinds of stores that have kept blocks."""
+    by_kind = {
+        name.partition(":")[2]: count
+        for name, count in stats.counts.items()
+        if name.startswith(f"{KEPT_TOKENS}:")
+    }
+    return {"device": stats.prefix_hits - external_hits(stats), "disk": 0.0, **by_kind}
+
+
 SNAPSHOTS: tuple[SnapshotMetric, ...] = (
     SnapshotMetric("vllm:num_requests_running", "gauge", "Running requests.", lambda s: s.running),
     SnapshotMetric("vllm:num_requests_waiting", "gauge", "Waiting requests.", lambda s: s.waiting),
@@ -77,7 +91,7 @@ SNAPSHOTS: tuple[SnapshotMetric, ...] = (
     ),
     SnapshotMetric("vllm:prompt_tokens_cached", "counter", "Prompt tokens that were not computed.", lambda s: s.prefix_hits),
     SnapshotMetric("vllm:prompt_tokens_cached_by_source", "counter", "Prompt tokens that were not computed, by the source of their KV.",
-             lambda s: {"device": s.prefix_hits - external_hits(s), "disk": external_hits(s)}, label="source"),
+             cached_by_source, label="source"),
     SnapshotMetric("vllm:generation_tokens", "counter", "Tokens generated.", lambda s: s.generation_tokens),
     SnapshotMetric("vllm:request_success", "counter", "Finished requests, by finish reason.", finished, label="finished_reason"),
     SnapshotMetric("vllm:engine_sleep_state", "gauge", "1 for the engine's current state.",

@@ -31,7 +31,7 @@ from quire.server.state import state_of
 from quire.version import __version__
 
 RPC_TIMEOUT_S = 300.0
-SECRET = ("api_key", "hf_token", "ssl_keyfile")
+SECRET = ("api_key", "hf_token", "ssl_keyfile", "kv_remote_url")
 
 
 def plain_config(value: Any, name: str = "") -> Any:

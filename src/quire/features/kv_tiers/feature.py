@@ -1,6 +1,6 @@
 """KVTiersFeature: KV blocks are kept outside the KV cache, by their names, and loaded for later requests.
 
-A folder keeps them (`kvstore/disk.py`). Knows the configuration and which parts there are; `gate.py` says how they work.
+A folder (`kvstore/disk.py`) or a server (`kvstore/redis_store.py`) keeps them. Knows the configuration and which parts there are; `gate.py` says how they work.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire import env
 from quire.config.engine import Resolved
 from quire.engine.feature import EngineParts, Feature
 from quire.engine.kv_identity import digest_of, kv_facts
 from quire.errors import QuireError
 from quire.features.kv_tiers.copies import NAME, RankBlocks
 from quire.features.kv_tiers.gate import KVTierGate
+from quire.features.kv_tiers.lookups import LookupGate
 from quire.features.kv_tiers.rates import FEWEST_TOKENS, TierRates
 from quire.features.kv_tiers.transfers import Transfers
 from quire.features.kv_tiers.weights_digest import weights_digest
-from quire.kvstore.disk import REFRESH_S, DiskStore
-from quire.kvstore.record import record_size
+from quire.kvstore.disk import REFRESH_S, DiskStore, Identify, Key
+from quire.kvstore.key_file import make_folder, read_key
+from quire.kvstore.record import mac_key, record_size
+from quire.kvstore.redis_store import RedisStore
 from quire.kvstore.staging import MOST_RANKS, Staging
+from quire.kvstore.store_list import BlockStore, StoreList
 from quire.logging import get_logger
 from quire.parallel.layout import RankLayout
 from quire.worker.memory_plan import GIB, MemoryLine, size
@@ -42,14 +47,15 @@ FEWEST_SLOTS = 4
 RATE = "prompt-tokens-per-second"
 """A file beside the blocks, with what the last process measured."""
 FLUSH_S = 5.0
+KINDS = DiskStore.kind, RedisStore.kind
 COUNTERS = (
     "external_prefix_cache_queries", "external_prefix_cache_hits", "kv_stores_skipped",
-    "kv_load_bytes:disk", "kv_store_bytes:disk",
+    *(f"{name}:{kind}" for name in ("kv_load_bytes", "kv_store_bytes", "kv_cached_tokens") for kind in KINDS),
 )  # fmt: skip
 
 
 class KVTiersFeature(Feature):
-    """On if there is a folder for blocks, and blocks are shared."""
+    """On if there is a folder or a server for blocks, and blocks are shared."""
 
     name = NAME
     order = 80
@@ -57,13 +63,16 @@ class KVTiersFeature(Feature):
     def __init__(self, resolved: Resolved):
         super().__init__(resolved)
         self.gate: KVTierGate | None = None
+        self.lookups: LookupGate | None = None
+        self.disk: DiskStore | None = None
         self.core: EngineCore | None = None
         self.weights = ""
         self.rates, self.has_ended = TierRates(), threading.Event()
 
     @classmethod
     def enabled(cls, resolved: Resolved) -> bool:
-        return resolved.config.cache.kv_disk_dir is not None and resolved.prefix_caching
+        cache = resolved.config.cache
+        return bool(cache.kv_disk_dir or cache.kv_remote_url) and resolved.prefix_caching
 
     def memory(self, layout: RankLayout, stage: int) -> Sequence[MemoryLine]:
         return (
@@ -83,7 +92,7 @@ class KVTiersFeature(Feature):
         core = engine.core
         ranks = msgspec.convert(core.executor.call("kv_tier_blocks"), list[RankBlocks])
         if refusal := self._refusal(engine, ranks):
-            log.warning("kv_disk_dir has no effect: %s", refusal)
+            log.warning("no KV blocks are kept: %s", refusal)
             return
         num_groups = len(core.scheduler.kv.groups)
         staging, group_bytes = attach_staging(core, ranks, num_groups)
@@ -93,15 +102,13 @@ class KVTiersFeature(Feature):
             ),
             "ranks": str([one.group_bytes for one in ranks]),
         }
-        cache = self.resolved.config.cache
-        root = Path(str(cache.kv_disk_dir)).expanduser()
-        store = DiskStore(root, partial(self._identify, root, facts), int(cache.kv_disk_size * GIB))
-        counts = core.counts
-        transfers = Transfers(store, staging, engine.wake, counts)
+        cache, counts = self.resolved.config.cache, core.counts
+        stores = self._stores(partial(self._identify, facts))
+        transfers = Transfers(StoreList(stores), staging, engine.wake, counts)
         self.gate, self.core = KVTierGate(
             core.scheduler, transfers, group_bytes, self.rates,
             policy=cache.kv_disk_write,
-            may_save=lambda: store.written_today < store.limit,
+            may_save=self._takes_first_use,
             exact=engine.info.model_impl == "native" and all(one.exact for one in ranks),
             counts=counts,
         ), core  # fmt: skip
@@ -109,7 +116,30 @@ class KVTiersFeature(Feature):
         engine.counters += COUNTERS
         core.scheduler.kv.pool.listeners.append(self.gate)
         core.observers.add(self.rates)
-        threading.Thread(target=self._open, args=(store, transfers), name="kv-open", daemon=True).start()  # fmt: skip
+        for store in stores:
+            if isinstance(store, RedisStore):
+                self.lookups = LookupGate(core.scheduler.kv, store, self._is_on_disk, engine.wake)
+                engine.gates.append(self.lookups)
+            threading.Thread(target=self._open, args=(store, transfers), name="kv-open", daemon=True).start()  # fmt: skip
+
+    def _stores(self, identify: Identify) -> list[BlockStore]:
+        """What keeps blocks, the nearest first."""
+        cache, stores = self.resolved.config.cache, list[BlockStore]()
+        key = mac_key(read_key(Path(cache.kv_key_file).expanduser())) if cache.kv_key_file else b""
+        if cache.kv_disk_dir:
+            root = Path(cache.kv_disk_dir).expanduser()
+            self.disk = DiskStore(root, identify, int(cache.kv_disk_size * GIB), key)
+            stores.append(self.disk)
+        if cache.kv_remote_url:
+            stores.append(RedisStore(cache.kv_remote_url, identify, key, cache.kv_remote_ttl))
+        return stores
+
+    def _is_on_disk(self, key: Key) -> bool:
+        return self.disk is not None and self.disk.is_open and key in self.disk
+
+    def _takes_first_use(self) -> bool:
+        """Whether a block is saved, with kv_disk_write=auto, that only one request has used: disks wear out."""
+        return self.disk is None or self.disk.written_today < self.disk.limit
 
     def _refusal(self, engine: EngineParts, ranks: Sequence[RankBlocks]) -> str:
         """Why blocks of this engine cannot be kept; "": they can."""
@@ -126,38 +156,51 @@ class KVTiersFeature(Feature):
             return f"an engine has more than {MOST_RANKS} ranks"
         return next((one.refusal for one in ranks if one.refusal), "")
 
-    def _identify(self, root: Path, facts: dict[str, str]) -> tuple[bytes, dict[str, str]]:
-        self.weights = self._weights_digest(root)
+    def _identify(self, facts: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+        self.weights = self._weights_digest()
         whole = {"model": self.resolved.path, **facts, "weights": self.weights}
         return bytes.fromhex(digest_of({**whole, "model": ""})), whole
 
-    def _weights_digest(self, root: Path) -> str:
+    def _weights_digest(self) -> str:
+        folder = self.resolved.config.cache.kv_disk_dir or f"{env.get('CACHE_ROOT')}/kv"
+        root = Path(folder).expanduser()
+        with suppress(OSError):
+            make_folder(root)
         specs = [self.resolved.spec]
         if (draft := self.resolved.draft_spec) is not None:
             specs.append(draft)
         return " ".join(weights_digest(one.path, one.load.load_format, root) for one in specs)
 
-    def _open(self, store: DiskStore, transfers: Transfers) -> None:
+    def _open(self, store: BlockStore, transfers: Transfers) -> None:
         began = time.monotonic()
         try:
             rate = store.open()
         except Exception as why:  # a checkpoint that is replaced now, for example
             store.turn_off(why)
             return
-        if not store.is_open or self.gate is None:
+        if self.gate is None:
             return
-        transfers.read_rate = rate
-        with suppress(OSError, ValueError):  # of an earlier process
-            self.rates.tokens_per_second = max(0.0, float((store.folder / RATE).read_text()))
-        token_bytes = sum(self.gate.group_bytes) / self.resolved.block_size
-        log.info(
-            "kept KV blocks: %d in %s (%.1f s); reads at %s per second give %.0f tokens per second (%s per token); prompts"
-            " are loaded from %d tokens on, if that is faster than computing them, which is measured (%s)",
-            len(store.index), store.folder, time.monotonic() - began, size(int(rate)), rate / token_bytes,
-            size(int(token_bytes)), FEWEST_TOKENS, self._computing(),
-        )  # fmt: skip
-        while not self.has_ended.wait(REFRESH_S):
+        if store.is_open:
+            self._use(store, rate, time.monotonic() - began, transfers)
+        while not (store.why_off or self.has_ended.wait(REFRESH_S)):
             store.refresh()
+
+    def _use(self, store: BlockStore, rate: float, seconds: float, transfers: Transfers) -> None:
+        """The store is open, with this many bytes per second."""
+        transfers.read_rate = transfers.read_rate or rate
+        if store is self.disk:
+            with suppress(OSError, ValueError):  # of an earlier process
+                self.rates.tokens_per_second = max(
+                    0.0, float((self.disk.folder / RATE).read_text())
+                )
+        group_bytes = self.gate.group_bytes if self.gate else ()
+        token_bytes = sum(group_bytes) / self.resolved.block_size
+        log.info(
+            "kept KV blocks: %s (%.1f s); reads at %s per second give %.0f tokens per second (%s per token); prompts"
+            " are loaded from %d tokens on, if that is faster than computing them, which is measured (%s)",
+            store.describe(), seconds, size(int(rate)), rate / token_bytes, size(int(token_bytes)), FEWEST_TOKENS,
+            self._computing(),
+        )  # fmt: skip
 
     def _computing(self) -> str:
         rate = self.rates.tokens_per_second
@@ -175,8 +218,7 @@ class KVTiersFeature(Feature):
         """Weights that were replaced meanwhile have other keys and values."""
         if self.gate is None or "weights" not in parts or not self.gate.store.is_open:
             return
-        root = Path(str(self.resolved.config.cache.kv_disk_dir)).expanduser()
-        if self._weights_digest(root) != self.weights:
+        if self._weights_digest() != self.weights:
             self.gate.store.turn_off(QuireError("the weights were replaced; restart the server to keep blocks of the new ones"))  # fmt: skip
 
     def on_close(self) -> None:
@@ -190,13 +232,11 @@ class KVTiersFeature(Feature):
             core.step()
             time.sleep(0.001)
         self.has_ended.set()
-        if (
-            isinstance(gate.store, DiskStore)
-            and gate.store.is_open
-            and self.rates.tokens_per_second
-        ):
+        if self.disk is not None and self.disk.is_open and self.rates.tokens_per_second:
             with suppress(OSError):
-                (gate.store.folder / RATE).write_text(f"{self.rates.tokens_per_second:.1f}")
+                (self.disk.folder / RATE).write_text(f"{self.rates.tokens_per_second:.1f}")
+        if self.lookups is not None:
+            self.lookups.close()
         gate.transfers.close()
 
     # -- the frontend -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -105,7 +105,7 @@ class KVTierGate(Gate):
         self.group_bytes, self.rates, self.clock = group_bytes, rates, clock
         self.policy, self.may_save, self.exact, self.counts = policy, may_save, exact, counts
         self.loads: dict[Request, TierLoad] = {}
-        self.loaded_tokens: dict[str, int] = {}  # by request id, until its first output
+        self.loaded_tokens: dict[str, dict[str, int]] = {}  # by request id, until its first output
         self.most_blocks: dict[Request, int] = {}  # after a load that failed
         self.running: dict[Request, int] = {}  # how many leading blocks of each were considered
         self.unsaved: OrderedDict[Key, tuple[int, int]] = OrderedDict()  # block, step that wrote it
@@ -191,8 +191,11 @@ class KVTierGate(Gate):
         self.running[request] = 0
         if (load := self.loads.pop(request, None)) is not None:
             self.to_load += self._arrived(request, load)
+            found = self._by_kind(load)
             if not request.preemptions:
-                self.loaded_tokens[request.id] = load.num_tokens
+                self.loaded_tokens[request.id] = found
+            for kind, num_tokens in found.items():
+                self._count(f"kv_cached_tokens:{kind}", num_tokens)
             self._count("external_prefix_cache_hits", load.num_tokens)
         num_found = request.num_computed_tokens // self.kv.block_size
         self._consider(request, num_found, self.scheduler.steps + 1, is_reused=True)
@@ -223,6 +226,12 @@ class KVTierGate(Gate):
             found.append(LoadCopy(slot, load.read.keys[place][0], load.blocks[place], request))
         return found
 
+    def _by_kind(self, load: TierLoad) -> dict[str, int]:
+        """How many tokens came from each kind of store. A block of several groups counts where its last one was."""
+        keys, size = load.read.keys, self.kv.block_size
+        kinds = {keys[place][0][1]: kind for place, kind in list(load.read.kinds.items())}
+        return {kind: count * size for kind, count in sorted(Counter(kinds.values()).items())}
+
     # -- saves ------------------------------------------------------------------------------------
     def _consider_published(self, request: Request, step: int) -> None:
         """Save what the request has published, which the steps up to this one write."""
@@ -246,7 +255,7 @@ class KVTierGate(Gate):
         for index in range(start, num_blocks):
             for group, column in enumerate(request.blocks):
                 block, key = column[index], (group, request.hashes[index])
-                if block == NULL_BLOCK or key in self.unsaved or key in self.store:
+                if block == NULL_BLOCK or key in self.unsaved or self.store.is_everywhere(key):
                     continue
                 if key not in self.generated:
                     self.unsaved[key] = block, step
@@ -364,8 +373,8 @@ class KVTierGate(Gate):
 
     def add_output_details(self, outputs: list[EngineOutput]) -> None:
         for output in outputs if self.loaded_tokens else ():
-            if num_tokens := self.loaded_tokens.pop(output.id, 0):
-                output.details[NAME] = {self.store.kind: num_tokens}
+            if found := self.loaded_tokens.pop(output.id, None):
+                output.details[NAME] = found
 
     def _count(self, name: str, number: float) -> None:
         self.counts[name] = self.counts.get(name, 0.0) + number

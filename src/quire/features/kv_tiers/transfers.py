@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
 
 from quire.kvstore.disk import Key
 from quire.kvstore.record import BadRecord
 from quire.kvstore.staging import Staging
+from quire.kvstore.store_list import StoreList
 from quire.logging import get_logger
 
 log = get_logger(__name__)
@@ -27,29 +27,6 @@ NUM_READERS = 4
 NICENESS = 5
 FLUSH_S = 5.0
 """How long the end of an engine waits for records that are being written."""
-
-
-class BlockStore(Protocol):
-    """What has kept blocks. `kind` names it in metrics."""
-
-    kind: str
-    why_off: str
-    """Why it is off for good; "": it is not."""
-
-    @property
-    def is_open(self) -> bool:
-        """It can be read and written now."""
-        ...
-
-    def __contains__(self, key: Key) -> bool: ...
-    def read(self, key: Key, length: int, record: memoryview) -> None:
-        """Raises BadRecord."""
-
-    def write(self, key: Key, length: int, record: memoryview) -> bool: ...
-    def turn_off(self, why: Exception) -> None:
-        """It is not used any more."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -61,6 +38,7 @@ class BlockRead:
         num_arrived: how many were ever there.
         first_bad: the first place whose record is missing or wrong; len(keys): none.
         reason: why it is.
+        kinds: of the stores that had the records, by place in `keys`.
     """
 
     keys: Sequence[tuple[Key, int]]
@@ -69,6 +47,7 @@ class BlockRead:
     arrived: deque[tuple[int, int]] = field(default_factory=deque)
     num_arrived: int = 0
     reason: str = ""
+    kinds: dict[int, str] = field(default_factory=dict)
     is_cancelled: bool = False
 
     @property
@@ -86,7 +65,7 @@ class Transfers:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: StoreList,
         staging: Staging,
         wake: Callable[[], None],
         counts: dict[str, float],
@@ -137,16 +116,19 @@ class Transfers:
 
     def _read_one(self, read: BlockRead, place: int, slot: int) -> None:
         key, length = read.keys[place]
-        reason = "" if not read.is_cancelled else "cancelled"
+        reason, kind = "" if not read.is_cancelled else "cancelled", ""
         if not reason:
             try:
-                self.store.read(key, length, self.staging.slot(slot))
+                kind = self.store.read(key, length, self.staging.slot(slot))
             except BadRecord as why:
                 reason = str(why)
             except Exception:  # this thread must go on
-                log.exception("a read of %s failed", self.store.kind)
+                log.exception("a read of a kept block failed")
                 reason = "error"
         with self._lock:
+            if kind:
+                read.kinds[place] = kind
+                self._counts[f"kv_load_bytes:{kind}"] += length
             if keeps := not (reason or read.is_cancelled):
                 read.arrived.append((place, slot))
                 read.num_arrived += 1
@@ -158,8 +140,6 @@ class Transfers:
             self._measure(sum(length for _, length in read.keys), time.monotonic() - read.began)
 
     def _measure(self, num_bytes: int, seconds: float) -> None:
-        with self._lock:
-            self._counts[f"kv_load_bytes:{self.store.kind}"] += num_bytes
         rate = num_bytes / max(seconds, 1e-4)
         self.read_rate = 0.7 * self.read_rate + 0.3 * rate if self.read_rate else rate
 
@@ -176,14 +156,14 @@ class Transfers:
     def _write_all(self) -> None:
         while (job := self._writes.get()) is not None:
             key, length, slot = job
+            kinds = []
             try:
-                is_written = self.store.write(key, length, self.staging.slot(slot))
+                kinds = self.store.write(key, length, self.staging.slot(slot))
             except Exception as why:
-                log.exception("a write to %s failed", self.store.kind)
+                log.exception("a write of a kept block failed")
                 self.store.turn_off(why)
-                is_written = False
-            if is_written:
-                self._counts[f"kv_store_bytes:{self.store.kind}"] += length
+            for kind in kinds:
+                self._counts[f"kv_store_bytes:{kind}"] += length
             self.staging.give_back(slot)
             self._ended_writes += 1
             self._wake()
