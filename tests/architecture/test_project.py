@@ -26,6 +26,7 @@ OPTIONAL = {
     "PIL": "pictures in requests: pip install quire[vision]",
     "matplotlib": "pictures of benchmarks (--plot): pip install quire[plot]",
     "runai_model_streamer": "checkpoints in object stores: pip install quire[runai]",
+    "redis": "kv_remote_url: pip install quire[redis]",
 }
 # Places that exist only on the authors' machine.
 PRIVATE = re.compile("/work" + r"/(shared|main|\.library)|/tmp/" + r"b/")
