@@ -1,5 +1,5 @@
 """The drawings of README.md and docs/, each for a light and a dark page: the peers' benchmark, the blocks of an engine, ways to split a
-model, the steps of speculative decoding.
+model, the steps of speculative decoding, the way of a picture.
 
     python -m tools.readme_pictures            rewrite docs/pictures/*.svg
     python -m tools.readme_pictures --check    say whether they are current
@@ -136,6 +136,45 @@ def splits(colours: dict[str, str]) -> str:
     return drawing(236, "What two processes have of a model with six layers", parts)
 
 
+LANES = (
+    ("HTTP process", "finds and places pictures", ((0, "find the parts"), (1, "fetch all: one deadline"), (3, "write their tokens"))),
+    ("media process", "may be killed at any time", ((1, "read the header"), (2, "decode"), (3, "resize, normalize"))),
+    ("worker", "beside the language model", ((1, "vision tower, once"), (2, "rows in the cache"), (3, "embeddings"))),
+)  # fmt: skip
+"""Each process: its name, what is special, and its steps with their columns."""
+CROSSINGS = ((0, 1, 1, 1, "the file"), (1, 3, 0, 3, "pixels"), (0, 3, 2, 1, "prompt tokens and pixels, through the engine"))  # fmt: skip
+"""(lane, column) to (lane, column), and what goes over."""
+
+
+def way_of_a_picture(colours: dict[str, str]) -> str:
+    """From the request to the embeddings of the prompt."""
+    left, step, wide, high = 170, 178, 160, 34
+    tops = (8, 104, 224)
+    parts: list[str] = []
+    for (name, about, steps), y in zip(LANES, tops, strict=True):
+        parts += [box(1, y, WIDTH - 2, 62, colours["card"], f'rx="10" stroke="{colours["line"]}"'), text(16, y + 27, name, colours["text"], 15, 'font-weight="600"'), text(16, y + 46, about, colours["dim"], 11)]  # fmt: skip
+        for (column, words), after in zip(steps, [*steps[1:], None], strict=True):
+            x = left + column * step
+            parts += [box(x, y + 14, wide, high, colours["quire"], 'rx="6"'), text(x + wide / 2, y + 36, words, colours["on"], 13, 'text-anchor="middle"')]  # fmt: skip
+            if after is not None and after[0] == column + 1:
+                parts.append(f'<path d="M{x + wide} {y + 31}h{step - wide}m-5 -5l5 5l-5 5" stroke="{colours["dim"]}" fill="none" stroke-width="1.5"/>')  # fmt: skip
+    for lane, column, to_lane, to_column, words in CROSSINGS:
+        down = to_lane > lane
+        x, end = (left + place * step + wide / 2 + (20 if down else -20) for place in (column, to_column))  # fmt: skip
+        y, stop = (tops[lane] + 48, tops[to_lane] + 14) if down else (tops[lane] + 14, tops[to_lane] + 48)  # fmt: skip
+        if lane + 2 == to_lane:  # around the lane between them
+            turn, x = tops[to_lane] - 26, WIDTH - 8
+            start = left + column * step + wide
+            path, label = f"M{start} {y - 17}H{x}V{turn}H{end:.0f}V{stop}", (end + 12, turn + 16)
+        else:
+            path, label = f"M{x:.0f} {y}V{stop}", (x + 10, (y + stop) / 2 + 4)
+        tip = -6 if down else 6
+        parts += [f'<path d="{path}m-5 {tip}l5 {-tip}l5 {tip}" stroke="{colours["vllm"]}" fill="none" stroke-width="1.5"/>', text(*label, words, colours["dim"], 12)]  # fmt: skip
+    return drawing(
+        tops[-1] + 70, "The way of a picture from a request to the embeddings of its prompt", parts
+    )
+
+
 DRAWN, RIGHT, WRONG = "quire", "vllm", "card"
 STEPS = (
     ("without", [[(word, DRAWN)] for word in ("Once", "upon", "a", "time", ",")]),
@@ -171,6 +210,7 @@ def pictures() -> Iterator[tuple[Path, str]]:
         yield FOLDER / f"blocks-{theme}.svg", diagram(colours)
         yield FOLDER / f"splits-{theme}.svg", splits(colours)
         yield FOLDER / f"guesses-{theme}.svg", guesses(colours)
+        yield FOLDER / f"way-of-a-picture-{theme}.svg", way_of_a_picture(colours)
 
 
 def main(check: bool) -> int:

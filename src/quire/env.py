@@ -71,6 +71,11 @@ VARIABLES: dict[str, Variable] = {
         Variable("MAX_AUDIO_DECODE_BYTES", int, 1 << 28, "Maximum bytes of a sound file when it is decoded, at its own rate, with all channels."),
         Variable("MAX_AUDIO_PREPROCESS_WORKERS", int, 2, "Processes of an HTTP process that decode sound."),
         Variable("MEDIA_LOADING_THREAD_COUNT", int, 8, "Pictures that an HTTP process fetches at once."),
+        Variable("MEDIA_FETCH_MAX_RETRIES", int, 3, "Attempts to fetch a picture.", no_effect="a URL is fetched once, within the deadline of all pictures of the request"),
+        Variable("MEDIA_CONNECTOR", str, "http", "How pictures are fetched.", no_effect="data:, http, https and file URLs are always read in one way"),
+        Variable("MEDIA_CACHE", str, None, "Directory of fetched pictures.", no_effect="pictures are kept in memory after they are processed (--mm-processor-cache-gb)"),
+        Variable("VIDEO_LOADER_BACKEND", str, None, "Decoder of videos.", no_effect="PyAV decodes videos"),
+        Variable("MAX_EMBED_DECODE_BYTES", int, 2 << 30, "Maximum bytes of embeddings.", no_effect="embeddings in the place of a picture have the tokens of the largest picture at most"),
         Variable("MEDIA_URL_ALLOW_REDIRECTS", bool, True, "0: refuse URLs of pictures that redirect; 1: follow three at most, with the same checks for each."),
         Variable("PP_LAYER_PARTITION", str, None, "Number of layers of each pipeline stage, such as 10,22; unset: as equal as possible."),
         Variable("ENGINE_READY_TIMEOUT_S", int, 600, "Seconds that an engine process may take to start, or to run a function."),
@@ -106,7 +111,7 @@ _QUIET = """
 BATCH_INVARIANT NO_USAGE_STATS DO_NOT_TRACK USAGE_SOURCE USAGE_STATS_SERVER TARGET_DEVICE
 CONFIG_ROOT ASSETS_CACHE RPC_TIMEOUT RPC_BASE_PATH PORT DP_RANK_LOCAL
 DP_MASTER_PORT TRACE_FUNCTION ALLOW_INSECURE_SERIALIZATION XGRAMMAR_CACHE_MB USE_MODELSCOPE
-AUDIO_FETCH_TIMEOUT MEDIA_FETCH_MAX_RETRIES MEDIA_CONNECTOR USE_TRITON_FLASH_ATTN FLASH_ATTN_VERSION
+AUDIO_FETCH_TIMEOUT USE_TRITON_FLASH_ATTN FLASH_ATTN_VERSION
 USE_FLASHINFER_SAMPLER TORCH_PROFILER_DIR DISABLE_COMPILE_CACHE USE_PRECOMPILED
 DEBUG_LOG_API_SERVER_RESPONSE NCCL_SO_PATH TORCH_COMPILE_LEVEL WORKER_MULTIPROC CPU_SGL_KERNEL
 CPU_MOE_PREPACK KV_CACHE_LAYOUT SLEEP_WHEN_IDLE HTTP_TIMEOUT_KEEP_ALIVE DISABLED_KERNELS

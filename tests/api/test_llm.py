@@ -194,7 +194,7 @@ def test_other_names_are_no_attributes(llm: LLM):
 
 
 def test_media_are_refused(llm: LLM):
-    with pytest.raises(Unsupported):
+    with pytest.raises(ValidationError, match="unknown key 'a'"):
         llm.generate("x", GREEDY, mm_processor_kwargs={"a": 1})
     assert llm.generate("x", GREEDY, lora_request=[None], use_tqdm=False)
 

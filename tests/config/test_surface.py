@@ -32,7 +32,7 @@ SWITCHES = """
 enable_prefix_caching enable_chunked_prefill enforce_eager trust_remote_code skip_tokenizer_init disable_log_stats enable_log_requests
 enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_force_include_usage enable_request_id_headers enable_lora fully_sharded_loras
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
-headless data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_eplb enable_prompt_embeds
+headless data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_eplb enable_prompt_embeds enable_mm_embeds trust_request_mm_kwargs
 """
 LISTS = "cudagraph_capture_sizes collect_detailed_traces served_model_name api_key allowed_hosts allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware lora_target_modules"
 OBJECTS = (
@@ -43,7 +43,7 @@ OBJECTS = (
 # Features of later work: a value that asks for one is refused, naming it
 REFUSED = """
 enable_prompt_adapter default_mm_loras={"audio":"d"} enable_tower_connector_lora enable_moe_shared_loras enable_mixed_moe_lora_format
-mm_processor_kwargs={"a":1} kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
+kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4
 io_processor_plugin=x
 grpc enable_elastic_ep scheduler_cls=a.b worker_cls=a.b

@@ -50,10 +50,14 @@ class SameProcess:
 
         self.processor, self.replaced, self.count = load_processor(path), 0, 1
 
-    def process(self, data: bytes, where: str, num_frames: int = 0, max_rows: int = 0) -> Processed:
+    def process(
+        self, data: bytes, where: str, num_frames: int = 0, max_rows: int = 0, options: Any = None
+    ) -> Processed:
         from quire.frontend.media.media_process import answer_to
 
-        answer = answer_to(Process(MAX_PIXELS, 10.0, num_frames, max_rows), data, self.processor)
+        answer = answer_to(
+            Process(MAX_PIXELS, 10.0, num_frames, max_rows, options or {}), data, self.processor
+        )
         if isinstance(answer, Refused):
             raise refused(where, why(answer))
         return answer

@@ -23,7 +23,7 @@ TEXT = {"type": "text", "text": "What is it?"}
 @pytest.fixture(scope="module")
 def server(checkpoint: Any, processes: Any) -> Iterator[VisionServer]:
     path = checkpoint("llava")
-    made = VisionServer(path, processes(path), limit_mm_per_prompt={"image": 3})
+    made = VisionServer(path, processes(path), limit_mm_per_prompt={"image": 3}, enable_mm_embeds=True, trust_request_mm_kwargs=True)  # fmt: skip
     yield made
     made.close()
 
@@ -139,7 +139,10 @@ WRONG = [
     ({"type": "image_pil", "image_pil": "x"}, "messages[0].content[1]", "image_pil"),
     ({"type": "video_url", "video_url": {"url": "http://x"}}, "messages[0].content[1].video_url.url", "no videos"),
     ({"type": "input_audio", "input_audio": {}}, "messages[0].content[1]", "input_audio"),
-    ({"type": "image_embeds", "image_embeds": "x"}, "messages[0].content[1]", "image_embeds"),
+    ({"type": "image_embeds", "image_embeds": "x"}, "messages[0].content[1].image_embeds", "is not base64"),
+    ({"type": "image_embeds", "image_embeds": 7}, "messages[0].content[1].image_embeds", "must be base64"),
+    ({"type": "image_embeds", "image_embeds": {"image_embeds": "x", "more": 1}}, "messages[0].content[1].image_embeds", "must be base64"),
+    ({"type": "video_embeds", "video_embeds": "eA=="}, "messages[0].content[1].video_embeds", "no videos"),
     (image_part("file:///etc/passwd"), "messages[0].content[1].image_url.url", "--allowed-local-media-path"),
 ]  # fmt: skip
 
@@ -162,9 +165,14 @@ def test_too_many_pictures_are_refused_before_any_is_fetched(server):
 def test_what_pictures_do_not_support_is_refused_by_name(server):
     message, _ = server.refused(image_part(URL), TEXT, truncate_prompt_tokens=5)
     assert "truncate_prompt_tokens of a prompt with pictures" in message
-    found = server.ask("/tokenize", {"messages": [{"role": "user", "content": [image_part(URL)]}]})
-    assert found.status_code == 400
-    assert "image_url" in found.json()["error"]["message"]
+
+
+def test_tokenize_counts_the_tokens_of_pictures(server):
+    body = asking(image_part(URL), TEXT)
+    found = server.ask("/tokenize", {"messages": body["messages"]}).json()
+    chat = server.ask("/v1/chat/completions", body).json()
+    assert found["tokens"] == chat["prompt_token_ids"]
+    assert found["count"] == chat["usage"]["prompt_tokens"]
 
 
 def test_many_completions_of_large_pictures_are_refused(server, monkeypatch):

@@ -278,7 +278,7 @@ FIELDS: dict[str, Any] = {
 
 CHAT_FIELDS: dict[str, Any] = {
     "top_logprobs": 2, "tools": [{"type": "function"}], "tools-empty": [], "tool_choice": "required",
-    "functions": [], "function_call": "auto", "media_io_kwargs": {}, "mm_processor_kwargs": {},
+    "functions": [], "function_call": "auto", "media_io_kwargs": {"a": 1}, "mm_processor_kwargs": {"a": 1},
     "max_completion_tokens": 0,
 }  # fmt: skip
 TEXT_FIELDS: dict[str, Any] = {

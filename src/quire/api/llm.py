@@ -220,7 +220,8 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, MediaCalls, ProfilerCalls, Uns
     ) -> list[AcceptedRequest]:  # fmt: skip
         self.front.need_generation("LLM.chat")
         how = ChatOptions.of_keywords(options)
-        prompts = [self.front.chat_prompt(chat, how) for chat in conversations(messages)]
+        processing = options.pop("mm_processor_kwargs", None)
+        prompts = [self.front.chat_prompt(one, how, processing) for one in conversations(messages)]
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._accept(prompts, params, tokenization_kwargs=tokenization, **options)
 

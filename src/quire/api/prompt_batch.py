@@ -12,10 +12,11 @@ from typing import Any, TypedDict
 import msgspec
 
 from quire.config.unknown_names import UnknownName
-from quire.errors import Unsupported, ValidationError
+from quire.errors import ValidationError
 from quire.frontend.adapters import names_for
 from quire.frontend.chat import KEYWORDS
 from quire.frontend.input_processor import AcceptedRequest
+from quire.frontend.media.program_items import with_options
 from quire.frontend.prompts import read_prompts
 from quire.frontend.request_manager import RequestManager
 from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
@@ -57,15 +58,12 @@ def accept_all(
 
     Raises:
         ValidationError: names the index of the prompt if there are several.
-        Unsupported: multimedia options.
         UnknownName: a keyword that `LLM.generate` and `LLM.chat` do not have.
     """
     for name in unknown:
         known = f"choose from {', '.join(BatchOptions.__annotations__)}; LLM.chat also has {', '.join(KEYWORDS)}"
         raise UnknownName(f"unknown keyword {name}; {REMOVED.get(name) or known}")
-    if mm_processor_kwargs:
-        raise Unsupported("mm_processor_kwargs", "the engine accepts text only")
-    parsed = read_prompts(prompts)
+    parsed = with_options(read_prompts(prompts), mm_processor_kwargs)
     params_by_prompt = spread("sampling_params", params, len(parsed))
     order = spread("priority", 0 if priority is None else priority, len(parsed))
     loras = spread("lora_request", lora_request, len(parsed))

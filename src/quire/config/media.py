@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.number_types import Amount
+from quire.config.picture_options import MOST_FRAMES
 
 KINDS = ("image", "video", "audio", "vision_chunk")
 MOST = 999
-NUM_FRAMES, MOST_FRAMES = 32, 768
+NUM_FRAMES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +30,20 @@ class MediaConfig:
     """GiB of processed pictures that all HTTP processes together keep for later requests; 0: none."""
     media_io_kwargs: dict[str, Any] = field(default_factory=dict)
     """How files are read: {"video": {"num_frames": 32}} takes at most 32 frames of a video, at even distances."""
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """How pictures are resized and cut, such as {"max_pixels": 602112}; instead of the values in the checkpoint's preprocessor_config.json."""
+    trust_request_mm_kwargs: bool = False
+    """Allow requests over HTTP to send mm_processor_kwargs and media_io_kwargs."""
+    enable_mm_embeds: bool = False
+    """Take embeddings in the place of pictures. With a limit of 0 pictures the vision tower is not loaded."""
     disable_chunked_mm_input: bool = False
     """Compute all tokens of a picture in one step."""
 
     @property
     def num_frames(self) -> int:
         """The most frames that are taken of a video."""
-        return int(self.media_io_kwargs.get("video", {}).get("num_frames", NUM_FRAMES))
+        given = self.media_io_kwargs.get("video", {}).get("num_frames", NUM_FRAMES)
+        return int(self.mm_processor_kwargs.get("num_frames", given))
 
     @property
     def max_pictures(self) -> int:

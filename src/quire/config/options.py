@@ -24,6 +24,7 @@ from quire.config.lora import lora_modules
 from quire.config.media import media_limits, media_reading
 from quire.config.nearest_name import choose_from
 from quire.config.number_types import AtLeast1, in_words
+from quire.config.picture_options import picture_options
 from quire.errors import ConfigError
 
 Kind = Literal["flag", "int", "float", "text", "json", "list", "maybe"]
@@ -175,6 +176,8 @@ def _coerce(option: Option, value: Any) -> Any:
             return media_limits(value)
         case "json" if option.name == "media_io_kwargs":
             return media_reading(value)
+        case "json" if option.name == "mm_processor_kwargs":
+            return picture_options(value)
         case "json":
             return json_object(value)
         case "maybe" if isinstance(value, bool):

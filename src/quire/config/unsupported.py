@@ -72,8 +72,6 @@ REQUEST_FIELDS: dict[str, str] = {
     "kv_transfer_params": "KV transfer",
     "ec_transfer_params": "encoder-cache transfer",
     "suffix": "a suffix (fill in the middle)",
-    "media_io_kwargs": "media input",
-    "mm_processor_kwargs": "media input",
     "mm_payload": "media input",
     "watermarking": "watermarking",
     "routed_experts_prompt_start": "returning the experts of a token",
@@ -100,8 +98,6 @@ RESPONSES_WITHOUT_EFFECT: dict[str, str] = {
 """Fields of /v1/responses that are accepted without effect -> why."""
 
 PROMPT_KEYS: dict[str, str] = {
-    "multi_modal_uuids": "leave it out: equal pictures are found by their content",
-    "mm_processor_kwargs": "set the values in the checkpoint's preprocessor_config.json",
     "media_io_kwargs": "leave it out",
     "data": "it belongs to IO processor plugins",
 }

@@ -13,6 +13,7 @@ from typing import Any, NotRequired, TypedDict
 
 from quire.config.unsupported import PROMPT_KEYS
 from quire.errors import Unsupported, ValidationError
+from quire.frontend.media.program_items import given_pictures, options_text
 from quire.protocol.request import MediaItem
 
 
@@ -55,6 +56,8 @@ KNOWN = (
     "token_type_ids",
     "prompt_embeds",
     "multi_modal_data",
+    "multi_modal_uuids",
+    "mm_processor_kwargs",
 )
 MAX_SALT = 128
 TAKES_NO_SOUND = "this model takes no sound: send text, or serve a model that writes down speech"
@@ -81,7 +84,7 @@ class Prompt:
     media: list[MediaItem] = field(default_factory=list)
     """What stands in the place of some of the tokens."""
     pictures: list[Any] = field(default_factory=list)
-    """(kind, object) of pictures and videos as a program gives them, whose placeholders are in the text or the tokens."""
+    """GivenMedia of pictures and videos as a program gives them, whose placeholders are in the text or the tokens."""
     sounds: list[Any] = field(default_factory=list)
     """Sound as a program gives it."""
     extras: dict[str, bytes] = field(default_factory=dict)
@@ -125,8 +128,8 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
             parameter="prompt",
             value=unknown,
         )
-    text, tokens, salt, types, embeddings, media = (prompt.get(name) for name in KNOWN)
-    sounds, pictures = _sounds(media), _pictures(media)
+    text, tokens, salt, types, embeddings, media, uuids, options = map(prompt.get, KNOWN)
+    sounds, pictures = _sounds(media), given_pictures(media, uuids, options_text(options))
     if text is not None and not isinstance(text, str):
         raise ValidationError(
             f"prompt must be a string, not {type(text).__name__}; token ids go in prompt_token_ids",
@@ -183,43 +186,6 @@ def _sounds(media: Any) -> list[Any]:
         return []
     is_list = isinstance(given, list) and not (given and isinstance(given[0], int | float))
     return list(given) if is_list else [given]
-
-
-def _pictures(media: Any) -> list[Any]:
-    """(kind, item) of all pictures and videos of `multi_modal_data`: one or a list of them under "image" and "video".
-
-    Raises:
-        ValidationError, Unsupported: another kind of media.
-    """
-    if not media:
-        return []
-    if not isinstance(media, Mapping):
-        raise ValidationError(
-            'multi_modal_data must be a dict such as {"image": picture}',
-            parameter="multi_modal_data",
-        )
-    found: list[Any] = []
-    for kind, value in media.items():
-        if value is None or (isinstance(value, list) and not value) or kind == "audio":
-            continue
-        if kind not in ("image", "video"):
-            raise Unsupported(f"multi_modal_data of the kind {kind}", "pass image, video or audio")
-        items = list(value) if _is_list(kind, value) else [value]
-        if any(isinstance(one, Mapping) or getattr(one, "ndim", 3) == 2 for one in items):
-            raise Unsupported("embeddings of pictures", "pass the pictures themselves")
-        found += [(kind, one) for one in items]
-    return found
-
-
-def _is_list(kind: str, value: Any) -> bool:
-    """Whether it is several items. A video may itself be a list of pictures, or (frames, metadata)."""
-    if kind == "image":
-        return isinstance(value, list | tuple)
-    return (
-        isinstance(value, list)
-        and not hasattr(value[0], "convert")
-        and getattr(value[0], "ndim", 4) != 3
-    )
 
 
 def _second_text(types: list[int], num_tokens: int) -> int:

@@ -27,7 +27,6 @@ from quire.frontend.adapters import AdapterNames
 from quire.frontend.generation_config import generation_defaults
 from quire.frontend.input_processor import AcceptedRequest, InputProcessor, TokenizeOptions
 from quire.frontend.media.content_parts import (
-    GivenMedia,
     MediaPart,
     copied_parts,
     find_parts,
@@ -35,6 +34,7 @@ from quire.frontend.media.content_parts import (
 from quire.frontend.media.errors import refused
 from quire.frontend.media.inputs import MediaInputs
 from quire.frontend.media.placeholders import media_in, new_mark
+from quire.frontend.media.program_items import options_text
 from quire.frontend.media.sound_inputs import SoundInputs
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
@@ -251,11 +251,7 @@ class RequestManager:
             ValidationError: as `MediaInputs.load_now` and `placed`.
         """
         reader = self.need_media("multi_modal_data")
-        given = [
-            GivenMedia(f"multi_modal_data.{kind}[{index}]", item, kind=kind)
-            for index, (kind, item) in enumerate(prompt.pictures)
-        ]
-        pictures = reader.load_now(given)
+        pictures = reader.load_now(prompt.pictures, prompt.salt)
         options = TokenizeOptions.read(tokenization)
         options.fits_model = False
         if options.truncate is not None:
@@ -263,14 +259,17 @@ class RequestManager:
         tokenize = functools.partial(self.inputs.tokenize, options=options)
         return self.inputs.checked(reader.tokenized(prompt, pictures, tokenize))
 
-    def chat_prompt(self, messages: Sequence[Any], options: chat.ChatOptions) -> Prompt:
-        """The prompt of a conversation of a program: its text, or its tokens if it has pictures. Blocks.
+    def chat_prompt(
+        self, messages: Sequence[Any], options: chat.ChatOptions, processing: Any = None
+    ) -> Prompt:
+        """The prompt of a conversation of a program: its text, or its tokens if it has pictures. Blocks. `processing`:
+        `mm_processor_kwargs`.
 
         Raises: as `render`; ValidationError: a picture cannot be used.
         """
         plain = [chat_template.plain(one) if not isinstance(one, dict) else one for one in messages]
         copied = copied_parts(plain)
-        places = find_parts(copied, "messages", local=True)
+        places = find_parts(copied, "messages", local=True, options=options_text(processing))
         if not places:
             return Prompt(self.render(messages, options))
         reader = self.need_media(places[0].given.where)

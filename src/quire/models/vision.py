@@ -88,7 +88,8 @@ def why_no_pictures(resolved: Resolved) -> str:
         why = REFUSED.get(kind)
         reason = f": {why}" if why else " yet"
         return f"pictures for {kind} are not supported{reason} (they are for {', '.join(FAMILY)}); send text"
-    if not resolved.config.media.max_pictures:
+    media = resolved.config.media
+    if not (media.max_pictures or media.enable_mm_embeds):
         return "this server takes no pictures (--limit-mm-per-prompt or --language-model-only): send text"
     if resolved.pooling is not None:
         return "pictures for models that compute vectors are not supported yet: send text"
@@ -123,7 +124,8 @@ def _read(resolved: Resolved) -> VisionModel:
     token = config.get("image_token_id", config.get("image_token_index", family["token_id"]))
     text = next((config[name] for name in NESTS if isinstance(config.get(name), Mapping)), config)
     width = int(text.get("hidden_size") or resolved.hf_config.get("hidden_size") or 4096)
-    rows, patches = _sizes(family, config, tower, merge, resolved.path)
+    options = resolved.config.media.mm_processor_kwargs
+    rows, patches = _sizes(family, config, tower, merge, _image_settings(resolved.path) | options)
     hidden = int(tower.get("hidden_size") or tower.get("embed_dim") or 1024)
     inner = int(tower.get("intermediate_size") or 4 * hidden)
     both_ways = str(family.get("both_ways", ""))
@@ -158,23 +160,25 @@ def _sizes(
     config: Mapping[str, Any],
     tower: Mapping[str, Any],
     merge: int,
-    path: str,
+    settings: Mapping[str, Any],
 ) -> tuple[int, int]:
-    """(rows, patches) of the largest picture."""
+    """(rows, patches) of the largest picture. `settings`: of the image processor."""
     patch = _side(tower.get("patch_size", 14))
     if family.get("grid"):
-        rows = _most_pixels(path) // (patch * merge) ** 2
+        rows = _most_pixels(settings) // (patch * merge) ** 2
         return rows, rows * merge**2
     side = _side(tower.get("image_size", 336)) // patch
     if fixed := config.get("mm_tokens_per_image"):
         return int(fixed), side**2
     if most := family.get("tokens"):
         rows = int(config.get("vision_soft_tokens_per_image") or most)
-        rows = int(_image_settings(path).get("max_soft_tokens") or rows)
+        rows = int(settings.get("max_soft_tokens") or rows)
         return rows, rows * int(tower.get("pooling_kernel_size") or 1) ** 2
     shrink = int(config.get("scale_factor") or round(1 / (config.get("downsample_ratio") or 1)))
     shrink = int(config.get("spatial_merge_size") or shrink)
     tiles = int(family.get("tiles", 1))
+    if tiles > 1 and (most := settings.get("max_patches")):
+        tiles = int(most) + 1
     line_ends = (
         side + 1 if tiles > 1 else 1
     )  # at most one token for each line of a tile, and one for the tile
@@ -183,13 +187,12 @@ def _sizes(
     )
 
 
-def _image_settings(path: str) -> Mapping[str, Any]:
+def _image_settings(path: str) -> dict[str, Any]:
     says = read_object(Path(path) / PROCESSOR_FILES[0])
-    return says or read_object(Path(path) / PROCESSOR_FILES[1]).get("image_processor") or {}
+    return dict(says or read_object(Path(path) / PROCESSOR_FILES[1]).get("image_processor") or {})
 
 
-def _most_pixels(path: str) -> int:
-    says = _image_settings(path)
+def _most_pixels(says: Mapping[str, Any]) -> int:
     size = says.get("size")
     largest = (
         size.get("longest_edge", size.get("max_pixels")) if isinstance(size, Mapping) else None

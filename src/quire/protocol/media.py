@@ -13,6 +13,8 @@ from quire.protocol.tensor_data import TensorData, decode_tensor, encode_tensor
 IMAGE, VIDEO = "image", "video"
 """`MediaItem.kind` of a picture, and of a video."""
 KINDS = (IMAGE, VIDEO)
+ROWS = "rows"
+"""The tensor of an item that the client has encoded: rows_NF, as the tower gives them."""
 
 
 class Picture(Struct, array_like=True, gc=False):

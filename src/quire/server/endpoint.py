@@ -23,7 +23,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.server.adapters import model_of
 from quire.server.api_keys import Tenant
 from quire.server.errors import invalid
-from quire.server.media import read_media
+from quire.server.media import options_of, read_media
 from quire.server.middleware import NEW_ID, TENANT, VALID_ID
 from quire.server.request_body import SHORT_BODY, SIZE, read
 from quire.server.sse import EventStream, until_disconnect
@@ -129,9 +129,10 @@ def route(
             model, adapter = await model_of(state, request, body.model)
             context = RequestContext(request, state, engine, model, adapter)
             if media:
-                scope = f"{context.tenant and context.tenant.id}:{body.cache_salt or ''}"
+                scope = f"{context.tenant and context.tenant.id}:{getattr(body, 'cache_salt', None) or ''}"
                 given = getattr(body, media)
-                await read_media(given, media, engine, scope, request.receive)
+                options = options_of(body, state.config.media)
+                await read_media(given, media, engine, scope, request.receive, options)
             answer: Any
             if (size := request.scope[SIZE]) <= SHORT_BODY:
                 answer = await build(context, body)

@@ -10,16 +10,20 @@ from typing import Any
 from starlette.types import Receive
 
 from quire.api.async_engine import AsyncEngine
+from quire.config.media import MediaConfig, media_reading
 from quire.frontend.media.content_parts import MediaPart, find_parts
+from quire.frontend.media.program_items import options_text
+from quire.server.errors import invalid
 from quire.server.sse import until_disconnect
 
 
 async def read_media(
-    messages: Any, name: str, engine: AsyncEngine, scope: str, receive: Receive
+    messages: Any, name: str, engine: AsyncEngine, scope: str, receive: Receive, options: str = ""
 ) -> None:
     """Replace the pictures in messages, or in lists of messages, by parts of type image that carry them.
 
     `name`: of the field. `scope`: whose processed pictures and names count. `receive`: of the request: reading ends when the client is gone.
+    `options`: of the processing of all of them.
 
     Raises:
         ValidationError: a picture that cannot be used; the error names its place. NotFetched: it could not be fetched.
@@ -27,9 +31,9 @@ async def read_media(
     """
     if isinstance(messages, list) and messages and isinstance(messages[0], list):
         for index, conversation in enumerate(messages):
-            await read_media(conversation, f"{name}[{index}]", engine, scope, receive)
+            await read_media(conversation, f"{name}[{index}]", engine, scope, receive, options)
         return
-    places = find_parts(messages, name)
+    places = find_parts(messages, name, options=options)
     if not places:
         return
     reader = engine.front.need_media(places[0].given.where)
@@ -37,3 +41,26 @@ async def read_media(
     pictures = await until_disconnect(receive, loading)
     for place, picture in zip(places, pictures, strict=True):
         place.parts[place.index] = MediaPart(picture)
+
+
+def options_of(body: Any, config: MediaConfig) -> str:
+    """Options of the pictures of a request, as JSON; empty: none.
+
+    Raises:
+        ApiError: this server takes none from requests. ValidationError: a key or value that is not taken.
+    """
+    given = getattr(body, "mm_processor_kwargs", None) or {}
+    reading = getattr(body, "media_io_kwargs", None) or {}
+    name = "mm_processor_kwargs" if given else "media_io_kwargs"
+    if not (given or reading):
+        return ""
+    if not config.trust_request_mm_kwargs:
+        raise invalid(
+            f"`{name}`: this server takes none from requests (--trust-request-mm-kwargs); leave it out",
+            name,
+        )
+    try:
+        frames = media_reading(reading).get("video", {})
+    except ValueError as why:
+        raise invalid(f"`media_io_kwargs` {why}", "media_io_kwargs") from None
+    return options_text({**frames, **given})

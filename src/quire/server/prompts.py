@@ -22,7 +22,7 @@ from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import truncation
 from quire.server.endpoint import RequestContext
 from quire.server.errors import invalid
-from quire.server.schemas import ChatRequest, CompletionRequest, Sampling
+from quire.server.schemas import CompletionRequest, Sampling
 
 IN_LOOP_S = 0.03  # of the event loop, at most, for a template; nearly all take less than a tenth
 MOST_MESSAGES = 10_000
@@ -60,25 +60,26 @@ def tokenize_options(request: Sampling, special: bool, *, fits_model: bool = Tru
 
 
 async def media_prompt(
-    context: RequestContext, request: ChatRequest, text: str, mark: str,
-    pictures: list[ReadMedia], check: bool,
+    context: RequestContext, options: TokenizeOptions, text: str, mark: str,
+    pictures: list[ReadMedia], salt: str,
 ) -> Prompt:  # fmt: skip
     """The tokens of a conversation with pictures. `text`: as the template wrote it, with `mark` in the place of placeholders
-    that users spelt. `check`: refuse it if it is too long for the model.
+    that users spelt.
 
     Raises:
-        ValidationError: the template writes another number of placeholders. Unsupported: the prompt must be truncated.
+        ValidationError: the template writes another number of placeholders, or the prompt is too long for the model.
+        Unsupported: the prompt must be truncated.
     """
     engine = context.engine
     reader = engine.front.need_media("messages")
-    options = tokenize_options(request, request.add_special_tokens, fits_model=False)
     if options.truncate is not None:
         raise Unsupported("truncate_prompt_tokens of a prompt with pictures", "shorten its text")
     written = reader.placeholders.written(text, pictures, mark)
-    prompt = await engine.tokenize(Prompt(written.text, salt=request.cache_salt or ""), options)
+    whole = replace(options, fits_model=False)
+    prompt = await engine.tokenize(Prompt(written.text, salt=salt), whole)
     prompt.text = reader.placeholders.unmarked(text, mark)
     prompt = reader.placed(prompt, pictures, written)
-    return engine.inputs.checked(prompt) if check else prompt
+    return engine.inputs.checked(prompt) if options.fits_model else prompt
 
 
 class EncodedEmbeddings(str):

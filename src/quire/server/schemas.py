@@ -217,6 +217,8 @@ class TokenizeRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool = False
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):

@@ -90,7 +90,9 @@ class MediaFeature(Feature):
 
         if self.model is None:
             return
-        load = partial(TransformersTower, self.resolved.spec, self.model.architecture, parts.platform.device)  # fmt: skip
-        hook = MediaHook(parts.rows, load, self.most_rows, self.model)
+        load = None
+        if self.resolved.config.media.max_pictures:  # without, requests bring rows that are encoded
+            load = partial(TransformersTower, self.resolved.spec, self.model.architecture, parts.platform.device)  # fmt: skip
+        hook = MediaHook(parts.rows, load, self.most_rows, self.model, self.resolved.dtype)
         parts.hooks.append(hook)
         parts.functions["reset_encoder_cache"] = hook.clear_cache

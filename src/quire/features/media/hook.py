@@ -23,7 +23,7 @@ from quire.features.media.encoder_cache import EncoderCache
 from quire.features.media.gate import EncoderCounts
 from quire.features.media.positions import picture_positions
 from quire.forward_context import ForwardBatch, SeenSpan
-from quire.protocol.media import KINDS, Picture, decode_picture
+from quire.protocol.media import KINDS, ROWS, Picture, decode_picture
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.hooks import Hook
 from quire.worker.model_input import ROPE_POSITIONS
@@ -59,16 +59,22 @@ class RowPictures:
 
 
 class MediaHook(Hook):
-    """`load`: loads the tower, now and after a sleep that dropped the weights."""
+    """`load`: loads the tower, now and after a sleep that dropped the weights; None: clients send rows."""
 
     name = "media"
     order = 20
 
     def __init__(
-        self, rows: RequestRows, load: Callable[[], Tower], most_rows: int, model: VisionModel
+        self,
+        rows: RequestRows,
+        load: Callable[[], Tower] | None,
+        most_rows: int,
+        model: VisionModel,
+        dtype: str,
     ):
         self.rows, self.load, self.model = rows, load, model
-        self.tower: Tower | None = load()
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.tower: Tower | None = load() if load is not None else None
         self.cache = EncoderCache(most_rows)
         self.of_row: dict[int, RowPictures] = {}
         self._is_new = True
@@ -167,11 +173,17 @@ class MediaHook(Hook):
                 batch.added_states.setdefault(number, []).append((at_N, state_ND))
 
     def _rows_of(self, placed: PlacedPicture) -> Tensor:
+        if (given := placed.picture.tensors.get(ROWS)) is not None:
+            copied = bytearray(given.data)  # torch wants memory that may be written
+            flat_NF = torch.frombuffer(copied, dtype=getattr(torch, given.dtype)).view(given.shape)
+            return flat_NF.to(self.rows.device, self.dtype)
         self._counts.lookups += 1
         if (rows_NF := self.cache.get(placed.key)) is not None:
             self._counts.hits += 1
             return rows_NF
         if self.tower is None:
+            if self.load is None:
+                raise ValueError("there is no vision tower")
             self.tower = self.load()
         rows_NF, count = self.tower.encode(placed.picture), placed.picture.num_rows
         if len(rows_NF) != count:

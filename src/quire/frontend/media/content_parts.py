@@ -5,6 +5,7 @@
     Anthropic  {"type": "image", "source": {"type": "url", "url": U}} or {"type": "base64", "data": D}
     Python     {"type": "image_pil", "image_pil": IMAGE}
     videos     {"type": "video_url", "video_url": {"url": U}}, or U itself
+    rows       {"type": "image_embeds", "image_embeds": B} or {"image_embeds": B, "image_grid_thw": [T, H, W]} in the place of B; video_embeds
 
 `find_parts` finds them in the messages of any of these, with their JSON paths; each is then replaced by a `MediaPart`, which
 the protocols hand on as a part of type image. Knows parts. Does not know what a URL names.
@@ -13,14 +14,16 @@ the protocols hand on as a part of type image. Knows parts. Does not know what a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.frontend.media.errors import refused
+from quire.frontend.media.given_rows import GivenRows
 from quire.protocol.media import IMAGE, VIDEO
 
-KINDS = ("image_url", "input_image", "image", "image_pil", "video_url")
-OTHER_MEDIA = ("input_video", "audio_url", "input_audio", "image_embeds", "video_embeds", "input_file", "file")  # fmt: skip
+ROWS = {"image_embeds": IMAGE, "video_embeds": VIDEO}
+KINDS = ("image_url", "input_image", "image", "image_pil", "video_url", *ROWS)
+OTHER_MEDIA = ("input_video", "audio_url", "input_audio", "input_file", "file")  # fmt: skip
 INSIDE = ("content", "output")
 """Keys of a part or message whose value is a list of parts."""
 MOST_DEEP = 4
@@ -34,15 +37,17 @@ class GivenMedia:
 
     Attributes:
         where: its JSON path.
-        source: a URL, or the object of a Python program; None: the picture that had this uuid before.
+        source: a URL, the object of a Python program, or GivenRows; None: the picture that had this uuid before.
         uuid: a name of the client for the picture; empty: none.
         kind: IMAGE or VIDEO.
+        options: of its processing (`config/picture_options.py`), as JSON; empty: the engine's.
     """
 
     where: str
     source: Any
     uuid: str = ""
     kind: str = IMAGE
+    options: str = ""
 
 
 class MediaPart(dict[str, Any]):
@@ -62,13 +67,18 @@ class PartPlace:
     given: GivenMedia
 
 
-def find_parts(messages: Any, name: str, *, local: bool = False) -> list[PartPlace]:
-    """The pictures in messages, in order. `name`: of the field that has them. `local`: of a Python program.
+def find_parts(
+    messages: Any, name: str, *, local: bool = False, options: str = ""
+) -> list[PartPlace]:
+    """The pictures in messages, in order. `name`: of the field that has them. `local`: of a Python program. `options`: of their processing.
 
     Raises:
         ValidationError: a part is malformed, or a kind of media that is not supported.
     """
-    return list(_in_list(messages, name, local, 0)) if isinstance(messages, list) else []
+    found = list(_in_list(messages, name, local, 0)) if isinstance(messages, list) else []
+    for place in found if options else ():
+        place.given = replace(place.given, options=options)
+    return found
 
 
 def copied_parts(value: Any) -> Any:
@@ -104,11 +114,17 @@ def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenMed
         return None
     uuid = _uuid(part, where)
     if kind == "image_pil":
-        return GivenMedia(f"{where}.image_pil", part.get("image_pil"), uuid)
+        return GivenMedia(
+            where if part.get("image_pil") is None else f"{where}.image_pil",
+            part.get("image_pil"),
+            uuid,
+        )
     if kind == "image":
         return _of_anthropic(part, where) if "source" in part else None
     if kind == "video_url":
         return _of_video(part, where, uuid)
+    if kind in ROWS:
+        return _of_rows(part, where, uuid, kind)
     url = part.get("image_url")
     if uuid and (url is None or url == {"url": None}):
         return GivenMedia(where, None, uuid)
@@ -129,6 +145,19 @@ def _of_video(part: dict[str, Any], where: str, uuid: str) -> GivenMedia:
     if isinstance(url, dict):
         url, where_url = url.get("url"), f"{where_url}.url"
     return GivenMedia(where_url, _text(url, where_url), uuid, VIDEO)
+
+
+def _of_rows(part: dict[str, Any], where: str, uuid: str, name: str) -> GivenMedia:
+    given, kind = part.get(name), ROWS[name]
+    if uuid and given is None:
+        return GivenMedia(where, None, uuid, kind)
+    where = f"{where}.{name}"
+    fields = given if isinstance(given, dict) else {name: given}
+    known = {name, f"{kind}_grid_thw", "second_per_grid_ts"}
+    if not isinstance(fields.get(name), str) or fields.keys() - known:
+        raise refused(where, f"must be base64 of safetensors or NumPy's format, or an object with {', '.join(sorted(known))}")  # fmt: skip
+    rows = GivenRows(fields[name], fields.get(f"{kind}_grid_thw"), fields.get("second_per_grid_ts"))
+    return GivenMedia(where, rows, uuid, kind)
 
 
 def _of_anthropic(part: dict[str, Any], where: str) -> GivenMedia:

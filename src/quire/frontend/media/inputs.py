@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 from math import prod
 from typing import Any
@@ -23,14 +25,17 @@ import numpy as np
 
 from quire.config.engine import Resolved
 from quire.config.media import MOST
+from quire.config.picture_options import merged
 from quire.errors import QueueFull, Unsupported
 from quire.frontend.media.content_parts import GivenMedia
 from quire.frontend.media.errors import refused
 from quire.frontend.media.fetch import Fetcher, File
+from quire.frontend.media.given_rows import GivenRows
 from quire.frontend.media.media_messages import Processed
 from quire.frontend.media.media_processes import MediaProcesses
 from quire.frontend.media.placeholders import Placeholder, Placeholders, WrittenText, runs_of
 from quire.frontend.media.processed_cache import ProcessedCache, ReadMedia
+from quire.frontend.media.row_inputs import RowInputs, blank_pixels
 from quire.frontend.media.video_frames import DEFAULT_FPS, packed_frames
 from quire.frontend.prompts import Prompt
 from quire.frontend.tokenizer import Tokenizer
@@ -52,6 +57,9 @@ class MediaInputs:
         media = resolved.config.media
         self.model, self.tokenizer, self.num_frames = model, tokenizer, media.num_frames
         self.most_rows = most_rows(resolved, model)
+        self.options = media.mm_processor_kwargs
+        self.trusts_requests = media.trust_request_mm_kwargs
+        self.rows = RowInputs(model, self.most_rows, media.enable_mm_embeds, self._blank)
         image = self._placeholder(tokenizer)
         kinds = [image, *self._of_videos(tokenizer)]
         self.placeholders = Placeholders(kinds, tokenizer)
@@ -64,7 +72,7 @@ class MediaInputs:
             VIDEO: media.limit_mm_per_prompt.get("video", MOST),
         }
         self.fetcher = Fetcher(media)
-        self.processes = MediaProcesses(resolved.path)
+        self.processes = MediaProcesses(resolved.path, options=self.options)
         fronts = max(1, resolved.config.server.api_server_count or 1)
         self.cache = ProcessedCache(int(media.mm_processor_cache_gb * GIB) // fronts)
         self._threads = ThreadPoolExecutor(self.processes.count, "pictures")
@@ -101,63 +109,81 @@ class MediaInputs:
             QueueFull: too many pictures wait.
         """
         self._check_number(given)
-        known = {one: self._named(one, scope) for one in given if one.source is None}
-        given, all_given = [one for one in given if one.source is not None], given
-        files = await self.fetcher.fetch([self._as_file(one) for one in given])
-        if self._waiting + len(files) > MOST_WAITING:
+        named = [self._named(one, scope) if one.source is None else None for one in given]
+        files = iter(await self.fetcher.fetch(self._files_of(given)))
+        count = sum(found is None for found in named)
+        if self._waiting + count > MOST_WAITING:
             raise QueueFull(f"{self._waiting} pictures wait to be decoded; try again later")
         loop = asyncio.get_running_loop()
-        self._waiting += len(files)
+        self._waiting += count
         try:
             work = [
                 loop.run_in_executor(
-                    self._threads, self.read, data, one.where, scope, one.uuid, one.kind
+                    self._threads, self._read, one, files_of_one(one, files), scope
                 )
-                for data, one in zip(files, given, strict=True)
+                for one, found in zip(given, named, strict=True)
+                if found is None
             ]
-            known |= zip(given, await asyncio.gather(*work), strict=True)
+            read = iter(await asyncio.gather(*work))
         finally:
-            self._waiting -= len(files)
-        return [known[one] for one in all_given]
+            self._waiting -= count
+        return [next(read) if found is None else found for found in named]
 
-    def load_now(self, given: Sequence[GivenMedia]) -> list[ReadMedia]:
+    def load_now(self, given: Sequence[GivenMedia], scope: str = "") -> list[ReadMedia]:
         """As `load`, for a program without an event loop of its own in this thread. Blocks."""
         self._check_number(given)
-        for one in given:
-            if one.source is None:
-                raise refused(
-                    one.where, "a picture without data is only for servers: pass the picture"
-                )
-        fetch = self.fetcher.fetch([self._as_file(one) for one in given])
+        fetch = self.fetcher.fetch(self._files_of(given))
         with ThreadPoolExecutor(1) as thread:  # this thread may have a loop that runs
-            files = thread.submit(asyncio.run, fetch).result()
+            files = iter(thread.submit(asyncio.run, fetch).result())
         return [
-            self.read(data, one.where, kind=one.kind)
-            for data, one in zip(files, given, strict=True)
+            self._named(one, scope)
+            if one.source is None
+            else self._read(one, files_of_one(one, files), scope)
+            for one in given
         ]
 
-    def read(
-        self, data: File, where: str, scope: str = "", uuid: str = "", kind: str = IMAGE
-    ) -> ReadMedia:
+    def _read(self, given: GivenMedia, file: File | None, scope: str) -> ReadMedia:
+        """As `read`, or the rows that a request gives."""
+        if file is not None:
+            return self.read(file, given, scope)
+        picture = self.rows.read(given, given.source)
+        if given.uuid:
+            self._keep(picture, given, scope)
+        return picture
+
+    def read(self, data: File, given: GivenMedia, scope: str = "") -> ReadMedia:
         """Decode and process a file, unless the cache has it, and remember its name. Blocks.
 
         Raises:
             ValidationError: it cannot be used.
         """
-        digest = blake2b(data, digest_size=20, person=f"quire {kind}".encode()).hexdigest()
-        if (picture := self.cache.get(scope, digest)) is None:
-            sizes = (self.num_frames, self.most_rows) if kind == VIDEO else ()
-            picture = self._picture(
-                digest, kind, self.processes.process(data, where, *sizes), where
-            )
-            self.cache.put(scope, picture)
-        if uuid:
-            self.cache.name(scope, uuid, digest)
+        options = merged(self.options, json.loads(given.options or "{}"))
+        frames = options.pop("num_frames", self.num_frames)
+        is_video = given.kind == VIDEO
+        head = json.dumps([given.kind, options, frames * is_video], sort_keys=True).encode()
+        digest = blake2b(len(head).to_bytes(4, "little") + head, digest_size=20, person=b"quire media")  # fmt: skip
+        digest.update(data)
+        name = digest.hexdigest()
+        if (picture := self.cache.get(scope, name)) is None:
+            frames, most = (frames, self.most_rows) if is_video else (0, 0)
+            made = self.processes.process(data, given.where, frames, most, options)
+            picture = self._picture(name, given, made)
+        self._keep(picture, given, scope)
         return picture
+
+    def _keep(self, picture: ReadMedia, given: GivenMedia, scope: str) -> None:
+        self.cache.put(scope, picture)
+        if given.uuid:
+            self.cache.name(scope, f"{given.uuid}\0{given.options}", picture.digest)
+
+    def _blank(self, kind: str) -> ReadMedia:
+        source = blank_pixels(kind)
+        data = frames_as_file(source, kind) if kind == VIDEO else as_file(source, kind)
+        return self.read(data, GivenMedia(kind, None, kind=kind))
 
     def _named(self, given: GivenMedia, scope: str) -> ReadMedia:
         """Raises ValidationError: no picture of this name is in the cache."""
-        if (picture := self.cache.named(scope, given.uuid)) is None:
+        if (picture := self.cache.named(scope, f"{given.uuid}\0{given.options}")) is None:
             raise refused(
                 given.where, "the server has no picture of this `uuid` (any more): send it again"
             )
@@ -166,6 +192,8 @@ class MediaInputs:
     def _check_number(self, given: Sequence[GivenMedia]) -> None:
         for kind, limit in self.limits.items():
             own = [one for one in given if one.kind == kind]
+            if not limit:  # rows need no tower
+                own = [one for one in own if not isinstance(one.source, GivenRows)]
             if own and kind == VIDEO and not self.takes_videos:
                 raise refused(own[0].where, "this model takes pictures, and no videos")
             if len(own) > limit:
@@ -175,16 +203,22 @@ class MediaInputs:
                     f"the request has {len(own)} {name}; the limit is {limit} (--limit-mm-per-prompt)",
                 )
 
+    def _files_of(self, given: Sequence[GivenMedia]) -> list[GivenMedia]:
+        """Those that are files, or become one."""
+        return [
+            self._as_file(one)
+            for one in given
+            if one.source is not None and not isinstance(one.source, GivenRows)
+        ]
+
     def _as_file(self, given: GivenMedia) -> GivenMedia:
         if isinstance(given.source, str | bytes):
             return given
-        if given.kind == VIDEO:
-            return GivenMedia(
-                given.where, frames_as_file(given.source, given.where), given.uuid, VIDEO
-            )
-        return GivenMedia(given.where, as_file(given.source, given.where), given.uuid, given.kind)
+        make = frames_as_file if given.kind == VIDEO else as_file
+        return replace(given, source=make(given.source, given.where))
 
-    def _picture(self, digest: str, kind: str, made: Processed, where: str) -> ReadMedia:
+    def _picture(self, digest: str, given: GivenMedia, made: Processed) -> ReadMedia:
+        kind, where = given.kind, given.where
         ids = self.tokenizer.encode(made.replacement, False)
         placeholder = next(one for one in self.placeholders.kinds if one.kind == kind)
         runs = runs_of(ids, placeholder.row_id)
@@ -194,6 +228,8 @@ class MediaInputs:
                 where,
                 f"the picture takes {rows} tokens; the limit is {self.most_rows} (--max-num-batched-tokens): send a smaller one",
             )
+        if given.options and kind != VIDEO and rows > self.model.max_rows:
+            raise refused(where, f"with these `mm_processor_kwargs` the picture takes {rows} tokens; this server plans for {self.model.max_rows} (--mm-processor-kwargs)")  # fmt: skip
         grids = self._grids(made, len(runs)) if self.model.has_grid else []
         if not rows or (grids and [prod(grid) for grid in grids] != [n for _, n in runs]):
             raise refused(
@@ -250,6 +286,11 @@ class MediaInputs:
         else:
             tokens, media = self.placeholders.expanded(prompt.tokens, written.named, pictures)
         return Prompt(prompt.text, tokens, prompt.salt, media=media)
+
+
+def files_of_one(given: GivenMedia, files: Iterator[File]) -> File | None:
+    """The next file; None: the request gives rows."""
+    return None if isinstance(given.source, GivenRows) else next(files)
 
 
 def frames_as_file(source: Any, where: str) -> bytes:

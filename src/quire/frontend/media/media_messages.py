@@ -13,14 +13,15 @@ from msgspec import Struct
 
 from quire.protocol.tensor_data import TensorData, decode_tensor, encode_tensor
 
-Why = Literal["format", "pixels", "broken", "shape", "memory", "frames", "library"]
+Why = Literal["format", "pixels", "broken", "shape", "memory", "frames", "library", "options"]
 
 
 class LoadProcessor(Struct, array_like=True, tag="load"):
-    """Load the checkpoint's processor; then limit memory to `memory` bytes more."""
+    """Load the checkpoint's processor; then limit memory to `memory` bytes more. `options`: of the processor; it must know them."""
 
     folder: str
     memory: int
+    options: dict[str, Any] = {}
 
 
 class Ready(Struct, array_like=True, tag="ready"):
@@ -37,12 +38,14 @@ class Process(Struct, array_like=True, tag="process"):
         cpu_s: processor time that it may take.
         num_frames: the most that are taken of a video; 0: the file is a picture.
         max_rows: the most rows of the tower for a video.
+        options: of the processor (`config/picture_options.py`).
     """
 
     max_pixels: int
     cpu_s: float
     num_frames: int = 0
     max_rows: int = 0
+    options: dict[str, Any] = {}
 
 
 class Processed(Struct, array_like=True, tag="processed"):
@@ -56,9 +59,12 @@ class Processed(Struct, array_like=True, tag="processed"):
 
 
 class Refused(Struct, array_like=True, tag="refused"):
+    """`detail`: the options that the processor does not know."""
+
     why: Why
     width: int = 0
     height: int = 0
+    detail: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_tensor)

@@ -49,6 +49,8 @@ def serve(pipe: socket.socket) -> None:
         prepare: LoadProcessor = decode(receive(pipe))
         try:
             processor = load_processor(prepare.folder)
+            if unknown := unknown_options(prepare.options, processor):
+                raise LookupError(f"mm_processor_kwargs: the processor has no {unknown}")
         except Exception as error:
             send(pipe, encode(Ready(f"{type(error).__name__}: {error}"[:500])))
             return
@@ -125,6 +127,8 @@ def _class_in_module_of(kind: str, name: str) -> Any:
 def answer_to(job: Process, file: bytes | bytearray, processor: Any) -> Processed | Refused:
     if job.num_frames:
         return answer_to_video(job, file, processor)
+    if unknown := unknown_options(job.options, processor):
+        return Refused("options", detail=unknown)
     width = height = 0
     try:
         image = opened(file)
@@ -139,7 +143,7 @@ def answer_to(job: Process, file: bytes | bytearray, processor: Any) -> Processe
     except Exception:  # a decoder may raise anything on a damaged file
         return Refused("broken", width, height)
     try:
-        return processed(pixels_HWC, processor)
+        return processed(pixels_HWC, processor, job.options)
     except MemoryError:
         return Refused("memory", width, height)
     except Exception:  # a processor refuses some shapes, each in its own way
@@ -150,6 +154,8 @@ def answer_to_video(job: Process, file: bytes | bytearray, processor: Any) -> Pr
     from quire.frontend.media.video_frames import UnreadVideo, read_video
     from quire.frontend.media.video_patches import video_tensors
 
+    if unknown := unknown_options(job.options, processor):
+        return Refused("options", detail=unknown)
     if find_spec("av") is None:
         return Refused("library")
     try:
@@ -162,13 +168,19 @@ def answer_to_video(job: Process, file: bytes | bytearray, processor: Any) -> Pr
         return Refused("broken")
     height, width, _ = video.frames[0].shape
     try:
-        found, text, seconds = video_tensors(video, processor, job.max_rows)
+        found, text, seconds = video_tensors(video, processor, job.max_rows, job.options)
         tensors = {name: tensor_of(value) for name, value in found.items()}
     except MemoryError:
         return Refused("memory", width, height)
     except Exception:  # a processor refuses some shapes, each in its own way
         return Refused("shape", width, height)
     return Processed(width, height, text, tensors, seconds)
+
+
+def unknown_options(options: dict[str, Any], processor: Any) -> str:
+    """The names of those that the processor of pictures does not have."""
+    known = processor.image_processor.valid_kwargs.__annotations__
+    return ", ".join(sorted(options.keys() - {*known, "num_frames"}))
 
 
 def opened(data: bytes | bytearray) -> Any:
@@ -201,9 +213,12 @@ def as_rgb(image: Any) -> np.ndarray:
     return np.asarray(image.convert("RGB"))
 
 
-def processed(pixels_HWC: np.ndarray, processor: Any) -> Processed:
+def processed(
+    pixels_HWC: np.ndarray, processor: Any, given: dict[str, Any] | None = None
+) -> Processed:
     init = getattr(processor.tokenizer, "init_kwargs", {})
     options = processor._merge_kwargs(tokenizer_init_kwargs=init)["images_kwargs"]
+    options |= given or {}
     options |= {"return_tensors": "np", "input_data_format": "channels_last"}
     found, replacements = processor._process_images([pixels_HWC], **options)
     height, width, _ = pixels_HWC.shape

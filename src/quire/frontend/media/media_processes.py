@@ -25,19 +25,23 @@ TOO_MUCH = (
 
 
 class MediaProcesses(DecodingProcesses):
-    """`folder`: of the checkpoint."""
+    """`folder`: of the checkpoint. `options`: of its processor, for all requests."""
 
     module = "quire.frontend.media.media_process"
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # fmt: skip # noqa: RUF012
     what = "pictures"
 
-    def __init__(self, folder: str, count: int | None = None, memory: int = MEMORY):
+    def __init__(
+        self, folder: str, count: int | None = None, memory: int = MEMORY,
+        options: dict[str, Any] | None = None,
+    ):  # fmt: skip
         super().__init__(count, memory)
-        self.folder = folder
+        self.folder, self.options = folder, options or {}
 
     def process(
-        self, data: bytes | bytearray, where: str, num_frames: int = 0, max_rows: int = 0
-    ) -> Processed:
+        self, data: bytes | bytearray, where: str, num_frames: int = 0, max_rows: int = 0,
+        options: dict[str, Any] | None = None,
+    ) -> Processed:  # fmt: skip
         """The picture of a file, as the model takes it; with `num_frames` a video. Arguments as of `Process`.
 
         Raises:
@@ -45,7 +49,7 @@ class MediaProcesses(DecodingProcesses):
         """
         factor = 3 if num_frames else 1
         most = int(env.get("MAX_IMAGE_PIXELS"))
-        message = encode(Process(most, factor * CPU_S, num_frames, max_rows))
+        message = encode(Process(most, factor * CPU_S, num_frames, max_rows, options or {}))
         try:
             answer = self.ask(message, data, factor * WALL_S)
         except ProcessEnded:
@@ -58,7 +62,7 @@ class MediaProcesses(DecodingProcesses):
 
     def first_message(self) -> bytes:
         """See `DecodingProcesses`."""
-        return encode(LoadProcessor(self.folder, self.memory))
+        return encode(LoadProcessor(self.folder, self.memory, self.options))
 
     def decode(self, answer: bytearray) -> Any:
         """See `DecodingProcesses`."""
@@ -82,6 +86,10 @@ def why(answer: Refused) -> str:
             return f"the picture has {size} pixels; the limit is {env.get('MAX_IMAGE_PIXELS')} in all (QUIRE_MAX_IMAGE_PIXELS): send a smaller one"
         case "shape":
             return f"the model takes no picture of {size} pixels: send one with other proportions"
+        case "options":
+            return (
+                f"this model's processor has no {answer.detail} (mm_processor_kwargs): leave it out"
+            )
         case "memory":
             return TOO_MUCH
     return "the picture is damaged, and cannot be decoded"

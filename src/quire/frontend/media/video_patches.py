@@ -17,11 +17,11 @@ from quire.frontend.media.video_frames import Video
 
 
 def video_tensors(
-    video: Video, processor: Any, max_rows: int
+    video: Video, processor: Any, max_rows: int, options: dict[str, Any] | None = None
 ) -> tuple[dict[str, np.ndarray], str, float]:
     """(what the tower takes, the text that replaces the placeholder, seconds from one group of frames to the next).
 
-    `max_rows`: of the tower, for the whole video; its frames are made small enough.
+    `max_rows`: of the tower, for the whole video; its frames are made small enough. `options`: of the processor.
 
     Raises:
         Exception: the processor refuses frames of this shape, in its own way.
@@ -33,7 +33,9 @@ def video_tensors(
     num_groups = len(frames) // group
     side = int(own.patch_size) * merge
     most = max(max_rows // num_groups, 1) * side**2
-    low, high = own.size["shortest_edge"], own.size["longest_edge"]
+    given = {**dict(own.size), **(options or {}).get("size", {})}
+    low = (options or {}).get("min_pixels", given["shortest_edge"])
+    high = (options or {}).get("max_pixels", given["longest_edge"])
     size = {"shortest_edge": min(low, most), "longest_edge": min(high, most)}
     parts, grid = [], np.zeros(3, np.int64)
     for frame_HWC in frames:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.frontend.chat import ChatOptions
+from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.media.placeholders import media_in, new_mark
 from quire.frontend.parsers.call_writer import CallDelta
 from quire.frontend.prompts import Prompt
@@ -82,14 +83,22 @@ async def chat_text(
 
 async def chat_prompt(context: RequestContext, body: ChatRequest, *, check: bool = True) -> Prompt:
     """The conversation as tokens. `check`: refuse it if it is too long for the model."""
-    if pictures := media_in(body.messages):
+    options = tokenize_options(body, body.add_special_tokens, fits_model=check)
+    return await tokenized_chat(context, body, body.messages, options, body.cache_salt or "")
+
+
+async def tokenized_chat(
+    context: RequestContext, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]],
+    options: TokenizeOptions, salt: str = "",
+) -> Prompt:  # fmt: skip
+    """The tokens and the text of a conversation, with its pictures. Raises: as `media_prompt` and `chat_text`."""
+    if pictures := media_in(messages):
         mark = new_mark()
         placeholders = context.engine.front.need_media("messages").placeholders
-        text = await chat_text(context, body, placeholders.marked(body.messages, mark))
-        return await media_prompt(context, body, text, mark, pictures, check)
-    text = await chat_text(context, body, body.messages)
-    options = tokenize_options(body, body.add_special_tokens, fits_model=check)
-    prompt = await context.engine.tokenize(Prompt(text, salt=body.cache_salt or ""), options)
+        text = await chat_text(context, body, placeholders.marked(messages, mark))
+        return await media_prompt(context, options, text, mark, pictures, salt)
+    text = await chat_text(context, body, messages)
+    prompt = await context.engine.tokenize(Prompt(text, salt=salt), options)
     # all of it, also of truncated tokens: it shows whether the model is reasoning
     prompt.text = text
     return prompt

@@ -15,7 +15,7 @@ from quire.frontend.prompts import Prompt
 from quire.server.endpoint import RequestContext, route
 from quire.server.errors import invalid
 from quire.server.limits import take_from_key
-from quire.server.openai.chat import chat_text
+from quire.server.openai.chat import tokenized_chat
 from quire.server.request_body import json_response
 from quire.server.schemas import DetokenizeRequest, TokenizeRequest
 from quire.server.state import state_of
@@ -24,20 +24,20 @@ MOST_TOKENS = 1 << 19
 """Limit of /detokenize: the tokenizer keeps the GIL while it decodes."""
 
 
-@route(TokenizeRequest, pooling=None)
+@route(TokenizeRequest, pooling=None, media="messages")
 async def tokenize(context: RequestContext, body: TokenizeRequest) -> Response:
-    """Token ids of a text, or of a conversation."""
-    engine = context.engine
+    """Token ids of a text, or of a conversation with its pictures."""
     if (body.prompt is None) == (body.messages is None):
         raise invalid("send either `prompt` or `messages`", "prompt")
     take_from_key(context.request)
     special = body.add_special_tokens
     if body.prompt is not None:
-        text, special = body.prompt, True if special is None else special
+        options = TokenizeOptions(True if special is None else special, fits_model=False)
+        prompt = await context.engine.tokenize(Prompt(body.prompt), options)
     else:
-        text = await chat_text(context, body, body.messages or [])
-    options = TokenizeOptions(bool(special), fits_model=False)
-    tokens = (await engine.tokenize(Prompt(text), options)).tokens
+        options = TokenizeOptions(bool(special), fits_model=False)
+        prompt = await tokenized_chat(context, body, body.messages or [], options)
+    engine, tokens = context.engine, prompt.tokens
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": engine.inputs.max_model_len,
