@@ -216,12 +216,11 @@ class LLM(PoolingMethods, EngineFacts, LoraCalls, MediaCalls, ProfilerCalls, Uns
 
     def _accept_chat(
         self, messages: Any, params: Params, *,
-        tokenization_kwargs: Mapping[str, Any] | None = None, **options: Any,
+        tokenization_kwargs: Mapping[str, Any] | None = None, mm_processor_kwargs: Any = None, **options: Any,
     ) -> list[AcceptedRequest]:  # fmt: skip
         self.front.need_generation("LLM.chat")
         how = ChatOptions.of_keywords(options)
-        processing = options.pop("mm_processor_kwargs", None)
-        prompts = [self.front.chat_prompt(one, how, processing) for one in conversations(messages)]
+        prompts = [self.front.chat_prompt(one, how, mm_processor_kwargs) for one in conversations(messages)]  # fmt: skip
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._accept(prompts, params, tokenization_kwargs=tokenization, **options)
 

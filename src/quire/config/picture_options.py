@@ -1,7 +1,7 @@
 """Options of a picture's processing (`mm_processor_kwargs`): the known keys, each within bounds.
 
 Flat keys, or keys of `images_kwargs` and `videos_kwargs`, which take precedence. Knows names and numbers; the process that has the
-model's processor says which of the names the model knows (`frontend/media/picture_process.py`).
+model's processor says which of the names the model knows (`frontend/media/media_process.py`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -253,6 +254,10 @@ def _from_pickle(data: bytes, file: Path) -> dict[str, Tensor]:
     return state
 
 
+INSIDE_WRAPPER = "language_model."
+"""What the names of a language model inside a vision-language model have more."""
+OF_TOWER = re.compile(r"(^|\.)(vision|visual|multi_modal|connector|embed_vision|mm_)")
+
 # -- names and shapes -------------------------------------------------------------------------------
 Places = dict[str, tuple[str, str]]
 """Name of a tensor -> (module, part)."""
@@ -278,9 +283,7 @@ def _places(
         if part in ("whole", "base_layer") or (chosen and module.rpartition(".")[2] not in chosen):
             continue
         if part in modules.setdefault(module, {}):
-            raise ValidationError(
-                f"{file}: {module!a:.200} has two tensors {part}; save the adapter again"
-            )
+            raise ValidationError(f"{file}: {module!a:.200} has two tensors {part}; save the adapter again")  # fmt: skip
         modules[module][part], places[name] = shape, (module, part)
     if whole:
         size = 2 * sum(whole.values()) / 1e6
@@ -293,6 +296,11 @@ def _places(
         raise ValidationError(f"{file} has no LoRA tensors{of}")
     names = _names(modules, targets)
     if strange := [module for module in modules if module not in names]:
+        if tower := [module for module in strange if OF_TOWER.search(module)]:
+            raise ValidationError(
+                f"{file} adapts the vision tower or its projector, which cannot be adapted: {_listed(tower)}; train the language model"
+                " only (target_modules, exclude_modules), or merge the adapter into its base model"
+            )
         raise ValidationError(
             f"{file} adapts modules that the model does not have, or that cannot be adapted: {_listed(strange)};"
             f" the model has {_listed(targets)}"
@@ -304,12 +312,19 @@ def _places(
 
 def _names(modules: Iterable[str], targets: Targets) -> dict[str, str]:
     """Module of the file -> module of the model, for those that the model has. An adapter that was trained on the model
-    without its head, or with a head, has one component less or more before its names."""
+    without its head, or with a head, has one component less or more before its names; one of a vision-language model names its
+    language model."""
     before = {target.partition(".")[0] for target in targets}
     found: dict[str, str] = {}
     taken: set[str] = set()
     for module in modules:
-        others = (module, module.partition(".")[2], *(f"{first}.{module}" for first in before))
+        plain = module.replace(INSIDE_WRAPPER, "", 1)
+        others = (
+            module,
+            plain,
+            module.partition(".")[2],
+            *(f"{first}.{module}" for first in before),
+        )
         name = next((other for other in others if other in targets), None)
         if name is not None and name not in taken:
             found[module] = name

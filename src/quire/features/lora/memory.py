@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from quire.config.engine import Resolved
 from quire.errors import QuireError
+from quire.features.lora.adapter_files import INSIDE_WRAPPER
 from quire.models import registry
 from quire.models.checkpoint_files import stored_tensors
 from quire.models.checkpoint_locator import find_adapter
@@ -81,7 +82,8 @@ def _bytes_of(
     total = 0
     for name, tensor in tensors.items():
         count = math.prod(tensor["shape"])
-        layer = layers.get(name.removeprefix("base_model.model.").removesuffix(LORA_B))
+        module = name.removeprefix("base_model.model.").removesuffix(LORA_B)
+        layer = layers.get(module) or layers.get(module.replace(INSIDE_WRAPPER, "", 1))
         if name.endswith(LORA_B) and layer is not None:
             count = count * layer.own // layer.outs
         total += count * item
