@@ -78,9 +78,9 @@ class Lines(logging.Formatter):
         self.process, self.prefix, self.color = process, prefix, color
 
     def format(self, record: logging.LogRecord) -> str:
-        at = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
         head = (
-            f"{self.prefix}{at}.{int(record.msecs):03d} {record.levelname} {self.process}[{os.getpid()}]"
+            f"{self.prefix}{when}.{int(record.msecs):03d} {record.levelname} {self.process}[{os.getpid()}]"
             f" {record.filename}:{record.lineno}:"
         )
         text = record.getMessage()

@@ -89,14 +89,14 @@ class DemoProcessor(Processor):
         del self.banned[row]
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
-        for at, row in zip(selected.at.tolist(), selected.rows.tolist(), strict=True):
-            logits_SV[at, self.banned[row]] = -float("inf")
+        for index, row in zip(selected.indices.tolist(), selected.rows.tolist(), strict=True):
+            logits_SV[index, self.banned[row]] = -float("inf")
         return logits_SV
 
     def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
-        for at, row in zip(selected.at.tolist(), selected.rows.tolist(), strict=True):
+        for index, row in zip(selected.indices.tolist(), selected.rows.tolist(), strict=True):
             word, bit = divmod(self.banned[row], 32)
-            words_SW[at, word] &= ~np.uint32(1 << bit).view(np.int32)
+            words_SW[index, word] &= ~np.uint32(1 << bit).view(np.int32)
 
 
 class DemoInput(ModelInput):

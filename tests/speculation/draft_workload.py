@@ -171,12 +171,12 @@ class HistoryBias(Processor):
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
         state = selected.state
-        for at, row, length in zip(
-            selected.at, selected.rows.tolist(), selected.lengths.tolist(), strict=True
+        for index, row, length in zip(
+            selected.indices, selected.rows.tolist(), selected.lengths.tolist(), strict=True
         ):
             told, start = self.outputs[row], int(state.num_prompt[row])
             ahead = state.tokens_of(row, start + len(told), length)
-            logits_SV[at, (sum(told) + sum(ahead)) % VOCAB] += 2.0
+            logits_SV[index, (sum(told) + sum(ahead)) % VOCAB] += 2.0
         return logits_SV
 
 

@@ -112,10 +112,10 @@ def test_the_estimate_refuses_what_compiles_and_fails_later(
     ends = reader.compiler.vocabulary.accepts
     states.begin(1, GrammarRowSettings([ends], False, 100, 100, jumps=True), [])
     states.fill([1])
-    assert states.at[1].error is None
+    assert states.states[1].error is None
     states.feed(1, reader.compiler.vocabulary.tokenizer.tokenize_str("a"))
     states.fill([1])
-    assert "too complex" in (states.at[1].error or "")
+    assert "too complex" in (states.states[1].error or "")
 
 
 @pytest.mark.parametrize("form", HONEST, ids=str)

@@ -310,8 +310,8 @@ def test_time_used_by_other_grammars_is_not_charged_to_a_request(reader: Reader)
     )
     states.begin(0, GrammarRowSettings([EOS], False, 40, 40, False), [token])
     states.fill([0])
-    assert states.at[0].error is None
-    assert states.at[0].renewed
+    assert states.states[0].error is None
+    assert states.states[0].renewed
 
 
 def test_an_abort_leaves_nothing_behind(checkpoint: str):

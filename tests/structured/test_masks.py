@@ -161,11 +161,11 @@ def test_a_library_that_fails_fails_one_row(reader: Reader, when: str):
     states = GrammarStates(lambda: reader.matcher(Form(regex="a*b")), accepts, (accepts + 32) // 32)
     for number in (0, 1):
         states.begin(number, GrammarRowSettings([EOS], False, 40, 40, False), [])
-    states.at[0].matcher = Panics(when)  # type: ignore[assignment]
+    states.states[0].matcher = Panics(when)  # type: ignore[assignment]
     assert [states.feed(number, [A]) for number in (0, 1)] == [[], []]
     masks_NW = states.fill([0, 1])
-    assert states.at[0].error == LIBRARY_FAILED
-    assert states.at[1].error is None
+    assert states.states[0].error == LIBRARY_FAILED
+    assert states.states[1].error is None
     left = np.unpackbits(masks_NW[1].view(np.uint8), bitorder="little").nonzero()[0]
     assert set(left.tolist()) == {A, B}
 

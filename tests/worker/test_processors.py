@@ -47,14 +47,14 @@ class Force(Processor):
         del self.tokens[row]
 
     def apply(self, logits_SV, selected):
-        for at, row in zip(selected.at.tolist(), selected.rows.tolist(), strict=True):
+        for index, row in zip(selected.indices.tolist(), selected.rows.tolist(), strict=True):
             token = self.tokens[row]
             if token == "raise":
                 raise RuntimeError("as was asked")
             if token == "tell":
-                selected.errors[at] = "told"
+                selected.errors[index] = "told"
                 continue
-            logits_SV[at, token] = 1e4
+            logits_SV[index, token] = 1e4
         return logits_SV
 
 
@@ -67,7 +67,7 @@ class Halve(Processor):
         return bool((new.params.extra_args or {}).get("halve"))
 
     def apply(self, logits_SV, selected):
-        logits_SV[torch.from_numpy(selected.at)] *= 0.5
+        logits_SV[torch.from_numpy(selected.indices)] *= 0.5
         return logits_SV
 
 

@@ -197,9 +197,9 @@ class _Tokenized:
                 raise ValidationError(f"prompts {start} to {start + len(some) - 1}: {error}", parameter=error.parameter, value=error.value) from error  # fmt: skip
 
 
-def _read(found: Sequence[Found], shared: int, at: int) -> list[int]:
+def _read(found: Sequence[Found], shared: int, index: int) -> list[int]:
     """The tokens that were read for a pair."""
     if not shared:
-        return found[at].prompt_token_ids
-    first = found[at if shared > 1 else 0]
-    return first.prompt_token_ids + found[shared + at].prompt_token_ids
+        return found[index].prompt_token_ids
+    first = found[index if shared > 1 else 0]
+    return first.prompt_token_ids + found[shared + index].prompt_token_ids

@@ -114,12 +114,12 @@ def write(cache: tuple[Tensor, ...], k_TKD: Tensor, v_TKE: Tensor, slots_T: Tens
     keys, values, *scales = cache
     block_size = keys.shape[2]
     block_T = torch.div(slots_T, block_size, rounding_mode="floor")
-    at = (block_T, slice(None), slots_T - block_T * block_size)
+    indices = (block_T, slice(None), slots_T - block_T * block_size)
     for into, scale, (codes, scale_TK) in zip(
         (keys, values),
         scales,
         (encode_key(k_TKD, keys.dtype), encode(v_TKE, values.dtype)),
         strict=True,
     ):
-        as_bytes(into)[at] = as_bytes(codes)
-        scale[at] = scale_TK
+        as_bytes(into)[indices] = as_bytes(codes)
+        scale[indices] = scale_TK

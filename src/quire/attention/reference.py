@@ -108,9 +108,15 @@ class ReferenceAttention(AttentionBackend):
         units = []
         for (num_queries, _), rows in groups_by_shape.items():
             rows.sort(key=lambda row: -lengths[row])
-            at = [place for row in rows for place in range(starts[row], starts[row] + num_queries)]
-            in_order = at == list(range(at[0], at[0] + len(at)))
-            tokens = slice(at[0], at[-1] + 1) if in_order else torch.tensor(at).to(slots_T.device)
+            indices = [
+                place for row in rows for place in range(starts[row], starts[row] + num_queries)
+            ]
+            in_order = indices == list(range(indices[0], indices[0] + len(indices)))
+            tokens = (
+                slice(indices[0], indices[-1] + 1)
+                if in_order
+                else torch.tensor(indices).to(slots_T.device)
+            )
             table = table_BM[torch.tensor(rows).to(table_BM.device)].long()
             units.append(Unit(num_queries, [lengths[row] for row in rows], tokens, table))
         return ReferenceStepMetadata(units, slots_T)
@@ -206,10 +212,10 @@ def _spans(
             if not causal:  # only what lies beyond the row's end is hidden
                 hidden = None if unseen_BS is None else unseen_BS[:, None].expand(-1, y - x, -1)
             elif stop - 1 > firsts[b - 1] + x or (window and start < firsts[a] + y - window):
-                at = at_BQ[:, x:y, None]
-                hidden = key_S > at
+                indices = at_BQ[:, x:y, None]
+                hidden = key_S > indices
                 if window:
-                    hidden |= key_S <= at - window
+                    hidden |= key_S <= indices - window
             tiles.append((slice(x, y), hidden))
         yield Span(slice(a, b), entries, unseen_BS, tiles)
 
@@ -239,8 +245,17 @@ def _attend_unit(spec: AttentionSpec, unit: Unit, spans: list[Span], q: Tensor) 
             v_BKSE.masked_fill_(span.unseen_BS[:, None, :, None], 0.0)
         for queries, hidden_BQS in span.tiles:
             stop = rows if queries.stop == Q else queries.stop
-            at = (span.rows, slice(None), slice(queries.start, stop))
-            _tile(spec, q_BKQGD[at], k_BKSD, v_BKSE, hidden_BQS, top[at], total[at], out[at])
+            indices = (span.rows, slice(None), slice(queries.start, stop))
+            _tile(
+                spec,
+                q_BKQGD[indices],
+                k_BKSD,
+                v_BKSE,
+                hidden_BQS,
+                top[indices],
+                total[indices],
+                out[indices],
+            )
     return (out / total)[:, :, :Q].permute(0, 2, 1, 3, 4).reshape(B * Q, spec.num_heads, E)
 
 

@@ -126,8 +126,8 @@ def _short(
     if min(lengths_held) < S:
         last_B = torch.tensor(wide) - 1
         inside_B = torch.tensor(lengths_held) - last_B * block_size
-        at = torch.arange(block_size)
-        stale = last_B, (at >= inside_B[:, None])[:, None, :, None]
+        positions = torch.arange(block_size)
+        stale = last_B, (positions >= inside_B[:, None])[:, None, :, None]
     entries = _entries(table_BN, bases, wide, spec.num_kv_heads)
     return Piece(rows, entries, S, stale, mask, [])
 

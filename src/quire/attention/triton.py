@@ -144,7 +144,10 @@ class TritonStepMetadata:
         # The longest first, so that the item that starts last is not the one that takes longest.
         order = sorted(range(self.rows), key=lambda row: -counts[row])
         long = [
-            (row, at) for row in order if counts[row] > few for at in range(0, counts[row], many)
+            (row, index)
+            for row in order
+            if counts[row] > few
+            for index in range(0, counts[row], many)
         ]
         device = self.table_BN.device
         table = torch.tensor([*short, *long], dtype=torch.int32).to(device, non_blocking=True)

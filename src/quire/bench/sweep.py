@@ -58,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
     found: list[dict[str, Any]] = []
     for number, server in enumerate(servers):
         with running(shlex.split(given.serve_cmd) + flags(server), given.dry_run):
-            for (at, load), run in product(enumerate(loads), range(given.num_runs)):
-                path = folder / f"serve{number}-bench{at}" / f"run={run}.json"
+            for (index, load), run in product(enumerate(loads), range(given.num_runs)):
+                path = folder / f"serve{number}-bench{index}" / f"run={run}.json"
                 command = patient(shlex.split(given.bench_cmd) + flags(load))
                 command += ["--save-result", "--result-dir", str(path.parent), "--result-filename", path.name]  # fmt: skip
                 execute(command, given.dry_run)

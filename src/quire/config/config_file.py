@@ -40,6 +40,6 @@ def read_yaml(path: str) -> dict[str, tuple[Any, str]]:
 def _described(why: Any) -> str:
     """A YAML error's line and problem, without the surrounding text."""
     mark = why.problem_mark or why.context_mark
-    at = f" that begins in line {why.context_mark.line + 1}" if why.context_mark else ""
-    message = ", ".join(part for part in (why.context and why.context + at, why.problem) if part)
+    where = f" that begins in line {why.context_mark.line + 1}" if why.context_mark else ""
+    message = ", ".join(part for part in (why.context and why.context + where, why.problem) if part)
     return f": {message}" if mark is None else f", line {mark.line + 1}: {message}"

@@ -61,8 +61,8 @@ def _over_nodes(
     """Wait until the launcher's ranks are connected. `make`: the executor, from payloads and starts of all ranks."""
     with ExitStack() as on_failure:
         on_failure.callback(launcher.close)
-        facts, at = node_fingerprint(resolved), (launcher.host, launcher.port)
-        port = ControlPort(*at, launcher.key, facts, launcher.counts, launcher.first_rank)
+        facts, address = node_fingerprint(resolved), (launcher.host, launcher.port)
+        port = ControlPort(*address, launcher.key, facts, launcher.counts, launcher.first_rank)
         on_failure.callback(port.close, False)
         launcher.start(resolved, (port.host, port.port))
         port.wait(env.get("NODES_TIMEOUT_S"), launcher.check)

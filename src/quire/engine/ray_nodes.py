@@ -86,16 +86,18 @@ class RayLauncher(NodeLauncher):
         if not ray.wait([self._group.ready()], timeout=seconds)[0]:
             has = ray.available_resources().get("CPU", 0)
             self.close()
-            at = "" if machine is None else f" on machine {machine}"
+            where = "" if machine is None else f" on machine {machine}"
             raise StartupError(
-                f"Ray has no room for {count} ranks{at} after {seconds:.0f} s: each needs a CPU, and {has:g} are free on"
+                f"Ray has no room for {count} ranks{where} after {seconds:.0f} s: each needs a CPU, and {has:g} are free on"
                 f" {len(self._nodes())} machines of the cluster at {ray.get_runtime_context().gcs_address}; start `ray start"
                 " --address=...` on more machines, or use fewer ranks"
             )
         places = util.placement_group_table(self._group)["bundles_to_node_id"]
         own = ray.get_runtime_context().get_node_id()
         self.bundles: dict[str, list[int]] = {}
-        for bundle, node in sorted(places.items(), key=lambda at: (at[1] != own, at[1], at[0])):
+        for bundle, node in sorted(
+            places.items(), key=lambda where: (where[1] != own, where[1], where[0])
+        ):
             if sum(map(len, self.bundles.values())) < count:
                 self.bundles.setdefault(node, []).append(bundle)
         self.counts = {number: len(each) for number, each in enumerate(self.bundles.values())}

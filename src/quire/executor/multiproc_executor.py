@@ -208,7 +208,9 @@ class _MultiprocStep:
             found.kinds = other.kinds | found.kinds
         for rank, other in results.items():
             pairs = zip(found.tokens, other.tokens, strict=True)
-            if any(one != two and at not in found.errors for at, (one, two) in enumerate(pairs)):
+            if any(
+                one != two and index not in found.errors for index, (one, two) in enumerate(pairs)
+            ):
                 why = f"rank {rank} drew other tokens than rank {first} in step {other.step}"
                 raise self._group.fail(EngineDeadError(why))
         return found

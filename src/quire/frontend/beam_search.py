@@ -69,7 +69,7 @@ class BeamSearch:
         ends = () if params.ignore_eos else self.ends
         grown: list[tuple[float, int, int]] = []
         constrained = params.structured_outputs is not None
-        for at, (beam, entries) in enumerate(zip(self.beams, answers, strict=True)):
+        for index, (beam, entries) in enumerate(zip(self.beams, answers, strict=True)):
             if constrained:
                 entries = with_one_end(entries, ends)
             most = None if constrained else 2 * params.beam_width
@@ -78,13 +78,15 @@ class BeamSearch:
                 if token in ends:
                     self._end(beam, entries, token, total)
                 else:
-                    grown.append((total, at, token))
+                    grown.append((total, index, token))
         best = heapq.nlargest(params.beam_width, grown, key=itemgetter(0))  # ties: the first
         self.beams = [
             BeamSearchSequence(
-                [*self.beams[at].tokens, token], self._history(self.beams[at], answers[at]), total
+                [*self.beams[index].tokens, token],
+                self._history(self.beams[index], answers[index]),
+                total,
             )
-            for total, at, token in best
+            for total, index, token in best
         ]
         if self.beams and len(self.beams[0].tokens) >= self.max_model_len:
             self.stop()
@@ -308,16 +310,16 @@ class BeamStream:
     async def _entries(self, streams: list[StepStream]) -> list[Position] | None:
         positions: dict[int, Position] = {}
         while not self.stopped:
-            for at, stream in enumerate(streams):
-                if at in positions:
+            for index, stream in enumerate(streams):
+                if index in positions:
                     continue
                 output = stream.take()
                 if output is not None and output.outputs[0].finish_reason != "abort":
-                    positions[at] = entries_of(output)
+                    positions[index] = entries_of(output)
                 elif output is not None or stream.ended:
                     return None
             if len(positions) == len(streams):
-                return [positions[at] for at in range(len(streams))]
+                return [positions[index] for index in range(len(streams))]
             await self._step_output.wait()
             self._step_output.clear()
         return None

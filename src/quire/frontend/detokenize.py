@@ -146,8 +146,8 @@ class StopStrings:
 
     def add(self, text: str, seen: int, blind: bool) -> StopMatch | None:
         """Search text[seen:]. `blind`: ignore matches that end in it."""
-        for at in range(seen, len(text)):
-            char, hit = text[at], None
+        for index in range(seen, len(text)):
+            char, hit = text[index], None
             for number, (stop, table) in enumerate(zip(self.stops, self.tables, strict=True)):
                 length = self.matched[number]
                 while length and stop[length] != char:
@@ -156,7 +156,7 @@ class StopStrings:
                     length += 1
                 if length == len(stop):
                     if hit is None and not blind:
-                        hit = StopMatch(stop, at + 1 - length, at + 1)
+                        hit = StopMatch(stop, index + 1 - length, index + 1)
                     length = table[length - 1]
                 self.matched[number] = length
             if hit is not None:
@@ -174,12 +174,12 @@ def borders(word: str) -> tuple[int, ...]:
     """The KMP failure table: for each prefix of `word`, the length of its longest proper prefix that is a suffix."""
     table = [0] * len(word)
     length = 0
-    for at in range(1, len(word)):
-        while length and word[at] != word[length]:
+    for index in range(1, len(word)):
+        while length and word[index] != word[length]:
             length = table[length - 1]
-        if word[at] == word[length]:
+        if word[index] == word[length]:
             length += 1
-        table[at] = length
+        table[index] = length
     return tuple(table)
 
 

@@ -128,7 +128,7 @@ class PackedLogprobs(Sequence[Position | None]):
     def __getitem__(self, index: slice) -> list[Position | None]: ...
     def __getitem__(self, index: int | slice) -> Position | list[Position | None]:
         if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
@@ -156,7 +156,7 @@ class PackedPrompt(Sequence[Position | None]):
     def __getitem__(self, index: slice) -> list[Position | None]: ...
     def __getitem__(self, index: int | slice) -> Position | list[Position | None] | None:
         if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         row = self.rows[index]
         return None if row < 0 else self.packed[row]
 

@@ -227,7 +227,7 @@ class OutputProcessor:
         if self._ranked:
             scores = [child.cumulative or 0.0 for child in self.children]
             chosen = [self.children[index] for index in top_n(scores, self.params.n)]
-            outputs = [self._completion(child, at) for at, child in enumerate(chosen)]
+            outputs = [self._completion(child, number) for number, child in enumerate(chosen)]
             for child in self.children:  # the others are not delivered
                 child.delivered, child.end_delivered = len(child.tokens), True
         else:

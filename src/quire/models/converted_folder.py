@@ -41,7 +41,7 @@ def converted_folder(
     Raises:
         ConfigError: the cache is not writable. What `texts` raises.
     """
-    about = [(str(each), (at := each.stat()).st_size, at.st_mtime_ns) for each in files]
+    about = [(str(each), (status := each.stat()).st_size, status.st_mtime_ns) for each in files]
     key = hashlib.sha256(json.dumps([FORM, about]).encode()).hexdigest()[:16]
     root = _safe_root(kind)
     target = root / f"{name[:80]}-{key}"

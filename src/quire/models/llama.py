@@ -138,8 +138,8 @@ class InternLM2(CausalLM):
         cfg = self.cfg
         group = cfg.num_attention_heads // cfg.num_key_value_heads
         rows = tensor.unflatten(0, (cfg.num_key_value_heads, group + 2, cfg.head_dim))
-        for part, at in (("q", slice(group)), ("k", slice(group, group + 1)), ("v", slice(group + 1, None))):  # fmt: skip
+        for part, heads in (("q", slice(group)), ("k", slice(group, group + 1)), ("v", slice(group + 1, None))):  # fmt: skip
             yield (
                 name.replace("attention.wqkv", f"self_attn.{part}_proj"),
-                rows[:, at].flatten(0, 2),
+                rows[:, heads].flatten(0, 2),
             )

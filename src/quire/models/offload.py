@@ -145,29 +145,29 @@ class _PinnedLayer:
         for part in parts:
             self.parts.append((self.size, part))
             self.size += -(-part.tensor.nbytes // ALIGNED) * ALIGNED
-        sizes = [min(CHUNK, self.size - at) for at in range(0, self.size, CHUNK)]
+        sizes = [min(CHUNK, self.size - start) for start in range(0, self.size, CHUNK)]
         self.chunks = [copier.host(size) for size in sizes]
-        for index, (at, part) in enumerate(self.parts):
-            self._write(at, part.tensor.contiguous().flatten().view(torch.uint8))
+        for index, (start, part) in enumerate(self.parts):
+            self._write(start, part.tensor.contiguous().flatten().view(torch.uint8))
             # From now on only its shape is needed: free the memory, one tensor after the other.
             part.set(part.tensor.to("meta"))
-            self.parts[index] = at, part._replace(tensor=part.tensor.to("meta"))
+            self.parts[index] = start, part._replace(tensor=part.tensor.to("meta"))
 
-    def _write(self, at: int, source: Tensor) -> None:
+    def _write(self, offset: int, source: Tensor) -> None:
         while len(source):
-            chunk = self.chunks[at // CHUNK]
-            start = at % CHUNK
+            chunk = self.chunks[offset // CHUNK]
+            start = offset % CHUNK
             piece = source[: len(chunk) - start]
             chunk[start : start + len(piece)].copy_(piece)
-            at, source = at + len(piece), source[len(piece) :]
+            offset, source = offset + len(piece), source[len(piece) :]
 
     def bind_to(self, place: Tensor) -> list[Pair]:
         """Make the tensors views of a place; returns the copies that fill it."""
-        for at, part in self.parts:
+        for start, part in self.parts:
             like = part.tensor
-            part.set(place[at : at + like.nbytes].view(like.dtype).view(like.shape))
+            part.set(place[start : start + like.nbytes].view(like.dtype).view(like.shape))
         starts = range(0, self.size, CHUNK)
         return [
-            (place[at : at + len(chunk)], chunk)
-            for at, chunk in zip(starts, self.chunks, strict=True)
+            (place[start : start + len(chunk)], chunk)
+            for start, chunk in zip(starts, self.chunks, strict=True)
         ]

@@ -31,13 +31,13 @@ part start, outs, first, rank, at."""
 
 class LoraPart(NamedTuple):
     """Outputs [start, start + outs) of a weight, whose A is rows [first, first + rank) of the factors' A, and whose B begins
-    at element `at` of their B."""
+    at element `offset` of their B."""
 
     start: int
     outs: int
     first: int
     rank: int
-    at: int
+    offset: int
     scale: float
 
 
@@ -74,14 +74,14 @@ class LoraFactors:
         offset_O: Tensor | None = None,
     ):
         self.num_in, self.num_out = num_in, num_out
-        made, a, b, first, at = [], [], [], 0, 0
+        made, a, b, first, offset = [], [], [], 0, 0
         for part in parts:
             rank = 0 if part.a_RI is None else len(part.a_RI)
-            made.append(LoraPart(part.start, part.outs, first, rank, at, part.scale))
+            made.append(LoraPart(part.start, part.outs, first, rank, offset, part.scale))
             if part.a_RI is not None and part.b_OR is not None:
                 a.append(F.pad(part.a_RI.to(dtype), (0, -num_in % LANES)))
                 b.append(_panels(part.b_OR.to(dtype)))
-                first, at = first + rank, at + b[-1].numel()
+                first, offset = first + rank, offset + b[-1].numel()
         self.parts, self.rank = tuple(made), first
         none = torch.zeros(0, dtype=dtype)
         self.a_RI = torch.cat(a) if a else none.view(0, num_in + -num_in % LANES)
@@ -108,7 +108,7 @@ class LoraFactors:
         row = [0 if each is None else each.data_ptr() for each in pointers]
         row += [self.rank, len(self.parts)]
         for part in self.parts:
-            row += [part.start, part.outs, part.first, part.rank, part.at]
+            row += [part.start, part.outs, part.first, part.rank, part.offset]
         return row + [0] * (FIELDS + MAX_PARTS * PART_FIELDS - len(row))
 
     def tensors(self) -> list[Tensor]:
@@ -224,9 +224,9 @@ def shrink(x_TI: Tensor, factors: LoraFactors) -> Tensor:
 def expand(h_TR: Tensor, y_TO: Tensor, factors: LoraFactors) -> Tensor:
     """y with the products of B and the scaled h, times gain, plus offset."""
     y_TO = y_TO.clone()
-    for start, outs, first, rank, at, scale in factors.parts:
+    for start, outs, first, rank, offset, scale in factors.parts:
         panels = -(-outs // LANES)
-        b_PRL = factors.b[at : at + panels * rank * LANES].view(panels, rank, LANES)
+        b_PRL = factors.b[offset : offset + panels * rank * LANES].view(panels, rank, LANES)
         scaled_TR = (h_TR[:, first : first + rank] * scale).double()
         total_TO = torch.zeros(len(y_TO), outs)
         for r in range(rank):

@@ -112,9 +112,9 @@ def by_output(each: Tensor, ref: WeightRef) -> Tensor:
 
 def zero_points(words_NG: Tensor, ref: WeightRef, bits: int) -> Tensor:
     """Zero points that are packed along the outputs -> [O, G]. Each part of the weight starts a new word."""
-    parts, at = [], 0
+    parts, start = [], 0
     for width in ref.outputs:
         rows = -(-width * bits // 32)
-        parts.append(dense(words_NG[at : at + rows].T, bits).T[:width])
-        at += rows
+        parts.append(dense(words_NG[start : start + rows].T, bits).T[:width])
+        start += rows
     return torch.cat(parts)

@@ -54,11 +54,11 @@ class RequantizedFp8Format(QuantizedFormat):
         """Scales of blocks, repeated for each output: [O, G]."""
         high = self.scheme.block[0]
         scale = ref.tensor(self.scale)
-        parts, at = [], 0
+        parts, start = [], 0
         for width in ref.outputs:  # each part starts a new block
             rows = -(-width // high)
-            parts.append(scale[at : at + rows].repeat_interleave(high, 0)[:width])
-            at += rows
+            parts.append(scale[start : start + rows].repeat_interleave(high, 0)[:width])
+            start += rows
         return torch.cat(parts)
 
 

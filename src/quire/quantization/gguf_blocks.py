@@ -121,10 +121,10 @@ def _product(x_TI: Tensor, form: BlockForm, codes: BlockCodes) -> Tensor:
     y_TO = torch.zeros(len(x_TI), len(codes.q_OI))
     for start in range(0, x_TI.shape[1], STEP):
         x_TS, scale_T = quantize(x_TI[:, start : start + STEP])
-        for at in range(start, start + STEP, group):
-            g, x_TG = at // group, x_TS[:, at - start : at - start + group].double()
+        for index in range(start, start + STEP, group):
+            g, x_TG = index // group, x_TS[:, index - start : index - start + group].double()
             sum_T1 = x_TG.sum(1, keepdim=True)
-            sums = x_TG @ codes.q_OI[:, at : at + group].double().T - form.zero * sum_T1
+            sums = x_TG @ codes.q_OI[:, index : index + group].double().T - form.zero * sum_T1
             y_TO += sums.float() * (scale_T[:, None] * scale_OG[:, g])
             if minimum_OG is not None:
                 y_TO -= minimum_OG[:, g] * (scale_T[:, None] * sum_T1.float())

@@ -102,8 +102,8 @@ def _halves(blocks_OBN: Tensor) -> tuple[Tensor, Tensor]:
     return blocks_OBN & 15, blocks_OBN >> 4
 
 
-def _float16(blocks_OBN: Tensor, at: int) -> Tensor:
-    return blocks_OBN[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
+def _float16(blocks_OBN: Tensor, offset: int) -> Tensor:
+    return blocks_OBN[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0]
 
 
 def _q4_0(blocks_OBN: Tensor) -> BlockCodes:
@@ -117,10 +117,10 @@ def _q4_1(blocks_OBN: Tensor) -> BlockCodes:
     return BlockCodes(q, _float16(blocks_OBN, 0), dmin_OB=-_float16(blocks_OBN, 2))
 
 
-def _five_bits(blocks_OBN: Tensor, at: int) -> Tensor:
+def _five_bits(blocks_OBN: Tensor, offset: int) -> Tensor:
     """32 bits of the fifth place, lowest first, then the halves of 16 bytes."""
-    low, high = _halves(blocks_OBN[..., at + 4 :])
-    fifth = blocks_OBN[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    low, high = _halves(blocks_OBN[..., offset + 4 :])
+    fifth = blocks_OBN[..., offset : offset + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return (torch.cat([low, high], -1) | fifth.flatten(-2) << 4).flatten(1)
 
 
@@ -239,10 +239,10 @@ def _mxfp4(blocks_OBN: Tensor) -> BlockCodes:
 TERNARY = (-1, 0, 1, 2)
 
 
-def _ternary(numbers: Tensor, blocks_OBN: Tensor, at: int) -> BlockCodes:
+def _ternary(numbers: Tensor, blocks_OBN: Tensor, offset: int) -> BlockCodes:
     """The kernels have a scale for every 32 inputs."""
     each = numbers.shape[2] // 32
-    d_OB = _float16(blocks_OBN, at).repeat_interleave(each, 1)
+    d_OB = _float16(blocks_OBN, offset).repeat_interleave(each, 1)
     return BlockCodes(numbers.flatten(1), d_OB)
 
 

@@ -43,12 +43,12 @@ def decode(
         raise ValueError(f"scale is {list(scale.shape)} and zero {list(zero.shape)}")
     w = torch.empty(per * len(packed), packed.shape[1], dtype=dtype)
     for index in range(per):
-        at = slice(index * len(packed), (index + 1) * len(packed))
+        part = slice(index * len(packed), (index + 1) * len(packed))
         codes = (packed >> (top - bits * index)) & ((1 << bits) - 1)
-        w[at] = codes
+        w[part] = codes
     w = w[:rows]
     for start in range(0, rows, CHUNK_ROWS):  # in place, and few floats at a time
-        at = slice(start, start + CHUNK_ROWS)
-        own = at if len(scale) > 1 else slice(None)  # a group is a row, or a column
-        w[at] = (w[at].float() - zero[own].float()) * scale[own].float()
+        part = slice(start, start + CHUNK_ROWS)
+        own = part if len(scale) > 1 else slice(None)  # a group is a row, or a column
+        w[part] = (w[part].float() - zero[own].float()) * scale[own].float()
     return w.view(outs, ins)

@@ -122,10 +122,10 @@ class Int4Weight(PreparedWeight):
         x_TI = x_TI if self.order_I is None else x_TI[:, self.order_I.long()]
         y_TO = torch.zeros(len(x_TI), self.outs)
         for g in range(self.ins // group):
-            at = slice(g * group, (g + 1) * group)
-            x_TS, scale_T = quantize(x_TI[:, at])
+            group_slice = slice(g * group, (g + 1) * group)
+            x_TS, scale_T = quantize(x_TI[:, group_slice])
             x_TS = x_TS.double()
-            sums = x_TS @ q_OI[:, at].double().T
+            sums = x_TS @ q_OI[:, group_slice].double().T
             sums -= x_TS.sum(1, keepdim=True) * self.zero_OG[:, g].double()
             y_TO += sums.float() * (scale_T[:, None] * self.scale_OG[:, g])
         return self.rounded(y_TO, bias_O, x_TI.dtype)

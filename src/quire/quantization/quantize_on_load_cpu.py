@@ -52,12 +52,12 @@ def quantize_later(ref: WeightRef, packing: Packing, kernels: Kernels, most: int
     for low_OI, high_OI, first in _rows(ref):
         panel, step = first // PANEL, low_OI.stride(0) * low_OI.itemsize
         high = high_OI.data_ptr() if gated else low_OI.data_ptr() + HALF * step
-        at = panel if group else first
+        key = panel if group else first
         packing.add(
             [
                 *(low_OI.data_ptr(), high, len(low_OI), len(high_OI), step, HALF if gated else PANEL),
                 *(made.data.data_ptr() + panel * width, -(-len(low_OI) // (HALF if gated else PANEL)), ins, group),
-                *(scale.data_ptr() + at * scale.stride(0) * scale.itemsize, other.data_ptr() + at * other.stride(0) * other.itemsize),
+                *(scale.data_ptr() + key * scale.stride(0) * scale.itemsize, other.data_ptr() + key * other.stride(0) * other.itemsize),
                 outs // 2 if gated else HALF,
             ],
             *((low_OI, high_OI) if gated else (low_OI,)),

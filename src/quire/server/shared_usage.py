@@ -32,7 +32,7 @@ class UsageAccount:
     @property
     def under_way(self) -> int:
         """Running completions of all processes."""
-        return int(sum(self.numbers[at] for at in range(PLAIN, len(self.numbers))))
+        return int(sum(self.numbers[index] for index in range(PLAIN, len(self.numbers))))
 
     def begin(self, count: int = 1) -> None:
         with self._lock:

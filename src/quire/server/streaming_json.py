@@ -87,8 +87,8 @@ class PartsAnswer(Response):
             with hang_up:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})  # fmt: skip
                 while part := await loop.run_in_executor(self.pool, self._part):
-                    for at in range(0, len(part), 2 * PART_BYTES):
-                        piece = part[at : at + 2 * PART_BYTES]
+                    for index in range(0, len(part), 2 * PART_BYTES):
+                        piece = part[index : index + 2 * PART_BYTES]
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientDisconnect, OSError):

@@ -63,7 +63,7 @@ def batch_of_part(batch: ForwardBatch, split: SplitTokens) -> ForwardBatch:
     ends = [
         batch.lengths[row] - batch.query_lens[row] + first + count for row, first, count in pieces
     ]
-    row_B, at = torch.tensor(rows), {"T": own_T, "B": torch.tensor(rows)}
+    row_B, index = torch.tensor(rows), {"T": own_T, "B": torch.tensor(rows)}
     return replace(
         batch,
         token_ids_T=batch.token_ids_T[own_T],
@@ -83,7 +83,7 @@ def batch_of_part(batch: ForwardBatch, split: SplitTokens) -> ForwardBatch:
         rows_S=np.zeros(0, np.int64),
         lengths_S=np.zeros(0, np.int64),
         meta={},
-        extras={name: each[at[name[-1]]] for name, each in batch.extras.items()},
+        extras={name: each[index[name[-1]]] for name, each in batch.extras.items()},
         embeddings=[],
         hidden_states={},
         split_tokens=split,

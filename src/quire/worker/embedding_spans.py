@@ -61,22 +61,24 @@ class EmbeddingSpans(Hook):
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         if batch is None or not self.spans:
             return
-        at = 0  # of the row's first token in the batch
+        offset = 0  # of the row's first token in the batch
         counts = zip(
             plan.work, batch.query_lens, batch.lengths, strict=True
         )  # a plan may have more draft tokens than there are
         for item, count, length in counts:
             if spans := self.spans.get(item.row):
-                self._replace(batch, spans, at, length - count, length)
+                self._replace(batch, spans, offset, length - count, length)
                 self.spans[item.row] = [span for span in spans if span.end > length]
-            at += count
+            offset += count
 
     def _replace(
-        self, batch: ForwardBatch, spans: list[EmbeddingSpan], at: int, first: int, end: int
+        self, batch: ForwardBatch, spans: list[EmbeddingSpan], offset: int, first: int, end: int
     ) -> None:
-        """The step computes the tokens [first, end) of a row; the first one is token `at` of the batch."""
+        """The step computes the tokens [first, end) of a row; the first one is token `offset` of the batch."""
         for span in spans:
             start, stop = max(span.start, first), min(span.end, end)
             if start < stop:
-                at_N = torch.arange(at + start - first, at + stop - first, device=self.rows.device)
+                at_N = torch.arange(
+                    offset + start - first, offset + stop - first, device=self.rows.device
+                )
                 batch.embeddings.append((at_N, span.embeddings_ND[start - span.start : stop - span.start]))  # fmt: skip

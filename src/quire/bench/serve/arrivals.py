@@ -76,7 +76,7 @@ class Arrivals:
         if self.ramp is None and self.rate != INFINITE and times[-1] > 0:
             # The mean of few draws can be far off: scale to the requested rate.
             scale = (count - 1) / self.rate / times[-1]
-            times = [at * scale for at in times]
+            times = [when * scale for when in times]
         return times
 
 
@@ -106,8 +106,8 @@ async def run(
     start = time.perf_counter()
     tasks: list[asyncio.Task[T]] = []
     async with asyncio.TaskGroup() as group:
-        for number, at in enumerate(arrivals.times(count, seed)):
-            wait = start + at - time.perf_counter()
+        for number, when in enumerate(arrivals.times(count, seed)):
+            wait = start + when - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
             tasks.append(group.create_task(one(number)))

@@ -173,7 +173,7 @@ async def _prefixes(options: DatasetOptions, cut: Cutter) -> list[BenchPrompt]:
             f"{head} {tail}", options.prefix_len + options.suffix_len, options.output_len
         )
 
-    pairs = [(draw.getrandbits(62), heads[at % len(heads)]) for at in range(options.count)]
+    pairs = [(draw.getrandbits(62), heads[index % len(heads)]) for index in range(options.count)]
     if options.shuffle:
         draw.shuffle(pairs)
     return await _several([lambda pair=pair: one(*pair) for pair in pairs])  # type: ignore[misc]
@@ -258,7 +258,7 @@ async def _from_file(
         raise ConfigError(f"--dataset-path {options.path}: the file has no prompts")
     if options.shuffle:
         random.Random(options.seed).shuffle(rows)
-    rows = [rows[at % len(rows)] for at in range(options.count)]
+    rows = [rows[index % len(rows)] for index in range(options.count)]
     default = options.output_len
     return [
         BenchPrompt(

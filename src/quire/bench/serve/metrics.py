@@ -158,11 +158,11 @@ def busiest_second(done: Sequence[RequestRecord]) -> float:
     start = min(one.start for one in done)
     weights: dict[int, float] = {}
     for one in done:
-        at = one.start + one.ttft
+        when = one.start + one.ttft
         each = one.output_tokens / (len(one.itls) + 1)
         for gap in (0.0, *one.itls):
-            at += gap
-            second = math.floor(at - start)
+            when += gap
+            second = math.floor(when - start)
             weights[second] = weights.get(second, 0.0) + each
     return max(weights.values())
 

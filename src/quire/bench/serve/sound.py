@@ -61,7 +61,7 @@ def sounds_of(path: Path, count: int, seed: int, shuffle: bool) -> list[BenchPro
     read = [
         BenchPrompt(file.name, 0, 0, data := file.read_bytes(), length_of(data)) for file in files
     ]
-    return [read[at % len(read)] for at in range(count)]
+    return [read[index % len(read)] for index in range(count)]
 
 
 def length_of(data: bytes) -> float:

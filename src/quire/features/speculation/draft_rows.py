@@ -63,7 +63,9 @@ class ComputedBlocks:
         cached = new.num_computed_tokens // size
         self._full.difference_update(blocks[cached:])
         # 0 is the null block, which is outside the windows of later tokens
-        lacking = (at for at in range(cached) if blocks[at] and blocks[at] not in self._full)
+        lacking = (
+            index for index in range(cached) if blocks[index] and blocks[index] not in self._full
+        )
         return next(lacking, cached) * size
 
     def allocated(self, blocks: Sequence[Sequence[Sequence[int]]]) -> None:

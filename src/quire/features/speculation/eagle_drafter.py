@@ -104,9 +104,11 @@ class EagleDrafter(Drafter):
     def _keep(self, step: ComputedTokens) -> None:
         """Copy the states of a step: the next one overwrites them."""
         kept = []
-        for row, start, end, at in zip(step.rows, step.starts, step.ends, step.places, strict=True):
+        for row, start, end, index in zip(
+            step.rows, step.starts, step.ends, step.places, strict=True
+        ):
             if (one := self._waiting.get(row)) is not None and not one.is_lost:
-                kept.append((one, start, at, at + end - start))
+                kept.append((one, start, index, index + end - start))
         if not kept:
             self.reads = not all(one.is_lost for one in self._waiting.values())
             return
@@ -132,9 +134,11 @@ class EagleDrafter(Drafter):
     def _take_last(self, rows: Container[int]) -> None:
         """Without keys and values only the state of a row's last position counts, and it is used before the next step."""
         step = self._step or ComputedTokens([], [], [])
-        for row, start, end, at in zip(step.rows, step.starts, step.ends, step.places, strict=True):
+        for row, start, end, index in zip(
+            step.rows, step.starts, step.ends, step.places, strict=True
+        ):
             if row in rows and row in self._waiting:
-                last = slice(at + end - start - 1, at + end - start)
+                last = slice(index + end - start - 1, index + end - start)
                 states_1E = torch.cat([step.states[number][last] for number in self.records], -1)
                 self._waiting[row] = PendingHiddenStates(end - 1, [states_1E], 1)
 

@@ -50,7 +50,7 @@ class SpeculationGate(Gate):
         counts: dict[str, float] | None = None,
     ):
         self.num_speculative_tokens, self.shares_texts = num_speculative_tokens, shares_texts
-        self._per_position = [PER_POSITION.format(at) for at in range(num_speculative_tokens)]
+        self._per_position = [PER_POSITION.format(index) for index in range(num_speculative_tokens)]
         self.counters = [DRAFTS, DRAFT_TOKENS, ACCEPTED, *self._per_position]
         self.counts = dict.fromkeys(self.counters, 0.0) if counts is None else counts
         self._verified: dict[str, tuple[int, int]] = {}  # by request, of the last step
@@ -84,8 +84,8 @@ class SpeculationGate(Gate):
             self.counts[DRAFTS] += 1
             self.counts[DRAFT_TOKENS] += verified
             self.counts[ACCEPTED] += accepted
-            for at in range(accepted):
-                self.counts[self._per_position[at]] += 1
+            for index in range(accepted):
+                self.counts[self._per_position[index]] += 1
 
     def add_output_details(self, outputs: list[EngineOutput]) -> None:
         """What was verified in this step, and num_speculative_tokens."""

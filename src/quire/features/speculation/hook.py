@@ -126,7 +126,9 @@ class SpeculationHook(Hook):
             self._verified = {}
         elif batch is not None:
             draws = Counter(batch.drawing)
-            self._verified = {row: (place, draws[at] - 1) for at, row, place in batch.first_draws()}
+            self._verified = {
+                row: (place, draws[index] - 1) for index, row, place in batch.first_draws()
+            }
         else:
             self._verified = dict(filter(None, map(self._drafts_of, plan.work)))
         if self.drafter.records and self.drafter.reads:

@@ -126,23 +126,25 @@ class LookupDrafter(Drafter):
         while follow and len(drafts) < limit:
             if len(follow) == 1:
                 return drafts + index.after(follow[0] + index.start, limit - len(drafts))
-            there = [tokens[at] for at in follow if at < len(tokens)]
+            there = [tokens[offset] for offset in follow if offset < len(tokens)]
             if (token := max(there, key=there.count, default=END)) == END:
                 break
             chance *= there.count(token) / len(follow)
             if chance < self.least_chance:
                 break
             drafts.append(token)
-            follow = [at + 1 for at in follow if at < len(tokens) and tokens[at] == token]
+            follow = [
+                offset + 1 for offset in follow if offset < len(tokens) and tokens[offset] == token
+            ]
         return drafts
 
 
 def _follows(index: TokenIndex, place: int, recent: array[int]) -> bool:
     """Whether the text has followed `place` for LONG_MATCH tokens."""
-    at = place - index.start
-    if not index.size <= at < len(index.tokens) or index.tokens[at] == END:
+    offset = place - index.start
+    if not index.size <= offset < len(index.tokens) or index.tokens[offset] == END:
         return False
-    return index.tokens[max(at - LONG_MATCH, 0) : at] == recent[-LONG_MATCH:]
+    return index.tokens[max(offset - LONG_MATCH, 0) : offset] == recent[-LONG_MATCH:]
 
 
 def _longest(index: TokenIndex, places: list[int], recent: array[int]) -> tuple[list[int], int]:

@@ -87,19 +87,19 @@ class TokenIndex:
 
     def goes_on(self, place: int, recent: array[int]) -> bool:
         """Whether the tokens before `place` are the last of `recent`, but for the last one or two of these."""
-        at, end, size = place - self.start, len(recent), self.size
-        if not size < at < len(self.tokens):
+        offset, end, size = place - self.start, len(recent), self.size
+        if not size < offset < len(self.tokens):
             return False
-        for differ in range(1, min(MAX_DIFFERENT, at - size, end - size) + 1):
-            before = self.tokens[at - differ - size : at - differ]
+        for differ in range(1, min(MAX_DIFFERENT, offset - size, end - size) + 1):
+            before = self.tokens[offset - differ - size : offset - differ]
             if before == recent[end - differ - size : end - differ]:
                 return True
         return False
 
     def after(self, place: int, limit: int) -> list[int]:
         """What follows a place, up to the end of its text. The last text goes on there: it repeats what follows."""
-        at = place - self.start
-        found = self.tokens[at : at + limit].tolist()
+        offset = place - self.start
+        found = self.tokens[offset : offset + limit].tolist()
         if END in found:
             return found[: found.index(END)]
         if found and len(found) < limit:
@@ -108,11 +108,11 @@ class TokenIndex:
 
     def match(self, place: int, recent: array[int]) -> int:
         """How many tokens before `place` are also the last of `recent`; the last n-gram is."""
-        at, tokens = place - self.start, self.tokens
-        most = min(len(recent), at)
-        if tokens[at - most : at] == recent[len(recent) - most :]:
+        offset, tokens = place - self.start, self.tokens
+        most = min(len(recent), offset)
+        if tokens[offset - most : offset] == recent[len(recent) - most :]:
             return most
         count = self.size
-        while count < most and tokens[at - 1 - count] == recent[-1 - count]:
+        while count < most and tokens[offset - 1 - count] == recent[-1 - count]:
             count += 1
         return count

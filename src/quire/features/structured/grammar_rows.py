@@ -60,7 +60,7 @@ class GrammarStates:
     def __init__(self, make: Callable[[], LLMatcher], accepts: int, words: int):
         self.make, self.accepts, self.words = make, accepts, words
         self.grammar = make()
-        self.at: dict[int, GrammarState] = {}
+        self.states: dict[int, GrammarState] = {}
         self._par: LLExecutor | None = None
         self.check()
 
@@ -76,16 +76,16 @@ class GrammarStates:
             raise UnsupportedConstraint(explained(first.get_error()))
 
     def begin(self, number: int, settings: GrammarRowSettings, outputs: Sequence[int]) -> None:
-        self.at[number] = state = GrammarState(self.grammar.deep_copy(), settings)
+        self.states[number] = state = GrammarState(self.grammar.deep_copy(), settings)
         for token in outputs:
             self._feed(state, token)
 
     def drop(self, number: int) -> None:
-        self.at.pop(number, None)
+        self.states.pop(number, None)
 
     def feed(self, number: int, tokens: Sequence[int]) -> list[int]:
         """Feed tokens; returns the forced tokens after them, which are fed too."""
-        state = self.at[number]
+        state = self.states[number]
         try:
             for token in tokens:
                 self._feed(state, token)
@@ -102,7 +102,7 @@ class GrammarStates:
         Returns them, at most `most`, and by draft token: whether only an end token may follow, and the mask of what may.
         The row's state remains.
         """
-        state = self.at[number]
+        state = self.states[number]
         taken: list[int] = []
         over: list[bool] = []
         masks: list[np.ndarray] = []
@@ -151,7 +151,7 @@ class GrammarStates:
     def fill(self, numbers: Sequence[int]) -> np.ndarray:
         """The masks of these rows, in order; zeros for rows that have ended or failed."""
         masks_NW = np.zeros((len(numbers), self.words), np.int32)
-        states = [self.at[number] for number in numbers]
+        states = [self.states[number] for number in numbers]
         try:
             self._compute_all(states, masks_NW)
         except BaseException:  # below, compute each alone, so that only the row at fault fails

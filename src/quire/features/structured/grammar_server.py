@@ -204,8 +204,10 @@ class GrammarServer:
         if self.states is None:
             return
         masks_NW = self.states.fill(numbers)
-        at = [self.states.at[number] for number in numbers]
-        reply = MaskReply([one.over for one in at], [one.error for one in at], self._num_taken())
+        states = [self.states.states[number] for number in numbers]
+        reply = MaskReply(
+            [one.over for one in states], [one.error for one in states], self._num_taken()
+        )
         send(self.pipe, encode(reply))
         send(self.pipe, memoryview(masks_NW.data).cast("B"))
 

@@ -119,13 +119,13 @@ class GrammarMasks(Processor):
         masked_argmax.mask_logits(
             logits_SV, torch.from_numpy(words_SW).to(logits_SV.device, non_blocking=True)
         )
-        for at, tokens in unmasked:
-            allow_only(logits_SV[at], tokens)
+        for index, tokens in unmasked:
+            allow_only(logits_SV[index], tokens)
         return logits_SV
 
     def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
-        for at, tokens in self._apply_masks(words_SW, selected):
-            allow_only_in_mask(words_SW[at], tokens)
+        for index, tokens in self._apply_masks(words_SW, selected):
+            allow_only_in_mask(words_SW[index], tokens)
 
     def _apply_masks(
         self, words_SW: np.ndarray, selected: ProcessorRows
@@ -136,29 +136,29 @@ class GrammarMasks(Processor):
         """
         grammars = [self.row_grammars[row] for row in selected.rows.tolist()]
         until = time.monotonic() + WAIT_S
-        for at, grammar in zip(selected.at.tolist(), grammars, strict=True):
+        for index, grammar in zip(selected.indices.tolist(), grammars, strict=True):
             if grammar.job is not None:
                 self._wait(grammar, grammar.job, until)
             if grammar.restart is not None:
                 self._wait(grammar, grammar.restart, until)
                 grammar.restart = None
             if grammar.error is not None:
-                selected.errors.setdefault(at, grammar.error)
+                selected.errors.setdefault(index, grammar.error)
         self._drawing = grammars, selected.rows, selected.lengths
         unmasked: list[tuple[int, list[int]]] = []
-        for at, grammar, length in zip(
-            selected.at.tolist(), grammars, selected.lengths.tolist(), strict=True
+        for index, grammar, length in zip(
+            selected.indices.tolist(), grammars, selected.lengths.tolist(), strict=True
         ):
             if (place := length - grammar.start) < len(grammar.tokens):
-                unmasked.append((at, [grammar.tokens[place]]))
+                unmasked.append((index, [grammar.tokens[place]]))
             elif grammar.error is None:
                 over, mask_W = self._state_at(grammar, place - len(grammar.tokens))
                 if over:
-                    unmasked.append((at, grammar.settings.ends))
+                    unmasked.append((index, grammar.settings.ends))
                     continue
                 mask_W = mask_W[: words_SW.shape[1]]
-                words_SW[at, : len(mask_W)] &= mask_W
-                words_SW[at, len(mask_W) :] = 0
+                words_SW[index, : len(mask_W)] &= mask_W
+                words_SW[index, len(mask_W) :] = 0
         return unmasked
 
     def _state_at(self, grammar: RowGrammar, number: int) -> tuple[bool, Any]:

@@ -29,13 +29,13 @@ def to_rust_regex(pattern: str) -> str:
     """
     out: list[str] = []
     pieces = PIECE.findall(pattern)
-    at = 0
-    while at < len(pieces):
-        piece = pieces[at]
+    index = 0
+    while index < len(pieces):
+        piece = pieces[index]
         if piece == "[":
-            end = _class_end(pieces, at)
-            out.append(_class(pieces[at + 1 : end]))
-            at = end
+            end = _class_end(pieces, index)
+            out.append(_class(pieces[index + 1 : end]))
+            index = end
         elif piece == ".":
             out.append(r"[^\x00\n\r\x{2028}\x{2029}]")
         elif piece == r"\S":
@@ -44,22 +44,22 @@ def to_rust_regex(pattern: str) -> str:
             out.append(piece[1])
         else:
             out.append(piece)
-        at += 1
+        index += 1
     return "".join(out)
 
 
 def _class_end(pieces: list[str], start: int) -> int:
-    for at in range(start + 1, len(pieces)):
-        if pieces[at] == "]":
-            return at
+    for index in range(start + 1, len(pieces)):
+        if pieces[index] == "]":
+            return index
     raise UnsupportedConstraint(f"pattern: a class is not closed: {''.join(pieces)!r}")
 
 
 def _class(inside: list[str]) -> str:
     negated = bool(inside) and inside[0] == "^"
     made: list[str] = []
-    for at, piece in enumerate(inside[1:] if negated else inside):
-        if piece == "-" and at and made[-1] == "-":
+    for index, piece in enumerate(inside[1:] if negated else inside):
+        if piece == "-" and index and made[-1] == "-":
             raise UnsupportedConstraint(
                 "pattern: write \\- for each of two adjacent hyphens in a class"
             )
@@ -68,7 +68,11 @@ def _class(inside: list[str]) -> str:
         return f"[^\\x00{''.join(made)}]"
     if not made:
         raise UnsupportedConstraint("pattern: the class [] matches nothing")
-    for at in range(len(made) - 2):
-        if NUL.fullmatch(made[at]) and made[at + 1] == "-" and not NUL.fullmatch(made[at + 2]):
-            made[at] = r"\x01"
+    for index in range(len(made) - 2):
+        if (
+            NUL.fullmatch(made[index])
+            and made[index + 1] == "-"
+            and not NUL.fullmatch(made[index + 2])
+        ):
+            made[index] = r"\x01"
     return f"[{''.join(made)}]"

@@ -53,8 +53,8 @@ class RowGrammar:
         said, kind = self.constraint.field_name, self.constraint.kind
         return said if said != FIELD else f"{said}.{kind}"
 
-    def update(self, reply: MaskReply, masks_NW: np.ndarray, at: int) -> None:
+    def update(self, reply: MaskReply, masks_NW: np.ndarray, index: int) -> None:
         """Read the row's part of a process's answer."""
-        self.over, self.mask_W = reply.over[at], masks_NW[at]
-        if reply.errors[at] is not None:
-            self.fail(reply.errors[at] or "")
+        self.over, self.mask_W = reply.over[index], masks_NW[index]
+        if reply.errors[index] is not None:
+            self.fail(reply.errors[index] or "")

@@ -96,14 +96,14 @@ class _Writer:
 
     def literal(self, text: str) -> str:
         """A literal text; special tokens in it become token ids."""
-        pieces, at = [], 0
+        pieces, start = [], 0
         for found in self._special.finditer(text) if self._special is not None else ():
-            if found.start() > at:
-                pieces.append(_quoted(text[at : found.start()]))
+            if found.start() > start:
+                pieces.append(_quoted(text[start : found.start()]))
             pieces.append(f"<[{self.specials[found[0]]}]>")
-            at = found.end()
-        if at < len(text) or not pieces:
-            pieces.append(_quoted(text[at:]))
+            start = found.end()
+        if start < len(text) or not pieces:
+            pieces.append(_quoted(text[start:]))
         return " ".join(pieces)
 
     # -- parts ----------------------------------------------------------------------------------

@@ -74,19 +74,22 @@ class ThinkingBudget(Processor):
         del self.rows[row]
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
-        for at, token in self._forced(selected):
-            allow_only(logits_SV[at], [token])
+        for index, token in self._forced(selected):
+            allow_only(logits_SV[index], [token])
         return logits_SV
 
     def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
-        for at, token in self._forced(selected):
-            allow_only_in_mask(words_SW[at], [token])
+        for index, token in self._forced(selected):
+            allow_only_in_mask(words_SW[index], [token])
 
     def _forced(self, selected: ProcessorRows) -> Iterator[tuple[int, int]]:
         """(index in S, token) of rows whose next token is forced."""
         before, one = -1, None
-        for at, row, length in zip(
-            selected.at.tolist(), selected.rows.tolist(), selected.lengths.tolist(), strict=True
+        for index, row, length in zip(
+            selected.indices.tolist(),
+            selected.rows.tolist(),
+            selected.lengths.tolist(),
+            strict=True,
         ):
             if one is None or row != before:
                 before, one = row, self.rows[row]
@@ -96,4 +99,4 @@ class ThinkingBudget(Processor):
                 continue
             one.take(selected.state.token_ids_RL[row, one.read : length].tolist())
             if (token := one.forced()) is not None:
-                yield at, token
+                yield index, token

@@ -35,19 +35,22 @@ class TraceReplay(Processor):
         del self.traces[row]
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
-        for at, token in self._tokens(selected):
-            logits_SV[at] = float("-inf")
-            logits_SV[at, token] = 0.0  # the model may have had -inf for it
+        for index, token in self._tokens(selected):
+            logits_SV[index] = float("-inf")
+            logits_SV[index, token] = 0.0  # the model may have had -inf for it
         return logits_SV
 
     def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
-        for at, token in self._tokens(selected):
-            allow_only_in_mask(words_SW[at], [token])
+        for index, token in self._tokens(selected):
+            allow_only_in_mask(words_SW[index], [token])
 
     def _tokens(self, selected: ProcessorRows) -> Iterator[tuple[int, int]]:
         """(index in S, token) of the rows; past the end of a trace, as after draft tokens, any token is left."""
-        for at, row, place in zip(
-            selected.at.tolist(), selected.rows.tolist(), selected.outputs.tolist(), strict=True
+        for index, row, place in zip(
+            selected.indices.tolist(),
+            selected.rows.tolist(),
+            selected.outputs.tolist(),
+            strict=True,
         ):
             if place < len(trace := self.traces[row]):
-                yield at, trace[place]
+                yield index, trace[place]

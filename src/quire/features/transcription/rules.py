@@ -52,11 +52,11 @@ class RulesProcessor(Processor):
         self.of_row.pop(row, None)
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
-        columns = selected.at.tolist(), selected.rows.tolist(), selected.outputs.tolist()
-        for at, row, done in zip(*columns, strict=True):
+        columns = selected.indices.tolist(), selected.rows.tolist(), selected.outputs.tolist()
+        for index, row, done in zip(*columns, strict=True):
             first = int(selected.state.num_prompt[row])
             output_L = selected.state.token_ids_RL[row, first : first + done]
-            self._apply_to(logits_SV[at], self.of_row[row], output_L)
+            self._apply_to(logits_SV[index], self.of_row[row], output_L)
         return logits_SV
 
     def _apply_to(self, logits_V: Tensor, rules: DecodingRules, output_L: Tensor) -> None:

@@ -176,10 +176,10 @@ def decode_data_url(url: str, where: str, room: Room) -> File:
     with suppress(binascii.Error, ValueError):
         if count % 4:
             raise ValueError
-        for at in range(0, count, PIECE):
-            piece = binascii.a2b_base64(url[comma + 1 + at : comma + 1 + at + PIECE], strict_mode=True)  # fmt: skip
-            if len(piece) != min(PIECE // 4 * 3, size - at // 4 * 3):  # "=" before the end
+        for start in range(0, count, PIECE):
+            piece = binascii.a2b_base64(url[comma + 1 + start : comma + 1 + start + PIECE], strict_mode=True)  # fmt: skip
+            if len(piece) != min(PIECE // 4 * 3, size - start // 4 * 3):  # "=" before the end
                 raise ValueError
-            file[at // 4 * 3 : at // 4 * 3 + len(piece)] = piece
+            file[start // 4 * 3 : start // 4 * 3 + len(piece)] = piece
         return file
     raise refused(where, "the data: URL is not valid base64")

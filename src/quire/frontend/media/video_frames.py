@@ -86,17 +86,17 @@ def packed_frames(frames_NHWC: np.ndarray, fps: float) -> bytes:
 
 
 def _unpacked(data: bytes, num_frames: int, max_pixels: int) -> Video:
-    at = len(PACKED) + struct.calcsize("<IIId")
-    count, height, width, fps = struct.unpack("<IIId", data[len(PACKED) : at])
+    offset = len(PACKED) + struct.calcsize("<IIId")
+    count, height, width, fps = struct.unpack("<IIId", data[len(PACKED) : offset])
     if height * width > max_pixels:
         raise UnreadVideo("pixels")
     if (
-        len(data) - at != count * height * width * 3
+        len(data) - offset != count * height * width * 3
         or not 0 < fps < 1e6
         or not count * height * width
     ):
         raise UnreadVideo("broken")
-    frames_NHWC = np.frombuffer(data, np.uint8, offset=at).reshape(count, height, width, 3)
+    frames_NHWC = np.frombuffer(data, np.uint8, offset=offset).reshape(count, height, width, 3)
     indices = sampled(count, num_frames)
     return Video([frames_NHWC[index] for index in indices], indices, fps)
 

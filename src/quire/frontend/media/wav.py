@@ -52,23 +52,23 @@ def is_wav(data: bytes | memoryview) -> bool:
 
 def read_wav(data: bytes) -> WavFile:
     """Raises NotWav."""
-    view, at, described = memoryview(data), 12, None
+    view, offset, described = memoryview(data), 12, None
     for _ in range(MOST_CHUNKS):
-        if at + 8 > len(view):
+        if offset + 8 > len(view):
             raise NotWav
-        name, size = bytes(view[at : at + 4]), struct.unpack_from("<I", view, at + 4)[0]
-        body = view[at + 8 : at + 8 + size]
+        name, size = bytes(view[offset : offset + 4]), struct.unpack_from("<I", view, offset + 4)[0]
+        body = view[offset + 8 : offset + 8 + size]
         if name == b"fmt ":
             described = _described(body)
         elif name == b"data":
             if described is None:
                 raise NotWav
             if size in UNKNOWN:
-                body = view[at + 8 :]
+                body = view[offset + 8 :]
             rate, channels, kind, bits = described
             frame = channels * bits // 8
             return WavFile(rate, channels, kind, bits, body[: len(body) // frame * frame])
-        at += 8 + size + size % 2
+        offset += 8 + size + size % 2
     raise NotWav
 
 

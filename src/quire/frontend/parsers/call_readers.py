@@ -52,34 +52,34 @@ class CallObject:
         self._has_name = False
         self._first_char = ""
 
-    def feed(self, text: str, at: int) -> int:
+    def feed(self, text: str, pos: int) -> int:
         """As ValueReader.feed."""
         end = len(text)
-        while at < end and not self.done:
+        while pos < end and not self.done:
             if self._reader is not None:
                 try:
-                    reached = self._reader.feed(text, at)
+                    reached = self._reader.feed(text, pos)
                 except MalformedValue:
                     self._read_on(self._reader)  # forward what precedes the error
                     raise
                 try:
                     self._read_on(self._reader)
                 except MalformedValue as error:
-                    error.at = reached
+                    error.pos = reached
                     raise
-                if reached == at:
-                    return at
-                at = reached
-            elif (space := SPACE.match(text, at)) is not None:
-                at = space.end()
+                if reached == pos:
+                    return pos
+                pos = reached
+            elif (space := SPACE.match(text, pos)) is not None:
+                pos = space.end()
             else:
                 try:
-                    at = self._mark(text[at], at)
+                    pos = self._mark(text[pos], pos)
                 except MalformedValue as error:
-                    error.at = at
+                    error.pos = pos
                     error.unemitted = quoted(self._key) if self._expected == "colon" else ""
                     raise
-        return at
+        return pos
 
     def release(self) -> None:
         """The text ends here: pass on what was withheld."""
@@ -87,7 +87,7 @@ class CallObject:
             self._reader.release()
             self._read_on(self._reader)
 
-    def _mark(self, char: str, at: int) -> int:
+    def _mark(self, char: str, pos: int) -> int:
         expected = self._expected
         if expected == "open" and char == "{":
             self._expected = "key or end"
@@ -98,7 +98,7 @@ class CallObject:
         elif expected in ("key", "key or end") and char == '"':
             self._expected = "key"
             self._reader = ValueReader("json", '"')
-            return at
+            return pos
         elif expected == "colon" and char == ":":
             self._expected = "value"
         elif expected == "value":
@@ -106,10 +106,10 @@ class CallObject:
             first = {"name": '"', "arguments": '{"n'}.get(group, "")
             types = self.sink.types() if group == "arguments" and self._has_name else None
             self._reader = ValueReader("json", first, types)
-            return at
+            return pos
         else:
             raise MalformedValue(f"{char!r} where {expected} was expected")
-        return at + 1
+        return pos + 1
 
     def _group(self) -> str:
         return "name" if self._key in NAMES else "arguments" if self._key in ARGUMENTS else ""
@@ -177,31 +177,31 @@ class PythonCall:
         self._is_first = True
         self._reader: ValueReader | None = None
 
-    def feed(self, text: str, at: int) -> int:
+    def feed(self, text: str, pos: int) -> int:
         """As ValueReader.feed."""
         end = len(text)
-        while at < end and not self.done:
+        while pos < end and not self.done:
             if self._reader is not None:
                 try:
-                    reached = self._reader.feed(text, at)
+                    reached = self._reader.feed(text, pos)
                 finally:
                     if new := self._reader.take():
                         self.sink.arguments(new)
                 if self._reader.done:
                     self._reader, self._expected = None, "after"
-                elif reached == at:
-                    return at
-                at = reached
+                elif reached == pos:
+                    return pos
+                pos = reached
                 continue
             try:
-                reached = self._step(text, at)
+                reached = self._step(text, pos)
             except MalformedValue as error:
-                error.at, error.unemitted = at, self._word if self._expected == "=" else ""
+                error.pos, error.unemitted = pos, self._word if self._expected == "=" else ""
                 raise
             if reached < 0:
-                return at
-            at = reached
-        return at
+                return pos
+            pos = reached
+        return pos
 
     def release(self) -> None:
         """As CallObject.release."""
@@ -210,10 +210,10 @@ class PythonCall:
             if text := self._reader.take():
                 self.sink.arguments(text)
 
-    def _step(self, text: str, at: int) -> int:
+    def _step(self, text: str, pos: int) -> int:
         """Returns the new position; -1: it needs more text."""
         if self._expected in ("name", "key", "key or end") and (
-            identifier := IDENTIFIER.match(text, at)
+            identifier := IDENTIFIER.match(text, pos)
         ):
             word = identifier[0]
             if len(word) > MAX_WORD:
@@ -223,11 +223,11 @@ class PythonCall:
             self._word = word
             self._expected = "(" if self._expected == "name" else "="
             return identifier.end()
-        if (space := SPACE.match(text, at)) is not None:
+        if (space := SPACE.match(text, pos)) is not None:
             return space.end()
-        return self._mark(text[at], at)
+        return self._mark(text[pos], pos)
 
-    def _mark(self, char: str, at: int) -> int:
+    def _mark(self, char: str, pos: int) -> int:
         expected, word = self._expected, self._word
         if char == "(" and expected == "(":
             if word[0].isdigit():
@@ -246,4 +246,4 @@ class PythonCall:
             self.done = True
         else:
             raise MalformedValue(f"{char!r} in a call, where {expected} was expected")
-        return at + 1
+        return pos + 1

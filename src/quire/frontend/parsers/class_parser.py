@@ -140,13 +140,13 @@ class ClassCalls:
         """Arguments of the last call that the class has read and not streamed, as vLLM sends them at the end."""
         whole = getattr(self.parser, "prev_tool_call_arr", None) or []
         sent = getattr(self.parser, "streamed_args_for_tool", None) or []
-        at = len(whole) - 1
-        if not whole or len(sent) <= at or not isinstance(sent[at], str):
+        pos = len(whole) - 1
+        if not whole or len(sent) <= pos or not isinstance(sent[pos], str):
             return ParsedDelta()
-        arguments = whole[at].get("arguments", "")
+        arguments = whole[pos].get("arguments", "")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)  # fmt: skip
-        rest = text.removeprefix(sent[at]) if text.startswith(sent[at]) else ""
-        return ParsedDelta(calls=[CallDelta(at, rest)] if rest else [])
+        rest = text.removeprefix(sent[pos]) if text.startswith(sent[pos]) else ""
+        return ParsedDelta(calls=[CallDelta(pos, rest)] if rest else [])
 
 
 class TableStage:

@@ -50,32 +50,32 @@ class ElementArguments:
         """The last argument and its values: the next element may have the same name."""
         self._unwritten: list[str] = []
 
-    def feed(self, text: str, at: int) -> int:
+    def feed(self, text: str, pos: int) -> int:
         """As ValueReader.feed."""
-        while at < len(text) and not self.done:
-            start = text.find(self.prefix, at)
-            stop = start if start >= 0 else len(text) - self._partial_length(text, at)
+        while pos < len(text) and not self.done:
+            start = text.find(self.prefix, pos)
+            stop = start if start >= 0 else len(text) - self._partial_length(text, pos)
             try:
-                self._add_text(text[at:stop])
-                self._keep(text[at:stop])
-                at = stop
+                self._add_text(text[pos:stop])
+                self._keep(text[pos:stop])
+                pos = stop
                 if start < 0:
-                    return at
+                    return pos
                 begin = start + len(self.prefix)
                 tag = TAG.match(text, begin)
                 end = begin if tag is None else tag.end()
                 if end == len(text):
-                    return at
+                    return pos
                 if tag is None or not tag[2] or text[end] != ">":
                     raise MalformedValue("a prefix without a tag")
                 if self._read_tag(tag[2], is_end=bool(tag[1])):
-                    self._keep(text[at : end + 1])
-                    at = end + 1
+                    self._keep(text[pos : end + 1])
+                    pos = end + 1
             except MalformedValue as error:
                 self._write_last()
-                error.at, error.unemitted = at, "".join(self._unwritten)
+                error.pos, error.unemitted = pos, "".join(self._unwritten)
                 raise
-        return at
+        return pos
 
     def release(self) -> None:
         """The text ends here: pass on the complete arguments, and what there is of the last one, without an end."""
@@ -94,9 +94,9 @@ class ElementArguments:
         else:
             self._unwritten.clear()
 
-    def _partial_length(self, text: str, at: int) -> int:
+    def _partial_length(self, text: str, pos: int) -> int:
         """Number of characters at the end that may be the start of the prefix."""
-        for length in range(min(len(self.prefix) - 1, len(text) - at), 0, -1):
+        for length in range(min(len(self.prefix) - 1, len(text) - pos), 0, -1):
             if self.prefix.startswith(text[-length:]):
                 return length
         return 0

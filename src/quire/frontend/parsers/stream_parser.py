@@ -269,51 +269,51 @@ class StreamParser:
 
     # -- one method per kind of state; returns False if it needs more text ----------------------
     def _read_text(self) -> bool:
-        text, at, markers = self._buffer, self._at, self._pattern
-        found = markers.pattern.search(text, at) if markers.pattern is not None else None
+        text, pos, markers = self._buffer, self._at, self._pattern
+        found = markers.pattern.search(text, pos) if markers.pattern is not None else None
         if found is not None:
-            self._emit_text(self._state.kind, text[at : found.start()])
+            self._emit_text(self._state.kind, text[pos : found.start()])
             self._at = found.start()
             self._follow_marker(found[0], markers.transitions[found[0]])
             return True
-        stop = len(text) - markers.partial_length(text, at)
-        self._emit_text(self._state.kind, text[at:stop])
+        stop = len(text) - markers.partial_length(text, pos)
+        self._emit_text(self._state.kind, text[pos:stop])
         self._at = stop
         return False
 
     def _read_space(self) -> bool:
-        text, at, markers = self._buffer, self._at, self._pattern
-        start = at
+        text, pos, markers = self._buffer, self._at, self._pattern
+        start = pos
         while start < len(text) and text[start].isspace():
             start += 1
-        self._consume(start - at)
-        at = start
-        if at == len(text):
+        self._consume(start - pos)
+        pos = start
+        if pos == len(text):
             return False
-        if len(text) - at <= markers.max_prefix and text[at:] in markers.prefixes:
+        if len(text) - pos <= markers.max_prefix and text[pos:] in markers.prefixes:
             return False
-        found = markers.pattern.match(text, at) if markers.pattern is not None else None
+        found = markers.pattern.match(text, pos) if markers.pattern is not None else None
         if found is not None:
             self._follow_marker(found[0], markers.transitions[found[0]])
             return True
         if not self._state.fallback:
             raise MalformedValue(
-                f"{text[at]!r} where one of {list(markers.transitions)} was expected"
+                f"{text[pos]!r} where one of {list(markers.transitions)} was expected"
             )
         self._enter(Transition(self._state.fallback))
         return True
 
     def _read_word(self) -> bool:
         """A name, a key or a head: the text up to a marker."""
-        text, at, markers = self._buffer, self._at, self._pattern
-        found = markers.pattern.search(text, at) if markers.pattern is not None else None
-        stop = found.start() if found is not None else len(text) - markers.partial_length(text, at)
-        if self._length + stop - at > MAX_WORD:
+        text, pos, markers = self._buffer, self._at, self._pattern
+        found = markers.pattern.search(text, pos) if markers.pattern is not None else None
+        stop = found.start() if found is not None else len(text) - markers.partial_length(text, pos)
+        if self._length + stop - pos > MAX_WORD:
             self._consume(MAX_WORD - self._length)
             raise MalformedValue(f"a {self._state.kind} without an end")
-        self._length += stop - at
-        self._word.append(text[at:stop])
-        self._consume(stop - at)
+        self._length += stop - pos
+        self._word.append(text[pos:stop])
+        self._consume(stop - pos)
         if found is None:
             return False
         word, state = "".join(self._word).strip(), self._state
@@ -331,11 +331,11 @@ class StreamParser:
         if not state.allows_spaces and len(head.split()) > 1:
             raise MalformedValue(f"{head[:40]!r} where one word was expected")
         for needle, to in state.routes:
-            at = head.find(needle)
-            if at < 0:
+            pos = head.find(needle)
+            if pos < 0:
                 continue
             if self.table.states[to].kind in READERS:
-                rest = head[at + len(needle) :]
+                rest = head[pos + len(needle) :]
                 stop = next((i for i, char in enumerate(rest) if char in NAME_ENDS), len(rest))
                 self._writer.begin(rest[:stop])
                 self._writer.id = head if state.is_call_id else ""
@@ -343,11 +343,11 @@ class StreamParser:
         return target
 
     def _read_value(self) -> bool:
-        text, at, markers = self._buffer, self._at, self._pattern
-        found = markers.pattern.search(text, at) if markers.pattern is not None else None
-        stop = found.start() if found is not None else len(text) - markers.partial_length(text, at)
-        piece = text[at:stop]
-        self._consume(stop - at)
+        text, pos, markers = self._buffer, self._at, self._pattern
+        found = markers.pattern.search(text, pos) if markers.pattern is not None else None
+        stop = found.start() if found is not None else len(text) - markers.partial_length(text, pos)
+        piece = text[pos:stop]
+        self._consume(stop - pos)
         if self._text_value:
             self._emit_string(piece, ended=found is not None)
         else:
@@ -382,17 +382,17 @@ class StreamParser:
         reader = self._reader
         if reader is None:
             reader = self._reader = self._new_reader()
-        at = self._at
+        pos = self._at
         if isinstance(reader, ValueReader) and not self._writer.name:
             raise MalformedValue("a call without a name")
         try:
-            reached = reader.feed(self._buffer, at)
+            reached = reader.feed(self._buffer, pos)
         except MalformedValue as error:
             self._forward_arguments(reader)
-            self._consume(error.at - at)
+            self._consume(error.pos - pos)
             raise
         self._forward_arguments(reader)
-        self._consume(reached - at)
+        self._consume(reached - pos)
         if self._writer.started:
             self._call_text.clear()
         if not reader.done:

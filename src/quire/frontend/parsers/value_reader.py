@@ -22,11 +22,11 @@ MAX_WORD = 256  # characters of a number, a name, a key without quotes
 
 
 class MalformedValue(Exception):
-    """The text is not a valid value or call. The message gives the reason, `at` the position."""
+    """The text is not a valid value or call. The message gives the reason, `pos` the position."""
 
-    at = 0
+    pos = 0
     unemitted = ""
-    """Text consumed before `at` and not emitted."""
+    """Text consumed before `pos` and not emitted."""
 
 
 @dataclass(frozen=True)
@@ -125,44 +125,44 @@ class ValueReader:
     def _is_member(self) -> bool:
         return self.types is not None and self._closers == ["}"]
 
-    def feed(self, text: str, at: int) -> int:
+    def feed(self, text: str, pos: int) -> int:
         """Read text[at:]; returns where it stopped: at the end of the value, or where it needs more text.
 
         Raises:
-            MalformedValue: not a value; its `at` is the position of the error.
+            MalformedValue: not a value; its `pos` is the position of the error.
         """
         steps = {
             "value": self._value, "key": self._key, "colon": self._colon, "after": self._after,
             "string": self._string, "word": self._in_word, "word key": self._in_word, "bare": self._bare_key,
         }  # fmt: skip
         end = len(text)
-        while at < end and not self.done:
+        while pos < end and not self.done:
             between = self._expected in ("value", "key", "colon", "after")
-            if between and (space := SPACE.match(text, at)) is not None:
-                at = space.end()
+            if between and (space := SPACE.match(text, pos)) is not None:
+                pos = space.end()
                 continue
             try:
-                reached = steps[self._expected](text, at)
+                reached = steps[self._expected](text, pos)
             except MalformedValue as error:
-                error.at = at
+                error.pos = pos
                 self.release()
                 raise
             if reached < 0:
-                return at
-            at = reached
-        return at
+                return pos
+            pos = reached
+        return pos
 
     def release(self) -> None:
         """Withhold nothing: the text ends here."""
         self._withheld = None
 
-    # -- each method reads from `at` and returns the new position; -1: it needs more text -------------
-    def _value(self, text: str, at: int) -> int:
-        char = text[at]
+    # -- each method reads from `pos` and returns the new position; -1: it needs more text -------------
+    def _value(self, text: str, pos: int) -> int:
+        char = text[pos]
         if self.first_chars and not self._closers and char not in self.first_chars:
             raise MalformedValue(f"{char!r} where {self.first_chars!r} was expected")
         if self._closers and self._closers[-1] != "}" and char == self._closers[-1][0]:
-            return self._close(at)
+            return self._close(pos)
         if char in "{[" or (char == "(" and self.dialect.tuples):
             if len(self._closers) >= MAX_NESTED:
                 raise MalformedValue("nested too deeply")
@@ -173,31 +173,31 @@ class ValueReader:
             self.out.append("{" if char == "{" else "[")
             self._closers.append({"{": "}", "[": "]", "(": ")]"}[char])
             self._expected = "key" if char == "{" else "value"
-            return at + 1
+            return pos + 1
         if self.types is not None and self._is_member():
-            text_ = text.startswith(self.dialect.quotes, at) and self.types.may_be_text(
+            text_ = text.startswith(self.dialect.quotes, pos) and self.types.may_be_text(
                 self._member
             )
             self._withheld = None if text_ else len(self.out)
-        return self._string_or_word(text, at)
+        return self._string_or_word(text, pos)
 
-    def _string_or_word(self, text: str, at: int) -> int:
+    def _string_or_word(self, text: str, pos: int) -> int:
         for quote in self.dialect.quotes:
-            if text.startswith(quote, at):
+            if text.startswith(quote, pos):
                 self._separate()
                 self.out.append('"')
                 self._quote, self._string_is_key = quote, self._expected == "key"
                 self._expected = "string"
-                return at + len(quote)
-            if len(text) - at < len(quote) and quote.startswith(text[at:]):
+                return pos + len(quote)
+            if len(text) - pos < len(quote) and quote.startswith(text[pos:]):
                 return -1
-        if (self._expected == "value" or self.is_python) and WORD.match(text, at):
+        if (self._expected == "value" or self.is_python) and WORD.match(text, pos):
             self._separate()
             if self._expected == "key" and self._withheld is None:
                 self._withheld = len(self.out)
             self._expected = "word" if self._expected == "value" else "word key"
-            return at
-        raise MalformedValue(f"{text[at]!r} where a {self._expected} was expected")
+            return pos
+        raise MalformedValue(f"{text[pos]!r} where a {self._expected} was expected")
 
     _string_is_key = False
 
@@ -206,7 +206,7 @@ class ValueReader:
             self.out.append(", ")
             self._comma = False
 
-    def _close(self, at: int) -> int:
+    def _close(self, pos: int) -> int:
         if self._comma and not self.dialect.trailing_comma:
             raise MalformedValue("trailing comma")
         self._comma = self._undecided = False
@@ -214,7 +214,7 @@ class ValueReader:
         self.out.append(self._closers.pop()[-1])
         self._expected = "after"
         self.done = not self._closers
-        return at + 1
+        return pos + 1
 
     def _scalar_ended(self) -> None:
         self._expected = "after"
@@ -224,36 +224,36 @@ class ValueReader:
             self.out[self._withheld :] = [self.types.converted(self._member, scalar)]
             self._withheld = None
 
-    def _key(self, text: str, at: int) -> int:
-        if text[at] == "}":
-            return self._close(at)
+    def _key(self, text: str, pos: int) -> int:
+        if text[pos] == "}":
+            return self._close(pos)
         if self._is_member():
             self._separate()
             self._withheld = len(self.out)
-        if self.dialect.bare_words and BARE_KEY.match(text, at):
+        if self.dialect.bare_words and BARE_KEY.match(text, pos):
             self._separate()
             self._expected = "bare"
-            return at
-        return self._string_or_word(text, at)
+            return pos
+        return self._string_or_word(text, pos)
 
-    def _bare_key(self, text: str, at: int) -> int:
-        key = BARE_KEY.match(text, at)
+    def _bare_key(self, text: str, pos: int) -> int:
+        key = BARE_KEY.match(text, pos)
         word = "" if key is None else key[0]
-        if at + len(word) == len(text) and len(word) <= MAX_WORD:
+        if pos + len(word) == len(text) and len(word) <= MAX_WORD:
             return -1
         if len(word) > MAX_WORD:
             raise MalformedValue("the key is too long")
         self.out.append(quoted(word))
         self._expected = "colon"
-        return at + len(word)
+        return pos + len(word)
 
-    def _colon(self, text: str, at: int) -> int:
-        if self._undecided and text[at] in ",}" and self._withheld is not None:
+    def _colon(self, text: str, pos: int) -> int:
+        if self._undecided and text[pos] in ",}" and self._withheld is not None:
             self.out[self._withheld] = "["
             self._closers[-1], self._undecided, self._withheld = "}]", False, None
-            return self._after(text, at)
-        if text[at] != ":":
-            raise MalformedValue(f"{text[at]!r} where ':' was expected")
+            return self._after(text, pos)
+        if text[pos] != ":":
+            raise MalformedValue(f"{text[pos]!r} where ':' was expected")
         if self._is_member():
             self._member = json.loads("".join(self.out[self._withheld :]))
         elif not self._string_is_key and self.is_python:
@@ -261,23 +261,23 @@ class ValueReader:
         self._undecided, self._withheld = False, None
         self.out.append(": ")
         self._expected = "value"
-        return at + 1
+        return pos + 1
 
-    def _after(self, text: str, at: int) -> int:
-        char = text[at]
+    def _after(self, text: str, pos: int) -> int:
+        char = text[pos]
         if char == self._closers[-1][0]:
-            return self._close(at)
+            return self._close(pos)
         if char != ",":
             raise MalformedValue(f"{char!r} where ',' or {self._closers[-1][0]!r} was expected")
         self._comma = True
         self._expected = "key" if self._closers[-1] == "}" else "value"
-        return at + 1
+        return pos + 1
 
-    def _in_word(self, text: str, at: int) -> int:
+    def _in_word(self, text: str, pos: int) -> int:
         """A number or a word; waits for its end, because only the complete word shows whether it is valid."""
-        found = WORD.match(text, at)
+        found = WORD.match(text, pos)
         word = "" if found is None else found[0]
-        if at + len(word) == len(text) and len(word) <= MAX_WORD:
+        if pos + len(word) == len(text) and len(word) <= MAX_WORD:
             return -1
         known = (self.dialect.words or {}).get(word)
         if known is None and len(word) <= MAX_WORD:
@@ -291,28 +291,28 @@ class ValueReader:
             self._expected, self._string_is_key = "colon", False
         else:
             self._scalar_ended()
-        return at + len(word)
+        return pos + len(word)
 
-    def _string(self, text: str, at: int) -> int:
+    def _string(self, text: str, pos: int) -> int:
         quote = self._quote
         if self.dialect.escapes == "none":
-            return self._marked_string(text, at, quote)
-        if (run := RUNS[quote].match(text, at)) is not None:
+            return self._marked_string(text, pos, quote)
+        if (run := RUNS[quote].match(text, pos)) is not None:
             self.out.append(escaped(run[0]))
             return run.end()
-        char = text[at]
+        char = text[pos]
         if char == quote:
-            return self._end_of_string(text, at)
+            return self._end_of_string(text, pos)
         if char == "\\":
-            return self._escape(text, at)
+            return self._escape(text, pos)
         self.out.append(escaped(char))  # a raw control character, such as a line break: escape it
-        return at + 1
+        return pos + 1
 
-    def _end_of_string(self, text: str, at: int) -> int:
+    def _end_of_string(self, text: str, pos: int) -> int:
         """A quote. In Python it belongs to the string unless the string can end here."""
-        space = AFTER_QUOTE.match(text, at + 1)
-        after = at + 1 if space is None else space.end()
-        if self.is_python and after - at <= MAX_SPACE:
+        space = AFTER_QUOTE.match(text, pos + 1)
+        after = pos + 1 if space is None else space.end()
+        if self.is_python and after - pos <= MAX_SPACE:
             if after == len(text):
                 return -1
             is_last = not self._closers and text[after] == ")"
@@ -321,24 +321,24 @@ class ValueReader:
                 return -1
             follows = called is None or text[called.end()] in AFTER_LAST
             if text[after] not in AFTER_STRING or not follows:
-                self.out.append(escaped(text[at]))
-                return at + 1
+                self.out.append(escaped(text[pos]))
+                return pos + 1
         self._string_ended()
-        return at + 1
+        return pos + 1
 
-    def _marked_string(self, text: str, at: int, quote: str) -> int:
-        end = text.find(quote, at)
+    def _marked_string(self, text: str, pos: int, quote: str) -> int:
+        end = text.find(quote, pos)
         stop = end if end >= 0 else len(text)
         if end < 0:
-            for length in range(min(len(quote) - 1, stop - at), 0, -1):
+            for length in range(min(len(quote) - 1, stop - pos), 0, -1):
                 if quote.startswith(text[stop - length :]):
                     stop -= length
                     break
-        self.out.append(escaped(text[at:stop]))
+        self.out.append(escaped(text[pos:stop]))
         if end >= 0:
             self._string_ended()
             return end + len(quote)
-        return stop if stop > at else -1
+        return stop if stop > pos else -1
 
     def _string_ended(self) -> None:
         self.out.append('"')
@@ -347,13 +347,13 @@ class ValueReader:
         else:
             self._scalar_ended()
 
-    def _escape(self, text: str, at: int) -> int:
-        if at + 1 >= len(text):
+    def _escape(self, text: str, pos: int) -> int:
+        if pos + 1 >= len(text):
             return -1
-        char, json_ = text[at + 1], self.dialect.escapes == "json"
+        char, json_ = text[pos + 1], self.dialect.escapes == "json"
         if char in "uxU" and not (json_ and char != "u"):
             size = {"u": 4, "x": 2, "U": 8}[char]
-            digits = text[at + 2 : at + 2 + size]
+            digits = text[pos + 2 : pos + 2 + size]
             if digits and HEX.fullmatch(digits) is None:
                 raise MalformedValue(f"\\{char} needs {size} hexadecimal digits")
             if len(digits) < size:
@@ -362,14 +362,14 @@ class ValueReader:
             if value > 0x10FFFF:
                 raise MalformedValue(f"invalid character {digits}")
             self.out.append(f"\\u{digits}" if char == "u" else json.dumps(chr(value))[1:-1])
-            return at + 2 + size
+            return pos + 2 + size
         if json_:
             if char not in JSON_ESCAPES:
                 raise MalformedValue(f"\\{char} is not a JSON escape")
             self.out.append("\\" + char)
         else:
             self.out.append(escaped(PYTHON_ESCAPES.get(char, "\\" + char)))
-        return at + 2
+        return pos + 2
 
 
 def finite(number: str) -> str:

@@ -161,26 +161,26 @@ class Pairs:
 
     def prompts(self, start: int, stop: int) -> list[Prompt]:
         """Some of the prompts, not tokenized yet. Raises ValidationError: the template refuses a pair."""
-        return [self._prompt(at) for at in range(start, min(stop, self.num_prompts))]
+        return [self._prompt(index) for index in range(start, min(stop, self.num_prompts))]
 
-    def size(self, at: int) -> int:
+    def size(self, index: int) -> int:
         """Characters of a prompt, about."""
-        first, second = self._texts(at)
+        first, second = self._texts(index)
         return len(first) + len(second or "")
 
-    def _texts(self, at: int) -> tuple[str, str | None]:
+    def _texts(self, index: int) -> tuple[str, str | None]:
         queries = self.queries
         if self.task == "classify":
-            return queries[at if len(queries) > 1 else 0], self.documents[at]
-        return (queries + self.documents)[at] if at < len(queries) else self.documents[at - len(queries)], None  # fmt: skip
+            return queries[index if len(queries) > 1 else 0], self.documents[index]
+        return (queries + self.documents)[index] if index < len(queries) else self.documents[index - len(queries)], None  # fmt: skip
 
-    def _prompt(self, at: int) -> Prompt:
-        first, second = self._texts(at)
+    def _prompt(self, index: int) -> Prompt:
+        first, second = self._texts(index)
         options = self.options
         if second is None:
-            limit = options.max_tokens_per_query if at < len(self.queries) else options.max_tokens_per_doc  # fmt: skip
+            limit = options.max_tokens_per_query if index < len(self.queries) else options.max_tokens_per_doc  # fmt: skip
             return Prompt(self._cut(first, limit))
-        number = at if len(self.queries) > 1 else 0
+        number = index if len(self.queries) > 1 else 0
         if (cut := self._queries_cut.get(number)) is None:
             cut = self._queries_cut[number] = self._cut(first, options.max_tokens_per_query)
         first = cut

@@ -26,8 +26,10 @@ def encode_inputs(
     if tokenizer.is_slow:
         return [_slow(tokenizer.backend, text, special, limit, keep_first) for text in texts]
     backend = tokenizer.backend
-    whole = [at for at, text in enumerate(texts) if limit is None or size_of(text) <= FIRST_PART]
-    batch = backend.encode_batch_fast([texts[at] for at in whole], add_special_tokens=special)
+    whole = [
+        index for index, text in enumerate(texts) if limit is None or size_of(text) <= FIRST_PART
+    ]
+    batch = backend.encode_batch_fast([texts[index] for index in whole], add_special_tokens=special)
     encoded: dict[int, Any] = dict(zip(whole, batch, strict=True))
     inputs = []
     for number, text in enumerate(texts):

@@ -87,7 +87,7 @@ class TranscriptionInputs:
         self, records: Sequence[tuple[int, bytes]], window: WindowText, first: int, states: int
     ) -> list[Word]:
         by_place = dict(records)
-        found = [by_place.get(first + at) for at in range(len(window.tokens))]
+        found = [by_place.get(first + index) for index in range(len(window.tokens))]
         if not found or None in found:
             return []
         weights = [np.frombuffer(one or b"", np.float32).reshape(-1, states) for one in found]  # fmt: skip

@@ -83,7 +83,7 @@ def split(
     if not timed:
         _add(window, 0, window.seconds, tokens, special, tokenizer)
         return
-    ends = [at for at in range(1, len(tokens)) if is_time[at - 1] and is_time[at]]
+    ends = [index for index in range(1, len(tokens)) if is_time[index - 1] and is_time[index]]
     closes = is_time[-2:] == [False, True]
     if not ends:
         times = [token for token, known in zip(tokens, is_time, strict=True) if known]

@@ -126,23 +126,23 @@ def _read(file: Path) -> GgufHeader:
 
 
 class _HeaderReader:
-    """Reads values one after the other; `at`: the next byte."""
+    """Reads values one after the other; `offset`: the next byte."""
 
     def __init__(self, file: Path, data: mmap.mmap, size: int):
         self.file, self.data, self.size = file, data, size
-        self.limit, self.at = min(size, LONGEST_HEADER), 0
+        self.limit, self.offset = min(size, LONGEST_HEADER), 0
 
     def wrong(self, why: str) -> ConfigError:
         return ConfigError(
-            f"{self.file} is not a complete GGUF file: {why} (byte {self.at}); download it again"
+            f"{self.file} is not a complete GGUF file: {why} (byte {self.offset}); download it again"
         )
 
     def take(self, count: int) -> bytes:
-        if count > self.limit - self.at:
+        if count > self.limit - self.offset:
             where = "file" if self.limit == self.size else f"first {LONGEST_HEADER >> 20} MiB"
             raise self.wrong(f"a value of {count} bytes ends beyond the {where}")
-        found = self.data[self.at : self.at + count]
-        self.at += count
+        found = self.data[self.offset : self.offset + count]
+        self.offset += count
         return found
 
     def number(self, letter: str) -> Any:
@@ -166,12 +166,12 @@ class _HeaderReader:
             raise self.wrong(f"arrays are nested more than {DEEPEST} deep")
         if kind in NUMBERS:
             letter = NUMBERS[kind]
-            room = (self.limit - self.at) // struct.calcsize("<" + letter)
+            room = (self.limit - self.offset) // struct.calcsize("<" + letter)
             if count > room:
                 raise self.wrong(f"an array of {count} values ends beyond the file")
             each = f"<{count}{letter}"
             return list(struct.unpack(each, self.take(struct.calcsize(each))))
-        if kind not in (STRING, ARRAY) or count > (self.limit - self.at) // 8:
+        if kind not in (STRING, ARRAY) or count > (self.limit - self.offset) // 8:
             raise self.wrong(f"an array claims {count} values of type {kind}")
         one: Callable[[], Any] = (
             self.string if kind == STRING else lambda: self.value(kind, depth + 1)
@@ -180,7 +180,7 @@ class _HeaderReader:
 
     def header(self) -> GgufHeader:
         if self.take(4) != MAGIC:
-            self.at = 0
+            self.offset = 0
             raise self.wrong("it does not begin with GGUF")
         version = self.number("I")
         if version not in (2, 3):
@@ -199,7 +199,7 @@ class _HeaderReader:
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= LARGEST_ALIGNMENT:
             raise self.wrong(f"general.alignment is {str(alignment)[:40]}")
-        start = -(-self.at // alignment) * alignment
+        start = -(-self.offset // alignment) * alignment
         return GgufHeader((self.file,), metadata, tuple(self.place(each, start) for each in found))
 
     def tensor(self) -> GgufTensor:
@@ -218,10 +218,10 @@ class _HeaderReader:
 
     def place(self, tensor: GgufTensor, start: int) -> GgufTensor:
         """The tensor with its offset in the file."""
-        at = start + tensor.start
-        if at + tensor.nbytes > self.size:
+        offset = start + tensor.start
+        if offset + tensor.nbytes > self.size:
             raise ConfigError(
-                f"{self.file} is truncated: tensor {tensor.name[:80]!r} ends at byte {at + tensor.nbytes}, but the file has"
+                f"{self.file} is truncated: tensor {tensor.name[:80]!r} ends at byte {offset + tensor.nbytes}, but the file has"
                 f" {self.size}; download it again"
             )
-        return tensor._replace(start=at)
+        return tensor._replace(start=offset)

@@ -152,12 +152,12 @@ class DeepseekForm(NextTokenLayers):
 
     def __init__(self, cfg: TextConfig, max_length: int = 0):
         super().__init__(cfg, max_length)
-        numbers = {str(at): str(number) for at, number in enumerate(self.numbers)}
+        numbers = {str(index): str(number) for index, number in enumerate(self.numbers)}
         self.checkpoint_names = {"fusions": "model.layers", "norms": "model.layers"}
         self.model.layers.checkpoint_names = numbers  # type: ignore[assignment]
         self.fusions.checkpoint_names = numbers  # type: ignore[assignment]
         self.norms.checkpoint_names = {  # type: ignore[assignment]
-            at: f"{number}.shared_head.norm" for at, number in numbers.items()
+            index: f"{number}.shared_head.norm" for index, number in numbers.items()
         }
 
     @property

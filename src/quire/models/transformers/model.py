@@ -185,17 +185,19 @@ class TransformersModel(LanguageModel):
         if self._caches is None:
             return self._run(token_ids_T[None], positions_T[None])[0][0]
         rows = batch.rows_B[: batch.num_rows].tolist()
-        parts, at = [], 0
+        parts, start = [], 0
         for row, n, length in zip(rows, batch.query_lens, batch.lengths, strict=True):
-            end = at + n
+            end = start + n
             if n:
                 # One token at a time sees one token's extra tensors: all tokens of a row have equal ones.
                 one = self._caches.one_by_one and length > n
-                with replace_current_batch(batch.of_tokens(slice(at, at + 1 if one else end))):
-                    ids_T, places_T = token_ids_T[at:end], positions_T[at:end]
+                with replace_current_batch(
+                    batch.of_tokens(slice(start, start + 1 if one else end))
+                ):
+                    ids_T, places_T = token_ids_T[start:end], positions_T[start:end]
                     parts.append(self._caches.run(row, length - n, ids_T, places_T))
-            at = end
-        if padding := len(token_ids_T) - at:
+            start = end
+        if padding := len(token_ids_T) - start:
             parts.append(parts[0].new_zeros(padding, parts[0].shape[-1]))
         return torch.cat(parts)
 
@@ -236,12 +238,12 @@ class TransformersModel(LanguageModel):
 
     def _lookup_gives(self, embeddings_TD: Tensor) -> AbstractContextManager[None]:
         """Inside, the model's embedding table gives these rows, in order, whatever the ids; the ids serve other parts."""
-        at = 0
+        start = 0
 
         def next_rows(ids: Tensor, *_: Any, **__: Any) -> Tensor:
-            nonlocal at
-            first, at = at, at + ids.numel()
-            return embeddings_TD[first:at].view(*ids.shape, -1)
+            nonlocal start
+            first, start = start, start + ids.numel()
+            return embeddings_TD[first:start].view(*ids.shape, -1)
 
         return forward_replaced(self._lookup, next_rows)
 
@@ -305,7 +307,7 @@ class TransformersModel(LanguageModel):
     def _paged_step(self, pieces: list[tuple[int, int, Tensor]]) -> list[Tensor]:
         ids_T = torch.cat([ids for _, _, ids in pieces])
         positions_T = torch.cat(
-            [torch.arange(at, at + len(ids), device=ids.device) for _, at, ids in pieces]
+            [torch.arange(start, start + len(ids), device=ids.device) for _, start, ids in pieces]
         )
         try:
             with self._lookup_gives(self.embed(ids_T)):

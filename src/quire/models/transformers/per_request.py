@@ -68,9 +68,11 @@ class PerRequestCaches:
         state.length = -1  # until the pass is done; a failed pass leaves the cache unusable
         step = 1 if self.one_by_one and start else len(ids_T)
         parts = []
-        for at in range(0, len(ids_T), step):
+        for offset in range(0, len(ids_T), step):
             hidden_1TD, state.cache = self._forward(
-                ids_T[None, at : at + step], positions_T[None, at : at + step], state.cache
+                ids_T[None, offset : offset + step],
+                positions_T[None, offset : offset + step],
+                state.cache,
             )
             parts.append(hidden_1TD[0])
         state.length = start + len(ids_T)

@@ -103,16 +103,16 @@ class _Rows:
         self.pieces: list[tuple[int, int, int]] = []  # (row, start, tokens) of the running pass
 
     def attend(self, layer: Attention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        outputs, at = [], 0
+        outputs, offset = [], 0
         for row, start, n in self.pieces:
             key = (layer.layer_index, row)
-            k_NKD, v_NKD = k_TKD[at : at + n], v_TKD[at : at + n]
+            k_NKD, v_NKD = k_TKD[offset : offset + n], v_TKD[offset : offset + n]
             if start:
                 old_k, old_v = self.cache[key]
                 k_NKD, v_NKD = torch.cat([old_k, k_NKD]), torch.cat([old_v, v_NKD])
             self.cache[key] = (k_NKD, v_NKD)
-            outputs.append(_attention(layer.spec, q_THD[at : at + n], k_NKD, v_NKD, start))
-            at += n
+            outputs.append(_attention(layer.spec, q_THD[offset : offset + n], k_NKD, v_NKD, start))
+            offset += n
         return torch.cat(outputs)
 
 

@@ -44,8 +44,10 @@ def finish(
 ):  # fmt: skip
     e = tl.arange(0, BLOCK_E)
     out = acc / total[:, None]
-    at = (token.to(tl.int64) * H + head)[:, None] * E + e[None, :]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (e < E)[None, :])
+    offsets = (token.to(tl.int64) * H + head)[:, None] * E + e[None, :]
+    tl.store(
+        out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (e < E)[None, :]
+    )
     if HAS_LSE:
         lse = (top + tl.log2(total)) * 0.6931471805599453
         tl.store(lse_ptr + token.to(tl.int64) * H + head, lse, mask=live)
@@ -68,8 +70,8 @@ def segment_of(
     m = tl.full([M], LOWEST, tl.float32)
     z = tl.zeros([M], tl.float32)
     o = tl.zeros([M, BLOCK_E], tl.float32)
-    for at in range(first, last + 1, S):
-        key = at + tl.arange(0, S)
+    for offsets in range(first, last + 1, S):
+        key = offsets + tl.arange(0, S)
         inside = (key >= low) & (key <= last)
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         line = block * stride_block + kv_head * stride_head_size + key % BLOCK_SIZE
@@ -236,13 +238,13 @@ def merge_kernel(
     acc = tl.zeros([M, BLOCK_E], tl.float32)
     base = (item * (H // G) + kv_head).to(tl.int64) * num_segments
     last = (length - 1) // SEGMENT
-    for at in range(low // SEGMENT, last + 1, AHEAD):
+    for offsets in range(low // SEGMENT, last + 1, AHEAD):
         # Load all before the first fold. Segments beyond the last change nothing.
-        line = (base + at) * lines + r
+        line = (base + offsets) * lines + r
         m0, z0, o0 = part_of(parts_ptr, sums_ptr, line, lines, live, r, e, BLOCK_E)
-        m1, z1, o1 = part_of(parts_ptr, sums_ptr, line + lines, lines, live & (at < last), r, e, BLOCK_E)  # fmt: skip
-        m2, z2, o2 = part_of(parts_ptr, sums_ptr, line + 2 * lines, lines, live & (at + 1 < last), r, e, BLOCK_E)  # fmt: skip
-        m3, z3, o3 = part_of(parts_ptr, sums_ptr, line + 3 * lines, lines, live & (at + 2 < last), r, e, BLOCK_E)  # fmt: skip
+        m1, z1, o1 = part_of(parts_ptr, sums_ptr, line + lines, lines, live & (offsets < last), r, e, BLOCK_E)  # fmt: skip
+        m2, z2, o2 = part_of(parts_ptr, sums_ptr, line + 2 * lines, lines, live & (offsets + 1 < last), r, e, BLOCK_E)  # fmt: skip
+        m3, z3, o3 = part_of(parts_ptr, sums_ptr, line + 3 * lines, lines, live & (offsets + 2 < last), r, e, BLOCK_E)  # fmt: skip
         top, total, acc = fold(top, total, acc, m0, z0, o0)
         top, total, acc = fold(top, total, acc, m1, z1, o1)
         top, total, acc = fold(top, total, acc, m2, z2, o2)

@@ -102,18 +102,18 @@ def code_rows_kernel(
     inputs = tl.arange(0, STEP)
     most_I = tl.zeros((STEP,), tl.float32)
     for start in range(0, size, STEP):
-        at = start + inputs
-        x = tl.load(x_ptr + token * stride + at, mask=at < size, other=0.0).to(tl.float32)
+        offsets = start + inputs
+        x = tl.load(x_ptr + token * stride + offsets, mask=offsets < size, other=0.0).to(tl.float32)
         most_I = tl.maximum(most_I, tl.abs(x))
     most = tl.max(most_I, axis=0)
     factor = tl.where(most > 1e-30, tl.div_rn(most * 0.0 + TOP, tl.maximum(most, 1e-30)), 0.0)
     tl.store(scales_ptr + token, tl.div_rn(most, most * 0.0 + TOP))
     for start in range(0, size, STEP):
-        at = start + inputs
-        x = tl.load(x_ptr + token * stride + at, mask=at < size, other=0.0).to(tl.float32)
+        offsets = start + inputs
+        x = tl.load(x_ptr + token * stride + offsets, mask=offsets < size, other=0.0).to(tl.float32)
         x = tl.minimum(tl.maximum(x * factor, -TOP), TOP)
         codes = to_integers(x) if TOP == 127.0 else to_codes(x)
-        tl.store(codes_ptr + token * size + at, codes, mask=at < size)
+        tl.store(codes_ptr + token * size + offsets, codes, mask=offsets < size)
 
 
 @triton.jit
@@ -122,14 +122,14 @@ def code_groups_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * G + tl.arange(0, G)
-    at = group[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-    x = tl.load(x_ptr + token * stride + at, mask=at < size, other=0.0).to(tl.float32)
+    offsets = group[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    x = tl.load(x_ptr + token * stride + offsets, mask=offsets < size, other=0.0).to(tl.float32)
     most = tl.max(tl.abs(x), axis=1)
     factor = tl.where(most > 1e-30, tl.div_rn(most * 0.0 + 448.0, tl.maximum(most, 1e-30)), 0.0)
     scale = tl.div_rn(most, most * 0.0 + 448.0)
     tl.store(scales_ptr + token * groups + group, scale, mask=group < groups)
     x = tl.minimum(tl.maximum(x * factor[:, None], -448.0), 448.0)
-    tl.store(codes_ptr + token * size + at, to_codes(x), mask=at < size)
+    tl.store(codes_ptr + token * size + offsets, to_codes(x), mask=offsets < size)
 
 
 def codes(x_TI: Tensor, wide: int = 0) -> tuple[Tensor, Tensor]:
@@ -201,15 +201,15 @@ def product_kernel(
     i = tl.arange(0, STEP)
     acc = tl.zeros((T, OUT), SUM)
     for start in range(part * each, tl.minimum((part + 1) * each, ins), STEP):
-        at = start + i
-        x_at = x_ptr + t_there[:, None] * ins + at[None, :]
-        w_at = w_ptr + o_there[None, :] * ins + at[:, None]
+        offsets = start + i
+        x_at = x_ptr + t_there[:, None] * ins + offsets[None, :]
+        w_at = w_ptr + o_there[None, :] * ins + offsets[:, None]
         if EVEN:
             x = tl.load(x_at)
             w = tl.load(w_at)
         else:
-            x = tl.load(x_at, mask=(at < ins)[None, :], other=0.0)
-            w = tl.load(w_at, mask=(at < ins)[:, None], other=0.0)
+            x = tl.load(x_at, mask=(offsets < ins)[None, :], other=0.0)
+            w = tl.load(w_at, mask=(offsets < ins)[:, None], other=0.0)
         if GROUPS:
             group = start // STEP
             x_scale = tl.load(x_scale_ptr + t_there * groups + group)

@@ -26,12 +26,12 @@ def gather_kernel(
     row = tl.load(rows_ptr + item).to(tl.int64)
     start = tl.load(starts_ptr + item)
     count = tl.load(starts_ptr + item + 1) - start
-    at = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    mask = at < count
-    place = (tl.load(firsts_ptr + item) + at).to(tl.int64)
+    offsets = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = offsets < count
+    place = (tl.load(firsts_ptr + item) + offsets).to(tl.int64)
     token = tl.load(tokens_ptr + row * stride + place, mask=mask, other=0)
-    tl.store(ids_ptr + start + at, token.to(tl.int64), mask=mask)
-    tl.store(positions_ptr + start + at, place, mask=mask)
+    tl.store(ids_ptr + start + offsets, token.to(tl.int64), mask=mask)
+    tl.store(positions_ptr + start + offsets, place, mask=mask)
 
 
 @triton.jit
@@ -42,12 +42,12 @@ def slots_kernel(
     row = tl.load(rows_ptr + item).to(tl.int64)
     start = tl.load(starts_ptr + item)
     count = tl.load(starts_ptr + item + 1) - start
-    at = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    mask = at < count
-    place = tl.load(firsts_ptr + item) + at
+    offsets = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = offsets < count
+    place = tl.load(firsts_ptr + item) + offsets
     block = tl.load(blocks_ptr + row * stride + place // block_size, mask=mask, other=0)
     slot = block.to(tl.int64) * block_size + place % block_size
-    tl.store(slots_ptr + start + at, slot, mask=mask)
+    tl.store(slots_ptr + start + offsets, slot, mask=mask)
 
 
 @triton.jit
@@ -57,10 +57,10 @@ def scatter_kernel(
     piece = tl.program_id(0)
     start = tl.load(starts_ptr + piece)
     count = tl.load(starts_ptr + piece + 1) - start
-    at = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    into = tl.load(rows_ptr + piece).to(tl.int64) * stride + tl.load(places_ptr + piece) + at
-    value = tl.load(values_ptr + start + at, mask=at < count, other=0)
-    tl.store(table_ptr + into, value, mask=at < count)
+    offsets = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    into = tl.load(rows_ptr + piece).to(tl.int64) * stride + tl.load(places_ptr + piece) + offsets
+    value = tl.load(values_ptr + start + offsets, mask=offsets < count, other=0)
+    tl.store(table_ptr + into, value, mask=offsets < count)
 
 
 def gather(

@@ -40,8 +40,8 @@ def put(
             x = (x + 12582912.0) - 12582912.0
         known = tl.max(mask.to(tl.int32), axis=1) > 0
         tl.store(scale_ptr + line, tl.div_rn(most, most * 0.0 + TOP) * LESS, mask=known)
-    at = line[:, None] * size + features[None, :]
-    tl.store(cache_ptr + at, x.to(cache_ptr.dtype.element_ty), mask=mask)
+    offsets = line[:, None] * size + features[None, :]
+    tl.store(cache_ptr + offsets, x.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

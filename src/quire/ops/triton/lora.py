@@ -56,8 +56,8 @@ def shrink_kernel(
                 )
                 sums = tl.dot(x, part, sums, input_precision="ieee")
             scale = tl.load(scales + first + n, mask=there, other=0.0)
-            at = h_ptr + t.to(tl.int64)[:, None] * h_row + (first + n)[None, :]
-            tl.store(at, sums * scale[None, :], mask=here[:, None] & there[None, :])
+            offsets = h_ptr + t.to(tl.int64)[:, None] * h_row + (first + n)[None, :]
+            tl.store(offsets, sums * scale[None, :], mask=here[:, None] & there[None, :])
         current = tl.max(tl.where(number < current, number, -1), axis=0)
 
 
@@ -79,7 +79,7 @@ def expand_kernel(
         for i in range(tl.load(row + 6)):
             part = row + FIELDS + i * PART_FIELDS
             start, outs = tl.load(part), tl.load(part + 1)
-            first, rank, at = tl.load(part + 2), tl.load(part + 3), tl.load(part + 4)
+            first, rank, offsets = tl.load(part + 2), tl.load(part + 3), tl.load(part + 4)
             inside = (n >= start) & (n < start + outs)
             o = tl.where(inside, n - start, 0)
             sums = tl.zeros((M, N), tl.float32)
@@ -90,7 +90,7 @@ def expand_kernel(
                     mask=here[:, None] & there[None, :],
                     other=0.0,
                 )
-                w_at = at + (o // 16 * rank * 16 + o % 16)[None, :] + (r + k)[:, None] * 16
+                w_at = offsets + (o // 16 * rank * 16 + o % 16)[None, :] + (r + k)[:, None] * 16
                 w = tl.load(b + w_at, mask=there[:, None] & inside[None, :], other=0.0)
                 sums = tl.dot(h, w.to(tl.float32), sums, input_precision="ieee")
             y_at = y_ptr + t.to(tl.int64)[:, None] * y_row + n[None, :]

@@ -68,13 +68,13 @@ def add_rms_norm_kernel(
     row = tl.program_id(0) * R + tl.arange(0, R)
     col = tl.arange(0, D)
     mask = (row < rows)[:, None] & (col < size)[None, :]
-    at = row.to(tl.int64)[:, None] * size + col[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
+    offsets = row.to(tl.int64)[:, None] * size + col[None, :]
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
     total = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
     w = tl.load(w_ptr + col, mask=col < size, other=0.0)
-    tl.store(residual_ptr + at, total, mask=mask)
-    tl.store(x_ptr + at, normed(total, w, size, eps, True, PLUS_ONE), mask=mask)
+    tl.store(residual_ptr + offsets, total, mask=mask)
+    tl.store(x_ptr + offsets, normed(total, w, size, eps, True, PLUS_ONE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -45,8 +45,8 @@ def packed_kernel(
         high = tl.minimum(high, item * M + M + WINDOW - 1)
     top, total = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32)
     o = tl.zeros([M, BLOCK_D], tl.float32)
-    for at in range(low, high, S):
-        key = at + tl.arange(0, S)
+    for offsets in range(low, high, S):
+        key = offsets + tl.arange(0, S)
         inside = (key < size)[:, None] & (d < D)[None, :]
         k_at = (start + key)[:, None] * k_token + head // G * k_head + d[None, :]
         k = tl.load(k_ptr + k_at, mask=inside, other=0.0)

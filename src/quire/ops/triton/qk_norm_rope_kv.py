@@ -28,11 +28,11 @@ class Norms(NamedTuple):
 
 
 @triton.jit
-def normed(x, w_ptr, at, mask, r, NORMED: tl.constexpr, PLUS_ONE: tl.constexpr):
+def normed(x, w_ptr, offsets, mask, r, NORMED: tl.constexpr, PLUS_ONE: tl.constexpr):
     """Norm of a part of each head's features: float32, rounded to x's dtype."""
     y = x.to(tl.float32)
     if NORMED:
-        w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         y = y * r[:, None]
         if PLUS_ONE:
             y = (y * (1.0 + w)[None, :]).to(x.dtype).to(tl.float32)

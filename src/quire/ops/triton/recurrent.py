@@ -56,15 +56,15 @@ def conv_kernel(
         t = first + tl.arange(0, T)
         total = tl.zeros([T, C], tl.float32)
         for j in tl.static_range(J):
-            at = t - (J - 1) + j
-            new = (at >= 0) & (t < count)
+            offsets = t - (J - 1) + j
+            new = (offsets >= 0) & (t < count)
             x = tl.load(
-                x_ptr + ((start + at) * x_step)[:, None] + c[None, :],
+                x_ptr + ((start + offsets) * x_step)[:, None] + c[None, :],
                 mask=new[:, None] & inside[None, :],
                 other=0.0,
             )
-            old = state_at[None, :] + ((at + J - 1) * channels)[:, None]
-            x += tl.load(old, mask=(at < 0)[:, None] & inside[None, :], other=0.0)
+            old = state_at[None, :] + ((offsets + J - 1) * channels)[:, None]
+            x += tl.load(old, mask=(offsets < 0)[:, None] & inside[None, :], other=0.0)
             tap = tl.load(w_ptr + c * J + j, mask=inside, other=0.0).to(tl.float32)
             total += tap[None, :] * x.to(tl.float32)
         if HAS_BIAS:
@@ -78,27 +78,27 @@ def conv_kernel(
     if KEEPS:
         for t in range(count):
             to = tl.load(kept_ptr + start + t)
-            at = t + 1 - (J - 1) + j
+            offsets = t + 1 - (J - 1) + j
             one = (j < J - 1)[:, None] & inside[None, :]
             x = tl.load(
-                x_ptr + ((start + at) * x_step)[:, None] + c[None, :],
-                mask=one & (at >= 0)[:, None],
+                x_ptr + ((start + offsets) * x_step)[:, None] + c[None, :],
+                mask=one & (offsets >= 0)[:, None],
                 other=0.0,
             )
-            old = state_at[None, :] + ((at + J - 1) * channels)[:, None]
-            x += tl.load(old, mask=one & (at < 0)[:, None], other=0.0)
+            old = state_at[None, :] + ((offsets + J - 1) * channels)[:, None]
+            x += tl.load(old, mask=one & (offsets < 0)[:, None], other=0.0)
             entry = state_ptr + to * state_step + c
             tl.store(entry[None, :] + (j * channels)[:, None], x, mask=one & (to > 0))
-    at = count - (J - 1) + j
+    offsets = count - (J - 1) + j
     kept = (j < J - 1)[:, None] & inside[None, :]
     last = tl.load(
-        x_ptr + ((start + at) * x_step)[:, None] + c[None, :],
-        mask=kept & (at >= 0)[:, None],
+        x_ptr + ((start + offsets) * x_step)[:, None] + c[None, :],
+        mask=kept & (offsets >= 0)[:, None],
         other=0.0,
     )
     last += tl.load(
-        state_at[None, :] + ((at + J - 1) * channels)[:, None],
-        mask=kept & (at < 0)[:, None],
+        state_at[None, :] + ((offsets + J - 1) * channels)[:, None],
+        mask=kept & (offsets < 0)[:, None],
         other=0.0,
     )
     tl.debug_barrier()  # all have read the state
@@ -181,11 +181,11 @@ def gated_norm_kernel(
     t, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
     d = tl.arange(0, D)
     inside = d < size
-    at = (t * groups + group) * size + d
+    offsets = (t * groups + group) * size + d
     gate = tl.load(gate_ptr + t * gate_step + group * size + d, mask=inside, other=0.0)
     g = gate.to(tl.float32)
     g = g * sigmoid_of(g)
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
     if GATE_FIRST:
         x = x * g
     x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps))
@@ -193,7 +193,7 @@ def gated_norm_kernel(
     y = (x.to(gate.dtype).to(tl.float32) * w).to(gate.dtype)
     if not GATE_FIRST:
         y = (y.to(tl.float32) * g).to(gate.dtype)
-    tl.store(y_ptr + at, y, mask=inside)
+    tl.store(y_ptr + offsets, y, mask=inside)
 
 
 @triton.jit
@@ -206,10 +206,10 @@ def decaying_sum_kernel(
     inside = c < channels
     s = tl.load(state_ptr + row * state_step + c, mask=inside, other=0.0)
     for t in range(start, end):
-        at = t * channels + c
-        s = tl.load(decay_ptr + at, mask=inside, other=0.0) * s
-        s += tl.load(x_ptr + at, mask=inside, other=0.0)
-        tl.store(y_ptr + at, s, mask=inside)
+        offsets = t * channels + c
+        s = tl.load(decay_ptr + offsets, mask=inside, other=0.0) * s
+        s += tl.load(x_ptr + offsets, mask=inside, other=0.0)
+        tl.store(y_ptr + offsets, s, mask=inside)
         if KEEPS:
             to = tl.load(kept_ptr + t)
             tl.store(state_ptr + to * state_step + c, s, mask=inside & (to > 0))

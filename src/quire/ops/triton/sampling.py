@@ -101,8 +101,8 @@ def pick_kernel(best_ptr, id_ptr, out_ptr, vocab, chunks, COLS: tl.constexpr):
     col = tl.arange(0, COLS)
     best = tl.load(best_ptr + row * chunks + col, mask=col < chunks, other=float("-inf"))
     ids = tl.load(id_ptr + row * chunks + col, mask=col < chunks, other=NO_TOKEN)
-    at = tl.min(tl.where(best == tl.max(best, axis=0), ids, NO_TOKEN), axis=0)
-    tl.store(out_ptr + row, tl.minimum(at, vocab - 1).to(tl.int64))
+    offsets = tl.min(tl.where(best == tl.max(best, axis=0), ids, NO_TOKEN), axis=0)
+    tl.store(out_ptr + row, tl.minimum(offsets, vocab - 1).to(tl.int64))
 
 
 def draw(scaled_SV: Tensor, keys_2S: Tensor, cutoff: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -262,9 +262,9 @@ def count_kernel(
     token = tl.load(
         tokens_ptr + tl.load(rows_ptr + row).to(tl.int64) * stride + place, mask=known, other=0
     )
-    at = counts_ptr + row.to(tl.int64) * vocab + token
-    tl.atomic_add(at, 1, mask=known & is_output)
-    tl.atomic_or(at, 1 << 30, mask=known & (is_output == 0))
+    offsets = counts_ptr + row.to(tl.int64) * vocab + token
+    tl.atomic_add(offsets, 1, mask=known & is_output)
+    tl.atomic_or(offsets, 1 << 30, mask=known & (is_output == 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["repetition_ptr", "frequency_ptr", "presence_ptr"])
@@ -276,15 +276,15 @@ def penalize_kernel(
     mask = col < vocab
     seen = tl.load(counts_ptr + row.to(tl.int64) * vocab + col, mask=mask, other=0)
     count = (seen & 0x3FFFFFFF).to(tl.float32)
-    at = x_ptr + tl.load(at_ptr + row).to(tl.int64) * stride + col
-    old = tl.load(at, mask=mask, other=0.0)
+    offsets = x_ptr + tl.load(at_ptr + row).to(tl.int64) * stride + col
+    old = tl.load(offsets, mask=mask, other=0.0)
     repetition = tl.load(repetition_ptr + row)
     new = tl.where(
         old > 0, tl.div_rn(old, tl.zeros([COLS], tl.float32) + repetition), old * repetition
     )
     new = new - tl.load(frequency_ptr + row) * count
     new = new - tl.load(presence_ptr + row) * (count > 0).to(tl.float32)
-    tl.store(at, new, mask=mask & (seen != 0))
+    tl.store(offsets, new, mask=mask & (seen != 0))
 
 
 def penalize(

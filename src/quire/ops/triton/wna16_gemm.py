@@ -141,9 +141,11 @@ def by_library(
     rows = max(1, MAX_DEQUANTIZED // ins)
     parts = []
     for start in range(0, outs, rows):
-        at = slice(start, start + rows)
-        weight = widened(data[at], scale_GO[:, at], zero_GO[:, at], step, ins, x_TI.dtype)
-        parts.append(F.linear(x_TI, weight, None if bias_O is None else bias_O[at]))
+        offsets = slice(start, start + rows)
+        weight = widened(
+            data[offsets], scale_GO[:, offsets], zero_GO[:, offsets], step, ins, x_TI.dtype
+        )
+        parts.append(F.linear(x_TI, weight, None if bias_O is None else bias_O[offsets]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

@@ -105,7 +105,7 @@ async def slots(request: Request) -> Response:
     state = state_of(request)
     engine, length = state.serving(), state.serving().inputs.max_model_len
     running = engine.stats().running
-    return json_response([{"id": at, "n_ctx": length, "is_processing": at < running} for at in range(num_slots(request))])  # fmt: skip
+    return json_response([{"id": index, "n_ctx": length, "is_processing": index < running} for index in range(num_slots(request))])  # fmt: skip
 
 
 def num_slots(request: Request) -> int:

@@ -90,11 +90,11 @@ def long_legacy(
 ) -> dict[str, Any]:
     """The same for a long answer: each list is encoded while it is sent."""
 
-    def column(at: int) -> Iterator[Any]:
-        best = top if at == 3 else None
-        return (row[at] for row in legacy_rows(tokens, positions, best, name, 0))
+    def column(index: int) -> Iterator[Any]:
+        best = top if index == 3 else None
+        return (row[index] for row in legacy_rows(tokens, positions, best, name, 0))
 
-    return {field: LongList(partial(column, at)) for at, field in enumerate(LEGACY)}
+    return {field: LongList(partial(column, index)) for index, field in enumerate(LEGACY)}
 
 
 def legacy_rows(

@@ -81,7 +81,7 @@ class PoolingBatch(EngineRequests):
                 self._end(running)
             if (tenant := self.context.tenant) is not None and tenant.name:
                 self.context.state.metrics.by_key(tenant.name, self.num_tokens, 0)
-        return [self._outputs[at] for at in range(self.prompts.count)]
+        return [self._outputs[index] for index in range(self.prompts.count)]
 
     async def _run(self) -> None:
         until = time.monotonic() + BREATH_S
@@ -104,11 +104,11 @@ class PoolingBatch(EngineRequests):
     def _groups(self) -> Iterator[tuple[int, int, int]]:
         """Ranges of prompts and their sizes."""
         start = size = 0
-        for at in range(self.prompts.count):
-            more = self.prompts.size(at)
-            if at > start and (at - start >= GROUP or size + more > GROUP_SIZE):
-                yield start, at, size
-                start, size = at, 0
+        for index in range(self.prompts.count):
+            more = self.prompts.size(index)
+            if index > start and (index - start >= GROUP or size + more > GROUP_SIZE):
+                yield start, index, size
+                start, size = index, 0
             size += more
         yield start, self.prompts.count, size
 

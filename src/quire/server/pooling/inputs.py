@@ -131,7 +131,7 @@ async def input_source(context: RequestContext, body: InputBody, task: str) -> P
             one.salt = salt
         return pooling.tokenize(prompts, options, task)
 
-    return PromptSource(len(inputs), lambda at: len(inputs[at]), prepare)
+    return PromptSource(len(inputs), lambda index: len(inputs[index]), prepare)
 
 
 def check_ids(ids: list[Any], pooling: PoolingInputs, options: TokenizeOptions, task: str) -> None:

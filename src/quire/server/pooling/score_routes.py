@@ -75,7 +75,7 @@ def pair_batch(context: RequestContext, body: PairBody, pairs: Pairs, prefix: st
         return inputs.tokenize(prompts, options, pairs.task)
 
     more = RENDERED if pairs.renders else 0
-    source = PromptSource(pairs.num_prompts, lambda at: pairs.size(at) + more, prepare)
+    source = PromptSource(pairs.num_prompts, lambda index: pairs.size(index) + more, prepare)
     width = inputs.info.num_dimensions if pairs.task == "token_embed" else 0
     take_from_key(context.request, source.count)
     return PoolingBatch(context, context.new_id(prefix, body), body, source, params, width)
@@ -129,13 +129,13 @@ async def rerank(context: RequestContext, body: RerankRequest) -> ScoreAnswer:
 
     def respond(scores: list[float]) -> Response:
         texts = pairs.documents
-        order = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n or None]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
 
-        def result(at: int) -> dict[str, Any]:
-            document = {"text": texts[at], "multi_modal": None}
-            return {"index": at, "document": document, "relevance_score": scores[at]}
+        def result(index: int) -> dict[str, Any]:
+            document = {"text": texts[index], "multi_modal": None}
+            return {"index": index, "document": document, "relevance_score": scores[index]}
 
-        large = len(order) >= LARGE or sum(len(texts[at]) for at in order) > LONG_TEXT * 10
+        large = len(order) >= LARGE or sum(len(texts[index]) for index in order) > LONG_TEXT * 10
         results = listed(lambda: map(result, order), large)
         usage = {"prompt_tokens": batch.num_tokens, "total_tokens": batch.num_tokens}
         answer = {"id": batch.id, "model": context.model, "usage": usage, "results": results}

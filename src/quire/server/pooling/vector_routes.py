@@ -121,7 +121,7 @@ def cohere_texts(body: CohereEmbedRequest) -> list[str]:
     return [_cohere_text(one, index) for index, one in enumerate(body.inputs or ())]
 
 
-def _cohere_text(one: dict[str, Any], at: int) -> str:
+def _cohere_text(one: dict[str, Any], index: int) -> str:
     parts = one.get("content")
     if isinstance(parts, str):
         return parts
@@ -129,7 +129,7 @@ def _cohere_text(one: dict[str, Any], at: int) -> str:
         part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
     ] if isinstance(parts, list) else []  # fmt: skip
     if not texts or len(texts) != len(parts or ()):
-        raise invalid(f"`inputs[{at}].content` must be a list of parts of type text", "inputs")
+        raise invalid(f"`inputs[{index}].content` must be a list of parts of type text", "inputs")
     return "\n".join(texts)
 
 
@@ -170,7 +170,7 @@ def cohere_source(
             raise invalid(f"a text has {longest} tokens, and `max_tokens` is {limit}; shorten it, or set `truncate` to END", "texts")  # fmt: skip
         return tokenized
 
-    return PromptSource(len(texts), lambda at: len(texts[at]), prepare)
+    return PromptSource(len(texts), lambda index: len(texts[index]), prepare)
 
 
 @route(CohereEmbedRequest, pooling=True)

@@ -63,7 +63,7 @@ class PortSupervisor:
         self.config, self.host = config, host_of(server)
         parallel = config.parallel
         count = parallel.data_parallel_size_local or 1
-        self.ports = [server.port + at for at in range(count)]
+        self.ports = [server.port + index for index in range(count)]
         self.resolved = resolve_config(config, check_startup)
         self.servers: list[subprocess.Popen[bytes]] = []
         self.stopped = threading.Event()
@@ -79,7 +79,7 @@ class PortSupervisor:
         health = self._answer_health()
         try:
             while True:
-                self.servers = [self._start(at) for at in range(len(self.ports))]
+                self.servers = [self._start(index) for index in range(len(self.ports))]
                 ended = self._watch()
                 self._end()
                 if self.stopped.is_set():
@@ -98,8 +98,8 @@ class PortSupervisor:
         log.info("%s: shutting down", signal.Signals(number).name)
         self.stopped.set()
 
-    def _start(self, at: int) -> subprocess.Popen[bytes]:
-        payload = resolved_to_bytes(server_of(self.resolved, at))
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        payload = resolved_to_bytes(server_of(self.resolved, index))
         return start_child("quire.server.process.port_server", (os.getpid(),), payload)
 
     def _watch(self) -> str:
@@ -158,15 +158,15 @@ class PortSupervisor:
         return json_response(self.health, 200 if all(self.health.values()) else 503)
 
 
-def server_of(resolved: Resolved, at: int) -> Resolved:
+def server_of(resolved: Resolved, index: int) -> Resolved:
     """The configuration of one of the servers."""
     config, parallel = resolved.config, resolved.config.parallel
     first = parallel.data_parallel_start_rank or 0
     own = replace(
         parallel,
         data_parallel_multi_port_external_lb=False,
-        data_parallel_rank=first + at,
+        data_parallel_rank=first + index,
         data_parallel_start_rank=first,
     )
-    server = replace(config.server, port=config.server.port + at, api_server_count=1)
+    server = replace(config.server, port=config.server.port + index, api_server_count=1)
     return replace(resolved, config=replace(config, parallel=own, server=server))

@@ -50,7 +50,7 @@ class TokenTable(Processor):
     def entries(self, selected: ProcessorRows) -> tuple[np.ndarray, np.ndarray]:
         """([E] index in S, [E] token)."""
         lists = [self.tokens[row] for row in selected.rows.tolist()]
-        return np.repeat(selected.at, [len(tokens) for tokens in lists]), np.concatenate(lists)
+        return np.repeat(selected.indices, [len(tokens) for tokens in lists]), np.concatenate(lists)
 
 
 class AllowedTokens(TokenTable):
@@ -65,15 +65,15 @@ class AllowedTokens(TokenTable):
         return True
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
-        at, tokens = (_put(array, logits_SV) for array in self.entries(selected))
-        allowed = logits_SV[at, tokens]
-        logits_SV[_put(selected.at, logits_SV)] = NEG_INF
-        logits_SV[at, tokens] = allowed
+        indices, tokens = (_put(array, logits_SV) for array in self.entries(selected))
+        allowed = logits_SV[indices, tokens]
+        logits_SV[_put(selected.indices, logits_SV)] = NEG_INF
+        logits_SV[indices, tokens] = allowed
         return logits_SV
 
     def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
-        for at, row in zip(selected.at.tolist(), selected.rows.tolist(), strict=True):
-            words_SW[at] &= mask_of(self.tokens[row], words_SW.shape[1])
+        for index, row in zip(selected.indices.tolist(), selected.rows.tolist(), strict=True):
+            words_SW[index] &= mask_of(self.tokens[row], words_SW.shape[1])
 
 
 class BadWords(Processor):
@@ -95,9 +95,9 @@ class BadWords(Processor):
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
         found = [
-            (at, row, length, word)
-            for at, row, length, outputs in zip(
-                selected.at.tolist(), selected.rows.tolist(), selected.lengths.tolist(),
+            (index, row, length, word)
+            for index, row, length, outputs in zip(
+                selected.indices.tolist(), selected.rows.tolist(), selected.lengths.tolist(),
                 selected.outputs.tolist(), strict=True,
             )
             for word in self.words[row]
@@ -144,14 +144,14 @@ class MinTokens(TokenTable):
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
         if (early := self._early(selected)) is None:
             return logits_SV
-        at, tokens = (_put(array, logits_SV) for array in self.entries(early))
-        logits_SV[at, tokens] = NEG_INF
+        indices, tokens = (_put(array, logits_SV) for array in self.entries(early))
+        logits_SV[indices, tokens] = NEG_INF
         return logits_SV
 
     def mask(self, words_SW: np.ndarray, selected: ProcessorRows) -> None:
         if (early := self._early(selected)) is not None:
-            for at, row in zip(early.at.tolist(), early.rows.tolist(), strict=True):
-                words_SW[at] &= ~mask_of(self.tokens[row], words_SW.shape[1])
+            for index, row in zip(early.indices.tolist(), early.rows.tolist(), strict=True):
+                words_SW[index] &= ~mask_of(self.tokens[row], words_SW.shape[1])
 
     @staticmethod
     def _early(selected: ProcessorRows) -> ProcessorRows | None:
@@ -182,9 +182,9 @@ class LogitBias(TokenTable):
         del self.values[row]
 
     def apply(self, logits_SV: Tensor, selected: ProcessorRows) -> Tensor:
-        at, tokens = (_put(array, logits_SV) for array in self.entries(selected))
+        indices, tokens = (_put(array, logits_SV) for array in self.entries(selected))
         values = np.concatenate([self.values[row] for row in selected.rows.tolist()])
-        return logits_SV.index_put_((at, tokens), _put(values, logits_SV), accumulate=True)
+        return logits_SV.index_put_((indices, tokens), _put(values, logits_SV), accumulate=True)
 
 
 class Penalties(Processor):
@@ -238,7 +238,7 @@ class Penalties(Processor):
         def column(name: str) -> Tensor:
             return _put(np.array([[getattr(p, name)] for p in params], np.float32), logits_SV)
 
-        at_P1 = _put(selected.at, logits_SV)[:, None]
+        at_P1 = _put(selected.indices, logits_SV)[:, None]
         old_PL = logits_SV[at_P1, ids_PL]
         repetition_P1 = column("repetition_penalty")
         new_PL = torch.where(old_PL > 0, old_PL / repetition_P1, old_PL * repetition_P1)

@@ -30,7 +30,7 @@ log = get_logger(__name__)
 class ProcessorRows:
     """The rows of a step that use a processor."""
 
-    at: np.ndarray  # int64 [P]: indices in S
+    indices: np.ndarray  # int64 [P]: indices in S
     rows: np.ndarray  # int64 [P]: row numbers of the worker
     lengths: np.ndarray  # int64 [P]: tokens before the one being drawn
     state: RequestRows
@@ -38,7 +38,7 @@ class ProcessorRows:
 
     def some(self, which_P: np.ndarray) -> ProcessorRows:
         """A part of these."""
-        parts = (self.at[which_P], self.rows[which_P], self.lengths[which_P])
+        parts = (self.indices[which_P], self.rows[which_P], self.lengths[which_P])
         return ProcessorRows(*parts, self.state, self.errors)
 
     @property
@@ -157,9 +157,9 @@ class LogitsPipeline:
             return found
         for index, processor in enumerate(self.processors):
             if self.counts[index] and processor.changes_argmax == changes_argmax:
-                at = self.uses[index, rows_S].nonzero()[0]
-                if len(at):
-                    found.append((processor, at))
+                indices = self.uses[index, rows_S].nonzero()[0]
+                if len(indices):
+                    found.append((processor, indices))
         return found
 
     def apply(
@@ -171,8 +171,10 @@ class LogitsPipeline:
         errors: dict[int, str],
     ) -> Tensor:
         """Run a stage. Puts the errors of rows in `errors`, by index in S."""
-        for processor, at in stage:
-            selected = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
+        for processor, indices in stage:
+            selected = ProcessorRows(
+                indices, rows_S[indices], lengths_S[indices], self.rows, errors
+            )
             try:
                 logits_SV = processor.apply(logits_SV, selected)
             except Exception:
@@ -191,8 +193,10 @@ class LogitsPipeline:
         if not stage:
             return None
         words_SW = np.full((len(rows_S), num_words(vocab)), -1, np.int32)
-        for processor, at in stage:
-            selected = ProcessorRows(at, rows_S[at], lengths_S[at], self.rows, errors)
+        for processor, indices in stage:
+            selected = ProcessorRows(
+                indices, rows_S[indices], lengths_S[indices], self.rows, errors
+            )
             try:
                 processor.mask(words_SW, selected)
             except Exception:
@@ -203,8 +207,8 @@ class LogitsPipeline:
         """Pass drawn tokens to the processors with `needs_tokens`."""
         for index, processor in enumerate(self.processors):
             if processor.needs_tokens and self.counts[index]:
-                at = self.uses[index, rows_S].nonzero()[0]
-                processor.on_tokens(rows_S[at].tolist(), [tokens[i] for i in at])
+                indices = self.uses[index, rows_S].nonzero()[0]
+                processor.on_tokens(rows_S[indices].tolist(), [tokens[i] for i in indices])
 
 
 def allow_only_in_mask(words_W: np.ndarray, tokens: Sequence[int]) -> None:
@@ -222,7 +226,7 @@ def mask_of(tokens: np.ndarray, num_words: int) -> np.ndarray:
 def _fail_rows(processor: Processor, selected: ProcessorRows) -> None:
     """Fail all picked rows."""
     log.exception("logits processor %s failed", processor.name)
-    for index in selected.at.tolist():
+    for index in selected.indices.tolist():
         selected.errors.setdefault(index, failure(processor.name))
 
 

@@ -57,13 +57,13 @@ def score(
         return joined(
             [
                 score(
-                    logits_NV[at : at + piece],
-                    chosen_N[at : at + piece],
+                    logits_NV[index : index + piece],
+                    chosen_N[index : index + piece],
                     top,
-                    None if also_NK is None else also_NK[at : at + piece],
+                    None if also_NK is None else also_NK[index : index + piece],
                     normalise,
                 )
-                for at in starts
+                for index in starts
             ]
         )
     scores_NV = logits_NV.float()

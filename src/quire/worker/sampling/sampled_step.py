@@ -75,9 +75,9 @@ class SampledStep:
         self.draw_errors: dict[int, str] = {}  # by index of S
         self.event: torch.Event | None = None
 
-    def continues(self, at: int) -> bool:
-        """Whether the draw `at` of S continues its row."""
-        return self.continues_S is None or self.continues_S[at]
+    def continues(self, index: int) -> bool:
+        """Whether the draw `index` of S continues its row."""
+        return self.continues_S is None or self.continues_S[index]
 
     def faulty_draws(self) -> set[int]:
         """Indices of S of the draws that fail their requests. Waits for the device."""
@@ -105,24 +105,26 @@ class SampledStep:
         if self.event is not None:
             self.event.synchronize()
         tokens: list[list[int]] = [[] for _ in range(self.num_items)]
-        errors = {self.items[at]: e for at, e in self.draw_errors.items() if self.continues(at)}
+        errors = {
+            self.items[index]: e for index, e in self.draw_errors.items() if self.continues(index)
+        }
         errors |= self.errors
         if self.tokens_S is not None:
-            for at, token in enumerate(self.tokens_S.tolist()):
-                if self.continues(at):
-                    tokens[self.items[at]].append(token)
-            for at in filter(self.continues, _not_finite(self.max_logit_S)):
-                errors.setdefault(self.items[at], NOT_FINITE)
-            for at in filter(self.continues, _not_finite(self.max_allowed_logit_S)):
-                if (item := self.items[at]) not in errors:
-                    errors[item] = RequestFault(no_token_left(self.params[at]))
+            for index, token in enumerate(self.tokens_S.tolist()):
+                if self.continues(index):
+                    tokens[self.items[index]].append(token)
+            for index in filter(self.continues, _not_finite(self.max_logit_S)):
+                errors.setdefault(self.items[index], NOT_FINITE)
+            for index in filter(self.continues, _not_finite(self.max_allowed_logit_S)):
+                if (item := self.items[index]) not in errors:
+                    errors[item] = RequestFault(no_token_left(self.params[index]))
         logprobs: dict[int, Logprobs] = {}
         for scored, draws in self.scored:
-            right = ((place, at) for place, at in enumerate(draws) if self.continues(at))
+            right = ((place, index) for place, index in enumerate(draws) if self.continues(index))
             for item, run in itertools.groupby(right, lambda draw: self.items[draw[1]]):
-                (first, at), *others = run
+                (first, index), *others = run
                 end = first + 1 + len(others)
-                logprobs[item] = scored.report(self.positions[at], first, end)
+                logprobs[item] = scored.report(self.positions[index], first, end)
         prompts = {item: scored.report(start) for item, (start, scored) in self.prompts.items()}
         kinds = {item: text.kind for item, text in errors.items() if isinstance(text, RequestFault)}
         texts = {item: str(text) for item, text in errors.items()}

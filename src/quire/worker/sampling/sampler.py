@@ -175,7 +175,7 @@ class Sampler:
             if drafts_S is not None:
                 self._verify(tokens_S == drafts_S, rows_S, lengths_S, sampled)
             if self.pipeline.needs_tokens:
-                kept_draws = [at for at in range(len(rows_S)) if sampled.continues(at)]
+                kept_draws = [number for number in range(len(rows_S)) if sampled.continues(number)]
                 self.pipeline.on_tokens(rows_S[kept_draws], tokens_S[kept_draws].tolist())
         if self.invalid:
             for index, item in enumerate(plan.work):
@@ -234,7 +234,11 @@ class Sampler:
         kept_S = [False] * len(rows_S)
         ends: list[int] = []
         for first, end in itertools.pairwise([*firsts.tolist(), len(rows_S)]):
-            ends_at = (at for at in range(first, end - 1) if not right_S[at] or at + 1 in faulty)
+            ends_at = (
+                index
+                for index in range(first, end - 1)
+                if not right_S[index] or index + 1 in faulty
+            )
             last = next(ends_at, end - 1)
             kept_S[first : last + 1] = [True] * (last + 1 - first)
             ends.append(last)
@@ -267,16 +271,16 @@ class Sampler:
             return self.ops.draw(scaled_SV, keys_2S), scaled_SV, bool(stage)
         tokens_S = torch.empty(len(rows_S), dtype=torch.int64, device=self.device)
         if greedy_S.any():
-            at = self.rows.tensor(greedy_S.nonzero()[0])
-            tokens_S[at] = masked_argmax.argmax(scaled_SV[at])[0]
+            indices = self.rows.tensor(greedy_S.nonzero()[0])
+            tokens_S[indices] = masked_argmax.argmax(scaled_SV[indices])[0]
         if plain_S.any():
-            at = self.rows.tensor(plain_S.nonzero()[0])
-            tokens_S[at] = self.ops.draw(scaled_SV[at], keys_2S[:, at])
+            indices = self.rows.tensor(plain_S.nonzero()[0])
+            tokens_S[indices] = self.ops.draw(scaled_SV[indices], keys_2S[:, indices])
         if limited_S.any():
-            at = self.rows.tensor(limited_S.nonzero()[0])
-            part_SV = scaled_SV if limited_S.all() else scaled_SV[at]
+            indices = self.rows.tensor(limited_S.nonzero()[0])
+            part_SV = scaled_SV if limited_S.all() else scaled_SV[indices]
             limits_S = params_S[limited_S]
-            tokens_S[at] = self.ops.draw_top_k_top_p(part_SV, limits_S, keys_2S[:, at])
+            tokens_S[indices] = self.ops.draw_top_k_top_p(part_SV, limits_S, keys_2S[:, indices])
         return tokens_S, scaled_SV, bool(stage)
 
     # -- scores ---------------------------------------------------------------------------------
@@ -304,14 +308,16 @@ class Sampler:
         sampled: SampledStep,
     ) -> None:
         for (best, num_token_ids), members in groups.items():
-            at = self.rows.tensor(np.array(members, np.int64))
+            indices = self.rows.tensor(np.array(members, np.int64))
             also = None
             if num_token_ids >= 0:
                 tables = (self.logprobs[row][1] for row in rows_S[members].tolist())
                 also = torch.stack([ids for ids in tables if ids is not None])
             elif num_token_ids == BEST_ALLOWED:
-                also = best_allowed(changed_SV[at], best)
-            scored = self.ops.score(reported_SV[at], tokens_S[at], best, also, self.normalise)
+                also = best_allowed(changed_SV[indices], best)
+            scored = self.ops.score(
+                reported_SV[indices], tokens_S[indices], best, also, self.normalise
+            )
             sampled.scored.append((scored, members))
 
     def _processed(self, scaled_SV: Tensor, params_S: np.ndarray) -> Tensor:
@@ -319,11 +325,11 @@ class Sampler:
         limited_S = is_limited(params_S)
         if not limited_S.any():
             return scaled_SV
-        at = self.rows.tensor(limited_S.nonzero()[0])
-        part_SV = scaled_SV[at]
+        indices = self.rows.tensor(limited_S.nonzero()[0])
+        part_SV = scaled_SV[indices]
         cut = self.ops.cutoff(part_SV, params_S[limited_S])
         scaled_SV = scaled_SV.clone()
-        scaled_SV[at] = cut.masked_(part_SV)
+        scaled_SV[indices] = cut.masked_(part_SV)
         return scaled_SV
 
     def _score_prompts(
@@ -343,9 +349,9 @@ class Sampler:
             parts: list[ScoredTokens] = []
             for chunk in range(0, here, PROMPT_CHUNK):
                 end = min(chunk + PROMPT_CHUNK, here)
-                at = slice(first + chunk, first + end)
-                with forward_context(batch.of_tokens(at)):
-                    logits = self.model.logits(hidden_TD[at])
+                indices = slice(first + chunk, first + end)
+                with forward_context(batch.of_tokens(indices)):
+                    logits = self.model.logits(hidden_TD[indices])
                 chosen = next_ids[chunk:end]
                 best = self.prompt_logprobs[item.row]
                 parts.append(self.ops.score(logits, chosen, best, None, self.normalise))

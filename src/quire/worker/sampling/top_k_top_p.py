@@ -131,8 +131,8 @@ def draw_top_k_top_p(scaled_SV: Tensor, params_S: np.ndarray, keys_2S: Tensor) -
     kept_SK = values_SK.masked_fill(place_K >= count_S1, -torch.inf)
     tokens_S = draw_among(kept_SK, ids_SK, keys_2S)
     if most < vocab and not bool(complete_S.all()):
-        for at in (~complete_S).nonzero()[:, 0].split(max(1, MAX_AT_ONCE // vocab)):
-            part_SV = scaled_SV[at]
-            cut = cutoff(part_SV, params_S[at.numpy()])
-            tokens_S[at] = draw(cut.masked_(part_SV), keys_2S[:, at])
+        for indices in (~complete_S).nonzero()[:, 0].split(max(1, MAX_AT_ONCE // vocab)):
+            part_SV = scaled_SV[indices]
+            cut = cutoff(part_SV, params_S[indices.numpy()])
+            tokens_S[indices] = draw(cut.masked_(part_SV), keys_2S[:, indices])
     return tokens_S

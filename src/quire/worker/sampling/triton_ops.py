@@ -64,7 +64,7 @@ class TritonPenalties(Penalties):
         at_P, rows_P, lengths_P, prompts_P = (
             _put(array.astype(np.int64), logits_SV)
             for array in (
-                selected.at,
+                selected.indices,
                 selected.rows,
                 selected.lengths,
                 state.num_prompt[selected.rows],

@@ -228,18 +228,18 @@ class VllmProcessorAdapter(Processor):
         self.inner.update_state(self._update(selected.rows.tolist()))
         index_P = np.array([self.index[row] for row in selected.rows.tolist()], np.int64)
         device = logits_SV.device
-        if len(self.members) == len(logits_SV) and (index_P == selected.at).all():
+        if len(self.members) == len(logits_SV) and (index_P == selected.indices).all():
             changed_BV = _checked(self.inner.apply(logits_SV), logits_SV)
             logits_SV = changed_BV
         else:
-            at_P = torch.from_numpy(selected.at).to(device)
+            at_P = torch.from_numpy(selected.indices).to(device)
             to_P = torch.from_numpy(index_P).to(device)
             logits_BV = logits_SV.new_zeros((len(self.members), logits_SV.shape[1]))
             logits_BV[to_P] = logits_SV[at_P]
             changed_BV = _checked(self.inner.apply(logits_BV), logits_BV)
             logits_SV[at_P] = changed_BV[to_P].to(logits_SV.dtype)
         if failed := getattr(self.inner, "failed", None):
-            place = dict(zip(index_P.tolist(), selected.at.tolist(), strict=True))
+            place = dict(zip(index_P.tolist(), selected.indices.tolist(), strict=True))
             for index, why in failed.items():
                 if index in place:
                     log.error("logits processor %s failed: %s", self.name, why)

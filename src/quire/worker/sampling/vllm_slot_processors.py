@@ -134,7 +134,7 @@ class SlotProcessorAdapter(Processor):
             seq_lens_upper_bound_np=lengths_P,
         )  # fmt: skip
         self.inner.apply_staged_writes()
-        at_P = selected.state.tensor(selected.at)
+        at_P = selected.state.tensor(selected.indices)
         logits_PV = logits_SV[at_P]
         changed_PV = self.inner.apply(logits_PV, context)
         if not isinstance(changed_PV, Tensor) or changed_PV.shape != logits_PV.shape:
