@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -56,6 +57,7 @@ def in_threads(server: AttackedServer, count: int) -> tuple[list[threading.Threa
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_rank_is_replaced_with_its_group(started: Start, number: int, rank: int):
+    """No answer is lost: new ranks go on where the old ones ended."""
     server = started("--tensor-parallel-size", "2")
     first = ranks_of(server)
     assert len(first) == 2
@@ -66,12 +68,13 @@ def test_a_lost_rank_is_replaced_with_its_group(started: Start, number: int, ran
     os.kill(first[rank], number)
     statuses = []
     while any(thread.is_alive() for thread in threads):
-        assert time.monotonic() - began < 30, "a request is not answered"
+        assert time.monotonic() - began < 240, "a request is not answered"
         statuses.append(server.client.get("/health/ready").status_code)
         time.sleep(0.1)
     note(f"answered {time.monotonic() - began:.1f} s after signal {number} to rank {rank}")
-    assert len(answers) == 4
-    assert not [text for text in answers if "Traceback" in text]
+    texts = {json.loads(text)["choices"][0]["text"] for text in answers}
+    lengths = [json.loads(text)["usage"]["completion_tokens"] for text in answers]
+    assert (len(texts), lengths) == (1, [LONG["max_tokens"]] * 4)  # the next ranks go on with them
     assert healed(server, 120), server.output[-3000:]
     assert server.client.get("/health/ready").status_code == 200
     assert 503 in statuses or number == signal.SIGKILL
