@@ -98,6 +98,9 @@ def call(worker: Any, message: Down) -> bytes:
 
 def main(fd: int, parent: int, lasting: bool) -> int:
     begin_child("worker", parent, lasting)
+    # Linux divides a core between sessions, so ranks of one session would share one part of it.
+    with contextlib.suppress(OSError):
+        os.setsid()
     os.set_inheritable(fd, False)
     pipe = Connection(fd)
     inbox: SimpleQueue[Down] = SimpleQueue()
