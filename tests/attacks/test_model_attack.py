@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from attacked_server import CHAT, AttackedServer, together
+from attacked_server import CHAT, together
+from conftest import Start
 
 from quire.models.checkpoint_locator import EMBEDDED
 
@@ -21,15 +22,17 @@ PADDED = "{{ 'x'.ljust(2000000000)|length }}"
 
 @pytest.mark.attack
 @pytest.mark.parametrize("trick", [DOUBLED, PADDED], ids=["doubled", "padded"])
-def test_a_template_that_waits_for_a_word_harms_nobody_else(tmp_path: Path, trick: str):
+def test_a_template_that_waits_for_a_word_harms_nobody_else(
+    tmp_path: Path, started: Start, trick: str
+):
     folder = tmp_path / "model"
     shutil.copytree(Path(EMBEDDED) / "quire-tiny", folder)
     source = "{% if messages[0].content == 'go' %}" + trick + "{% endif %}{{ messages[0].content }}"
     (folder / "chat_template.jinja").write_text(source)
-    with AttackedServer(model=str(folder)) as server:
-        assert server.ask(CHAT, HELLO).status_code == 200
-        with server.attack(seconds=90) as measured:
-            statuses = together(3, lambda number: server.ask(CHAT, GO).status_code)
-        assert set(statuses) == {400}
-        measured.check()
-        assert server.ask(CHAT, HELLO).status_code == 200
+    server = started(model=str(folder))
+    assert server.ask(CHAT, HELLO).status_code == 200
+    with server.attack(seconds=90) as measured:
+        statuses = together(3, lambda number: server.ask(CHAT, GO).status_code)
+    assert set(statuses) == {400}
+    measured.check()
+    assert server.ask(CHAT, HELLO).status_code == 200
