@@ -94,3 +94,32 @@ def test_several_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [nixl]}}
     with pytest.raises(Unsupported, match="NixlConnector"):
         tier_fields(alone)
+
+
+SWAP: dict[str, Any] = {"preemption_mode": "swap"}
+
+
+def test_host_memory_is_swap_space_if_that_is_asked_for() -> None:
+    host = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 3 << 30}}  # fmt: skip
+    with pytest.raises(Unsupported, match=r"raise --kv-cache-memory-bytes; --kv-disk-dir .*--preemption-mode swap"):  # fmt: skip
+        engine_config({"kv_transfer_config": host})
+    assert engine_config({"kv_transfer_config": host, **SWAP}).cache.swap_space == 3
+    assert engine_config({"kv_transfer_config": host, "swap_space": 2}).cache.swap_space == 2
+    both = {**host, "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30, **FS}}
+    found = engine_config({"kv_transfer_config": both, **SWAP}).cache
+    assert (found.swap_space, found.kv_disk_dir) == (1, "/kv")
+    assert engine_config({"kv_transfer_config": both}).cache.swap_space == 0
+    with pytest.raises(Unsupported, match=r"kv_offloading_size .*preemption_mode=swap"):
+        engine_config({"kv_offloading_size": 2})
+    assert engine_config({"kv_offloading_size": 2, "kv_offloading_backend": "native", **SWAP}).cache.swap_space == 2  # fmt: skip
+    flags = ["--kv-offloading-size", "2", "--preemption-mode", "swap"]
+    assert parse(flags).cache.swap_space == 2
+
+
+def test_settings_of_host_memory_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    extra = {"cpu_bytes_to_use": 1 << 30, "eviction_policy": "arc", "store_threshold": 2, "offload_prompt_only": True}  # fmt: skip
+    given = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    assert tier_fields(given, swaps=True) == {"swap_space": 1}
+    assert "eviction_policy, store_threshold has no effect" in caplog.text
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use must be a number of bytes above 0"):
+        tier_fields({**given, "kv_connector_extra_config": {"cpu_bytes_to_use": "1"}}, swaps=True)

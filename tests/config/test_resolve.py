@@ -271,8 +271,10 @@ def test_attention_backends(settle, monkeypatch, warnings):
     ("keywords", "says"),
     [
         ({"swap_space": 0, "preemption_mode": "recompute"}, ""),
-        ({"swap_space": 4}, "swap_space=4 has no effect: preempted requests are recomputed"),
-        ({"preemption_mode": "swap"}, "preemption_mode=swap has no effect: "),
+        ({"swap_space": 4}, ""),
+        ({"preemption_mode": "swap"}, ""),
+        ({"swap_space": 4, "preemption_mode": "recompute"}, "swap_space=4 has no effect: preemption_mode=recompute computes"),
+        ({"swap_space": 4, "enable_prefix_caching": False}, "swap_space has no effect: without enable_prefix_caching"),
         ({"prefix_caching_hash_algo": "sha256"}, ""),
         ({"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo=xxhash has no effect: blocks are found by blake2b"),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, "prefix_caching_hash_algo=sha256_cbor has no effect: blocks are found by sha256"),
@@ -289,7 +291,7 @@ def test_ineffective_options_are_reported(settle, warnings, keywords, says):
 
 
 def test_all_ineffective_options_are_in_one_line(settle, warnings):
-    settle(swap_space=4, enforce_eager=True, trust_remote_code=True)
+    settle(swap_space=4, preemption_mode="recompute", enforce_eager=True, trust_remote_code=True)
     (line,) = warnings
     assert [part.split()[0] for part in line.split("; ")] == ["swap_space=4", "enforce_eager", "trust_remote_code"]  # fmt: skip
 

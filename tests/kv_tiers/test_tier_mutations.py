@@ -14,6 +14,7 @@ from kv_tiers.kept import COMMON, hits, kept, save_all, spoil
 from tests.broken_rule import broken
 
 GATE, HOOK = "quire.features.kv_tiers.gate", "quire.features.kv_tiers.hook"
+SWAP, POOL = "quire.features.kv_tiers.swap", "quire.kvstore.host_pool"
 TRIALS = 400
 FIRST = {"what left a window stays published": 334}
 """Where the workloads begin that notice a mutation late."""
@@ -29,6 +30,15 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a window may have gaps": (GATE, "KVTierGate._last_complete", "(gap := ANY) < 0", "(gap := -1) < 0"),
     "a group is not asked": (GATE, "KVTierGate._last_complete", "self.kv.unbounded", "self.kv.unbounded[:1] if end else []"),
     "what left a window stays published": ("quire.kvcache.manager", "KVManager.published_by", "set(ANY)", "set()"),
+    "a swapped block is found before its copy has run": (SWAP, "SwapSpace.take_leaving", "self.copying.add(key)", "self.pool.add(key, slot)"),
+    "a swapped block is copied one plan late": (
+        SWAP, "SwapSpace.take_leaving", "leaving, self.leaving = self.leaving, {}",
+        "leaving, self.leaving, self.late = getattr(self, 'late', {}), {}, self.leaving",
+    ),
+    "a copy of a failed step is swapped": (GATE, "KVTierGate._finish_copies", "sent.has_failed or sent.is_outdated", "False"),
+    "what a step in flight writes is swapped": (SWAP, "SwapSpace.on_taken", "key not in self.written", "True"),
+    "a slot with a pin is given up": (POOL, "HostPool.take", "self._idle.popitem(last=False)[1] if self._idle else None", "next(iter((self._idle or self._pinned).values()), None)"),
+    "a request that ends keeps its pins": (GATE, "KVTierGate.on_waiting_ended", "self.swap.returned(request)", "pass"),
     "the hash ignores the salt": (
         "quire.kvcache.block_hash", "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.identity}:{named}"',
     ),

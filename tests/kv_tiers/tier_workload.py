@@ -1,4 +1,5 @@
-"""The random workloads of tests/engine with a tier: a store that is slow, empty in places, late and short of slots.
+"""The random workloads of tests/engine with a tier: a store that is slow, empty in places, late and short of slots, swap space that
+is too small, or both.
 
 Workloads without faults of the device share one store for each block size, as restarted engines do: each block that one finds was
 computed by another. `python tests/kv_tiers/tier_workload.py 3000` runs many by hand.
@@ -24,7 +25,9 @@ from toy_device import POISON  # noqa: E402
 from quire.engine.listener import EngineListener  # noqa: E402
 from quire.features.kv_tiers.copies import BlockCopies  # noqa: E402
 from quire.features.kv_tiers.gate import KVTierGate  # noqa: E402
+from quire.features.kv_tiers.swap import SwapSpace  # noqa: E402
 from quire.features.kv_tiers.transfers import BlockRead  # noqa: E402
+from quire.kvstore.host_pool import HostPool  # noqa: E402
 from quire.protocol.plan import StepPlan  # noqa: E402
 
 Content = list[Any]
@@ -43,6 +46,8 @@ class ToyStaging:
     def __init__(self, rng: random.Random):
         self.rng = rng
         self.num_slots = rng.choice([2, 3, 5, 40])
+        num_kept = random.Random(rng.random()).choice([0, 4, 300, 300])
+        self.kept = range(self.num_slots, self.num_slots + num_kept)
         self.free = deque(range(self.num_slots))
         self.content: dict[int, Content] = {}
         self.ran = self.said = 0
@@ -125,7 +130,9 @@ class ToyRates:
     def __init__(self, rng: random.Random):
         self.rng, self.patience = rng, rng.choice([3, 40, 10_000])
 
-    def loads_faster(self, num_tokens: int, num_bytes: int, read_rate: float) -> bool:
+    def loads_faster(
+        self, num_tokens: int, num_bytes: int, read_rate: float, is_near: bool = False
+    ) -> bool:
         return True
 
     def most_seconds(self, num_bytes: int, read_rate: float) -> float:
@@ -150,25 +157,28 @@ class Forgets(EngineListener):
         self.gate = gate
 
     def on_cache_reset(self) -> None:
-        self.gate.forget_unsaved()
+        self.gate.on_cache_reset()
 
     def on_sleep(self, level: int) -> None:
-        self.gate.forget_unsaved()
+        self.gate.on_cache_reset()
 
 
 def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVTierGate | None:
     kv, device, rng = s.scheduler.kv, s.device, random.Random(~seed ^ 77)
-    if not kv.caching or device.states is not None:
+    if not kv.caching:
         return None
     store = ToyStore() if s.faulty else stores.setdefault(kv.block_size, ToyStore())
     staging = ToyStaging(rng)
+    if device.states is not None:  # they are not kept, but there is swap space
+        store = ToyStore()
+        store.is_open = False
     transfers: Any = ToyTransfers(store, staging, rng)
     size, counts = kv.block_size, dict[str, float]()
     rates: Any = ToyRates(rng)
     gate = TickingGate(
         s.scheduler, transfers, [1] * len(kv.groups), rates,
         policy=rng.choice(["auto", "second-use", "always", "always"]), may_save=lambda: rng.random() < 0.5,
-        exact=True, counts=counts, clock=lambda: float(s.late.now),
+        exact=True, counts=counts, swap=SwapSpace(HostPool(staging.kept), kv.pool.by_hash, counts), clock=lambda: float(s.late.now),
     )  # fmt: skip
     s.scheduler.gates.append(gate)
     kv.pool.listeners.append(gate)
@@ -184,12 +194,15 @@ def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVT
                 assert slot not in staging.free
                 content = device.memory[block * size : (block + 1) * size]
                 staging.content[slot] = ["half"]
-                if not fails:
+                if slot in staging.kept and not fails:
+                    staging.content[slot] = content
+                elif not fails:
                     staging.late.append((plan.step, slot, content, True))
             for slot, _, block in copies.loads:
                 assert block, "the null block is loaded"
                 content = staging.content[slot]
-                staging.late.append((plan.step, slot, content, False))
+                if slot not in staging.kept:
+                    staging.late.append((plan.step, slot, content, False))
                 device.memory[block * size : (block + 1) * size] = (
                     [POISON] * size if fails else content
                 )
@@ -225,6 +238,11 @@ def trial(seed: int, stores: dict[Any, ToyStore]) -> dict[str, float]:
     assert gate.staging.num_free == gate.staging.num_slots, "slots leaked"
     assert not any([gate.loads, gate.running, gate.sent, gate.unsaved, gate.leaving])
     assert not gate.most_blocks
+    swap, pool = gate.swap, gate.swap.pool
+    assert not any(
+        [swap.swapped, swap.leaving, swap.copying, pool._pinned, pool._pins, pool._outdated]
+    )
+    assert len(pool) + len(set(pool._free)) == pool.num_slots, "slots of the swap space leaked"
     return gate.counts
 
 

@@ -64,7 +64,7 @@ class CacheConfig:
     kv_transfer_config: dict[str, Any] = field(default_factory=dict)
     """vLLM's JSON that names a connector: those that keep blocks on a disk or in redis set kv_disk_dir, kv_disk_size and kv_remote_url (LMCacheConnectorV1, SharedStorageConnector, tiers with a root_dir or disk_path); others are refused by name."""
     swap_space: Amount = 0
-    """GiB of host memory for preempted requests (accepted without effect: preempted requests are recomputed)."""
+    """GiB of host memory for KV blocks of preempted requests, which go on from there (docs: kv-cache.md); 0: they are computed again, unless preemption_mode is swap."""
     cpu_offload_gb: Amount = 0
     """GiB of weights that stay in host memory and are copied to the GPU for each step (a CPU ignores it)."""
     mamba_cache_mode: Literal["auto", "align", "all", "none"] = "auto"

@@ -16,7 +16,7 @@ from quire import env
 from quire.config.api_key_file import plain_keys
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import FIELD as KV_TRANSFER
-from quire.config.kv_transfer import tier_fields
+from quire.config.kv_transfer import swaps, tier_fields, with_swap_space
 from quire.config.model import EMBEDDER
 from quire.config.options import coerce, options
 from quire.config.parallel.data_parallel import from_environment
@@ -83,7 +83,7 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
     fields: dict[str, Any] = {}
     filled: dict[str, Any] = {}
     idle: dict[str, bool] = {}
-    for written, value in keywords.items():
+    for written, value in with_swap_space(keywords).items():
         name = written.replace("-", "_")
         if name == "device_memory_utilization":
             name = "gpu_memory_utilization"
@@ -119,7 +119,9 @@ def translate(keywords: Mapping[str, Any], source: Source = "keyword") -> dict[s
                 )
         fields["speculative_config"] = older | own
     if own := fields.get(KV_TRANSFER):
-        filled |= tier_fields(coerce(known[KV_TRANSFER], own), spelt(KV_TRANSFER, source))
+        filled |= tier_fields(
+            coerce(known[KV_TRANSFER], own), spelt(KV_TRANSFER, source), swaps(keywords)
+        )
     overrides = filled.pop("hf_overrides", None)
     if overrides is not None:
         own = fields.get("hf_overrides") or {}

@@ -20,7 +20,8 @@ FIELD = "kv_transfer_config"
 FOLDER = "--kv-disk-dir FOLDER keeps blocks on a disk, also for other engines of this machine"
 SERVER = "--kv-remote-url redis://HOST:PORT keeps blocks for engines of several machines"
 ALONE = "let each server prefill its own requests"
-MEMORY = f"the KV cache is in this memory already, so raise --kv-cache-memory-bytes; or {FOLDER}"
+SWAP = "--preemption-mode swap keeps blocks of preempted requests in host memory"
+MEMORY = f"on a CPU, the KV cache is in this memory already, so raise --kv-cache-memory-bytes; {FOLDER}; {SWAP}"
 REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector", "PyNcclConnector"),
@@ -36,6 +37,9 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
 }  # fmt: skip
 """Connector -> (what it needs, what to do instead)."""
+GIB = 1 << 30
+USES = "in swap space the least recently used block makes room for the next; --kv-disk-write decides what is written to a folder"
+DEFAULTS = (("eviction_policy", "lru"), ("store_threshold", 0), ("offload_prompt_only", True), ("spec_name", "CPUOffloadingSpec"), ("spec_name", "TieringOffloadingSpec"))  # fmt: skip
 OLD_FIELDS = ("kv_rank", "kv_parallel_size", "kv_buffer_size", "kv_ip")
 FIELDS = (
     "kv_connector", "kv_role", "engine_id", "kv_buffer_device", "kv_port", "kv_connector_extra_config",
@@ -47,8 +51,37 @@ OF_LMCACHE, ITS_FILE = "LMCACHE_", "LMCACHE_CONFIG_FILE"
 REMOTE = ("redis://", "rediss://", "unix://")
 
 
-def tier_fields(config: Mapping[str, Any], name: str = FIELD) -> dict[str, Any]:
-    """The options that mean the same as this kv_transfer_config. `name`: of the option, as the user writes it.
+def swaps(keywords: Mapping[str, Any]) -> bool:
+    """Whether these options ask for swap space, before they are checked."""
+    named = {key.replace("-", "_"): value for key, value in keywords.items()}
+    mode, space = named.get("preemption_mode"), named.get("swap_space")
+    return mode == "swap" or (mode is None and space is not None and str(space) not in ("0", "0.0"))
+
+
+def with_swap_space(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """`kv_offloading_size` as the size of the swap space, if there is to be one; else as it is: it is refused."""
+    if not swaps(keywords):
+        return dict(keywords)
+    size = None
+    found = {}
+    for key, value in keywords.items():
+        if (name := key.replace("-", "_")) == "kv_offloading_size":
+            size = value
+        elif name != "kv_offloading_backend":
+            found[key] = value
+    if size and not found.get("swap_space"):
+        found["swap_space"] = size
+    return found
+
+
+def tier_fields(
+    config: Mapping[str, Any], name: str = FIELD, swaps: bool = False
+) -> dict[str, Any]:
+    """The options that mean the same as this kv_transfer_config.
+
+    Args:
+        name: of the option, as the user writes it.
+        swaps: whether there is swap space, so that blocks in host memory are that.
 
     Raises:
         ConfigError: it is not what vLLM takes.
@@ -66,13 +99,13 @@ def tier_fields(config: Mapping[str, Any], name: str = FIELD) -> dict[str, Any]:
         raise ConfigError(f"{name}: kv_connector must be the name of a connector, and kv_connector_extra_config an object")  # fmt: skip
     if config.get("kv_connector_module_path"):
         raise Unsupported(f"{name} (the connector class of another package)", FOLDER)
-    return _fields_of(connector, extra, name)
+    return _fields_of(connector, extra, name, swaps)
 
 
-def _fields_of(connector: str, extra: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _fields_of(connector: str, extra: Mapping[str, Any], name: str, swaps: bool) -> dict[str, Any]:
     match connector:
         case "MultiConnector":
-            return _first_of(extra.get("connectors") or (), name)
+            return _first_of(extra.get("connectors") or (), name, swaps)
         case "LMCacheConnectorV1" | "LMCacheConnector":
             return _lmcache(name)
         case "SharedStorageConnector" | "ExampleConnector":
@@ -84,23 +117,40 @@ def _fields_of(connector: str, extra: Mapping[str, Any], name: str) -> dict[str,
         case "SimpleCPUOffloadConnector" if extra.get("disk_path"):
             return {"kv_disk_dir": str(extra["disk_path"])}
         case "OffloadingConnector" | "SimpleCPUOffloadConnector":
-            for tier in extra.get("secondary_tiers") or ():
-                if isinstance(tier, Mapping) and tier.get("root_dir"):
-                    return {"kv_disk_dir": str(tier["root_dir"])}
-            raise Unsupported(f"{name} ({connector}: KV blocks in host memory)", MEMORY)
+            return _offloading(connector, extra, name, swaps)
     if connector not in REFUSED:
         raise ConfigError(f"{name}: the connector {connector!r} is unknown; {FOLDER}")
     what, remedy = REFUSED[connector]
     raise Unsupported(f"{name} ({connector}: {what})", remedy)
 
 
-def _first_of(connectors: Sequence[Any], name: str) -> dict[str, Any]:
+def _offloading(connector: str, extra: Mapping[str, Any], name: str, swaps: bool) -> dict[str, Any]:
+    """Host memory is swap space, if that is asked for, and a tier with a folder is that folder; what has no meaning here is named."""
+    found: dict[str, Any] = {}
+    tiers = extra.get("secondary_tiers") or ()
+    folders = [one["root_dir"] for one in tiers if isinstance(one, Mapping) and one.get("root_dir")]
+    if folders:
+        found["kv_disk_dir"] = str(folders[0])
+    num_bytes = extra.get("cpu_bytes_to_use")
+    if num_bytes is not None and (isinstance(num_bytes, bool) or not isinstance(num_bytes, int | float) or num_bytes <= 0):  # fmt: skip
+        raise ConfigError(f"{name}: cpu_bytes_to_use must be a number of bytes above 0")
+    if swaps and num_bytes:
+        found["swap_space"] = num_bytes / GIB
+    if not (found or swaps):
+        raise Unsupported(f"{name} ({connector}: KV blocks in host memory)", MEMORY)
+    used = {"secondary_tiers", *(("cpu_bytes_to_use",) if swaps else ())}
+    if others := sorted(key for key in extra.keys() - used if (key, extra[key]) not in DEFAULTS):
+        log.warning("%s (%s): %s has no effect: %s", name, connector, ", ".join(others), USES)
+    return found
+
+
+def _first_of(connectors: Sequence[Any], name: str, swaps: bool) -> dict[str, Any]:
     """Of a MultiConnector: all that Quire has something for, the first of each kind; the others are named."""
     found: dict[str, Any] = {}
     why: Unsupported | None = None
     for one in connectors:
         try:
-            found = tier_fields(one if isinstance(one, Mapping) else {}, name) | found
+            found = tier_fields(one if isinstance(one, Mapping) else {}, name, swaps) | found
         except Unsupported as error:
             why = why or error
     if not found and why is not None:

@@ -29,7 +29,7 @@ class SchedulerConfig:
     resume: Literal["always", "exact", "off"] = "always"
     """After the death of an engine's process, requests that ran in it go on in another: always; exact: only where their tokens are the same bit for bit; off: they end with an error."""
     preemption_mode: Literal["recompute", "swap"] | None = None
-    """recompute; swap is accepted and also recomputes."""
+    """What happens to a request that is preempted for lack of KV blocks: recompute (its tokens are computed again) or swap (its full blocks are kept in swap_space, 4 GiB if that is 0); unset: swap if swap_space is given."""
     max_num_queued_reqs: AtLeast0 | None = None
     """Maximum waiting requests; the server refuses more with status 503; unset: the server's own limit."""
     max_num_queued_tokens: AtLeast0 | None = None

@@ -92,13 +92,13 @@ def warn_of_ignored(
 ) -> None:
     """Name the settings that were given and have no effect, all in one line."""
     swap, form = config.cache.swap_space, config.load.load_format
-    algorithm = config.cache.prefix_caching_hash_algo
+    algorithm, mode = config.cache.prefix_caching_hash_algo, config.scheduler.preemption_mode
     has_code = hf_config.get("auto_map") or any(Path(path).glob("*.py"))
     ignored = {
         f"prefix_caching_hash_algo={algorithm} has no effect: blocks are found by {SAME_HASHES.get(algorithm)}, with a key of this server": algorithm in SAME_HASHES,
-        f"swap_space={swap:g} has no effect: preempted requests are recomputed": swap != 0,
+        f"swap_space={swap:g} has no effect: preemption_mode=recompute computes preempted requests again": swap != 0 and mode == "recompute",
+        "swap_space has no effect: without enable_prefix_caching, blocks have no names": (mode == "swap" or (swap and not mode)) and config.cache.enable_prefix_caching is False,
         "fully_sharded_loras has no effect: each rank has all of A, and of B its own outputs": config.lora.fully_sharded_loras,
-        "preemption_mode=swap has no effect: preempted requests are recomputed": config.scheduler.preemption_mode == "swap",
         f"model_loader_extra_config has no effect: load_format={form} maps the files, and has no options": config.load.model_loader_extra_config,
         "enforce_eager has no effect: on a CPU, no step is recorded as a graph": config.parallel.enforce_eager and device == "cpu",
         "trust_remote_code has no effect: the checkpoint contains no code": config.model.trust_remote_code and not has_code,

@@ -81,7 +81,7 @@ class DiskStore:
         """How much of each segment is in the index."""
         self._touched: dict[Path, float] = {}
         self._lock = threading.Lock()
-        self.num_refreshes = 0
+        self.num_refreshes = self.num_bytes = 0
 
     # -- the index --------------------------------------------------------------------------------
     @property
@@ -112,6 +112,7 @@ class DiskStore:
         """Index what other engines have written since, and forget what they have deleted."""
         try:
             found = {one.path: one.num_bytes for one in segments_in(self.folder)}
+            self.num_bytes = sum(found.values())
             for path, num_bytes in found.items():
                 writes = self._writer is not None and path == self._writer.path
                 if not (self.why_off or writes) and self._ends.get(path, 0) < num_bytes:

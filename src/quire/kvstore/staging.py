@@ -18,16 +18,21 @@ MOST_RANKS = PAGE // 8
 
 
 class Staging:
-    """The memory, and which of its slots are free. `path` leads other processes of the same user to it."""
+    """The memory, and which of its slots are free. `path` leads other processes of the same user to it.
 
-    def __init__(self, slot_bytes: int, num_slots: int, ranks: int):
+    kept: the numbers of further slots, for blocks that stay in them (`host_pool.py`). Untouched, they take no memory.
+    """
+
+    def __init__(self, slot_bytes: int, num_slots: int, ranks: int, num_kept: int = 0):
         self.slot_bytes, self.num_slots, self.ranks = slot_bytes, num_slots, ranks
+        self.kept = range(num_slots, num_slots + num_kept)
+        size = PAGE + slot_bytes * (num_slots + num_kept)
         self._fd = _memory_file()
-        os.ftruncate(self._fd, PAGE + slot_bytes * num_slots)
+        os.ftruncate(self._fd, size)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         if not os.path.exists(self.path):
             self.path = f"/dev/fd/{self._fd}"  # only this process
-        self._map = mmap.mmap(self._fd, PAGE + slot_bytes * num_slots)
+        self._map = mmap.mmap(self._fd, size)
         self._view = memoryview(self._map)
         self._acks = self._view[:PAGE].cast("q")
         self._free = deque(range(num_slots))

@@ -23,8 +23,8 @@ from quire.observe.metric_table import (
     COUNT_LABELS,
     COUNTS,
     ENGINE_HISTOGRAMS,
+    GAUGES,
     INFOS,
-    KEPT_TOKENS,
     SNAPSHOTS,
     ObservedMetric,
     SnapshotMetric,
@@ -74,8 +74,8 @@ class SnapshotCollector(Collector):
         for engine, counts in each.items():
             for key, count in counts.items():
                 name, _, value = key.partition(":")
-                if name == KEPT_TOKENS:
-                    continue  # in vllm:prompt_tokens_cached_by_source
+                if name in GAUGES:
+                    continue
                 own = [value] if value else []
                 if name not in families:
                     labels = ["model_name", "engine", *([COUNT_LABELS[name]] if value else [])]

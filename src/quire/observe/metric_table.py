@@ -54,6 +54,15 @@ def external_hits(stats: EngineStats) -> float:
     return stats.counts.get("external_prefix_cache_hits", 0.0)
 
 
+TIER_BYTES = "kv_tier_bytes"
+"""EngineStats.counts: of KV blocks that a store has now, by its kind."""
+
+
+def tier_bytes(stats: EngineStats) -> Mapping[str, float]:
+    found = (key.partition(":") for key in stats.counts)
+    return {kind: stats.counts[f"{name}:{kind}"] for name, _, kind in found if name == TIER_BYTES}
+
+
 KEPT_TOKENS = "kv_cached_tokens"
 """EngineStats.counts: prompt tokens that were loaded, by kind of store."""
 
@@ -102,8 +111,9 @@ SNAPSHOTS: tuple[SnapshotMetric, ...] = (
     SnapshotMetric("vllm:gpu_prefix_cache_queries", "counter", "Old name of prefix_cache_queries.", lambda s: s.prefix_queries, legacy=True),
     SnapshotMetric("vllm:gpu_prefix_cache_hits", "counter", "Old name of prefix_cache_hits.", lambda s: s.prefix_hits, legacy=True),
     SnapshotMetric("vllm:gpu_prefix_cache_hit_rate", "gauge", "prefix_cache_hits / prefix_cache_queries.", hit_rate, legacy=True),
-    SnapshotMetric("vllm:num_requests_swapped", "gauge", "Old; always 0.", lambda s: 0, legacy=True),
-    SnapshotMetric("vllm:cpu_cache_usage_perc", "gauge", "Old; always 0.", lambda s: 0, legacy=True),
+    SnapshotMetric("vllm:num_requests_swapped", "gauge", "Preempted requests whose KV blocks have a place in the swap space.", lambda s: s.counts.get("requests_swapped", 0)),
+    SnapshotMetric("vllm:cpu_cache_usage_perc", "gauge", "Used part of the swap space, from 0 to 1.", lambda s: s.counts.get("host_cache_usage", 0)),
+    SnapshotMetric("quire:kv_tier_bytes", "gauge", "Bytes of KV blocks that a tier has now.", tier_bytes, label="tier"),
 )  # fmt: skip
 
 OBSERVED: tuple[ObservedMetric, ...] = (
@@ -132,6 +142,9 @@ ENGINE_HISTOGRAMS: dict[str, ObservedMetric] = {
     "gap": ObservedMetric("vllm:kv_block_reuse_gap_seconds", RESIDENCY, "Seconds between two uses of a KV block."),
 }  # fmt: skip
 """Histograms that the engine fills, by their names in EngineStats.histograms."""
+
+GAUGES = {"kv_tier_bytes", "requests_swapped", "host_cache_usage", KEPT_TOKENS}
+"""Names in EngineStats.counts that entries of SNAPSHOTS read."""
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 COUNT_LABELS: dict[str, str] = {

@@ -35,6 +35,8 @@ class Gate:
 
     name = "gate"
     order = 50
+    saves_preempted = False
+    """Blocks of preempted requests are saved: for the text of a warning."""
 
     def receive(self, received: EngineRequest, number: int) -> EngineRequest:
         """A request arrives, the scheduler's `number`-th. Returns it, maybe with other fields.

@@ -290,13 +290,15 @@ class Scheduler:
         builder.preempted = True
         builder.remove_work(request)
         self._preempt(request)
+        saves = any(gate.saves_preempted for gate in self.gates)
         log.warning_every(
             "preemption", 5.0,
-            "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache"
-            " space: its %d tokens will be computed again, which costs time. Raise gpu_memory_utilization"
-            " or tensor_parallel_size for more KV space, or lower max_num_seqs or max_num_batched_tokens."
-            " total_cumulative_preemption_cnt=%d",
-            request.id, len(request.tokens), self.count.preemptions,
+            "Request %s is preempted by PreemptionMode.%s mode because there is not enough KV cache space: its %d tokens %s,"
+            " which costs time. Raise gpu_memory_utilization or tensor_parallel_size for more KV space, or lower"
+            " max_num_seqs or max_num_batched_tokens. total_cumulative_preemption_cnt=%d",
+            request.id, "SWAP" if saves else "RECOMPUTE", len(request.tokens),
+            "will be loaded again from where their blocks are kept" if saves else "will be computed again",
+            self.count.preemptions,
         )  # fmt: skip
 
     def _leave(self, request: Request) -> None:

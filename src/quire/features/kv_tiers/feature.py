@@ -24,9 +24,12 @@ from quire.features.kv_tiers.copies import NAME, RankBlocks
 from quire.features.kv_tiers.gate import KVTierGate
 from quire.features.kv_tiers.lookups import LookupGate
 from quire.features.kv_tiers.rates import FEWEST_TOKENS, TierRates
+from quire.features.kv_tiers.swap import KIND as HOST
+from quire.features.kv_tiers.swap import SwapSpace
 from quire.features.kv_tiers.transfers import Transfers
 from quire.features.kv_tiers.weights_digest import weights_digest
 from quire.kvstore.disk import REFRESH_S, DiskStore, Identify, Key
+from quire.kvstore.host_pool import HostPool
 from quire.kvstore.key_file import make_folder, read_key
 from quire.kvstore.record import mac_key, record_size
 from quire.kvstore.redis_store import RedisStore
@@ -47,7 +50,9 @@ FEWEST_SLOTS = 4
 RATE = "prompt-tokens-per-second"
 """A file beside the blocks, with what the last process measured."""
 FLUSH_S = 5.0
-KINDS = DiskStore.kind, RedisStore.kind
+SWAP_SPACE = 4
+"""GiB, if preemption_mode=swap names none; as in vLLM."""
+KINDS = HOST, DiskStore.kind, RedisStore.kind
 COUNTERS = (
     "external_prefix_cache_queries", "external_prefix_cache_hits", "kv_stores_skipped",
     *(f"{name}:{kind}" for name in ("kv_load_bytes", "kv_store_bytes", "kv_cached_tokens") for kind in KINDS),
@@ -55,7 +60,7 @@ COUNTERS = (
 
 
 class KVTiersFeature(Feature):
-    """On if there is a folder or a server for blocks, and blocks are shared."""
+    """On if there is a folder, a server or swap space for blocks, and blocks are shared."""
 
     name = NAME
     order = 80
@@ -71,13 +76,16 @@ class KVTiersFeature(Feature):
 
     @classmethod
     def enabled(cls, resolved: Resolved) -> bool:
-        cache = resolved.config.cache
-        return bool(cache.kv_disk_dir or cache.kv_remote_url) and resolved.prefix_caching
+        return (_keeps(resolved) or swap_bytes(resolved) > 0) and resolved.prefix_caching
 
     def memory(self, layout: RankLayout, stage: int) -> Sequence[MemoryLine]:
-        return (
-            MemoryLine("buffers of kept KV blocks", STAGING_BYTES // layout.size, where="host"),
-        )
+        lines = [("buffers of kept KV blocks", STAGING_BYTES, "")]
+        if swapped := swap_bytes(self.resolved):
+            lines.append(("KV blocks of preempted requests", swapped, "swap_space"))
+        return [
+            MemoryLine(name, num_bytes // layout.size, lower=lower, where="host")
+            for name, num_bytes, lower in lines
+        ]
 
     # -- the worker -------------------------------------------------------------------------------
     def plug_into_worker(self, parts: WorkerParts) -> None:
@@ -91,11 +99,15 @@ class KVTiersFeature(Feature):
     def plug_into_engine(self, engine: EngineParts) -> None:
         core = engine.core
         ranks = msgspec.convert(core.executor.call("kv_tier_blocks"), list[RankBlocks])
+        swapped = swap_bytes(self.resolved)
         if refusal := self._refusal(engine, ranks):
             log.warning("no KV blocks are kept: %s", refusal)
             return
-        num_groups = len(core.scheduler.kv.groups)
-        staging, group_bytes = attach_staging(core, ranks, num_groups)
+        if engine.info.state_bytes and _keeps(self.resolved):
+            log.warning("no KV blocks are kept for later requests: recurrent states are not kept, and this model cannot continue without them")  # fmt: skip
+            if not swapped:
+                return
+        staging, group_bytes = attach_staging(core, ranks, swapped)
         facts = kv_facts(self.resolved, engine.info) | {
             "attention of layers": ",".join(
                 sorted({name for one in ranks for name in one.backends})
@@ -103,7 +115,7 @@ class KVTiersFeature(Feature):
             "ranks": str([one.group_bytes for one in ranks]),
         }
         cache, counts = self.resolved.config.cache, core.counts
-        stores = self._stores(partial(self._identify, facts))
+        stores = [] if engine.info.state_bytes else self._stores(partial(self._identify, facts))
         transfers = Transfers(StoreList(stores), staging, engine.wake, counts)
         self.gate, self.core = KVTierGate(
             core.scheduler, transfers, group_bytes, self.rates,
@@ -111,6 +123,7 @@ class KVTiersFeature(Feature):
             may_save=self._takes_first_use,
             exact=engine.info.model_impl == "native" and all(one.exact for one in ranks),
             counts=counts,
+            swap=SwapSpace(HostPool(staging.kept), core.scheduler.kv.pool.by_hash, counts, staging.slot_bytes),
         ), core  # fmt: skip
         engine.gates.append(self.gate)
         engine.counters += COUNTERS
@@ -144,8 +157,6 @@ class KVTiersFeature(Feature):
     def _refusal(self, engine: EngineParts, ranks: Sequence[RankBlocks]) -> str:
         """Why blocks of this engine cannot be kept; "": they can."""
         parallel = self.resolved.config.parallel
-        if engine.info.state_bytes:
-            return "recurrent states are not kept, and this model cannot continue without them"
         if not (engine.info.prefix_caching and any(sum(one.group_bytes) for one in ranks)):
             return "this model has no prefix cache"
         if len(parallel.nodes_of_engine) > 1 or self.resolved.executor == "external_launcher":
@@ -182,7 +193,11 @@ class KVTiersFeature(Feature):
             return
         if store.is_open:
             self._use(store, rate, time.monotonic() - began, transfers)
-        while not (store.why_off or self.has_ended.wait(REFRESH_S)):
+        while True:
+            if store is self.disk and self.core is not None:
+                self.core.counts["kv_tier_bytes:disk"] = self.disk.num_bytes
+            if store.why_off or self.has_ended.wait(REFRESH_S):
+                return
             store.refresh()
 
     def _use(self, store: BlockStore, rate: float, seconds: float, transfers: Transfers) -> None:
@@ -209,7 +224,7 @@ class KVTiersFeature(Feature):
     # -- what happens to the engine ---------------------------------------------------------------
     def on_cache_reset(self) -> None:
         if self.gate is not None:
-            self.gate.forget_unsaved()
+            self.gate.on_cache_reset()
 
     def on_sleep(self, level: int) -> None:
         self.on_cache_reset()
@@ -244,14 +259,32 @@ class KVTiersFeature(Feature):
         return {"cached_tokens_by_tier": answer} if answer else {}
 
 
+def _keeps(resolved: Resolved) -> bool:
+    """Whether blocks are kept for later requests."""
+    return bool(resolved.config.cache.kv_disk_dir or resolved.config.cache.kv_remote_url)
+
+
+def swap_bytes(resolved: Resolved) -> int:
+    """Host memory for blocks of preempted requests."""
+    mode, space = resolved.config.scheduler.preemption_mode, resolved.config.cache.swap_space
+    if mode == "recompute":
+        return 0
+    return int((space or (SWAP_SPACE if mode == "swap" else 0)) * GIB)
+
+
 def attach_staging(
-    core: EngineCore, ranks: Sequence[RankBlocks], num_groups: int
+    core: EngineCore, ranks: Sequence[RankBlocks], num_kept_bytes: int
 ) -> tuple[Staging, list[int]]:
-    """The memory that all ranks copy blocks to and from, and the bytes of a block, by KV group."""
+    """The memory that all ranks copy blocks to and from, and the bytes of a block, by KV group.
+
+    num_kept_bytes: of it, for blocks that stay there.
+    """
+    num_groups = len(core.scheduler.kv.groups)
     padded = [one.group_bytes + [0] * (num_groups - len(one.group_bytes)) for one in ranks]
     group_bytes = [sum(column) for column in zip(*padded, strict=True)]
     slot_bytes = record_size(max(group_bytes))
-    staging = Staging(slot_bytes, max(STAGING_BYTES // slot_bytes, FEWEST_SLOTS), len(ranks))
+    num_slots = max(STAGING_BYTES // slot_bytes, FEWEST_SLOTS)
+    staging = Staging(slot_bytes, num_slots, len(ranks), num_kept_bytes // slot_bytes)
     places = {
         one.id: (rank, [sum(other[g] for other in padded[:rank]) for g in range(num_groups)])
         for rank, one in enumerate(ranks)

@@ -9,6 +9,7 @@ memory, `hook.py` moves slots from and to blocks.
     save    a step that wrote the block is committed -> the hook copies it to a slot, before the next step -> all ranks have
             done so -> a thread writes the slot. A block that is taken for other content before is copied by the plan that
             takes it; if there is no slot, it is not kept.
+    swap    blocks of preempted requests go to slots of host memory, and come back from there (`swap.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
 from quire.features.kv_tiers.copies import NAME, BlockCopies
+from quire.features.kv_tiers.pending import LoadCopy, SentCopies, TierLoad
 from quire.features.kv_tiers.rates import TierRates
-from quire.features.kv_tiers.transfers import BlockRead, Transfers
+from quire.features.kv_tiers.swap import KIND, SwapSpace
+from quire.features.kv_tiers.transfers import Transfers
 from quire.kvcache.block_pool import NULL_BLOCK
 from quire.kvstore.disk import Key
+from quire.kvstore.host_pool import HostPool
 from quire.protocol.output import EngineOutput
 from quire.protocol.plan import StepPlan
 from quire.scheduler.gate import Gate
@@ -46,34 +49,6 @@ ALL = 1 << 62
 Policy = Literal["auto", "second-use", "always"]
 
 
-@dataclass(eq=False)
-class TierLoad:
-    """A request's blocks that are being loaded, in the order of the read's keys."""
-
-    blocks: list[int]
-    num_tokens: int
-    deadline: float
-    read: BlockRead
-
-
-class LoadCopy(NamedTuple):
-    """One copy from a slot to a block of a request."""
-
-    slot: int
-    key: Key
-    block: int
-    request: Request
-
-
-@dataclass(slots=True)
-class SentCopies:
-    """The copies of one plan. `saves`: slot, key."""
-
-    saves: list[tuple[int, Key]] = field(default_factory=list)
-    loads: list[LoadCopy] = field(default_factory=list)
-    has_failed: bool = False
-
-
 class KVTierGate(Gate):
     """Plug it into the scheduler, and into its block pool as a listener.
 
@@ -82,6 +57,7 @@ class KVTierGate(Gate):
         policy: which blocks are saved.
         may_save: whether the store takes a block now that only one request has used.
         exact: whether generated tokens have the same keys and values as in a prompt; if not, only prompts are kept.
+        swap: for blocks of preempted requests; None: these are computed again.
     """
 
     name = NAME
@@ -98,8 +74,11 @@ class KVTierGate(Gate):
         may_save: Callable[[], bool],
         exact: bool,
         counts: dict[str, float],
+        swap: SwapSpace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        self.swap = swap or SwapSpace(HostPool(()), scheduler.kv.pool.by_hash, counts)
+        self.saves_preempted = self.swap.is_on
         self.scheduler, self.kv, self.transfers = scheduler, scheduler.kv, transfers
         self.store, self.staging = transfers.store, transfers.staging
         self.group_bytes, self.rates, self.clock = group_bytes, rates, clock
@@ -125,18 +104,16 @@ class KVTierGate(Gate):
             len(request.hashes),
             self.most_blocks.get(request, ALL),
         )
-        if not self.store.is_open or most <= first:
+        if most <= first or not (self.store.is_open or self.swap.is_on):
             return 0
         end = self._last_complete(request, first, most)
         num_tokens = (end - first) * size
         return num_tokens if self._is_worth_it(request, first, num_tokens) else 0
 
     def _last_complete(self, request: Request, first: int, most: int) -> int:
-        """The end of the longest run of blocks after the first `first` that the store has whatever is needed of."""
-        end = first
-        while end < most and all(
-            (group, request.hashes[end]) in self.store for group in self.kv.unbounded
-        ):
+        """The end of the longest run of blocks after the first `first` of which all is kept that is needed."""
+        end, groups = first, self.kv.unbounded
+        while end < most and all(self._has((group, request.hashes[end])) for group in groups):
             end += 1
         while end > first:
             gaps = [self._last_gap(request, group, first, end) for group, _ in self.kv.windows]
@@ -149,12 +126,17 @@ class KVTierGate(Gate):
         """The last missing block of a group with a window that the token after `end` blocks needs; -1: none is missing."""
         spec, size = dict(self.kv.windows)[group], self.kv.block_size
         for index in range(end - 1, max(first, spec.first_needed(end * size) // size) - 1, -1):
-            if (group, request.hashes[index]) not in self.store:
+            if not self._has((group, request.hashes[index])):
                 return index
         return -1
 
+    def _has(self, key: Key) -> bool:
+        return key in self.swap.pool or key in self.store
+
     def _is_worth_it(self, request: Request, first: int, num_tokens: int) -> bool:
         num_bytes = num_tokens // self.kv.block_size * sum(self.group_bytes)
+        if request in self.swap.swapped:
+            return self.rates.loads_faster(num_tokens, num_bytes, COPY_RATE, is_near=True)
         return self.rates.loads_faster(num_tokens, num_bytes, self.transfers.read_rate)
 
     def load(self, request: Request, start: int, num_tokens: int) -> None:
@@ -165,12 +147,15 @@ class KVTierGate(Gate):
             for group, column in enumerate(request.blocks)
             if column[index] != NULL_BLOCK
         ]
+        near = self.swap.load(request, found)
+        found = [one for one in found if (one[0], one[2]) not in self.swap.pool]
         keys = [((group, hash), self.group_bytes[group]) for group, _, hash in found]
-        self._count("external_prefix_cache_queries", num_tokens)
+        if not request.preemptions:
+            self._count("external_prefix_cache_queries", num_tokens)
         seconds = self.rates.most_seconds(sum(n for _, n in keys), self.transfers.read_rate)
         read = self.transfers.read(keys)
         blocks = [block for _, block, _ in found]
-        self.loads[request] = TierLoad(blocks, num_tokens, self.clock() + seconds, read)
+        self.loads[request] = TierLoad(blocks, num_tokens, self.clock() + seconds, read, near)
 
     def loaded(self, request: Request) -> bool | None:
         load = self.loads[request]
@@ -189,20 +174,28 @@ class KVTierGate(Gate):
 
     def enter(self, request: Request) -> None:
         self.running[request] = 0
-        if (load := self.loads.pop(request, None)) is not None:
-            self.to_load += self._arrived(request, load)
-            found = self._by_kind(load)
-            if not request.preemptions:
-                self.loaded_tokens[request.id] = found
-            for kind, num_tokens in found.items():
-                self._count(f"kv_cached_tokens:{kind}", num_tokens)
-            self._count("external_prefix_cache_hits", load.num_tokens)
+        step = self.scheduler.steps + 1
         num_found = request.num_computed_tokens // self.kv.block_size
-        self._consider(request, num_found, self.scheduler.steps + 1, is_reused=True)
+        if (load := self.loads.pop(request, None)) is not None:
+            self.to_load += load.near + self._arrived(request, load)
+            self.swap.on_written(request, request.num_cached_blocks, num_found, step)
+            num_bytes = sum(self.group_bytes[one.key[0]] for one in load.near)
+            self._count("kv_load_bytes:" + KIND, num_bytes)
+            if not request.preemptions:
+                self._count_hits(request, load)
+        self.swap.returned(request)
+        self._consider(request, num_found, step, is_reused=True)
+
+    def _count_hits(self, request: Request, load: TierLoad) -> None:
+        self.loaded_tokens[request.id] = found = self._by_kind(load)
+        for kind, num_tokens in found.items():
+            self._count(f"kv_cached_tokens:{kind}", num_tokens)
+        self._count("external_prefix_cache_hits", load.num_tokens)
 
     def release(self, request: Request) -> bool:
         if (load := self.loads.pop(request, None)) is not None:
             self.transfers.cancel(load.read)
+            self._unpin(load.near)
         return True
 
     def revoke(self, request: Request) -> None:
@@ -210,13 +203,22 @@ class KVTierGate(Gate):
 
     def on_waiting_ended(self, request: Request) -> None:
         self.most_blocks.pop(request, None)
+        self.swap.returned(request)
 
     def leave(self, request: Request) -> None:
         self._consider_published(request, self.scheduler.steps)
         self.running.pop(request, None)
         self.most_blocks.pop(request, None)
+        if request.finish is None:
+            self.swap.preempted(request)
         if request.finish in ("abort", "error"):
             self.loaded_tokens.pop(request.id, None)
+
+    def _unpin(self, loads: Sequence[LoadCopy]) -> None:
+        """These slots of host memory are not read any more, except by copies that are sent."""
+        for one in loads:
+            if one.slot >= self.staging.num_slots:
+                self.swap.pool.unpin(one.key)
 
     def _arrived(self, request: Request, load: TierLoad) -> list[LoadCopy]:
         """What can be copied now."""
@@ -230,6 +232,7 @@ class KVTierGate(Gate):
         """How many tokens came from each kind of store. A block of several groups counts where its last one was."""
         keys, size = load.read.keys, self.kv.block_size
         kinds = {keys[place][0][1]: kind for place, kind in list(load.read.kinds.items())}
+        kinds |= {one.key[1]: KIND for one in load.near}
         return {kind: count * size for kind, count in sorted(Counter(kinds.values()).items())}
 
     # -- saves ------------------------------------------------------------------------------------
@@ -244,7 +247,8 @@ class KVTierGate(Gate):
                 self.generated.update(
                     (g, request.hashes[index]) for g in range(len(request.blocks))
                 )
-        if num_blocks > self.running.get(request, ALL):
+        if num_blocks > (start := self.running.get(request, ALL)):
+            self.swap.on_written(request, start, num_blocks, step)
             self._consider(request, num_blocks, step, is_reused=False)
 
     def _consider(self, request: Request, num_blocks: int, step: int, *, is_reused: bool) -> None:
@@ -273,10 +277,12 @@ class KVTierGate(Gate):
         """A block that is taken for other content is copied by the plan that takes it, at the latest."""
         key, pool = (group, hash), self.kv.pool
         self.generated.discard(key)
+        is_taken = pool.refs[block] == 0 and block not in pool.free
+        if is_taken:
+            self.swap.on_taken(group, block, hash)
         if self.unsaved.get(key, (NULL_BLOCK, 0))[0] != block:
             return
         _, step = self.unsaved.pop(key)
-        is_taken = pool.refs[block] == 0 and block not in pool.free
         if is_taken and self._is_committed(step):
             self.leaving.append((key, block))
         else:
@@ -309,9 +315,10 @@ class KVTierGate(Gate):
     # -- plans ------------------------------------------------------------------------------------
     def begin(self, running: Sequence[Request]) -> None:
         self._finish_copies()
+        self.swap.settle(min(self.scheduler.in_flight, default=ALL))
 
     def wants_plan(self) -> bool:
-        return bool(self.unsaved or self.leaving or self.sent)
+        return bool(self.unsaved or self.leaving or self.swap.leaving or self.sent)
 
     def data_for_hook(self, plan: StepPlan) -> bytes | None:
         for request, num_considered in self.running.items():
@@ -331,7 +338,12 @@ class KVTierGate(Gate):
                 continue
             sent.saves.append((slot, key))
             copies.saves.append((slot, key[0], block))
-        if not (sent.saves or sent.loads):
+        for slot, key, block in self.swap.take_leaving():
+            sent.swaps.append((slot, key))
+            copies.saves.append((slot, key[0], block))
+            self._count("kv_store_bytes:" + KIND, self.group_bytes[key[0]])
+        self._unpin(sent.loads)
+        if not copies.saves and not copies.loads:
             return None
         self.sent[plan.step] = sent
         return msgspec.msgpack.encode(copies)
@@ -344,7 +356,10 @@ class KVTierGate(Gate):
                 break
             sent = self.sent.pop(step)
             for one in sent.loads:
-                self.staging.give_back(one.slot)
+                if one.slot < self.staging.num_slots:
+                    self.staging.give_back(one.slot)
+            for slot, key in sent.swaps:
+                self.swap.copied(slot, key, is_right=not (sent.has_failed or sent.is_outdated))
             for slot, key in sent.saves:
                 if sent.has_failed:
                     self.staging.give_back(slot)
@@ -370,6 +385,12 @@ class KVTierGate(Gate):
         self.unsaved.clear()
         self.leaving.clear()
         self.generated.clear()
+
+    def on_cache_reset(self) -> None:
+        self.forget_unsaved()
+        for sent in self.sent.values():
+            sent.is_outdated = True
+        self.swap.clear()
 
     def add_output_details(self, outputs: list[EngineOutput]) -> None:
         for output in outputs if self.loaded_tokens else ():

@@ -31,9 +31,11 @@ class TierRates:
         self._steps: dict[int, tuple[float, int]] = {}
         self._finished = 0.0
 
-    def loads_faster(self, num_tokens: int, num_bytes: int, read_rate: float) -> bool:
-        """Whether to load; without a measurement, a load is taken to be faster."""
-        if num_tokens < FEWEST_TOKENS:
+    def loads_faster(
+        self, num_tokens: int, num_bytes: int, read_rate: float, is_near: bool = False
+    ) -> bool:
+        """Whether to load; without a measurement, a load is taken to be faster. `is_near`: nothing is looked up or read."""
+        if num_tokens < (1 if is_near else FEWEST_TOKENS):
             return False
         if not (read_rate and self.tokens_per_second):
             return True
