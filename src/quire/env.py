@@ -64,7 +64,8 @@ VARIABLES: dict[str, Variable] = {
         Variable("SKIP_MODEL_NAME_VALIDATION", bool, False, "1: accept any model name in requests."),
         Variable("IMAGE_FETCH_TIMEOUT", float, 5.0, "Seconds in which all pictures of a request must be fetched."),
         Variable("VIDEO_FETCH_TIMEOUT", float, 30.0, "The same for requests with videos."),
-        Variable("MAX_MEDIA_DOWNLOAD_SIZE_MB", int, 256, "Maximum MiB of all pictures of a request, as files."),
+        Variable("AUDIO_FETCH_TIMEOUT", float, 10.0, "The same for requests with sound."),
+        Variable("MAX_MEDIA_DOWNLOAD_SIZE_MB", int, 256, "Maximum MiB of all pictures, videos and sounds of a request, as files."),
         Variable("MAX_IMAGE_PIXELS", int, 178_956_970, "Maximum pixels of a picture; its header is read first."),
         Variable("MAX_AUDIO_CLIP_FILESIZE_MB", int, 25, "Maximum MiB of a sound file."),
         Variable("MAX_AUDIO_DECODE_DURATION_S", int, 600, "Maximum seconds of a sound file."),
@@ -111,7 +112,7 @@ _QUIET = """
 BATCH_INVARIANT NO_USAGE_STATS DO_NOT_TRACK USAGE_SOURCE USAGE_STATS_SERVER TARGET_DEVICE
 CONFIG_ROOT ASSETS_CACHE RPC_TIMEOUT RPC_BASE_PATH PORT DP_RANK_LOCAL
 DP_MASTER_PORT TRACE_FUNCTION ALLOW_INSECURE_SERIALIZATION XGRAMMAR_CACHE_MB USE_MODELSCOPE
-AUDIO_FETCH_TIMEOUT USE_TRITON_FLASH_ATTN FLASH_ATTN_VERSION
+USE_TRITON_FLASH_ATTN FLASH_ATTN_VERSION
 USE_FLASHINFER_SAMPLER TORCH_PROFILER_DIR DISABLE_COMPILE_CACHE USE_PRECOMPILED
 DEBUG_LOG_API_SERVER_RESPONSE NCCL_SO_PATH TORCH_COMPILE_LEVEL WORKER_MULTIPROC CPU_SGL_KERNEL
 CPU_MOE_PREPACK KV_CACHE_LAYOUT SLEEP_WHEN_IDLE HTTP_TIMEOUT_KEEP_ALIVE DISABLED_KERNELS

@@ -11,12 +11,13 @@ import torch
 
 from quire import LLM
 from quire.frontend.media.errors import refused
-from quire.frontend.media.media_messages import Process, Processed, Refused
-from quire.frontend.media.media_processes import MediaProcesses, why
+from quire.frontend.media.media_messages import Hear, Process, Processed, Refused
+from quire.frontend.media.media_processes import MediaProcesses, why, why_no_sound
 
 if find_spec("PIL") is None:  # the extra "vision" is not installed
     collect_ignore_glob = ["test_*.py"]
 else:
+    import audio_checkpoints
     import vision_checkpoints
 
 SMALL: dict[str, Any] = {
@@ -36,7 +37,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
     def get(kind: str) -> str:
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
-            made[kind] = vision_checkpoints.make_checkpoint(kind, folder)
+            maker = (
+                audio_checkpoints if kind in audio_checkpoints.CHECKPOINTS else vision_checkpoints
+            )
+            made[kind] = maker.make_checkpoint(kind, folder)
         return made[kind]
 
     return get
@@ -48,7 +52,16 @@ class SameProcess:
     def __init__(self, path: str):
         from quire.frontend.media.media_process import load_processor
 
-        self.processor, self.replaced, self.count = load_processor(path), 0, 1
+        kinds = audio_checkpoints.kinds_of(path)
+        self.processor, self.replaced, self.count = load_processor(path, kinds), 0, 1
+
+    def hear(self, data: bytes, where: str, seconds: float) -> Processed:
+        from quire.frontend.media.media_process import answer_to
+
+        answer = answer_to(Hear(seconds, 1 << 28, 30.0), data, self.processor)
+        if isinstance(answer, Refused):
+            raise refused(where, why_no_sound(answer))
+        return answer
 
     def process(
         self, data: bytes, where: str, num_frames: int = 0, max_rows: int = 0, options: Any = None
@@ -105,7 +118,7 @@ def engines(checkpoint: Callable[[str], str], same_process: Any) -> Iterator[Cal
                 kept.popitem(last=False)[1].shutdown()
             llm = kept[key] = LLM(
                 model=checkpoint(kind),
-                **{**SMALL, **vision_checkpoints.CHECKPOINTS[kind].get("engine", {}), **options},
+                **{**SMALL, **audio_checkpoints.engine_options(kind), **options},
             )
             if llm.front.media is not None:
                 llm.front.media.processes = same_process(checkpoint(kind))

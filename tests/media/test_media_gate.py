@@ -11,9 +11,9 @@ import torch
 from quire.errors import ValidationError
 from quire.features.media.encoder_cache import EncoderCache
 from quire.features.media.gate import MediaGate
-from quire.features.media.hook import PlacedPicture, tokens_in
-from quire.features.media.positions import picture_positions
-from quire.protocol.media import IMAGE, Picture
+from quire.features.media.hook import PlacedItem, tokens_in
+from quire.features.media.positions import item_positions
+from quire.protocol.media import IMAGE, TowerInput
 from quire.protocol.request import EngineRequest, MediaItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.scheduler.request import Request
@@ -78,7 +78,7 @@ def test_other_media_have_no_limit_here():
 # -- the hook's arithmetic ------------------------------------------------------------------------
 def test_which_tokens_take_which_rows():
     """Tokens 12, 13 and 16 of the row, at every cut of a chunk."""
-    placed = PlacedPicture("a", 10, 18, Picture([(2, 2), (6, 1)], [], {}))
+    placed = PlacedItem("a", IMAGE, 10, 18, TowerInput([(2, 2), (6, 1)], [], {}))
     expected = {12: 0, 13: 1, 16: 2}
     for start in range(8, 20):
         for end in range(start, 21):
@@ -89,8 +89,8 @@ def test_which_tokens_take_which_rows():
 
 def test_positions_of_a_grid():
     """Two text tokens, 2 x 3 rows, one text token, 1 x 2 rows: the positions of Qwen2-VL."""
-    first, second = Picture([(0, 6)], [(1, 2, 3)], {}), Picture([(0, 2)], [(1, 1, 2)], {})
-    positions_LC, offset = picture_positions([(2, first), (9, second)])
+    first, second = TowerInput([(0, 6)], [(1, 2, 3)], {}), TowerInput([(0, 2)], [(1, 1, 2)], {})
+    positions_LC, offset = item_positions([(2, first), (9, second)])
     time, height, width = positions_LC.T.tolist()
     assert time == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6]
     assert height == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 6]

@@ -133,12 +133,13 @@ WRONG = [
     (image_part(data_url(b"no picture")), "messages[0].content[1].image_url.url", "PNG, JPEG, WebP, BMP or GIF"),
     (image_part(URL[:-400]), "messages[0].content[1].image_url.url", "damaged"),
     (image_part(URL) | {"uuid": 7}, "messages[0].content[1]", "uuid"),
-    ({"type": "image_url", "image_url": None, "uuid": "unknown"}, "messages[0].content[1]", "no picture of this `uuid`"),
+    ({"type": "image_url", "image_url": None, "uuid": "unknown"}, "messages[0].content[1]", "no item of this `uuid`"),
     ({"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}, "messages[0].content[1].image_url.url", "detail"),
     ({"type": "image"}, "messages[0].content[1]", "image"),
     ({"type": "image_pil", "image_pil": "x"}, "messages[0].content[1]", "image_pil"),
     ({"type": "video_url", "video_url": {"url": "http://x"}}, "messages[0].content[1].video_url.url", "no videos"),
-    ({"type": "input_audio", "input_audio": {}}, "messages[0].content[1]", "input_audio"),
+    ({"type": "input_audio", "input_audio": {}}, "messages[0].content[1].input_audio.data", "base64"),
+    ({"type": "audio_url", "audio_url": "http://x"}, "messages[0].content[1].audio_url", "takes no sound in prompts"),
     ({"type": "image_embeds", "image_embeds": "x"}, "messages[0].content[1].image_embeds", "is not base64"),
     ({"type": "image_embeds", "image_embeds": 7}, "messages[0].content[1].image_embeds", "must be base64"),
     ({"type": "image_embeds", "image_embeds": {"image_embeds": "x", "more": 1}}, "messages[0].content[1].image_embeds", "must be base64"),
@@ -164,7 +165,7 @@ def test_too_many_pictures_are_refused_before_any_is_fetched(server):
 
 def test_what_pictures_do_not_support_is_refused_by_name(server):
     message, _ = server.refused(image_part(URL), TEXT, truncate_prompt_tokens=5)
-    assert "truncate_prompt_tokens of a prompt with pictures" in message
+    assert "truncate_prompt_tokens of a prompt with media" in message
 
 
 def test_tokenize_counts_the_tokens_of_pictures(server):

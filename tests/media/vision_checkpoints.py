@@ -312,7 +312,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in"
-    " m.content %}{% if p.type == 'image' %}PLACEHOLDER{% elif p.type == 'video' %}VIDEO{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    " m.content %}{% if p.type in ('image', 'audio') %}PLACEHOLDER{% elif p.type == 'video' %}VIDEO{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
@@ -335,16 +335,25 @@ def tokenizer(named: dict[str, str]) -> transformers.PreTrainedTokenizerFast:
 def make_checkpoint(kind: str, folder: Path, template: str = TEMPLATE) -> str:
     """A model that does not repeat itself, and whose answers depend on the picture."""
     made = CHECKPOINTS[kind]
-    torch.manual_seed(len(kind))
     config = transformers.AutoConfig.for_model(made.get("model_type", kind), **made["config"])
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    draw_weights(model, len(kind))
+    model.save_pretrained(folder)
+    return save_processor(made, folder, template)
+
+
+def draw_weights(model: Any, seed: int) -> None:
+    torch.manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:
                 weight.add_(0.2 * torch.randn_like(weight))
             else:
                 weight.normal_(std=0.2)
-    model.save_pretrained(folder)
+
+
+def save_processor(made: dict[str, Any], folder: Path, template: str) -> str:
+    """The tokenizer and the processor's files. Returns the folder."""
     own = tokenizer(made.get("tokens", {}))
     video = made["placeholder"].replace("image", "video")
     own.chat_template = template.replace("PLACEHOLDER", made["placeholder"]).replace("VIDEO", video)

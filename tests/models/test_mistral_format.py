@@ -19,6 +19,7 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelNotFound, QuireError, Unsupported
 from quire.frontend.tokenizer import load as load_tokenizer
 from quire.models import checkpoint_locator
+from quire.models.mistral.folder import with_tokenizer_json
 from quire.models.mistral.params import read_params
 from quire.models.mistral.tekken import TekkenTokenizer
 from quire.models.mistral.tensors import usual_name
@@ -205,6 +206,19 @@ def test_tokens_merge_by_rank(version: str, tmp_path: Path) -> None:
         old if version == "v3" else "<s>[SYSTEM_PROMPT]be[/SYSTEM_PROMPT][INST]he[/INST]"
     )
     assert ours.apply_chat_template(talk)[:2] == [1, 3] if version == "v3" else [1, 5]
+    parts = [{"type": "audio"}, {"type": "text", "text": "he"}, {"type": "image"}]
+    shown = ours.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    assert shown == "<s>[INST][BEGIN_AUDIO][AUDIO]he[IMG][/INST]"
+
+
+def test_a_checkpoint_with_config_json_and_only_tekken_json(tmp_path: Path) -> None:
+    """As Voxtral is published."""
+    (tmp_path / "config.json").write_text("{}")
+    assert with_tokenizer_json(str(tmp_path)) == str(tmp_path)
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken()))
+    made = with_tokenizer_json(str(tmp_path))
+    assert load_tokenizer(made).encode("the other")[0] == 1
+    assert with_tokenizer_json(made) == made
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from quire.bench.serve import cli
 from quire.config.options import options
 from quire.config.server import ServerConfig
 from quire.observe.metric_table import COUNTS, ENGINE_HISTOGRAMS
+from quire.server import openapi as routes_document
 from quire.server.app import DEV_ROUTES, ROUTES, UI_ROUTES
 from quire.server.process import launch, sockets
 
@@ -31,6 +32,16 @@ def test_every_route_is_in_the_table():
     there = {path.replace(":path", "") for _, path, _ in ROUTES + UI_ROUTES}
     assert told == there | {"/openapi.json", "/docs"}
     assert all(f"`{path}`" in SERVING for _, path, _ in DEV_ROUTES)
+
+
+def test_forms_with_a_file_are_in_the_document():
+    document = routes_document.openapi(ROUTES, keyed=False)
+    body = document["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]
+    assert body["multipart/form-data"]["schema"]["$ref"].endswith("/TranscriptionRequest")
+    fields = document["components"]["schemas"]["TranscriptionRequest"]
+    assert fields["properties"]["file"]["format"] == "binary"
+    assert "language" in fields["properties"]
+    assert "/v1/audio/transcriptions" in routes_document.page(document)
 
 
 def test_every_flag_and_variable_exists():

@@ -133,7 +133,7 @@ class AsyncEngine:
         parsed = read_prompt(prompt)
         accept = partial(self.front.accept, parsed, params, id=request_id, **options)
         takes_time = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        takes_time = takes_time or bool(parsed.pictures or parsed.sounds)
+        takes_time = takes_time or bool(parsed.items)
         size = len(parsed.text or "") if is_long(parsed) else 0
         accepted = await self.in_thread(size, accept) if takes_time or size else accept()
         if prompt_text is not None:

@@ -1,4 +1,4 @@
-"""MediaConfig: pictures in requests: how many, from where, and what is kept of them."""
+"""MediaConfig: pictures, videos and sound in requests: how many, from where, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ NUM_FRAMES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaConfig:
-    """Pictures in requests."""
+    """Pictures, videos and sound in requests."""
 
     limit_mm_per_prompt: dict[str, Any] = field(default_factory=dict)
-    """Maximum number of pictures in a request, such as {"image": 4} (or image=4); 0: the vision tower is not loaded."""
+    """Maximum number of pictures, videos and sounds in a request, such as {"image": 4, "audio": 2} (or image=4,audio=2); 0: their tower is not loaded."""
     language_model_only: bool = False
-    """Serve only the text model of a multimodal checkpoint: the vision tower is not loaded."""
+    """Serve only the text model of a multimodal checkpoint: no tower is loaded."""
     allowed_local_media_path: str = ""
-    """Directory from which every client may read pictures, as `file://` URLs; unset: none."""
+    """Directory from which every client may read pictures, videos and sound, as `file://` URLs; unset: none."""
     allowed_media_domains: list[str] = field(default_factory=list)
-    """Hosts from which pictures may be fetched, also if their addresses are private; unset: every host with public addresses."""
+    """Hosts from which pictures, videos and sound may be fetched, also if their addresses are private; unset: every host with public addresses."""
     mm_processor_cache_gb: Amount = 4
-    """GiB of processed pictures that all HTTP processes together keep for later requests; 0: none."""
+    """GiB of processed pictures, videos and sound that all HTTP processes together keep for later requests; 0: none."""
     media_io_kwargs: dict[str, Any] = field(default_factory=dict)
     """How files are read: {"video": {"num_frames": 32}} takes at most 32 frames of a video, at even distances."""
     mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class MediaConfig:
     enable_mm_embeds: bool = False
     """Take embeddings in the place of pictures. With a limit of 0 pictures the vision tower is not loaded."""
     disable_chunked_mm_input: bool = False
-    """Compute all tokens of a picture in one step."""
+    """Compute all tokens of a picture, a video or a sound in one step."""
 
     @property
     def num_frames(self) -> int:
@@ -48,7 +48,20 @@ class MediaConfig:
     @property
     def max_pictures(self) -> int:
         """The most pictures of a request."""
-        return 0 if self.language_model_only else self.limit_mm_per_prompt.get("image", MOST)
+        return self._most("image")
+
+    @property
+    def max_videos(self) -> int:
+        """The most videos of a request."""
+        return self._most("video")
+
+    @property
+    def max_sounds(self) -> int:
+        """The most sounds of a request."""
+        return self._most("audio")
+
+    def _most(self, kind: str) -> int:
+        return 0 if self.language_model_only else int(self.limit_mm_per_prompt.get(kind, MOST))
 
 
 def media_reading(value: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from quire.frontend.media.engine_items import salted
 from quire.frontend.parallel_sampling import child_id, derive_seed, fan_out
 from quire.frontend.parsers.format_table import ReasoningFormat
 from quire.frontend.prompt_embeddings import check_has_tokens, fitting
-from quire.frontend.prompts import TAKES_NO_SOUND, Prompt, read_prompt, tenant_salt
+from quire.frontend.prompts import NO_MEDIA, Prompt, read_prompt, tenant_salt
 from quire.frontend.thinking_markers import thinking_markers
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol import validators as read
@@ -133,8 +133,8 @@ class InputProcessor:
     max_text_bytes: int = 0
     """Bytes of UTF-8 that are tokenized in one piece; 0: any number."""
     checker: ConstraintChecker = field(default_factory=ConstraintChecker)
-    no_pictures: str = "this model reads text only: send text"
-    """Why prompts may not have pictures."""
+    no_media: Mapping[str, str] = field(default_factory=lambda: dict(NO_MEDIA))
+    """Why prompts may not have pictures, videos and sound, by kind."""
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _longest: int = 0
     """Length of the vocabulary's longest token in characters; 0: not computed yet."""
@@ -185,7 +185,7 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             options.truncate = params.truncate_prompt_tokens
         if given.is_checked and given.media and options.truncate is not None:
-            raise Unsupported("truncate_prompt_tokens beside pictures", "shorten the text")
+            raise Unsupported("truncate_prompt_tokens beside media", "shorten the text")
         checked = self.tokenize(given, options)
         salt = tenant_salt(given.salt, tenant)
         tokens, media = checked.tokens, salted(checked.media, salt)
@@ -218,8 +218,8 @@ class InputProcessor:
         """
         if prompt.is_checked:
             return prompt
-        if prompt.pictures or prompt.sounds:
-            raise ValidationError(self.no_pictures if prompt.pictures else TAKES_NO_SOUND, parameter="multi_modal_data")  # fmt: skip
+        if prompt.items:
+            raise ValidationError(self.no_media[prompt.items[0].kind], parameter="multi_modal_data")
         options = options or TokenizeOptions()
         text, tokens, limit = prompt.text, prompt.tokens, options.truncate
         if limit == -1:

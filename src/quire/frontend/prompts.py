@@ -13,7 +13,9 @@ from typing import Any, NotRequired, TypedDict
 
 from quire.config.unsupported import PROMPT_KEYS
 from quire.errors import Unsupported, ValidationError
-from quire.frontend.media.program_items import given_pictures, options_text
+from quire.frontend.media.content_parts import GivenMedia
+from quire.frontend.media.program_items import given_items, options_text
+from quire.protocol.media import KINDS
 from quire.protocol.request import MediaItem
 
 
@@ -60,7 +62,7 @@ KNOWN = (
     "mm_processor_kwargs",
 )
 MAX_SALT = 128
-TAKES_NO_SOUND = "this model takes no sound: send text, or serve a model that writes down speech"
+NO_MEDIA = dict.fromkeys(KINDS, "this model reads text only: send text")
 
 
 @dataclass(slots=True)
@@ -83,10 +85,8 @@ class Prompt:
     """The prompt as embeddings, not checked yet (`prompt_embeddings.py`); None: it has text or tokens."""
     media: list[MediaItem] = field(default_factory=list)
     """What stands in the place of some of the tokens."""
-    pictures: list[Any] = field(default_factory=list)
-    """GivenMedia of pictures and videos as a program gives them, whose placeholders are in the text or the tokens."""
-    sounds: list[Any] = field(default_factory=list)
-    """Sound as a program gives it."""
+    items: list[GivenMedia] = field(default_factory=list)
+    """Pictures, videos and sounds as a program gives them, whose placeholders are in the text or the tokens."""
     extras: dict[str, bytes] = field(default_factory=dict)
     """Data for features, by their names; see `EngineRequest.extras`."""
     num_encoder_tokens: int = 0
@@ -129,7 +129,7 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
             value=unknown,
         )
     text, tokens, salt, types, embeddings, media, uuids, options = map(prompt.get, KNOWN)
-    sounds, pictures = _sounds(media), given_pictures(media, uuids, options_text(options))
+    items = given_items(media, uuids, options_text(options))
     if text is not None and not isinstance(text, str):
         raise ValidationError(
             f"prompt must be a string, not {type(text).__name__}; token ids go in prompt_token_ids",
@@ -137,7 +137,7 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
             value=text,
         )
     if embeddings is not None:
-        if tokens is not None or pictures or sounds:
+        if tokens is not None or items:
             raise ValidationError(
                 "a prompt dict with prompt_embeds has no prompt_token_ids and no multi_modal_data",
                 parameter="prompt",
@@ -153,7 +153,7 @@ def _read_mapping(prompt: Mapping[str, Any]) -> Prompt:
     has_text = tokens is None or bool(ids)
     second = 0 if types is None else _second_text(_tokens(types, "token_type_ids"), len(ids))
     return Prompt(
-        text if has_text else None, ids, read_salt(salt), second_text=second, pictures=pictures, sounds=sounds,
+        text if has_text else None, ids, read_salt(salt), second_text=second, items=items,
     )  # fmt: skip
 
 
@@ -177,15 +177,6 @@ def _of_both(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
     if encoder.get("prompt") or encoder.get("prompt_token_ids"):
         raise Unsupported("text for an encoder", "pass multi_modal_data in encoder_prompt")
     return {**decoder, "multi_modal_data": encoder.get("multi_modal_data")}
-
-
-def _sounds(media: Any) -> list[Any]:
-    """The sound of `multi_modal_data`: one or a list, under "audio". An array, or (array, samples a second), is one."""
-    given = media.get("audio") if isinstance(media, Mapping) else None
-    if given is None:
-        return []
-    is_list = isinstance(given, list) and not (given and isinstance(given[0], int | float))
-    return list(given) if is_list else [given]
 
 
 def _second_text(types: list[int], num_tokens: int) -> int:

@@ -46,8 +46,9 @@ from quire.frontend.thinking_markers import with_marks
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.transcription.inputs import TranscriptionInputs
 from quire.logging import get_logger
+from quire.models.media import media_model, why_no_media
 from quire.models.sound import transcriber
-from quire.models.vision import vision_model, why_no_pictures
+from quire.protocol.media import IMAGE
 from quire.protocol.output import EngineOutput, FinishReason
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import RequestParams
@@ -55,7 +56,7 @@ from quire.protocol.sampling_params import SamplingParams
 
 log = get_logger(__name__)
 
-NO_TOKENIZER = "pictures need a tokenizer, but skip_tokenizer_init=True is set"
+NO_TOKENIZER = "pictures and sound need a tokenizer, but skip_tokenizer_init=True is set"
 NO_SOUND = 'this model writes down speech: send a sound file to /v1/audio/transcriptions, or pass multi_modal_data={"audio": ...}'
 Accepted = AcceptedRequest | pooling.AcceptedPooling
 Collector = OutputProcessor | PoolingCollector
@@ -91,8 +92,8 @@ class RequestManager:
             name = options.default_prompt_name
             self.pooling = pooling.PoolingInputs(self.inputs, ready.pooling, name)
         self.media: MediaInputs | None = None
-        """Reads pictures; None: `inputs.no_pictures` says why there are none."""
-        self._take_pictures(resolved)
+        """Reads pictures, videos and sound in prompts; None: `inputs.no_media` says why there are none."""
+        self._take_media(resolved)
         self.transcription: TranscriptionInputs | None = self._take_sound(resolved)
         """The prompts of a model that writes down speech; None: the model is another."""
         self.features = enabled_features(resolved)
@@ -106,15 +107,15 @@ class RequestManager:
         self._echoes: set[str] = set()
         """Children that ended here and whose finish the engine has not reported yet."""
 
-    def _take_pictures(self, resolved: Resolved) -> None:
-        self.inputs.no_pictures = why_no_pictures(resolved) or NO_TOKENIZER
-        model = vision_model(resolved)
+    def _take_media(self, resolved: Resolved) -> None:
+        whys, model = why_no_media(resolved), media_model(resolved)
+        self.inputs.no_media = {kind: why or NO_TOKENIZER for kind, why in whys.items()}
         if model is None or self.tokenizer is None:
             return
         try:
             self.media = MediaInputs(model, resolved, self.tokenizer)
         except Unsupported as why:
-            self.inputs.no_pictures = str(why)
+            self.inputs.no_media = dict.fromkeys(whys, str(why))
 
     def _take_sound(self, resolved: Resolved) -> TranscriptionInputs | None:
         model = transcriber(resolved)
@@ -154,7 +155,7 @@ class RequestManager:
         return template is not None and template.isolated is not None
 
     def prepare(self) -> None:
-        """Start the processes that the first request would wait for: of the checkpoint's template, of pictures and of sound."""
+        """Start the processes that the first request would wait for: of the checkpoint's template, of media and of transcription."""
         for reader in (self.media, self.transcription):
             if reader is not None:
                 reader.prepare()
@@ -213,12 +214,10 @@ class RequestManager:
         """Raises ValidationError: the model does not generate; and as `InputProcessor.accept`."""
         self.need_generation("LLM.generate or AsyncLLM.generate")
         given = read_prompt(prompt)
-        if given.sounds:
-            given = self._with_sound(given)
-        elif self.transcription is not None and not given.media:
-            raise ValidationError(NO_SOUND)
-        if given.pictures:
-            given = self._with_pictures(given, options.get("tokenization_kwargs"))
+        if self.transcription is not None and not given.media:
+            given = self._with_sound(given, self.transcription)
+        elif given.items:
+            given = self._with_media(given, options.get("tokenization_kwargs"))
         accepted = self.inputs.accept(given, params, **options)
         self._add_extras(accepted)
         return accepted
@@ -230,58 +229,59 @@ class RequestManager:
             raise ValidationError(f"{what} needs a model that writes down speech: serve one, such as openai/whisper-small")  # fmt: skip
         return self.transcription
 
-    def _with_sound(self, prompt: Prompt) -> Prompt:
+    def _with_sound(self, prompt: Prompt, reader: TranscriptionInputs) -> Prompt:
         """A prompt with sound, as the model takes it. Blocks. Raises ValidationError: the sound cannot be used."""
-        reader = self.need_transcription("multi_modal_data.audio")
+        if not prompt.items:
+            raise ValidationError(NO_SOUND)
         plain = Prompt(prompt.text, prompt.tokens, prompt.salt)
         tokens = self.inputs.tokenize(plain, TokenizeOptions(add_special_tokens=False)).tokens
         return self.inputs.checked(reader.given(prompt, tokens))
 
-    # -- pictures -------------------------------------------------------------------------------
-    def need_media(self, where: str) -> MediaInputs:
+    # -- media ----------------------------------------------------------------------------------
+    def need_media(self, where: str, kind: str = IMAGE) -> MediaInputs:
         """Raises ValidationError: this server takes none; the message says why."""
         if self.media is None:
-            raise refused(where, self.inputs.no_pictures)
+            raise refused(where, self.inputs.no_media[kind])
         return self.media
 
-    def _with_pictures(self, prompt: Prompt, tokenization: Mapping[str, Any] | None) -> Prompt:
-        """A prompt whose pictures are read, and whose tokens are complete. Blocks.
+    def _with_media(self, prompt: Prompt, tokenization: Mapping[str, Any] | None) -> Prompt:
+        """A prompt whose items are read, and whose tokens are complete. Blocks.
 
         Raises:
             ValidationError: as `MediaInputs.load_now` and `placed`.
         """
-        reader = self.need_media("multi_modal_data")
-        pictures = reader.load_now(prompt.pictures, prompt.salt)
+        reader = self.need_media("multi_modal_data", prompt.items[0].kind)
+        items = reader.load_now(prompt.items, prompt.salt)
         options = TokenizeOptions.read(tokenization)
         options.fits_model = False
         if options.truncate is not None:
-            raise Unsupported("truncation of a prompt with pictures", "shorten its text")
+            raise Unsupported("truncation of a prompt with media", "shorten its text")
         tokenize = functools.partial(self.inputs.tokenize, options=options)
-        return self.inputs.checked(reader.tokenized(prompt, pictures, tokenize))
+        return self.inputs.checked(reader.tokenized(prompt, items, tokenize))
 
     def chat_prompt(
         self, messages: Sequence[Any], options: chat.ChatOptions, processing: Any = None
     ) -> Prompt:
-        """The prompt of a conversation of a program: its text, or its tokens if it has pictures. Blocks. `processing`:
+        """The prompt of a conversation of a program: its text, or its tokens if it has media. Blocks. `processing`:
         `mm_processor_kwargs`.
 
-        Raises: as `render`; ValidationError: a picture cannot be used.
+        Raises: as `render`; ValidationError: an item cannot be used.
         """
         plain = [chat_template.plain(one) if not isinstance(one, dict) else one for one in messages]
         copied = copied_parts(plain)
         places = find_parts(copied, "messages", local=True, options=options_text(processing))
         if not places:
             return Prompt(self.render(messages, options))
-        reader = self.need_media(places[0].given.where)
-        for place, picture in zip(places, reader.load_now([p.given for p in places]), strict=True):
-            place.parts[place.index] = MediaPart(picture)
+        reader = self.need_media(places[0].given.where, places[0].given.kind)
+        for place, item in zip(places, reader.load_now([p.given for p in places]), strict=True):
+            place.parts[place.index] = MediaPart(item)
         mark = new_mark()
         options = dataclasses.replace(options, media=reader.texts)
-        placeholders, pictures = reader.placeholders, media_in(copied)
+        placeholders, items = reader.placeholders, media_in(copied)
         text = self.render(placeholders.marked(copied, mark), options)
         options_of_text = TokenizeOptions(False, fits_model=False)
         tokenize = functools.partial(self.inputs.tokenize, options=options_of_text)
-        return self.inputs.checked(reader.tokenized(Prompt(text), pictures, tokenize, mark))
+        return self.inputs.checked(reader.tokenized(Prompt(text), items, tokenize, mark))
 
     def _add_extras(self, accepted: Accepted) -> None:
         """Add the features' extras to the request. Raises ValidationError: a feature cannot serve the request."""

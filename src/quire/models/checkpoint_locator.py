@@ -20,7 +20,7 @@ from quire.errors import ModelNotFound, QuireError, Unsupported
 from quire.models.checkpoint_files import HEAD_FILES
 from quire.models.gguf.folder import checkpoint_folder, is_gguf, only_model
 from quire.models.gguf.hub import choose, gguf_name
-from quire.models.mistral.folder import is_mistral, mistral_folder
+from quire.models.mistral.folder import is_mistral, mistral_folder, with_tokenizer_json
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 WANTED_FILES = ("*.json", "artifact.metadata", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
@@ -84,16 +84,16 @@ def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
     """
     name = model.tokenizer
     if name is None or name == model.model:
-        return path
+        return with_tokenizer_json(path)
     if os.path.isdir(folder := Path(os.path.expanduser(name)).absolute()):
-        return str(folder)
+        return with_tokenizer_json(str(folder))
     refuse_url("tokenizer", name, LOCAL_TOKENIZER)
     if os.path.isfile(folder) or _is_path(name):
         what = "is a file" if os.path.isfile(folder) else "does not exist"
         raise ModelNotFound(f"tokenizer={name}: {folder} {what}; {LOCAL_TOKENIZER}")
     named = replace(model, model=name, revision=model.tokenizer_revision)
     load = replace(load, ignore_patterns=NO_TOKENIZER_FILES)
-    return _from_hub("tokenizer", named, load, LOCAL_TOKENIZER)[0]
+    return with_tokenizer_json(_from_hub("tokenizer", named, load, LOCAL_TOKENIZER)[0])
 
 
 def find_adapter(path: str, load: LoadConfig, token: str | bool | None = None) -> str:

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.engine import Resolved
-from quire.config.resolve import overridden
-from quire.models.hf_config import NESTS
 from quire.models.json_files import read_object
 from quire.models.registry import FAMILIES
+from quire.models.wrapper_config import (
+    PROCESSOR_FILES,
+    language_config,
+    why_no_towers,
+    wrapper_config,
+)
 from quire.protocol.tensor_data import ITEMSIZE
 
 FAMILY: dict[str, dict[str, Any]] = FAMILIES["vision"]
 REFUSED: dict[str, str] = FAMILIES["vision_refused"]
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOWERS = ("vision_config", "vision_tower_config", "vit_config")
 DEFAULT_PIXELS = 28 * 28 * 1280  # of a picture, where the files of a Qwen checkpoint do not say
 
@@ -79,7 +82,7 @@ def vision_model(resolved: Resolved) -> VisionModel | None:
 
 def why_no_pictures(resolved: Resolved) -> str:
     """Why this server takes no pictures, as a sentence with the remedy; empty: it takes them."""
-    config = _config(resolved)
+    config = wrapper_config(resolved)
     kind = str(config.get("model_type", ""))
     tower = _tower(config)
     if tower is None:
@@ -91,23 +94,11 @@ def why_no_pictures(resolved: Resolved) -> str:
     media = resolved.config.media
     if not (media.max_pictures or media.enable_mm_embeds):
         return "this server takes no pictures (--limit-mm-per-prompt or --language-model-only): send text"
-    if resolved.pooling is not None:
-        return "pictures for models that compute vectors are not supported yet: send text"
-    parallel = resolved.config.parallel
-    if max(parallel.pipeline_parallel_size, parallel.prefill_context_parallel_size) > 1:
-        return "pictures need --pipeline-parallel-size 1 and --prefill-context-parallel-size 1: send text"
-    if not any((Path(resolved.path) / name).is_file() for name in PROCESSOR_FILES):
-        return (
-            f"the checkpoint has no {PROCESSOR_FILES[0]}, so its pictures cannot be read: send text"
-        )
+    if why := why_no_towers(resolved, "pictures"):
+        return why
     if importlib.util.find_spec("PIL") is None:
         return "pictures need Pillow: pip install quire[vision]"
     return ""
-
-
-def _config(resolved: Resolved) -> dict[str, Any]:
-    config = read_object(Path(resolved.path) / "config.json")
-    return overridden(config, resolved.config.model.hf_overrides or {})
 
 
 def _tower(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -115,14 +106,14 @@ def _tower(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _read(resolved: Resolved) -> VisionModel:
-    config = _config(resolved)
+    config = wrapper_config(resolved)
     kind = str(config["model_type"])
     family = FAMILY[kind]
     tower = _tower(config) or {}
     names = config.get("architectures") or [""]
     merge = int(tower.get("spatial_merge_size") or 2) if family.get("grid") else 1
     token = config.get("image_token_id", config.get("image_token_index", family["token_id"]))
-    text = next((config[name] for name in NESTS if isinstance(config.get(name), Mapping)), config)
+    text = language_config(config)
     width = int(text.get("hidden_size") or resolved.hf_config.get("hidden_size") or 4096)
     options = resolved.config.media.mm_processor_kwargs
     rows, patches = _sizes(family, config, tower, merge, _image_settings(resolved.path) | options)
@@ -203,8 +194,3 @@ def _most_pixels(says: Mapping[str, Any]) -> int:
 def _side(size: Any) -> int:
     """Of a square, from a number or a list."""
     return int(size[0] if isinstance(size, list) else size)
-
-
-def most_rows(resolved: Resolved, model: VisionModel) -> int:
-    """Rows that the encoder cache holds, and that one picture may have."""
-    return max(resolved.max_num_batched_tokens, model.max_rows)

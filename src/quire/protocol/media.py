@@ -1,4 +1,4 @@
-"""Pictures and videos on their way from the frontend to the workers: the bytes of a MediaItem of these kinds.
+"""Pictures, videos and sound in prompts, on their way from the frontend to the workers: the bytes of a MediaItem of these kinds.
 
 Knows numbers and bytes. Does not know files, models or tensors of torch.
 """
@@ -10,19 +10,19 @@ from msgspec import Struct
 
 from quire.protocol.tensor_data import TensorData, decode_tensor, encode_tensor
 
-IMAGE, VIDEO = "image", "video"
-"""`MediaItem.kind` of a picture, and of a video."""
-KINDS = (IMAGE, VIDEO)
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
+"""`MediaItem.kind` of a picture, a video, and of sound in a prompt."""
+KINDS = (IMAGE, VIDEO, AUDIO)
 ROWS = "rows"
 """The tensor of an item that the client has encoded: rows_NF, as the tower gives them."""
 
 
-class Picture(Struct, array_like=True, gc=False):
-    """What a worker needs of a picture besides its place in the prompt.
+class TowerInput(Struct, array_like=True, gc=False):
+    """What a worker needs of an item besides its place in the prompt.
 
     Attributes:
-        runs: (offset from the item's first token, length) of the tokens that take rows of the vision tower, in order.
-        grids: (time, height, width) of each run in rows, for models whose rotary positions follow the picture; else none.
+        runs: (offset from the item's first token, length) of the tokens that take rows of the tower, in order.
+        grids: (time, height, width) of each run in rows, for models whose rotary positions follow the picture; else none. Sound has none.
         tensors: what the tower takes, by name.
         interval: positions from one time of a grid to the next.
     """
@@ -38,13 +38,13 @@ class Picture(Struct, array_like=True, gc=False):
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_tensor)
-_decoder = msgspec.msgpack.Decoder(Picture, dec_hook=decode_tensor)
+_decoder = msgspec.msgpack.Decoder(TowerInput, dec_hook=decode_tensor)
 
 
-def encode_picture(picture: Picture) -> bytes:
-    return _encoder.encode(picture)
+def encode_input(item: TowerInput) -> bytes:
+    return _encoder.encode(item)
 
 
-def decode_picture(data: bytes) -> Picture:
-    """Raises msgspec.DecodeError, or ValidationError of msgspec: the bytes are no picture."""
+def decode_input(data: bytes) -> TowerInput:
+    """Raises msgspec.DecodeError, or ValidationError of msgspec: the bytes are no item."""
     return _decoder.decode(data)

@@ -1,6 +1,6 @@
-"""Pictures of requests: read in the server's event loop before the conversation is rendered.
+"""Pictures, videos and sound of requests: read in the server's event loop before the conversation is rendered.
 
-Knows the messages of bodies, and the frontend's reader of pictures. Does not know how pictures are fetched or decoded.
+Knows the messages of bodies, and the frontend's reader of media. Does not know how they are fetched or decoded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quire.server.sse import until_disconnect
 async def read_media(
     messages: Any, name: str, engine: AsyncEngine, scope: str, receive: Receive, options: str = ""
 ) -> None:
-    """Replace the pictures in messages, or in lists of messages, by parts of type image that carry them.
+    """Replace the pictures, videos and sounds in messages, or in lists of messages, by parts that carry them.
 
-    `name`: of the field. `scope`: whose processed pictures and names count. `receive`: of the request: reading ends when the client is gone.
+    `name`: of the field. `scope`: whose processed items and names count. `receive`: of the request: reading ends when the client is gone.
     `options`: of the processing of all of them.
 
     Raises:
-        ValidationError: a picture that cannot be used; the error names its place. NotFetched: it could not be fetched.
-        QueueFull: too many pictures wait. ClientDisconnect: the client is gone.
+        ValidationError: an item that cannot be used; the error names its place. NotFetched: it could not be fetched.
+        QueueFull: too many items wait. ClientDisconnect: the client is gone.
     """
     if isinstance(messages, list) and messages and isinstance(messages[0], list):
         for index, conversation in enumerate(messages):
@@ -36,11 +36,11 @@ async def read_media(
     places = find_parts(messages, name, options=options)
     if not places:
         return
-    reader = engine.front.need_media(places[0].given.where)
+    reader = engine.front.need_media(places[0].given.where, places[0].given.kind)
     loading = reader.load([place.given for place in places], scope)
-    pictures = await until_disconnect(receive, loading)
-    for place, picture in zip(places, pictures, strict=True):
-        place.parts[place.index] = MediaPart(picture)
+    items = await until_disconnect(receive, loading)
+    for place, item in zip(places, items, strict=True):
+        place.parts[place.index] = MediaPart(item)
 
 
 def options_of(body: Any, config: MediaConfig) -> str:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from quire.config.unsupported import REQUEST_FIELDS, RESPONSES_FIELDS
 from quire.server import schemas
+from quire.server.audio.fields import TranscriptionRequest
 from quire.server.llama_cpp.schemas import InfillRequest
 from quire.server.middleware import OPEN
 from quire.server.ollama import schemas as ollama
@@ -53,6 +54,11 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/abort_requests": schemas.AbortRequest,
     "/start_profile": schemas.StartProfileRequest,
 }
+FORMS: dict[str, type[msgspec.Struct]] = dict.fromkeys(
+    ("/v1/audio/transcriptions", "/v1/audio/translations"), TranscriptionRequest
+)
+"""Bodies that are forms with one file."""
+FILE = {"type": "string", "format": "binary"}
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -75,11 +81,15 @@ STYLE = "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 
 def components() -> dict[str, Any]:
     """The schemas of all bodies, by name."""
     _, schemas_by_name = msgspec.json.schema_components(
-        list(dict.fromkeys(BODIES.values())), ref_template="#/components/schemas/{name}"
+        list(dict.fromkeys([*BODIES.values(), *FORMS.values()])),
+        ref_template="#/components/schemas/{name}",
     )
     for title, schema in schemas_by_name.items():
         for name in RESPONSES_FIELDS if title == "ResponsesRequest" else REQUEST_FIELDS:
             schema.get("properties", {}).pop(name, None)
+    for form in FORMS.values():
+        schema = schemas_by_name[form.__name__]
+        schema |= {"properties": {"file": FILE, **schema["properties"]}, "required": ["file"]}
     return {**schemas_by_name, "Error": ERROR}
 
 
@@ -111,11 +121,12 @@ def openapi(rows: Iterable[Row], keyed: bool, root: str = "") -> dict[str, Any]:
                 about["parameters"] = [
                     {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
                 ]
-            if path in BODIES:
-                schema = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
+            if (body := BODIES.get(path) or FORMS.get(path)) is not None:
+                schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+                kind_of_body = "multipart/form-data" if path in FORMS else "application/json"
                 about["requestBody"] = {
                     "required": True,
-                    "content": {"application/json": {"schema": schema}},
+                    "content": {kind_of_body: {"schema": schema}},
                 }
             if keyed and path not in OPEN:
                 about["security"] = [{"key": []}]
@@ -146,7 +157,8 @@ def page(document: dict[str, Any]) -> str:
             )
             if "requestBody" not in about:
                 continue
-            ref = about["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            (content,) = about["requestBody"]["content"].values()
+            ref = content["schema"]["$ref"]
             schema = schemas_[ref.rpartition("/")[2]]
             needed = schema.get("required", [])
             rows = [

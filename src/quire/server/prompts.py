@@ -63,7 +63,7 @@ async def media_prompt(
     context: RequestContext, options: TokenizeOptions, text: str, mark: str,
     pictures: list[ReadMedia], salt: str,
 ) -> Prompt:  # fmt: skip
-    """The tokens of a conversation with pictures. `text`: as the template wrote it, with `mark` in the place of placeholders
+    """The tokens of a conversation with media. `text`: as the template wrote it, with `mark` in the place of placeholders
     that users spelt.
 
     Raises:
@@ -73,7 +73,7 @@ async def media_prompt(
     engine = context.engine
     reader = engine.front.need_media("messages")
     if options.truncate is not None:
-        raise Unsupported("truncate_prompt_tokens of a prompt with pictures", "shorten its text")
+        raise Unsupported("truncate_prompt_tokens of a prompt with media", "shorten its text")
     written = reader.placeholders.written(text, pictures, mark)
     whole = replace(options, fits_model=False)
     prompt = await engine.tokenize(Prompt(written.text, salt=salt), whole)

@@ -1,1 +1,1 @@
-"""Pictures in prompts: rows of the vision tower in the place of embeddings, a cache of them, and their budget in a step."""
+"""Pictures, videos and sound in prompts: rows of their towers in the place of embeddings, a cache of them, and their budget in a step."""

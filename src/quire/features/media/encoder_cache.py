@@ -1,6 +1,6 @@
-"""Encoder cache: rows of the vision tower by the picture's digest; the least recently used go first.
+"""Encoder cache: rows of the towers by the digest of a picture, a video or sound; the least recently used go first.
 
-Knows sizes. Does not know requests: a row that needs a picture that is gone has it encoded again.
+Knows sizes. Does not know requests: a row that needs an item that is gone has it encoded again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class EncoderCache:
-    """At most `most_rows` rows; the last picture stays in any case."""
+    """At most `most_rows` rows; the last item stays in any case."""
 
     def __init__(self, most_rows: int):
         self.most_rows, self.num_rows = most_rows, 0

@@ -1,4 +1,4 @@
-"""MediaFeature: pictures in prompts, encoded by the vision tower of the checkpoint."""
+"""MediaFeature: pictures, videos and sound in prompts, encoded by the towers of the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.config.engine import Resolved
 from quire.engine.feature import EngineParts, Feature
 from quire.errors import ConfigError
 from quire.features.media.gate import MediaGate
-from quire.models.vision import most_rows, vision_model
+from quire.models.media import media_model, most_rows
 from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.memory_plan import MemoryLine
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 class MediaFeature(Feature):
-    """The frontend reads the pictures (`frontend/media`), and sends them with the request."""
+    """The frontend reads the items (`frontend/media`), and sends them with the request."""
 
     name = "media"
 
     def __init__(self, resolved: Resolved):
         super().__init__(resolved)
-        self.model = vision_model(resolved)
+        self.model = media_model(resolved)
 
     @classmethod
     def enabled(cls, resolved: Resolved) -> bool:
-        return vision_model(resolved) is not None
+        return media_model(resolved) is not None
 
     @property
     def most_rows(self) -> int:
         return 0 if self.model is None else most_rows(self.resolved, self.model)
 
     def memory(self, layout: RankLayout, stage: int) -> Sequence[MemoryLine]:
-        """The cache, and the rows of a step. The weights of the tower are counted with the checkpoint."""
+        """The cache, and the rows of a step. The weights of the towers are counted with the checkpoint."""
         if self.model is None:
             return ()
         rows = 2 * self.most_rows
@@ -44,10 +44,14 @@ class MediaFeature(Feature):
             rows * self.model.width * (1 + self.model.inner_layers) * ITEMSIZE[self.resolved.dtype]
         )
         lower = "max_num_batched_tokens"
-        return (
-            MemoryLine("encoded pictures", size, f"for {rows} tokens of pictures", lower),
-            MemoryLine("activations of the vision tower", self.model.activation_bytes(self.resolved.dtype), "for the largest picture"),
-        )  # fmt: skip
+        vision, audio, dtype = self.model.vision, self.model.audio, self.resolved.dtype
+        what = "pictures" if audio is None else "sound" if vision is None else "pictures and sound"
+        lines = [MemoryLine(f"encoded {what}", size, f"for {rows} tokens of {what}", lower)]
+        if vision is not None:
+            lines.append(MemoryLine("activations of the vision tower", vision.activation_bytes(dtype), "for the largest picture"))  # fmt: skip
+        if audio is not None:
+            lines.append(MemoryLine("activations of the audio tower", audio.activation_bytes(dtype), "for the longest sound"))  # fmt: skip
+        return lines
 
     def plug_into_engine(self, engine: EngineParts) -> None:
         core = engine.core
@@ -57,10 +61,10 @@ class MediaFeature(Feature):
         engine.calls["reset_encoder_cache"] = lambda: all(core.executor.call("reset_encoder_cache"))
 
     def _longest_whole(self) -> int:
-        """The most tokens of a picture, if a step computes all of them or none; 0: it may compute a part.
+        """The most tokens of an item, if a step computes all of them or none; 0: it may compute a part.
 
         Raises:
-            ConfigError: a step may have fewer tokens than a picture.
+            ConfigError: a step may have fewer tokens than an item.
         """
         resolved = self.resolved
         both_ways = self.model is not None and bool(self.model.both_ways)
@@ -75,14 +79,17 @@ class MediaFeature(Feature):
         if chunk := resolved.config.scheduler.long_prefill_token_threshold:
             limits["long_prefill_token_threshold"] = chunk
         most = 0 if self.model is None else self.model.max_rows
+        vision = None if self.model is None else self.model.vision
+        what = "picture" if vision is not None and vision.max_rows == most else "sound"
         for name, limit in limits.items():
             if most > limit:
                 raise ConfigError(
-                    f"{why}; the largest picture has {most} tokens, and {name}={limit}: raise it to {most}"
+                    f"{why}; the largest {what} has {most} tokens, and {name}={limit}: raise it to {most}"
                 )
         return min(limits.values())
 
     def plug_into_worker(self, parts: WorkerParts) -> None:
+        from dataclasses import replace
         from functools import partial
 
         from quire.features.media.hook import MediaHook
@@ -90,9 +97,11 @@ class MediaFeature(Feature):
 
         if self.model is None:
             return
-        load = None
-        if self.resolved.config.media.max_pictures:  # without, requests bring rows that are encoded
-            load = partial(TransformersTower, self.resolved.spec, self.model.architecture, parts.platform.device)  # fmt: skip
+        load, model = None, self.model
+        if not self.resolved.config.media.max_pictures:  # requests bring rows that are encoded
+            model = replace(model, vision=None)
+        if model.towers:
+            load = partial(TransformersTower, self.resolved.spec, model, parts.platform.device)
         hook = MediaHook(parts.rows, load, self.most_rows, self.model, self.resolved.dtype)
         parts.hooks.append(hook)
         parts.functions["reset_encoder_cache"] = hook.clear_cache

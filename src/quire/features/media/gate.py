@@ -1,6 +1,6 @@
-"""MediaGate: how many rows of the vision tower a step may compute.
+"""MediaGate: how many rows of the towers a step may compute.
 
-A picture is encoded whole, in the step that computes the first of its tokens. Knows where pictures are in prompts. Does not
+An item (a picture, a video, sound) is encoded whole, in the step that computes the first of its tokens. Knows where items are in prompts. Does not
 know which of them the worker's cache has: each counts in full.
 """
 
@@ -28,7 +28,7 @@ class EncoderCounts(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class MediaGate(Gate):
-    """`budget`: rows of a step, and of the largest picture. `whole`: the most tokens of a picture, if a step computes all of them or
+    """`budget`: rows of a step, and of the largest item. `whole`: the most tokens of an item, if a step computes all of them or
     none; 0: it may compute a part."""
 
     budget: int
@@ -46,10 +46,10 @@ class MediaGate(Gate):
                 continue
             most = min(self.budget, self.whole or self.budget)
             if item.length > most or item.start < end or item.length < 1:
-                raise ValidationError("a picture has too many tokens, or another picture's place")
+                raise ValidationError("an item has too many tokens, or another item's place")
             end = item.start + item.length
         if end > len(received.tokens):
-            raise ValidationError("a picture has its place after the prompt")
+            raise ValidationError("an item has its place after the prompt")
         return received
 
     def begin(self, running: Sequence[Request]) -> None:

@@ -1,10 +1,10 @@
-"""MediaHook: puts rows of the vision tower in the place of the embeddings of a picture's tokens.
+"""MediaHook: puts rows of a tower in the place of the embeddings of the tokens of pictures, videos and sound.
 
-A picture is encoded when a step computes the first of its tokens, alone, so that its rows do not depend on other pictures;
-later steps find the rows in the cache, or encode it again. Knows rows, and where pictures are in them. Does not know the
+An item is encoded when a step computes the first of its tokens, alone, so that its rows do not depend on other items;
+later steps find the rows in the cache, or encode it again. Knows rows, and where items are in them. Does not know the
 tower's inside.
 
-Shape suffixes: T tokens of this step, N tokens of a picture in this step, D features, F features of all layers of the tower that the
+Shape suffixes: T tokens of this step, N tokens of an item in this step, D features, F features of all layers of the tower that the
 language model takes, L tokens of a prompt, C components.
 """
 
@@ -21,39 +21,40 @@ from torch import Tensor, nn
 
 from quire.features.media.encoder_cache import EncoderCache
 from quire.features.media.gate import EncoderCounts
-from quire.features.media.positions import picture_positions
+from quire.features.media.positions import item_positions
 from quire.forward_context import ForwardBatch, SeenSpan
-from quire.protocol.media import KINDS, ROWS, Picture, decode_picture
+from quire.protocol.media import AUDIO, KINDS, ROWS, TowerInput, decode_input
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.hooks import Hook
 from quire.worker.model_input import ROPE_POSITIONS
 
 if TYPE_CHECKING:
     from quire.models.base import LanguageModel
-    from quire.models.vision import VisionModel
+    from quire.models.media import MediaModel
     from quire.worker.request_rows import RequestRows
 
 
 class Tower(Protocol):
-    def encode(self, picture: Picture) -> Tensor:
-        """rows_NF of a picture."""
+    def encode(self, item: TowerInput) -> Tensor:
+        """rows_NF of an item."""
         ...
 
 
-class PlacedPicture(NamedTuple):
-    """A picture whose tokens are [start, end) of its row. `key`: its name in the cache."""
+class PlacedItem(NamedTuple):
+    """An item whose tokens are [start, end) of its row. `key`: its name in the cache."""
 
     key: str
+    kind: str
     start: int
     end: int
-    picture: Picture
+    item: TowerInput
 
 
 @dataclass(slots=True)
-class RowPictures:
-    """The pictures of a row; `end`: of the last one. `positions_LC`: see `picture_positions`; None: the model's positions are indices."""
+class RowItems:
+    """The items of a row; `end`: of the last one. `positions_LC`: see `item_positions`; None: the model's positions are indices."""
 
-    pictures: list[PlacedPicture]
+    items: list[PlacedItem]
     end: int
     positions_LC: np.ndarray | None = None
 
@@ -69,19 +70,19 @@ class MediaHook(Hook):
         rows: RequestRows,
         load: Callable[[], Tower] | None,
         most_rows: int,
-        model: VisionModel,
+        model: MediaModel,
         dtype: str,
     ):
         self.rows, self.load, self.model = rows, load, model
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.tower: Tower | None = load() if load is not None else None
         self.cache = EncoderCache(most_rows)
-        self.of_row: dict[int, RowPictures] = {}
+        self.of_row: dict[int, RowItems] = {}
         self._is_new = True
         self._counts = EncoderCounts(0, 0, 0)
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
-        """After a sleep that dropped the weights, the tower is dropped, and loaded again for the next picture."""
+        """After a sleep that dropped the weights, the tower is dropped, and loaded again for the next item."""
         if not self._is_new or not isinstance(models[0], nn.Module):
             self.tower = None
             self.cache.clear()
@@ -92,19 +93,19 @@ class MediaHook(Hook):
         return True
 
     def enter(self, new: EnteredRow) -> None:
-        pictures = [
-            PlacedPicture(
-                item.hash, item.start, item.start + item.length, decode_picture(item.data)
+        items = [
+            PlacedItem(
+                one.hash, one.kind, one.start, one.start + one.length, decode_input(one.data)
             )
-            for item in new.media
-            if item.kind in KINDS
+            for one in new.media
+            if one.kind in KINDS
         ]
-        if not pictures:
+        if not items:
             return
-        found = RowPictures(pictures, pictures[-1].end)
+        found = RowItems(items, items[-1].end)
         if self.model.has_grid:
-            places = [(one.start, one.picture) for one in pictures]
-            found.positions_LC, offset = picture_positions(places)
+            places = [(one.start, one.item) for one in items]
+            found.positions_LC, offset = item_positions(places)
             self.rows.rope_offset[new.row] = offset
         self.of_row[new.row] = found
 
@@ -112,7 +113,7 @@ class MediaHook(Hook):
         self.of_row.pop(row, None)
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
-        """False while a step computes tokens up to the end of a picture; `rope_offset` moves the later ones."""
+        """False while a step computes tokens up to the end of an item; `rope_offset` moves the later ones."""
         if not self.of_row:
             return True
         starts = self.rows.num_computed_tokens
@@ -133,7 +134,7 @@ class MediaHook(Hook):
                 self._replace_embeddings(batch, item.row, own, at - start, start, end)
                 if self.model.both_ways:
                     only = self.model.both_ways == "windows"
-                    batch.spans += seen_spans(own.pictures, index, at, start, end, only)
+                    batch.spans += seen_spans(own.items, index, at, start, end, only)
                 if own.positions_LC is not None:
                     moved.append((at, start, end, own))
             at += count
@@ -149,19 +150,19 @@ class MediaHook(Hook):
 
     # -- embeddings -------------------------------------------------------------------------------
     def _replace_embeddings(
-        self, batch: ForwardBatch, row: int, own: RowPictures, shift: int, start: int, end: int
+        self, batch: ForwardBatch, row: int, own: RowItems, shift: int, start: int, end: int
     ) -> None:
         """For the tokens [start, end) of a row; token i of the row is token i + shift of the step."""
-        for picture in own.pictures:
-            if picture.start >= end or picture.end <= start:
+        for one in own.items:
+            if one.start >= end or one.end <= start:
                 continue
-            place_N, which_N = tokens_in(picture, start, end)
+            place_N, which_N = tokens_in(one, start, end)
             if not len(place_N):
                 continue
             try:
-                rows_NF = self._rows_of(picture)
+                rows_NF = self._rows_of(one)
             except (ValueError, RuntimeError, TypeError, IndexError, KeyError) as error:
-                self.rows.faults[row] = f"the vision tower cannot encode a picture ({type(error).__name__})"  # fmt: skip
+                self.rows.faults[row] = f"the tower cannot encode an item of the kind {one.kind} ({type(error).__name__})"  # fmt: skip
                 return
             device = batch.token_ids_T.device
             at_N = torch.from_numpy(place_N + shift).to(device)
@@ -172,8 +173,8 @@ class MediaHook(Hook):
             for number, state_ND in enumerate(inner, 1):
                 batch.added_states.setdefault(number, []).append((at_N, state_ND))
 
-    def _rows_of(self, placed: PlacedPicture) -> Tensor:
-        if (given := placed.picture.tensors.get(ROWS)) is not None:
+    def _rows_of(self, placed: PlacedItem) -> Tensor:
+        if (given := placed.item.tensors.get(ROWS)) is not None:
             copied = bytearray(given.data)  # torch wants memory that may be written
             flat_NF = torch.frombuffer(copied, dtype=getattr(torch, given.dtype)).view(given.shape)
             return flat_NF.to(self.rows.device, self.dtype)
@@ -185,18 +186,18 @@ class MediaHook(Hook):
             if self.load is None:
                 raise ValueError("there is no vision tower")
             self.tower = self.load()
-        rows_NF, count = self.tower.encode(placed.picture), placed.picture.num_rows
+        rows_NF, count = self.tower.encode(placed.item), placed.item.num_rows
         if len(rows_NF) != count:
-            raise ValueError(f"{len(rows_NF)} rows of a picture with {count} tokens")
+            raise ValueError(f"{len(rows_NF)} rows of an item with {count} tokens")
         self._counts.rows += len(rows_NF)
         self.cache.put(placed.key, rows_NF)
         return rows_NF
 
     # -- positions --------------------------------------------------------------------------------
     def _set_positions(
-        self, batch: ForwardBatch, moved: Sequence[tuple[int, int, int, RowPictures]]
+        self, batch: ForwardBatch, moved: Sequence[tuple[int, int, int, RowItems]]
     ) -> None:
-        """Positions of three components for all tokens of the step: of rows without pictures three times the same."""
+        """Positions of three components for all tokens of the step: of rows without grids three times the same."""
         positions_T = batch.extras.get(ROPE_POSITIONS, batch.positions_T)
         positions_TC = positions_T[:, None].repeat(1, 3)
         for at, start, end, own in moved:
@@ -209,24 +210,24 @@ class MediaHook(Hook):
 
 
 def seen_spans(
-    pictures: Sequence[PlacedPicture], row: int, at: int, start: int, end: int, windows_only: bool
+    items: Sequence[PlacedItem], row: int, at: int, start: int, end: int, windows_only: bool
 ) -> Iterator[SeenSpan]:
-    """The runs of rows in the tokens [start, end) of a row, whose first is token `at` of the step; each sees itself whole.
+    """The runs of rows in the tokens [start, end) of a row, whose first is token `at` of the step; each sees itself whole. Sound does not.
 
-    A step has all later tokens of a run: the gate cuts no picture. `row`: of the batch.
+    A step has all later tokens of a run: the gate cuts no item. `row`: of the batch.
     """
-    for picture in pictures:
-        for offset, length in picture.picture.runs:
-            first, last = picture.start + offset, picture.start + offset + length
+    for one in items:
+        for offset, length in one.item.runs if one.kind != AUDIO else ():
+            first, last = one.start + offset, one.start + offset + length
             if first < end and last > start:
                 seen = max(first, start)
                 yield SeenSpan(at + seen - start, last - seen, row, seen, last, windows_only)
 
 
-def tokens_in(placed: PlacedPicture, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the tokens [start, end) of a prompt those that take rows of the picture: their indices, and which rows."""
+def tokens_in(placed: PlacedItem, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of the tokens [start, end) of a prompt those that take rows of the item: their indices, and which rows."""
     place_N = np.concatenate(
-        [np.arange(length) + placed.start + offset for offset, length in placed.picture.runs]
+        [np.arange(length) + placed.start + offset for offset, length in placed.item.runs]
     )
     which_N = np.flatnonzero((place_N >= start) & (place_N < end))
     return place_N[which_N], which_N

@@ -1,4 +1,6 @@
-"""Rotary positions of a prompt with pictures, for models whose positions have time, height and width (M-RoPE).
+"""Rotary positions of a prompt with pictures and videos, for models whose positions have time, height and width (M-RoPE).
+
+Sound counts as text does: an item without grids moves nothing.
 
 A pure function of the places and grids of the pictures, so a cached prefix or a preemption shifts nothing. What follows a grid begins
 after its largest position, also if that is a time: so the models were trained. (Transformers 5.24 begins after the largest of height
@@ -14,24 +16,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.protocol.media import Picture
+from quire.protocol.media import TowerInput
 
 
-def picture_positions(pictures: Sequence[tuple[int, Picture]]) -> tuple[np.ndarray, int]:
-    """`pictures`: each with the index of its first token. Returns (positions_LC of the tokens up to the end of the last picture, the offset of all later tokens from their index)."""
+def item_positions(items: Sequence[tuple[int, TowerInput]]) -> tuple[np.ndarray, int]:
+    """`items`: each with the index of its first token. Returns (positions_LC of the tokens up to the end of the last grid, the offset of all later tokens from their index)."""
     parts: list[np.ndarray] = []
     index = position = 0
-    for first, picture in pictures:
-        for (offset, length), grid in zip(picture.runs, picture.grids, strict=True):
+    for first, item in items:
+        if not item.grids:
+            continue
+        for (offset, length), grid in zip(item.runs, item.grids, strict=True):
             start = first + offset
             text = np.arange(start - index) + position
             parts.append(np.stack([text] * 3, 1))
             position += start - index
             index = start + length
-            own_NC = grid_positions(grid, picture.interval)
+            own_NC = grid_positions(grid, item.interval)
             parts.append(own_NC + position)
             position += int(own_NC.max()) + 1
-    return np.concatenate(parts), position - index
+    positions_LC = np.concatenate(parts) if parts else np.zeros((0, 3), np.int64)
+    return positions_LC, position - index
 
 
 def grid_positions(grid: tuple[int, int, int], interval: float = 1.0) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""From where pictures may be fetched: URLs are read once, and host names are resolved once, so that no check sees another
+"""From where pictures, videos and sound may be fetched: URLs are read once, and host names are resolved once, so that no check sees another
 place than the fetch.
 
 Knows URLs and IP addresses. Does not know HTTP.
@@ -70,9 +70,7 @@ def read_url(url: str, where: str) -> WebAddress:
 def check_domain(address: WebAddress, domains: Collection[str], where: str) -> None:
     """Raises ValidationError: --allowed-media-domains does not list the host."""
     if domains and address.host not in {domain.lower() for domain in domains}:
-        raise refused(
-            where, "this server fetches no pictures from this host (--allowed-media-domains)"
-        )
+        raise refused(where, "this server fetches nothing from this host (--allowed-media-domains)")
 
 
 async def resolve(address: WebAddress, is_listed: bool, where: str) -> tuple[int, str]:

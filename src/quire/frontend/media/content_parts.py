@@ -1,4 +1,4 @@
-"""Content parts of messages that are pictures: the one parser of OpenAI's, the Responses and Anthropic's forms.
+"""Content parts of messages that are pictures, videos or sound: the one parser of OpenAI's, the Responses and Anthropic's forms.
 
     chat       {"type": "image_url", "image_url": {"url": U}}, or U itself in place of the object
     Responses  {"type": "input_image", "image_url": U}
@@ -6,6 +6,8 @@
     Python     {"type": "image_pil", "image_pil": IMAGE}
     videos     {"type": "video_url", "video_url": {"url": U}}, or U itself
     rows       {"type": "image_embeds", "image_embeds": B} or {"image_embeds": B, "image_grid_thw": [T, H, W]} in the place of B; video_embeds
+    sound      {"type": "audio_url", "audio_url": {"url": U}}, or U itself
+               {"type": "input_audio", "input_audio": {"data": D, "format": "wav"}}
 
 `find_parts` finds them in the messages of any of these, with their JSON paths; each is then replaced by a `MediaPart`, which
 the protocols hand on as a part of type image. Knows parts. Does not know what a URL names.
@@ -19,11 +21,12 @@ from typing import Any
 
 from quire.frontend.media.errors import refused
 from quire.frontend.media.given_rows import GivenRows
-from quire.protocol.media import IMAGE, VIDEO
+from quire.protocol.media import AUDIO, IMAGE, VIDEO
 
 ROWS = {"image_embeds": IMAGE, "video_embeds": VIDEO}
-KINDS = ("image_url", "input_image", "image", "image_pil", "video_url", *ROWS)
-OTHER_MEDIA = ("input_video", "audio_url", "input_audio", "input_file", "file")  # fmt: skip
+URLS = {"video_url": VIDEO, "audio_url": AUDIO}
+KINDS = ("image_url", "input_image", "image", "image_pil", "input_audio", *URLS, *ROWS)
+OTHER_MEDIA = ("input_video", "audio_embeds", "input_file", "file")
 INSIDE = ("content", "output")
 """Keys of a part or message whose value is a list of parts."""
 MOST_DEEP = 4
@@ -33,13 +36,13 @@ DETAILS = (None, "auto", "low", "high", "original")
 
 @dataclass(frozen=True, slots=True)
 class GivenMedia:
-    """A picture as a request gives it.
+    """A picture, a video or a sound as a request gives it.
 
     Attributes:
         where: its JSON path.
-        source: a URL, the object of a Python program, or GivenRows; None: the picture that had this uuid before.
-        uuid: a name of the client for the picture; empty: none.
-        kind: IMAGE or VIDEO.
+        source: a URL, the object of a Python program, or GivenRows; None: the item that had this uuid before.
+        uuid: a name of the client for the item; empty: none.
+        kind: IMAGE, VIDEO or AUDIO.
         options: of its processing (`config/picture_options.py`), as JSON; empty: the engine's.
     """
 
@@ -51,11 +54,11 @@ class GivenMedia:
 
 
 class MediaPart(dict[str, Any]):
-    """A content part of type image or video whose picture has been read. Clients cannot send one: JSON has no such class."""
+    """A content part of type image, video or audio whose item has been read. Clients cannot send one: JSON has no such class."""
 
-    def __init__(self, picture: Any):
-        super().__init__(type=getattr(picture, "kind", IMAGE))
-        self.picture = picture
+    def __init__(self, item: Any):
+        super().__init__(type=getattr(item, "kind", IMAGE))
+        self.item = item
 
 
 @dataclass(slots=True)
@@ -70,14 +73,15 @@ class PartPlace:
 def find_parts(
     messages: Any, name: str, *, local: bool = False, options: str = ""
 ) -> list[PartPlace]:
-    """The pictures in messages, in order. `name`: of the field that has them. `local`: of a Python program. `options`: of their processing.
+    """The pictures, videos and sounds in messages, in order. `name`: of the field that has them. `local`: of a Python program. `options`: of their processing.
 
     Raises:
         ValidationError: a part is malformed, or a kind of media that is not supported.
     """
     found = list(_in_list(messages, name, local, 0)) if isinstance(messages, list) else []
     for place in found if options else ():
-        place.given = replace(place.given, options=options)
+        if place.given.kind != AUDIO:
+            place.given = replace(place.given, options=options)
     return found
 
 
@@ -102,11 +106,12 @@ def _in_list(items: list[Any], where: str, local: bool, depth: int) -> Iterator[
 
 
 def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenMedia | None:
-    """The picture of a part; None: it is no picture. Raises ValidationError: as `find_parts`."""
+    """The item of a part; None: it has none. Raises ValidationError: as `find_parts`."""
     kind = part.get("type")
     if kind in OTHER_MEDIA:
         raise refused(
-            where, f"parts of type {kind!r} are not supported yet; pictures are: send image_url"
+            where,
+            f"parts of type {kind!r} are not supported yet: send image_url, video_url, audio_url or input_audio",
         )
     if kind is None and "image_url" in part:
         kind = "image_url"
@@ -121,10 +126,12 @@ def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenMed
         )
     if kind == "image":
         return _of_anthropic(part, where) if "source" in part else None
-    if kind == "video_url":
-        return _of_video(part, where, uuid)
+    if kind in URLS:
+        return _of_url(part, where, uuid, kind)
     if kind in ROWS:
         return _of_rows(part, where, uuid, kind)
+    if kind == "input_audio":
+        return _of_data(part, where, uuid)
     url = part.get("image_url")
     if uuid and (url is None or url == {"url": None}):
         return GivenMedia(where, None, uuid)
@@ -138,13 +145,28 @@ def read_part(part: dict[str, Any], where: str, local: bool = False) -> GivenMed
     return GivenMedia(where, _text(url, where), uuid)
 
 
-def _of_video(part: dict[str, Any], where: str, uuid: str) -> GivenMedia:
-    url, where_url = part.get("video_url"), f"{where}.video_url"
+def _of_url(part: dict[str, Any], where: str, uuid: str, key: str) -> GivenMedia:
+    url, where_url = part.get(key), f"{where}.{key}"
     if uuid and (url is None or url == {"url": None}):
-        return GivenMedia(where, None, uuid, VIDEO)
+        return GivenMedia(where, None, uuid, URLS[key])
     if isinstance(url, dict):
         url, where_url = url.get("url"), f"{where_url}.url"
-    return GivenMedia(where_url, _text(url, where_url), uuid, VIDEO)
+    return GivenMedia(where_url, _text(url, where_url), uuid, URLS[key])
+
+
+def _of_data(part: dict[str, Any], where: str, uuid: str) -> GivenMedia:
+    """Of OpenAI's form. The first bytes of the file say what it is, so its `format` has no effect."""
+    given, where = part.get("input_audio"), f"{where}.input_audio"
+    if uuid and given is None:
+        return GivenMedia(where, None, uuid, AUDIO)
+    if not isinstance(given, dict):
+        raise refused(where, "must be an object with data (the file in base64) and format")
+    if not isinstance(given.get("format"), str | None):
+        raise refused(f"{where}.format", "must be a string, such as wav or mp3")
+    data, where = given.get("data"), f"{where}.data"
+    if not isinstance(data, str) or not data:
+        raise refused(where, "must be a sound file in base64")
+    return GivenMedia(where, f"data:;base64,{data}", uuid, AUDIO)
 
 
 def _of_rows(part: dict[str, Any], where: str, uuid: str, name: str) -> GivenMedia:

@@ -1,7 +1,7 @@
-"""Fetches the bytes of pictures: data: URLs, http and https, and files below one directory.
+"""Fetches the bytes of pictures, videos and sound: data: URLs, http and https, and files below one directory.
 
-One deadline for all pictures of a request, and one bound on their bytes. Every hop of a redirect passes the same checks as
-the first URL. Knows URLs and bytes. Does not know pictures.
+One deadline for all items of a request, and one bound on their bytes. Every hop of a redirect passes the same checks as
+the first URL. Knows URLs and bytes. Does not know what they are.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from quire.frontend.media.addresses import check_domain, read_url, resolve
 from quire.frontend.media.content_parts import GivenMedia
 from quire.frontend.media.errors import not_fetched, refused
 from quire.frontend.media.http_get import BadAnswer, get
-from quire.protocol.media import VIDEO
+from quire.protocol.media import AUDIO, VIDEO
 
 MIB = 1 << 20
 MOST_DATA_HEAD = 256  # characters of a data: URL before the base64
 SHORT = 1 << 16  # characters of a data: URL that the event loop decodes itself
 PIECE = 1 << 20  # characters that are decoded at once: meanwhile no other thread runs
 MOST_REDIRECTS = 3
+TIMEOUTS = {VIDEO: "VIDEO_FETCH_TIMEOUT", AUDIO: "AUDIO_FETCH_TIMEOUT"}
+"""By kind of the slowest item: its deadline."""
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -37,7 +39,7 @@ File = bytes | bytearray
 
 @dataclass(slots=True)
 class Room:
-    """Bytes that the pictures of one request may still have."""
+    """Bytes that the items of one request may still have."""
 
     left: int
 
@@ -46,7 +48,7 @@ class Room:
         self.left -= count
         if self.left < 0:
             most = int(env.get("MAX_MEDIA_DOWNLOAD_SIZE_MB"))
-            raise refused(where, f"the pictures of a request may have {most} MiB (QUIRE_MAX_MEDIA_DOWNLOAD_SIZE_MB)")  # fmt: skip
+            raise refused(where, f"the pictures, videos and sounds of a request may have {most} MiB (QUIRE_MAX_MEDIA_DOWNLOAD_SIZE_MB)")  # fmt: skip
 
 
 class Fetcher:
@@ -57,7 +59,7 @@ class Fetcher:
         self._slots: asyncio.Semaphore | None = None
 
     async def fetch(self, given: Sequence[GivenMedia]) -> list[File]:
-        """The bytes of all pictures of a request, in order.
+        """The bytes of all items of a request, in order.
 
         Raises:
             ValidationError: a URL that this server does not fetch, or too many bytes. NotFetched: it could not be fetched
@@ -66,7 +68,8 @@ class Fetcher:
         if self._slots is None:
             self._slots = asyncio.Semaphore(int(env.get("MEDIA_LOADING_THREAD_COUNT")))
         room = Room(int(env.get("MAX_MEDIA_DOWNLOAD_SIZE_MB")) * MIB)
-        name = "VIDEO_FETCH_TIMEOUT" if any(one.kind == VIDEO for one in given) else "IMAGE_FETCH_TIMEOUT"  # fmt: skip
+        kinds = {one.kind for one in given}
+        name = next((name for kind, name in TIMEOUTS.items() if kind in kinds), "IMAGE_FETCH_TIMEOUT")  # fmt: skip
         seconds = float(env.get(name))
         tasks = [asyncio.create_task(self._one(one, room, self._slots)) for one in given]
         try:
@@ -182,4 +185,4 @@ def decode_data_url(url: str, where: str, room: Room) -> File:
                 raise ValueError
             file[start // 4 * 3 : start // 4 * 3 + len(piece)] = piece
         return file
-    raise refused(where, "the data: URL is not valid base64")
+    raise refused(where, "this is not valid base64")

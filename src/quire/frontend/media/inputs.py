@@ -1,9 +1,9 @@
-"""Pictures of requests, from what a request gives to what the engine takes.
+"""Pictures, videos and sound of requests, from what a request gives to what the engine takes.
 
     given     GivenMedia   a URL, bytes, or an object of Pillow or numpy
     fetched   bytes          `fetch.py`, in the event loop
     read      ReadMedia    decoded and processed in another process, or found in the cache
-    placed    Picture        its tokens are in the prompt
+    placed    TowerInput     its tokens are in the prompt
 
 Knows these steps and their limits. Does not know HTTP routes, or the engine.
 """
@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from quire import env
 from quire.config.engine import Resolved
-from quire.config.media import MOST
 from quire.config.picture_options import merged
 from quire.errors import QueueFull, Unsupported
 from quire.frontend.media.content_parts import GivenMedia
@@ -36,84 +36,83 @@ from quire.frontend.media.media_processes import MediaProcesses
 from quire.frontend.media.placeholders import Placeholder, Placeholders, WrittenText, runs_of
 from quire.frontend.media.processed_cache import ProcessedCache, ReadMedia
 from quire.frontend.media.row_inputs import RowInputs, blank_pixels
+from quire.frontend.media.sound_inputs import MIB
+from quire.frontend.media.sound_inputs import as_file as sound_as_file
 from quire.frontend.media.video_frames import DEFAULT_FPS, packed_frames
 from quire.frontend.prompts import Prompt
 from quire.frontend.tokenizer import Tokenizer
-from quire.models.vision import VisionModel, most_rows
-from quire.protocol.media import IMAGE, VIDEO
+from quire.models.media import MediaModel, most_rows, why_no_media
+from quire.protocol.media import AUDIO, IMAGE, VIDEO
 
 GIB = 1 << 30
-MOST_WAITING = 256  # pictures of all requests that wait for a process
+MOST_WAITING = 256  # items of all requests that wait for a process
+NAMES = {IMAGE: "pictures", VIDEO: "videos", AUDIO: "sounds"}
 
 
 class MediaInputs:
     """One for each frontend. `load` is for its event loop; all else may be called from any thread.
 
     Raises:
-        Unsupported: the tokenizer does not have the model's token of a picture.
+        Unsupported: the tokenizer does not have the model's token of a picture or of sound.
     """
 
-    def __init__(self, model: VisionModel, resolved: Resolved, tokenizer: Tokenizer):
+    def __init__(self, model: MediaModel, resolved: Resolved, tokenizer: Tokenizer):
         media = resolved.config.media
         self.model, self.tokenizer, self.num_frames = model, tokenizer, media.num_frames
         self.most_rows = most_rows(resolved, model)
         self.options = media.mm_processor_kwargs
         self.trusts_requests = media.trust_request_mm_kwargs
-        self.rows = RowInputs(model, self.most_rows, media.enable_mm_embeds, self._blank)
-        image = self._placeholder(tokenizer)
-        kinds = [image, *self._of_videos(tokenizer)]
+        self.rows: RowInputs | None = None
+        if model.vision is not None:
+            self.rows = RowInputs(model.vision, self.most_rows, media.enable_mm_embeds, self._blank)
+        kinds, texts = self._placeholders(tokenizer)
         self.placeholders = Placeholders(kinds, tokenizer)
-        self.takes_videos = len(kinds) > 1
-        texts = {IMAGE: model.placeholder, VIDEO: model.video_placeholder}
         self.texts = {one.kind: texts[one.kind] or one.token for one in kinds}
         """What stands for an item in a text, by kind."""
-        self.limits = {
-            IMAGE: media.max_pictures,
-            VIDEO: media.limit_mm_per_prompt.get("video", MOST),
-        }
+        self.limits = {IMAGE: media.max_pictures, VIDEO: media.max_videos, AUDIO: media.max_sounds}
+        self.refusals = why_no_media(resolved)
+        """By kind: why this server takes none; empty: it does."""
         self.fetcher = Fetcher(media)
-        self.processes = MediaProcesses(resolved.path, options=self.options)
+        folder = resolved.tokenizer_folder
+        self.processes = MediaProcesses(resolved.path, options=self.options, kinds=list(self.texts), tokenizer=folder)  # fmt: skip
         fronts = max(1, resolved.config.server.api_server_count or 1)
         self.cache = ProcessedCache(int(media.mm_processor_cache_gb * GIB) // fronts)
-        self._threads = ThreadPoolExecutor(self.processes.count, "pictures")
+        self._threads = ThreadPoolExecutor(self.processes.count, "media")
         self._waiting = 0
 
-    def _placeholder(self, tokenizer: Tokenizer) -> Placeholder:
-        """Raises Unsupported: as the class."""
-        row_id = self.model.image_token_id
-        row = tokenizer.token(row_id)
-        if row is None:
-            raise Unsupported(f"pictures with a tokenizer that has no token {row_id}", "send text")
-        token = self.model.token or row
-        ids = tokenizer.encode(token, False)
-        if len(ids) != 1:
-            raise Unsupported(f"pictures with a tokenizer that has no token {token!r}", "send text")
-        return Placeholder(IMAGE, token, ids[0], row, row_id)
-
-    def _of_videos(self, tokenizer: Tokenizer) -> list[Placeholder]:
-        """Empty: the model takes none."""
-        id = self.model.video_token_id
-        token = None if id is None else tokenizer.token(id)
-        return [] if id is None or token is None else [Placeholder(VIDEO, token, id, token, id)]
+    def _placeholders(self, tokenizer: Tokenizer) -> tuple[list[Placeholder], dict[str, str]]:
+        """(of each kind that the model takes, what stands for an item in a text by kind). Raises Unsupported: as the class."""
+        vision, audio = self.model.vision, self.model.audio
+        found, texts = list[Placeholder](), dict[str, str]()
+        if vision is not None:
+            found.append(_placeholder(IMAGE, vision.image_token_id, vision.token, tokenizer))
+            id = vision.video_token_id
+            if id is not None and tokenizer.token(id) is not None:
+                found.append(_placeholder(VIDEO, id, "", tokenizer))
+            texts |= {IMAGE: vision.placeholder, VIDEO: vision.video_placeholder}
+        if audio is not None:
+            found.append(_placeholder(AUDIO, audio.token_id, "", tokenizer))
+            texts[AUDIO] = audio.placeholder
+        return found, texts
 
     def prepare(self) -> None:
-        """Start a process before the first picture comes; does not wait for it."""
+        """Start a process before the first file comes; does not wait for it."""
         self._threads.submit(self.processes.prepare)
 
     # -- reading ----------------------------------------------------------------------------------
     async def load(self, given: Sequence[GivenMedia], scope: str = "") -> list[ReadMedia]:
-        """Fetch and process the pictures of a request. `scope`: see `ProcessedCache.get`.
+        """Fetch and process the items of a request. `scope`: see `ProcessedCache.get`.
 
         Raises:
-            ValidationError, NotFetched: a picture cannot be used; the error names its place.
-            QueueFull: too many pictures wait.
+            ValidationError, NotFetched: an item cannot be used; the error names its place.
+            QueueFull: too many items wait.
         """
         self._check_number(given)
         named = [self._named(one, scope) if one.source is None else None for one in given]
         files = iter(await self.fetcher.fetch(self._files_of(given)))
         count = sum(found is None for found in named)
         if self._waiting + count > MOST_WAITING:
-            raise QueueFull(f"{self._waiting} pictures wait to be decoded; try again later")
+            raise QueueFull(f"{self._waiting} files wait to be decoded; try again later")
         loop = asyncio.get_running_loop()
         self._waiting += count
         try:
@@ -146,6 +145,8 @@ class MediaInputs:
         """As `read`, or the rows that a request gives."""
         if file is not None:
             return self.read(file, given, scope)
+        if self.rows is None:
+            raise refused(given.where, "this model has no vision tower")
         picture = self.rows.read(given, given.source)
         if given.uuid:
             self._keep(picture, given, scope)
@@ -165,11 +166,23 @@ class MediaInputs:
         digest.update(data)
         name = digest.hexdigest()
         if (picture := self.cache.get(scope, name)) is None:
-            frames, most = (frames, self.most_rows) if is_video else (0, 0)
-            made = self.processes.process(data, given.where, frames, most, options)
-            picture = self._picture(name, given, made)
+            if given.kind == AUDIO:
+                made = self._heard(data, given.where)
+            else:
+                frames, most = (frames, self.most_rows) if is_video else (0, 0)
+                made = self.processes.process(data, given.where, frames, most, options)
+            picture = self._placeable(name, given, made)
         self._keep(picture, given, scope)
         return picture
+
+    def _heard(self, data: File, where: str) -> Processed:
+        most, audio = int(env.get("MAX_AUDIO_CLIP_FILESIZE_MB")), self.model.audio
+        if len(data) > most * MIB:
+            raise refused(where, f"the file has {len(data)} bytes; the limit is {most} MiB (QUIRE_MAX_AUDIO_CLIP_FILESIZE_MB)")  # fmt: skip
+        made = self.processes.hear(data, where, float(env.get("MAX_AUDIO_DECODE_DURATION_S")))
+        if audio is not None and made.seconds > audio.most_seconds:
+            raise refused(where, f"the sound has {made.seconds:.1f} s, and the model hears {audio.most_seconds:g} s at once: send it in parts")  # fmt: skip
+        return made
 
     def _keep(self, picture: ReadMedia, given: GivenMedia, scope: str) -> None:
         self.cache.put(scope, picture)
@@ -182,25 +195,27 @@ class MediaInputs:
         return self.read(data, GivenMedia(kind, None, kind=kind))
 
     def _named(self, given: GivenMedia, scope: str) -> ReadMedia:
-        """Raises ValidationError: no picture of this name is in the cache."""
-        if (picture := self.cache.named(scope, f"{given.uuid}\0{given.options}")) is None:
+        """Raises ValidationError: no item of this name and kind is in the cache."""
+        found = self.cache.named(scope, f"{given.uuid}\0{given.options}")
+        if found is None or found.kind != given.kind:
             raise refused(
-                given.where, "the server has no picture of this `uuid` (any more): send it again"
+                given.where, "the server has no item of this `uuid` (any more): send it again"
             )
-        return picture
+        return found
 
     def _check_number(self, given: Sequence[GivenMedia]) -> None:
         for kind, limit in self.limits.items():
             own = [one for one in given if one.kind == kind]
             if not limit:  # rows need no tower
                 own = [one for one in own if not isinstance(one.source, GivenRows)]
-            if own and kind == VIDEO and not self.takes_videos:
-                raise refused(own[0].where, "this model takes pictures, and no videos")
+            if own and kind not in self.texts:
+                takes = " and ".join(NAMES[one] for one in self.texts)
+                why = self.refusals[kind] or f"this model takes {takes}, and no {NAMES[kind]}"
+                raise refused(own[0].where, why)
             if len(own) > limit:
-                name = "pictures" if kind == IMAGE else "videos"
                 raise refused(
                     own[limit].where,
-                    f"the request has {len(own)} {name}; the limit is {limit} (--limit-mm-per-prompt)",
+                    f"the request has {len(own)} {NAMES[kind]}; the limit is {limit} (--limit-mm-per-prompt)",
                 )
 
     def _files_of(self, given: Sequence[GivenMedia]) -> list[GivenMedia]:
@@ -214,10 +229,10 @@ class MediaInputs:
     def _as_file(self, given: GivenMedia) -> GivenMedia:
         if isinstance(given.source, str | bytes):
             return given
-        make = frames_as_file if given.kind == VIDEO else as_file
+        make = {VIDEO: frames_as_file, AUDIO: sound_as_file}.get(given.kind, as_file)
         return replace(given, source=make(given.source, given.where))
 
-    def _picture(self, digest: str, given: GivenMedia, made: Processed) -> ReadMedia:
+    def _placeable(self, digest: str, given: GivenMedia, made: Processed) -> ReadMedia:
         kind, where = given.kind, given.where
         ids = self.tokenizer.encode(made.replacement, False)
         placeholder = next(one for one in self.placeholders.kinds if one.kind == kind)
@@ -226,11 +241,14 @@ class MediaInputs:
         if rows > self.most_rows:
             raise refused(
                 where,
-                f"the picture takes {rows} tokens; the limit is {self.most_rows} (--max-num-batched-tokens): send a smaller one",
+                f"the item takes {rows} tokens; the limit is {self.most_rows} (--max-num-batched-tokens): send a smaller one",
             )
-        if given.options and kind != VIDEO and rows > self.model.max_rows:
-            raise refused(where, f"with these `mm_processor_kwargs` the picture takes {rows} tokens; this server plans for {self.model.max_rows} (--mm-processor-kwargs)")  # fmt: skip
-        grids = self._grids(made, len(runs)) if self.model.has_grid else []
+        vision = None if kind == AUDIO else self.model.vision
+        if vision and given.options and kind != VIDEO and rows > vision.max_rows:
+            raise refused(where, f"with these `mm_processor_kwargs` the picture takes {rows} tokens; this server plans for {vision.max_rows} (--mm-processor-kwargs)")  # fmt: skip
+        if not rows and kind == AUDIO:
+            raise refused(where, "the sound is too short: the model gets no token of it")
+        grids = self._grids(made, len(runs), vision.merge) if vision and vision.has_grid else []
         if not rows or (grids and [prod(grid) for grid in grids] != [n for _, n in runs]):
             raise refused(
                 where, "the model's processor gives no tokens for this picture: send another size"
@@ -238,59 +256,67 @@ class MediaInputs:
         text = re.sub(
             f"(?:{re.escape(placeholder.row)})+", lambda _: placeholder.row, made.replacement
         )
-        interval = (
-            made.seconds * self.model.tokens_per_second
-            if made.seconds and self.model.tokens_per_second
-            else 1.0
-        )
+        interval = made.seconds * (vision.tokens_per_second if vision else 0.0) or 1.0
         return ReadMedia(kind, digest, text, ids, runs, grids, made.tensors, interval)
 
-    def _grids(self, made: Processed, runs: int) -> list[tuple[int, int, int]]:
+    @staticmethod
+    def _grids(made: Processed, runs: int, merge: int) -> list[tuple[int, int, int]]:
         """Of each run of rows: some models have text between the times of a video."""
         name = next(name for name in made.tensors if name.endswith("_grid_thw"))
         t, h, w = np.frombuffer(made.tensors[name].data, np.int64).tolist()
-        h, w = h // self.model.merge, w // self.model.merge
+        h, w = h // merge, w // merge
         return [(1, h, w)] * t if t == runs else [(t, h, w)]
 
     # -- placing ----------------------------------------------------------------------------------
     def tokenized(
         self,
         prompt: Prompt,
-        pictures: Sequence[ReadMedia],
+        items: Sequence[ReadMedia],
         tokenize: Callable[[Prompt], Prompt],
         mark: str = "",
     ) -> Prompt:
-        """The prompt, of text or tokens, with the pictures' own tokens. `mark`: of tokens that users spelled.
+        """The prompt, of text or tokens, with the items' own tokens. `mark`: of tokens that users spelled.
 
         Raises:
             ValidationError: as `placed`; and what `tokenize` raises.
         """
         if prompt.tokens or prompt.text is None:
             tokens = Prompt(prompt.text, prompt.tokens, prompt.salt)
-            return self.placed(tokenize(tokens), pictures)
-        written = self.placeholders.written(prompt.text, pictures, mark)
+            return self.placed(tokenize(tokens), items)
+        written = self.placeholders.written(prompt.text, items, mark)
         found = tokenize(Prompt(written.text, salt=prompt.salt))
         found.text = self.placeholders.unmarked(prompt.text, mark) if mark else prompt.text
-        return self.placed(found, pictures, written)
+        return self.placed(found, items, written)
 
     def placed(
-        self, prompt: Prompt, pictures: Sequence[ReadMedia], written: WrittenText | None = None
+        self, prompt: Prompt, items: Sequence[ReadMedia], written: WrittenText | None = None
     ) -> Prompt:
-        """The prompt with the pictures' own tokens. `written`: the text of its tokens; None: they have one placeholder for each picture.
+        """The prompt with the items' own tokens. `written`: the text of its tokens; None: they have one placeholder for each item.
 
         Raises:
             ValidationError: it has another number of placeholders.
         """
         if written is None:
-            tokens, media = self.placeholders.expanded_ids(prompt.tokens, pictures)
+            tokens, media = self.placeholders.expanded_ids(prompt.tokens, items)
         else:
-            tokens, media = self.placeholders.expanded(prompt.tokens, written.named, pictures)
+            tokens, media = self.placeholders.expanded(prompt.tokens, written.named, items)
         return Prompt(prompt.text, tokens, prompt.salt, media=media)
 
 
 def files_of_one(given: GivenMedia, files: Iterator[File]) -> File | None:
     """The next file; None: the request gives rows."""
     return None if isinstance(given.source, GivenRows) else next(files)
+
+
+def _placeholder(kind: str, row_id: int, token: str, tokenizer: Tokenizer) -> Placeholder:
+    """`token`: what stands for an item in a prompt; empty: the token of a row. Raises Unsupported: the tokenizer lacks one."""
+    row = tokenizer.token(row_id)
+    if row is None:
+        raise Unsupported(f"{NAMES[kind]} with a tokenizer that has no token {row_id}", "send text")
+    ids = tokenizer.encode(token or row, False)
+    if len(ids) != 1:
+        raise Unsupported(f"{NAMES[kind]} with a tokenizer that has no token {token!r}", "send text")  # fmt: skip
+    return Placeholder(kind, token or row, ids[0], row, row_id)
 
 
 def frames_as_file(source: Any, where: str) -> bytes:

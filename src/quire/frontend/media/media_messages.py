@@ -1,6 +1,6 @@
-"""Messages between the frontend and a picture process: msgpack frames on its socket.
+"""Messages between the frontend and a media process: msgpack frames on its socket.
 
-down   LoadProcessor, once; then a Process, and the bytes of a file in a frame of their own, which nothing copies
+down   LoadProcessor, once; then a Process or Hear, and the bytes of a file in a frame of their own, which nothing copies
 up     Ready; then Processed or Refused for each
 """
 
@@ -13,14 +13,19 @@ from msgspec import Struct
 
 from quire.protocol.tensor_data import TensorData, decode_tensor, encode_tensor
 
-Why = Literal["format", "pixels", "broken", "shape", "memory", "frames", "library", "options"]
+Why = Literal["format", "pixels", "broken", "shape", "memory", "frames", "library", "options", "empty", "seconds", "extra", "bytes"]  # fmt: skip
 
 
 class LoadProcessor(Struct, array_like=True, tag="load"):
-    """Load the checkpoint's processor; then limit memory to `memory` bytes more. `options`: of the processor; it must know them."""
+    """Load the checkpoint's processor with the parts for these kinds of media; then limit memory to `memory` bytes more.
+
+    `options`: of the processor; it must know them. `tokenizer`: the folder of the tokenizer.
+    """
 
     folder: str
     memory: int
+    kinds: list[str]
+    tokenizer: str
     options: dict[str, Any] = {}
 
 
@@ -48,8 +53,22 @@ class Process(Struct, array_like=True, tag="process"):
     options: dict[str, Any] = {}
 
 
+class Hear(Struct, array_like=True, tag="hear"):
+    """Decode and process the sound in the next frame.
+
+    Attributes:
+        seconds: the most that it may have.
+        most_bytes: of the decoded sound, at its own rate.
+        cpu_s: processor time that it may take.
+    """
+
+    seconds: float
+    most_bytes: int
+    cpu_s: float
+
+
 class Processed(Struct, array_like=True, tag="processed"):
-    """What the tower takes, and the text that replaces the placeholder in the prompt. `seconds`: between groups of a video's frames."""
+    """What the tower takes, and the text that replaces the placeholder in the prompt. `seconds`: between groups of a video's frames; of a sound: all."""
 
     width: int
     height: int
@@ -59,7 +78,7 @@ class Processed(Struct, array_like=True, tag="processed"):
 
 
 class Refused(Struct, array_like=True, tag="refused"):
-    """`detail`: the options that the processor does not know."""
+    """`detail`: the options that the processor does not know, a format, or a number of seconds."""
 
     why: Why
     width: int = 0
@@ -69,7 +88,7 @@ class Refused(Struct, array_like=True, tag="refused"):
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_tensor)
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    LoadProcessor | Ready | Process | Processed | Refused, dec_hook=decode_tensor
+    LoadProcessor | Ready | Process | Hear | Processed | Refused, dec_hook=decode_tensor
 )
 
 

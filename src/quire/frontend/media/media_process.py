@@ -1,6 +1,6 @@
-"""A program that decodes pictures of strangers and processes them for the model; it may be killed at any time.
+"""A program that decodes pictures, videos and sound of strangers and processes them for the model; it may be killed at any time.
 
-Runs `python -m quire.frontend.media.media_process FD`. The kernel ends it when it exceeds its processor time for a picture
+Runs `python -m quire.frontend.media.media_process FD`. The kernel ends it when it exceeds its processor time for a file
 (ITIMER_PROF) or its memory (RLIMIT_AS). A header is read before any pixel. Pillow reads few formats here. The processor of
 Transformers gets arrays only, never URLs, and code of the checkpoint is not run.
 """
@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from quire.frontend.media.media_messages import (
+    Hear,
     LoadProcessor,
     Process,
     Processed,
@@ -31,9 +33,13 @@ from quire.frontend.media.media_messages import (
     encode,
 )
 from quire.frontend.media.process_limits import limit_memory
+from quire.frontend.media.sound_messages import Decode, Decoded, SoundRefused
+from quire.frontend.media.sound_process import answer_to as sound_answer
+from quire.frontend.media.sound_tensors import prepare_for_sound, rate_of, sound_tensors
 from quire.models.json_files import read_object
 from quire.processes.child import leave_signals_to_parent
 from quire.processes.isolated_child import ProcessEnded, receive, send
+from quire.protocol.media import AUDIO, IMAGE
 from quire.protocol.tensor_data import ITEMSIZE, TensorData
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
@@ -48,7 +54,7 @@ def serve(pipe: socket.socket) -> None:
     with contextlib.suppress(ProcessEnded):
         prepare: LoadProcessor = decode(receive(pipe))
         try:
-            processor = load_processor(prepare.folder)
+            processor = load_processor(prepare.folder, prepare.kinds, prepare.tokenizer)
             if unknown := unknown_options(prepare.options, processor):
                 raise LookupError(f"mm_processor_kwargs: the processor has no {unknown}")
         except Exception as error:
@@ -57,23 +63,31 @@ def serve(pipe: socket.socket) -> None:
         limit_memory(prepare.memory)
         send(pipe, encode(Ready()))
         while True:
-            job: Process = decode(receive(pipe))
+            job: Process | Hear = decode(receive(pipe))
             file = receive(pipe)
             signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
             send(pipe, encode(answer_to(job, file, processor)))
             signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def load_processor(folder: str) -> Any:
-    """The checkpoint's processor in Transformers, without its parts for video and sound, which need further libraries."""
-    from transformers import AutoImageProcessor, AutoTokenizer
+def load_processor(folder: str, kinds: Sequence[str] = (IMAGE,), tokenizer: str = "") -> Any:
+    """The checkpoint's processor in Transformers, with its parts for these kinds. That for videos needs further libraries.
+
+    `tokenizer`: its folder, if that is another.
+    """
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
     use_pillow_for_pixtral()
     kind = processor_class(folder)
-    parts = {
-        "image_processor": lambda: AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True),
-        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True),
+    parts: dict[str, Callable[[], Any]] = {
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(tokenizer or folder, local_files_only=True),
     }  # fmt: skip
+    if IMAGE in kinds:
+        parts["image_processor"] = lambda: AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # fmt: skip
+    if AUDIO in kinds:
+        prepare_for_sound()
+        extractor = lambda: AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)  # noqa: E731
+        parts |= {"feature_extractor": extractor, "audio_processor": extractor}
 
     # SmolVLM's processor refuses to be made without a library that only the texts of videos need.
     vars(import_module(kind.__module__)).update(num2words=NOT_FOR_VIDEOS)
@@ -123,8 +137,10 @@ def _class_in_module_of(kind: str, name: str) -> Any:
         return None
 
 
-# -- one picture ----------------------------------------------------------------------------------
-def answer_to(job: Process, file: bytes | bytearray, processor: Any) -> Processed | Refused:
+# -- one file ------------------------------------------------------------------------------------
+def answer_to(job: Process | Hear, file: bytes | bytearray, processor: Any) -> Processed | Refused:
+    if isinstance(job, Hear):
+        return answer_to_sound(job, file, processor)
     if job.num_frames:
         return answer_to_video(job, file, processor)
     if unknown := unknown_options(job.options, processor):
@@ -179,8 +195,24 @@ def answer_to_video(job: Process, file: bytes | bytearray, processor: Any) -> Pr
 
 def unknown_options(options: dict[str, Any], processor: Any) -> str:
     """The names of those that the processor of pictures does not have."""
-    known = processor.image_processor.valid_kwargs.__annotations__
+    pictures = getattr(processor, "image_processor", None)
+    known = [] if pictures is None else pictures.valid_kwargs.__annotations__
     return ", ".join(sorted(options.keys() - {*known, "num_frames"}))
+
+
+def answer_to_sound(job: Hear, file: bytes | bytearray, processor: Any) -> Processed | Refused:
+    found = sound_answer(Decode(bytes(file), rate_of(processor), job.seconds, job.most_bytes, 0, job.cpu_s))  # fmt: skip
+    if not isinstance(found, Decoded):
+        return Refused(found.why, detail=found.detail) if isinstance(found, SoundRefused) else Refused("broken")  # fmt: skip
+    samples_N = np.frombuffer(found.samples.data, np.float32)
+    try:
+        heard, text = sound_tensors(samples_N, processor)
+        tensors = {name: tensor_of(value) for name, value in heard.items()}
+    except MemoryError:
+        return Refused("memory")
+    except Exception:  # a processor refuses some sound, each in its own way
+        return Refused("shape")
+    return Processed(0, 0, text, tensors, len(samples_N) / rate_of(processor))
 
 
 def opened(data: bytes | bytearray) -> Any:
@@ -242,5 +274,5 @@ def tensor_of(array: np.ndarray) -> TensorData:
 
 
 if __name__ == "__main__":
-    os.nice(5)  # pictures of one client do not delay the tokens of others
+    os.nice(5)  # files of one client do not delay the tokens of others
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,13 +1,15 @@
-"""The processes that decode and process pictures (`media_process.py`). Blocks: call `process` in a thread."""
+"""The processes that decode and process pictures, videos and sound (`media_process.py`). Blocks: call them in a thread."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire import env
 from quire.frontend.media.decoding_processes import WALL_S, DecodingProcesses
 from quire.frontend.media.errors import refused
 from quire.frontend.media.media_messages import (  # fmt: skip
+    Hear,
     LoadProcessor,
     Process,
     Processed,
@@ -15,28 +17,34 @@ from quire.frontend.media.media_messages import (  # fmt: skip
     decode,
     encode,
 )
+from quire.frontend.media.sound_processes import why as why_of_sound
 from quire.processes.isolated_child import ProcessEnded
+from quire.protocol.media import IMAGE
 
 CPU_S = 10.0  # processor time of a picture
 MEMORY = 4 << 30  # of a process, above what it needs to begin
 TOO_MUCH = (
     f"the picture takes more than {CPU_S:g} s or {MEMORY >> 20} MiB to decode: send a smaller one"
 )
+SOUND_CPU_S = 30.0
+SOUND_TOO_MUCH = f"the sound takes more than {SOUND_CPU_S:g} s or {MEMORY >> 20} MiB to decode: send a shorter one"  # fmt: skip
 
 
 class MediaProcesses(DecodingProcesses):
-    """`folder`: of the checkpoint. `options`: of its processor, for all requests."""
+    """`folder`: of the checkpoint. `options`: of its processor, for all requests. `kinds`: of media that it takes. `tokenizer`: its folder,
+    if that is another."""
 
     module = "quire.frontend.media.media_process"
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # fmt: skip # noqa: RUF012
-    what = "pictures"
+    what = "pictures and sound"
 
     def __init__(
         self, folder: str, count: int | None = None, memory: int = MEMORY,
-        options: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None, kinds: Sequence[str] = (IMAGE,), tokenizer: str = "",
     ):  # fmt: skip
         super().__init__(count, memory)
         self.folder, self.options = folder, options or {}
+        self.kinds, self.tokenizer = list(kinds), tokenizer
 
     def process(
         self, data: bytes | bytearray, where: str, num_frames: int = 0, max_rows: int = 0,
@@ -50,19 +58,34 @@ class MediaProcesses(DecodingProcesses):
         factor = 3 if num_frames else 1
         most = int(env.get("MAX_IMAGE_PIXELS"))
         message = encode(Process(most, factor * CPU_S, num_frames, max_rows, options or {}))
+        return self._answer(message, data, factor * WALL_S, where, TOO_MUCH)
+
+    def hear(self, data: bytes | bytearray, where: str, seconds: float) -> Processed:
+        """The sound of a file, as the model takes it. `seconds`: the most that it may have.
+
+        Raises:
+            ValidationError: the file is no sound that this server reads, or has too much.
+        """
+        message = encode(Hear(seconds, int(env.get("MAX_AUDIO_DECODE_BYTES")), SOUND_CPU_S))
+        return self._answer(message, data, SOUND_CPU_S + WALL_S, where, SOUND_TOO_MUCH)
+
+    def _answer(
+        self, message: bytes, data: bytes | bytearray, wall_s: float, where: str, too_much: str
+    ) -> Processed:
         try:
-            answer = self.ask(message, data, factor * WALL_S)
+            answer = self.ask(message, data, wall_s)
         except ProcessEnded:
-            raise refused(where, TOO_MUCH) from None
+            raise refused(where, too_much) from None
         if isinstance(answer, Refused):
-            raise refused(where, why(answer))
+            is_sound = too_much == SOUND_TOO_MUCH
+            raise refused(where, why_no_sound(answer) if is_sound else why(answer))
         if not isinstance(answer, Processed):
-            raise refused(where, "the picture could not be processed")
+            raise refused(where, "the file could not be processed")
         return answer
 
     def first_message(self) -> bytes:
         """See `DecodingProcesses`."""
-        return encode(LoadProcessor(self.folder, self.memory, self.options))
+        return encode(LoadProcessor(self.folder, self.memory, self.kinds, self.tokenizer, self.options))  # fmt: skip
 
     def decode(self, answer: bytearray) -> Any:
         """See `DecodingProcesses`."""
@@ -93,3 +116,10 @@ def why(answer: Refused) -> str:
         case "memory":
             return TOO_MUCH
     return "the picture is damaged, and cannot be decoded"
+
+
+def why_no_sound(answer: Refused) -> str:
+    """As `why`, of sound."""
+    if answer.why == "shape":
+        return "the model's processor refuses this sound: it may be too short"
+    return SOUND_TOO_MUCH if answer.why == "memory" else why_of_sound(answer.why, answer.detail)

@@ -22,7 +22,7 @@ from quire.errors import Unsupported, ValidationError
 from quire.frontend.media.content_parts import MediaPart
 from quire.frontend.media.processed_cache import ReadMedia
 from quire.frontend.tokenizer import Tokenizer
-from quire.protocol.media import Picture, encode_picture
+from quire.protocol.media import TowerInput, encode_input
 from quire.protocol.request import MediaItem
 
 
@@ -70,7 +70,7 @@ class Placeholders:
 
     # -- in texts ---------------------------------------------------------------------------------
     def marked(self, value: Any, mark: str) -> Any:
-        """A copy of JSON values with marks in the place of tokens in every text; picture parts stay what they are."""
+        """A copy of JSON values with marks in the place of tokens in every text; parts of media stay what they are."""
         if isinstance(value, str):
             return self.pattern.sub(lambda found: self._mark(found[0], mark), value)
         if isinstance(value, MediaPart):
@@ -194,7 +194,7 @@ def _placed(item: ReadMedia, runs: list[tuple[int, int]]) -> MediaItem:
     """`runs`: (index in the prompt, length)."""
     start, end = runs[0][0], sum(runs[-1])
     own = [(at - start, length) for at, length in runs]
-    data = encode_picture(Picture(own, item.grids, item.tensors, item.interval))
+    data = encode_input(TowerInput(own, item.grids, item.tensors, item.interval))
     return MediaItem(item.digest, item.kind, start, end - start, data)
 
 
@@ -204,10 +204,10 @@ def new_mark() -> str:
 
 
 def media_in(messages: Any) -> list[ReadMedia]:
-    """The pictures of messages, in the order in which a template writes their placeholders."""
+    """The items of messages, in the order in which a template writes their placeholders."""
     found: list[ReadMedia] = []
     if isinstance(messages, MediaPart):
-        found.append(messages.picture)
+        found.append(messages.item)
     elif isinstance(messages, dict):
         for item in messages.values():
             found += media_in(item)

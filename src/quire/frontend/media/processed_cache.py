@@ -24,7 +24,7 @@ class ReadMedia:
         runs: (offset, length) of those that take rows of the tower.
         grids: (time, height, width) of each run in rows; empty: the model does not need it.
         tensors: what the tower takes.
-        interval: see `Picture`.
+        interval: see `TowerInput`.
     """
 
     kind: str

@@ -1,6 +1,6 @@
-"""Pictures and videos in the prompts of a program: `multi_modal_data`, with `multi_modal_uuids` and `mm_processor_kwargs`.
+"""Pictures, videos and sound in the prompts of a program: `multi_modal_data`, with `multi_modal_uuids` and `mm_processor_kwargs`.
 
-Knows the forms of these dicts. Does not read any picture.
+Knows the forms of these dicts. Does not read any file.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from quire.config.picture_options import picture_options
 from quire.errors import Unsupported, ValidationError
 from quire.frontend.media.content_parts import MOST_UUID, GivenMedia
 from quire.frontend.media.given_rows import rows_of_program
-from quire.protocol.media import IMAGE, VIDEO
+from quire.protocol.media import AUDIO, IMAGE, KINDS
 
 
-def given_pictures(media: Any, uuids: Any = None, options: str = "") -> list[GivenMedia]:
-    """All pictures and videos of `multi_modal_data`: one or a list of them under "image" and "video". `options`: of all of them.
+def given_items(media: Any, uuids: Any = None, options: str = "") -> list[GivenMedia]:
+    """All that `multi_modal_data` has: one or a list under each of "image", "video" and "audio". `options`: of all pictures and videos.
 
     Raises:
         ValidationError, Unsupported: another kind of media, or names that do not fit.
@@ -34,9 +34,9 @@ def given_pictures(media: Any, uuids: Any = None, options: str = "") -> list[Giv
         raise _wrong_names('must be a dict such as {"image": ["a name", None]}')
     found: list[GivenMedia] = []
     for kind, value in media.items():
-        if value is None or (isinstance(value, list) and not value) or kind == "audio":
+        if value is None or (isinstance(value, list) and not value):
             continue
-        if kind not in (IMAGE, VIDEO):
+        if kind not in KINDS:
             raise Unsupported(f"multi_modal_data of the kind {kind}", "pass image, video or audio")
         items = _items(kind, value)
         for index, (item, uuid) in enumerate(
@@ -45,7 +45,7 @@ def given_pictures(media: Any, uuids: Any = None, options: str = "") -> list[Giv
             if item is None and not uuid:
                 raise ValidationError(f"multi_modal_data.{kind}[{index}] is None: give it a name of an earlier one in multi_modal_uuids", parameter="multi_modal_data")  # fmt: skip
             where = f"multi_modal_data.{kind}[{index}]"
-            found.append(GivenMedia(where, item, uuid, kind, options))
+            found.append(GivenMedia(where, item, uuid, kind, options if kind != AUDIO else ""))
     return found
 
 
@@ -60,6 +60,8 @@ def options_text(options: Any) -> str:
 
 
 def _items(kind: str, value: Any) -> list[Any]:
+    if kind == AUDIO:
+        return list(value) if _is_list(kind, value) else [value]
     if (rows := rows_of_program(kind, value)) is not None:
         return list(rows)
     found: list[Any] = []
@@ -87,9 +89,12 @@ def _wrong_names(why: str) -> ValidationError:
 
 
 def _is_list(kind: str, value: Any) -> bool:
-    """Whether it is several items. A video may itself be a list of pictures, or (frames, metadata)."""
+    """Whether it is several items. A video may itself be a list of pictures, or (frames, metadata); a sound a list of samples, or
+    (samples, rate)."""
     if kind == IMAGE:
         return isinstance(value, list | tuple)
+    if kind == AUDIO:
+        return isinstance(value, list) and not isinstance(value[0], int | float)
     return (
         isinstance(value, list)
         and not hasattr(value[0], "convert")
@@ -101,5 +106,8 @@ def with_options(prompts: list[Any], options: Any) -> list[Any]:
     """The prompts, with `mm_processor_kwargs` of a call for those that have none of their own. Raises ValidationError: as `options_text`."""
     if text := options_text(options):
         for prompt in prompts:
-            prompt.pictures = [replace(one, options=one.options or text) for one in prompt.pictures]
+            prompt.items = [
+                one if one.kind == AUDIO else replace(one, options=one.options or text)
+                for one in prompt.items
+            ]
     return prompts

@@ -64,7 +64,7 @@ class SoundProcesses(DecodingProcesses):
         except ProcessEnded:
             raise refused(where, TOO_MUCH) from None
         if isinstance(answer, SoundRefused):
-            raise refused(where, why(answer))
+            raise refused(where, why(answer.why, answer.detail))
         return answer
 
     def first_message(self) -> bytes:
@@ -76,15 +76,16 @@ class SoundProcesses(DecodingProcesses):
         return decode(answer)
 
 
-def why(answer: SoundRefused) -> str:
-    match answer.why:
+def why(reason: str, detail: str) -> str:
+    """Why a file is refused, for the client. Arguments as in `SoundRefused`."""
+    match reason:
         case "format":
             return "this is no sound that this server reads: send WAV, FLAC, MP3, OGG, M4A or WebM"
         case "extra":
-            return f"{answer.detail} need packages that this server lacks: pip install quire[audio], or send WAV of 16000 Hz"
+            return f"{detail} need packages that this server lacks: pip install quire[audio], or send WAV of 16000 Hz"
         case "seconds":
             limit = env.get("MAX_AUDIO_DECODE_DURATION_S")
-            return f"the sound has {answer.detail} s; the limit is {limit} (QUIRE_MAX_AUDIO_DECODE_DURATION_S): send it in parts"
+            return f"the sound has {detail} s; the limit is {limit} (QUIRE_MAX_AUDIO_DECODE_DURATION_S): send it in parts"
         case "bytes":
             limit = env.get("MAX_AUDIO_DECODE_BYTES")
             return f"the sound has more than {limit} bytes when it is decoded (QUIRE_MAX_AUDIO_DECODE_BYTES): send fewer channels, a lower rate, or parts"

@@ -301,8 +301,9 @@ class PoolingInputs:
             ValidationError: `parameter` names the wrong parameter; the message says how to correct it.
         """
         tokenized, params = read_prompt(prompt), self.params(requested)
-        if tokenized.pictures:
-            raise ValidationError(self.inputs.no_pictures, parameter="multi_modal_data")
+        if tokenized.items:
+            why = self.inputs.no_media[tokenized.items[0].kind]
+            raise ValidationError(why, parameter="multi_modal_data")
         if tokenized.embeddings is not None:
             raise Unsupported("prompt_embeds for a pooling model", "pass text or token ids")
         if not tokenized.is_checked:

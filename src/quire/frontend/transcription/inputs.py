@@ -22,6 +22,7 @@ from quire.frontend.transcription.segments import WindowText, Word
 from quire.frontend.transcription.speech_tokens import speech_tokens
 from quire.frontend.transcription.words import token_times, words_of
 from quire.models.sound import HOP, Transcriber
+from quire.protocol.media import AUDIO
 from quire.protocol.request import MediaItem
 from quire.protocol.sound import SOUND, DecodingRules, Spectrogram, encode
 from quire.protocol.tensor_data import TensorData
@@ -101,9 +102,10 @@ class TranscriptionInputs:
             ValidationError: the sound cannot be used.
         """
         where = "multi_modal_data.audio"
-        if len(prompt.sounds) != 1:
-            raise refused(where, f"a prompt of this model has one sound, not {len(prompt.sounds)}")
-        sound = self.sound.read(as_file(prompt.sounds[0], where), where)
+        sounds = [one.source for one in prompt.items if one.kind == AUDIO]
+        if len(sounds) != 1 or len(prompt.items) != 1:
+            raise refused(where, f"a prompt of this model has one sound and nothing else, not {len(sounds)} of {len(prompt.items)} items")  # fmt: skip
+        sound = self.sound.read(as_file(sounds[0], where), where)
         if len(sound.samples_N) > self.model.samples:
             raise refused(
                 where,

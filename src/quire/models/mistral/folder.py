@@ -11,6 +11,7 @@ from quire.models.mistral.tekken import TekkenTokenizer
 
 WEIGHTS = "consolidated*.safetensors"
 PARAMS, TEKKEN = "params.json", "tekken.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 ALSO = ("*.jinja", "tokenizer*", "generation_config.json", "consolidated.safetensors.index.json")
 
 
@@ -41,3 +42,19 @@ def mistral_folder(folder: Path) -> str:
     links = {file.name: file.absolute() for file in (*weights, *others)}
     made_of = [folder / PARAMS, *weights, *tokenizer, *others]
     return converted_folder("mistral", folder.name, made_of, texts, links)
+
+
+def with_tokenizer_json(folder: str) -> str:
+    """The directory of a tokenizer; of one that has only tekken.json (Voxtral's) another, made if it is not in the cache.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    own = Path(folder)
+    tekken = own / TEKKEN
+    if not tekken.is_file() or any((own / name).is_file() for name in TOKENIZERS):
+        return folder
+    others = [file for pattern in ALSO[:2] for file in own.glob(pattern)]
+    there = {file.name for file in others}
+    links = {file.name: file.absolute() for file in others}
+    return converted_folder("mistral", f"{own.name}-tokenizer", [tekken, *others], lambda: TekkenTokenizer(tekken).files(there), links)  # fmt: skip

@@ -27,7 +27,7 @@ OLD_SPECIAL = (
 TEMPLATE = """{{- bos_token }}
 {%- if tools %}{{- raise_exception('the chat template of tekken.json has no tools: set one with --chat-template') }}{%- endif %}
 {%- set system = namespace(text='') %}
-{%- macro text_of(content) %}{%- if content is string %}{{- content }}{%- else %}{%- for part in content %}{{- part['text'] }}{%- endfor %}{%- endif %}{%- endmacro %}
+{%- macro text_of(content) %}{%- if content is string %}{{- content }}{%- else %}{%- for part in content %}{%- if part['type'] == 'audio' %}{{- '[BEGIN_AUDIO][AUDIO]' }}{%- elif part['type'] == 'image' %}{{- '[IMG]' }}{%- else %}{{- part['text'] }}{%- endif %}{%- endfor %}{%- endif %}{%- endmacro %}
 {%- for message in messages %}
 {%- if message['role'] == 'system' %}SYSTEM
 {%- elif message['role'] == 'user' %}{{- '[INST]' }}{%- if loop.last and system.text %}{{- system.text + '\\n\\n' }}{%- endif %}{{- text_of(message['content']) + '[/INST]' }}

@@ -1,68 +1,105 @@
-"""The vision tower of a wrapper, with its projector, as Transformers has it; the language model inside it is left out.
+"""The towers of a wrapper, with their projectors, as Transformers has them; the language model inside it is left out.
 
-Transformers builds the wrapper with no decoder layers, reads the weights of all else, and its `get_image_features` encodes.
-Knows wrappers of Transformers. Does not know prompts, caches, or any family by name.
+Transformers builds the wrapper with no decoder layers, and reads the weights of all else. Pictures and videos go through its
+`get_image_features` and `get_video_features`. Wrappers mask and pad sound each in its own way, inside `forward`: so sound goes
+through `forward`, whose language model returns the embeddings that it gets. Knows wrappers of Transformers. Does not know
+prompts, caches, or any family by name.
 
-Shape suffixes: N rows of a picture, D features of the language model, F = D for each layer of the tower that it takes.
+Shape suffixes: N rows of an item, D features of the language model, F = D for each layer of the tower that it takes.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quire.config.engine import ModelSpec
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
+from quire.models.media import MediaModel
 from quire.models.progress import LoadProgress
 from quire.models.transformers.load import quiet, read_config
-from quire.protocol.media import Picture
+from quire.protocol.media import TowerInput
 from quire.protocol.tensor_data import TensorData
 
 log = get_logger(__name__)
 
-VIDEO_PIXELS = "pixel_values_videos"
+PIXELS, VIDEO_PIXELS = "pixel_values", "pixel_values_videos"
+PARTS = {"vision": ("vision", "visual"), "audio": ("audio",)}
+"""By tower: what the names of its modules in a wrapper contain."""
 
 
 class TransformersTower:
-    """`architecture`: of the wrapper.
+    """The towers that `model` says; others of the wrapper take no memory.
 
     Raises:
-        Unsupported: Transformers has no such wrapper. ConfigError: the checkpoint lacks weights of the tower.
+        Unsupported: Transformers has no such wrapper. ConfigError: the checkpoint lacks weights of a tower.
     """
 
-    def __init__(self, spec: ModelSpec, architecture: str, device: torch.device | str):
-        kind: Any = getattr(transformers, architecture, None)
-        if kind is None or not hasattr(kind, "get_image_features"):
-            raise Unsupported(f"pictures for {architecture}", "send text")
+    def __init__(self, spec: ModelSpec, model: MediaModel, device: torch.device | str):
+        kind: Any = getattr(transformers, model.architecture, None)
+        if kind is None or (model.vision is not None and not hasattr(kind, "get_image_features")):
+            raise Unsupported(f"pictures and sound for {model.architecture}", "send text")
         self.device, self.dtype = device, getattr(torch, spec.dtype)
-        self.model = self._load(kind, spec).to(device).eval()
+        self.width, self.audio_token_id = model.width, None if model.audio is None else model.audio.token_id  # fmt: skip
+        self.model: Any = self._load(kind, spec).to(device).eval()
+        _drop_parts(self.model, [name for name in PARTS if getattr(model, name) is None])
+        self._return_embeddings()
         self._takes = self._arguments("get_image_features") | self._arguments("get_video_features")
+        self._hears = self._arguments("forward")
         size = sum(parameter.nbytes for parameter in self.model.parameters())
-        log.info("the vision tower of %s takes %.2f GiB", architecture, size / 2**30)
+        log.info("the towers of %s take %.2f GiB", model.architecture, size / 2**30)
 
     @torch.inference_mode()
-    def encode(self, picture: Picture) -> Tensor:
-        """rows_NF of a picture, in the order of its tokens: of the last layer, then of the inner ones that the language model takes.
+    def encode(self, item: TowerInput) -> Tensor:
+        """rows_NF of an item, in the order of its tokens: of the last layer, then of the inner ones that the language model takes.
 
         Raises:
             ValueError, RuntimeError, TypeError: the tower cannot take its tensors.
         """
-        given = {
-            name: self._tensor(tensor)
-            for name, tensor in picture.tensors.items()
-            if name in self._takes
-        }
+        is_picture = not {PIXELS, VIDEO_PIXELS}.isdisjoint(item.tensors)
+        takes = self._takes if is_picture else self._hears
+        given = {name: self._tensor(data) for name, data in item.tensors.items() if name in takes}
+        if not is_picture:
+            return self._heard(given, item.num_rows)
         features: Any = self.model.get_video_features if VIDEO_PIXELS in given else self.model.get_image_features  # fmt: skip
         output = features(**given, return_dict=True)
         inner = getattr(output, "deepstack_features", None) or ()
         return torch.cat([rows_of(output.pooler_output), *map(rows_of, inner)], -1)
+
+    def _heard(self, given: dict[str, Tensor], num_rows: int) -> Tensor:
+        """What the wrapper puts in the place of a sound's tokens. One other token is before them: some wrappers see no sound in
+        a prompt of one token."""
+        tokens = [0 if self.audio_token_id else 1, *[self.audio_token_id] * num_rows]
+        ids_1T = torch.tensor([tokens], device=self.device)
+        for name in [name for name in given if name.endswith("mask")]:
+            given[name] = given[name].bool()
+        output = self.model.base_model(
+            input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False, return_dict=True,
+            position_ids=torch.arange(len(tokens), device=self.device)[None], **given,
+        )  # fmt: skip
+        rows_ND: Tensor = output.last_hidden_state[0, 1:]
+        return rows_ND
+
+    def _return_embeddings(self) -> None:
+        """The language model inside the wrapper returns the embeddings that it gets; those of texts are zeros."""
+        model, width, dtype = self.model, self.width, self.dtype
+
+        def embeddings(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            return torch.zeros(*ids.shape, width, dtype=dtype, device=ids.device)
+
+        def same(*_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
+            return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+        model.get_input_embeddings().forward = embeddings
+        model.get_decoder().forward = same
 
     def _tensor(self, data: TensorData) -> Tensor:
         copied = bytearray(data.data)  # torch wants memory that may be written
@@ -81,6 +118,8 @@ class TransformersTower:
 
     def _load(self, kind: Any, spec: ModelSpec) -> PreTrainedModel:
         config = read_config(spec)
+        if not isinstance(config, kind.config_class):  # of a model that also speaks
+            config = getattr(config, "thinker_config", config)
         _without_layers(config)
         if spec.load.load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
@@ -116,7 +155,7 @@ def _without_layers(config: PreTrainedConfig) -> None:
 
 
 def _check(info: Mapping[str, Any], model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Raises ConfigError: the checkpoint lacks weights of the tower, or has them in other shapes."""
+    """Raises ConfigError: the checkpoint lacks weights of the towers, or has them in other shapes."""
     own = [name for name, _ in model.named_parameters()]
     language = _names_of_language_model(model)
     for what, names in (
@@ -126,7 +165,7 @@ def _check(info: Mapping[str, Any], model: PreTrainedModel, spec: ModelSpec) -> 
         flat = [name if isinstance(name, str) else name[0] for name in names]
         if wrong := sorted(name for name in flat if name in own and not name.startswith(language)):
             raise ConfigError(
-                f"the checkpoint in {spec.path} {what} {len(wrong)} weights of the vision tower: {', '.join(wrong[:5])}. Check"
+                f"the checkpoint in {spec.path} {what} {len(wrong)} weights of the towers: {', '.join(wrong[:5])}. Check"
                 " that the download is complete, or serve only its text model with --language-model-only"
             )
 
@@ -144,6 +183,17 @@ def _names_of_language_model(model: PreTrainedModel) -> tuple[str, ...]:
 def _drop_language_model(model: PreTrainedModel) -> None:
     """Free the embeddings and the head: the language model of the engine has its own."""
     for part in _language_parts(model):
-        for module in part.modules():
-            for name, weight in list(module.named_parameters(recurse=False)):
-                module.register_parameter(name, nn.Parameter(weight.new_empty(0), requires_grad=False))  # fmt: skip
+        _free(part)
+
+
+def _drop_parts(model: PreTrainedModel, towers: Sequence[str]) -> None:
+    """Free towers that no request can use."""
+    for name, module in model.base_model.named_children():
+        if any(part in name for tower in towers for part in PARTS[tower]):
+            _free(module)
+
+
+def _free(part: nn.Module) -> None:
+    for module in part.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(weight.new_empty(0), requires_grad=False))
