@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import deaths
 import pytest
 
+from quire.features.resumed_requests.gate import COUNTER, ResumedRequestsGate
+from quire.protocol.request import EngineRequest
+from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler.request import Request
 from tests.broken_rule import broken
 
 UNFINISHED, CLIENT = "quire.engine.unfinished_request", "quire.engine.process_client"
@@ -51,3 +56,17 @@ def test_a_broken_rule_is_noticed(name: str) -> None:
             except Exception:
                 return
     raise AssertionError(f"{TRIALS} random workloads did not notice")
+
+
+def test_the_count_of_resumed_requests_outlives_the_process(tmp_path: Path) -> None:
+    """Else two deaths between two scrapes of the metrics look like one."""
+    file = tmp_path / "count"
+    for number in range(1, 4):
+        gate = ResumedRequestsGate({COUNTER: 0.0})
+        gate.count_on(file)
+        given = EngineRequest(f"x{number}", [3, 4], SamplingParams(max_tokens=2), trial_length=3)
+        gate.enter(Request.of(given, number, b"", by_priority=False))
+        assert gate.counts[COUNTER] == number
+    file.write_text("broken")
+    gate.count_on(file)
+    assert gate.counts[COUNTER] == 3

@@ -20,5 +20,7 @@ class ResumedRequestsFeature(Feature):
         return resolved.config.scheduler.resume != "off"
 
     def plug_into_engine(self, engine: EngineParts) -> None:
-        engine.gates.append(ResumedRequestsGate(engine.core.counts))
+        gate = ResumedRequestsGate(engine.core.counts)
+        engine.gates.append(gate)
         engine.counters.append(COUNTER)
+        engine.state_files[COUNTER] = gate.count_on

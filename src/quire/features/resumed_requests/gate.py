@@ -10,6 +10,8 @@ as they would have waited for their rows without the death. Knows requests and t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
@@ -25,9 +27,21 @@ class ResumedRequestsGate(Gate):
 
     def __init__(self, counts: dict[str, float]):
         self.counts = counts
+        self.file: Path | None = None
         self.on_trial: Request | None = None
         self._holds_rest = False
         """In the plan under construction, a request waits for the end of a trial, and so do those after it."""
+
+    def count_on(self, file: Path) -> None:
+        """Go on from the count of earlier processes, which would restart at 0 with each death, and keep it in this file."""
+        with suppress(OSError, ValueError):
+            self.counts[COUNTER] += float(file.read_text(encoding="ascii"))
+        self.file = file
+
+    def _keep_count(self) -> None:
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.write_text(f"{self.counts[COUNTER]:.0f}", encoding="ascii")
 
     def begin(self, running: Sequence[Request]) -> None:
         self._holds_rest = False
@@ -45,6 +59,7 @@ class ResumedRequestsGate(Gate):
     def enter(self, request: Request) -> None:
         if request.trial_length and not request.preemptions:
             self.counts[COUNTER] += 1
+            self._keep_count()
         if request.is_on_trial:
             self.on_trial = request
 
