@@ -113,6 +113,7 @@ SNAPSHOTS: tuple[SnapshotMetric, ...] = (
     SnapshotMetric("vllm:gpu_prefix_cache_hit_rate", "gauge", "prefix_cache_hits / prefix_cache_queries.", hit_rate, legacy=True),
     SnapshotMetric("vllm:num_requests_swapped", "gauge", "Preempted requests whose KV blocks have a place in the swap space.", lambda s: s.counts.get("requests_swapped", 0)),
     SnapshotMetric("vllm:cpu_cache_usage_perc", "gauge", "Used part of the swap space, from 0 to 1.", lambda s: s.counts.get("host_cache_usage", 0)),
+    SnapshotMetric("vllm:kv_offload_cpu_cache_usage_perc", "gauge", "Used part of the swap space, from 0 to 1: vLLM's new name.", lambda s: s.counts.get("host_cache_usage", 0)),
     SnapshotMetric("quire:kv_tier_bytes", "gauge", "Bytes of KV blocks that a tier has now.", tier_bytes, label="tier"),
 )  # fmt: skip
 
@@ -172,6 +173,8 @@ COUNTS: dict[str, tuple[str, str]] = {
     "external_prefix_cache_hits": ("vllm:external_prefix_cache_hits", "Of these, tokens whose blocks were loaded."),
     "kv_load_bytes": ("vllm:kv_offload_load_bytes", "Bytes of KV blocks read from a tier."),
     "kv_store_bytes": ("vllm:kv_offload_store_bytes", "Bytes of KV blocks written to a tier."),
+    "kv_load_time": ("vllm:kv_offload_load_time", "Seconds in which threads read KV blocks from stores; several may read at once."),
+    "kv_store_time": ("vllm:kv_offload_store_time", "Seconds in which a thread wrote KV blocks to stores."),
     "kv_stores_skipped": ("vllm:kv_offload_stores_skipped", "KV blocks that should have been written to a tier, and were dropped."),
     "kv_load_failures": ("quire:kv_tier_load_failures", "Loads of a prompt that ended before their last block, by reason."),
     "recorder_stops": ("quire:flight_recorder_stops", "1: the flight recorder has stopped after a write error."),

@@ -26,7 +26,7 @@ from quire.features.kv_tiers.lookups import LookupGate
 from quire.features.kv_tiers.rates import FEWEST_TOKENS, TierRates
 from quire.features.kv_tiers.swap import KIND as HOST
 from quire.features.kv_tiers.swap import SwapSpace
-from quire.features.kv_tiers.transfers import Transfers
+from quire.features.kv_tiers.transfers import LOAD_TIME, STORE_TIME, Transfers
 from quire.features.kv_tiers.weights_digest import weights_digest
 from quire.kvstore.disk import REFRESH_S, DiskStore, Identify, Key
 from quire.kvstore.host_pool import HostPool
@@ -54,7 +54,7 @@ SWAP_SPACE = 4
 """GiB, if preemption_mode=swap names none; as in vLLM."""
 KINDS = HOST, DiskStore.kind, RedisStore.kind
 COUNTERS = (
-    "external_prefix_cache_queries", "external_prefix_cache_hits", "kv_stores_skipped",
+    "external_prefix_cache_queries", "external_prefix_cache_hits", "kv_stores_skipped", LOAD_TIME, STORE_TIME,
     *(f"{name}:{kind}" for name in ("kv_load_bytes", "kv_store_bytes", "kv_cached_tokens") for kind in KINDS),
 )  # fmt: skip
 

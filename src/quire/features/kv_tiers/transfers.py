@@ -23,6 +23,8 @@ from quire.logging import get_logger
 
 log = get_logger(__name__)
 
+LOAD_TIME, STORE_TIME = "kv_load_time", "kv_store_time"
+"""Names in EngineStats.counts: seconds of all threads."""
 NUM_READERS = 4
 NICENESS = 5
 FLUSH_S = 5.0
@@ -116,7 +118,7 @@ class Transfers:
 
     def _read_one(self, read: BlockRead, place: int, slot: int) -> None:
         key, length = read.keys[place]
-        reason, kind = "" if not read.is_cancelled else "cancelled", ""
+        reason, kind, began = "" if not read.is_cancelled else "cancelled", "", time.monotonic()
         if not reason:
             try:
                 kind = self.store.read(key, length, self.staging.slot(slot))
@@ -126,6 +128,7 @@ class Transfers:
                 log.exception("a read of a kept block failed")
                 reason = "error"
         with self._lock:
+            self._counts[LOAD_TIME] = self._counts.get(LOAD_TIME, 0.0) + time.monotonic() - began
             if kind:
                 read.kinds[place] = kind
                 self._counts[f"kv_load_bytes:{kind}"] += length
@@ -156,12 +159,13 @@ class Transfers:
     def _write_all(self) -> None:
         while (job := self._writes.get()) is not None:
             key, length, slot = job
-            kinds = []
+            kinds, began = [], time.monotonic()
             try:
                 kinds = self.store.write(key, length, self.staging.slot(slot))
             except Exception as why:
                 log.exception("a write of a kept block failed")
                 self.store.turn_off(why)
+            self._counts[STORE_TIME] = self._counts.get(STORE_TIME, 0.0) + time.monotonic() - began
             for kind in kinds:
                 self._counts[f"kv_store_bytes:{kind}"] += length
             self.staging.give_back(slot)
