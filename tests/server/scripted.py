@@ -80,7 +80,7 @@ class ScriptedEngine(AsyncEngine):
     has_chat_template = True
     template_is_isolated = False
     pooling = None
-    pictures = None
+    media = None
     need_media = RequestManager.need_media
     need_transcription = RequestManager.need_transcription
     transcription = None

@@ -20,12 +20,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from quire.api.run_in_thread import run_in_thread
 from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, QuireError, ValidationError
 from quire.frontend.adapters import Steps
 from quire.frontend.input_processor import TokenizeOptions
+from quire.frontend.output_processor import Tap
 from quire.frontend.outputs import error_of
 from quire.frontend.prompts import Prompt, read_prompt
 from quire.frontend.request_manager import Accepted, Collector, RequestManager
@@ -115,13 +118,16 @@ class AsyncEngine:
 
     async def open(
         self, prompt: Any, params: RequestParams | None, request_id: str, on_output: Callable[[], None],
-        *, prompt_text: str | None = None, lora_request: Any = None, **options: Any,
+        *, prompt_text: str | None = None, lora_request: Any = None, tap: Tap | None = None, waits: bool = False,
+        **options: Any,
     ) -> OutputStream:  # fmt: skip
         """Start a request. It runs until the stream is closed.
 
         Args:
             on_output: called in the loop when there may be a new output.
             lora_request: a LoRARequest, or the name of a loaded adapter.
+            tap: gets each output of the engine, before the collector does.
+            waits: the engine does not get it before `go_on`.
             options: as for `InputProcessor.accept`.
         """
         self._enter_loop()
@@ -141,12 +147,34 @@ class AsyncEngine:
         self.check_alive()
         collector = self.front.register(accepted)
         stream = self._streams[request_id] = OutputStream(self, collector, on_output)
+        collector.tap = tap
         try:
-            await self._send(accepted, collector)
+            if not waits:
+                await self._send(accepted, collector)
         except BaseException:
             self.closed(stream)
             raise
         return stream
+
+    def replay(self, stream: OutputStream, outputs: Iterable[EngineOutput]) -> None:
+        """Outputs that an earlier process received of a request that waits, which has one output."""
+        for output in outputs:
+            stream.collector.add(0, output, time.time())
+        if stream.collector.finished:
+            self.front.forget(stream.collector)
+        stream.on_output()
+
+    async def go_on(self, stream: OutputStream, tokens: list[int]) -> None:
+        """Send a request that waits, of one output, which has these tokens already (`replay`)."""
+        collector = stream.collector
+        if not collector.finished:
+            accepted = collector.accepted
+            (child,) = accepted.children
+            num_prompt = len(child.tokens) if tokens else 0
+            accepted.children[0] = msgspec.structs.replace(
+                child, tokens=[*child.tokens, *tokens], num_prompt=num_prompt
+            )
+            await self._send(accepted, collector)
 
     async def _send(self, accepted: Accepted, collector: Collector) -> None:
         """Send it to the engine. Lets other callbacks run between copies: encoding many of them takes time."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from quire.config.number_types import Amount, AtLeast0, AtLeast1
+from quire.config.number_types import Amount, AtLeast0, AtLeast1, Positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +120,10 @@ class ServerConfig:
     """Maximum bytes of memory for responses of /v1/responses that are kept (`store`, `background`); the oldest are forgotten first; 0: none is kept."""
     response_store_time: Amount = 3600
     """Seconds that such a response is kept after its end."""
+    journal_dir: str | None = None
+    """Folder in which background responses are recorded, so that a restarted server finishes them (docs: resume.md). It holds what users wrote: keep it closed."""
+    journal_size: Positive = 1
+    """GiB of journal_dir; with more, responses are not recorded any further."""
     max_completions: AtLeast1 = 4096
     """Maximum completions of one HTTP request: its prompts times n."""
 

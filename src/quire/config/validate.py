@@ -44,6 +44,10 @@ def check_options(config: EngineConfig) -> None:
         )
     quantization_method(config.model.quantization)
     _check_structured(config.structured.structured_outputs_config)
+    if config.server.journal_dir and (config.server.api_server_count or 1) > 1:
+        raise ConfigError(
+            "journal_dir needs one HTTP process, as stored responses do; leave --api-server-count out"
+        )
     reasoning_marks(config.server.reasoning_config)
     profiler_options(config.observe.profiler_config)
     _check_lora(config)

@@ -32,6 +32,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import EngineOutput, ErrorKind, FinishReason, Logprobs
 from quire.protocol.sampling_params import RequestOutputKind, SamplingParams
 
+Tap = Callable[[EngineOutput], None]
 Answers = Mapping[str, Callable[[Sequence[Any]], Any]]
 """By feature: what makes one value of the details of all steps (`Feature.answer`)."""
 
@@ -119,6 +120,8 @@ class OutputProcessor:
     ):
         """`packs`: cumulative outputs carry PackedLogprobs instead of lists, as the server needs."""
         self.packs, self.answers = packs, answers
+        self.tap: Tap | None = None
+        """Gets each output before this object does."""
         self.id, self.accepted, self.params = accepted.id, accepted, accepted.params
         self.tokenizer = tokenizer
         self.children = [

@@ -350,9 +350,7 @@ class RequestManager:
         if isinstance(accepted, pooling.AcceptedPooling):
             collector = PoolingCollector(accepted)
         else:
-            collector = OutputProcessor(
-                accepted, self.tokenizer, self.packs_logprobs, self._answers
-            )
+            collector = OutputProcessor(accepted, self.tokenizer, self.packs_logprobs, self._answers)  # fmt: skip
         self.live[accepted.id] = collector
         for index, child in enumerate(accepted.children):
             self._children[child.id] = (collector, index)
@@ -371,6 +369,8 @@ class RequestManager:
                     self._echoes.discard(output.id)
                 continue
             collector, index = place
+            if collector.tap is not None:
+                collector.tap(output)
             stopped = collector.add(index, output, now)
             if (reason := collector.children[index].finish) is not None and stopped:
                 finished.setdefault(reason, []).append(output.id)

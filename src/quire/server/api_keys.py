@@ -228,6 +228,10 @@ class ApiKeys:
     def weights(self) -> dict[str, float]:
         return {name: tenant.key.weight for name, tenant in self._named.items()}
 
+    def by_id(self, id: str) -> Tenant | None:
+        """The tenant whose `id` this is."""
+        return next((tenant for _, tenant in self._digests if tenant.id == id), None)
+
     def find(self, key: bytes) -> Tenant | None:
         """The tenant of a key; None for an unknown or empty one."""
         if not key:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.engine.client import ERRORS
 from quire.errors import Unsupported, ValidationError
@@ -31,6 +31,9 @@ from quire.server.openai.sampling_params import FINAL_ONLY
 from quire.server.output_delta import OutputDelta
 from quire.server.streaming_json import LARGE_ENTRIES
 from quire.server.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from quire.server.openai.journal_entry import JournalEntry
 
 KINDS = {"chatcmpl-": "chat_completions", "resp_": "responses"}
 """Prefix of an id -> endpoint, as metrics name it."""
@@ -64,6 +67,8 @@ class Generation(EngineRequests):
     """Tokens to collect for a delta (stream_interval); the first one is not delayed."""
     copies: int = 1
     """Number of choices that repeat their prompt's entries."""
+    journal: JournalEntry | None = None
+    """Records the engine's outputs, and has those of an earlier process."""
     counts: list[TokenCount] = field(init=False)
     metrics: dict[str, Any] | None = None
     """Of the answer, when its only completion has ended; None: it reports none."""
@@ -83,6 +88,11 @@ class Generation(EngineRequests):
             TokenCount(len(prompt.tokens), output_tokens=output_tokens[:])
             for prompt in self.prompts
         ]
+
+    @property
+    def stream(self) -> Any:
+        """The engine's outputs of the first prompt; None: it does not run."""
+        return self._running[0].stream if self._running else None
 
     def usage(self, details: bool) -> dict[str, Any]:
         prompt = sum(count.prompt_tokens for count in self.counts)
@@ -160,7 +170,9 @@ class Generation(EngineRequests):
         deltas: list[OutputDelta] = []
         while not (deltas or self.ended):
             if self._by_plugin is None:
-                if self._until is None:
+                if self.journal is not None and self.journal.waits and self._running:
+                    await self.journal.replay(self.context.engine, self.stream)
+                elif self._until is None:
                     await self._wakeup.wait()
                 else:
                     await self._in_time(self._until)
@@ -216,6 +228,8 @@ class Generation(EngineRequests):
             if ended:
                 self._end(running)
             return []
+        if self.journal is not None:
+            self.journal.taken()
         running.times = getattr(output, "metrics", None)
         running.timer.engine = getattr(running.times, "engine", 0)
         running.timer.output(whole=self.params.output_kind == FINAL_ONLY)
@@ -262,6 +276,8 @@ class Generation(EngineRequests):
         self._running.append(running)
         name, wake = running.name, self._wakeup.set
         options = self.context.engine_options(self.body)
+        if self.journal is not None:
+            options |= {"tap": self.journal.tap, "waits": self.journal.waits}
         if self.beams is None:
             try:
                 running.stream = await engine.open(prompt, self.params, name, wake, **options)

@@ -49,10 +49,19 @@ class StoredResponse:
     ended_at: float = 0.0
     waiting: set[Wakeup] = field(default_factory=set)
     """Of the clients that follow its events."""
+    num_visible: int | None = None
+    """Events that clients may have now: what made the others is not on disk yet. None: all."""
+    on_forgotten: Callable[[], None] = lambda: None
 
     @property
     def ended(self) -> bool:
         return bool(self.body)
+
+    @property
+    def num_events(self) -> int:
+        """How many events clients may have."""
+        count = len(self.events or ())
+        return count if self.num_visible is None else min(count, self.num_visible)
 
     def object(self) -> bytes:
         return self.body or self.describe()
@@ -147,6 +156,7 @@ class ResponseStore:
     def _forget(self, record: StoredResponse) -> None:
         del self._found[record.owner, record.id]
         self.size -= record.size
+        record.on_forgotten()
 
     def delete(self, owner: str, id: str) -> StoredResponse:
         """Remove a stored response; if its generation still runs, cancel that. Raises: as `get`."""
@@ -172,14 +182,22 @@ class StoredEvents:
     async def next(self) -> list[bytes]:
         """Raises ApiError: 410: they are not kept any more."""
         record = self.record
-        while not record.ended and record.events is not None and self.place >= len(record.events):
+        while (
+            record.events is not None and self.place >= record.num_events and not self._is_whole()
+        ):
             await self._wakeup.wait()
         if record.events is None:
             raise ApiError(410, "the events of this response are not kept any more; GET it without `stream`")  # fmt: skip
-        found = record.events[self.place : self.place + EVENTS_AT_ONCE]
+        end = min(self.place + EVENTS_AT_ONCE, record.num_events)
+        found = record.events[self.place : end]
         self.place += len(found)
-        self.ended = record.ended and self.place >= len(record.events)
+        self.ended = self._is_whole() and self.place >= len(record.events)
         return found
+
+    def _is_whole(self) -> bool:
+        """Clients may have all of its events."""
+        record = self.record
+        return record.ended and record.num_events == len(record.events or ())
 
     def close(self) -> None:
         self.record.waiting.discard(self._wakeup)

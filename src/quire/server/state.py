@@ -28,6 +28,7 @@ from quire.protocol.output import StartupStatus
 from quire.server.api_keys import ApiKeys
 from quire.server.errors import ApiError, unavailable
 from quire.server.media_room import MediaRoom
+from quire.server.openai.journal_entry import ResponseJournal
 from quire.server.plugin_calls import PluginCalls
 from quire.server.response_store import ResponseStore
 from quire.server.tokenizer_pool import TokenizerPool
@@ -87,6 +88,8 @@ class ServerState:
     front: int = 0
     """Number of this HTTP process among `fronts`."""
     fronts: int = 1
+    journal: ResponseJournal | None = None
+    """Records background responses; None: they end with this process."""
     startup: Callable[[], StartupStatus] = lambda: StartupStatus("starting")
     """How far the start is, for requests that come too early."""
     model_names: list[str] = field(init=False)

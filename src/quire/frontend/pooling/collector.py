@@ -7,7 +7,7 @@ embedded in pieces. Does not know which caller waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,8 @@ class PoolingCollector:
         self.failed = False
         """A piece ended with an error."""
         self._is_delivered = False
+        self.tap: Callable[[EngineOutput], None] | None = None
+        """Gets each output before this object does."""
 
     def add(self, index: int, output: EngineOutput, now: float) -> bool:
         """Add an engine output of piece `index`. False: the engine has nothing left to abort."""

@@ -168,7 +168,8 @@ class ResponseAnswer(GenerationAnswer):
         self, event: Callable[..., bytes], logprobs: Callable[[OutputDelta], Any]
     ) -> ResponseItems:
         item_id = self.source.id.removeprefix("resp_")
-        return ResponseItems(item_id, event, logprobs, namespaces_of(self.body.tools))
+        is_recorded = self.body.background and self.context.state.journal is not None
+        return ResponseItems(item_id, event, logprobs, namespaces_of(self.body.tools), is_recorded)
 
     def logprobs(self, delta: OutputDelta, large: bool = False) -> Any:
         """A list; for a large answer one that is encoded while it is sent."""

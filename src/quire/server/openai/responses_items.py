@@ -215,6 +215,8 @@ class ResponseItems:
     logprobs: Callable[[OutputDelta], Any]
     """Log-probabilities of a delta's tokens: a list, or a LongList if there is a single delta."""
     namespaces: Namespaces = field(default_factory=dict)
+    stable_ids: bool = False
+    """Ids of calls are made from `id`, not drawn: another process makes the same."""
     done: list[JSON] = field(default_factory=list)
     _new: OutputPiece | None = None
     _parts: list[str] = field(default_factory=list)
@@ -269,7 +271,8 @@ class ResponseItems:
             return {"id": id_, "type": "reasoning", "status": status, "summary": [], "content": thoughts}  # fmt: skip
         namespace, name = self.namespaces.get(new.name or "", (None, new.name))
         call = {
-            "id": id_, "type": "function_call", "status": status, "call_id": new.id, "name": name,
+            "id": id_, "type": "function_call", "status": status, "name": name,
+            "call_id": f"call_{id_}" if self.stable_ids else new.id,
             "arguments": text or "",
         }  # fmt: skip
         return call if namespace is None else call | {"namespace": namespace}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from socket import socket
 from typing import Any
 
@@ -35,6 +36,8 @@ from quire.protocol.output import StartupStatus
 from quire.server.api_keys import ApiKeys
 from quire.server.app import build_app
 from quire.server.host_header import allowed_hosts
+from quire.server.journal import Journal
+from quire.server.openai.journaled_responses import JournaledResponses
 from quire.server.process import tls
 from quire.server.process.banner import failure, greet
 from quire.server.process.inline_engine import InlineEngineLoader
@@ -88,7 +91,13 @@ class ServerProcess:
         self.state.dev_mode = bool(env.get("SERVER_DEV_MODE"))
         self.state.startup = self._startup
         self.state.hosts = allowed_hosts(config.server, listener)
-        self.http = http_server(build_app(self.state), config.server)
+        if (folder := config.server.journal_dir) is not None:
+            journal = Journal(
+                Path(folder).expanduser(), int(config.server.journal_size * (1 << 30))
+            )
+            self.state.journal = JournaledResponses(journal)
+        self.app = build_app(self.state)
+        self.http = http_server(self.app, config.server)
         self.loading = InlineEngineLoader()
         self.stopping, self.opened = asyncio.Event(), asyncio.Event()
         self.opened.set()  # it answers from the beginning, with 503 while it loads
@@ -196,6 +205,8 @@ class ServerProcess:
             StartupError, QuireError: it could not be loaded.
         """
         state = self.state
+        if state.journal is not None:
+            await asyncio.to_thread(state.journal.open, asyncio.get_running_loop())
         if (client := self.client) is None:
             client, tokenizer = await self.loading.start(self.config)
             self.client = client
@@ -211,6 +222,8 @@ class ServerProcess:
             state.metrics.startup.labels(name).set(seconds)
         engine.front.formats.log_choices()
         state.attach(engine)
+        if state.journal is not None:
+            state.journal.restore(state, self.app)
         self._greet(engine)
 
     def _greet(self, engine: AsyncEngine) -> None:
@@ -260,6 +273,8 @@ class ServerProcess:
                 len(state.active),
             )
         await self._until_idle(patience)
+        if state.journal is not None:
+            await asyncio.to_thread(state.journal.close)  # the next server finishes what is left
         for name in list(state.active):
             self._abort_soon(name)
         await self._until_idle(ABORTED_S, hurried=False)
