@@ -129,7 +129,7 @@ def test_names_in_a_program(engine):
             other != expected
         )  # a name never stands for another picture than the one that came with it
         assert tokens(llm, again) == other
-        with pytest.raises(ValidationError, match="no picture of this `uuid`"):
+        with pytest.raises(ValidationError, match="no item of this `uuid`"):
             tokens(llm, again | {"cache_salt": "another"})
         for wrong in ({"image": ["a", "b"]}, {"image": [7]}, "mine", {"image": ["x" * 129]}):
             with pytest.raises(ValidationError, match="multi_modal_uuids"):
