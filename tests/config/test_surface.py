@@ -32,7 +32,7 @@ SWITCHES = """
 enable_prefix_caching enable_chunked_prefill enforce_eager trust_remote_code skip_tokenizer_init disable_log_stats enable_log_requests
 enable_auto_tool_choice async_scheduling enable_prompt_tokens_details enable_force_include_usage enable_request_id_headers enable_lora fully_sharded_loras
 enable_server_load_tracking trust_request_chat_template return_tokens_as_token_ids disable_uvicorn_access_log disable_fastapi_docs
-headless data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_eplb enable_prompt_embeds enable_mm_embeds trust_request_mm_kwargs
+headless data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb disable_frontend_multiprocessing fail_on_environ_validation legacy_metrics kv_cache_metrics allow_credentials enable_ssl_refresh use_tqdm_on_load enable_expert_parallel enable_eplb enable_prompt_embeds enable_mm_embeds trust_request_mm_kwargs interleave_mm_strings
 """
 LISTS = "cudagraph_capture_sizes collect_detailed_traces served_model_name api_key allowed_hosts allowed_origins allowed_methods allowed_headers logits_processors ignore_patterns middleware lora_target_modules"
 OBJECTS = (
@@ -64,7 +64,7 @@ enable_per_request_metrics logging_config={"a":1} log_config_file=/f
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
 numa_bind enable_dbo enable_fault_tolerance worker_use_ray engine_use_ray disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
 attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backend=x exclude_tools_when_tool_choice_none
-interleave_mm_strings skip_mm_profiling video_pruning_rate=0.5
+skip_mm_profiling video_pruning_rate=0.5
 """
 # The flags that vLLM 0.32 has beside all of these
 NEWER = """

@@ -208,6 +208,9 @@ def test_a_template_of_strings_gets_placeholders_before_the_text(tmp_path, same_
         body = asking(TEXT, image_part(URL), TEXT, return_prompt_text=True)
         found = made.ask("/v1/chat/completions", body).json()
         assert found["prompt_text"] == "[user]<image>\nWhat is it?\nWhat is it?"
+        made.engine.front.media.in_place = True  # --interleave-mm-strings
+        found = made.ask("/v1/chat/completions", body).json()
+        assert found["prompt_text"] == "[user]What is it?\n<image>\nWhat is it?"
     finally:
         made.close()
 

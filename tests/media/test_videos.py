@@ -22,6 +22,7 @@ from quire.frontend.media.video_frames import UnreadVideo, packed_frames, read_v
 
 COUNT = 8
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+OTHERS = ("glm4v", "gemma4", "gemma4_both_ways")
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=10)
 needs_av = pytest.mark.skipif(find_spec("av") is None, reason="PyAV is not installed")
 
@@ -49,23 +50,27 @@ def video_file(count: int, kind: str = "mp4", codec: str = "mpeg4", size: int = 
 
 
 def prompt_of(kind: str, text: str) -> str:
-    video = CHECKPOINTS[kind]["placeholder"].replace("image", "video")
-    return "<s>" + text.replace("@", CHECKPOINTS[kind]["placeholder"]).replace("#", video)
+    pictures = text.replace("@", CHECKPOINTS[kind]["placeholder"])
+    return "<s>" + pictures.replace("#", vision_checkpoints.video_placeholder(CHECKPOINTS[kind]))
 
 
-def peer(path: str, processes: Any, prompt: list[int], pictures: list[Any], videos: list[Any], fps: float) -> Any:  # fmt: skip
+def peer(path: str, processes: Any, prompt: list[int], pictures: list[Any], videos: list[Any], fps: float, most: int = 64) -> Any:  # fmt: skip
     """(greedy tokens, logits of the first) of Transformers for a prompt with all rows."""
     ids = torch.tensor([prompt])
-    types = (ids == 5).int() + 2 * (ids == 7).int()
+    model = vision_checkpoints.transformers_model(path)
+    config = model.config
+    in_video = config.image_token_id if config.model_type == "glm4v" else config.video_token_id
+    types = torch.where(ids == in_video, 2, (ids == config.image_token_id).int())
     given: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types}
     made = [processes.process(as_file(one), "at") for one in pictures]
-    made += [processes.process(packed_frames(one, fps), "at", 32, 64) for one in videos]
+    made += [processes.process(packed_frames(one, fps), "at", 32, most) for one in videos]
     for one in made:
         for name, data in one.tensors.items():
+            if name == "num_soft_tokens_per_image":  # for texts
+                continue
             tensor = torch.frombuffer(bytearray(data.data), dtype=getattr(torch, data.dtype)).view(data.shape)  # fmt: skip
             given[name] = torch.cat([given[name], tensor]) if name in given else tensor
-    model = vision_checkpoints.transformers_model(path)
-    if model.config.model_type == "qwen2_5_vl" and videos:
+    if config.model_type == "qwen2_5_vl" and videos:
         given["second_per_grid_ts"] = [one.seconds for one in made if one.seconds]
     with torch.inference_mode():
         out = model.generate(
@@ -93,6 +98,24 @@ def test_tokens_and_logits_are_those_of_transformers(
         assert abs(entry.logprob - float(logprobs_V[token])) < 1e-3
 
 
+@pytest.mark.parametrize("kind", OTHERS)
+def test_videos_whose_frames_are_pictures(kind, engine, checkpoint, same_process):
+    """Each frame has its rows between texts. Of GLM-4.1V they are tokens of pictures, which Transformers cannot tell apart."""
+    videos, pictures = [frames(3, 120, 90)], [] if kind == "glm4v" else [picture(9)]
+    text = "a video # here" if kind == "glm4v" else "a video # and @ here"
+    data = {"video": [(one, {"fps": 0.5}) for one in videos], "image": pictures}
+    prompt = {"prompt": prompt_of(kind, text), "multi_modal_data": data}
+    path = checkpoint(kind)
+    with engine(kind) as llm:
+        (out,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        (again,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        most = llm.front.media.most_rows
+    expected, logprobs_V = peer(path, same_process(path), list(out.prompt_token_ids), pictures, videos, 0.5, most)  # fmt: skip
+    assert list(out.outputs[0].token_ids) == list(again.outputs[0].token_ids) == expected
+    for token, entry in out.outputs[0].logprobs[0].items():
+        assert abs(entry.logprob - float(logprobs_V[token])) < 1e-3
+
+
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 def test_a_repeated_frame_has_the_patches_of_a_picture(kind, checkpoint, same_process):
     processes, one = same_process(checkpoint(kind)), picture(3, 100, 80)
@@ -112,9 +135,12 @@ def test_frames_are_made_small_enough_for_a_step(checkpoint, same_process):
 
 def test_the_number_of_frames_is_an_option():
     assert media_reading('{"video": {"num_frames": 4}}') == {"video": {"num_frames": 4}}
+    assert media_reading({"image": {"image_mode": "RGB"}}) == {"image": {"image_mode": "RGB"}}
+    with pytest.raises(ValueError, match="on white"):
+        media_reading({"image": {"image_mode": "L"}})
     assert MediaConfig(media_io_kwargs={"video": {"num_frames": 4}}).num_frames == 4
     assert MediaConfig().num_frames == 32
-    for wrong in ({"video": {"num_frames": 0}}, {"video": {"fps": 2}}, {"image": {}}, {"video": {"num_frames": 1 << 20}}, []):  # fmt: skip
+    for wrong in ({"video": {"num_frames": 0}}, {"video": {"fps": 2}}, {"image": {"a": 1}}, {"video": {"num_frames": 1 << 20}}, []):  # fmt: skip
         with pytest.raises(ValueError, match="num_frames"):
             media_reading(wrong)
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
 VOCAB = 340
-SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<img>", "</img>", "<video>", *[f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)], "<start_of_image>", "<end_of_image>", "<image_soft_token>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|audio|>"]  # fmt: skip
+SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<img>", "</img>", "<video>", *[f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)], "<start_of_image>", "<end_of_image>", "<image_soft_token>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|audio|>", "<|video|>"]  # fmt: skip
 AT = {token: number for number, token in enumerate(SPECIAL)}
 NEW_LINES = ["ĊĊ", "ĊĊĊ"]
 """Tokens of several new lines: what replaces a placeholder joins its neighbours."""
@@ -65,7 +65,7 @@ GEMMA4: dict[str, Any] = {
             "position_embedding_size": 256,
         },
         "audio_config": None, "image_token_id": AT["<|image|>"], "boi_token_id": AT["<start_of_image>"],
-        "eoi_token_id": AT["<end_of_image>"], "audio_token_id": AT["<|audio|>"], "video_token_id": AT["<video>"],
+        "eoi_token_id": AT["<end_of_image>"], "audio_token_id": AT["<|audio|>"], "video_token_id": AT["<|video|>"],
     },
     "processor": {"processor_class": "Gemma4Processor"},
     "tokens": {
@@ -76,7 +76,8 @@ GEMMA4: dict[str, Any] = {
         "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70,
     },
     "placeholder": "<|image|>",
-    "engine": {"max_num_batched_tokens": 128},
+    "video": "<|video|>",
+    "engine": {"max_num_batched_tokens": 320},
 }  # fmt: skip
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llava": {
@@ -294,7 +295,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "image_processor_type": "Glm4vImageProcessor", **QWEN_PIXELS,
             "size": {"shortest_edge": 56 * 56 * 2, "longest_edge": 28 * 28 * 80},
         },
-        "tokens": {"image_token": "<image>", "video_token": "<video>"},
+        "tokens": {"image_token": "<image>", "video_token": "<|video_pad|>"},
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
         "placeholder": "<|vision_start|><image><|vision_end|>",
     },
     "vipllava": {
@@ -355,7 +357,7 @@ def draw_weights(model: Any, seed: int) -> None:
 def save_processor(made: dict[str, Any], folder: Path, template: str) -> str:
     """The tokenizer and the processor's files. Returns the folder."""
     own = tokenizer(made.get("tokens", {}))
-    video = made["placeholder"].replace("image", "video")
+    video = video_placeholder(made)
     own.chat_template = template.replace("PLACEHOLDER", made["placeholder"]).replace("VIDEO", video)
     own.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(
@@ -365,6 +367,11 @@ def save_processor(made: dict[str, Any], folder: Path, template: str) -> str:
     )
     (folder / "processor_config.json").write_text(json.dumps(made["processor"]))
     return str(folder)
+
+
+def video_placeholder(made: dict[str, Any]) -> str:
+    """What stands for a video in a prompt. `made`: of CHECKPOINTS."""
+    return str(made.get("video", made["placeholder"].replace("image", "video")))
 
 
 @cache

@@ -12,6 +12,7 @@ from quire.config.picture_options import MOST_FRAMES
 KINDS = ("image", "video", "audio", "vision_chunk")
 MOST = 999
 NUM_FRAMES = 32
+AS_READ: dict[str, Any] = {"image_mode": ("RGB",), "rgba_background_color": ([255, 255, 255], (255, 255, 255))}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,8 @@ class MediaConfig:
     """Allow requests over HTTP to send mm_processor_kwargs and media_io_kwargs."""
     enable_mm_embeds: bool = False
     """Take embeddings in the place of pictures. With a limit of 0 pictures the vision tower is not loaded."""
+    interleave_mm_strings: bool = False
+    """Where a chat template takes texts only, put placeholders of pictures where their parts are, not before the text of the message."""
     disable_chunked_mm_input: bool = False
     """Compute all tokens of a picture, a video or a sound in one step."""
 
@@ -72,8 +75,11 @@ def media_reading(value: Any) -> dict[str, Any]:
     """
     value = json.loads(value) if isinstance(value, str) else value
     must = f'must be {{"video": {{"num_frames": N}}}} with N from 1 to {MOST_FRAMES}; files are read in one way otherwise'
-    if not isinstance(value, dict) or value.keys() - {"video"}:
+    if not isinstance(value, dict) or value.keys() - {"video", "image"}:
         raise ValueError(must)
+    image = value.get("image", {})
+    if not isinstance(image, dict) or any(image[key] not in AS_READ.get(key, ()) for key in image):
+        raise ValueError(f"{must} (pictures become RGB, on white where they are transparent)")
     video = value.get("video", {})
     if not isinstance(video, dict) or video.keys() - {"num_frames"}:
         raise ValueError(must)

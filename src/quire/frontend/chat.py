@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "tools": (Sequence, "a list"), "documents": (Sequence, "a list"),
 }  # fmt: skip
 FORMATS = ("auto", "string", "openai")
+IN_PLACE = "string, placeholders in place"
 NO_MEDIA: Mapping[str, str] = {}
 MEDIA_PARTS = ("image", "video", "audio", "file")  # substrings of image_url, input_audio, ...
 
@@ -50,6 +51,8 @@ class ChatOptions:
     """string: join the parts into one text; openai: pass the parts on; auto: what the template reads."""
     seconds: float = SECONDS
     """Time limit of the template."""
+    media_in_place: bool = False
+    """In a text, placeholders of pictures are where their parts are, not before the texts of the message."""
     media: dict[str, str] = field(default_factory=dict)
     """By type of part, image or video: what stands for one in a text; the other types are refused."""
 
@@ -103,6 +106,8 @@ def rendered(
     if form == "auto":
         form = template.content_format
         wrap = form == "openai" and not template.takes_strings
+    if form == "string" and options.media_in_place:
+        form = IN_PLACE
     return template.render(
         [
             read_message(message, number, form, wrap, options.media)
@@ -149,7 +154,7 @@ def read_message(
             else {"type": "text", "text": _text(part, f"messages[{number}].content[{index}]")}
             for index, part in enumerate(content)
         ]
-        fields["content"] = _joined(parts, media) if form == "string" else parts
+        fields["content"] = parts if form == "openai" else _joined(parts, media, form == IN_PLACE)
     elif isinstance(content, str) and wrap:
         fields["content"] = [{"type": "text", "text": content}]
     elif content is not None and not isinstance(content, str):
@@ -159,8 +164,10 @@ def read_message(
     return fields
 
 
-def _joined(parts: list[dict[str, Any]], media: Mapping[str, str]) -> str:
-    """The texts of parts as one, after the placeholders of its pictures and videos."""
+def _joined(parts: list[dict[str, Any]], media: Mapping[str, str], in_place: bool) -> str:
+    """The texts of parts as one, after the placeholders of its pictures and videos; or each in its place."""
+    if in_place:
+        return "\n".join(part["text"] if "text" in part else media[part["type"]] for part in parts)
     texts = [part["text"] for part in parts if "text" in part]
     return "\n".join([media[part["type"]] for part in parts if "text" not in part] + texts)
 

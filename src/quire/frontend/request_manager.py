@@ -12,7 +12,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class RequestManager:
         """The inputs of a pooling model; None: the model generates."""
         if ready.pooling is not None:
             name = options.default_prompt_name
-            self.pooling = pooling.PoolingInputs(self.inputs, ready.pooling, name)
+            self.pooling = pooling.PoolingInputs(self.inputs, ready.pooling, name, self._with_media)  # fmt: skip
         self.media: MediaInputs | None = None
         """Reads pictures, videos and sound in prompts; None: `inputs.no_media` says why there are none."""
         self._take_media(resolved)
@@ -244,7 +244,7 @@ class RequestManager:
             raise refused(where, self.inputs.no_media[kind])
         return self.media
 
-    def _with_media(self, prompt: Prompt, tokenization: Mapping[str, Any] | None) -> Prompt:
+    def _with_media(self, prompt: Prompt, tokenization: Any = None) -> Prompt:
         """A prompt whose items are read, and whose tokens are complete. Blocks.
 
         Raises:
@@ -276,7 +276,7 @@ class RequestManager:
         for place, item in zip(places, reader.load_now([p.given for p in places]), strict=True):
             place.parts[place.index] = MediaPart(item)
         mark = new_mark()
-        options = dataclasses.replace(options, media=reader.texts)
+        options = dataclasses.replace(options, media=reader.texts, media_in_place=reader.in_place)
         placeholders, items = reader.placeholders, media_in(copied)
         text = self.render(placeholders.marked(copied, mark), options)
         options_of_text = TokenizeOptions(False, fits_model=False)

@@ -46,6 +46,7 @@ class VisionModel:
         max_rows: rows of the largest picture, as far as the files say.
         max_patches: what the tower computes for it.
         video_token_id: what stands for a video in a prompt; None: the model takes none.
+        video_row_id: the token of the prompt that stands for one row of a video.
         video_placeholder: as `placeholder`.
         tokens_per_second: positions of a second of a video; 0: one position from each group of frames to the next.
         width: features of a row.
@@ -65,6 +66,7 @@ class VisionModel:
     max_rows: int
     max_patches: int
     video_token_id: int | None
+    video_row_id: int | None
     video_placeholder: str
     tokens_per_second: float
     width: int
@@ -124,7 +126,8 @@ def _read(resolved: Resolved) -> VisionModel:
         both_ways = ""
     video = config.get("video_token_id") if family.get("video") else None
     if video is not None:  # frames are made so small that a video fits into a step
-        patches = max(patches, resolved.max_num_batched_tokens * merge**2)
+        pooled = int(tower.get("pooling_kernel_size") or merge)
+        patches = max(patches, resolved.max_num_batched_tokens * pooled**2)
     return VisionModel(
         model_type=kind,
         architecture=str(names[0]),
@@ -139,6 +142,7 @@ def _read(resolved: Resolved) -> VisionModel:
         max_rows=rows,
         max_patches=patches,
         video_token_id=None if video is None else int(video),
+        video_row_id=video if video is None or not family.get("video_has_pictures") else int(token),
         video_placeholder=str(family.get("video", "")),
         tokens_per_second=float(tower.get("tokens_per_second", 4)) if family.get("timed") else 0.0,
         width=width,

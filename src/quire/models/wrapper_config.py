@@ -29,7 +29,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def why_no_towers(resolved: Resolved, what: str) -> str:
     """Why this server loads no towers, as a sentence with the remedy. `what`: that they are for."""
-    if resolved.pooling is not None:
+    if resolved.pooling is not None and what != "pictures":
         return f"{what} for models that compute vectors are not supported yet: send text"
     parallel = resolved.config.parallel
     if max(parallel.pipeline_parallel_size, parallel.prefill_context_parallel_size) > 1:

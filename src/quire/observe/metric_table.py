@@ -167,6 +167,7 @@ COUNTS: dict[str, tuple[str, str]] = {
     "mm_cache_queries": ("vllm:mm_cache_queries", "Pictures that steps looked up in the encoder cache."),
     "mm_cache_hits": ("vllm:mm_cache_hits", "Of these, pictures that were there."),
     "encoder_passes": ("quire:encoder_passes", "Pictures that the vision tower encoded."),
+    "encoder_seconds": ("quire:encoder_seconds", "Seconds that the vision tower took."),
     "encoder_rows": ("quire:encoder_rows", "Tokens of these pictures."),
     "requests_resumed": ("quire:requests_resumed", "Requests that went on in this engine after another process died while they ran; it does not restart at 0 with the process."),
     "external_prefix_cache_queries": ("vllm:external_prefix_cache_queries", "Prompt tokens whose KV blocks a tier was asked to load."),

@@ -163,6 +163,17 @@ class ServerMetrics:
             "Completions parsed for tool calls, by whether they contain any.",
             "mode", "outcome", "request_type",
         )  # fmt: skip
+        self.media_items = counter(
+            "quire:media_items",
+            "Pictures and videos of requests, by what was done: fetched (once for a request), processed, cached, named (by uuid),"
+            " embedded (rows of the request) or refused.",
+            "kind", "outcome",
+        )  # fmt: skip
+        self.media_seconds = counter(
+            "quire:media_seconds",
+            "Seconds that fetching, and decoding and processing of pictures and videos took.",
+            "kind", "outcome",
+        )  # fmt: skip
         self.errors = counter(
             "quire:request_errors", "Requests with an error response, by status.", "status"
         )
@@ -266,6 +277,12 @@ class ServerMetrics:
         """Count a finished completion of a request with tools."""
         mode, outcome = ("non_streaming", "streaming")[streamed], ("no_tool_call", "tool_call")[called]  # fmt: skip
         self.tools.labels(self.model_name, mode, outcome, kind).inc()
+
+    def media(self, kind: str, outcome: str, seconds: float) -> None:
+        """A picture or video of a request; see `Observe` of `frontend/media/inputs.py`."""
+        self.media_items.labels(self.model_name, kind, outcome).inc()
+        if seconds:
+            self.media_seconds.labels(self.model_name, kind, outcome).inc(seconds)
 
     def replaced(self, process: str, count: int = 1) -> None:
         """Count processes that died or hung and were replaced."""

@@ -114,7 +114,7 @@ def route(
     Args:
         kind: the body.
         pooling: whether the route needs a pooling model or one that generates; None: it takes both.
-        media: the field whose messages may have pictures, videos and sound, which are read before; empty: none.
+        media: the fields whose messages may have pictures, videos and sound, which are read before; empty: none.
     """
 
     def endpoint_of(build: Builder[Body]) -> Endpoint:
@@ -130,9 +130,10 @@ def route(
             context = RequestContext(request, state, engine, model, adapter)
             if media:
                 scope = f"{context.tenant and context.tenant.id}:{getattr(body, 'cache_salt', None) or ''}"
-                given = getattr(body, media)
                 options = options_of(body, state.config.media)
-                await read_media(given, media, engine, scope, request.receive, options)
+                for name in media.split():
+                    given = getattr(body, name)
+                    await read_media(given, name, engine, scope, request.receive, options)
             answer: Any
             if (size := request.scope[SIZE]) <= SHORT_BODY:
                 answer = await build(context, body)

@@ -33,6 +33,8 @@ async def read_media(
         for index, conversation in enumerate(messages):
             await read_media(conversation, f"{name}[{index}]", engine, scope, receive, options)
         return
+    if not (isinstance(messages, list) and messages and isinstance(messages[0], dict)):
+        return  # texts and tokens of other routes
     places = find_parts(messages, name, options=options)
     if not places:
         return

@@ -118,6 +118,8 @@ class ServerState:
         engine.front.packs_logprobs = True
         engine.in_thread = self.texts.run_sized
         engine.front.prepare()
+        if engine.front.media is not None:
+            engine.front.media.observe = self.metrics.media
         engine.inputs.max_text_bytes = max(MAX_TEXT_BYTES, BYTES_PER_TOKEN * limit)
         self.created, self.fingerprint = int(time.time()), fingerprint(client)
         for number, one in zip(self.config.parallel.ranks, client.engines, strict=True):

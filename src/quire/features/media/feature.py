@@ -57,7 +57,13 @@ class MediaFeature(Feature):
         core = engine.core
         whole = self._longest_whole()
         engine.gates.append(MediaGate(self.most_rows, whole, core.counts))
-        engine.counters += ["mm_cache_queries", "mm_cache_hits", "encoder_passes", "encoder_rows"]
+        engine.counters += [
+            "mm_cache_queries",
+            "mm_cache_hits",
+            "encoder_passes",
+            "encoder_rows",
+            "encoder_seconds",
+        ]
         engine.calls["reset_encoder_cache"] = lambda: all(core.executor.call("reset_encoder_cache"))
 
     def _longest_whole(self) -> int:

@@ -24,6 +24,7 @@ class EncoderCounts(msgspec.Struct, array_like=True):
     lookups: int
     hits: int
     rows: int
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -73,3 +74,4 @@ class MediaGate(Gate):
         self.counts["mm_cache_hits"] += counts.hits
         self.counts["encoder_passes"] += counts.lookups - counts.hits
         self.counts["encoder_rows"] += counts.rows
+        self.counts["encoder_seconds"] += counts.seconds

@@ -10,6 +10,7 @@ language model takes, L tokens of a prompt, C components.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -186,7 +187,9 @@ class MediaHook(Hook):
             if self.load is None:
                 raise ValueError("there is no vision tower")
             self.tower = self.load()
-        rows_NF, count = self.tower.encode(placed.item), placed.item.num_rows
+        began, count = time.perf_counter(), placed.item.num_rows
+        rows_NF = self.tower.encode(placed.item)
+        self._counts.seconds += time.perf_counter() - began
         if len(rows_NF) != count:
             raise ValueError(f"{len(rows_NF)} rows of an item with {count} tokens")
         self._counts.rows += len(rows_NF)

@@ -14,6 +14,7 @@ import asyncio
 import io
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,7 +27,7 @@ import numpy as np
 from quire import env
 from quire.config.engine import Resolved
 from quire.config.picture_options import merged
-from quire.errors import QueueFull, Unsupported
+from quire.errors import QueueFull, Unsupported, ValidationError
 from quire.frontend.media.content_parts import GivenMedia
 from quire.frontend.media.errors import refused
 from quire.frontend.media.fetch import Fetcher, File
@@ -45,6 +46,8 @@ from quire.models.media import MediaModel, most_rows, why_no_media
 from quire.protocol.media import AUDIO, IMAGE, VIDEO
 
 GIB = 1 << 30
+Observe = Callable[[str, str, float], None]
+"""(kind, outcome, seconds): fetched, processed, cached, named, embedded or refused. `fetched` is once for all items of a request."""
 MOST_WAITING = 256  # items of all requests that wait for a process
 NAMES = {IMAGE: "pictures", VIDEO: "videos", AUDIO: "sounds"}
 
@@ -60,7 +63,7 @@ class MediaInputs:
         media = resolved.config.media
         self.model, self.tokenizer, self.num_frames = model, tokenizer, media.num_frames
         self.most_rows = most_rows(resolved, model)
-        self.options = media.mm_processor_kwargs
+        self.options, self.in_place = media.mm_processor_kwargs, media.interleave_mm_strings
         self.trusts_requests = media.trust_request_mm_kwargs
         self.rows: RowInputs | None = None
         if model.vision is not None:
@@ -78,6 +81,8 @@ class MediaInputs:
         fronts = max(1, resolved.config.server.api_server_count or 1)
         self.cache = ProcessedCache(int(media.mm_processor_cache_gb * GIB) // fronts)
         self._threads = ThreadPoolExecutor(self.processes.count, "media")
+        self.observe: Observe = lambda kind, outcome, seconds: None
+        """Counts items, and how long they took."""
         self._waiting = 0
 
     def _placeholders(self, tokenizer: Tokenizer) -> tuple[list[Placeholder], dict[str, str]]:
@@ -87,8 +92,8 @@ class MediaInputs:
         if vision is not None:
             found.append(_placeholder(IMAGE, vision.image_token_id, vision.token, tokenizer))
             id = vision.video_token_id
-            if id is not None and tokenizer.token(id) is not None:
-                found.append(_placeholder(VIDEO, id, "", tokenizer))
+            if id is not None and (token := tokenizer.token(id)) is not None:
+                found.append(_placeholder(VIDEO, vision.video_row_id or id, token, tokenizer))
             texts |= {IMAGE: vision.placeholder, VIDEO: vision.video_placeholder}
         if audio is not None:
             found.append(_placeholder(AUDIO, audio.token_id, "", tokenizer))
@@ -109,7 +114,9 @@ class MediaInputs:
         """
         self._check_number(given)
         named = [self._named(one, scope) if one.source is None else None for one in given]
+        began = time.monotonic()
         files = iter(await self.fetcher.fetch(self._files_of(given)))
+        self.observe(given[0].kind, "fetched", time.monotonic() - began)
         count = sum(found is None for found in named)
         if self._waiting + count > MOST_WAITING:
             raise QueueFull(f"{self._waiting} files wait to be decoded; try again later")
@@ -148,6 +155,7 @@ class MediaInputs:
         if self.rows is None:
             raise refused(given.where, "this model has no vision tower")
         picture = self.rows.read(given, given.source)
+        self.observe(given.kind, "embedded", 0.0)
         if given.uuid:
             self._keep(picture, given, scope)
         return picture
@@ -166,12 +174,20 @@ class MediaInputs:
         digest.update(data)
         name = digest.hexdigest()
         if (picture := self.cache.get(scope, name)) is None:
-            if given.kind == AUDIO:
-                made = self._heard(data, given.where)
-            else:
-                frames, most = (frames, self.most_rows) if is_video else (0, 0)
-                made = self.processes.process(data, given.where, frames, most, options)
-            picture = self._placeable(name, given, made)
+            frames, most = (frames, self.most_rows) if is_video else (0, 0)
+            began = time.monotonic()
+            try:
+                if given.kind == AUDIO:
+                    made = self._heard(data, given.where)
+                else:
+                    made = self.processes.process(data, given.where, frames, most, options)
+                picture = self._placeable(name, given, made)
+            except ValidationError:
+                self.observe(given.kind, "refused", time.monotonic() - began)
+                raise
+            self.observe(given.kind, "processed", time.monotonic() - began)
+        else:
+            self.observe(given.kind, "cached", 0.0)
         self._keep(picture, given, scope)
         return picture
 
@@ -201,6 +217,7 @@ class MediaInputs:
             raise refused(
                 given.where, "the server has no item of this `uuid` (any more): send it again"
             )
+        self.observe(given.kind, "named", 0.0)
         return found
 
     def _check_number(self, given: Sequence[GivenMedia]) -> None:

@@ -65,7 +65,7 @@ class RowInputs:
             raise refused(where, f"has {count} rows; the limit is {self.most_rows} (--max-num-batched-tokens)")  # fmt: skip
         around = self._surroundings(kind, where)
         data = matrix.array_ND.tobytes()
-        row = self.model.image_token_id if kind != VIDEO else self.model.video_token_id
+        row = self.model.image_token_id if kind != VIDEO else self.model.video_row_id
         ids = [*around.before, *[row or 0] * count, *around.after]
         runs: Runs = [(len(around.before), count)]
         interval = seconds * self.model.tokens_per_second or 1.0

@@ -7,7 +7,7 @@ where `--pooler-config` allows it. Does not know how outputs return.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 
 from quire.errors import Unsupported, ValidationError
 from quire.frontend.input_processor import InputProcessor, TokenizeOptions
+from quire.frontend.media.engine_items import salted
 from quire.frontend.parallel_sampling import child_id
 from quire.frontend.pooling.tokenization import encode_inputs
 from quire.frontend.prompts import Prompt, read_prompt, tenant_salt
@@ -88,11 +89,17 @@ class PoolingInputs:
     """The pooling side of an InputProcessor; `accept` may be called from any thread."""
 
     def __init__(
-        self, inputs: InputProcessor, info: PoolingInfo, default_prompt: str | None = None
-    ):
-        """Raises ValidationError: the model has no prompt of the name `default_prompt`."""
+        self, inputs: InputProcessor, info: PoolingInfo, default_prompt: str | None = None,
+        read_media: Callable[[Prompt], Prompt] | None = None,
+    ):  # fmt: skip
+        """`read_media`: completes a prompt of a program that has pictures or sound; None: there can be none.
+
+        Raises:
+            ValidationError: the model has no prompt of the name `default_prompt`.
+        """
         self.inputs, self.info = inputs, info
         self.default_prompt = self.prompt_text(default_prompt) if default_prompt else ""
+        self._read_media = read_media
 
     # -- parameters -----------------------------------------------------------------------------
     def task(self, name: str | None) -> str:
@@ -222,12 +229,23 @@ class PoolingInputs:
             ValidationError: a text is empty or too long, or there is no tokenizer.
         """
         options = self.options(options)
-        texts = [one for one in prompts if not one.tokens and one.text is not None]
+        prompts = [self._with_media(one, options) if one.items else one for one in prompts]
+        texts = [
+            one for one in prompts if not one.is_checked and not one.tokens and one.text is not None
+        ]
         encoded = iter(self._encoded(texts, options))
         return [
-            self._checked(one, *(next(encoded) if not one.tokens and one.text is not None else (one.tokens, one.second_text)), options, task)
+            one if one.is_checked else self._checked(one, *(next(encoded) if not one.tokens and one.text is not None else (one.tokens, one.second_text)), options, task)
             for one in prompts
         ]  # fmt: skip
+
+    def _with_media(self, prompt: Prompt, options: TokenizeOptions) -> Prompt:
+        """Raises ValidationError: the model takes none. Unsupported: the prompt must be truncated."""
+        if self._read_media is None:
+            raise ValidationError(self.inputs.no_media[prompt.items[0].kind], parameter="multi_modal_data")  # fmt: skip
+        if options.truncate is not None:
+            raise Unsupported("truncation of a prompt with media", "shorten its text")
+        return self._read_media(prompt)
 
     def _encoded(
         self, prompts: Sequence[Prompt], options: TokenizeOptions
@@ -301,9 +319,6 @@ class PoolingInputs:
             ValidationError: `parameter` names the wrong parameter; the message says how to correct it.
         """
         tokenized, params = read_prompt(prompt), self.params(requested)
-        if tokenized.items:
-            why = self.inputs.no_media[tokenized.items[0].kind]
-            raise ValidationError(why, parameter="multi_modal_data")
         if tokenized.embeddings is not None:
             raise Unsupported("prompt_embeds for a pooling model", "pass text or token ids")
         if not tokenized.is_checked:
@@ -316,10 +331,11 @@ class PoolingInputs:
         arrived = (
             time.time() if arrived is None else read.number("arrival_time", arrived, 0.0, None)
         )
+        salt = tenant_salt(tokenized.salt, tenant)
         request = EngineRequest(
             id=id, tokens=tokenized.tokens, params=params, arrived=arrived, client=self.inputs.client, adapter=adapter,
             priority=read.whole_number("priority", priority, -(1 << 31), (1 << 31) - 1),
-            salt=tenant_salt(tokenized.salt, tenant), tenant=tenant,
+            salt=salt, tenant=tenant, media=salted(tokenized.media, salt),
         )  # fmt: skip
         normalizes = self.info.normalizes if params.use_activation is None else params.use_activation  # fmt: skip
         return AcceptedPooling(

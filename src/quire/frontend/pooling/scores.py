@@ -67,7 +67,7 @@ def read_texts(name: str, value: Any) -> list[str]:
     many = value if isinstance(value, (list, tuple)) else [value]
     if not many:
         raise ValidationError(f"{name} is empty: it needs at least one text", parameter=name)
-    return [_text(one, name) for one in many]
+    return [_text(one, f"{name}[{index}]") for index, one in enumerate(many)]
 
 
 def _text(value: Any, name: str) -> str:
@@ -80,7 +80,7 @@ def _text(value: Any, name: str) -> str:
         if isinstance(parts, str):
             return parts
         if isinstance(parts, list) and parts:
-            return "\n".join(_part(part, name) for part in parts)
+            return "\n".join(_part(part, f"{name}.content[{at}]") for at, part in enumerate(parts))
     raise read.wrong(name, value, "a text, {content: [parts]}, or a list of these")
 
 
@@ -88,7 +88,10 @@ def _part(part: Any, name: str) -> str:
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return str(part["text"])
     if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] != "text":
-        raise Unsupported(f"{name}: parts of type {part['type'][:40]}", "send text")
+        raise Unsupported(
+            f"{name}: parts of type {part['type'][:40]} in pairs",
+            "send text, or ask /v1/embeddings for the vectors of pictures",
+        )
     raise read.wrong(name, part, '{"type": "text", "text": ...}')
 
 

@@ -69,7 +69,7 @@ class TransformersTower:
         given = {name: self._tensor(data) for name, data in item.tensors.items() if name in takes}
         if not is_picture:
             return self._heard(given, item.num_rows)
-        features: Any = self.model.get_video_features if VIDEO_PIXELS in given else self.model.get_image_features  # fmt: skip
+        features = self._method("get_video_features" if VIDEO_PIXELS in given else "get_image_features")  # fmt: skip
         output = features(**given, return_dict=True)
         inner = getattr(output, "deepstack_features", None) or ()
         return torch.cat([rows_of(output.pooler_output), *map(rows_of, inner)], -1)
@@ -108,13 +108,18 @@ class TransformersTower:
 
     def _arguments(self, method: str) -> set[str]:
         """Of a method of the wrapper's inner model, if there is one: the wrapper's own has not all names."""
-        inner = getattr(self.model, "model", None)
-        found = getattr(inner, method, None) or getattr(self.model, method, None)
+        found = self._method(method, of_inner=True)
         return (
             set()
             if found is None
             else set(inspect.signature(found).parameters) - {"self", "kwargs"}
         )
+
+    def _method(self, name: str, of_inner: bool = False) -> Any:
+        """Of the wrapper, or of its inner model, which may be the only one that has it; None: neither does."""
+        places = [self.model, getattr(self.model, "model", None)]
+        found = (getattr(place, name, None) for place in (reversed(places) if of_inner else places))
+        return next((one for one in found if one is not None), None)
 
     def _load(self, kind: Any, spec: ModelSpec) -> PreTrainedModel:
         config = read_config(spec)

@@ -71,13 +71,14 @@ def chat_options(
 
 
 async def chat_text(
-    context: RequestContext, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]
-) -> str:
+    context: RequestContext, body: ChatRequest | TokenizeRequest | InputBody,
+    messages: list[dict[str, Any]],
+) -> str:  # fmt: skip
     """Render messages to text; every protocol uses this function."""
     check_messages(messages)
     options = chat_options(body, context.state)
     if (reader := context.engine.front.media) is not None:
-        options.media = reader.texts
+        options.media, options.media_in_place = reader.texts, reader.in_place
     return await render(with_calls_read(messages), options, context)
 
 
@@ -88,8 +89,8 @@ async def chat_prompt(context: RequestContext, body: ChatRequest, *, check: bool
 
 
 async def tokenized_chat(
-    context: RequestContext, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]],
-    options: TokenizeOptions, salt: str = "",
+    context: RequestContext, body: ChatRequest | TokenizeRequest | InputBody,
+    messages: list[dict[str, Any]], options: TokenizeOptions, salt: str = "",
 ) -> Prompt:  # fmt: skip
     """The tokens and the text of a conversation, with its pictures. Raises: as `media_prompt` and `chat_text`."""
     if pictures := media_in(messages):

@@ -9,12 +9,13 @@ import asyncio
 from typing import Any
 
 from quire.frontend.input_processor import TokenizeOptions
+from quire.frontend.media.placeholders import media_in
 from quire.frontend.pooling.inputs import PoolingInputs
 from quire.frontend.prompts import Prompt, read_salt
 from quire.protocol.sampling_params import truncation
 from quire.server.endpoint import RequestContext
 from quire.server.errors import invalid
-from quire.server.openai.chat import chat_options
+from quire.server.openai.chat import chat_options, tokenized_chat
 from quire.server.pooling.batch import PromptSource
 from quire.server.pooling.schemas import InputBody, PoolingBody
 from quire.server.prompts import check_messages, render
@@ -31,10 +32,6 @@ def check_common(body: PoolingBody) -> None:
     """Raises ApiError: a removed field, or one that the model cannot use."""
     if body.normalize is not None:
         raise invalid("`normalize` is an old name: use `use_activation`", "normalize")
-    if body.mm_processor_kwargs:
-        raise invalid(
-            "`mm_processor_kwargs` is not supported by this model: send text", "mm_processor_kwargs"
-        )
 
 
 def check_count(count: int, name: str) -> None:
@@ -105,7 +102,7 @@ async def input_source(context: RequestContext, body: InputBody, task: str) -> P
     if isinstance(inputs[0], list) and (inputs[0] and isinstance(inputs[0][0], dict)):
         texts = []
         for one in inputs:
-            texts.append(await conversation_text(one, body, context))
+            texts.append(await conversation(one, body, context))
             await asyncio.sleep(0)  # others wait for one conversation, not for all
         inputs = texts
         special = False
@@ -121,9 +118,11 @@ async def input_source(context: RequestContext, body: InputBody, task: str) -> P
 
     def prepare(start: int, stop: int) -> list[Prompt]:
         some = inputs[start:stop]
-        if isinstance(some[0], list):
+        if not special:
+            prompts = [Prompt(one) if isinstance(one, str) else one for one in some]
+        elif isinstance(some[0], list):
             prompts = [Prompt(None, one) for one in some]
-        elif task == "embed" and special:
+        elif task == "embed":
             prompts = pooling.with_prompt(name, some)
         else:
             prompts = [Prompt(text) for text in some]
@@ -131,7 +130,7 @@ async def input_source(context: RequestContext, body: InputBody, task: str) -> P
             one.salt = salt
         return pooling.tokenize(prompts, options, task)
 
-    return PromptSource(len(inputs), lambda index: len(inputs[index]), prepare)
+    return PromptSource(len(inputs), lambda at: len(getattr(inputs[at], "tokens", inputs[at])), prepare)  # fmt: skip
 
 
 def check_ids(ids: list[Any], pooling: PoolingInputs, options: TokenizeOptions, task: str) -> None:
@@ -142,9 +141,12 @@ def check_ids(ids: list[Any], pooling: PoolingInputs, options: TokenizeOptions, 
         raise wrong_form()
 
 
-async def conversation_text(messages: Any, body: InputBody, context: RequestContext) -> str:
-    """A conversation as text. Raises ApiError, ValidationError: it is invalid."""
+async def conversation(messages: Any, body: InputBody, context: RequestContext) -> str | Prompt:
+    """A conversation as text; with pictures as tokens. Raises ApiError, ValidationError: it is invalid."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise wrong_form()
+    if media_in(messages):
+        options = tokenize_options(body, pooling_of(context), special=False)
+        return await tokenized_chat(context, body, messages, options)
     check_messages(messages)
     return await render(messages, chat_options(body, context.state), context)

@@ -62,7 +62,7 @@ async def input_batch(
     return PoolingBatch(context, context.new_id(prefix, body), body, prompts, params, width)
 
 
-@route(EmbeddingsRequest, pooling=True)
+@route(EmbeddingsRequest, pooling=True, media="messages input")
 async def embeddings(context: RequestContext, body: EmbeddingsRequest) -> PoolingAnswer:
     """Vectors of texts."""
     encoding = encoding_of(body)
@@ -71,7 +71,7 @@ async def embeddings(context: RequestContext, body: EmbeddingsRequest) -> Poolin
     return PoolingAnswer(batch, lambda arrays: vectors_answer(batch, arrays, encoding, kind))
 
 
-@route(PoolingRequest, pooling=True)
+@route(PoolingRequest, pooling=True, media="messages input")
 async def pooling(context: RequestContext, body: PoolingRequest) -> PoolingAnswer:
     """The outputs of texts for any task that the model has."""
     if body.dimensions is not None:
@@ -82,7 +82,7 @@ async def pooling(context: RequestContext, body: PoolingRequest) -> PoolingAnswe
     return PoolingAnswer(batch, lambda arrays: vectors_answer(batch, arrays, encoding, kind))
 
 
-@route(ClassifyRequest, pooling=True)
+@route(ClassifyRequest, pooling=True, media="messages input")
 async def classify(context: RequestContext, body: ClassifyRequest) -> PoolingAnswer:
     """Probabilities of classes."""
     labels = pooling_of(context).info.labels

@@ -1,0 +1,67 @@
+"""Vectors of conversations and prompts with pictures: those of Transformers' hidden states, over HTTP and in a program."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_picture_equality import given, processor, prompt_of
+from vision_checkpoints import as_file, picture, transformers_model
+from vision_server import VisionServer, asking, data_url, image_part
+
+TEXT = "What is in @ here?"
+
+
+def expected_vector(path: str, text: str, image) -> np.ndarray:
+    """The normalized hidden state of the last token."""
+    inputs = processor(path)(images=[image], text=[text], return_tensors="pt", add_special_tokens=False)  # fmt: skip
+    with torch.inference_mode():
+        state = transformers_model(path).model(**inputs).last_hidden_state[0, -1]
+    return torch.nn.functional.normalize(state, dim=0).numpy()
+
+
+def test_vectors_in_a_program(engine, checkpoint):
+    image = picture(1, width=150, height=90)
+    with engine("qwen2_vl", runner="pooling") as llm:
+        (found,) = llm.embed([given("qwen2_vl", TEXT, [image])], use_tqdm=False)
+        (again,) = llm.embed([given("qwen2_vl", TEXT, [image])], use_tqdm=False)
+        (other,) = llm.embed([given("qwen2_vl", TEXT, [picture(2)])], use_tqdm=False)
+    vector = np.array(found.outputs.embedding)
+    assert np.abs(vector - expected_vector(checkpoint("qwen2_vl"), prompt_of("qwen2_vl", TEXT), image)).max() < 1e-4  # fmt: skip
+    assert found.outputs.embedding == again.outputs.embedding != other.outputs.embedding
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, same_process):
+    path = checkpoint("qwen2_vl")
+    made = VisionServer(path, same_process(path), runner="pooling")
+    yield made
+    made.close()
+
+
+def test_vectors_over_http(server):
+    part, text = image_part(data_url(as_file(picture(1)))), {"type": "text", "text": "What?"}
+    messages = asking(part, text)["messages"]
+    first = server.ask("/v1/embeddings", {"messages": messages}).json()
+    vector = first["data"][0]["embedding"]
+    count = server.ask("/tokenize", {"messages": messages, "add_generation_prompt": False}).json()["count"]  # fmt: skip
+    assert first["usage"]["prompt_tokens"] == count
+    several = server.ask("/v1/embeddings", {"input": [messages, asking(text)["messages"]]}).json()
+    assert several["data"][0]["embedding"] == vector != several["data"][1]["embedding"]
+    pooled = server.ask("/pooling", {"messages": messages, "task": "embed"}).json()
+    assert pooled["data"][0]["data"] == vector
+    other = asking(image_part(data_url(as_file(picture(2)))), text)["messages"]
+    assert server.ask("/v1/embeddings", {"messages": other}).json()["data"][0]["embedding"] != vector  # fmt: skip
+
+
+def test_what_vectors_do_not_take_is_refused_with_its_place(server):
+    bad = asking({"type": "text", "text": "a"}, image_part("ftp://x"))["messages"]
+    for body, place in (({"messages": bad}, "messages[0].content[1].image_url.url"), ({"input": [bad]}, "input[0][0].content[1].image_url.url")):  # fmt: skip
+        found = server.ask("/v1/embeddings", body)
+        assert (found.status_code, found.json()["error"]["param"]) == (400, place)
+    messages = asking(image_part(data_url(as_file(picture(1)))))["messages"]
+    found = server.ask("/v1/embeddings", {"messages": messages, "truncate_prompt_tokens": 4})
+    assert "truncate_prompt_tokens of a prompt with media" in found.json()["error"]["message"]
+    pair = {"queries": "a", "documents": [{"content": [image_part("http://x")]}]}
+    found = server.ask("/score", pair).json()["error"]
+    assert "documents[0].content[0]: parts of type image_url" in found["message"]
