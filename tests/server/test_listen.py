@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import shlex
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -211,6 +213,18 @@ def test_the_curl_line_contains_no_secret():
         line = curl_line(config, "http://a", "m", True, PoolingInfo(tasks=tasks))
         assert f"{path} " in line
         assert '\'{"model": "m", "input": ' in line
+
+
+def test_the_curl_line_of_a_speech_model_has_a_sound_file(tmp_path: Path):
+    def words(model: str) -> list[str]:
+        config = make_state(None).config
+        config = replace(config, model=replace(config.model, model=model))
+        return shlex.split(curl_line(config, "http://a", "m", False, hears=True))
+
+    line = ["curl", "-s", "http://a/v1/audio/transcriptions", "-F"]
+    assert words("openai/whisper-small") == words(str(tmp_path)) == [*line, "file=@speech.wav"]
+    (tmp_path / "sample.wav").touch()
+    assert words(str(tmp_path)) == [*line, f"file=@{tmp_path}/sample.wav"]
 
 
 @pytest.mark.parametrize(("tokens", "cache"), [(128, "100 blocks of 4 tokens: 2.0 full contexts"), (0, "none")])  # fmt: skip

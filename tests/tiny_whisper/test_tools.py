@@ -27,15 +27,18 @@ from tools.tiny_whisper.synthesize import Spoken
 from tools.tiny_whisper.windows import IGNORED, SAMPLES, Window, Windows
 
 SMALL = {
-    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_layers": 1,
+    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_layers": 2,
     "decoder_attention_heads": 2, "decoder_ffn_dim": 24,
 }  # fmt: skip
 
 
 def tone(seconds: float, text: str) -> Spoken:
-    """A tone in place of speech."""
-    samples = 12_000 * np.sin(np.arange(int(seconds * 16_000)) * 0.2)
-    return Spoken(text, samples.astype(np.int16), "tone")
+    """A tone in place of speech; its words are equally long, and each is one phoneme, of the number of the word."""
+    count, words = int(seconds * 16_000), len(text.split())
+    samples = 12_000 * np.sin(np.arange(count) * 0.2)
+    starts = np.arange(words) * count // words
+    phonemes = np.stack([starts, np.arange(words) + 1], 1)
+    return Spoken(text, samples.astype(np.int16), "tone", starts, phonemes)
 
 
 PHRASES = [tone(0.6, "seven red cats"), tone(1.1, "stop the music"), tone(0.3, "nine")]
@@ -103,6 +106,23 @@ def test_timestamps_are_where_the_sound_is(tokens: Tokenizer):
     assert seen > 5
 
 
+def test_the_helpers_know_when_each_word_is_said(tokens: Tokenizer):
+    windows = Windows(PHRASES, tokens, 5)
+    end = tokens.token_to_id(vocabulary.END)
+    for chosen in (PHRASES[:1], PHRASES, []):
+        one = windows.window(chosen)
+        assert len(one.phonemes_S) == vocabulary.STATES
+        said = [tokens.decode([one.labels[place]]).strip() for place, _, _ in one.spans]
+        assert said == one.text.split()
+        assert all(one.labels[place] < end for place, _, _ in one.spans)
+        numbers = [number for phrase in chosen for number in range(1, len(phrase.text.split()) + 1)]
+        for (_, first, last), number in zip(one.spans, numbers, strict=True):
+            inside = one.phonemes_S[first + 1 : last - 1]
+            assert len(inside) > 3
+            assert set(inside) == {number}
+        assert (one.phonemes_S > 0).sum() == pytest.approx(sum(len(phrase.samples_N) for phrase in chosen) / 320, abs=3)  # fmt: skip
+
+
 def test_noise_is_as_loud_as_it_says():
     speech = np.zeros(16_000, np.float32)
     heard = in_a_room(speech, 0.01, random.Random(1), held_out=True)
@@ -142,10 +162,17 @@ def test_synthesized_phrases(tmp_path: Path):
         assert all(sentences.is_held_out(one.text) == held_out for one in some)
         assert all(1600 < len(one.samples_N) <= 4.8 * 16_000 for one in some)
         assert all(np.abs(one.samples_N).max() > 1000 for one in some)
+        for one in some:
+            assert len(one.words_W) == len(one.text.split())
+            assert sorted(one.words_W) == list(one.words_W)
+            assert one.words_W[-1] < len(one.samples_N)
+            assert (one.phonemes_P2[:, 1] > 0).sum() >= len(one.words_W)
     synthesize.write(tmp_path, 0, some)
     again = synthesize.read(tmp_path)
     assert [one.text for one in again] == [one.text for one in some]
-    assert all(np.array_equal(a.samples_N, b.samples_N) for a, b in zip(again, some, strict=True))
+    for a, b in zip(again, some, strict=True):
+        for name in ("samples_N", "words_W", "phonemes_P2"):
+            assert np.array_equal(getattr(a, name), getattr(b, name))
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +204,7 @@ def test_a_published_run_is_the_average_of_its_weights(published: tuple[Path, An
     folder, model = published
     average = torch.load(folder / "run" / "state.pt", weights_only=True)["optimizer"]["average"]
     weights = dict(model.named_parameters())
-    assert {name.removeprefix("whisper.") for name in average if not name.startswith("letters.")} == set(weights)  # fmt: skip
+    assert {name.removeprefix("whisper.") for name in average if not name.startswith("phonemes.")} == set(weights)  # fmt: skip
     for name, weight in weights.items():
         assert torch.equal(weight, average[f"whisper.{name}"].bfloat16().float())
     first = hashlib.sha256((folder / "out" / "model.safetensors").read_bytes())

@@ -20,13 +20,14 @@ import soxr
 RATE = 16_000
 SYNCHRONOUS, UTF8, BY_CHARACTER = 2, 1, 1
 SPEED, PITCH, INTONATION, WORD_GAP = 1, 3, 4, 7  # espeak_PARAMETER
-LIST_END, WORD = 0, 1  # espeak_EVENT_TYPE
+LIST_END, WORD, PHONEME = 0, 1, 7  # espeak_EVENT_TYPE
+PHONEME_EVENTS = 1  # espeakINITIALIZE_PHONEME_EVENTS
 
 
 class _Event(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int), ("message", ctypes.c_uint), ("text_position", ctypes.c_int), ("length", ctypes.c_int),
-        ("audio_position", ctypes.c_int), ("sample", ctypes.c_int), ("user_data", ctypes.c_void_p), ("id", ctypes.c_int64),
+        ("audio_position", ctypes.c_int), ("sample", ctypes.c_int), ("user_data", ctypes.c_void_p), ("name", ctypes.c_char * 8),
     )  # fmt: skip
 
 
@@ -47,22 +48,33 @@ class Manner:
     gap: int = 0
 
 
+@dataclass(frozen=True)
+class Speech:
+    """`samples_N`: float32 at 16,000 a second, without silence around. `words`: the sample at which each word begins; a word that
+    espeak-ng joins to another begins with it. `phonemes`: the sample at which each begins, and its name in espeak-ng."""
+
+    samples_N: np.ndarray
+    words: list[int]
+    phonemes: list[tuple[int, str]]
+
+
 class Espeak:
     """The library's one state."""
 
     def __init__(self) -> None:
         name = find_library("espeak-ng") or "libespeak-ng.so.1"
         self.library: Any = ctypes.CDLL(name)
-        self.native_rate = self.library.espeak_Initialize(SYNCHRONOUS, 500, None, 0)
+        self.native_rate = self.library.espeak_Initialize(SYNCHRONOUS, 500, None, PHONEME_EVENTS)
         if self.native_rate <= 0:
             raise RuntimeError("espeak-ng has no data: install espeak-ng-data")
         self.pieces: list[np.ndarray] = []
-        self.starts: list[float] = []
+        self.words: dict[int, int] = {}  # place in the text -> milliseconds
+        self.phonemes: list[tuple[int, str]] = []  # (milliseconds, name)
         self.callback = _Callback(self._receive)  # the library keeps a pointer to it
         self.library.espeak_SetSynthCallback(self.callback)
 
-    def say(self, text: str, manner: Manner) -> tuple[np.ndarray, list[float]]:
-        """(samples_N, the second at which each word begins): float32 at 16,000 samples a second, without silence around.
+    def say(self, text: str, manner: Manner) -> Speech:
+        """The sound of a text of words with one space between them.
 
         Raises:
             ValueError: there is no such voice.
@@ -73,21 +85,34 @@ class Espeak:
             (SPEED, manner.speed), (PITCH, manner.pitch), (INTONATION, manner.intonation), (WORD_GAP, manner.gap),
         ):  # fmt: skip
             self.library.espeak_SetParameter(parameter, value, 0)
-        self.pieces, self.starts = [], []
+        self.pieces, self.words, self.phonemes = [], {}, []
         data = text.encode()
         self.library.espeak_Synth(data, len(data) + 1, 0, BY_CHARACTER, 0, UTF8, None, None)
         spoken_N = np.concatenate(self.pieces).astype(np.float32) / 32768
         samples_N = soxr.resample(spoken_N, self.native_rate, RATE).astype(np.float32)
         first, last = audible(samples_N)
-        return samples_N[first:last], [max(0.0, start - first / RATE) for start in self.starts]
+
+        def sample(milliseconds: int) -> int:
+            return max(0, min(milliseconds * RATE // 1000, last) - first)
+
+        starts, at, latest = [], 1, 0  # espeak-ng counts characters from 1
+        for word in text.split():
+            latest = self.words.get(at, latest)
+            starts.append(sample(latest))
+            at += len(word) + 1
+        phonemes = [(sample(start), name) for start, name in self.phonemes]
+        return Speech(samples_N[first:last], starts, phonemes)
 
     def _receive(self, samples: Any, count: int, events: Any) -> int:
         if samples and count > 0:
             self.pieces.append(np.ctypeslib.as_array(samples, (count,)).copy())
         at = 0
         while events[at].type != LIST_END:
-            if events[at].type == WORD:
-                self.starts.append(events[at].audio_position / 1000)
+            event = events[at]
+            if event.type == WORD:
+                self.words[event.text_position] = event.audio_position
+            elif event.type == PHONEME:
+                self.phonemes.append((event.audio_position, event.name.decode(errors="replace")))
             at += 1
         return 0
 

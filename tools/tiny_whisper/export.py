@@ -18,13 +18,13 @@ from transformers import WhisperFeatureExtractor
 
 from tools.tiny_model.export import NO_FIGURES, write_json, write_weights
 from tools.tiny_whisper import tokenizer as vocabulary
-from tools.tiny_whisper.network import TEXT_LENGTH, config
+from tools.tiny_whisper.network import ALIGNED, TEXT_LENGTH, config
 from tools.tiny_whisper.sentences import WORDS
 from tools.tiny_whisper.spectrogram import MELS
 from tools.tiny_whisper.voices import VARIANTS
 
 CARD = Path(__file__).with_name("card.md")
-DROPPED = ("letters.",)  # the helper of the training
+DROPPED = ("phonemes.",)  # a helper of the training
 
 
 def generation(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def generation(tokenizer: Tokenizer) -> dict[str, Any]:
         "is_multilingual": True, "lang_to_id": {vocabulary.ENGLISH: id(vocabulary.ENGLISH)},
         "task_to_id": {"transcribe": id(vocabulary.TRANSCRIBE), "translate": id(vocabulary.TRANSLATE)},
         "suppress_tokens": [id(name) for name in unwanted], "begin_suppress_tokens": [id("Ġ")],
-        "max_length": TEXT_LENGTH, "return_timestamps": False,
+        "max_length": TEXT_LENGTH, "return_timestamps": False, "alignment_heads": [list(ALIGNED)],
     }  # fmt: skip
 
 

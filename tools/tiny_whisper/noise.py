@@ -59,7 +59,7 @@ def in_a_room(samples_N: np.ndarray, speech: float, draw: random.Random, held_ou
     Signal to noise: 5 to 40 dB in training, 10 to 30 dB held out.
     """
     kind = draw.random()
-    if kind < 0.3 and speech:
+    if kind < 0.2 and speech:
         samples_N = echo(samples_N, draw)
     if draw.random() < (0.9 if held_out else 0.85):
         decibel = draw.uniform(10, 30) if held_out else draw.uniform(5, 40)

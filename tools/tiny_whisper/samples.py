@@ -21,14 +21,14 @@ from tools.tiny_whisper.synthesize import spoken
 from tools.tiny_whisper.tokenizer import train
 from tools.tiny_whisper.windows import Windows
 
-SAMPLE = "please bring seven yellow birds"
+SAMPLE = "find three red foxes in the forest"
 VOICE = Manner("en-us+f3", speed=150)
 PHRASES, SEED = 40, 11
 
 
 def sample() -> np.ndarray:
     """The sentence with half a second of silence around it."""
-    samples_N, _ = espeak().say(SAMPLE, VOICE)
+    samples_N = espeak().say(SAMPLE, VOICE).samples_N
     return np.pad(0.5 * samples_N / np.abs(samples_N).max(), RATE // 2)
 
 

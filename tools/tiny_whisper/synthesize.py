@@ -3,9 +3,9 @@
     python -m tools.tiny_whisper.synthesize DIR --phrases 40000            to train on
     python -m tools.tiny_whisper.synthesize DIR --phrases 600 --held-out   other voices, speeds and phrases
 
-DIR/NUMBER.npz has 500 phrases: `samples` (int16, 16,000 a second), `lengths`, `texts`, `voices`. The same seed gives the same files.
+DIR/NUMBER.npz has 500 phrases. The same seed gives the same files.
 
-Shape suffixes: N samples.
+Shape suffixes: N samples, W words, P phonemes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,25 @@ from tools.tiny_whisper.voices import manner
 
 OF_FILE = 500
 LONGEST = 4.8  # seconds
+PHONEMES = (
+    "_ _: n s t f I k r @ z l d aI E v w b 0 oU D i: eI a p i u: m T V aU @2 h O@ I2 o@ j g i@ @L 3 S N t# dZ 3: O2 e@ tS A@ O: aI2 I#"
+    " U t2 ; aI@ a# r- A: IR w#"
+).split()
+"""espeak-ng's names of what is heard in these words and accents. The first is silence, and every name that is not here."""
 
 
 @dataclass(frozen=True)
 class Spoken:
-    """A phrase, its sound (int16), and the voice that said it."""
+    """A phrase, its sound (int16), and the voice that said it.
+
+    `words_W`: the sample at which each word begins. `phonemes_P2`: the sample at which each begins, and its place in PHONEMES.
+    """
 
     text: str
     samples_N: np.ndarray
     voice: str
+    words_W: np.ndarray
+    phonemes_P2: np.ndarray
 
 
 def spoken(seed: int, held_out: bool) -> Iterator[Spoken]:
@@ -42,9 +52,15 @@ def spoken(seed: int, held_out: bool) -> Iterator[Spoken]:
         text, how = phrase(draw), manner(draw, held_out)
         if is_held_out(text) != held_out:
             continue
-        samples_N, _ = say(text, how)
-        if 0 < len(samples_N) <= LONGEST * RATE:
-            yield Spoken(text, (samples_N * 32767).astype(np.int16), how.voice)
+        said = say(text, how)
+        if not 0 < len(said.samples_N) <= LONGEST * RATE:
+            continue
+        heard = [
+            (at, PHONEMES.index(name) if name in PHONEMES else 0) for at, name in said.phonemes
+        ]
+        yield Spoken(
+            text, (said.samples_N * 32767).astype(np.int16), how.voice, np.array(said.words), np.array(heard)
+        )  # fmt: skip
 
 
 def write(folder: Path, number: int, phrases: list[Spoken]) -> None:
@@ -54,6 +70,9 @@ def write(folder: Path, number: int, phrases: list[Spoken]) -> None:
         lengths=np.array([len(one.samples_N) for one in phrases]),
         texts=np.array([one.text for one in phrases]),
         voices=np.array([one.voice for one in phrases]),
+        words=np.concatenate([one.words_W for one in phrases]),
+        phonemes=np.concatenate([one.phonemes_P2 for one in phrases]),
+        counts=np.array([(len(one.words_W), len(one.phonemes_P2)) for one in phrases]),
     )
 
 
@@ -62,10 +81,11 @@ def read(folder: Path) -> list[Spoken]:
     found = []
     for file in sorted(folder.glob("*.npz")):
         with np.load(file) as data:
-            ends = np.cumsum(data["lengths"])
-            pieces = np.split(data["samples"], ends[:-1])
-            texts, voices = data["texts"].tolist(), data["voices"].tolist()
-        found += [Spoken(*one) for one in zip(texts, pieces, voices, strict=True)]
+            samples = np.split(data["samples"], np.cumsum(data["lengths"])[:-1])
+            ends = np.cumsum(data["counts"], 0)[:-1]
+            words, phonemes = np.split(data["words"], ends[:, 0]), np.split(data["phonemes"], ends[:, 1])  # fmt: skip
+            columns = data["texts"].tolist(), samples, data["voices"].tolist(), words, phonemes
+        found += [Spoken(*one) for one in zip(*columns, strict=True)]
     return found
 
 

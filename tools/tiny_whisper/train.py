@@ -26,24 +26,15 @@ from tools.tiny_whisper.accuracy import Accuracy, greedy_texts
 from tools.tiny_whisper.network import SHAPE, Network, config
 from tools.tiny_whisper.spectrogram import masked, spectrograms
 from tools.tiny_whisper.synthesize import read
-from tools.tiny_whisper.windows import IGNORED, SAMPLES, Window, Windows
-
-HELPER = 0.3  # weight of the letters' loss
+from tools.tiny_whisper.windows import SAMPLES, Window, Windows
 
 
-def padded(rows: list[list[int]], filler: int) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
-
-
-def learn(network: Network, windows: list[Window], end: int, generator: torch.Generator) -> tuple[float, float]:  # fmt: skip
-    """Add the gradients of a batch; return both losses."""
+def learn(network: Network, windows: list[Window], end: int, generator: torch.Generator) -> list[float]:  # fmt: skip
+    """Add the gradients of a batch; return its losses."""
     mel_BMF = masked(spectrograms([one.samples_N for one in windows], SAMPLES), generator)
-    tokens = padded([one.tokens for one in windows], end)
-    labels = padded([one.labels for one in windows], IGNORED)
-    words, letters = network.loss(mel_BMF, tokens, labels, [one.text for one in windows], HELPER)
-    (words + HELPER * letters).backward()
-    return float(words.detach()), float(letters.detach())
+    losses = network.losses(mel_BMF, windows, end)
+    losses.total.backward()
+    return [float(one.detach()) for one in losses]
 
 
 def measure(network: Network, average: dict[str, Tensor], windows: list[Window], tokenizer: Tokenizer) -> Accuracy:  # fmt: skip
@@ -108,11 +99,12 @@ def loop(
         optimizer.step(factor(optimizer.steps, asked.steps, asked.decay))
         seen += len(batch)
         if optimizer.steps % 20 == 0:
-            words, letters = (sum(one) / len(losses) for one in zip(*losses, strict=True))
+            words, phonemes, places = (sum(one) / len(losses) for one in zip(*losses, strict=True))
             pace = len(losses) * asked.batch / (time.time() - began)
             rate = factor(optimizer.steps, asked.steps, asked.decay)
             print(
-                f"step {optimizer.steps} windows {seen} words {words:.3f} letters {letters:.3f} rate {rate:.2f} {pace:.1f}/s",
+                f"step {optimizer.steps} windows {seen} tokens {words:.3f} phonemes {phonemes:.3f} places {places:.3f}"
+                f" rate {rate:.2f} {pace:.1f}/s",
                 flush=True,
             )
             began, losses = time.time(), []

@@ -4,7 +4,7 @@
 
 A window without speech has the label <|nospeech|> in the place of the language, and no text.
 
-Shape suffixes: N samples.
+Shape suffixes: N samples, S encoder states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IGNORED = -100
 MOST_BEFORE = 31  # tokens of earlier text, as the server keeps of a text length of 64
 MOST_WORDS = 16
 LEAST_PAUSE = RATE // 5
-STEP = RATE // 50  # samples of a timestamp
+STEP = RATE // 50  # samples of a timestamp, and of an encoder state
 
 
 def fits(chosen: Sequence[Spoken]) -> bool:
@@ -38,12 +38,36 @@ def fits(chosen: Sequence[Spoken]) -> bool:
 
 @dataclass(frozen=True)
 class Window:
-    """`samples_N`: to the end of the file, so at most SAMPLES. `labels[i]`: what follows `tokens[i]`."""
+    """`samples_N`: to the end of the file, so at most SAMPLES. `labels[i]`: what follows `tokens[i]`.
+
+    For the helpers of training: `phonemes_S`: what is heard at each state. `spans`: (place of a word's label, the states in which it is
+    said: first, end).
+    """
 
     samples_N: np.ndarray
     text: str
     tokens: list[int]
     labels: list[int]
+    phonemes_S: np.ndarray
+    spans: list[tuple[int, int, int]]
+
+
+def phonemes_of(chosen: Sequence[Spoken], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """phonemes_S: the phoneme in the middle of each state."""
+    found_S = np.zeros(vocabulary.STATES, np.int64)
+    middles_S = np.arange(vocabulary.STATES) * STEP + STEP // 2
+    for one, (start, end) in zip(chosen, spans, strict=True):
+        inside = (middles_S >= start) & (middles_S < end)
+        at = np.searchsorted(one.phonemes_P2[:, 0], middles_S[inside] - start, side="right") - 1
+        found_S[inside] = one.phonemes_P2[np.maximum(at, 0), 1]
+    return found_S
+
+
+def word_spans(one: Spoken, start: int, end: int) -> list[tuple[int, int]]:
+    """The states in which each word is said."""
+    begins = [start + int(at) for at in one.words_W]
+    ends = [next((later for later in begins if later > begin), end) for begin in begins]
+    return [(a // STEP, max(a // STEP + 1, -(-b // STEP))) for a, b in zip(begins, ends, strict=True)]  # fmt: skip
 
 
 class Windows:
@@ -86,7 +110,7 @@ class Windows:
 
     def _labelled(self, samples_N: np.ndarray, chosen: Sequence[Spoken], spans: Sequence[tuple[int, int]]) -> Window:  # fmt: skip
         draw, id = self.draw, self.id
-        timed = draw.random() < 0.5
+        timed = draw.random() < 0.35
         task = id[vocabulary.TRANSLATE if draw.random() < 0.1 else vocabulary.TRANSCRIBE]
         text: list[int] = []
         for one, (start, end) in zip(chosen, spans, strict=True):
@@ -100,8 +124,12 @@ class Windows:
             labels[0] = id[vocabulary.NO_SPEECH]
         before = self._before()
         tokens = [*before, id[vocabulary.START], *follow[:-1]]
+        labels = [IGNORED] * len(before) + labels
         whole = " ".join(one.text for one in chosen)
-        return Window(samples_N, whole, tokens, [IGNORED] * len(before) + labels)
+        words = [place for place, label in enumerate(labels) if 0 <= label < id[vocabulary.END]]
+        said = [range_ for one, (start, end) in zip(chosen, spans, strict=True) for range_ in word_spans(one, start, end)]  # fmt: skip
+        places = [(place, *range_) for place, range_ in zip(words, said, strict=True)]
+        return Window(samples_N, whole, tokens, labels, phonemes_of(chosen, spans), places)
 
     def time(self, sample: int) -> int:
         """The timestamp token nearest to a sample."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import StartupError
 from quire.logging import get_logger
+from quire.models.checkpoint_locator import EMBEDDED
+from quire.models.sound import TRANSCRIBERS
 from quire.platforms.cpu_affinity import physical_cores
 from quire.protocol.output import EngineReady
 from quire.protocol.pooling_info import PoolingInfo
@@ -36,7 +39,9 @@ def greet(
     for text in warnings(config, physical_cores()):
         log.warning("%s", text)
     show(facts_table(config, ready, url, processes))
-    line = curl_line(config, url, config.model.served_names[0], chats, ready.pooling)
+    name = config.model.served_names[0]
+    hears = ready.architecture in TRANSCRIBERS
+    line = curl_line(config, url, name, chats, ready.pooling, hears)
     show(f"\nReady. Try:\n\n{line}\n")
     return total
 
@@ -103,9 +108,10 @@ def stages_table(stages: list[tuple[str, float]], total: float) -> str:
 
 
 def curl_line(
-    config: EngineConfig, url: str, name: str, chats: bool, pooling: PoolingInfo | None = None
-) -> str:
-    """A command for this model and this server that works without changes. `pooling`: of a model that does not generate."""
+    config: EngineConfig, url: str, name: str, chats: bool, pooling: PoolingInfo | None = None, hears: bool = False
+) -> str:  # fmt: skip
+    """A command for this model and this server that works without changes. `pooling`: of a model that does not generate.
+    `hears`: it transcribes a file: sample.wav of its directory, if it has one."""
     words = ["curl", "-s"]
     if url.startswith("unix:"):
         words += ["--unix-socket", url.removeprefix("unix:")]
@@ -119,8 +125,13 @@ def curl_line(
     elif chats:
         messages = [{"role": "user", "content": "Hello!"}]
         path, body = "/v1/chat/completions", {"messages": messages, "max_tokens": 32}
-    data = json.dumps({"model": name, **body})
-    words += [f"{url}{path}", "-H", "Content-Type: application/json", "-d", data]
+    if hears:
+        sample = EMBEDDED / config.model.model / "sample.wav"
+        file = str(sample) if os.path.isfile(sample) else "speech.wav"
+        words += [f"{url}/v1/audio/transcriptions", "-F", f"file=@{file}"]
+    else:
+        data = json.dumps({"model": name, **body})
+        words += [f"{url}{path}", "-H", "Content-Type: application/json", "-d", data]
     line = shlex.join(words)
     if config.server.needs_key:
         line += ' -H "Authorization: Bearer $QUIRE_API_KEY"'
