@@ -64,7 +64,7 @@ enable_per_request_metrics logging_config={"a":1} log_config_file=/f
 enable_log_outputs additional_config={"a":1} disable_custom_all_reduce max_parallel_loading_workers=2 all2all_backend=x
 numa_bind enable_dbo enable_fault_tolerance worker_use_ray engine_use_ray disable_log_requests task=embed rope_scaling={"type":"linear"} rope_theta=9
 attention_config={"backend":"TORCH_SDPA"} long_lora_scaling_factors=2 moe_backend=x exclude_tools_when_tool_choice_none
-skip_mm_profiling video_pruning_rate=0.5
+skip_mm_profiling video_pruning_rate=0.5 mm_encoder_attn_backend=TORCH_SDPA mm_encoder_attn_dtype=fp8
 """
 # The flags that vLLM 0.32 has beside all of these
 NEWER = """

@@ -66,7 +66,7 @@ def test_whole_pictures():
 
 @pytest.mark.parametrize("places", [[(0, 21)], [(0, 10), (5, 10)], [(95, 10)], [(3, 0)]], ids=str)
 def test_places_that_cannot_be_are_refused(places):
-    with pytest.raises(ValidationError, match="picture"):
+    with pytest.raises(ValidationError, match="item"):
         gate().receive(received(*places), 1)
 
 
