@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import mmap
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from kv_tiers.test_disk import LENGTH, made, put
 
 from quire.cli import doctor, kv
 from quire.kvstore.record import PAGE, record_size
-from quire.kvstore.segments import segments_in
+from quire.kvstore.segments import DESCRIPTION, RATE, segments_in
+
+SOURCE = Path(kv.__file__).parents[1]
 
 
 @pytest.fixture
@@ -57,5 +61,23 @@ def test_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_says_what_a_token_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     doctor.main(["--kv-disk-dir", str(tmp_path), "--kv-disk-write", "always", "--port", "0"])
     said = capsys.readouterr().out
-    assert "one token   2.50 KiB" in said
+    assert re.search(r"one token +2.50 KiB", said)
+    assert "on this machine" not in said
     assert "600 TB of writes, kv_disk_write=always" in said
+    known = tmp_path / ("0" * 32)
+    known.mkdir()
+    (known / RATE).write_text("1234.5")
+    facts = {"model": str(SOURCE / "embedded" / "quire-tiny"), "dtype": dtype_of(said)}
+    (known / DESCRIPTION).write_text(json.dumps(facts))
+    doctor.main(["--kv-disk-dir", str(tmp_path), "--port", "0"])
+    assert re.search(r"on this machine +the last server computed 1234 prompt tokens per second: 3.0\d MiB", capsys.readouterr().out)  # fmt: skip
+    doctor.main(["--kv-remote-url", "redis://host", "--kv-key-file", str(tmp_path / "key"), "--port", "0"])  # fmt: skip
+    said = capsys.readouterr().out
+    assert "break-even" in said
+    assert "disk life" not in said
+
+
+def dtype_of(said: str) -> str:
+    found = re.search(r"dtype +(\w+)", said)
+    assert found is not None
+    return found[1]

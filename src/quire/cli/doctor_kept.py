@@ -1,14 +1,20 @@
-"""What `quire doctor` says of kept KV blocks (--kv-disk-dir): their size, when a load is worth it, how long a disk lasts.
+"""What `quire doctor` says of kept KV blocks (--kv-disk-dir, --kv-remote-url): their size, when a load is worth it, how long a
+disk lasts.
 
-Knows the layout of the KV cache. Measures nothing: a server measures both rates while it runs, and its log says them.
+Knows the layout of the KV cache. Measures nothing: a server measures both rates while it runs, and leaves that of prompts in
+the folder.
 """
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from itertools import repeat
+from pathlib import Path
 
 from quire.config.engine import Resolved
 from quire.kvstore.disk import DAY_S
+from quire.kvstore.segments import DESCRIPTION, RATE, identities
 from quire.startup_timer import table
 from quire.worker.memory_plan import GIB, MemoryPlan, size
 
@@ -27,10 +33,25 @@ def token_bytes(plan: MemoryPlan) -> int:
     )
 
 
+def measured_rate(resolved: Resolved) -> float:
+    """Prompt tokens per second of the last server with this model and folder; 0: none has measured it."""
+    found: list[tuple[float, float]] = []
+    if (root := resolved.config.cache.kv_disk_dir) is None:
+        return 0.0
+    with suppress(OSError):
+        for folder in identities(Path(root).expanduser()):
+            with suppress(OSError, ValueError, AttributeError):
+                file = folder / RATE
+                facts = json.loads((folder / DESCRIPTION).read_text())
+                if facts.get("model") == resolved.path and facts.get("dtype") == resolved.dtype:
+                    found.append((file.stat().st_mtime, float(file.read_text())))
+    return max(found)[1] if found else 0.0
+
+
 def kept_blocks(resolved: Resolved, plan: MemoryPlan) -> list[str]:
     """The section "Kept KV blocks"; none if no folder keeps them."""
     cache, num_bytes = resolved.config.cache, token_bytes(plan)
-    if cache.kv_disk_dir is None or not num_bytes:
+    if not (cache.kv_disk_dir or cache.kv_remote_url) or not num_bytes:
         return []
     each = num_bytes * PER_SECOND
     days = {
@@ -40,9 +61,12 @@ def kept_blocks(resolved: Resolved, plan: MemoryPlan) -> list[str]:
     }
     rows = [
         ("one token", f"{size(num_bytes)}; {cache.kv_disk_size:g} GiB keep {int(cache.kv_disk_size * GIB / num_bytes):,} tokens"),
-        ("break-even", f"a disk that reads {size(each)} per second is as fast as computing {PER_SECOND} prompt tokens per second"),
-        ("disk life", f"{days[cache.kv_disk_write]} (600 TB of writes, kv_disk_write={cache.kv_disk_write})"),
+        ("break-even", f"a disk or server that reads {size(each)} per second is as fast as computing {PER_SECOND} prompt tokens per second"),
     ]  # fmt: skip
+    if rate := measured_rate(resolved):
+        rows.append(("on this machine", f"the last server computed {rate:.0f} prompt tokens per second: {size(int(rate * num_bytes))} per second is as fast"))  # fmt: skip
+    if cache.kv_disk_dir:
+        rows.append(("disk life", f"{days[cache.kv_disk_write]} (600 TB of writes, kv_disk_write={cache.kv_disk_write})"))  # fmt: skip
     return ["Kept KV blocks\n" + table(rows)]
 
 

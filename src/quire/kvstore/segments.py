@@ -25,6 +25,8 @@ from quire.kvstore.record import PAGE, BadRecord, RecordHead, read_head
 
 SUFFIX = ".seg"
 DESCRIPTION = "identity.json"
+RATE = "prompt-tokens-per-second"
+"""A file beside the segments, with what the last engine measured."""
 SEGMENT_BYTES = 256 << 20
 FEWEST_SEGMENTS = 16
 KEEP_FREE = 1 << 30

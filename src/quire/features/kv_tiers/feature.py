@@ -33,6 +33,7 @@ from quire.kvstore.host_pool import HostPool
 from quire.kvstore.key_file import make_folder, read_key
 from quire.kvstore.record import mac_key, record_size
 from quire.kvstore.redis_store import RedisStore
+from quire.kvstore.segments import RATE
 from quire.kvstore.staging import MOST_RANKS, Staging
 from quire.kvstore.store_list import BlockStore, StoreList
 from quire.logging import get_logger
@@ -47,8 +48,6 @@ log = get_logger(__name__)
 
 STAGING_BYTES = 128 << 20
 FEWEST_SLOTS = 4
-RATE = "prompt-tokens-per-second"
-"""A file beside the blocks, with what the last process measured."""
 FLUSH_S = 5.0
 SWAP_SPACE = 4
 """GiB, if preemption_mode=swap names none; as in vLLM."""
