@@ -250,7 +250,7 @@ def test_the_next_server_finishes_them_equal(engine: AsyncEngine, tmp_path: Path
                 assert whole[kind]["status"] in ("completed", "incomplete"), whole
         data, rng = only_file(tmp_path / "j").read_bytes(), random.Random(5)
         resumed = 0
-        for cut in [*(rng.randrange(len(data)) for _ in range(4)), len(data)]:
+        for cut in [*(rng.randrange(len(data)) for _ in range(2)), len(data)]:
             folder = tmp_path / f"cut {cut}"
             folder.mkdir(mode=0o700)
             (folder / "1.journal").write_bytes(data[:cut])
@@ -267,7 +267,7 @@ def test_the_next_server_finishes_them_equal(engine: AsyncEngine, tmp_path: Path
                     # what was recorded has the same borders; the rest may come in other pieces
                     assert same(again[: recorded + 2]) == same(heard[kind][: recorded + 2])
                 assert not state.active
-        assert resumed > 10
+        assert resumed > len(BODIES)
 
     asyncio.run(go())
 
