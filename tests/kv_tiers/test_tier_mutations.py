@@ -35,8 +35,6 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
         SWAP, "SwapSpace.take_leaving", "leaving, self.leaving = self.leaving, {}",
         "leaving, self.leaving, self.late = getattr(self, 'late', {}), {}, self.leaving",
     ),
-    "a copy of a failed step is swapped": (GATE, "KVTierGate._finish_copies", "sent.has_failed or sent.is_outdated", "False"),
-    "what a step in flight writes is swapped": (SWAP, "SwapSpace.on_taken", "key not in self.written", "True"),
     "a slot with a pin is given up": (POOL, "HostPool.take", "self._idle.popitem(last=False)[1] if self._idle else None", "next(iter((self._idle or self._pinned).values()), None)"),
     "a request that ends keeps its pins": (GATE, "KVTierGate.on_waiting_ended", "self.swap.returned(request)", "pass"),
     "the hash ignores the salt": (
