@@ -9,6 +9,7 @@ What goes out is the moving average of the weights, in bfloat16. The same run gi
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def card(state: dict[str, Any]) -> str:
     facts = {
         "parameters": f"{sum(w.numel() for w in kept.values()) / 1e6:.2f} million",
         "encoder_layers": state["shape"]["encoder_layers"], "decoder_layers": state["shape"]["decoder_layers"],
-        "width": state["shape"]["d_model"], "words": len(WORDS), "vocabulary": ", ".join(WORDS), "voices": len(VARIANTS),
+        "width": state["shape"]["d_model"], "words": len(WORDS), "vocabulary": textwrap.fill(", ".join(WORDS), 130), "voices": len(VARIANTS),
         "windows": f"{state['windows']:,}", "steps": f"{state['optimizer']['steps']:,}", "figures": NO_FIGURES,
     }  # fmt: skip
     text = CARD.read_text()
