@@ -90,11 +90,11 @@ struct SmallModel {
     std::vector<int32_t> tokens(L), blocks(M);
     for (long i = 0; i < T; i++) tokens[i] = (int32_t)(i * 7 % V);
     for (long i = 0; i < M; i++) blocks[i] = (int32_t)(M - i);
-    int64_t computed = 0, length = T, drafts = 0, drew = 0;
+    int64_t computed = 0, length = T, drafts = 0, drew = 0, rope_offset = 0;
     float whole = 0;
     const quire::RowParams params{0, 0, 0, 1, -INFINITY};
     const int32_t* tables[] = {blocks.data()};
-    const quire::Rows rows{tokens.data(), &computed, &length, &drafts, tables, &params, nullptr, L, M, 0};
+    const quire::Rows rows{tokens.data(), &computed, &length, &drafts, tables, &params, nullptr, &rope_offset, L, M, 0};
     const int64_t work[] = {0, T, 1, 0}, draws[] = {3};
     quire_draft(&model, &rows, work, 1, draws, nullptr, nullptr, &drew, &whole);
     return tokens;

@@ -31,15 +31,16 @@ CHECK(speculator) {
     s.target_ids = target_ids, s.target_vocab = V, s.hands_on_sum = joined_by_weight, s.normed_residual = 1;
 
     Guarded<int32_t> tokens(R * L), blocks(R * M);
-    Guarded<int64_t> computed(R), length(R), drafts(R);
+    Guarded<int64_t> computed(R), length(R), drafts(R), rope_offset(R);
     Guarded<quire::RowParams> params(R);
     for (long r = 0; r < R; r++) {
       for (long i = 0; i < L; i++) tokens[r * L + i] = (int)random.below(V);
       for (long i = 0; i < M; i++) blocks[r * M + i] = (int)(1 + i * R + r);
+      rope_offset[r] = 0;
       params[r] = {r == 1 ? 0.f : 0.7f, (uint32_t)r, 0, 1, -INFINITY};
     }
     const int32_t* tables[] = {blocks};
-    const quire::Rows rows{tokens, computed, length, drafts, tables, params, nullptr, L, M, 1};
+    const quire::Rows rows{tokens, computed, length, drafts, tables, params, nullptr, rope_offset, L, M, 1};
 
     // A prompt over a block's end, two tokens, and one; they draw three tokens, one, and two.
     const int64_t work[4][R] = {{0, 1, 2}, {19, 2, 1}, {1, 1, 1}, {0, 0, 0}}, draws[R] = {3, 1, 2};

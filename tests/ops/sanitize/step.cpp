@@ -25,16 +25,16 @@ CHECK(step) {
     m.embedding_scale = m.logit_scale = 1;
 
     Guarded<int32_t> tokens(R * L), blocks(R * M);
-    Guarded<int64_t> computed(R), length(R), drafts(R);
+    Guarded<int64_t> computed(R), length(R), drafts(R), rope_offset(R);
     Guarded<quire::RowParams> params(R);
     for (long r = 0; r < R; r++) {
       for (long i = 0; i < L; i++) tokens[r * L + i] = (int)random.below(V);
       for (long i = 0; i < M; i++) blocks[r * M + i] = (int)(1 + i * R + r);
-      computed[r] = 0, length[r] = 20 + r, drafts[r] = 0;
+      computed[r] = 0, length[r] = 20 + r, drafts[r] = rope_offset[r] = 0;
       params[r] = {r == 1 ? 0.f : 0.7f, (uint32_t)r, r == 3 ? 5 : 0, r == 2 ? 0.8 : 1, -INFINITY};
     }
     const int32_t* tables[] = {blocks};
-    const quire::Rows rows{tokens, computed, length, drafts, tables, params, nullptr, L, M, 0};
+    const quire::Rows rows{tokens, computed, length, drafts, tables, params, nullptr, rope_offset, L, M, 0};
 
     // A whole prompt, a part of one, and one that ends here but does not draw.
     const int64_t first[4][3] = {{2, 0, 1}, {22, 7, 21}, {1, 1, 0}, {0, 0, 0}};
