@@ -180,6 +180,7 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "quire doctor qwen3:4b": in_terminal(r"This configuration would start\."),
     "quire doctor --config quire.yaml": configured_doctor,
     "quire kv": kept_blocks,
+    "redis-server": "another program: tests/kv_tiers starts it where it is installed",
     "kill": "ends an engine while it answers: tests/processes and tests/engine do that",
     "quire collect-env": prints(r"[Qq]uire"),
     "quire doctor MODEL": in_terminal(r"This configuration would start\."),

@@ -37,6 +37,7 @@ OTHERS = {
     "docker",
     "kubectl",
     "promtool",
+    "redis-server",
     "kill",
     ".",
     "cd",
@@ -162,7 +163,7 @@ def check_packages(names: list[str]) -> None:
             assert name in MAKEFILE
         elif not name.startswith("dist/"):
             base = name.partition("[")[0]
-            assert base in PACKAGES or (ROOT / base).exists(), name
+            assert base in PACKAGES or base == PROJECT["name"] or (ROOT / base).exists(), name
 
 
 def check_python(words: list[str]) -> None:
