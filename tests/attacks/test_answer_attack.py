@@ -19,6 +19,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_answer_of_gigabytes_is_refused(server: AttackedServer, name: str):
     with server.attack(seconds=60) as measured:

@@ -144,6 +144,7 @@ def test_no_request_that_the_engine_cannot_read_hangs(server: AttackedServer):
     measured.check()
 
 
+@pytest.mark.slow
 def test_a_refusal_does_not_repeat_the_request(started: Start):
     """An integer that msgpack cannot encode; then the engine is killed."""
     server = started()
@@ -165,6 +166,7 @@ def healed(server: AttackedServer, seconds: float = 60) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_refused_requests_leave_no_memory(server: AttackedServer):
     pid = server.process.pid

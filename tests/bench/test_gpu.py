@@ -45,6 +45,7 @@ def environment_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "none")
 
 
+@pytest.mark.slow
 def test_sections_that_need_no_kernels(tmp_path: Path) -> None:
     code, found = ran(tmp_path, "machine", "engine", "steps", "serving", "peer-loop", "peer-vllm")
     assert code == 0
@@ -192,6 +193,7 @@ def test_a_hanging_section_is_stopped_and_its_results_are_kept(tmp_path: Path, m
     assert found["failed"].startswith("it was stopped after")
 
 
+@pytest.mark.slow
 def test_a_section_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--small", "--out", str(tmp_path), "--only", "machine"]
     assert gpu.main(words) == 0
@@ -199,6 +201,7 @@ def test_a_section_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert found["machine"]["bytes"] > 0
 
 
+@pytest.mark.slow
 def test_sizes_are_recorded_on_request(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(CpuPlatform, "kernels", ("triton", "reference"))
     monkeypatch.setattr(CpuPlatform, "graph_capturer", lambda self: Capturer())

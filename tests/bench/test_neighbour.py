@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import neighbour
 from benchmarks.__main__ import main
 
 
+@pytest.mark.slow
 def test_every_engine_has_rows_or_a_reason(tmp_path: Path, capsys) -> None:
     words = [
         "neighbour",

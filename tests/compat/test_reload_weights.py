@@ -39,6 +39,7 @@ def test_random_weights_become_those_of_the_checkpoint(options, expected):
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
+@pytest.mark.slow
 def test_requests_that_run_are_computed_again(expected):
     """What they generate after the call is what the new weights generate after the tokens that they have."""
     with LLM("quire-tiny", load_format="dummy", max_model_len=64) as llm:
@@ -109,6 +110,7 @@ def shared_llm():
         yield llm
 
 
+@pytest.mark.slow
 def test_a_new_process_of_the_engine_loads_the_same_weights(expected, tmp_path):
     with LLM("quire-tiny", load_format="dummy", max_model_len=64) as llm:
         core = llm.client.core

@@ -20,11 +20,13 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
 def test_a_broken_rule_is_noticed(name: str) -> None:
     assert mutations.noticed(name), f"{mutations.TRIALS} random workloads did not notice"
 
 
+@pytest.mark.slow
 def test_afterwards_all_workloads_pass() -> None:
     """Else what they noticed was no mutation, or one of an earlier test."""
     workload.main(20)

@@ -67,6 +67,7 @@ def close(found: list[np.ndarray], expected: Any) -> None:
         np.testing.assert_allclose(one, np.asarray(other), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_vectors_are_those_of_sentence_transformers(name: str, saved: Path) -> None:
     after = CASES[name][1]

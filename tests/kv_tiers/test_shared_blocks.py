@@ -86,6 +86,7 @@ def test_two_engines_share_blocks(
             each.client.core.scheduler.check()
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs(
     checkpoint: Callable[..., str], key_file: Path, tmp_path: Path, expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -138,6 +139,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_engine_that_differs_finds_nothing(
     change: str, checkpoint: Callable[..., str], filled: str, key_file: Path, tmp_path: Path

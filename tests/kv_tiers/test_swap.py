@@ -78,7 +78,9 @@ def path_of(kind: str, checkpoint: Callable[..., str], folder: Path, patch: Any)
     return path
 
 
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "depth", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_at_every_depth(
     kind: str, depth: int, checkpoint: Callable[..., str], tmp_path: Path,
@@ -94,6 +96,7 @@ def test_every_family_at_every_depth(
         assert swapped(one) > 0
 
 
+@pytest.mark.slow
 def test_adapters(checkpoint: Callable[..., str], tmp_path: Path) -> None:
     """A request with an adapter never gets blocks of another one, though all have the same prompt."""
     adapters = [
@@ -147,6 +150,7 @@ def test_a_request_that_ends_while_it_is_swapped(
     assert "is preempted by PreemptionMode.SWAP mode because there is not enough KV cache" in caplog.text  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_step_that_fails_while_blocks_are_copied(depth: int, checkpoint: Callable[..., str]) -> None:  # fmt: skip
     """Its requests end with an error; what it should have copied is never loaded."""

@@ -77,6 +77,7 @@ def test_a_store_with_faults(
             assert hits(one) == 0
 
 
+@pytest.mark.slow
 def test_a_store_that_is_late(
     filled: Path, expected: list[list[int]], checkpoint: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
@@ -122,6 +123,7 @@ def test_requests_that_end_while_they_load(
         assert gate_of(one).staging.num_free == gate_of(one).staging.num_slots
 
 
+@pytest.mark.slow
 def test_few_slots_are_enough(
     filled: Path, expected: list[list[int]], checkpoint: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
@@ -187,6 +189,7 @@ def test_adapters_have_blocks_of_their_own(checkpoint: Callable[..., str], tmp_p
             assert (hits(one) > 0) == (number == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (2, 2)])
 def test_ranks_keep_their_parts(
     tensor: int, pipeline: int, checkpoint: Callable[..., str], tmp_path: Path

@@ -57,6 +57,7 @@ def test_chunks_preemption_and_cached_prefixes(
         assert one.stats()["prefix_hits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "depth"),
     [
@@ -83,6 +84,7 @@ class Late(Hook):
         time.sleep(0.004 * (plan.step % 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "late"),
     [({}, 1), ({"size": 1, "pipeline": 2}, 0), ({"size": 1, "pipeline": 2}, 1)],
@@ -170,6 +172,7 @@ def test_grammars(drafts: dict[str, Any]) -> None:
     assert formed(2, **drafts) == formed(1, async_scheduling=True)
 
 
+@pytest.mark.slow
 def test_vectors_and_scores(tmp_path: Path) -> None:
     path, _ = make_pooling_checkpoint("qwen3", tmp_path, hidden_size=128, intermediate_size=256)
     texts, found = prompts(5, longest=50), []
@@ -181,6 +184,7 @@ def test_vectors_and_scores(tmp_path: Path) -> None:
         assert [one.tobytes() for one in split] == [one.tobytes() for one in whole]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "quantization", ["int8", *(pytest.param(name, marks=SLOW) for name in ("int4_g32", "nf4"))]
 )

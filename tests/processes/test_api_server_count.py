@@ -279,6 +279,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced(
     until(lambda: server.client.get("/load").json() == {"server_load": 0})
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_during_a_sleep_call_blocks_no_other(
     server: Served, clients: list[httpx.Client]
 ):
@@ -328,6 +329,7 @@ def test_on_shutdown_all_workers_finish_their_requests(server: Served):
     assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("was_stopped", [True, False])
 def test_a_suspension_of_the_supervisor_is_not_a_hang_of_workers(
     was_stopped: bool, monkeypatch: pytest.MonkeyPatch
@@ -363,6 +365,7 @@ def test_killing_the_parent_ends_all_workers(tmp_path: Path):
     until(lambda: not [pid for pid in family if Path(f"/proc/{pid}").exists()])
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_too_often_stays_dead_and_the_last_ends_the_server(tmp_path: Path):
     limit = {"QUIRE_MAX_ENGINE_RESTARTS": "0"}
     with Served(make_checkpoint(tmp_path), "--api-server-count", "2", env=limit) as server:

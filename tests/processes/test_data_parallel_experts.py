@@ -97,6 +97,7 @@ def engines_of(server: Served) -> list[int]:
     return [pid for pid in children(server.process.pid) if has_torch(pid)]
 
 
+@pytest.mark.slow
 def test_an_idle_engine_answers_without_steps(server: Served) -> None:
     first = tokens(asked(server, rank="0"))
     assert len(first) == 24
@@ -104,6 +105,7 @@ def test_an_idle_engine_answers_without_steps(server: Served) -> None:
     assert tokens(asked(server, rank="1")) == first
 
 
+@pytest.mark.slow
 def test_aborted_requests_disturb_no_other(server: Served) -> None:
     """Clients that leave in the middle of their streams, beside others in both engines."""
     wanted = tokens(asked(server))
@@ -147,6 +149,7 @@ def test_a_killed_engine(server: Served) -> None:
     assert tokens(asked(server, rank="1", max_tokens=200)) == wanted
 
 
+@pytest.mark.slow
 def test_a_stop_leaves_nothing(server: Served) -> None:
     """The last of this server."""
     family = children(server.process.pid)

@@ -189,6 +189,7 @@ def test_tokens_equal_those_of_an_engine_in_this_process_also_after_a_restart(
     assert client.epoch == epoch + 1
 
 
+@pytest.mark.slow
 def test_after_too_many_crashes_the_restart_is_delayed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +222,7 @@ def test_after_too_many_crashes_the_restart_is_delayed(
         assert client.epoch == 3
 
 
+@pytest.mark.slow
 def test_without_restarts_a_crash_is_final(path: str) -> None:
     with started(path, RestartPolicy(restarts=0)) as client:
         ids = submit(client, "r", 2, LONG)
@@ -261,6 +263,7 @@ def test_a_call_does_not_wait_for_a_dead_engine(client: ProcessClient) -> None:
         client.answer_to(asked)
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_keeps_its_pause_and_sleep(client: ProcessClient) -> None:
     """Regression: the new process was awake and served, although the operator had paused it and put it to sleep."""
     epoch = client.epoch
@@ -285,6 +288,7 @@ def test_a_restarted_engine_keeps_its_pause_and_sleep(client: ProcessClient) -> 
     assert {outs[-1].finish for outs in got.values()} == {"length"}
 
 
+@pytest.mark.slow
 def test_a_failed_start_reports_the_reason(path: str) -> None:
     weights = Path(path) / "model.safetensors"
     data = weights.read_bytes()
@@ -307,6 +311,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_killing_the_parent_leaves_no_orphan(path: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
@@ -331,6 +336,7 @@ kill -CONT {0}
 """
 
 
+@pytest.mark.slow
 def test_suspending_both_processes_is_not_a_hang(watched: ProcessClient) -> None:
     """A paused container: host and engine stop and go on together; the host must not think the engine dead."""
     client = watched

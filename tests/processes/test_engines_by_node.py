@@ -75,6 +75,7 @@ def test_each_machine_has_an_engine(tmp_path: Path, wanted: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_each_engine_has_two_machines(tmp_path: Path, wanted: Any) -> None:
     """A machine that ends takes its engine with it, and no other; the engine comes again with it."""
     flags = ["-dp", "2", "-tp", "2", "--nnodes", "4", "--master-port", str(free_ports())]

@@ -73,6 +73,7 @@ def test_a_node_serves_leaves_comes_again_and_ends_with_the_server(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_killed_node_and_a_killed_server(tmp_path: Path) -> None:
     """Neither can say goodbye: the other side notices the silence, and no process is left."""
     key = tmp_path / "key"

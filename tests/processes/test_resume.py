@@ -130,6 +130,7 @@ def test_streams_go_on_as_if_nothing_had_happened(
     until(lambda: server.metric("quire:requests_resumed_total") >= 1)
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_ends_alone() -> None:
     """Twice the engine dies because of it; then it ends with an error, and all others have the text of an undisturbed run."""
     path = {"PYTHONPATH": f"{SOURCE}:{Path(__file__).parent}"}

@@ -250,7 +250,9 @@ def test_the_cli_completion_equals_the_servers(server: Served, checkpoint: str):
     assert said == {"there": expected, "here": expected}
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_killed_or_hanging_engine_restarts(server: Served, blow: signal.Signals):
     """While 32 streams run: each goes on in the next process and ends in full."""
     body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}

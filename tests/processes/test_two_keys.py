@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 from server_process import PATIENCE_S, Served
 from tiny_llama import make_checkpoint
 
@@ -16,6 +17,7 @@ TEXT = "/v1/completions"
 FLOOD = 64
 
 
+@pytest.mark.slow
 def test_a_light_key_does_not_wait_for_a_busy_key(tmp_path: Path):
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps([{"name": "heavy", "key": "h"}, {"name": "light", "key": "l"}]))

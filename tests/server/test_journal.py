@@ -237,6 +237,7 @@ def text_of(heard: list[Any]) -> str:
     return "".join(event["delta"] for event in heard if "delta" in event)
 
 
+@pytest.mark.slow
 def test_the_next_server_finishes_them_equal(engine: AsyncEngine, tmp_path: Path) -> None:
     """The first server is cut off at any byte of its journal."""
 

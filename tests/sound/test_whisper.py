@@ -134,6 +134,7 @@ def test_a_preempted_request_needs_no_second_encoding(
         assert len(scheduler.kv.pool.free) == blocks
 
 
+@pytest.mark.slow
 def test_it_sleeps_and_wakes_up(path: str, expected: list[list[int]]) -> None:
     with whisper_engine(path) as one:
         for level in (1, 2):
@@ -143,6 +144,7 @@ def test_it_sleeps_and_wakes_up(path: str, expected: list[list[int]]) -> None:
         assert run(one, path, [2, 3]) == [expected[2], expected[3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "pipeline"), [(2, 1), (1, 3)])
 def test_ranks_split_its_heads_or_layers(
     path: str, expected: list[list[int]], size: int, pipeline: int

@@ -58,7 +58,7 @@ def plans(rng: random.Random, count: int):
             yield StepPlan(step, entered, work, left)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_staged_batches_equal_plain_batches(seed: int) -> None:
     sizes = ROWS, LENGTH, GROUPS + 1, BLOCK, "cpu", {GROUPS: STATES}
     made = [kind(*sizes) for kind in (RequestRows, DeviceRows)]
