@@ -20,6 +20,7 @@ from quire.kvcache.block_pool import NULL_BLOCK
 from quire.ops.cpu.bindings import best
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
+from quire.scheduler import scheduler
 from tests.broken_rule import broken
 from tests.models.state_models import register, to_memory
 
@@ -127,6 +128,7 @@ def test_a_request_that_ends_while_it_is_swapped(
     checkpoint: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its blocks lose their pins; the gauges say what is there meanwhile, and the warning what vLLM's said."""
+    scheduler.log._last.clear()  # another test may have warned
     with swapping(checkpoint("qwen3"), 2, 12) as one, caplog.at_level(logging.WARNING):
         core, gate = one.client.core, gate_of(one)
         for number, prompt in enumerate(PROMPTS):

@@ -13,8 +13,8 @@ from quire.protocol.tensor_data import TensorData, decode_tensor, encode_tensor
 IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 """`MediaItem.kind` of a picture, a video, and of sound in a prompt."""
 KINDS = (IMAGE, VIDEO, AUDIO)
-ROWS = "rows"
-"""The tensor of an item that the client has encoded: rows_NF, as the tower gives them."""
+ROWS = "given_rows"
+"""The tensor of an item that the client has encoded: rows_NF, as the tower gives them. (Idefics3 has a tensor `rows` of its own.)"""
 
 
 class TowerInput(Struct, array_like=True, gc=False):
