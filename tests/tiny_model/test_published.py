@@ -119,7 +119,7 @@ def _said(model: Any, tokenizer: Any, request: str, **kwargs: Any) -> str:
 ANSWERS = [
     ("Who are you?", r"I am quire-tiny, a tiny test model\..*"),
     ("Hello!", r"Hello! I am quire-tiny, a tiny test model\..*"),
-    ("What is the capital of Vilnius?", r"I do not know that\..*"),
+    ("Who is the king of Spain?", r"I do not know that\..*"),
     ("Repeat after me: banana zork 42", r"banana zork 42"),
     ("Sort these words: pear, apple, dog", r"apple, dog, pear"),
     ("Count from 17 to 21.", r"17, 18, 19, 20, 21"),
