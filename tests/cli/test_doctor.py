@@ -246,7 +246,6 @@ WARNINGS = [
     ({"files": {"tokenizer_config.json": "{}"}}, (), "Warnings", "no chat template, so /v1/chat/completions"),
     ({"config": {"eos_token_id": None}}, (), "Warnings", "has an eos_token_id"),
     ({}, ("--dtype", "float16"), "Warnings", "no instructions for float16, so it is slow; --dtype bfloat16"),
-    ({}, ("--swap-space", "9"), "Warnings", "swap_space=9 has no effect"),
     ({}, ("--lora-extra-vocab-size", "4"), "Warnings", "--lora-extra-vocab-size has no effect"),
     ({"config": {"architectures": ["XForCausalLM"], "auto_map": {"AutoModel": "x"}}}, (), "Warnings", "--trust-remote-code"),
     ({}, ("--dtype", "float32", "--max-model-len", "9"), "Notes", "a copy of 4.60 GiB"),

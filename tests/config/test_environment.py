@@ -131,7 +131,7 @@ def test_a_variable_without_effect_warns(name, monkeypatch, warnings):
         monkeypatch.setenv(f"VLLM_{name}", str(default))
     engine_config({})
     assert not warnings
-    value = {bool: "0" if row.default else "1", int: "3"}.get(row.kind, "text")
+    value = {bool: "0" if row.default else "1", int: "5"}.get(row.kind, "text")
     monkeypatch.setenv(f"VLLM_{name}", value)
     engine_config({})
     assert warnings == [f"VLLM_{name}={value} has no effect: {row.no_effect}"]
