@@ -11,7 +11,7 @@ let wasAsked = false;
 
 // The server's answer; raises Refused with the server's message, or AbortError.
 export async function ask(path, {body, signal} = {}) {
-  const headers = {};
+  const headers = {}, used = key;
   if (key) headers.Authorization = "Bearer " + key;
   if (body) headers["Content-Type"] = "application/json";
   let answer;
@@ -25,7 +25,7 @@ export async function ask(path, {body, signal} = {}) {
   const text = await answer.text();
   let message = text || answer.statusText;
   try { message = JSON.parse(text).error.message; } catch { /* perhaps a proxy's answer */ }
-  if (answer.status === 401) needKey();
+  if (answer.status === 401 && used === key) needKey();  // not if another key was entered meanwhile
   throw new Refused(answer.status, message);
 }
 
