@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--phrases", type=Path, required=True)
     parser.add_argument("--each", type=int, default=300)
-    parser.add_argument("--wrong", type=int, default=0, help="print so many wrong answers")
+    parser.add_argument("--wrong", type=int, default=0, help="number of wrong answers to print")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     with LLM(str(asked.model), kv_cache_memory_bytes="64M", max_num_seqs=16) as llm:

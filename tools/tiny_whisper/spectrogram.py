@@ -25,7 +25,7 @@ def constants() -> tuple[Tensor, Tensor]:
 
 
 def spectrograms(windows: Sequence[np.ndarray], samples: int) -> Tensor:
-    """mel_BMF, for windows of at most so many samples; what is missing is silence."""
+    """mel_BMF, for windows of at most this number of samples; missing samples are silence."""
     padded_BN = torch.zeros(len(windows), samples)
     for row, samples_N in zip(padded_BN, windows, strict=True):
         row[: len(samples_N)] = torch.from_numpy(samples_N)

@@ -1,8 +1,8 @@
 """What `quire doctor` says of kept KV blocks (--kv-disk-dir, --kv-remote-url): their size, when a load is worth it, how long a
 disk lasts.
 
-Knows the layout of the KV cache. Measures nothing: a server measures both rates while it runs, and leaves that of prompts in
-the folder.
+Knows the layout of the KV cache. Measures nothing: a server measures both rates while it runs, and writes the rate of prompts
+into the folder.
 """
 
 from __future__ import annotations

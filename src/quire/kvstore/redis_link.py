@@ -56,7 +56,7 @@ class Allowance:
 
 
 class BoundedSocket:
-    """A socket whose reads and writes end with an allowance. Other methods are those of the socket."""
+    """A socket whose reads and writes end with an allowance. It passes other methods on to the socket."""
 
     def __init__(self, inner: socket.socket, allowance: Allowance):
         self._inner, self._allowance = inner, allowance

@@ -68,7 +68,7 @@ class Generation(EngineRequests):
     copies: int = 1
     """Number of choices that repeat their prompt's entries."""
     journal: JournalEntry | None = None
-    """Records the engine's outputs, and has those of an earlier process."""
+    """Records the engine's outputs, and has the outputs of an earlier process."""
     counts: list[TokenCount] = field(init=False)
     metrics: dict[str, Any] | None = None
     """Of the answer, when its only completion has ended; None: it reports none."""

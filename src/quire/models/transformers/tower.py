@@ -89,7 +89,7 @@ class TransformersTower:
         return rows_ND
 
     def _return_embeddings(self) -> None:
-        """The language model inside the wrapper returns the embeddings that it gets; those of texts are zeros."""
+        """The language model inside the wrapper returns the embeddings that it gets; the embeddings of texts are zeros."""
         model, width, dtype = self.model, self.width, self.dtype
 
         def embeddings(ids: Tensor, *_: Any, **__: Any) -> Tensor:
