@@ -68,7 +68,7 @@ def test_shapes_and_fields(serving, names, first, second, pairs):
         ({"queries": "a", "documents": "b", "text_1": "c"}, "send one of these pairs"),
         ({"text_1": "a", "items": "b"}, "send one of these pairs"),
         ({"queries": "a", "documents": []}, "is empty"),
-        ({"queries": "a", "documents": [5]}, "documents must be a text"),
+        ({"queries": "a", "documents": [5]}, "documents[0] must be a text"),
         ({"queries": {"content": [{"type": "image_url"}]}, "documents": "a"}, "image_url"),
         ({"queries": "a", "documents": ["b"] * 2049}, "limit for one request is 2048"),
         ({"queries": "a", "documents": "b", "instruction": "x"}, "--chat-template"),

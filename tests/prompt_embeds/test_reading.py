@@ -168,7 +168,7 @@ def test_files_that_are_refused(name: str) -> None:
 
 
 def test_text_that_is_too_long_or_no_base64() -> None:
-    with pytest.raises(ValidationError, match="characters of base64; 64 tokens with 8 numbers"):
+    with pytest.raises(ValidationError, match="characters of base64; 64 rows with 8 numbers"):
         decode_embeddings("A" * 10_000_000, MOST, SIZE)
     for text in ("a b", "é" * 8, "AAA", "AAAA=AAA"):
         with pytest.raises(ValidationError, match="is not base64"):

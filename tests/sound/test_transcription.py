@@ -497,7 +497,7 @@ def test_programs(whisper_path: str) -> None:
         assert found[0] == found[1]
         assert len(found[0]) > 5
         for wrong, says in (
-            ({"prompt": prompt, "multi_modal_data": {"audio": [(ONE, RATE)] * 2}}, "one sound, not 2"),
+            ({"prompt": prompt, "multi_modal_data": {"audio": [(ONE, RATE)] * 2}}, "one sound and nothing else, not 2"),
             ({"prompt": prompt, "multi_modal_data": {"audio": (LONG, RATE)}}, "has 5.3 s"),
             ({"prompt": prompt}, "writes down speech"),
             ({"encoder_prompt": "a", "decoder_prompt": prompt}, "a prompt for encoder and decoder is"),

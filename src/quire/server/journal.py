@@ -214,7 +214,7 @@ class Journal:
         return position
 
     def _begin_segment(self) -> None:
-        path = self.folder / f"{time.time_ns() // 1_000_000:015}-{os.getpid()}{SUFFIX}"
+        path = self.folder / f"{time.time_ns():020}-{os.getpid()}{SUFFIX}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with self._changed:
             if self._fd >= 0:
