@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -138,7 +139,8 @@ def test_its_bytes_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.001)
         if round >= 2:
             journal.forget(f"r{round - 2}")
-        assert sum(path.stat().st_size for path in (tmp_path / "j").glob("*.journal")) < 12_000
+        with contextlib.suppress(FileNotFoundError):  # the journal has just deleted one
+            assert sum(path.stat().st_size for path in (tmp_path / "j").glob("*.journal")) < 12_000
     assert journal.append(OUTPUTS, "r39", b"x")  # there is room again and again
     assert not journal.append(OUTPUTS, "r39", bytes(20_000))
     assert not journal.append(OUTPUTS, "r39", b"x")  # there would be a gap
