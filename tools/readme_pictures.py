@@ -141,7 +141,7 @@ LANES = (
     ("media process", "may be killed at any time", ((1, "read the header"), (2, "decode"), (3, "resize, normalize"))),
     ("worker", "beside the language model", ((1, "vision tower, once"), (2, "rows in the cache"), (3, "embeddings"))),
 )  # fmt: skip
-"""Each process: its name, what is special, and its steps with their columns."""
+"""The rows of the drawing, one for each process: (name, remark, (column, step) of each step)."""
 CROSSINGS = ((0, 1, 1, 1, "the file"), (1, 3, 0, 3, "pixels"), (0, 3, 2, 1, "prompt tokens and pixels, through the engine"))  # fmt: skip
 """(lane, column) to (lane, column), and what goes over."""
 

@@ -60,6 +60,22 @@ def kept(path: str, folder: Path, depth: int | None = 2, **more: Any) -> Iterato
         yield one
 
 
+def fail_first_copies(one: Engine) -> list[int]:
+    """The first step with copies of blocks will fail. Returns a list that then has the number of this step."""
+    worker: Any = one.client.core.executor.worker  # type: ignore[attr-defined]
+    hook: Any = next(hook for hook in worker.hooks if hook.name == "kv_tiers")
+    before, failures = hook.before, list[int]()
+
+    def fail_first(plan: Any, batch: Any) -> None:
+        if "kv_tiers" in plan.extras and not failures:
+            failures.append(plan.step)
+            raise RuntimeError("a fault of the device")
+        before(plan, batch)
+
+    hook.before = fail_first
+    return failures
+
+
 def save_all(one: Engine) -> None:
     """Run steps until every block that the engine has computed is on disk."""
     gate, core = gate_of(one), one.client.core

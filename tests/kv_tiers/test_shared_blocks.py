@@ -164,7 +164,7 @@ def test_an_engine_that_differs_finds_nothing(
 def test_who_writes_the_server_does_not_choose_what_the_model_remembers(
     checkpoint: Callable[..., str], server: str, key_file: Path, expected: list[list[int]]
 ) -> None:
-    """Each record gets the content of another one; then each is cut."""
+    """An attacker exchanges the contents of all records on the server, then cuts each record: every block is computed again."""
     path, redis = checkpoint("qwen3"), client(server)
     redis.flushall()
     with sharing(path, server, key_file) as one:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from equality.engines import Engine, engine, greedy, make_checkpoint, prompts
-from kv_tiers.kept import COMMON, SIZE, count, gate_of
+from kv_tiers.kept import COMMON, SIZE, count, fail_first_copies, gate_of
 from kv_tiers.test_kept_tokens import answers, computed, flat
 from lora.adapters import run as run_adapters
 from lora.adapters import write as write_adapter
@@ -155,21 +155,11 @@ def test_a_request_that_ends_while_it_is_swapped(
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_step_that_fails_while_blocks_are_copied(depth: int, checkpoint: Callable[..., str]) -> None:  # fmt: skip
-    """Its requests end with an error; what it should have copied is never loaded."""
+    """The requests of the failed step end with an error; no later request loads a block that the step should have copied."""
     path = checkpoint("qwen3")
     expected = flat(computed(path, PROMPTS))
     with swapping(path, depth, 12) as one:
-        worker: Any = one.client.core.executor.worker  # type: ignore[attr-defined]
-        hook: Any = next(hook for hook in worker.hooks if hook.name == "kv_tiers")
-        before, failures = hook.before, []
-
-        def fail_first(plan: Any, batch: Any) -> None:
-            if "kv_tiers" in plan.extras and not failures:
-                failures.append(plan.step)
-                raise RuntimeError("a fault of the device")
-            before(plan, batch)
-
-        hook.before = fail_first
+        failures = fail_first_copies(one)
         with suppress(RuntimeError):
             answers(one, PROMPTS)
         core = one.client.core

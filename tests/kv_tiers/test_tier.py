@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 from equality.engines import engine, greedy
-from kv_tiers.kept import COMMON, SIZE, count, disk_of, gate_of, hits, kept, save_all, spoil
+from kv_tiers.kept import (
+    COMMON,
+    SIZE,
+    count,
+    disk_of,
+    fail_first_copies,
+    gate_of,
+    hits,
+    kept,
+    save_all,
+    spoil,
+)
 from lora.adapters import run as run_adapters
 from lora.adapters import write as write_adapter
 from parallel.thread_engine import split_engine
@@ -247,17 +258,7 @@ def test_a_step_that_fails_while_it_loads(
 ) -> None:
     """Its requests end with an error, and no block of it is found by others."""
     with kept(checkpoint("qwen3"), filled, depth) as one:
-        worker: Any = one.client.core.executor.worker  # type: ignore[attr-defined]
-        hook: Any = next(hook for hook in worker.hooks if hook.name == "kv_tiers")
-        before, failures = hook.before, []
-
-        def fail_first(plan: Any, batch: Any) -> None:
-            if "kv_tiers" in plan.extras and not failures:
-                failures.append(plan.step)
-                raise RuntimeError("a fault of the device")
-            before(plan, batch)
-
-        hook.before = fail_first
+        failures = fail_first_copies(one)
         with suppress(
             RuntimeError
         ):  # the step had work, or only copies: then they are loaded again

@@ -1,1 +1,1 @@
-"""Makes quire-tiny-whisper: its sentences, their sound, its tokenizer, its weights and its figures."""
+"""Makes the speech model quire-tiny-whisper: sentences, their sound, the tokenizer, the weights and the figures of the model card."""

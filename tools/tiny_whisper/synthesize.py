@@ -35,7 +35,7 @@ PHONEMES = (
 class Spoken:
     """A phrase, its sound (int16), and the voice that said it.
 
-    `words_W`: the sample at which each word begins. `phonemes_P2`: the sample at which each begins, and its place in PHONEMES.
+    `words_W`: the first sample of each word. `phonemes_P2`: for each phoneme its first sample, and its index in PHONEMES.
     """
 
     text: str

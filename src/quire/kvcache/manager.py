@@ -252,7 +252,7 @@ class KVManager:
         request.num_shared_tokens = full * self.block_size
 
     def retract(self, request: CachedRequest) -> set[int]:
-        """Unpublish what this request published, because its KV is wrong. Returns those blocks, and its unpublished ones."""
+        """Unpublish the blocks that this request published, because their KV is wrong. Returns all blocks that the request has computed, published or not."""
         start, end = request.num_cached_blocks, request.num_published_blocks
         blocks = {b for column in request.blocks for b in column[start:end]}
         wrong_blocks = self.retract_content(self.published_by(request))

@@ -1,6 +1,6 @@
 """StoreList: several stores of kept blocks, such as a folder and a server, which are asked in this order.
 
-Knows which of them has a record. Does not know how they keep it.
+Knows which store has a record. Does not know how a store keeps records.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Record(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass
 class JournaledResponse:
-    """What the folder has of one response. `end`: how it ended, if its outputs do not say it."""
+    """The records of one response in the folder. `end`: why the response ended (cancelled, failed); empty if its last output says it."""
 
     begin: bytes
     outputs: list[bytes] = field(default_factory=list)

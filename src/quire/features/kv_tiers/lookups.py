@@ -30,7 +30,7 @@ TOKENS_A_PLAN = 1 << 16
 
 @dataclass(eq=False, slots=True)
 class Lookup:
-    """One request's. `keys`: in the order in which it needs them."""
+    """The look-up of one waiting request. `keys`: the names of its missing blocks, in the order of its prompt."""
 
     keys: Sequence[Key]
     deadline: float

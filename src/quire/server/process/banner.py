@@ -111,7 +111,7 @@ def curl_line(
     config: EngineConfig, url: str, name: str, chats: bool, pooling: PoolingInfo | None = None, hears: bool = False
 ) -> str:  # fmt: skip
     """A command for this model and this server that works without changes. `pooling`: of a model that does not generate.
-    `hears`: it transcribes a file: sample.wav of its directory, if it has one."""
+    `hears`: the model transcribes speech: the command sends sample.wav of the model's directory, or names speech.wav."""
     words = ["curl", "-s"]
     if url.startswith("unix:"):
         words += ["--unix-socket", url.removeprefix("unix:")]
