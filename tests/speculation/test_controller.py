@@ -55,6 +55,21 @@ def test_right_draft_tokens_pay_where_steps_read_weights() -> None:
     assert drafts > 4
 
 
+def test_trials_without_draft_tokens_are_short_where_draft_tokens_are_fast() -> None:
+    """Of 400 steps after the first window, at most 2 % have none."""
+    controller = SpeculationController(5)
+    controller.enter(0)
+    given = []
+    for _ in range(700):
+        count = controller.limits({0: 5}).get(0, 0)
+        given.append(count)
+        if count:
+            controller.learn(0, count, count)
+        controller.record(1, 1 + count, count, 1.0, True)
+    assert given[250:650].count(0) <= 8
+    assert given[250:].count(0) > 0
+
+
 @pytest.mark.parametrize("cost", [memory_bound, compute_bound])
 @pytest.mark.parametrize("num_rows", [1, 4, 16, 32])
 def test_wrong_draft_tokens_cost_little(cost: Cost, num_rows: int) -> None:

@@ -7,7 +7,8 @@ draft tokens as long as a^k is at least the price: the tokens that the rows of t
 draft token adds.
 
 On or off. For each batch size (powers of two), windows of steps with draft tokens and windows without take turns. The way with
-more tokens per second gets windows that double in length; the other way gets short trials.
+more tokens per second gets windows that double in length; the other way gets short trials: without draft tokens the shorter, the
+faster draft tokens are.
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ class _BatchSize:
         if not drafted.seconds:
             self.speculates, self.left = True, TRIAL_STEPS
             return
-        best = drafted.tokens * plain.seconds > LEAST_GAIN * plain.tokens * drafted.seconds
+        gain = drafted.tokens * plain.seconds / (plain.tokens * drafted.seconds)
+        best = gain > LEAST_GAIN
         if self.speculates is best and self.best is best:
-            self.speculates, self.left = not best, PLAIN_STEPS if best else TRIAL_STEPS
+            self.speculates, self.left = not best, PLAIN_STEPS / gain if best else TRIAL_STEPS
         else:
             self.window = min(2 * self.window, MAX_STEPS) if self.best is best else FIRST_STEPS
             self.speculates, self.left, self.best = best, self.window, best
